@@ -1,0 +1,58 @@
+# Everything here needs only make and Python 3.10 or later: each target builds the environment it runs in.
+#
+#   make test ARGS="tests/unit -x"    more arguments for the program behind a target
+#   make test TESTS=                  every test, the slow and the multi-host ones too
+#   make env PYTHON=python3.12        another interpreter for a new environment
+
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+TESTS  ?= not slow and not multihost
+
+BIN   := $(VENV)/bin
+PIP   := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := $(VENV)/.installed
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-6s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+env: $(STAMP) ## build the environment in .venv (once; again when its inputs change)
+
+demo: $(STAMP) ## train a classifier over direct calls between Ray actors, under a minute
+	@$(BIN)/raytorchrpc demo $(ARGS)
+
+test: $(STAMP) ## run the tests (GPU tests are skipped where there is no GPU)
+	@$(BIN)/python -m pytest -m "$(TESTS)" $(ARGS)
+
+lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(STAMP) ## run the benchmarks, ours and plain Ray side by side
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+clean: ## remove build output and caches (delete .venv by hand to start over)
+	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	@find raytorchrpc tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+# torch comes first and alone, so that the pinned build is the one every other package finds installed.
+# The stamp is written last: an interrupted installation is simply carried on by the next make.
+$(STAMP): pyproject.toml constraints.txt
+	@rm -f $@
+	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "raytorchrpc needs Python 3.10 or later; name one: make PYTHON=python3.12" >&2; exit 1; }; \
+	  echo "[env 1/3] creating $(VENV) with $$($(PYTHON) --version)"; \
+	  $(PYTHON) -m venv --clear $(VENV) || \
+	    { echo "could not create $(VENV) (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }; \
+	fi
+	@echo "[env 2/3] installing $(TORCH) (the big one: one to five minutes)"
+	@$(PIP) install -qq "$(TORCH)"
+	@echo "[env 3/3] installing Ray, the tools and raytorchrpc itself (about a minute)"
+	@$(PIP) install -qq -e '.[dev]' -c constraints.txt
+	@touch $@

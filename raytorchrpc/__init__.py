@@ -1,0 +1,48 @@
+"""Direct calls between Ray actors; tensors cross by the fastest road between the two processes.
+
+Ray stays in charge of scheduling, placement, restarts and jobs. ``init_group(actors)`` joins a set of actors
+into a group whose members call each other without it. Importing this changes no environment and no logging.
+"""
+
+from raytorchrpc.calls import Future, method, remote, rpc_async, rpc_sync
+from raytorchrpc.config import GroupConfig
+from raytorchrpc.device_map import DeviceMap
+from raytorchrpc.errors import (
+    BootstrapError,
+    ConfigurationError,
+    LaneUnavailable,
+    NotAMember,
+    PeerLost,
+    RayTorchRpcError,
+    RemoteError,
+    RpcTimeout,
+    SerializationError,
+)
+from raytorchrpc.group import Group, get_group, init_group
+from raytorchrpc.member import Member, current_member
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "BootstrapError",
+    "ConfigurationError",
+    "DeviceMap",
+    "Future",
+    "Group",
+    "GroupConfig",
+    "LaneUnavailable",
+    "Member",
+    "NotAMember",
+    "PeerLost",
+    "RayTorchRpcError",
+    "RemoteError",
+    "RpcTimeout",
+    "SerializationError",
+    "current_member",
+    "get_group",
+    "init_group",
+    "method",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+]

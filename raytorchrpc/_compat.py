@@ -1,0 +1,256 @@
+"""Every private torch or Ray name the package leans on, in one place.
+
+Nothing else may import a name that starts with an underscore from either. When a release moves one, exactly
+one function here breaks, and its test in ``tests/ray/test_compat.py`` or ``tests/unit/test_compat.py`` says
+what it was for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_rpc import PyRRef, TensorPipeAgent, WorkerInfo, _is_current_rpc_agent_set
+from torch.distributed.rpc import api as rpc_api
+
+DeviceDict = Mapping[int, int]
+
+#: torch's RRef as C++ hands it out; ``rpc.RRef`` derives from it.
+RREF_TYPE: type[Any] = PyRRef
+
+# --- torch: an agent without a rendezvous server ---------------------------------------------------------
+
+
+def start_agent(
+    name: str,
+    worker_id: int,
+    *,
+    threads: int,
+    timeout_s: float,
+    transports: Sequence[str],
+    channels: Sequence[str],
+    device_maps: Mapping[str, DeviceDict],
+    devices: Sequence[int],
+) -> tuple[TensorPipeAgent, Store, str]:
+    """Start this process's torchrpc agent alone, over a store of its own.
+
+    ``init_rpc`` would meet the others through a shared store; here the driver carries the addresses.
+    Returns the agent, its store (which ``add_peer`` writes into) and the URL it listens on.
+    """
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=threads,
+        rpc_timeout=timeout_s,
+        _transports=list(transports),
+        _channels=list(channels),
+        device_maps={peer: _devices(mapping) for peer, mapping in device_maps.items()},
+        devices=list(devices),
+    )
+    if devices:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    store = HashStore()
+    agent = TensorPipeAgent(
+        store, name, worker_id, None, options, {}, [torch.device("cuda", index) for index in devices]
+    )
+    rpc_api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
+    url: bytes = store.get("addrs/" + name)
+    return agent, store, url.decode()
+
+
+def _devices(mapping: DeviceDict) -> dict[Any, Any]:
+    return {torch.device("cuda", mine): torch.device("cuda", its) for mine, its in mapping.items()}
+
+
+def add_peer(
+    agent: TensorPipeAgent,
+    store: Store,
+    name: str,
+    worker_id: int,
+    url: str,
+    *,
+    devices: Sequence[int],
+    inverse_map: DeviceDict,
+) -> None:
+    """Let the agent call ``name``; ``inverse_map`` (my gpu -> the peer's) carries results back to it."""
+    store.set("addrs/" + name, url)
+    agent._update_group_membership(
+        WorkerInfo(name, worker_id),
+        [torch.device("cuda", index) for index in devices],
+        {name: _devices(inverse_map)},
+        True,
+    )
+
+
+def remove_peer(agent: TensorPipeAgent, name: str, worker_id: int) -> None:
+    """Forget a peer. Its broken pipe stays cached under its id, so the id must never come back."""
+    agent._update_group_membership(WorkerInfo(name, worker_id), [], {}, False)
+
+
+def stop_agent() -> None:
+    """End the agent without asking the peers: a graceful end waits for all of them, dead ones included."""
+    rpc.shutdown(graceful=False)
+
+
+def agent_is_set() -> bool:
+    """Whether this process runs a torchrpc agent, ours or the user's own."""
+    return _is_current_rpc_agent_set()
+
+
+def invoke_async(
+    worker: WorkerInfo, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
+) -> torch.futures.Future[Any]:
+    """``rpc.rpc_async`` with a ready WorkerInfo (a name would be looked up on every call)."""
+    return rpc.rpc_async(worker, function, args=args, timeout=timeout_s)  # type: ignore[no-any-return]
+
+
+def storage_uses(tensor: torch.Tensor) -> int:
+    """How many tensors and storages, in Python or C++, hold this tensor's memory."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+# --- torch: distributed autograd ---------------------------------------------------------------------------
+
+_autograd_id: int | None = None
+
+
+def init_autograd(worker_id: int) -> int:
+    """Give distributed autograd its id. It takes one per process life; returns the one in force."""
+    global _autograd_id
+    if _autograd_id is None:
+        dist_autograd._init(worker_id)  # type: ignore[attr-defined]
+        _autograd_id = worker_id
+    return _autograd_id
+
+
+def autograd_id() -> int | None:
+    """The id distributed autograd carries in this process, or None before the first group."""
+    return _autograd_id
+
+
+@functools.cache
+def _autograd_symbols() -> tuple[Callable[[], int], Callable[[int], None], Callable[[], None]]:
+    """The thread's current context as C++ keeps it: read, set, clear.
+
+    Python can open a context but not enter an existing one, and methods run on a member's own threads, not
+    on the torchrpc thread that received the call. These are the static members of DistAutogradContainer.
+    """
+    library = ctypes.PyDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+    prefix = "_ZN5torch11distributed8autograd21DistAutogradContainer"
+    current = getattr(library, prefix + "16currentContextIdEv")
+    current.restype, current.argtypes = ctypes.c_int64, []
+    enter = getattr(library, prefix + "19setCurrentContextIdEl")
+    enter.restype, enter.argtypes = None, [ctypes.c_int64]
+    leave = getattr(library, prefix + "19clearCurrentContextEv")
+    leave.restype, leave.argtypes = None, []
+    return current, enter, leave
+
+
+NO_CONTEXT = -1
+
+
+def current_autograd_context() -> int:
+    """The distributed autograd context this thread is in, or ``NO_CONTEXT``. About 0.3 us."""
+    return _autograd_symbols()[0]()
+
+
+@contextmanager
+def autograd_context(context_id: int) -> Iterator[None]:
+    """Run in an existing distributed autograd context, then put back the one this thread was in."""
+    current, enter, leave = _autograd_symbols()
+    before = current()
+    if context_id == before:
+        yield
+        return
+    leave()
+    if context_id != NO_CONTEXT:
+        enter(context_id)
+    try:
+        yield
+    finally:
+        leave()
+        if before != NO_CONTEXT:
+            enter(before)
+
+
+# --- Ray: what a worker knows about the actor it runs --------------------------------------------------------
+
+
+def _worker() -> Any:
+    from ray._private import worker
+
+    return worker.global_worker
+
+
+def actor_instance() -> Any | None:
+    """The actor object living in this process; None in a driver, a task, or outside Ray."""
+    worker = _worker()
+    instances = getattr(worker, "actors", None)
+    if not instances:
+        return None
+    return instances.get(worker.core_worker.get_actor_id())
+
+
+def actor_max_concurrency() -> int:
+    """``max_concurrency`` of the actor in this process (1000 unless set, for an async actor)."""
+    return int(_worker().core_worker.current_actor_max_concurrency())
+
+
+def actor_is_async() -> bool:
+    """Whether Ray runs this process's actor on an event loop."""
+    return bool(_worker().core_worker.current_actor_is_asyncio())
+
+
+def actor_event_loop(concurrency_group: str | None) -> asyncio.AbstractEventLoop:
+    """The loop Ray runs the coroutines of this concurrency group on (None: the default group)."""
+    from ray._raylet import PythonFunctionDescriptor  # type: ignore[attr-defined]
+
+    descriptor = PythonFunctionDescriptor("", "", "")
+    loop: asyncio.AbstractEventLoop = _worker().core_worker.get_event_loop(descriptor, concurrency_group)[0]
+    return loop
+
+
+def concurrency_group_of(function: Any) -> str | None:
+    """The group named by ``@ray.method(concurrency_group=...)`` on this method."""
+    group: str | None = getattr(function, "__ray_concurrency_group__", None)
+    return group
+
+
+def actor_id_of(handle: Any) -> str:
+    """Hex id of an ``ActorHandle``; the same for every copy of the handle and across restarts."""
+    return str(handle._actor_id.hex())
+
+
+def actor_class_name(handle: Any) -> str:
+    """Name of the class the actor was made from."""
+    return str(handle._ray_actor_creation_function_descriptor.class_name).rpartition(".")[2]
+
+
+def dead_jobs() -> frozenset[str]:
+    """Hex ids of the drivers that are gone."""
+    from ray._private.state import state
+
+    return frozenset(
+        job["JobID"]
+        for job in state.job_table()  # type: ignore[no-untyped-call]
+        if job["IsDead"]
+    )
+
+
+def cloudpickler() -> type[Any]:
+    """Ray's own pickler class.
+
+    The stand-alone cloudpickle keeps its own table of by-value classes, so a class from the driver's
+    ``__main__`` would arrive as a stranger to the copy that came with the actor's code.
+    """
+    from ray import cloudpickle
+
+    pickler: type[Any] = cloudpickle.CloudPickler
+    return pickler

@@ -1,0 +1,273 @@
+"""What a user's code calls: the decorator, the three verbs, the Future."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from typing import Any, Generic, NamedTuple, TypeVar, overload
+
+from raytorchrpc import _compat, execution
+from raytorchrpc.errors import ConfigurationError, RpcTimeout
+from raytorchrpc.execution import current_scope
+from raytorchrpc.member import CallUnderWay, process_member
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MARK = "__raytorchrpc_method__"
+
+
+class Exposed(NamedTuple):
+    """What ``method`` notes about a function: the function itself, and how it may run."""
+
+    function: Callable[..., Any]
+    concurrent: bool
+    concurrency_group: str | None
+    is_coroutine: bool
+
+
+def exposed(function: Any) -> Exposed | None:
+    """The note that ``method`` left, or None for an undecorated function."""
+    note: Exposed | None = getattr(function, _MARK, None)
+    return note
+
+
+@overload
+def method(function: F, /) -> F: ...
+@overload
+def method(*, concurrent: bool = False) -> Callable[[F], F]: ...
+def method(function: Any = None, /, *, concurrent: bool = False) -> Any:
+    """Let the other members of a group call this actor method directly.
+
+    ``handle.method.remote()`` keeps working and keeps its meaning. Called either way, decorated methods keep
+    the actor's own concurrency: one at a time in a sync actor, up to ``max_concurrency`` in a threaded or
+    async one. A sync method called directly runs on a thread of the member's own; a coroutine, and any method
+    of an async actor, on the actor's event loop.
+
+    Args:
+        concurrent: run beside this actor's other methods, without waiting for a turn. The method must then
+            be thread-safe by itself.
+
+    Raises ConfigurationError for a generator, which cannot be called directly.
+    """
+    if function is None:
+        return functools.partial(method, concurrent=concurrent)
+    if not inspect.isfunction(function):
+        raise ConfigurationError(f"@raytorchrpc.method is for functions in a class body, not {function!r}")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigurationError(
+            f"{function.__qualname__} is a generator; direct calls return one result: return a list, or keep "
+            f"the generator for Ray's own streaming (.remote) without @raytorchrpc.method"
+        )
+    is_coroutine = inspect.iscoroutinefunction(function)
+    note = Exposed(function, concurrent, _compat.concurrency_group_of(function), is_coroutine)
+    wrapper = _gated_coroutine(note) if is_coroutine else _gated(note)
+    setattr(wrapper, _MARK, note)
+    return wrapper
+
+
+# The wrappers take the user's module name from functools.wraps, so Ray may pickle them by value: their bodies
+# may mention only what can be imported, and no state of this module.
+
+
+def _gated(note: Exposed) -> Callable[..., Any]:
+    @functools.wraps(note.function)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _take_turn(note, self, args, kwargs)
+
+    return wrapper
+
+
+def _gated_coroutine(note: Exposed) -> Callable[..., Any]:
+    @functools.wraps(note.function)
+    async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return await _take_turn_on_loop(note, self, args, kwargs)
+
+    return wrapper
+
+
+def _gate_for(note: Exposed, instance: Any) -> execution.Gate | None:
+    """The gate that a call through Ray, or by another method of the actor, has to pass, if any."""
+    if note.concurrent:
+        return None
+    group = note.concurrency_group
+    if group is None:  # ray.method, when it was applied after ours, wrote onto the wrapper
+        group = _compat.concurrency_group_of(getattr(type(instance), note.function.__name__, None))
+    gate = execution.gate_of(instance, group)
+    seat = current_scope.get().seat
+    return None if seat is not None and seat.gate is gate else gate
+
+
+def _take_turn(note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    gate = _gate_for(note, instance)
+    if gate is None:
+        return note.function(instance, *args, **kwargs)
+    seat = gate.enter_now() if execution.on_loop() else gate.enter()
+    if seat is None:
+        # Waiting here would stop the loop that the holder needs; nothing else runs on it meanwhile anyway.
+        return note.function(instance, *args, **kwargs)
+    before = current_scope.set(execution.Scope((seat.token,), None, seat))
+    try:
+        return note.function(instance, *args, **kwargs)
+    finally:
+        current_scope.reset(before)
+        gate.leave(seat)
+
+
+async def _take_turn_on_loop(note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    gate = _gate_for(note, instance)
+    if gate is None:
+        return await note.function(instance, *args, **kwargs)
+    seat = await gate.enter_on_loop()
+    before = current_scope.set(execution.Scope((seat.token,), None, seat))
+    try:
+        return await note.function(instance, *args, **kwargs)
+    finally:
+        current_scope.reset(before)
+        gate.leave(seat)
+
+
+class Future(Generic[T]):
+    """The result of a direct call, on its way. Made by ``rpc_async``; awaitable.
+
+    The result is unpickled once, by whoever asks first, in that thread (and on its CUDA stream). Thread-safe.
+    """
+
+    def __init__(self, call: CallUnderWay) -> None:
+        self._call = call
+        self._lock = threading.Lock()
+        self._outcome: tuple[Any, BaseException | None] | None = None
+
+    def done(self) -> bool:
+        """Whether ``result`` would return or raise at once. Never blocks."""
+        return self._outcome is not None or self._call.wait(0)
+
+    def wait(self) -> T:
+        """Block until the result is there, or the call's own deadline; return it or raise what the call raised."""
+        return self._get(self._call.remaining())
+
+    def result(self, timeout: float | None = None) -> T:
+        """As ``wait``, but at most ``timeout`` seconds. Then RpcTimeout is raised and the call goes on: ask again."""
+        remaining = self._call.remaining()
+        return self._get(remaining if timeout is None else min(timeout, remaining))
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the call raised, or None if it returned. Blocks like ``result``, raises RpcTimeout like it."""
+        self._settle(self._call.remaining() if timeout is None else timeout)
+        assert self._outcome is not None
+        return self._outcome[1]
+
+    def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
+        """Call ``callback(self)`` once done, on a thread of the member's own (soon, if it is done already).
+
+        The callback may block and may make calls. What it raises is logged.
+        """
+        self._call.add_done_callback(lambda: self._call.run_callback(callback, self))
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self.done():
+            loop = asyncio.get_running_loop()
+            woken = loop.create_future()
+
+            def wake() -> None:
+                if not woken.done():
+                    woken.set_result(None)
+
+            def arrived() -> None:
+                with suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
+                    loop.call_soon_threadsafe(wake)
+
+            self._call.add_done_callback(arrived)
+            yield from woken
+        return self._get(0)
+
+    def _get(self, timeout_s: float) -> T:
+        self._settle(timeout_s)
+        assert self._outcome is not None
+        value, error = self._outcome
+        if error is not None:
+            raise error
+        return value  # type: ignore[no-any-return]
+
+    def _settle(self, timeout_s: float) -> None:
+        if self._outcome is not None:
+            return
+        if not execution.wait_serving(self._call, max(timeout_s, 0)):
+            raise RpcTimeout(f"{self._call.label} has not answered within {timeout_s:.3g} s")
+        with self._lock:
+            if self._outcome is None:
+                self._outcome = self._call.outcome()
+
+    def __repr__(self) -> str:
+        state = "done" if self.done() else "pending"
+        return f"<raytorchrpc.Future {self._call.label} {state}>"
+
+
+Target = Any  # ActorHandle | str | int | Member: an ActorHandle's class cannot be imported without Ray
+
+
+class _Proxy:
+    """``proxy.method(...)`` sends the call; which verb, the subclass says."""
+
+    __slots__ = ("_target", "_timeout")
+
+    def __init__(self, target: Target, timeout: float | None) -> None:
+        self._target, self._timeout = target, timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return functools.partial(self._send, name)
+
+    def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Sync(_Proxy):
+    __slots__ = ()
+
+    def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
+        return Future(process_member().call(self._target, _name, args, kwargs, self._timeout)).wait()
+
+
+class _Async(_Proxy):
+    __slots__ = ()
+
+    def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
+        return Future(process_member().call(self._target, _name, args, kwargs, self._timeout))
+
+
+class _Remote(_Proxy):
+    __slots__ = ()
+
+    def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
+        return process_member().remote(self._target, _name, args, kwargs, self._timeout)
+
+
+def rpc_sync(target: Target, *, timeout: float | None = None) -> Any:
+    """``rpc_sync(target).method(*args)`` calls a decorated method of another member and returns its value.
+
+    Args:
+        target: an actor handle, a member's name, its rank, or a ``Member``.
+        timeout: seconds until RpcTimeout; None takes ``GroupConfig.rpc_timeout_s``. A call made on behalf of
+            another call ends by that one's deadline at the latest.
+
+    Blocks. A call that comes back to this actor meanwhile runs on this thread. Arguments may hold tensors
+    anywhere; what arrives is a private copy. Raises what the method raised, under its own type where that is
+    possible (its ``__cause__`` shows the remote traceback), or a ``RayTorchRpcError``.
+    """
+    return _Sync(target, timeout)
+
+
+def rpc_async(target: Target, *, timeout: float | None = None) -> Any:
+    """As ``rpc_sync``, but returns a ``Future`` at once. Argument tensors must not change until it is done."""
+    return _Async(target, timeout)
+
+
+def remote(target: Target, *, timeout: float | None = None) -> Any:
+    """As ``rpc_async``, but the result stays on the target; returns torch's ``RRef`` to it at once."""
+    return _Remote(target, timeout)

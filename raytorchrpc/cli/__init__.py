@@ -1,0 +1,18 @@
+"""The ``raytorchrpc`` command. Its own dependencies are the extra ``cli``, not the package's."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Entry point of the ``raytorchrpc`` script."""
+    try:
+        import rich  # noqa: F401  (the commands import it later; its absence is told now)
+
+        from raytorchrpc.cli.app import app
+    except ModuleNotFoundError as error:
+        if error.name not in {"click", "rich", "typer"}:
+            raise
+        sys.exit(f"raytorchrpc: the command line needs {error.name}: pip install 'raytorchrpc[cli]'")
+    app()

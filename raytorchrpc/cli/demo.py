@@ -1,0 +1,151 @@
+"""``raytorchrpc demo``: starts Ray, looks on while digits.py trains, and shows what the calls cost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from statistics import median
+from typing import Any
+
+import ray
+import typer
+from ray.actor import ActorHandle
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as ProgressBar
+from rich.table import Column, Table
+
+import raytorchrpc as rtr
+from raytorchrpc.cli.digits import ParameterServer, Progress, Worker
+
+
+def run(*, workers: int, target: float, max_steps: int, seed: int, address: str | None, exchanges: int) -> None:
+    """Train, then show how the calls travelled and what they cost.
+
+    Raises:
+        typer.Exit: with code 1 and the reason on stderr: a missing package, no Ray, the accuracy not reached.
+    """
+    if find_spec("sklearn") is None:
+        raise _failure("the demo needs scikit-learn: pip install 'raytorchrpc[demo]'")
+    console = Console()
+    console.print(f"Starting a parameter server and {workers} worker(s) as Ray actors ...")
+    try:
+        with _ray(address, cpus=workers + 1):
+            # The type checker does not see what a class decorator adds.
+            server = ParameterServer.remote(seed, target, max_steps)  # type: ignore[attr-defined]
+            team = [Worker.remote(rank, workers, seed) for rank in range(workers)]  # type: ignore[attr-defined]
+            members = {"server": server} | {f"worker-{rank}": worker for rank, worker in enumerate(team)}
+            with rtr.init_group(members) as group:
+                end = _train(console, server, team, target)
+                if end.accuracy >= target:
+                    _show_routes(console, group)
+                    _show_stats(console, group)
+                    _show_comparison(console, ray.get(team[0].compare.remote(server, exchanges)))
+    except (rtr.RayTorchRpcError, ConnectionError) as error:
+        raise _failure(str(error)) from error
+    if end.accuracy < target:
+        raise _failure(f"test accuracy {end.accuracy:.1%} after {end.steps} steps, below the target of {target:.1%}")
+
+
+@contextmanager
+def _ray(address: str | None, cpus: int) -> Iterator[None]:
+    """A quiet local Ray, or the cluster at ``address``; left in order however the block ends."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        if address is None:
+            with _ctrl_c_held_back():
+                ray.init("local", num_cpus=cpus, include_dashboard=False, **quiet)
+        else:
+            _check_answers(address)
+            ray.init(address, **quiet)
+        yield
+    finally:
+        with _ctrl_c_held_back():
+            ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Fail at once where Ray would try for minutes. Raises ConnectionError."""
+    host, _, port = address.rpartition(":")
+    if host and "//" not in host:
+        try:
+            socket.create_connection((host, int(port)), timeout=10).close()
+        except (OSError, ValueError) as error:
+            raise ConnectionError(f"no Ray cluster answers at {address}: {error}") from error
+
+
+@contextmanager
+def _ctrl_c_held_back() -> Iterator[None]:
+    """Let a Ctrl-C take effect at the end: a Ray that is stopped halfway through its start can crash."""
+    pressed: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _frame: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+def _train(
+    console: Console, server: ActorHandle[ParameterServer], team: list[ActorHandle[Worker]], target: float
+) -> Progress:
+    """Let the workers run and look on; returns the state at the end."""
+    console.print(f"Training until {target:.1%} of the test images are recognised ...")
+    columns = TextColumn("Training"), BarColumn(), TextColumn("{task.description}")
+    with ProgressBar(*columns, console=console) as bar:
+        task = bar.add_task("", total=target)
+        start = time.perf_counter()
+        running = [worker.train.remote(server) for worker in team]
+        try:
+            while True:
+                done, running = ray.wait(running, timeout=0.1)
+                ray.get(done)  # a worker's exception surfaces here
+                now: Progress = ray.get(server.progress.remote())
+                speed = now.steps / (time.perf_counter() - start)
+                text = f"test accuracy {now.accuracy:.1%}  {now.steps} steps  {speed:.0f} steps/s"
+                bar.update(task, completed=min(now.accuracy, target), description=text)
+                if not running:
+                    return now
+        except BaseException:  # Ctrl-C too: the workers come out of their loops, and the group ends at once
+            server.stop.remote()
+            raise
+
+
+def _show_routes(console: Console, group: rtr.Group) -> None:
+    console.print("\n[bold]Routes[/bold]: who reaches whom, by which lane, and why")
+    console.print(str(group.routes()), markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_stats(console: Console, group: rtr.Group) -> None:
+    console.print("\n[bold]Statistics[/bold] of the training")
+    numbers = (Column(heading, justify="right") for heading in ("calls", "MB out", "MB in", "ms per call"))
+    table = Table("caller", "peer", "lane", *numbers)
+    for row in group.stats():
+        sizes = (f"{size / 1e6:.1f}" for size in (row.bytes_out, row.bytes_in))
+        per_call = f"{row.seconds / row.calls * 1e3:.2f}"
+        table.add_row(row.caller, row.peer, row.lane, str(row.calls), *sizes, per_call)
+    console.print(table)
+
+
+def _show_comparison(console: Console, seconds: dict[str, list[float]]) -> None:
+    """One row per road, each with its median and how it compares to the direct one."""
+    middle = {road: median(values) for road, values in seconds.items()}
+    count = len(seconds["direct"])
+    console.print(f"\n[bold]Direct or through Ray[/bold]: one pull and one push, {count} of each in turns")
+    table = Table("road", Column("median ms", justify="right"), Column("ratio", justify="right"))
+    for road, value in middle.items():
+        table.add_row(road, f"{value * 1e3:.2f}", f"{value / middle['direct']:.1f}")
+    console.print(table)
+
+
+def _failure(reason: str) -> typer.Exit:
+    typer.echo(f"raytorchrpc demo: {reason}", err=True)
+    return typer.Exit(1)

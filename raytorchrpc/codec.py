@@ -1,0 +1,210 @@
+"""Any Python object to and from (pickle bytes, tensors, RRefs). Nothing else knows about pickling.
+
+Tensors anywhere inside an object, and large buffers that follow pickle protocol 5 (numpy arrays, Arrow
+columns), are lifted out and travel beside the bytes, uncopied; a lane decides how. What stays is small.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import pickle
+import threading
+import traceback
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from raytorchrpc._compat import RREF_TYPE
+from raytorchrpc.errors import RayTorchRpcError, RemoteError, SerializationError
+
+#: Buffers below this stay in the pickle: lifting one costs more than copying it (bytes).
+LIFT_BUFFER_BYTES = 16 * 1024
+
+
+class Encoded(NamedTuple):
+    """One object taken apart.
+
+    ``tensors`` are the caller's own (no copy): they must not change until the lane has taken them. The
+    last ``buffers`` of them stand for protocol 5 buffers as flat uint8 CPU tensors.
+    """
+
+    payload: bytes
+    tensors: Sequence[torch.Tensor]
+    rrefs: Sequence[Any]
+    buffers: int
+
+
+class _Table(threading.local):
+    """What the object being decoded on this thread may take its tensors and RRefs from."""
+
+    tensors: Sequence[torch.Tensor] = ()
+    rrefs: Sequence[Any] = ()
+
+
+_table = _Table()
+
+
+def _take_tensor(index: int, requires_grad: bool) -> torch.Tensor:
+    tensor = _table.tensors[index]
+    return tensor.requires_grad_() if requires_grad and not tensor.requires_grad else tensor
+
+
+def _take_parameter(index: int, requires_grad: bool) -> torch.nn.Parameter:
+    return torch.nn.Parameter(_table.tensors[index], requires_grad=requires_grad)
+
+
+def _take_rref(index: int) -> Any:
+    return _table.rrefs[index]
+
+
+class Codec:
+    """Encodes with ``pickler`` as the base class: ``pickle.Pickler``, or a cloudpickle that also knows
+    functions and classes by value. Safe to share between threads.
+    """
+
+    def __init__(self, pickler: type[Any] = pickle.Pickler) -> None:
+        self._pickler = _lifting(pickler)
+
+    def encode(self, obj: object, *, keep_graph: bool = False) -> Encoded:
+        """Take ``obj`` apart.
+
+        ``keep_graph`` lifts tensors with their autograd history (distributed autograd records the hop);
+        otherwise what arrives is a leaf with the same ``requires_grad``.
+        Raises SerializationError, naming the type that could not be pickled.
+        """
+        file = io.BytesIO()
+        buffers: list[torch.Tensor] = []
+        pickler = self._pickler(file, protocol=5, buffer_callback=_buffer_lifter(buffers))
+        pickler.tensors, pickler.rrefs, pickler.keep_graph = [], [], keep_graph
+        try:
+            pickler.dump(obj)
+        except RayTorchRpcError:
+            raise
+        except Exception as error:
+            raise SerializationError(f"{type(error).__name__}: {error}") from error
+        return Encoded(file.getvalue(), pickler.tensors + buffers, pickler.rrefs, len(buffers))
+
+    def decode(
+        self,
+        payload: bytes,
+        tensors: Sequence[torch.Tensor] = (),
+        rrefs: Sequence[Any] = (),
+        buffers: int = 0,
+    ) -> Any:
+        """Put an object together again; it takes the given tensors as they are, without a copy."""
+        split = len(tensors) - buffers
+        outer = _table.tensors, _table.rrefs
+        _table.tensors, _table.rrefs = tensors, rrefs
+        try:
+            return pickle.loads(payload, buffers=[tensor.numpy().data for tensor in tensors[split:]])
+        finally:
+            _table.tensors, _table.rrefs = outer
+
+
+def _lifting(base: type[Any]) -> type[Any]:
+    """A pickler class that reduces tensors and RRefs to their place in a table, and leaves the rest to ``base``."""
+    inherited = getattr(base, "reducer_override", None)
+
+    class LiftingPickler(base):  # type: ignore[misc]
+        tensors: list[torch.Tensor]
+        rrefs: list[Any]
+        keep_graph: bool
+
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, torch.Tensor):
+                return self.lift(obj)
+            if isinstance(obj, RREF_TYPE):
+                self.rrefs.append(obj)
+                return _take_rref, (len(self.rrefs) - 1,)
+            return NotImplemented if inherited is None else inherited(self, obj)
+
+        def lift(self, tensor: torch.Tensor) -> Any:
+            kind = type(tensor)
+            if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+                return NotImplemented  # a subclass: its own __reduce__ leads back here for its parts
+            if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
+                return NotImplemented  # likewise: sparse and nested tensors reduce to dense parts
+            requires_grad = tensor.requires_grad
+            if requires_grad and self.keep_graph:
+                kind = torch.Tensor  # a Parameter made anew would cut the graph
+            else:
+                tensor = tensor.detach()
+            if tensor.is_conj() or tensor.is_neg():
+                tensor = tensor.resolve_conj().resolve_neg()
+            self.tensors.append(tensor)
+            take = _take_tensor if kind is torch.Tensor else _take_parameter
+            return take, (len(self.tensors) - 1, requires_grad)
+
+    return LiftingPickler
+
+
+def _buffer_lifter(into: list[torch.Tensor]) -> Any:
+    def lift(buffer: pickle.PickleBuffer) -> bool:
+        try:
+            raw = buffer.raw()
+        except BufferError:  # neither C nor Fortran order: the pickle copies it
+            return True
+        if raw.nbytes < LIFT_BUFFER_BYTES:
+            return True
+        into.append(_as_tensor(raw))
+        return False
+
+    return lift
+
+
+def _as_tensor(raw: memoryview) -> torch.Tensor:
+    """A uint8 view of the buffer, kept alive by the tensor."""
+    if not raw.readonly:
+        return torch.frombuffer(raw, dtype=torch.uint8)
+    # Arrays from Ray's object store are read-only, and torch warns at each of them. Lanes only read what
+    # they send, so hand torch the address; the array stays alive through the attribute.
+    import numpy
+
+    array = numpy.frombuffer(raw, dtype=numpy.uint8)
+    window = (ctypes.c_ubyte * raw.nbytes).from_address(array.ctypes.data)
+    window._keep_alive = array  # type: ignore[attr-defined]
+    return torch.frombuffer(window, dtype=torch.uint8)
+
+
+# --- exceptions ------------------------------------------------------------------------------------------
+
+
+def _rebuild_exception(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    # By way of __new__: a constructor may want other arguments than those it stored in ``args``.
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+def encode_exception(codec: Codec, error: BaseException) -> Encoded:
+    """Take an exception apart so that it can be raised again elsewhere under its own type.
+
+    What cannot be pickled (or not be read back) is sent as text and becomes a RemoteError there.
+    """
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    name = f"{type(error).__module__}.{type(error).__qualname__}"
+    state = {key: value for key, value in getattr(error, "__dict__", {}).items() if key != "__notes__"}
+    for described in ((type(error), error.args, state), (type(error), error.args, {})):
+        try:
+            encoded = codec.encode((described, name, text))
+            codec.decode(*encoded)
+            cls, args, attributes = described
+            _rebuild_exception(cls, args, attributes)
+        except Exception:  # any failure of a user's own pickling code leads to the same fallback
+            continue
+        return encoded
+    return codec.encode((None, name, text))
+
+
+def decode_exception(codec: Codec, encoded: Encoded, where: str) -> BaseException:
+    """The remote exception, ready to be raised; its cause is a RemoteError with the remote traceback."""
+    described, name, text = codec.decode(*encoded)
+    cause = RemoteError(f"on {where}:\n{text}", type_name=name, traceback_text=text)
+    if described is None:
+        return cause
+    error = _rebuild_exception(*described)
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,114 @@
+"""What a user may choose about a group, checked before any process is touched."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from raytorchrpc.errors import ConfigurationError
+
+ENV_PREFIX = "RAYTORCHRPC_"
+
+#: Lanes a route may be built from, in the order routing prefers them.
+KNOWN_LANES = ("socket", "torchrpc")
+
+
+class GroupConfig(BaseModel):
+    """Settings of one group; immutable, the same on every member.
+
+    Every field can be given in the environment as ``RAYTORCHRPC_<FIELD>`` (see ``from_env``), so that a
+    submitted job can be tuned without touching its code.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rpc_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 60.0
+    """Deadline of a call that names none, in seconds."""
+
+    lanes: tuple[str, ...] | None = None
+    """Lanes a route may use; None lets routing choose. A name with a leading ``-`` forbids that lane."""
+
+    device_maps: dict[str, Any] | None = None
+    """Device maps by member name: a ``DeviceMap``, its text form, or ``{peer: {local gpu: peer gpu}}``.
+    None generates one for every pair."""
+
+    local_devices: tuple[int, ...] | None = None
+    """Local CUDA indices that generated device maps may use; None means every visible one."""
+
+    interface: str | None = None
+    """Network interface torchrpc listens on; None takes the one that holds the Ray node's address."""
+
+    transports: tuple[str, ...] | None = None
+    """TensorPipe transports, forced on every member; None lets routing choose from evidence."""
+
+    channels: tuple[str, ...] | None = None
+    """TensorPipe channels, forced on every member; None lets routing choose from evidence."""
+
+    torchrpc_threads: Annotated[int, Field(ge=2, le=256)] = 4
+    """Size of torchrpc's own pool. It only carries messages; methods never run there."""
+
+    @field_validator("lanes")
+    @classmethod
+    def _lanes_are_known(cls, lanes: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for lane in lanes or ():
+            if lane.removeprefix("-") not in KNOWN_LANES:
+                raise ValueError(f"unknown lane {lane!r}; known lanes: {', '.join(KNOWN_LANES)}")
+            if not lane.startswith("-") and f"-{lane}" in (lanes or ()):
+                raise ValueError(f"lane {lane!r} is both asked for and forbidden")
+        return lanes
+
+    @field_validator("local_devices")
+    @classmethod
+    def _local_devices_are_indices(cls, devices: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        for index in devices or ():
+            if index < 0:
+                raise ValueError(f"{index} is not a CUDA device index")
+        return devices
+
+    def __init__(self, **values: Any) -> None:
+        # pydantic's own error is a ValueError subclass that cannot be raised or caught as one of ours.
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigurationError(_explain(error)) from error
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ, **overrides: Any) -> GroupConfig:
+        """Read ``RAYTORCHRPC_*``: plain text, comma-separated lists, JSON for ``device_maps``.
+
+        ``overrides`` win over the environment. A variable that names no field is an error, because a
+        misspelt setting that is silently ignored costs more than it saves.
+        """
+        values: dict[str, Any] = {}
+        for variable, text in environ.items():
+            if not variable.startswith(ENV_PREFIX):
+                continue
+            field = variable.removeprefix(ENV_PREFIX).lower()
+            if field not in cls.model_fields:
+                known = ", ".join(ENV_PREFIX + name.upper() for name in cls.model_fields)
+                raise ConfigurationError(f"{variable} is not a setting; known: {known}")
+            values[field] = _parse(variable, field, text)
+        return cls(**{**values, **overrides})
+
+
+_LIST_FIELDS = {"lanes", "local_devices", "transports", "channels"}
+
+
+def _parse(variable: str, field: str, text: str) -> Any:
+    if field in _LIST_FIELDS:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if field == "device_maps":
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigurationError(f"{variable} is not JSON: {error}") from error
+    return text
+
+
+def _explain(error: ValidationError) -> str:
+    problems = (f"{'.'.join(map(str, item['loc'])) or 'config'}: {item['msg']}" for item in error.errors())
+    return "GroupConfig: " + "; ".join(problems)

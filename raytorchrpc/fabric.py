@@ -1,0 +1,216 @@
+"""The torchrpc agent of this process: start, meet peers, part from them. No other file manages agents.
+
+torch allows one agent at a time, and its RRef bookkeeping keeps the first agent a process ever had (a C++
+singleton that no shutdown resets): after a second start every RRef of that process fails. So the agent
+outlives the group. Leaving a group parts from the peers and parks the agent; the next group takes it again
+unless it needs something an agent can only be given at its start.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from raytorchrpc import _compat
+from raytorchrpc.errors import BootstrapError, LaneUnavailable
+
+logger = logging.getLogger(__name__)
+
+#: How long a stop waits for torchrpc's threads (seconds). torch itself would wait for ever.
+STOP_TIMEOUT_S = 2.0
+
+DeviceDict = Mapping[int, int]
+
+
+class AgentSpec(NamedTuple):
+    """What an agent is given at its start and keeps for its life."""
+
+    name: str
+    """torchrpc's name of this process (``Member.rpc_name``): of the actor, so that a restart keeps it."""
+    worker_id: int
+    """Never used before in the group: peers keep the broken pipe of an agent that is gone under its id."""
+    interface: str | None
+    transports: tuple[str, ...]
+    channels: tuple[str, ...]
+    threads: int
+    timeout_s: float
+    device_maps: Mapping[str, DeviceDict]
+    """By peer's torchrpc name: my gpu -> the peer's gpu, for arguments."""
+    devices: tuple[int, ...]
+
+
+class FabricPeer(NamedTuple):
+    """A peer's agent, as it described itself."""
+
+    name: str
+    worker_id: int
+    url: str
+    inverse_map: DeviceDict
+    """My gpu -> the peer's gpu, for results: the inverse of the peer's own map to me."""
+
+
+class AgentIdentity(NamedTuple):
+    """Of the agent that runs in this process, told to the driver before it plans."""
+
+    name: str
+    worker_id: int
+
+
+class Fabric:
+    """One per process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._agent: Any = None
+        self._store: Any = None
+        self._spec: AgentSpec | None = None
+        self._url = ""
+        self._peers: dict[str, FabricPeer] = {}
+        self._workers: dict[str, Any] = {}
+        self._agents_started = 0
+
+    @property
+    def identity(self) -> AgentIdentity | None:
+        """Of the running agent, parked or not."""
+        return AgentIdentity(self._spec.name, self._spec.worker_id) if self._spec else None
+
+    def start(self, spec: AgentSpec, *, renew: bool = False) -> str:
+        """Have an agent that fits ``spec``, the parked one (with its own id) if it does; returns its URL.
+
+        ``renew`` starts a new one in any case. Raises BootstrapError when torch cannot start one.
+        """
+        with self._lock:
+            if self._agent is not None and (renew or not _fits(self._spec, spec)):
+                logger.warning(
+                    "restarting the torchrpc agent %s: the new group needs other devices, transports or "
+                    "interface; RRefs of this process stop working (torch keeps the first agent for them)",
+                    spec.name,
+                )
+                self._stop()
+            if self._agent is None:
+                self._start(spec)
+            return self._url
+
+    def _start(self, spec: AgentSpec) -> None:
+        if _compat.agent_is_set():
+            raise BootstrapError(
+                "this process already runs torch.distributed.rpc on its own (init_rpc); torch allows one agent "
+                "per process: call torch.distributed.rpc.shutdown() before joining a group"
+            )
+        if spec.interface:
+            # Read by TensorPipe when the agent starts; the host name's address would be wrong (often 127.0.x.x).
+            os.environ["TP_SOCKET_IFNAME"] = spec.interface
+        try:
+            self._agent, self._store, self._url = _compat.start_agent(
+                spec.name,
+                spec.worker_id,
+                threads=spec.threads,
+                timeout_s=spec.timeout_s,
+                transports=spec.transports,
+                channels=spec.channels,
+                device_maps=spec.device_maps,
+                devices=spec.devices,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise BootstrapError(f"torchrpc could not start its agent: {error}") from error
+        _compat.init_autograd(spec.worker_id)
+        self._spec = spec
+        self._workers[spec.name] = self._agent.get_worker_info()  # an RRef to a result of one's own
+        self._agents_started += 1
+        if self._agents_started == 1:
+            atexit.register(self.stop)
+
+    def meet(self, peers: Sequence[FabricPeer]) -> None:
+        """Make these peers callable. Quick: connections are opened by the first call."""
+        with self._lock:
+            agent, spec = self._agent, self._spec
+            if agent is None or spec is None:
+                raise BootstrapError("no torchrpc agent runs in this process")
+            for peer in peers:
+                if self._peers.get(peer.name) == peer:
+                    continue
+                self._part(peer.name)
+                _compat.add_peer(
+                    agent,
+                    self._store,
+                    peer.name,
+                    peer.worker_id,
+                    peer.url,
+                    devices=spec.devices,
+                    inverse_map=peer.inverse_map,
+                )
+                self._peers[peer.name] = peer
+                self._workers[peer.name] = agent.get_worker_info(peer.name)
+
+    def worker(self, name: str) -> Any:
+        """torch's WorkerInfo of a peer. Raises LaneUnavailable for one that was never met."""
+        try:
+            return self._workers[name]
+        except KeyError:
+            raise LaneUnavailable("torchrpc", f"{name} is not a peer of this process") from None
+
+    def can_rref(self) -> bool:
+        """Whether torch's RRefs work here: only as long as the first agent lives."""
+        return self._agent is not None and self._agents_started == 1
+
+    def part(self, names: Sequence[str]) -> None:
+        """Forget these peers; calls under way to them end by their deadline."""
+        with self._lock:
+            for name in names:
+                self._part(name)
+
+    def _part(self, name: str) -> None:
+        peer = self._peers.pop(name, None)
+        self._workers.pop(name, None)
+        if peer is not None and self._agent is not None:
+            _compat.remove_peer(self._agent, peer.name, peer.worker_id)
+
+    def stop(self) -> None:
+        """End the agent for good. Waits at most ``STOP_TIMEOUT_S``; a forked child does nothing."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._agent is None:
+            return
+        # torch waits for running handlers without a limit, so it waits on a thread that may be left behind.
+        stopper = threading.Thread(target=_compat.stop_agent, name="raytorchrpc-stop", daemon=True)
+        stopper.start()
+        stopper.join(STOP_TIMEOUT_S)
+        if stopper.is_alive():
+            logger.warning("torchrpc's agent did not stop within %.0f s; leaving it behind", STOP_TIMEOUT_S)
+        self._agent = self._store = self._spec = None
+        self._peers.clear()
+        self._workers.clear()
+
+
+def _fits(running: AgentSpec | None, wanted: AgentSpec) -> bool:
+    """Whether the running agent can serve a new group. Peers come and go; the rest was fixed at its start."""
+    if running is None:
+        return False
+    return (
+        (running.name, running.interface, running.transports, running.channels)
+        == (wanted.name, wanted.interface, wanted.transports, wanted.channels)
+        and set(wanted.devices) <= set(running.devices)
+        and all(running.device_maps.get(peer, {}) == mapping for peer, mapping in wanted.device_maps.items())
+    )
+
+
+_fabric: Fabric | None = None
+_fabric_lock = threading.Lock()
+
+
+def process_fabric() -> Fabric:
+    """The one Fabric of this process; a forked child gets one of its own."""
+    global _fabric
+    with _fabric_lock:
+        if _fabric is None or _fabric._pid != os.getpid():
+            _fabric = Fabric()
+        return _fabric

@@ -1,0 +1,285 @@
+"""What runs inside a member's process when a group forms, ends or is asked: the actor's side of ``group``.
+
+The driver calls these through Ray (``actor.__ray_call__``), or directly when it takes part itself. Each is
+quick and safe to repeat. A group forms in three steps, and only the last makes it visible to user code:
+``probe`` changes nothing, ``prepare`` starts listening, ``commit`` meets the peers and proves the way to each.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import ray
+
+from raytorchrpc import _compat, serving, topology
+from raytorchrpc.calls import exposed
+from raytorchrpc.config import GroupConfig
+from raytorchrpc.errors import BootstrapError, RayTorchRpcError
+from raytorchrpc.fabric import AgentIdentity, AgentSpec, Fabric, FabricPeer, process_fabric
+from raytorchrpc.lanes.base import MessageLane, PeerAddress, Pending
+from raytorchrpc.lanes.loopback import LoopbackLane
+from raytorchrpc.lanes.socket import SocketLane
+from raytorchrpc.lanes.torchrpc import TorchRpcLane
+from raytorchrpc.member import LocalMember, Member, PeerRoad, current_local, set_local
+from raytorchrpc.metrics import PairStats
+from raytorchrpc.routing import RoutePlan
+from raytorchrpc.topology import Endpoint
+
+logger = logging.getLogger(__name__)
+
+
+class Probe(NamedTuple):
+    """What a process tells the driver before anything is decided."""
+
+    endpoint: Endpoint
+    node_id: str
+    pid: int
+    group: str | None
+    """The group it is in already."""
+    owner_job: str | None
+    """Ray job of the driver that formed that group."""
+    agent: AgentIdentity | None
+    autograd_id: int | None
+
+
+class JoinSpec(NamedTuple):
+    """What one member is given to prepare."""
+
+    group: str
+    generation: str
+    owner_job: str
+    name: str
+    rank: int
+    config: GroupConfig
+    agent: AgentSpec
+    renew_agent: bool
+    """Its running agent's id is taken by another member: start a new one."""
+    device_maps: Mapping[str, Mapping[int, int]]
+    """By peer's member name."""
+    secret: bytes
+    """The group's, made for this generation."""
+    tcp_host: str | None
+    """Address to listen on for peers in other network namespaces; None if there are none."""
+    by_tcp: tuple[str, ...]
+    """Those peers."""
+    boot_id: str
+    """Of this member's host, as probed."""
+
+
+class Prepared(NamedTuple):
+    """A member that listens."""
+
+    agent: AgentIdentity
+    url: str
+    addresses: Mapping[str, Any]
+    """By lane."""
+    boot_id: str
+
+
+class GroupInfo(NamedTuple):
+    """What every process knows about a group; picklable."""
+
+    name: str
+    generation: str
+    owner_job: str
+    members: tuple[Member, ...]
+    config: GroupConfig
+    plan: RoutePlan
+    device_maps: Mapping[str, Mapping[str, Mapping[int, int]]]
+    """By member, then by peer: local gpu -> peer gpu."""
+
+
+class Table(NamedTuple):
+    """Everything a member needs to meet its peers."""
+
+    info: GroupInfo
+    peers: Mapping[str, Prepared]
+    """By member name."""
+    timeout_s: float
+
+
+class _Preparing(NamedTuple):
+    spec: JoinSpec
+    local: LocalMember
+
+
+_preparing: _Preparing | None = None
+_info: GroupInfo | None = None
+_cancelled: set[str] = set()
+
+
+def probe(instance: Any, name: str) -> Probe:
+    """Describe this process. Changes nothing."""
+    context = ray.get_runtime_context()
+    wants_gpu = _asked_for_gpu(instance)
+    local, fabric = current_local(), process_fabric()
+    return Probe(
+        endpoint=topology.probe(name=name, node_ip=_node_ip(), wants_gpu=wants_gpu),
+        node_id=context.get_node_id(),
+        pid=os.getpid(),
+        group=local.group if local else None,
+        owner_job=_info.owner_job if _info else None,
+        agent=fabric.identity,
+        autograd_id=_compat.autograd_id(),
+    )
+
+
+def _asked_for_gpu(instance: Any) -> bool:
+    if instance is None:  # a driver sees every GPU; use those it already uses, and wake none
+        import torch
+
+        return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return bool(ray.get_runtime_context().get_accelerator_ids().get("GPU"))
+
+
+def _node_ip() -> str:
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+def prepare(instance: Any, spec: JoinSpec) -> Prepared:
+    """Start listening for a group that is forming. Raises BootstrapError; then nothing is left of it."""
+    global _preparing
+    if spec.generation in _cancelled:
+        raise BootstrapError(f"group {spec.group!r} was given up before {spec.name!r} could prepare")
+    if (stale := current_local()) is not None:
+        # The driver made sure that its owner is gone.
+        logger.warning("%s leaves group %r, whose driver is gone", stale.me.name, stale.group)
+        leave(instance, stale.generation)
+    if _preparing is not None:  # an earlier attempt that nobody rolled back
+        leave(instance, _preparing.spec.generation)
+    fabric = process_fabric()
+    url = fabric.start(spec.agent, renew=spec.renew_agent)
+    identity = fabric.identity
+    if identity is None:
+        raise BootstrapError(f"the torchrpc agent of {spec.name!r} was stopped while it joined")
+    me = Member(
+        rank=spec.rank,
+        name=spec.name,
+        actor_id=None if instance is None else ray.get_runtime_context().get_actor_id(),
+        node_id=ray.get_runtime_context().get_node_id(),
+        pid=os.getpid(),
+        rpc_name=identity.name,
+        worker_id=identity.worker_id,
+    )
+    local = LocalMember(spec.group, spec.generation, me, spec.config, instance, _exposed_methods(instance))
+    addresses = {}
+    _preparing = _Preparing(spec, local)  # from here on ``leave`` undoes it
+    for lane in _lanes(spec, fabric):
+        local.lanes.append(lane)
+        addresses[lane.name] = lane.open(partial(local.server.serve, lane), local.workers.submit)
+    return Prepared(identity, url, addresses, spec.boot_id)
+
+
+def _lanes(spec: JoinSpec, fabric: Fabric) -> list[MessageLane]:
+    maps = {peer: dict(mapping) for peer, mapping in spec.device_maps.items()}
+    socket_lane = SocketLane(spec.name, spec.rank, spec.secret, tcp_host=spec.tcp_host, by_tcp=frozenset(spec.by_tcp))
+    return [LoopbackLane(), socket_lane, TorchRpcLane(spec.name, fabric, spec.agent.devices, maps)]
+
+
+def _exposed_methods(instance: Any) -> dict[str, Any]:
+    cls = type(instance)
+    found = {}
+    for name in dir(cls) if instance is not None else ():
+        function = getattr(cls, name, None)
+        note = exposed(function)
+        if note is not None:
+            # ray.method may have been applied after ours: then the group's name is on the wrapper.
+            group = note.concurrency_group or _compat.concurrency_group_of(function)
+            found[name] = note._replace(concurrency_group=group)
+    return found
+
+
+def commit(instance: Any, table: Table) -> None:
+    """Meet the peers, prove that each answers, then become a member. Raises BootstrapError naming who does not."""
+    global _preparing, _info
+    preparing = _preparing
+    if preparing is None or preparing.spec.generation != table.info.generation:
+        raise BootstrapError(f"group {table.info.name!r} was given up while it formed")
+    spec, local = preparing
+    local.me = table.info.members[spec.rank]
+    lanes = {lane.name: lane for lane in local.lanes}
+    peers = [peer for peer in table.info.members if peer.rank != spec.rank]
+    for lane in local.lanes:
+        lane.connect([PeerAddress(peer.name, _address(table, spec.name, peer.name, lane.name)) for peer in peers])
+    for peer in table.info.members:
+        local.know(_road(local.me, peer, table.info.plan, lanes))
+    _reach_all(local, table)
+    set_local(local)
+    _preparing, _info = None, table.info
+
+
+def _road(me: Member, peer: Member, plan: RoutePlan, lanes: Mapping[str, MessageLane]) -> PeerRoad:
+    if peer.rank == me.rank:
+        return PeerRoad(peer, lanes["loopback"], lanes["loopback"], lanes["torchrpc"])
+    route = plan.route(me.name, peer.name)
+    return PeerRoad(peer, lanes[route.message_lane], lanes["torchrpc"], lanes["torchrpc"])
+
+
+def _address(table: Table, me: str, peer: str, lane: str) -> Any:
+    prepared = table.peers[peer]
+    if lane != "torchrpc":
+        return prepared.addresses[lane]
+    inverse = {its: mine for mine, its in table.info.device_maps[peer].get(me, {}).items()}
+    return FabricPeer(prepared.agent.name, prepared.agent.worker_id, prepared.url, inverse)
+
+
+def _reach_all(local: LocalMember, table: Table) -> None:
+    """Ask everybody over the lane of calls, and over torchrpc where it crosses hosts: there it can be blocked alone."""
+    deadline = time.monotonic() + table.timeout_s
+    asked: list[tuple[str, str, Pending]] = []
+    silent: dict[str, str] = {}
+    here = table.peers[local.me.name].boot_id
+    for road in local.roads:
+        if road.member.rank == local.me.rank:
+            continue
+        lanes = {road.calls}
+        if table.peers[road.member.name].boot_id != here:
+            lanes.add(road.fabric)
+        for lane in lanes:
+            try:
+                pending = local.system(road, lane, serving.PING, timeout_s=table.timeout_s)
+                asked.append((road.member.name, lane.name, pending))
+            except RayTorchRpcError as error:
+                silent[road.member.name] = f"{error}"
+    for name, lane_name, pending in asked:
+        try:
+            if not pending.wait(max(0.0, deadline - time.monotonic())):
+                raise BootstrapError(f"no answer over {lane_name} in time")
+            pending.take()
+        except RayTorchRpcError as error:
+            silent[name] = f"{error}"
+    if silent:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in silent.items())
+        raise BootstrapError(f"{local.me.name!r} cannot reach {reasons}", members=(local.me.name, *silent))
+
+
+def leave(instance: Any, generation: str) -> None:
+    """Leave that generation of a group, formed or forming; a later ``prepare`` for it is refused. Idempotent."""
+    global _preparing, _info
+    _cancelled.add(generation)
+    if _preparing is not None and _preparing.spec.generation == generation:
+        preparing, _preparing = _preparing, None
+        preparing.local.leave()
+    local = current_local()
+    if local is not None and local.generation == generation:
+        set_local(None)
+        _info = None
+        local.leave()
+
+
+def stats(instance: Any, generation: str) -> list[PairStats]:
+    """What this member counted; empty if it has left that generation."""
+    local = current_local()
+    if local is None or local.generation != generation:
+        return []
+    return local.counters.rows(local.me.name)
+
+
+def group_info() -> GroupInfo | None:
+    """The group this process is in."""
+    return _info

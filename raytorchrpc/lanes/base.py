@@ -1,0 +1,119 @@
+"""What a lane is: the interfaces, and the data that crosses them.
+
+A lane is opened once per member and group, told of its peers, and closed with the group. It never imports
+another lane, the group or the member; it gets all it needs here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from raytorchrpc.codec import Encoded
+from raytorchrpc.streams import nothing
+
+
+class Message(NamedTuple):
+    """One request or one reply.
+
+    header: a tuple of small builtins (str, int, float, tuples of them), readable without unpickling the body.
+    body: the encoded arguments or result.
+    adopt: to be called by the thread that will use the tensors, before it does: makes CUDA work queued by
+        the lane precede that thread's own.
+    """
+
+    header: tuple[Any, ...]
+    body: Encoded
+    adopt: Callable[[], None] = nothing
+
+
+class Pending(ABC):
+    """One request under way. Completed exactly once, by the lane, with a reply or an error."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> bool:
+        """Block until the reply or an error is there, at most ``timeout_s``; False if it is not."""
+
+    @abstractmethod
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when done, on a lane's thread (at once, on this one, if it is done already).
+
+        It must be short and must not block: the lane carries nothing else meanwhile.
+        """
+
+    @abstractmethod
+    def take(self) -> Message:
+        """The reply; only once done. Raises PeerLost, RpcTimeout or another RayTorchRpcError."""
+
+
+#: ``reply(message)``: answers one request; exactly once, now or later, from any thread. Sends before it returns.
+Reply = Callable[[Message], None]
+#: ``serve(message, reply)``: called on a lane's thread for each request. Never blocks. May return work, the
+#: running of the method: the lane does it on a thread it can spare, or hands it to ``spawn``.
+Serve = Callable[[Message, Reply], Callable[[], None] | None]
+Spawn = Callable[[Callable[[], None]], None]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a lane can do, as data, so that nobody asks which lane it is."""
+
+    in_band_bytes: int | None
+    """CPU tensors up to this many bytes a message travel in it; None: any number. More need another lane."""
+    in_band_cuda: bool
+    """CUDA tensors travel in it."""
+    copies_at_once: bool
+    """``call`` and ``reply`` have taken the tensors' data when they return; else they take it later."""
+    rrefs: bool
+    """Carries torch RRefs, and records the hop in torch's distributed autograd."""
+
+    def carries(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a message may hold these tensors."""
+        if not tensors:
+            return True
+        if not self.in_band_cuda and any(tensor.is_cuda for tensor in tensors):
+            return False
+        return self.in_band_bytes is None or sum(tensor.nbytes for tensor in tensors) <= self.in_band_bytes
+
+
+class PeerAddress(NamedTuple):
+    """Where one lane of one member can be reached; small, picklable, made by ``MessageLane.open``."""
+
+    peer: str
+    address: Any
+
+
+class MessageLane(ABC):
+    """Carries requests and replies between this member and its peers. Thread-safe."""
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+
+    @abstractmethod
+    def open(self, serve: Serve, spawn: Spawn) -> Any:
+        """Start to listen; returns the address that peers ``connect`` to. Raises LaneUnavailable."""
+
+    @abstractmethod
+    def connect(self, peers: Sequence[PeerAddress]) -> None:
+        """Make these peers reachable. May connect lazily; a peer that is gone shows at the first call."""
+
+    @abstractmethod
+    def call(self, peer: str, message: Message, timeout_s: float) -> Pending:
+        """Send a request. Returns before the reply.
+
+        The tensors in ``message`` belong to the lane until the call is done and must not change meanwhile.
+        Raises LaneUnavailable if nothing was sent and nothing can be, for instance for a CUDA tensor
+        without a device map.
+        """
+
+    @abstractmethod
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer; calls under way to it fail with PeerLost."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave nothing behind: no thread, no socket, no file. Idempotent, never raises, at most 2 s."""

@@ -1,0 +1,95 @@
+"""The lane of a member to itself: no wire, the same rules (private copies, the actor's own turn)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
+from raytorchrpc.streams import hand_over
+
+
+class LoopbackLane(MessageLane):
+    """Serves a request in the process that makes it. Tensors are copied, unless autograd follows them."""
+
+    name: ClassVar[str] = "loopback"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        in_band_bytes=None, in_band_cuda=True, copies_at_once=True, rrefs=True
+    )
+
+    def open(self, serve: Serve, spawn: Spawn) -> None:
+        self._serve, self._spawn = serve, spawn
+
+    def connect(self, peers: Sequence[PeerAddress]) -> None:
+        """Nothing to do."""
+
+    def call(self, peer: str, message: Message, timeout_s: float) -> Pending:
+        pending = LocalPending()
+        work = self._serve(_private(message), lambda reply: pending.complete(_private(reply)))
+        if work is not None:
+            self._spawn(work)
+        return pending
+
+    def disconnect(self, peer: str) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+def _private(message: Message) -> Message:
+    tensors = [
+        tensor if tensor.requires_grad and not tensor.is_leaf else tensor.clone() for tensor in message.body.tensors
+    ]
+    return message._replace(body=message.body._replace(tensors=tensors), adopt=hand_over(tensors))
+
+
+class LocalPending(Pending):
+    """A Pending that is completed by calling ``complete`` or ``fail``, once, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._message: Message | None = None
+        self._error: Exception | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def _done(self) -> bool:
+        return self._message is not None or self._error is not None
+
+    def complete(self, message: Message) -> None:
+        """Hand over the reply."""
+        self._settle(message, None)
+
+    def fail(self, error: Exception) -> None:
+        """Hand over why there is none."""
+        self._settle(None, error)
+
+    def _settle(self, message: Message | None, error: Exception | None) -> None:
+        with self._lock:
+            self._message, self._error = message, error
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def wait(self, timeout_s: float) -> bool:
+        if self._done:
+            return True
+        arrived = threading.Lock()
+        arrived.acquire()
+        self.add_done_callback(arrived.release)
+        return arrived.acquire(timeout=timeout_s)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def take(self) -> Message:
+        if self._error is not None:
+            raise self._error
+        assert self._message is not None
+        return self._message

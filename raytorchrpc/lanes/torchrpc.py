@@ -1,0 +1,222 @@
+"""The torchrpc lane: requests and replies with their tensors in band, over TensorPipe, to any peer.
+
+It is the only lane that carries RRefs and distributed autograd. User code never runs on torchrpc's own
+threads: the served function returns a torch Future at once and the member completes it later.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed.rpc as rpc
+
+from raytorchrpc import _compat
+from raytorchrpc.codec import Encoded
+from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
+from raytorchrpc.fabric import Fabric, FabricPeer
+from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
+from raytorchrpc.streams import hand_over
+
+#: Beyond the call's own deadline, for torchrpc to say so itself (seconds).
+GRACE_S = 1.0
+
+
+class _Served(NamedTuple):
+    serve: Serve
+    spawn: Spawn
+    devices: list[int | str | torch.device]
+
+
+_served: _Served | None = None  # what a request that arrives in this process goes to; emptied by close()
+
+
+class TorchRpcLane(MessageLane):
+    """Blocks nowhere but in ``Pending.wait``. Arguments are sent without a copy, so they must not change
+    until the call is done. Addresses are FabricPeer tuples.
+    """
+
+    name: ClassVar[str] = "torchrpc"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        in_band_bytes=None, in_band_cuda=True, copies_at_once=False, rrefs=True
+    )
+
+    def __init__(self, me: str, fabric: Fabric, devices: Sequence[int], maps: dict[str, dict[int, int]]) -> None:
+        """``me``: this member's name. ``maps``: by peer's member name, my gpu -> its gpu."""
+        self._me, self._fabric = me, fabric
+        self._devices: list[int | str | torch.device] = [torch.device("cuda", index) for index in devices]
+        self._maps = maps
+        self._rpc_names: dict[str, str] = {}
+        """Torchrpc's names by member name."""
+
+    def open(self, serve: Serve, spawn: Spawn) -> None:
+        global _served
+        _served = _Served(serve, spawn, self._devices)
+
+    def connect(self, peers: Sequence[PeerAddress]) -> None:
+        if (identity := self._fabric.identity) is not None:
+            self._rpc_names[self._me] = identity.name
+        self._rpc_names.update({peer.peer: peer.address.name for peer in peers})
+        self._fabric.meet([peer.address for peer in peers])
+
+    def call(self, peer: str, message: Message, timeout_s: float) -> Pending:
+        worker = self._worker(peer, message.body.tensors)
+        header, body = message.header, message.body
+        args = (header, body.payload, list(body.tensors), list(body.rrefs), body.buffers)
+        try:
+            future = _compat.invoke_async(worker, _serve, args, timeout_s)
+        except RuntimeError as error:
+            raise _translate(error, peer, sent=False) from error
+        return _TorchPending(future, peer)
+
+    def remote(self, peer: str, message: Message, timeout_s: float) -> Any:
+        """Like ``call``, but the result stays there: returns torch's RRef to it at once."""
+        if not self._fabric.can_rref():
+            raise LaneUnavailable(
+                "torchrpc",
+                "torch's RRefs only work with the first agent of a process, and this process had to restart its "
+                "agent for another group (other devices, transports or interface); restart the actor",
+            )
+        worker = self._worker(peer, message.body.tensors)
+        header, body = message.header, message.body
+        args = (header, body.payload, list(body.tensors), list(body.rrefs), body.buffers)
+        try:
+            return rpc.remote(worker, _serve_value, args=args, timeout=timeout_s)
+        except RuntimeError as error:
+            raise _translate(error, peer, sent=False) from error
+
+    def _worker(self, peer: str, tensors: Sequence[torch.Tensor]) -> Any:
+        check_mapped(tensors, peer, self._maps.get(peer, {}))
+        return self._fabric.worker(self._rpc_names[peer])
+
+    def disconnect(self, peer: str) -> None:
+        name = self._rpc_names.pop(peer, None)
+        if name is not None:
+            self._fabric.part([name])
+
+    def close(self) -> None:
+        global _served
+        _served = None
+        for peer in list(self._rpc_names):
+            self.disconnect(peer)
+
+
+def check_mapped(tensors: Sequence[torch.Tensor], peer: str, mapping: dict[int, int]) -> None:
+    """Raise LaneUnavailable for a CUDA tensor that the device map to ``peer`` does not know.
+
+    torch would say "cannot map device" without the names.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda and tensor.device.index not in mapping:
+            shown = ", ".join(f"cuda:{mine} -> cuda:{its}" for mine, its in mapping.items()) or "empty"
+            raise LaneUnavailable(
+                "torchrpc",
+                f"a tensor on {tensor.device} has no mapping to member {peer!r} (device map: {shown}); map it with "
+                f"GroupConfig(device_maps=...), give the peer's actor a GPU, or send tensor.cpu()",
+            )
+
+
+class _TorchPending(Pending):
+    __slots__ = ("_future", "_peer")
+
+    def __init__(self, future: torch.futures.Future[Any], peer: str) -> None:
+        self._future = future
+        self._peer = peer
+
+    def wait(self, timeout_s: float) -> bool:
+        if self._future.done():
+            return True
+        # A lock, not future.wait(): that one knows no time limit and cannot be interrupted by Ctrl-C.
+        arrived = threading.Lock()
+        arrived.acquire()
+        self._future.add_done_callback(lambda _: arrived.release())
+        return arrived.acquire(timeout=timeout_s + GRACE_S)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        self._future.add_done_callback(lambda _: callback())
+
+    def take(self) -> Message:
+        try:
+            # Makes this thread's CUDA streams wait for the tensors, which is why it runs here and not earlier.
+            header, payload, tensors, rrefs, buffers = self._future.wait()
+        except RuntimeError as error:
+            raise _translate(error, self._peer, sent=True) from error
+        return Message(header, Encoded(payload, tensors, rrefs, buffers))
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def _serve(
+    header: tuple[Any, ...], payload: bytes, tensors: list[torch.Tensor], rrefs: list[Any], buffers: int
+) -> torch.futures.Future[Any]:
+    """Runs on a torchrpc thread; hands the request on and returns a Future of the reply."""
+    future = _future()
+
+    def reply(message: Message) -> None:
+        body = message.body
+        try:
+            future.set_result((message.header, body.payload, list(body.tensors), list(body.rrefs), body.buffers))
+        except RuntimeError as error:  # a tensor on a device that the agent was not given
+            future.set_exception(error)
+
+    _hand_over(Message(header, Encoded(payload, tensors, rrefs, buffers), hand_over(tensors)), reply)
+    return future
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def _serve_value(
+    header: tuple[Any, ...], payload: bytes, tensors: list[torch.Tensor], rrefs: list[Any], buffers: int
+) -> torch.futures.Future[Any]:
+    """As ``_serve``, for ``remote``: the reply's header carries the bare result, which stays here."""
+    future = _future()
+
+    def reply(message: Message) -> None:
+        failed, value = message.header
+        if failed:
+            future.set_exception(value)
+        else:
+            future.set_result(value)
+
+    _hand_over(Message(header, Encoded(payload, tensors, rrefs, buffers), hand_over(tensors)), reply)
+    return future
+
+
+def _future() -> torch.futures.Future[Any]:
+    return torch.futures.Future(devices=_served.devices if _served else None)
+
+
+def _hand_over(message: Message, reply: Callable[[Message], None]) -> None:
+    served = _served
+    if served is None:
+        raise RuntimeError("raytorchrpc: this process has left the group")
+    work = served.serve(message, reply)
+    if work is not None:
+        served.spawn(work)
+
+
+_BROKEN = (
+    "tensorpipe",
+    "eof",
+    "epipe",
+    "econnre",
+    "pipe closed",
+    "not running",
+    "shutting down",
+    "no longer running",
+)
+
+
+def _translate(error: RuntimeError, peer: str, *, sent: bool) -> RayTorchRpcError:
+    """torchrpc raises RuntimeError for everything; tell the cases apart by their text."""
+    text = str(error)
+    if "RPC ran for more than set timeout" in text:
+        return RpcTimeout(f"no reply from {peer!r} in time over torchrpc; the call may still run there")
+    if "has left the group" in text:
+        return PeerLost(peer, "it has left the group", may_have_run=False)
+    if any(sign in text.lower() for sign in _BROKEN):
+        return PeerLost(peer, text.split("(this error originated")[0].strip(), may_have_run=sent)
+    return RayTorchRpcError(f"torchrpc failed between this member and {peer!r}: {text}")
+
+
+__all__ = ["FabricPeer", "TorchRpcLane", "check_mapped"]

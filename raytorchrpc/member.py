@@ -1,0 +1,343 @@
+"""This process as a member: who it is, whom it knows, how a call leaves and how its answer is taken."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raytorchrpc import _compat, serving
+from raytorchrpc.codec import Codec, Encoded, decode_exception
+from raytorchrpc.config import GroupConfig
+from raytorchrpc.errors import NotAMember, RayTorchRpcError, RpcTimeout, SerializationError
+from raytorchrpc.execution import Workers, current_scope
+from raytorchrpc.lanes.base import Message, MessageLane, Pending
+from raytorchrpc.metrics import CallCounters
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One member of a group, as every other sees it. Small and picklable."""
+
+    rank: int
+    name: str
+    actor_id: str | None
+    """Hex id of the Ray actor; None for a driver that joined."""
+    node_id: str
+    pid: int
+    rpc_name: str
+    """Its name in torch's own API: ``torch.distributed.rpc.rpc_sync(member.rpc_name, ...)``."""
+    worker_id: int
+    """Its torchrpc id; unique in the group, never used again for another process."""
+
+    def __repr__(self) -> str:
+        return f"Member(rank={self.rank}, name={self.name!r}, pid={self.pid}, node_id={self.node_id[:8]!r})"
+
+
+@dataclass(frozen=True)
+class PeerRoad:
+    """How messages reach one peer."""
+
+    member: Member
+    calls: MessageLane
+    """Carries calls without tensors, and those whose tensors it can take in band."""
+    tensors: MessageLane
+    """Carries the other calls with tensors."""
+    fabric: MessageLane
+    """torchrpc: carries RRefs and what distributed autograd follows."""
+
+    def lane_for(self, body: Encoded) -> MessageLane:
+        """The lane for a message with this body."""
+        if body.rrefs or any(tensor.requires_grad for tensor in body.tensors):  # lifted with its graph
+            return self.fabric
+        return self.calls if self.calls.capabilities.carries(body.tensors) else self.tensors
+
+
+class LocalMember:
+    """This process's membership in one group. Thread-safe."""
+
+    def __init__(
+        self,
+        group: str,
+        generation: str,
+        me: Member,
+        config: GroupConfig,
+        instance: Any,
+        methods: Mapping[str, Any],
+    ) -> None:
+        """``methods``: name -> what ``calls.method`` noted."""
+        self.group, self.generation, self.me, self.config = group, generation, me, config
+        self.codec = Codec(_compat.cloudpickler())
+        self.counters = CallCounters()
+        self.workers = Workers(f"raytorchrpc-{me.name}")
+        self.server = serving.Server(me.name, generation, instance, methods, self.codec, self.workers)
+        self.lanes: list[MessageLane] = []
+        self._roads: dict[int, PeerRoad] = {}
+        self._ranks: dict[str | int, int] = {}
+        self._heavy: set[tuple[int, str]] = set()
+        """Methods whose last result needed another lane than its call: they go there at once."""
+        self._left = False
+
+    # --- peers ---------------------------------------------------------------------------------------------
+
+    def know(self, road: PeerRoad) -> None:
+        """Add a peer (or this member itself)."""
+        peer = road.member
+        self._roads[peer.rank] = road
+        self._ranks[peer.name] = self._ranks[peer.rank] = peer.rank
+        if peer.actor_id is not None:
+            self._ranks["actor:" + peer.actor_id] = peer.rank
+
+    @property
+    def roads(self) -> tuple[PeerRoad, ...]:
+        """To everybody in the group, by rank, this member included."""
+        return tuple(self._roads[rank] for rank in sorted(self._roads))
+
+    def road(self, target: Any) -> PeerRoad:
+        """Whom ``target`` (handle, name, rank, Member) means. Raises NotAMember, naming who there is."""
+        key: Any = target
+        if isinstance(target, Member):
+            key = target.name
+        elif not isinstance(target, (str, int)):
+            try:
+                key = "actor:" + _compat.actor_id_of(target)
+            except AttributeError:
+                raise NotAMember(
+                    f"{target!r} is no call target: pass an actor handle, a member's name, its rank or a Member"
+                ) from None
+        rank = self._ranks.get(key)
+        if rank is None:
+            names = ", ".join(f"{road.member.name} ({road.member.rank})" for road in self.roads)
+            raise NotAMember(f"{target!r} is not in group {self.group!r}; its members: {names}")
+        return self._roads[rank]
+
+    # --- calls -----------------------------------------------------------------------------------------------
+
+    def call(
+        self, target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
+    ) -> CallUnderWay:
+        """Send a call; returns before its result. Raises what keeps it from being sent."""
+        road = self._road_out(target)
+        header, body, budget = self._request(serving.CALL, road, method, args, kwargs, timeout)
+        lane = road.lane_for(body)
+        if lane is road.calls and (road.member.rank, method) in self._heavy:
+            lane = road.tensors
+        started = time.monotonic()
+        pending = lane.call(road.member.name, Message(header, body), budget)
+        self.counters.sent(road.member.name, lane.name, body_bytes(body))
+        return CallUnderWay(self, road, method, lane, pending, started, started + budget)
+
+    def remote(
+        self, target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
+    ) -> Any:
+        """Send a call whose result stays there; returns torch's RRef to it."""
+        road = self._road_out(target)
+        header, body, budget = self._request(serving.REMOTE, road, method, args, kwargs, timeout)
+        lane: Any = road.fabric
+        rref = lane.remote(road.member.name, Message(header, body), budget)
+        self.counters.sent(road.member.name, lane.name, body_bytes(body))
+        return rref
+
+    def system(self, road: PeerRoad, lane: MessageLane, kind: int, *fields: Any, timeout_s: float) -> Pending:
+        """Send a request of the group's own over the given lane."""
+        header = (kind, self.me.rank, self.generation, *fields)
+        return lane.call(road.member.name, Message(header, serving.EMPTY), timeout_s)
+
+    def _road_out(self, target: Any) -> PeerRoad:
+        if self._left:
+            raise NotAMember(f"this process has left group {self.group!r} (it was shut down)")
+        return self.road(target)
+
+    def _request(
+        self,
+        kind: int,
+        road: PeerRoad,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float | None,
+    ) -> tuple[tuple[Any, ...], Encoded, float]:
+        scope = current_scope.get()
+        budget = self.config.rpc_timeout_s if timeout is None else float(timeout)
+        if scope.deadline is not None:
+            budget = min(budget, scope.deadline - time.monotonic())
+        if budget <= 0:
+            raise RpcTimeout(f"no time left to call {road.member.name}.{method}: the deadline has passed")
+        context = _compat.current_autograd_context()
+        try:
+            body = self.codec.encode((args, kwargs), keep_graph=context != _compat.NO_CONTEXT)
+        except SerializationError as error:
+            raise SerializationError(
+                f"an argument of {road.member.name}.{method} cannot be pickled: {error}"
+            ) from error
+        return (kind, self.me.rank, self.generation, method, scope.path, budget), body, budget
+
+    def note_weight(self, rank: int, method: str, heavy: bool) -> None:
+        """Remember whether a method's results need the lane for tensors."""
+        if heavy:
+            self._heavy.add((rank, method))
+        else:
+            self._heavy.discard((rank, method))
+
+    def leave(self) -> None:
+        """Stop serving and calling. Idempotent, bounded, never raises."""
+        self._left = True
+        for lane in self.lanes:
+            with contextlib.suppress(Exception):
+                lane.close()
+        self.server.close()
+        self.workers.stop()
+
+
+class CallUnderWay:
+    """A call that has been sent: what its Future needs. Its result may have to be fetched over another lane."""
+
+    def __init__(
+        self,
+        local: LocalMember,
+        road: PeerRoad,
+        method: str,
+        lane: MessageLane,
+        pending: Pending,
+        started: float,
+        deadline: float,
+    ) -> None:
+        self._local, self._road, self._method = local, road, method
+        self._lane, self._pending = lane, pending
+        self._started, self._deadline = started, deadline
+        self._lock = threading.Lock()
+        self._fetch: Pending | None = None
+        self._error: Exception | None = None
+
+    @property
+    def label(self) -> str:
+        """member.method, for messages."""
+        return f"{self._road.member.name}.{self._method}"
+
+    def remaining(self) -> float:
+        """Seconds until the call's deadline, at least 0."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    # What wait_serving waits for.
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until the outcome can be taken, at most ``timeout_s``."""
+        until = time.monotonic() + timeout_s
+        if not self._pending.wait(timeout_s):
+            return False
+        final = self._final()
+        return final is None or final.wait(max(0.0, until - time.monotonic()))
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, which is short, when the outcome can be taken."""
+
+        def arrived() -> None:
+            final = self._final()
+            if final is None or final is self._pending:
+                callback()
+            else:
+                final.add_done_callback(callback)
+
+        self._pending.add_done_callback(arrived)
+
+    def _final(self) -> Pending | None:
+        """What carries the result: the call itself, or the fetch that follows it (begun here); None if it failed."""
+        with self._lock:
+            if self._fetch is None and self._error is None:
+                try:
+                    self._fetch = self._begin_fetch()
+                except Exception as error:
+                    self._error = error
+            return self._fetch
+
+    def _begin_fetch(self) -> Pending:
+        message = self._pending.take()
+        if message.header[0] != serving.KEPT:
+            return self._pending
+        self._local.note_weight(self._road.member.rank, self._method, heavy=True)
+        self._lane = self._road.tensors
+        number = message.header[1]
+        return self._local.system(self._road, self._lane, serving.FETCH, number, timeout_s=max(0.001, self.remaining()))
+
+    def outcome(self) -> tuple[Any, BaseException | None]:
+        """Unpack the result, once it is there: (value, None) or (None, what was raised). To be called once."""
+        size, error, value = 0, None, None
+        try:
+            final = self._final()
+            if final is None:
+                raise self._error or RuntimeError
+            message = final.take()
+            message.adopt()
+            size = body_bytes(message.body)
+            if message.header[0] == serving.OK:
+                if self._lane is not self._road.calls and not message.body.tensors:
+                    self._local.note_weight(self._road.member.rank, self._method, heavy=False)
+                value = self._local.codec.decode(*message.body)
+            else:
+                error = decode_exception(self._local.codec, message.body, self.label)
+        except RpcTimeout:
+            error = RpcTimeout(f"{self.label} did not answer by its deadline; it may still run there")
+        except RayTorchRpcError as failure:
+            error = failure
+        except Exception as failure:  # the result's own unpickling code
+            error = SerializationError(f"the result of {self.label} cannot be unpickled here: {failure!r}")
+            error.__cause__ = failure
+        elapsed = time.monotonic() - self._started
+        self._local.counters.finished(self._road.member.name, self._lane.name, size, elapsed, error is not None)
+        return value, error
+
+    def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
+        """Run a user's callback on a worker."""
+        self._local.workers.submit(_call_back, callback, argument)
+
+
+def _call_back(callback: Callable[[Any], object], argument: Any) -> None:
+    try:
+        callback(argument)
+    except BaseException:
+        logger.exception("a callback of %r raised", argument)
+
+
+def body_bytes(body: Encoded) -> int:
+    """Bytes that cross for this body: the pickle and the tensors' data."""
+    return len(body.payload) + sum(tensor.nbytes for tensor in body.tensors)
+
+
+# --- the one membership of this process ------------------------------------------------------------------
+
+_local: LocalMember | None = None
+_local_lock = threading.Lock()
+
+
+def process_member() -> LocalMember:
+    """This process's membership. Raises NotAMember, with the remedy, where there is none."""
+    local = _local
+    if local is None:
+        raise NotAMember(
+            "this process is in no group: call raytorchrpc.init_group([...]) with this actor first; a driver takes "
+            "part with init_group(..., include_driver=True)"
+        )
+    return local
+
+
+def current_local() -> LocalMember | None:
+    """This process's membership, or None."""
+    return _local
+
+
+def set_local(local: LocalMember | None) -> None:
+    """Enter or leave; the caller has made sure that the change is due."""
+    global _local
+    with _local_lock:
+        _local = local
+
+
+def current_member() -> Member:
+    """This process's own ``Member``. Raises NotAMember outside a group."""
+    return process_member().me

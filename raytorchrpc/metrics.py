@@ -1,0 +1,100 @@
+"""What a member counted about its calls, and how a group shows it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PairStats:
+    """Calls that one member made to another by one lane since the group began.
+
+    ``bytes_out`` and ``bytes_in`` count payload and tensors; ``seconds`` adds up from the sending of each call
+    to its result, of the calls whose result was asked for.
+    """
+
+    caller: str
+    peer: str
+    lane: str
+    calls: int = 0
+    failures: int = 0
+    bytes_out: int = 0
+    bytes_in: int = 0
+    seconds: float = 0.0
+
+
+class GroupStats(tuple[PairStats, ...]):
+    """Rows of ``PairStats``; prints as a table.
+
+    Attributes:
+        missing: members that did not answer in time (busy in a method that Ray runs one at a time).
+    """
+
+    missing: tuple[str, ...]
+
+    def __new__(cls, rows: Iterable[PairStats] = (), missing: Sequence[str] = ()) -> GroupStats:
+        self = super().__new__(cls, rows)
+        self.missing = tuple(missing)
+        return self
+
+    def __getnewargs__(self) -> tuple[tuple[PairStats, ...], tuple[str, ...]]:
+        return tuple(self), self.missing
+
+    def __str__(self) -> str:
+        lines = [
+            f"{'caller':<16}{'peer':<16}{'lane':<12}{'calls':>9}{'failed':>8}{'MB out':>11}{'MB in':>11}{'ms/call':>10}"
+        ]
+        for row in self:
+            per_call = 1000 * row.seconds / row.calls if row.calls else 0.0
+            lines.append(
+                f"{row.caller:<16}{row.peer:<16}{row.lane:<12}{row.calls:>9}{row.failures:>8}"
+                f"{row.bytes_out / 1e6:>11.3f}{row.bytes_in / 1e6:>11.3f}{per_call:>10.3f}"
+            )
+        if self.missing:
+            lines.append(f"no answer from: {', '.join(self.missing)} (busy; ask again)")
+        return "\n".join(lines)
+
+
+class _Counter:
+    __slots__ = ("bytes_in", "bytes_out", "calls", "failures", "seconds")
+
+    def __init__(self) -> None:
+        self.calls = self.failures = self.bytes_out = self.bytes_in = 0
+        self.seconds = 0.0
+
+
+class CallCounters:
+    """One member's counters. Thread-safe; one short lock per event."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counters: dict[tuple[str, str], _Counter] = {}
+
+    def sent(self, peer: str, lane: str, size: int) -> None:
+        """A call left with ``size`` bytes."""
+        with self._lock:
+            counter = self._counters.get((peer, lane))
+            if counter is None:
+                counter = self._counters[peer, lane] = _Counter()
+            counter.calls += 1
+            counter.bytes_out += size
+
+    def finished(self, peer: str, lane: str, size: int, seconds: float, failed: bool) -> None:
+        """The outcome of a call was taken; ``size`` bytes came back."""
+        with self._lock:
+            counter = self._counters.get((peer, lane))
+            if counter is None:  # the call went by another lane than its result
+                counter = self._counters[peer, lane] = _Counter()
+            counter.bytes_in += size
+            counter.seconds += seconds
+            counter.failures += failed
+
+    def rows(self, caller: str) -> list[PairStats]:
+        """A snapshot."""
+        with self._lock:
+            return [
+                PairStats(caller, peer, lane, c.calls, c.failures, c.bytes_out, c.bytes_in, c.seconds)
+                for (peer, lane), c in self._counters.items()
+            ]

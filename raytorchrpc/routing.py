@@ -1,0 +1,363 @@
+"""Who reaches whom by which lane, and why: a pure function of what the members published.
+
+``plan`` decides two kinds of things once, for the whole group:
+
+* per member, the TensorPipe transports and channels of its torchrpc agent (``AgentPlan``). They belong to
+  a process, not to a pair, so they are chosen such that no pair of the group can abort or hang;
+* per pair, which lanes carry calls, CPU tensors and CUDA tensors, in order of preference (``PairRoute``).
+
+Whatever is not chosen is kept with its reason. Nothing here imports torch or Ray or touches the machine.
+A new lane is one more entry of ``LANES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from raytorchrpc import _tensorpipe
+from raytorchrpc._tensorpipe import AgentPlan, name_range
+from raytorchrpc.config import GroupConfig
+from raytorchrpc.device_map import gpu_count
+from raytorchrpc.errors import BootstrapError, ConfigurationError
+from raytorchrpc.topology import Endpoint
+
+__all__ = ["AgentPlan", "LaneChoice", "PairRoute", "Rejection", "RoutePlan", "Traffic", "plan"]
+
+Traffic = Literal["calls", "cpu", "cuda"]
+TRAFFIC: tuple[Traffic, ...] = ("calls", "cpu", "cuda")
+NEEDED: tuple[Traffic, ...] = ("calls", "cpu")
+_TRAFFIC_TEXT = {"calls": "calls", "cpu": "CPU tensors", "cuda": "CUDA tensors"}
+
+# Groups above this size get one line per kind of route instead of one per pair.
+_TABLE_LIMIT = 8
+
+
+@dataclass(frozen=True)
+class LaneChoice:
+    """A lane that carries ``traffic`` between two members, and how."""
+
+    lane: str
+    traffic: Traffic
+    how: str
+    """What it runs over: ``unix socket``, ``torchrpc over uv, channel mpt_uv``."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A lane that does not, and what would change that."""
+
+    lane: str
+    traffic: Traffic
+    reason: str
+
+
+@dataclass(frozen=True)
+class PairRoute:
+    """The lanes between two members; the same in both directions."""
+
+    a: str
+    b: str
+    choices: tuple[LaneChoice, ...]
+    """In order of preference within each kind of traffic."""
+    rejected: tuple[Rejection, ...]
+
+    def lanes(self, traffic: Traffic) -> tuple[LaneChoice, ...]:
+        """Usable lanes for this traffic, the preferred one first; empty if there is none."""
+        return tuple(choice for choice in self.choices if choice.traffic == traffic)
+
+    @property
+    def message_lane(self) -> str:
+        """The lane for calls that carry no tensor."""
+        return self.lanes("calls")[0].lane
+
+    @property
+    def tensor_lanes(self) -> tuple[LaneChoice, ...]:
+        """The lanes for CPU tensors, then those for CUDA tensors."""
+        return self.lanes("cpu") + self.lanes("cuda")
+
+
+@dataclass(frozen=True)
+class RoutePlan:
+    """Every agent's settings and every pair's route. Immutable data; pickles."""
+
+    agents: dict[str, AgentPlan]
+    """By member, in rank order."""
+    routes: dict[tuple[str, str], PairRoute] = field(repr=False)
+    """By pair, lower rank first; use ``route`` to look one up in either order."""
+    warnings: tuple[str, ...] = ()
+    """What runs slower than the hardware could, with the cause and the remedy; one per cause."""
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names in rank order."""
+        return tuple(self.agents)
+
+    def route(self, a: str, b: str) -> PairRoute:
+        """The route between two different members. Raises ConfigurationError for a name that is not one."""
+        for name in (a, b):
+            if name not in self.agents:
+                raise ConfigurationError(f"no member {name!r}; members: {', '.join(self.agents)}")
+        found = self.routes.get((a, b)) or self.routes.get((b, a))
+        if found is None:
+            raise ConfigurationError(f"this plan has no route between {a!r} and {b!r}")
+        return found
+
+    def for_member(self, name: str) -> RoutePlan:
+        """The part that one member needs: all agents, and only the routes that start or end at it."""
+        own = {pair: route for pair, route in self.routes.items() if name in pair}
+        return replace(self, routes=own)
+
+    def explain(self, a: str, b: str) -> str:
+        """Several lines of text: the lanes between a and b with reasons, what was rejected, both agents."""
+        if a == b:
+            self._known(a)
+            return f"{a} -> {b}: a member calls itself in place\n" + _agent_text(a, self.agents[a])
+        route = self.route(a, b)
+        lines = [f"{a} <-> {b}"]
+        for traffic in TRAFFIC:
+            chosen = route.lanes(traffic)
+            if not chosen:
+                lines.append(f"  {_TRAFFIC_TEXT[traffic]}: none")
+            for choice in chosen:
+                lines.append(f"  {_TRAFFIC_TEXT[traffic]}: {choice.lane} ({choice.how}): {choice.reason}")
+        for no in route.rejected:
+            lines.append(f"  not {no.lane} for {_TRAFFIC_TEXT[no.traffic]}: {no.reason}")
+        lines += [_agent_text(name, self.agents[name]) for name in (a, b)]
+        return "\n".join(lines)
+
+    def table(self) -> str:
+        """A plain-text table: from, to, calls, cpu tensors, cuda tensors, why.
+
+        Groups of more than eight members get one line per kind of route, with the members it joins.
+        """
+        rows = _rows(self) if len(self.agents) <= _TABLE_LIMIT else _merged_rows(self)
+        if not rows:
+            return "one member, no routes"
+        return _format([("from", "to", "calls", "cpu tensors", "cuda tensors", "why"), *rows])
+
+    __str__ = table
+
+    def _known(self, name: str) -> None:
+        if name not in self.agents:
+            raise ConfigurationError(f"no member {name!r}; members: {', '.join(self.agents)}")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What a lane's rule looks at. A rule must give the same answer with a and b exchanged."""
+
+    a: Endpoint
+    b: Endpoint
+    agent_a: AgentPlan
+    agent_b: AgentPlan
+
+
+#: Why a lane cannot carry something (str), or how it does and why (tuple).
+Verdict = str | tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One entry of the routing table."""
+
+    name: str
+    carries: tuple[Traffic, ...]
+    rule: Callable[[Pair, Traffic], Verdict]
+
+
+def _socket_rule(pair: Pair, traffic: Traffic) -> Verdict:
+    a, b = pair.a, pair.b
+    if a.shares(b, "net"):  # Linux's abstract socket names belong to the network namespace, not to the files
+        return "unix socket", "same host and network namespace"
+    why = "same host, different network namespaces" if a.same_host(b) else "different hosts"
+    return "tcp socket", why
+
+
+def _torchrpc_rule(pair: Pair, traffic: Traffic) -> Verdict:
+    transport = _tensorpipe.transport_between(pair.a, pair.b, pair.agent_a, pair.agent_b)
+    if transport is None:
+        return "the two agents have no TensorPipe transport in common"
+    if traffic == "calls":
+        return f"torchrpc over {transport}", "reaches every member; carries RRefs and autograd"
+    if traffic == "cuda":
+        bare = sorted(e.name for e in (pair.a, pair.b) if gpu_count(e) == 0)
+        if bare:
+            who = "neither member has a GPU" if len(bare) == 2 else f"{bare[0]} has no GPU"
+            return f"{who}; move the tensor to the CPU first"
+    channel = _tensorpipe.channel_between(pair.a, pair.b, pair.agent_a, pair.agent_b, cuda=traffic == "cuda")
+    if channel is None:
+        return f"the two agents have no TensorPipe channel for {_TRAFFIC_TEXT[traffic]} in common"
+    return f"torchrpc over {transport}, channel {channel}", _tensorpipe.CHANNEL_REASONS[channel]
+
+
+#: Every lane, in the order routing prefers them for each kind of traffic they carry.
+LANES: tuple[Lane, ...] = (
+    Lane("socket", ("calls",), _socket_rule),
+    Lane("torchrpc", ("calls", "cpu", "cuda"), _torchrpc_rule),
+)
+
+
+def plan(endpoints: Mapping[str, Endpoint], config: GroupConfig) -> RoutePlan:
+    """Decide every route of a group.
+
+    Args:
+        endpoints: what each member published, by name, in rank order.
+        config: ``lanes``, ``transports``, ``channels`` and ``interface`` override what evidence says.
+
+    Raises ConfigurationError if the configuration leaves calls or CPU tensors without a lane or names
+    what this torch build does not have, BootstrapError (naming the members) for torch releases that differ.
+    """
+    members = {name: e if e.name == name else e.model_copy(update={"name": name}) for name, e in endpoints.items()}
+    _check_torch(members)
+    lanes = _allowed(config)
+    agents, warnings = _tensorpipe.plan_agents(members, config)
+    routes: dict[tuple[str, str], PairRoute] = {}
+    # Most pairs read the same; sharing one copy keeps the plan's pickle small.
+    shared: dict[_Verdicts, _Verdicts] = {}
+    names = list(members)
+    for index, a in enumerate(names):
+        for b in names[index + 1 :]:
+            verdicts = _judge(Pair(members[a], members[b], agents[a], agents[b]), lanes)
+            routes[a, b] = PairRoute(a, b, *shared.setdefault(verdicts, verdicts))
+            _check_carried(routes[a, b], config)
+    return RoutePlan(agents=agents, routes=routes, warnings=warnings)
+
+
+_Verdicts = tuple[tuple[LaneChoice, ...], tuple[Rejection, ...]]
+
+
+def _judge(pair: Pair, lanes: Mapping[str, str | None]) -> _Verdicts:
+    choices: list[LaneChoice] = []
+    rejected: list[Rejection] = []
+    for traffic in TRAFFIC:
+        for lane in LANES:
+            if traffic not in lane.carries:
+                continue
+            verdict = lanes[lane.name] or lane.rule(pair, traffic)
+            if isinstance(verdict, str):
+                rejected.append(Rejection(lane.name, traffic, verdict))
+            else:
+                choices.append(LaneChoice(lane.name, traffic, *verdict))
+    return tuple(choices), tuple(rejected)
+
+
+def _allowed(config: GroupConfig) -> dict[str, str | None]:
+    """For each lane, None if the configuration allows it, else why not."""
+    wanted = [lane for lane in config.lanes or () if not lane.startswith("-")]
+    forbidden = [lane[1:] for lane in config.lanes or () if lane.startswith("-")]
+    allowed: dict[str, str | None] = {}
+    for lane in LANES:
+        allowed[lane.name] = None
+        if lane.name in forbidden:
+            allowed[lane.name] = f"forbidden by lanes={config.lanes}"
+        elif wanted and lane.name not in wanted:
+            allowed[lane.name] = f"not among lanes={config.lanes}"
+    for traffic in NEEDED:
+        able = [lane.name for lane in LANES if traffic in lane.carries]
+        if all(allowed[name] for name in able):
+            raise ConfigurationError(
+                f"lanes={config.lanes} leaves no lane for {_TRAFFIC_TEXT[traffic]}; allow one of: {', '.join(able)}"
+            )
+    return allowed
+
+
+def _check_carried(route: PairRoute, config: GroupConfig) -> None:
+    for traffic in NEEDED:
+        if not route.lanes(traffic):
+            reasons = "; ".join(f"{no.lane}: {no.reason}" for no in route.rejected if no.traffic == traffic)
+            raise ConfigurationError(
+                f"nothing can carry {_TRAFFIC_TEXT[traffic]} between {route.a} and {route.b} ({reasons}); "
+                f"lanes={config.lanes} transports={config.transports} channels={config.channels}"
+            )
+
+
+def _check_torch(members: Mapping[str, Endpoint]) -> None:
+    releases: dict[tuple[str, ...], list[str]] = {}
+    for name, endpoint in members.items():
+        releases.setdefault(tuple(endpoint.torch_version.split("+")[0].split(".")[:2]), []).append(name)
+    if len(releases) < 2:
+        return
+    # The fewer are the more likely to be wrong; of two equal sides, the later one.
+    usual, *_, odd = sorted(releases.values(), key=len, reverse=True)
+    raise BootstrapError(
+        f"members run different torch releases: {odd[0]} has {members[odd[0]].torch_version}, {usual[0]} has "
+        f"{members[usual[0]].torch_version}; torchrpc needs the same major.minor everywhere",
+        members=tuple(name for names in releases.values() if names is not usual for name in names),
+    )
+
+
+def _agent_text(name: str, agent: AgentPlan) -> str:
+    head = (
+        f"  {name}: {agent.address} on {agent.interface or 'an unknown interface'}, "
+        f"transports {', '.join(agent.transports)}, channels {', '.join(agent.channels)}"
+    )
+    return "\n".join([head, *(f"    {note}" for note in agent.notes)])
+
+
+def _cells(route: PairRoute) -> tuple[str, str, str, str]:
+    def first(traffic: Traffic) -> str:
+        chosen = route.lanes(traffic)
+        return f"{chosen[0].lane} ({chosen[0].how.removeprefix('torchrpc over ')})" if chosen else "-"
+
+    preferred = [route.lanes(traffic)[:1] for traffic in TRAFFIC]
+    why = "; ".join(f"{choice.traffic}: {choice.reason}" for chosen in preferred for choice in chosen)
+    return first("calls"), first("cpu"), first("cuda"), why
+
+
+def _rows(plan: RoutePlan) -> list[tuple[str, ...]]:
+    return [(a, b, *_cells(route)) for (a, b), route in plan.routes.items()]
+
+
+def _merged_rows(plan: RoutePlan) -> list[tuple[str, ...]]:
+    """One row per kind of route. ``|`` separates sets of members whose routes do not differ."""
+    sets = _alike(plan)
+    within: dict[tuple[str, ...], list[int]] = {}
+    between: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    for i, names in enumerate(sets):
+        if len(names) > 1:
+            within.setdefault(_cells(plan.route(*names[:2])), []).append(i)
+        for j in range(i + 1, len(sets)):
+            between.setdefault(_cells(plan.route(names[0], sets[j][0])), []).append((i, j))
+    label = [name_range(names) for names in sets]
+    rows = [(" | ".join(label[i] for i in of), "each other", *cells) for cells, of in within.items()]
+    for cells, pairs in between.items():
+        joined = sorted({i for pair in pairs for i in pair})
+        if len(joined) > 2 and len(pairs) == len(joined) * (len(joined) - 1) // 2:
+            rows.append((" | ".join(label[i] for i in joined), "across |", *cells))
+        else:
+            rows.extend((label[i], label[j], *cells) for i, j in pairs)
+    return rows
+
+
+def _alike(plan: RoutePlan) -> list[list[str]]:
+    """Members in sets such that the table's cells depend only on the two members' sets.
+
+    Two members are alike if their routes to every third one read the same. That is an equivalence, and it
+    makes all routes within a set, and all between two sets, read the same too.
+    """
+    cells = {pair: _cells(route) for pair, route in plan.routes.items()}
+
+    def between(a: str, b: str) -> tuple[str, ...]:
+        return cells.get((a, b)) or cells[b, a]
+
+    sets: list[list[str]] = []
+    for name in plan.members:
+        for alike in sets:
+            other = alike[0]
+            if all(between(name, m) == between(other, m) for m in plan.members if m not in (name, other)):
+                alike.append(name)
+                break
+        else:
+            sets.append([name])
+    return sets
+
+
+def _format(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
+    lines = ["  ".join(cells).rstrip() for cells in padded]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)

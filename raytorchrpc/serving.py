@@ -1,0 +1,308 @@
+"""Calls in: what a member does with a request, from a lane's thread to the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from raytorchrpc import _compat, execution
+from raytorchrpc.codec import Codec, Encoded, encode_exception
+from raytorchrpc.errors import NotAMember, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
+from raytorchrpc.execution import Scope, Seat, Work, Workers, current_scope
+from raytorchrpc.lanes.base import Message, MessageLane, Reply
+from raytorchrpc.streams import hand_over
+
+logger = logging.getLogger(__name__)
+
+# Kinds of request. A header is (kind, caller's rank, generation, ...).
+CALL = 0
+"""Run a method, answer with its result: (..., method, path, seconds left)."""
+REMOTE = 1
+"""The same, but the result stays here, in an RRef."""
+PING = 2
+"""Answer."""
+FETCH = 3
+"""Answer with a result that was kept in the outbox: (..., number)."""
+
+# How a reply begins.
+OK = 0
+RAISED = 1
+KEPT = 2
+"""The result has tensors that this lane cannot carry: fetch it over another, by the number that follows."""
+
+EMPTY = Encoded(b"", (), (), 0)
+
+
+class _Kept(NamedTuple):
+    message: Message
+    until: float
+
+
+class Server:
+    """Serves one member's requests. Thread-safe; never blocks a lane's thread."""
+
+    def __init__(
+        self,
+        name: str,
+        generation: str,
+        instance: Any,
+        methods: Mapping[str, Any],
+        codec: Codec,
+        workers: Workers,
+    ) -> None:
+        """``methods``: name -> what ``calls.method`` noted (function, concurrent, group, coroutine)."""
+        self.name, self.generation = name, generation
+        self.instance, self.methods, self.codec = instance, methods, codec
+        self.workers = workers
+        self.is_async = instance is not None and _compat.actor_is_async()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._outbox: dict[int, _Kept] = {}
+        self._numbers = itertools.count()
+
+    def serve(self, lane: MessageLane, message: Message, reply: Reply) -> Work | None:
+        """Take a request; returns the work it needs a thread for, if any."""
+        kind, _, generation = message.header[:3]
+        try:
+            if generation != self.generation:
+                raise PeerLost(self.name, "it belongs to another generation of the group", may_have_run=False)
+            if kind == PING:
+                reply(Message((OK,), EMPTY))
+                return None
+            if kind == FETCH:
+                kept = self._take(message.header[3])
+                kept.adopt()
+                reply(kept)
+                return None
+            method, path, budget = message.header[3:]
+            note = self._exposed(method)
+            job = _Job(self, lane, note, method, message, reply, Scope(path, time.monotonic() + budget))
+            return self._dispatch(job)
+        except Exception as error:
+            self.refuse(kind, error, reply)
+            return None
+
+    def _exposed(self, name: str) -> Any:
+        note = self.methods.get(name)
+        if note is not None:
+            return note
+        if self.instance is None:
+            raise NotAMember(f"{self.name!r} is a driver: it exposes no methods")
+        offered = ", ".join(sorted(self.methods)) or "none"
+        cls = type(self.instance).__name__
+        if callable(getattr(type(self.instance), name, None)):
+            raise NotAMember(
+                f"{cls}.{name} is not exposed: decorate it with @raytorchrpc.method, or call {name}.remote() "
+                f"(exposed: {offered})"
+            )
+        raise NotAMember(f"{cls} has no method {name!r} (exposed: {offered})")
+
+    def _dispatch(self, job: _Job) -> Work | None:
+        if job.note.concurrent:
+            return job.admit(None)
+        gate = execution.gate_of(self.instance, job.note.concurrency_group)
+        if gate is None:
+            raise NotAMember(f"the actor of member {self.name!r} is gone from its process")
+        seat = gate.held(job.scope.path) if job.scope.path else None
+        if seat is None:
+            return gate.request(job)
+        if seat.owner is not None:
+            return None if gate.post(seat, job) else gate.request(job)
+        if seat.blocks_loop:
+            raise RayTorchRpcError(
+                f"{job.label} was called back while this async actor's event loop stands still in a blocking "
+                f"call of the same chain; use `await rpc_async(...)` there"
+            )
+        job.run_inside(seat)
+        return None
+
+    # --- results that another lane has to carry ------------------------------------------------------------
+
+    def keep(self, message: Message, seconds: float) -> int:
+        """Keep a result for the caller to fetch; dropped after ``seconds``."""
+        now = time.monotonic()
+        for number, kept in list(self._outbox.items()):
+            if kept.until < now:
+                self._outbox.pop(number, None)
+        number = next(self._numbers)
+        self._outbox[number] = _Kept(message, now + seconds)
+        return number
+
+    def _take(self, number: int) -> Message:
+        kept = self._outbox.pop(number, None)
+        if kept is None:
+            raise RpcTimeout(f"the result was kept for {self.name!r}'s caller until its deadline, and dropped")
+        return kept.message
+
+    def refuse(self, kind: int, error: BaseException, reply: Reply) -> None:
+        """Answer with an exception."""
+        try:
+            if kind == REMOTE:
+                reply(Message((True, error), EMPTY))
+            else:
+                reply(Message((RAISED,), encode_exception(self.codec, error)))
+        except Exception:
+            logger.exception("%s could not answer a call", self.name)
+
+    def close(self) -> None:
+        """Drop what was kept."""
+        self._outbox.clear()
+
+
+class _Job:
+    """One method call being served; see ``execution.Job``."""
+
+    def __init__(
+        self,
+        server: Server,
+        lane: MessageLane,
+        note: Any,
+        method: str,
+        message: Message,
+        reply: Reply,
+        scope: Scope,
+    ) -> None:
+        self.server, self.lane, self.note = server, lane, note
+        self.message, self.reply, self.scope = message, reply, scope
+        self.kind = message.header[0]
+        self.context = _compat.current_autograd_context()
+        self.label = f"{server.name}.{method}"
+
+    def admit(self, seat: Seat | None) -> Work | None:
+        if self.note.is_coroutine or (self.server.is_async and not self.note.concurrent):
+            self._start_on_loop(seat, seat)
+            return None
+        return partial(self._work, seat)
+
+    def spawn(self, work: Work) -> None:
+        self.server.workers.submit(work)
+
+    def run_inside(self, seat: Seat) -> None:
+        if seat.owner is None:
+            self._start_on_loop(seat, None)
+        else:
+            self._run(seat)
+
+    def _work(self, seat: Seat | None) -> None:
+        """Run, then whoever is next in line for the seat, on the same thread."""
+        following: tuple[Any, Work] | None = None
+        if seat is None:
+            self._run(None)
+            return
+        seat.owner = threading.get_ident()
+        try:
+            self._run(seat)
+        finally:
+            following = seat.gate.pass_on(seat)
+        if following is not None:
+            following[1]()
+
+    def _start_on_loop(self, seat: Seat | None, to_leave: Seat | None) -> None:
+        loop = _compat.actor_event_loop(self.note.concurrency_group)
+        tasks = self.server.tasks
+
+        def create() -> None:
+            task = loop.create_task(self._run_on_loop(seat, to_leave))
+            tasks.add(task)  # the loop itself keeps only a weak reference
+            task.add_done_callback(tasks.discard)
+
+        loop.call_soon_threadsafe(create)
+
+    def _run(self, seat: Seat | None) -> None:
+        """On a thread of the member's own, or on the one that waits inside ``seat``."""
+        before = current_scope.set(self._scope(seat))
+        try:
+            with _compat.autograd_context(self.context):
+                args, kwargs = self._arguments()
+                result = self.note.function(self.server.instance, *args, **kwargs)
+                del args, kwargs
+                body = self._encoded(result)
+                if self.kind != REMOTE:
+                    result = None  # what the actor still holds can be told from what only the reply holds
+                self._answer(body, result)
+        except BaseException as error:
+            self.server.refuse(self.kind, error, self.reply)
+        finally:
+            current_scope.reset(before)
+
+    async def _run_on_loop(self, seat: Seat | None, to_leave: Seat | None) -> None:
+        current_scope.set(self._scope(seat))  # a task has a context of its own: nothing to put back
+        try:
+            args, kwargs = self._arguments()
+            if self.note.is_coroutine:
+                coroutine = self.note.function(self.server.instance, *args, **kwargs)
+                result = await execution.in_autograd_context(coroutine, self.context)
+            else:
+                with _compat.autograd_context(self.context):
+                    result = self.note.function(self.server.instance, *args, **kwargs)
+            del args, kwargs
+            body = self._encoded(result)
+            if self.kind != REMOTE:
+                result = None
+            self._answer(body, result)
+        except BaseException as error:
+            self.server.refuse(self.kind, error, self.reply)
+        finally:
+            if to_leave is not None:
+                to_leave.gate.leave(to_leave)
+
+    def _scope(self, seat: Seat | None) -> Scope:
+        path = self.scope.path
+        if seat is not None and seat.token not in path:
+            path = (*path, seat.token)
+        return Scope(path, self.scope.deadline, seat)
+
+    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        deadline = self.scope.deadline
+        if deadline is not None and time.monotonic() > deadline:
+            raise RpcTimeout(f"{self.label} waited for its turn until the deadline; it did not run")
+        self.message.adopt()
+        try:
+            args, kwargs = self.server.codec.decode(*self.message.body)
+        except Exception as error:
+            raise SerializationError(f"an argument of {self.label} cannot be unpickled there: {error!r}") from error
+        self.message = Message((), EMPTY)  # the method alone holds its arguments now
+        return args, kwargs
+
+    def _encoded(self, result: Any) -> Encoded:
+        if self.kind == REMOTE:
+            return EMPTY
+        try:
+            return self.server.codec.encode(result, keep_graph=self.context != _compat.NO_CONTEXT)
+        except SerializationError as error:
+            raise SerializationError(f"the result of {self.label} cannot be pickled: {error}") from error
+
+    def _answer(self, body: Encoded, result: Any) -> None:
+        if self.kind == REMOTE:
+            self.reply(Message((False, result), EMPTY))
+            return
+        can = self.lane.capabilities
+        if can.carries(body.tensors) and (can.rrefs or not body.rrefs):
+            kept_graph = any(tensor.requires_grad for tensor in body.tensors)
+            self.reply(Message((OK,), body if can.copies_at_once or kept_graph else snapshot(body)))
+            return
+        body = snapshot(body)
+        left = max(1.0, (self.scope.deadline or 0.0) - time.monotonic())
+        number = self.server.keep(Message((OK,), body, hand_over(body.tensors)), left)
+        self.reply(Message((KEPT, number), EMPTY))
+
+
+def snapshot(body: Encoded) -> Encoded:
+    """Copy those tensors that somebody here could still change before a lane has sent them.
+
+    A method may return a tensor of the actor's own state; the next method must not change what the caller
+    gets. A tensor that nobody else holds needs no copy.
+    """
+    if not body.tensors:
+        return body
+    lifted = len(body.tensors) - body.buffers
+    tensors = [
+        tensor.clone() if index >= lifted or _compat.storage_uses(tensor) > 1 else tensor
+        for index, tensor in enumerate(body.tensors)
+    ]
+    return body._replace(tensors=tensors)

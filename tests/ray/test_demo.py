@@ -1,0 +1,126 @@
+"""``raytorchrpc demo`` as a user meets it: an exit code, an output, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+class Demo:
+    """Starts the command with a mark in its environment, which every process of its Ray inherits."""
+
+    def __init__(self) -> None:
+        self.mark = f"demo-test-{uuid.uuid4().hex}"
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, *options: str) -> subprocess.Popen[str]:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "raytorchrpc.cli", "demo", *options],
+            cwd=ROOT,
+            env={**os.environ, "COLUMNS": "120", "DEMO_TEST_MARK": self.mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        return self.process
+
+    def run(self, *options: str) -> tuple[int, str, str]:
+        process = self.start(*options)
+        out, err = process.communicate(timeout=100)
+        return process.returncode, out, err
+
+    def processes(self) -> list[int]:
+        """Everything alive that this command started, itself included."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    marked = self.mark.encode() in (entry / "environ").read_bytes()
+                except OSError:
+                    continue  # gone, or another user's
+                if marked:
+                    found.append(int(entry.name))
+        return found
+
+    def gone_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.processes():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
+
+
+@pytest.fixture
+def demo() -> Iterator[Demo]:
+    demo = Demo()
+    yield demo
+    for pid in demo.processes():
+        os.kill(pid, signal.SIGKILL)
+    if demo.process is not None:
+        demo.process.communicate(timeout=10)
+
+
+def test_reaches_the_accuracy_and_shows_what_the_calls_cost(demo: Demo) -> None:
+    start = time.monotonic()
+    code, out, err = demo.run("--quick")
+    assert code == 0, out + err
+    assert time.monotonic() - start < 60
+
+    accuracies = [float(text) for text in re.findall(r"test accuracy ([\d.]+)%", out)]
+    assert accuracies[-1] >= 95, out
+    for heading in ("Routes", "Statistics", "Direct or through Ray"):
+        assert heading in out
+    medians = {road: float(ms) for road, ms in re.findall(r"(direct|object store)\W+([\d.]+)", out)}
+    assert medians.keys() == {"direct", "object store"}, out
+    assert all(value > 0 for value in medians.values())
+    assert demo.gone_within(10)
+
+
+def test_missing_the_accuracy_is_one_clear_line_and_exit_code_1(demo: Demo) -> None:
+    code, out, err = demo.run("--quick", "--target", "1.0", "--max-steps", "50")
+    assert code == 1, out + err
+    assert re.fullmatch(r"raytorchrpc demo: test accuracy [\d.]+% after \d+ steps, below .* 100.0%\n", err), err
+    assert demo.gone_within(10)
+
+
+@pytest.mark.parametrize("moment", ["Starting", "Training"])
+def test_ctrl_c_leaves_no_process_behind(demo: Demo, moment: str) -> None:
+    process = demo.start("--target", "1.0")
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith(moment):
+        assert process.poll() is None, process.communicate()
+    time.sleep(1)  # into the middle of it
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
+    start = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert err == ""
+    assert time.monotonic() - start < 15
+    assert demo.gone_within(10)
+
+
+def test_an_address_where_nothing_answers(demo: Demo) -> None:
+    code, _, err = demo.run("--address", "127.0.0.1:1")
+    assert code == 1
+    assert err.startswith("raytorchrpc demo: no Ray cluster answers at 127.0.0.1:1"), err
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_cli_extra_one_line_names_the_command(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from raytorchrpc.cli import main; main()"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1
+    assert ran.stderr == f"raytorchrpc: the command line needs {missing}: pip install 'raytorchrpc[cli]'\n"

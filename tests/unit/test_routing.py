@@ -1,0 +1,583 @@
+from __future__ import annotations
+
+import itertools
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from raytorchrpc.config import GroupConfig
+from raytorchrpc.errors import BootstrapError, ConfigurationError
+from raytorchrpc.routing import PairRoute, RoutePlan, Traffic, plan
+from tests.unit import clusters
+from tests.unit.clusters import (
+    CPU_CHANNELS,
+    MIB,
+    Cluster,
+    a100s,
+    efa_hcas,
+    group,
+    infiniband_hcas,
+    member,
+    public_nodes,
+    roce_hcas,
+    with_port,
+)
+
+CUDA_LOCAL = ("basic", "cuda_xth", "cuda_basic")
+
+
+def same(adapters: Any) -> Callable[[int], Any]:
+    return lambda host: adapters
+
+
+@dataclass(frozen=True)
+class Case:
+    """What worker_0's agent and its pair with worker_1 must be. Notes and warnings are fragments."""
+
+    cluster: Callable[[], Cluster]
+    transports: tuple[str, ...]
+    channels: tuple[str, ...]
+    calls: str
+    cpu: str
+    cuda: str | None
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+CASES = {
+    "one host": Case(
+        clusters.one_host,
+        ("uv",),
+        ("cma", "basic"),
+        "unix socket",
+        "torchrpc over uv, channel cma",
+        None,
+        ("shm: not used, keeps half a core busy", "mpt_uv: not used, every member shares"),
+    ),
+    "one host, two GPUs, each process sees one": Case(
+        clusters.one_host_two_gpus,
+        ("uv",),
+        ("cma", "basic", "cuda_xth", "cuda_ipc", "cuda_basic"),
+        "unix socket",
+        "torchrpc over uv, channel cma",
+        "torchrpc over uv, channel cuda_ipc",
+        ("cuda_gdr: not used, ibv is not used",),
+    ),
+    "two hosts": Case(
+        clusters.two_hosts,
+        ("uv",),
+        ("mpt_uv", "basic"),
+        "tcp socket",
+        "torchrpc over uv, channel mpt_uv",
+        None,
+        ("ibv: not used, no RDMA adapter", "cma: not used, no other member on this host"),
+    ),
+    "two pods on one host": Case(
+        clusters.two_pods_one_host,
+        ("uv",),
+        ("mpt_uv", "basic", "cuda_basic"),
+        "tcp socket",
+        "torchrpc over uv, channel mpt_uv",
+        "torchrpc over uv, channel cuda_basic",
+        (
+            "cma: not used, worker_1 on this host differs in pid namespace",
+            "cuda_ipc: not used, worker_1 on this host is in another container: TensorPipe can abort",
+            "cuda_xth: not used, worker_1 in another container has the same pid",
+        ),
+        ("CPU tensors between them go through the network", "can abort the process"),
+    ),
+    "public node on InfiniBand": Case(
+        public_nodes,
+        ("ibv", "uv"),
+        ("basic", "cuda_xth", "cuda_gdr", "cuda_basic"),
+        "tcp socket",
+        "torchrpc over ibv, channel basic",
+        "torchrpc over ibv, channel cuda_gdr",
+        ("mpt_uv: not used, basic takes CPU tensors over RDMA", "ibv: used, RDMA between hosts"),
+    ),
+    "first port down": Case(
+        lambda: public_nodes(same(with_port(infiniband_hcas(), "mlx5_0", state="DOWN"))),
+        ("uv",),
+        ("mpt_uv", *CUDA_LOCAL),
+        "tcp socket",
+        "torchrpc over uv, channel mpt_uv",
+        "torchrpc over uv, channel cuda_basic",
+        ("ibv: not used, port 1 of mlx5_0 is DOWN; bring the link up. TensorPipe opens only the first of 9",),
+        ("worker_0, worker_1: RDMA is not used by torchrpc, TCP is: port 1 of mlx5_0 is DOWN",),
+    ),
+    "another port down": Case(
+        lambda: public_nodes(same(with_port(infiniband_hcas(), "mlx5_5", state="DOWN"))),
+        ("ibv", "uv"),
+        CUDA_LOCAL,
+        "tcp socket",
+        "torchrpc over ibv, channel basic",
+        "torchrpc over ibv, channel cuda_basic",
+        ("cuda_gdr: not used, TensorPipe pairs each GPU with its nearest adapter, unchecked, and port 1",),
+        ("GPUDirect RDMA is off, CUDA tensors are staged through CPU memory: TensorPipe pairs each GPU",),
+    ),
+    "RoCE, only GID 0 usable by TensorPipe": Case(
+        lambda: public_nodes(same(roce_hcas())),
+        ("uv",),
+        ("mpt_uv", *CUDA_LOCAL),
+        "tcp socket",
+        "torchrpc over uv, channel mpt_uv",
+        "torchrpc over uv, channel cuda_basic",
+        ("ibv: not used, mlx5_0 is RoCE and its GID index 0, the only one TensorPipe uses, is a link-local",),
+        ("NCCL_IB_GID_INDEX",),
+    ),
+    "no peer-memory path": Case(
+        lambda: public_nodes(peer_memory=False),
+        ("ibv", "uv"),
+        CUDA_LOCAL,
+        "tcp socket",
+        "torchrpc over ibv, channel basic",
+        "torchrpc over ibv, channel cuda_basic",
+        ("cuda_gdr: not used, the kernel has no peer-memory client; load nvidia-peermem",),
+        ("GPUDirect RDMA is off, CUDA tensors are staged through CPU memory: the kernel has no peer-memory",),
+    ),
+    "small BAR1": Case(
+        clusters.small_bar1_nodes,
+        ("ibv", "uv"),
+        CUDA_LOCAL,
+        "tcp socket",
+        "torchrpc over ibv, channel basic",
+        "torchrpc over ibv, channel cuda_basic",
+        ("cuda_gdr: not used, BAR1 of GPU 0 is 256 MiB, smaller than its memory (81251 MiB)",),
+        ("BAR1 of GPU 0 is 256 MiB",),
+    ),
+    "no resource1 file": Case(
+        clusters.no_resource1_nodes,
+        ("ibv", "uv"),
+        CUDA_LOCAL,
+        "tcp socket",
+        "torchrpc over ibv, channel basic",
+        "torchrpc over ibv, channel cuda_basic",
+        ("cuda_gdr: not used, GPU 0 (0000:53:00.0) has no resource1 file; TensorPipe crashes",),
+        ("GPUDirect RDMA is off",),
+    ),
+    "EFA": Case(
+        lambda: public_nodes(same(efa_hcas())),
+        ("uv",),
+        ("mpt_uv", *CUDA_LOCAL),
+        "tcp socket",
+        "torchrpc over uv, channel mpt_uv",
+        "torchrpc over uv, channel cuda_basic",
+        ("ibv: not used, rdmap0s6 is an EFA adapter",),
+        ("RDMA is not used by torchrpc, TCP is: rdmap0s6 is an EFA adapter, which passes for InfiniBand",),
+    ),
+    "8 MiB memlock": Case(
+        lambda: public_nodes(memlock_bytes=8 * MIB),
+        ("uv",),
+        ("mpt_uv", *CUDA_LOCAL),
+        "tcp socket",
+        "torchrpc over uv, channel mpt_uv",
+        "torchrpc over uv, channel cuda_basic",
+        ("ibv: not used, the process may lock only 8 MiB of memory",),
+        ("LimitMEMLOCK=infinity",),
+    ),
+    "adapters not given to the container": Case(
+        lambda: public_nodes(same(tuple(hca.model_copy(update={"verbs_device": False}) for hca in infiniband_hcas()))),
+        ("uv",),
+        ("mpt_uv", *CUDA_LOCAL),
+        "tcp socket",
+        "torchrpc over uv, channel mpt_uv",
+        "torchrpc over uv, channel cuda_basic",
+        ("ibv: not used, mlx5_0 has no /dev/infiniband/uverbs device",),
+        ("ask for the RDMA device plugin's resource",),
+    ),
+    "two InfiniBand subnets": Case(
+        lambda: public_nodes(lambda host: infiniband_hcas(f"fec0:0000:0000:000{host}")),
+        ("uv",),
+        ("mpt_uv", *CUDA_LOCAL),
+        "tcp socket",
+        "torchrpc over uv, channel mpt_uv",
+        "torchrpc over uv, channel cuda_basic",
+        ("ibv: not used, the members' adapters are on different InfiniBand subnets (fec0:0:0:1::/64,",),
+        ("different InfiniBand subnets",),
+    ),
+    "InfiniBand on one host, RoCE on the other": Case(
+        lambda: public_nodes(lambda host: (infiniband_hcas(), roce_hcas())[host]),
+        ("uv",),
+        ("mpt_uv", *CUDA_LOCAL),
+        "tcp socket",
+        "torchrpc over uv, channel mpt_uv",
+        "torchrpc over uv, channel cuda_basic",
+        ("ibv: not used, no member on another host can use its RDMA adapter",),
+        (
+            "worker_0: RDMA is not used by torchrpc",
+            "worker_1: RDMA is not used by torchrpc, TCP is: mlx5_0 is RoCE",
+        ),
+    ),
+}
+
+
+def how(route: PairRoute, traffic: Traffic) -> str | None:
+    lanes = route.lanes(traffic)
+    return lanes[0].how if lanes else None
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_cluster(case: Case) -> None:
+    routes = plan(case.cluster(), GroupConfig())
+    agent, route = routes.agents["worker_0"], routes.route("worker_0", "worker_1")
+    assert agent.transports == case.transports
+    assert agent.channels == case.channels
+    assert how(route, "calls") == case.calls
+    assert how(route, "cpu") == case.cpu
+    assert how(route, "cuda") == case.cuda
+    for fragment in case.notes:
+        assert any(fragment in note for note in agent.notes), (fragment, agent.notes)
+    for fragment in case.warnings:
+        assert any(fragment in warning for warning in routes.warnings), (fragment, routes.warnings)
+    assert bool(routes.warnings) is bool(case.warnings), routes.warnings
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_both_sides_reach_the_same_answer(case: Case) -> None:
+    cluster = case.cluster()
+    forward = plan(cluster, GroupConfig())
+    backward = plan(dict(reversed(cluster.items())), GroupConfig())
+    assert forward.agents == backward.agents
+    for a, b in itertools.combinations(cluster, 2):
+        there, back = forward.route(a, b), backward.route(b, a)
+        assert (there.choices, there.rejected) == (back.choices, back.rejected)
+        assert forward.route(b, a) is there
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_backend_left_out_says_why(case: Case) -> None:
+    cluster = case.cluster()
+    routes = plan(cluster, GroupConfig())
+    for name, agent in routes.agents.items():
+        for backend in (*cluster[name].tensorpipe_transports, *cluster[name].tensorpipe_channels):
+            (note,) = (note for note in agent.notes if note.startswith(f"{backend}: "))
+            used = backend in agent.transports + agent.channels
+            assert note.startswith(f"{backend}: used, " if used else f"{backend}: not used, ")
+            assert len(note.split(", ", 1)[1]) > 5
+    for route in routes.routes.values():
+        assert all(no.reason for no in route.rejected)
+        assert all(choice.reason and choice.how for choice in route.choices)
+
+
+# -- what a group does to its members ------------------------------------------------------------------------
+
+
+def test_rdma_on_one_host_alone_is_no_warning() -> None:
+    cluster = group(*(member(n, hcas=efa_hcas()) for n in range(2)))
+    routes = plan(cluster, GroupConfig())
+    assert routes.agents["worker_0"].transports == ("uv",)
+    assert not routes.warnings
+
+
+def test_working_adapters_stay_off_when_every_member_is_on_one_host() -> None:
+    routes = plan(group(*(member(n, hcas=infiniband_hcas()) for n in range(2))), GroupConfig())
+    assert routes.agents["worker_0"].transports == ("uv",)
+    assert "ibv: not used, every member is on one host" in routes.agents["worker_0"].notes
+
+
+def test_a_member_without_rdma_leaves_it_to_the_others() -> None:
+    cluster = {**public_nodes(), "plain": member(7, host=7).model_copy(update={"name": "plain"})}
+    routes = plan(cluster, GroupConfig())
+    assert routes.agents["plain"].transports == ("uv",)
+    assert how(routes.route("worker_0", "worker_1"), "cpu") == "torchrpc over ibv, channel basic"
+    assert how(routes.route("worker_0", "plain"), "cpu") == "torchrpc over uv, channel basic"
+
+
+def test_a_member_without_a_gpu_opens_no_cuda_channel_even_if_it_sees_gpus() -> None:
+    gpus = a100s(2)
+    cluster = group(
+        member(0, cuda=True, gpus=gpus),
+        member(1, cuda=True, gpus=gpus, wants_gpu=False, pod=1),
+        member(2, cuda=True, gpus=gpus),
+    )
+    routes = plan(cluster, GroupConfig())
+    assert not any(channel.startswith("cuda") for channel in routes.agents["worker_1"].channels)
+    assert "cuda_basic: not used, this member has no GPU" in routes.agents["worker_1"].notes
+    # It has no channel to compare GPUs with, so its own container does not keep the others from theirs.
+    assert how(routes.route("worker_0", "worker_2"), "cuda") == "torchrpc over uv, channel cuda_ipc"
+    (no,) = routes.route("worker_0", "worker_1").rejected
+    assert (no.lane, no.traffic) == ("torchrpc", "cuda")
+    assert no.reason.startswith("worker_1 has no GPU")
+
+
+def test_a_pod_that_meets_others_takes_cuda_ipc_from_all_of_its_host() -> None:
+    gpus = a100s(4)
+    pods = [member(n, pod=n // 2, cuda=True, gpus=(gpus[n],)) for n in range(4)]
+    away = [member(n, host=1, cuda=True, gpus=(gpus[n - 4],)) for n in (4, 5)]
+    routes = plan(group(*pods, *away), GroupConfig())
+    assert all("cuda_ipc" not in routes.agents[f"worker_{n}"].channels for n in range(4))
+    assert all("cuda_ipc" in routes.agents[f"worker_{n}"].channels for n in (4, 5))
+    assert how(routes.route("worker_4", "worker_5"), "cuda") == "torchrpc over uv, channel cuda_ipc"
+
+
+def test_equal_pids_on_different_hosts_are_no_conflict() -> None:
+    routes = plan(public_nodes(pid=42), GroupConfig())
+    assert "cuda_xth" in routes.agents["worker_0"].channels
+
+
+def test_mig_slices_have_no_cuda_ipc() -> None:
+    slices = tuple(gpu.model_copy(update={"name": "NVIDIA A100-SXM4-80GB MIG 1g.10gb"}) for gpu in a100s(2))
+    routes = plan(group(*(member(n, cuda=True, gpus=(slices[n],)) for n in range(2))), GroupConfig())
+    assert "cuda_ipc" not in routes.agents["worker_0"].channels
+    assert any("MIG slice" in note for note in routes.agents["worker_0"].notes)
+
+
+def test_different_users_on_one_host_do_not_read_each_others_memory() -> None:
+    routes = plan(group(member(0, uid=1000), member(1, uid=1001)), GroupConfig())
+    route = routes.route("worker_0", "worker_1")
+    assert how(route, "calls") == "unix socket"
+    assert how(route, "cpu") == "torchrpc over uv, channel basic"
+
+
+def test_the_cpu_build_is_offered_nothing_it_does_not_have() -> None:
+    cluster = group(
+        member(0, cuda=True, gpus=a100s(1)),
+        member(1, gpus=a100s(1), wants_gpu=True, tensorpipe_channels=CPU_CHANNELS),
+    )
+    routes = plan(cluster, GroupConfig())
+    assert set(routes.agents["worker_1"].channels) <= set(CPU_CHANNELS)
+    (no,) = (no for no in routes.route("worker_0", "worker_1").rejected if no.traffic == "cuda")
+    assert "no TensorPipe channel for CUDA tensors" in no.reason
+
+
+def test_one_warning_per_cause_names_everyone_it_concerns() -> None:
+    cluster = group(*(member(n, host=n, hcas=efa_hcas(), shm_free_bytes=64 * MIB) for n in range(12)))
+    (warning,) = plan(cluster, GroupConfig()).warnings  # nobody shares a host, so /dev/shm does not matter
+    assert warning.startswith("worker_0..worker_11: RDMA is not used")
+
+
+def test_small_shared_memory_between_neighbours_is_said_with_the_remedy() -> None:
+    (warning,) = plan(group(member(0), member(1, shm_free_bytes=64 * MIB)), GroupConfig()).warnings
+    assert warning.startswith("worker_1: /dev/shm has less than 256 MiB") and "--shm-size" in warning
+
+
+# -- interfaces ----------------------------------------------------------------------------------------------
+
+
+def test_each_agent_listens_on_the_interface_of_its_own_node_address() -> None:
+    cluster = clusters.two_hosts()
+    renamed = cluster["worker_1"].interfaces[1].model_copy(update={"name": "ens5"})
+    cluster["worker_1"] = cluster["worker_1"].model_copy(update={"interfaces": (renamed,)})
+    agents = plan(cluster, GroupConfig()).agents
+    assert (agents["worker_0"].interface, agents["worker_0"].address) == ("eth0", "10.0.0.1")
+    assert (agents["worker_1"].interface, agents["worker_1"].address) == ("ens5", "10.0.1.1")
+
+
+def test_an_interface_can_be_named() -> None:
+    cluster = clusters.two_hosts()
+    for n, name in enumerate(cluster):
+        extra = clusters.Interface(name="ib0", addresses=(f"192.168.0.{n}",))
+        interfaces = (*cluster[name].interfaces, extra)
+        cluster[name] = cluster[name].model_copy(update={"interfaces": interfaces})
+    agent = plan(cluster, GroupConfig(interface="ib0")).agents["worker_1"]
+    assert (agent.interface, agent.address) == ("ib0", "192.168.0.1")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, "interface='ib0': worker_0 has no such interface; usable there: lo, eth0"),
+        ({"name": "ib0", "addresses": ("1.2.3.4",), "up": False}, "it is down; usable there: lo, eth0"),
+        ({"name": "ib0"}, "without an address; usable there: lo, eth0"),
+    ],
+)
+def test_a_named_interface_must_work(change: dict[str, Any], said: str) -> None:
+    interfaces = member().interfaces + ((clusters.Interface(**change),) if change else ())
+    with pytest.raises(ConfigurationError, match=said):
+        plan(group(member(interfaces=interfaces), member(1)), GroupConfig(interface="ib0"))
+
+
+def test_loopback_is_for_one_network_only() -> None:
+    local = [member(n, node_ip="127.0.0.1") for n in range(2)]
+    assert plan(group(*local), GroupConfig()).agents["worker_0"].interface == "lo"
+    with pytest.raises(ConfigurationError, match=r"worker_0 would listen on 127.0.0.1 .*worker_2 cannot reach"):
+        plan(group(*local, member(2, host=1)), GroupConfig())
+
+
+def test_an_address_on_no_interface_is_a_warning() -> None:
+    routes = plan(group(member(0, node_ip="203.0.113.9"), member(1)), GroupConfig())
+    assert routes.agents["worker_0"].interface is None
+    assert any("worker_0: no interface holds the Ray node's address" in text for text in routes.warnings)
+
+
+# -- what the configuration forces ---------------------------------------------------------------------------
+
+
+def test_forced_backends_are_taken_as_given() -> None:
+    config = GroupConfig(transports=("shm", "uv"), channels=("basic",))
+    routes = plan(clusters.one_host(), config)
+    agent = routes.agents["worker_0"]
+    assert (agent.transports, agent.channels) == (("shm", "uv"), ("basic",))
+    assert how(routes.route("worker_0", "worker_1"), "cpu") == "torchrpc over shm, channel basic"
+    assert any("forced by the configuration" in note for note in agent.notes)
+
+
+def test_forced_ibv_that_may_fail_is_a_warning() -> None:
+    config = GroupConfig(transports=("ibv", "uv"))
+    (warning,) = plan(public_nodes(same(roce_hcas())), config).warnings
+    assert "ibv is forced, though it may fail: mlx5_0 is RoCE" in warning
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (
+            {"transports": ("tcp",)},
+            r"transports: the torch build of worker_0 .* has no 'tcp'; it has: shm, ibv, uv",
+        ),
+        ({"channels": ("cuda_ipc",)}, "channels: .* has no 'cuda_ipc'; it has: cma, mpt_uv, basic"),
+        ({"transports": ()}, "transports is empty"),
+        ({"lanes": ("-torchrpc",)}, "leaves no lane for CPU tensors; allow one of: torchrpc"),
+        ({"lanes": ("-torchrpc", "-socket")}, "leaves no lane for calls; allow one of: socket, torchrpc"),
+        ({"transports": ("shm",)}, "nothing can carry CPU tensors between worker_0 and worker_1"),
+        ({"channels": ("cma",)}, "nothing can carry CPU tensors .* no TensorPipe channel"),
+    ],
+)
+def test_a_configuration_that_cannot_carry_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        plan(clusters.two_hosts(), GroupConfig(**values))
+
+
+@pytest.mark.parametrize(
+    ("lanes", "lane", "reason"),
+    [
+        (None, "socket", None),
+        (("-socket",), "torchrpc", "forbidden by lanes"),
+        (("torchrpc",), "torchrpc", "not among lanes"),
+        (("socket", "torchrpc"), "socket", None),
+    ],
+)
+def test_lanes_can_be_forced_and_forbidden(lanes: tuple[str, ...], lane: str, reason: str | None) -> None:
+    route = plan(clusters.one_host(), GroupConfig(lanes=lanes)).route("worker_0", "worker_1")
+    assert route.message_lane == lane
+    assert {choice.lane for choice in route.tensor_lanes} == {"torchrpc"}
+    refused = [no for no in route.rejected if no.lane == "socket"]
+    assert [reason in no.reason for no in refused if reason] == ([True] if reason else [])
+
+
+def test_calls_fall_through_to_torchrpc() -> None:
+    route = plan(clusters.two_hosts(), GroupConfig()).route("worker_0", "worker_1")
+    assert [choice.lane for choice in route.lanes("calls")] == ["socket", "torchrpc"]
+
+
+# -- members that cannot be in one group ---------------------------------------------------------------------
+
+
+def test_torch_releases_must_agree() -> None:
+    cluster = clusters.one_host(4)
+    cluster["worker_2"] = cluster["worker_2"].model_copy(update={"torch_version": "2.11.0+cu130"})
+    with pytest.raises(BootstrapError, match=r"worker_2 has 2\.11\.0\+cu130, worker_0 has 2\.13\.0\+cpu") as caught:
+        plan(cluster, GroupConfig())
+    assert caught.value.members == ("worker_2",)
+
+
+def test_patch_releases_and_builds_may_differ() -> None:
+    cluster = clusters.one_host(2)
+    cluster["worker_1"] = cluster["worker_1"].model_copy(update={"torch_version": "2.13.1+cu130"})
+    plan(cluster, GroupConfig())
+
+
+def test_a_build_without_torchrpc_is_named() -> None:
+    cluster = group(member(0), member(1, tensorpipe_transports=(), tensorpipe_channels=()))
+    with pytest.raises(ConfigurationError, match=r"torch build of worker_1 .* has no torchrpc"):
+        plan(cluster, GroupConfig())
+
+
+# -- what a user reads ---------------------------------------------------------------------------------------
+
+
+def test_explain_says_the_lane_the_way_and_every_reason() -> None:
+    text = plan(clusters.two_pods_one_host(), GroupConfig()).explain("worker_1", "worker_0")
+    for fragment in (
+        "worker_1 <-> worker_0",
+        "calls: socket (tcp socket): same host, different network namespaces",
+        "CUDA tensors: torchrpc (torchrpc over uv, channel cuda_basic): staged through CPU memory",
+        "10.0.0.2 on eth0",
+        "cuda_ipc: not used, worker_0 on this host is in another container",
+    ):
+        assert fragment in text, text
+
+
+def test_explain_says_what_was_rejected() -> None:
+    text = plan(clusters.one_host(), GroupConfig(lanes=("-socket",))).explain("worker_0", "worker_1")
+    assert "not socket for calls: forbidden by lanes=('-socket',)" in text
+    assert "CUDA tensors: none" in text
+    assert "not torchrpc for CUDA tensors: neither member has a GPU" in text
+
+
+def test_explain_itself_and_strangers() -> None:
+    routes = plan(clusters.one_host(), GroupConfig())
+    assert "calls itself in place" in routes.explain("worker_0", "worker_0")
+    for a, b in (("worker_0", "nobody"), ("nobody", "nobody")):
+        with pytest.raises(ConfigurationError, match="no member 'nobody'; members: worker_0, worker_1"):
+            routes.explain(a, b)
+
+
+def table_rows(routes: RoutePlan) -> list[list[str]]:
+    header, rule, *lines = routes.table().splitlines()
+    assert header.split("  ")[0] == "from" and set(rule) <= {"-", " "}
+    starts = [0] + [i + 2 for i in range(len(rule) - 1) if rule[i : i + 2] == "  "]
+    ends = [*(start - 2 for start in starts[1:]), None]
+    return [[line[start:end].strip() for start, end in zip(starts, ends, strict=True)] for line in lines]
+
+
+def test_table_of_a_small_group_has_one_line_per_pair() -> None:
+    routes = plan(group(member(0), member(1), member(2, host=1)), GroupConfig())
+    near = ["socket (unix socket)", "torchrpc (uv, channel cma)", "-"]
+    far = ["socket (tcp socket)", "torchrpc (uv, channel mpt_uv)", "-"]
+    rows = table_rows(routes)
+    assert [row[:5] for row in rows] == [
+        ["worker_0", "worker_1", *near],
+        ["worker_0", "worker_2", *far],
+        ["worker_1", "worker_2", *far],
+    ]
+    assert "different hosts" in rows[1][5] and "same host" in rows[0][5]
+
+
+def test_table_of_a_big_group_has_one_line_per_kind() -> None:
+    rows = table_rows(plan(clusters.one_host(32), GroupConfig()))
+    assert [row[:3] for row in rows] == [["worker_0..worker_31", "each other", "socket (unix socket)"]]
+
+    rows = table_rows(plan(clusters.hosts_of(4, 8), GroupConfig()))
+    ranges = "worker_0..worker_7 | worker_8..worker_15 | worker_16..worker_23 | worker_24..worker_31"
+    assert [row[:3] for row in rows] == [
+        [ranges, "each other", "socket (unix socket)"],
+        [ranges, "across |", "socket (tcp socket)"],
+    ]
+
+
+def test_table_of_a_big_group_tells_two_kinds_of_members_apart() -> None:
+    learner = member(0, host=9).model_copy(update={"name": "learner"})
+    rows = table_rows(plan(group(learner, *(member(n) for n in range(1, 12))), GroupConfig()))
+    assert [row[:3] for row in rows] == [
+        ["worker_1..worker_11", "each other", "socket (unix socket)"],
+        ["learner", "worker_1..worker_11", "socket (tcp socket)"],
+    ]
+
+
+def test_a_group_of_one_has_a_plan_and_a_table() -> None:
+    routes = plan(clusters.one_host(1), GroupConfig())
+    assert routes.members == ("worker_0",)
+    assert routes.table() == "one member, no routes"
+
+
+# -- size ----------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_for_a_big_group_is_quick_and_small() -> None:
+    cluster = clusters.hosts_of(8, 8)
+    start = time.perf_counter()
+    routes = plan(cluster, GroupConfig())
+    assert time.perf_counter() - start < 1.0
+    pickled = pickle.dumps(routes)
+    assert pickle.loads(pickled) == routes
+    mine = routes.for_member("worker_5")
+    assert len(mine.routes) == 63
+    assert mine.route("worker_5", "worker_9") == routes.route("worker_9", "worker_5")
+    with pytest.raises(ConfigurationError, match="no route between"):
+        mine.route("worker_1", "worker_2")
+    assert len(pickle.dumps(mine)) < 32 * 1024 < len(pickled)

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import os
+import pickle
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raytorchrpc import topology
+from raytorchrpc.topology import Endpoint, Interface, interface_for, probe
+from tests.unit.clusters import gid_table, member
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+
+
+def link(path: Path, target: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+
+
+@pytest.fixture
+def nine_hca_node(tmp_path: Path) -> Path:
+    """/proc, /sys and /dev of the public node, as far as the probe looks, with 256 GID slots as mlx5 has."""
+    write(tmp_path / "proc/sys/kernel/random/boot_id", "0b00710d-aaaa-bbbb-cccc-dddddddddddd")
+    for kind in ("pid", "net", "ipc", "mnt", "user"):
+        link(tmp_path / "proc/self/ns" / kind, f"{kind}:[40265318{len(kind)}]")
+    for number, (name, gids) in enumerate(gid_table().items()):
+        home = tmp_path / "sys/class/infiniband" / name
+        link(home / "device/driver", "../../../../bus/pci/drivers/mlx5_core")
+        write(home / f"device/infiniband_verbs/uverbs{number}/dev", "231:0")
+        port = home / "ports/1"
+        write(port / "state", "1: DOWN" if name == "mlx5_3" else "4: ACTIVE")
+        write(port / "rate", "200 Gb/sec (4X HDR)" if name != "mlx5_0" else "2.5 Gb/sec (1X SDR)")
+        write(port / "link_layer", "Ethernet")
+        for slot in range(256):
+            write(port / "gids" / str(slot), "0000:0000:0000:0000:0000:0000:0000:0000")
+        for gid in gids:
+            write(port / "gids" / str(gid.index), gid.value)
+            write(port / "gid_attrs/types" / str(gid.index), gid.kind)
+            write(port / "gid_attrs/ndevs" / str(gid.index), str(gid.interface))
+    for number in range(8):  # the ninth was not given to this container
+        write(tmp_path / f"dev/infiniband/uverbs{number}", "")
+    write(tmp_path / "sys/kernel/mm/memory_peers/nvidia-peermem/version", "1.3")
+    return tmp_path
+
+
+def test_probe_reads_nine_adapters_as_show_gids_prints_them(nine_hca_node: Path) -> None:
+    endpoint = probe(node_ip="10.0.60.3", root=nine_hca_node)
+    assert [hca.name for hca in endpoint.hcas] == [f"mlx5_{n}" for n in range(9)]
+    assert {hca.name: list(hca.ports[0].gids) for hca in endpoint.hcas} == gid_table()
+    first = endpoint.hcas[0].ports[0]
+    assert [gid.link_local for gid in first.gids] == [True, True, False, False]
+    assert (first.state, first.link_layer, first.rate_gbps) == ("ACTIVE", "Ethernet", 2.5)
+    assert endpoint.hcas[3].ports[0].state == "DOWN"
+    assert endpoint.hcas[3].ports[0].rate_gbps == 200
+    assert {hca.driver for hca in endpoint.hcas} == {"mlx5_core"}
+    assert [hca.verbs_device for hca in endpoint.hcas] == [True] * 8 + [False]
+    assert endpoint.peer_memory
+    assert endpoint.boot_id == "0b00710d-aaaa-bbbb-cccc-dddddddddddd"
+    assert endpoint.namespaces["net"] == "net:[402653183]"
+    assert Endpoint.model_validate_json(endpoint.model_dump_json()) == endpoint
+    assert pickle.loads(pickle.dumps(endpoint)) == endpoint
+
+
+def test_adapters_are_listed_in_numeric_order(tmp_path: Path) -> None:
+    for name in ("mlx5_10", "mlx5_2", "mlx5_0"):
+        write(tmp_path / "sys/class/infiniband" / name / "ports/1/state", "4: ACTIVE")
+    names = [hca.name for hca in probe(node_ip="10.0.0.1", root=tmp_path).hcas]
+    assert names == ["mlx5_0", "mlx5_2", "mlx5_10"]
+
+
+def test_an_empty_root_leaves_fields_empty_and_raises_nothing(tmp_path: Path) -> None:
+    endpoint = probe(name="a", node_ip="10.0.0.1", root=tmp_path)
+    assert (endpoint.name, endpoint.boot_id, endpoint.namespaces, endpoint.hcas) == ("a", "", {}, ())
+    assert endpoint.shm_free_bytes == 0
+    assert not endpoint.peer_memory
+    assert not endpoint.same_host(endpoint), "an unknown boot id proves nothing"
+
+
+def test_garbage_in_sysfs_raises_nothing(tmp_path: Path) -> None:
+    home = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
+    for name, text in (("state", ""), ("rate", "fast"), ("gids/0", "zz:zz"), ("gids/1", "")):
+        write(home / name, text)
+    (tmp_path / "sys/class/infiniband/mlx5_0/ports/x").mkdir()
+    port = probe(node_ip="10.0.0.1", root=tmp_path).hcas[0].ports[0]
+    assert (port.rate_gbps, port.gids) == (None, ())
+    assert port.state != "ACTIVE"
+
+
+def test_probe_of_this_process() -> None:
+    endpoint = probe(node_ip="127.0.0.1", wants_gpu=False)
+    assert endpoint.pid == os.getpid() and endpoint.uid == os.getuid()
+    assert endpoint.torch_version == torch.__version__
+    assert endpoint.same_host(endpoint) and endpoint.same_container(endpoint)
+    assert "127.0.0.1" in next(i for i in endpoint.interfaces if i.name == "lo").addresses
+    assert {"uv"} <= set(endpoint.tensorpipe_transports)
+    assert {"basic", "mpt_uv"} <= set(endpoint.tensorpipe_channels)
+    assert ("cuda_basic" in endpoint.tensorpipe_channels) is (torch.version.cuda is not None)
+
+
+def test_probe_takes_little_time() -> None:
+    probe(node_ip="127.0.0.1", wants_gpu=False)
+
+    def once() -> float:
+        start = time.perf_counter()
+        probe(node_ip="127.0.0.1", wants_gpu=False)
+        return time.perf_counter() - start
+
+    assert statistics.median(once() for _ in range(9)) < 0.020
+
+
+def test_cuda_is_not_touched_for_an_actor_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def touched(*args: Any) -> None:
+        raise RuntimeError("CUDA was touched")
+
+    for name in ("is_available", "device_count", "get_device_properties"):
+        monkeypatch.setattr(torch.cuda, name, touched)
+    assert probe(node_ip="127.0.0.1", wants_gpu=False).gpus == ()
+    with pytest.raises(RuntimeError, match="CUDA was touched"):
+        probe(node_ip="127.0.0.1", wants_gpu=True)
+
+
+class Properties:
+    name = "NVIDIA A100-SXM4-80GB"
+    uuid = "0000-1111"
+    total_memory = 81251 << 20
+    pci_domain_id = 0
+    pci_bus_id = 0x53
+    pci_device_id = 0
+
+
+def test_gpu_takes_its_window_from_sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+    device = tmp_path / "sys/bus/pci/devices/0000:53:00.0"
+
+    (gpu,) = probe(node_ip="10.0.0.1", root=tmp_path).gpus
+    assert (gpu.bar1_bytes, gpu.resource1_present) == (None, None), "not in sysfs: unknown"
+
+    write(device / "resource", "0x00000000c4000000 0x00000000c4ffffff 0x0000000000040200")
+    (gpu,) = probe(node_ip="10.0.0.1", root=tmp_path).gpus
+    assert (gpu.bar1_bytes, gpu.resource1_present) == (None, False)
+
+    bar1 = "0x0000021000000000 0x0000022fffffffff 0x000000000014220c"
+    write(device / "resource", "0x00000000c4000000 0x00000000c4ffffff 0x0000000000040200\n" + bar1)
+    write(device / "resource1", "")
+    (gpu,) = probe(node_ip="10.0.0.1", root=tmp_path).gpus
+    assert (gpu.bar1_bytes, gpu.resource1_present) == (128 << 30, True)
+
+    # A GPU whose first BAR is 64-bit: the window is resource2, and there is no resource1.
+    empty = "0x0000000000000000 0x0000000000000000 0x0000000000000000\n"
+    write(device / "resource", "0x00000000c4000000 0x00000000c4ffffff 0x000000000014220c\n" + empty + bar1)
+    (device / "resource1").unlink()
+    (gpu,) = probe(node_ip="10.0.0.1", root=tmp_path).gpus
+    assert (gpu.bar1_bytes, gpu.resource1_present) == (128 << 30, False)
+    assert (gpu.pci_bus_id, gpu.memory_bytes) == ("0000:53:00.0", 81251 << 20)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "uid_map", "limit"),
+    [
+        ("000001ffffffffff", "0 0 4294967295", None),  # root of the machine: the kernel applies no limit
+        ("000001ffffffffff", "0 1000 65536", 8 << 20),  # root of a user namespace of its own
+        ("0000000000000000", "0 0 4294967295", 8 << 20),
+    ],
+)
+def test_memlock_is_the_limit_that_rdma_meets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capabilities: str, uid_map: str, limit: int | None
+) -> None:
+    write(tmp_path / "proc/self/status", f"Name:\tpython\nCapEff:\t{capabilities}\nCapBnd:\t0")
+    write(tmp_path / "proc/self/uid_map", uid_map)
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (8 << 20, 16 << 20))
+    assert probe(node_ip="10.0.0.1", root=tmp_path).memlock_bytes == limit
+
+
+def test_memlock_without_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (-1, -1))
+    assert probe(node_ip="10.0.0.1", root=tmp_path).memlock_bytes is None
+
+
+def test_ipv6_addresses_come_from_proc(tmp_path: Path) -> None:
+    write(tmp_path / "proc/net/if_inet6", "fd000000000000000000000000000007 02 40 00 80       lo")
+    endpoint = probe(node_ip="fd00::7", root=tmp_path)
+    assert interface_for(endpoint, "fd00::7") == "lo"
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("10.0.0.1", "eth0"),
+        ("10.0.0.9", "eth0"),  # a secondary address
+        ("127.0.0.1", "lo"),
+        ("127.0.1.1", "lo"),  # what a Debian host name resolves to: still a loopback address
+        ("10.0.0.2", None),
+        ("node.example", None),
+    ],
+)
+def test_interface_for(address: str, expected: str | None) -> None:
+    interfaces = (
+        Interface(name="lo", addresses=("127.0.0.1",)),
+        Interface(name="eth0", addresses=("10.0.0.1", "10.0.0.9")),
+    )
+    assert interface_for(member(interfaces=interfaces), address) == expected
+
+
+def test_co_location_rests_on_the_kernel_never_on_the_host_name() -> None:
+    here, beside = member(0), member(1)
+    pod = member(2, pod=1)
+    elsewhere = member(3, host=1)
+    assert here.hostname == elsewhere.hostname and not here.same_host(elsewhere)
+    assert here.same_host(pod) and not here.same_container(pod) and not here.same_network(pod)
+    assert here.same_container(beside) and here.same_network(beside)
+    unknown = member(4, namespaces={})
+    assert not unknown.same_container(member(5, namespaces={})), "unreadable namespaces prove nothing"
+
+
+def test_backends_of_this_build_are_the_ones_torch_accepts() -> None:
+    transports, channels = topology.tensorpipe_backends()
+    torch.distributed.rpc.TensorPipeRpcBackendOptions(_transports=list(transports), _channels=list(channels))
+    others = set(topology.TENSORPIPE_CHANNELS) - set(channels)
+    for name in others:
+        with pytest.raises(RuntimeError, match=f"Unknown channel: {name}"):
+            torch.distributed.rpc.TensorPipeRpcBackendOptions(_channels=[name])
