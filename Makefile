@@ -21,6 +21,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-6s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 env: $(STAMP) ## build the environment in .venv (once; again when its inputs change)
+	@echo "$(VENV) is ready"
 
 demo: $(STAMP) ## train a classifier over direct calls between Ray actors, under a minute
 	@$(BIN)/raytorchrpc demo $(ARGS)

@@ -18,8 +18,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
+from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
 from raytorchrpc.lanes import _frames, _handshake
+from raytorchrpc.lanes._connection import Connection, SocketPending, tune
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,6 @@ _SPARE_LISTENERS = 4
 #: Connections being proved at a time; more wait in the backlog.
 _HANDSHAKES = 16
 _READ = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
-#: A reading caller looks at its deadline this often (seconds).
-_SLICE_S = 1
 
 
 class SocketAddress(NamedTuple):
@@ -59,9 +58,9 @@ class SocketLane(MessageLane):
         self._me, self._rank, self._secret = me, rank, secret
         self._tcp_host, self._by_tcp = tcp_host, by_tcp
         self._addresses: dict[str, SocketAddress] = {}
-        self._connections: dict[str, _Connection] = {}
+        self._connections: dict[str, Connection] = {}
         self._connecting: dict[str, threading.Lock] = {}
-        self._by_fd: dict[int, _Connection] = {}
+        self._by_fd: dict[int, Connection] = {}
         self._listening_sockets: dict[int, socket.socket] = {}
         self._lock = threading.Lock()
         self._idle = 0
@@ -136,7 +135,7 @@ class SocketLane(MessageLane):
 
     # --- connections -----------------------------------------------------------------------------------------
 
-    def _connect(self, peer: str, deadline: float) -> _Connection:
+    def _connect(self, peer: str, deadline: float) -> Connection:
         address = self._addresses.get(peer)
         if address is None or self._closed:
             raise LaneUnavailable(self.name, f"{peer!r} is not a peer (any more)")
@@ -160,15 +159,15 @@ class SocketLane(MessageLane):
         try:
             sock.settimeout(patience)
             sock.connect(where)
-            _tune(sock)
+            tune(sock)
             _handshake.offer(sock, self._secret, self._rank, patience)
         except (OSError, _handshake.Refused) as error:
             sock.close()
             raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
         return sock
 
-    def _adopt(self, sock: socket.socket, peer: str | None) -> _Connection:
-        connection = _Connection(self, sock, peer)
+    def _adopt(self, sock: socket.socket, peer: str | None) -> Connection:
+        connection = Connection(self, sock, peer)
         with self._lock:
             if self._closed:
                 sock.close()
@@ -177,7 +176,8 @@ class SocketLane(MessageLane):
             self._epoll.register(connection.fd, _READ)
         return connection
 
-    def _forget(self, connection: _Connection) -> None:
+    def forget(self, connection: Connection) -> None:
+        """See Listeners."""
         with self._lock:
             self._by_fd.pop(connection.fd, None)
             if connection.peer is not None and self._connections.get(connection.peer) is connection:
@@ -186,12 +186,12 @@ class SocketLane(MessageLane):
                 self._epoll.unregister(connection.fd)
 
     def arm(self, fd: int) -> None:
-        """Let listeners hear this descriptor again."""
+        """See Listeners."""
         with contextlib.suppress(OSError, ValueError):  # closed meanwhile
             self._epoll.modify(fd, _READ)
 
     def disarm(self, fd: int) -> None:
-        """Keep listeners from it: a caller reads it."""
+        """See Listeners."""
         with contextlib.suppress(OSError, ValueError):
             self._epoll.modify(fd, 0)
 
@@ -261,7 +261,7 @@ class SocketLane(MessageLane):
             self._spawn(task)
         return work[:1]
 
-    def _request(self, connection: _Connection, frame: _frames.Frame) -> Callable[[], None] | None:
+    def _request(self, connection: Connection, frame: _frames.Frame) -> Callable[[], None] | None:
         def reply(message: Message) -> None:
             with contextlib.suppress(RayTorchRpcError):  # the caller is gone: nobody to tell
                 deadline = time.monotonic() + CONNECT_TIMEOUT_S
@@ -287,226 +287,10 @@ class SocketLane(MessageLane):
     def _prove(self, sock: socket.socket) -> None:
         try:
             _handshake.accept(sock, self._secret, CONNECT_TIMEOUT_S)
-            _tune(sock)
+            tune(sock)
             self._adopt(sock, None)
         except (OSError, RayTorchRpcError) as error:
             sock.close()
             logger.debug("%s refused a connection: %s", self._me, error)
         finally:
             self._handshakes.release()
-
-
-def _tune(sock: socket.socket) -> None:
-    if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(_SLICE_S))
-
-
-def _timeval(seconds: int) -> bytes:
-    return seconds.to_bytes(8, "little") + bytes(8)
-
-
-class _Connection:
-    """One socket: requests go out and replies come in (``peer`` is set), or the other way round.
-
-    At any time at most one thread reads it: a listener, or a caller that waits. ``_state`` guards who.
-    """
-
-    def __init__(self, lane: SocketLane, sock: socket.socket, peer: str | None) -> None:
-        self.lane, self.sock, self.peer = lane, sock, peer
-        self.fd = sock.fileno()
-        self._reader = _frames.FrameReader()
-        self._sending = threading.Lock()
-        self._state = threading.Lock()
-        self._reading = False
-        self._pending: dict[int, SocketPending] = {}
-        self._calls = 0
-        self._ended: str | None = None
-
-    # Calls.
-
-    def begin(self, pending: SocketPending) -> None:
-        """Give a call its number; its reply can arrive from now on."""
-        with self._state:
-            if self._ended is not None:
-                raise PeerLost(self.peer or "?", self._ended, may_have_run=False)
-            self._calls += 1
-            pending.call = self._calls
-            self._pending[pending.call] = pending
-
-    def forget(self, pending: SocketPending) -> None:
-        """Nobody waits for this call any more; its reply, if it comes, is dropped."""
-        with self._state:
-            self._pending.pop(pending.call, None)
-
-    def send(self, buffers: list[Any], deadline: float) -> None:
-        """Send one frame whole. Raises PeerLost; a frame that cannot be finished in time ends the connection."""
-        if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise RpcTimeout(f"the road to {self.peer or 'the caller'} was busy until the deadline")
-        try:
-            total = sum(len(part) for part in buffers)
-            try:
-                sent = self.sock.sendmsg(buffers[:_IOV_MAX], (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                sent = 0
-            if sent < total:
-                self._send_rest(buffers, sent, deadline)
-        except (OSError, TimeoutError) as error:
-            reason = "it did not take the data in time" if isinstance(error, TimeoutError) else str(error)
-            self.end(reason)
-            raise PeerLost(self.peer or "the caller", reason) from error
-        finally:
-            self._sending.release()
-
-    def _send_rest(self, buffers: list[Any], sent: int, deadline: float) -> None:
-        poll = select.poll()
-        poll.register(self.fd, select.POLLOUT)
-        parts = [memoryview(part).cast("B") for part in buffers]
-        while parts:
-            while parts and sent >= len(parts[0]):
-                sent -= len(parts.pop(0))
-            if not parts:
-                return
-            parts[0] = parts[0][sent:]
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise TimeoutError
-            try:
-                sent = self.sock.sendmsg(parts[:_IOV_MAX], (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                sent = 0
-
-    # Reading.
-
-    def take_reading(self) -> bool:
-        """Become the one that reads; False if somebody reads already."""
-        with self._state:
-            if self._reading or self._ended is not None:
-                return False
-            self._reading = True
-            return True
-
-    def give_reading(self) -> None:
-        """Leave the reading to the listeners."""
-        with self._state:
-            self._reading = False
-            ended = self._ended is not None
-        if not ended:
-            self.lane.arm(self.fd)
-
-    def read(self, flags: int = 0) -> list[_frames.Frame]:
-        """Read once: completes the calls whose replies arrived, returns the requests. Ends with the stream."""
-        try:
-            frames = self._reader.read(self.sock, flags)
-        except BlockingIOError:
-            return []
-        except (OSError, EOFError, ValueError) as error:
-            self.end(_why(error))
-            return []
-        requests = []
-        for frame in frames:
-            if frame.kind == _frames.REQUEST:
-                requests.append(frame)
-                continue
-            with self._state:
-                pending = self._pending.pop(frame.call, None)
-            if pending is not None:
-                pending.settle(frame.message, None)
-        return requests
-
-    def read_until(self, pending: SocketPending, deadline: float) -> None:
-        """Read, as the one that reads, until this call is done or the deadline passes."""
-        poll = None
-        while not pending.done:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                return
-            if remaining < _SLICE_S:
-                poll = poll or _poll_in(self.fd)
-                if not poll.poll(remaining * 1000):
-                    return
-            self.read()
-
-    def end(self, reason: str) -> None:
-        """Close; every call under way fails with PeerLost."""
-        with self._state:
-            if self._ended is not None:
-                return
-            self._ended = reason
-            lost, self._pending = list(self._pending.values()), {}
-        self.lane._forget(self)
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)  # wakes whoever reads it
-        self.sock.close()
-        for pending in lost:
-            pending.settle(None, PeerLost(self.peer or "?", reason))
-
-
-_IOV_MAX = 1024
-
-
-def _poll_in(fd: int) -> select.poll:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return poll
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, EOFError):
-        return "connection closed (the process ended or left the group)"
-    return f"connection broke: {error}"
-
-
-class SocketPending(Pending):
-    """One call under way on a connection."""
-
-    __slots__ = ("_callbacks", "_connection", "_deadline", "_error", "_message", "call", "done")
-
-    def __init__(self, connection: _Connection, deadline: float) -> None:
-        self._connection = connection
-        self._deadline = deadline
-        self._message: Message | None = None
-        self._error: Exception | None = None
-        self._callbacks: list[Callable[[], None]] = []
-        self.call = 0
-        self.done = False
-
-    def settle(self, message: Message | None, error: Exception | None) -> None:
-        """Complete the call. From one thread only, once."""
-        self._message, self._error = message, error
-        with self._connection._state:
-            self.done = True
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
-
-    def wait(self, timeout_s: float) -> bool:
-        if self.done:
-            return True
-        if timeout_s <= 0:
-            return False
-        connection = self._connection
-        if connection.take_reading():
-            connection.lane.disarm(connection.fd)
-            try:
-                connection.read_until(self, time.monotonic() + timeout_s)
-            finally:
-                connection.give_reading()
-            return self.done
-        arrived = threading.Lock()
-        arrived.acquire()
-        self.add_done_callback(arrived.release)
-        return arrived.acquire(timeout=timeout_s)
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        with self._connection._state:
-            if not self.done:
-                self._callbacks.append(callback)
-                return
-        callback()
-
-    def take(self) -> Message:
-        if self._error is not None:
-            raise self._error
-        assert self._message is not None
-        return self._message

@@ -1,0 +1,246 @@
+"""One connection of the socket lane, and a call under way on it."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from raytorchrpc.errors import PeerLost, RpcTimeout
+from raytorchrpc.lanes import _frames
+from raytorchrpc.lanes.base import Message, Pending
+
+#: A caller that reads looks at its deadline this often (seconds).
+SLICE_S = 1
+_IOV_MAX = 1024
+
+
+class Listeners(Protocol):
+    """Who reads a connection when no caller does: what a connection needs of its lane."""
+
+    def arm(self, fd: int) -> None:
+        """Hear this descriptor again."""
+
+    def disarm(self, fd: int) -> None:
+        """Keep away from it: a caller reads."""
+
+    def forget(self, connection: Connection) -> None:
+        """It has ended."""
+
+
+def tune(sock: socket.socket) -> None:
+    """Settings of a proved socket."""
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(SLICE_S))
+
+
+def _timeval(seconds: int) -> bytes:
+    return seconds.to_bytes(8, "little") + bytes(8)
+
+
+class Connection:
+    """One socket: requests go out and replies come in (``peer`` is set), or the other way round.
+
+    At any time at most one thread reads it: a listener, or a caller that waits. ``_state`` guards who.
+    """
+
+    def __init__(self, lane: Listeners, sock: socket.socket, peer: str | None) -> None:
+        self.lane, self.sock, self.peer = lane, sock, peer
+        self.fd = sock.fileno()
+        self._reader = _frames.FrameReader()
+        self._sending = threading.Lock()
+        self._state = threading.Lock()
+        self._reading = False
+        self._pending: dict[int, SocketPending] = {}
+        self._calls = 0
+        self._ended: str | None = None
+
+    # Calls.
+
+    def begin(self, pending: SocketPending) -> None:
+        """Give a call its number; its reply can arrive from now on."""
+        with self._state:
+            if self._ended is not None:
+                raise PeerLost(self.peer or "?", self._ended, may_have_run=False)
+            self._calls += 1
+            pending.call = self._calls
+            self._pending[pending.call] = pending
+
+    def forget(self, pending: SocketPending) -> None:
+        """Nobody waits for this call any more; its reply, if it comes, is dropped."""
+        with self._state:
+            self._pending.pop(pending.call, None)
+
+    def send(self, buffers: list[Any], deadline: float) -> None:
+        """Send one frame whole. Raises PeerLost; a frame that cannot be finished in time ends the connection."""
+        if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise RpcTimeout(f"the road to {self.peer or 'the caller'} was busy until the deadline")
+        try:
+            total = sum(len(part) for part in buffers)
+            try:
+                sent = self.sock.sendmsg(buffers[:_IOV_MAX], (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                sent = 0
+            if sent < total:
+                self._send_rest(buffers, sent, deadline)
+        except (OSError, TimeoutError) as error:
+            reason = "it did not take the data in time" if isinstance(error, TimeoutError) else str(error)
+            self.end(reason)
+            raise PeerLost(self.peer or "the caller", reason) from error
+        finally:
+            self._sending.release()
+
+    def _send_rest(self, buffers: list[Any], sent: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        parts = [memoryview(part).cast("B") for part in buffers]
+        while parts:
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if not parts:
+                return
+            parts[0] = parts[0][sent:]
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise TimeoutError
+            try:
+                sent = self.sock.sendmsg(parts[:_IOV_MAX], (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                sent = 0
+
+    # Reading.
+
+    def take_reading(self) -> bool:
+        """Become the one that reads; False if somebody reads already."""
+        with self._state:
+            if self._reading or self._ended is not None:
+                return False
+            self._reading = True
+            return True
+
+    def give_reading(self) -> None:
+        """Leave the reading to the listeners."""
+        with self._state:
+            self._reading = False
+            ended = self._ended is not None
+        if not ended:
+            self.lane.arm(self.fd)
+
+    def read(self, flags: int = 0) -> list[_frames.Frame]:
+        """Read once: completes the calls whose replies arrived, returns the requests. Ends with the stream."""
+        try:
+            frames = self._reader.read(self.sock, flags)
+        except BlockingIOError:
+            return []
+        except (OSError, EOFError, ValueError) as error:
+            self.end(_why(error))
+            return []
+        requests = []
+        for frame in frames:
+            if frame.kind == _frames.REQUEST:
+                requests.append(frame)
+                continue
+            with self._state:
+                pending = self._pending.pop(frame.call, None)
+            if pending is not None:
+                pending.settle(frame.message, None)
+        return requests
+
+    def read_until(self, pending: SocketPending, deadline: float) -> None:
+        """Read, as the one that reads, until this call is done or the deadline passes."""
+        poll = None
+        while not pending.done:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return
+            if remaining < SLICE_S:
+                poll = poll or _poll_in(self.fd)
+                if not poll.poll(remaining * 1000):
+                    return
+            self.read()
+
+    def end(self, reason: str) -> None:
+        """Close; every call under way fails with PeerLost."""
+        with self._state:
+            if self._ended is not None:
+                return
+            self._ended = reason
+            lost, self._pending = list(self._pending.values()), {}
+        self.lane.forget(self)
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)  # wakes whoever reads it
+        self.sock.close()
+        for pending in lost:
+            pending.settle(None, PeerLost(self.peer or "?", reason))
+
+
+def _poll_in(fd: int) -> select.poll:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return poll
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, EOFError):
+        return "connection closed (the process ended or left the group)"
+    return f"connection broke: {error}"
+
+
+class SocketPending(Pending):
+    """One call under way on a connection."""
+
+    __slots__ = ("_callbacks", "_connection", "_deadline", "_error", "_message", "call", "done")
+
+    def __init__(self, connection: Connection, deadline: float) -> None:
+        self._connection = connection
+        self._deadline = deadline
+        self._message: Message | None = None
+        self._error: Exception | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self.call = 0
+        self.done = False
+
+    def settle(self, message: Message | None, error: Exception | None) -> None:
+        """Complete the call. From one thread only, once."""
+        self._message, self._error = message, error
+        with self._connection._state:
+            self.done = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def wait(self, timeout_s: float) -> bool:
+        if self.done:
+            return True
+        if timeout_s <= 0:
+            return False
+        connection = self._connection
+        if connection.take_reading():
+            connection.lane.disarm(connection.fd)
+            try:
+                connection.read_until(self, time.monotonic() + timeout_s)
+            finally:
+                connection.give_reading()
+            return self.done
+        arrived = threading.Lock()
+        arrived.acquire()
+        self.add_done_callback(arrived.release)
+        return arrived.acquire(timeout=timeout_s)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        with self._connection._state:
+            if not self.done:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def take(self) -> Message:
+        if self._error is not None:
+            raise self._error
+        assert self._message is not None
+        return self._message

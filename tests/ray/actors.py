@@ -1,0 +1,139 @@
+"""Actors for the tests. In a module of their own, so that Ray's workers import them by name."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+import raytorchrpc as rtr
+
+
+@dataclass(frozen=True)
+class Latch:
+    """Holds whoever passes, in any process of this machine, until the test opens it. No polling."""
+
+    path: str
+
+    @classmethod
+    def make(cls, path: Path) -> Latch:
+        os.mkfifo(path)
+        return cls(str(path))
+
+    def pass_through(self) -> None:
+        """Block until the latch is open."""
+        with open(self.path, "rb") as fifo:
+            fifo.read()
+
+    def await_arrival(self) -> int:
+        """Block until somebody waits at the latch, which stays closed; returns what ``release`` takes."""
+        return os.open(self.path, os.O_WRONLY)  # the kernel holds a writer until there is a reader
+
+    def release(self, held: int) -> None:
+        os.close(held)
+
+    def open(self) -> None:
+        """Let the next (or the present) one through."""
+        self.release(self.await_arrival())
+
+    def open_for_all(self) -> None:
+        """Let through whoever waits now; for cleaning up, never blocks."""
+        try:
+            os.close(os.open(self.path, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError:
+            return  # nobody is there
+
+
+class Peer:
+    """A sync actor unless its options say otherwise."""
+
+    def __init__(self, tag: str = "") -> None:
+        self.tag = tag
+        self.kept: list[Any] = []
+
+    # For the other members.
+
+    @rtr.method
+    def double(self, x: Any) -> Any:
+        return x * 2
+
+    @rtr.method
+    def who(self) -> tuple[str, int]:
+        """This member's name, and the process it is."""
+        return rtr.current_member().name, os.getpid()
+
+    @rtr.method
+    def give(self, what: Any) -> Any:
+        """What ``what()`` returns."""
+        return what()
+
+    @rtr.method
+    def hold(self, latch: Latch) -> str:
+        """Stay in this method until the latch opens."""
+        latch.pass_through()
+        return "released"
+
+    @rtr.method
+    def keep(self, value: Any) -> int:
+        self.kept.append(value)
+        return len(self.kept)
+
+    def undecorated(self) -> str:
+        return "never over raytorchrpc"
+
+    # For the test, through Ray.
+
+    def run(self, function: Any, *args: Any) -> Any:
+        """``function(*args)`` in this actor's process, as if a method of it did it."""
+        return function(*args)
+
+    def call(self, target: Any, name: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        return getattr(rtr.rpc_sync(target, timeout=timeout), name)(*args, **kwargs)
+
+    def busy(self, latch: Latch) -> None:
+        """Keep Ray's own queue of this actor waiting."""
+        latch.pass_through()
+
+    def threads(self) -> list[str]:
+        return [thread.name for thread in threading.enumerate()]
+
+
+class AsyncPeer:
+    """Its methods are coroutines: Ray runs it on an event loop."""
+
+    @rtr.method
+    async def double(self, x: Any) -> Any:
+        return x * 2
+
+    @rtr.method
+    async def who(self) -> tuple[str, int]:
+        return rtr.current_member().name, os.getpid()
+
+    @rtr.method
+    async def hold(self, latch: Latch) -> str:
+        import asyncio
+
+        await asyncio.get_running_loop().run_in_executor(None, latch.pass_through)
+        return "released"
+
+    async def call(self, target: Any, name: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        return await getattr(rtr.rpc_async(target, timeout=timeout), name)(*args, **kwargs)
+
+
+@ray.remote(concurrency_groups={"io": 2, "compute": 1})
+class GroupedPeer(Peer):
+    """Methods in Ray's concurrency groups, with the two decorators in either order."""
+
+    @ray.method(concurrency_group="io")
+    @rtr.method
+    def io_group(self) -> str:
+        return threading.current_thread().name
+
+    @rtr.method
+    @ray.method(concurrency_group="compute")
+    def compute_group(self) -> str:
+        return threading.current_thread().name

@@ -1,0 +1,98 @@
+"""One local Ray for all tests here, actors that end with their test, and no group left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+# Read by Ray when it starts; nothing here may report anything to anybody.
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+import pytest
+import ray
+
+import raytorchrpc as rtr
+from tests.ray.actors import Latch, Peer
+
+#: Makes an actor of a class (plain or ``ray.remote``) with these options; it is killed after the test.
+Spawn = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A Ray of eight CPUs and two GPUs, which are numbers here: nothing checks that they exist."""
+    ray.init(
+        num_cpus=8,
+        num_gpus=2,
+        object_store_memory=200 * 1024**2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        configure_logging=False,
+    )
+    yield
+    ray.shutdown()
+
+
+def _spawner(made: list[Any]) -> Spawn:
+    def spawn(cls: Any, *args: Any, **options: Any) -> Any:
+        remote = cls if hasattr(cls, "remote") else ray.remote(cls)
+        handle = remote.options(**{"num_cpus": 0, **options}).remote(*args)
+        made.append(handle)
+        return handle
+
+    return spawn
+
+
+def _kill(handles: list[Any]) -> None:
+    for handle in handles:
+        ray.kill(handle)
+
+
+@pytest.fixture
+def spawn(cluster: None) -> Iterator[Spawn]:
+    made: list[Any] = []
+    yield _spawner(made)
+    _kill(made)
+
+
+@pytest.fixture(scope="module")
+def spawn_for_module(cluster: None) -> Iterator[Spawn]:
+    """As ``spawn``; an actor costs about a second, so tests that leave it as it was can share one."""
+    made: list[Any] = []
+    yield _spawner(made)
+    _kill(made)
+
+
+@pytest.fixture(scope="session")
+def peers(cluster: None) -> Iterator[list[Any]]:
+    """Three living sync actors that every test may use and none may break."""
+    made: list[Any] = []
+    spawn = _spawner(made)
+    yield [spawn(Peer) for _ in range(3)]
+    _kill(made)
+
+
+@pytest.fixture
+def latch(tmp_path: Path) -> Iterator[Callable[[], Latch]]:
+    """Makes latches: an actor's method waits at one, without sleeping, until the test opens it."""
+    made: list[Latch] = []
+
+    def make() -> Latch:
+        made.append(Latch.make(tmp_path / f"latch-{len(made)}"))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.open_for_all()
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    yield
+    with pytest.raises(rtr.NotAMember, match=r"\(known here: none\)"):
+        rtr.get_group("no such group")
+    with pytest.raises(rtr.NotAMember, match="is in no group"):
+        rtr.current_member()

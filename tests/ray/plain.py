@@ -1,0 +1,46 @@
+"""Actors of somebody who has never heard of raytorchrpc. This module must not import it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+class Plain:
+    def double(self, x: Any) -> Any:
+        return x * 2
+
+    def has_loaded(self, module: str) -> bool:
+        return module in sys.modules
+
+
+class PlainAsync:
+    async def double(self, x: Any) -> Any:
+        return x * 2
+
+
+class FailsToStart:
+    def __init__(self) -> None:
+        raise ValueError("the checkpoint is missing")
+
+    def double(self, x: Any) -> Any:
+        return x * 2
+
+
+class RunsItsOwnRpc:
+    """Uses torch.distributed.rpc on its own, which allows one agent per process."""
+
+    def begin(self) -> None:
+        import torch.distributed.rpc as rpc
+
+        rpc.init_rpc(
+            "mine",
+            rank=0,
+            world_size=1,
+            rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method="tcp://127.0.0.1:0"),
+        )
+
+    def end(self) -> None:
+        import torch.distributed.rpc as rpc
+
+        rpc.shutdown()
