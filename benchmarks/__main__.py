@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import calls, forming
+from benchmarks import calls, forming, tensors, tutorial
 from benchmarks._harness import machine
 
-ALL = {"calls": calls.main, "forming": forming.main}
+ALL = {"calls": calls.main, "forming": forming.main, "tensors": tensors.main, "tutorial": tutorial.main}
 
 
 def main() -> None:

@@ -11,9 +11,10 @@ import asyncio
 import ctypes
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -28,6 +29,21 @@ DeviceDict = Mapping[int, int]
 RREF_TYPE: type[Any] = PyRRef
 
 # --- torch: an agent without a rendezvous server ---------------------------------------------------------
+
+
+def has_tensorpipe(kind: Literal["transports", "channels"], name: str) -> bool:
+    """Whether this torch build has that TensorPipe transport or channel. Starts nothing.
+
+    Asked by building an options object: torch looks the names up in its registries there.
+    """
+    try:
+        if kind == "transports":
+            rpc.TensorPipeRpcBackendOptions(_transports=[name])
+        else:
+            rpc.TensorPipeRpcBackendOptions(_channels=[name])
+    except RuntimeError:
+        return False
+    return True
 
 
 def start_agent(
@@ -111,9 +127,20 @@ def invoke_async(
     return rpc.rpc_async(worker, function, args=args, timeout=timeout_s)  # type: ignore[no-any-return]
 
 
-def storage_uses(tensor: torch.Tensor) -> int:
-    """How many tensors and storages, in Python or C++, hold this tensor's memory."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+def is_sole_owner(tensor: torch.Tensor) -> bool:
+    """Whether nobody but this tensor holds its memory: no other tensor in Python or C++, no array it came from."""
+    return bool(tensor.untyped_storage().resizable()) and _holders(tensor) == _holders_of_a_new_one()
+
+
+def _holders(tensor: torch.Tensor) -> tuple[int, int]:
+    """References to the Python object of a tensor's storage, and uses of the storage, this function's included."""
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
+
+
+@functools.cache
+def _holders_of_a_new_one() -> tuple[int, int]:
+    return _holders(torch.empty(1))
 
 
 # --- torch: distributed autograd ---------------------------------------------------------------------------
@@ -242,6 +269,13 @@ def dead_jobs() -> frozenset[str]:
         for job in state.job_table()  # type: ignore[no-untyped-call]
         if job["IsDead"]
     )
+
+
+def actor_is_dead(actor_id: str) -> bool:
+    """Whether Ray has given this actor up for good."""
+    from ray._private.state import actors
+
+    return bool(actors(actor_id).get("State") == "DEAD")
 
 
 def cloudpickler() -> type[Any]:

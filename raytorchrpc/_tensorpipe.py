@@ -67,7 +67,8 @@ def plan_agents(members: Members, config: GroupConfig) -> tuple[dict[str, AgentP
             channels=_used(channels, config.channels),
             notes=_notes(transports[name], config.transports) + _notes(channels, config.channels),
         )
-        _check_shm(endpoint, others, warnings)
+        if "shm" in agents[name].transports:
+            _check_shm(endpoint, others, warnings)
     return agents, warnings.texts()
 
 
@@ -294,7 +295,7 @@ def _check_shm(endpoint: Endpoint, others: Sequence[Endpoint], warnings: _Warnin
     if endpoint.shm_free_bytes < SMALL_SHM_BYTES and any(endpoint.same_host(other) for other in others):
         warnings.add(
             endpoint.name,
-            f"/dev/shm has less than {SMALL_SHM_BYTES // MIB} MiB free; mount a larger one (Docker: "
+            f"TensorPipe's shm transport lives in /dev/shm, which has less than {SMALL_SHM_BYTES // MIB} MiB free; mount a larger one (Docker: "
             f"--shm-size, Kubernetes: an emptyDir with medium: Memory)",
         )
 

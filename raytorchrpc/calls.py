@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from raytorchrpc import _compat, execution
-from raytorchrpc.errors import ConfigurationError, RpcTimeout
+from raytorchrpc.errors import ConfigurationError, RayTorchRpcError, RpcTimeout
 from raytorchrpc.execution import current_scope
 from raytorchrpc.member import CallUnderWay, process_member
 
@@ -99,18 +99,25 @@ def _gate_for(note: Exposed, instance: Any) -> execution.Gate | None:
         group = _compat.concurrency_group_of(getattr(type(instance), note.function.__name__, None))
     gate = execution.gate_of(instance, group)
     seat = current_scope.get().seat
-    return None if seat is not None and seat.gate is gate else gate
+    # A method that calls another of its own object just calls it, as everywhere.
+    return None if seat is not None and seat.taken else gate
 
 
 def _take_turn(note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     gate = _gate_for(note, instance)
     if gate is None:
         return note.function(instance, *args, **kwargs)
-    seat = gate.enter_now() if execution.on_loop() else gate.enter()
+    scope, on_loop = current_scope.get(), execution.on_loop()
+    if not on_loop and gate.held(scope.path):
+        raise RayTorchRpcError(
+            f"{note.function.__qualname__} was called by a concurrent method, on behalf of a call whose chain is "
+            f"inside this actor already and waits: it would wait for itself; make it concurrent=True as well"
+        )
+    seat = gate.enter_now() if on_loop else gate.enter()
     if seat is None:
         # Waiting here would stop the loop that the holder needs; nothing else runs on it meanwhile anyway.
         return note.function(instance, *args, **kwargs)
-    before = current_scope.set(execution.Scope((seat.token,), None, seat))
+    before = current_scope.set(scope.inside(seat))
     try:
         return note.function(instance, *args, **kwargs)
     finally:
@@ -122,8 +129,11 @@ async def _take_turn_on_loop(note: Exposed, instance: Any, args: tuple[Any, ...]
     gate = _gate_for(note, instance)
     if gate is None:
         return await note.function(instance, *args, **kwargs)
+    scope = current_scope.get()
+    if gate.held(scope.path):  # it would wait for itself
+        return await note.function(instance, *args, **kwargs)
     seat = await gate.enter_on_loop()
-    before = current_scope.set(execution.Scope((seat.token,), None, seat))
+    before = current_scope.set(scope.inside(seat))
     try:
         return await note.function(instance, *args, **kwargs)
     finally:
@@ -144,7 +154,7 @@ class Future(Generic[T]):
 
     def done(self) -> bool:
         """Whether ``result`` would return or raise at once. Never blocks."""
-        return self._outcome is not None or self._call.wait(0)
+        return self._outcome is not None or self._call.wait(0) or self._call.remaining() == 0
 
     def wait(self) -> T:
         """Block until the result is there, or the call's own deadline; return it or raise what the call raised."""
@@ -157,16 +167,30 @@ class Future(Generic[T]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the call raised, or None if it returned. Blocks like ``result``, raises RpcTimeout like it."""
-        self._settle(self._call.remaining() if timeout is None else timeout)
+        remaining = self._call.remaining()
+        self._settle(remaining if timeout is None else min(timeout, remaining))
         assert self._outcome is not None
         return self._outcome[1]
 
     def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
         """Call ``callback(self)`` once done, on a thread of the member's own (soon, if it is done already).
 
-        The callback may block and may make calls. What it raises is logged.
+        A call is done also when its deadline has passed. The callback may block and may make calls. What it
+        raises is logged.
         """
-        self._call.add_done_callback(lambda: self._call.run_callback(callback, self))
+        first = threading.Lock()
+
+        def run() -> None:
+            if first.acquire(blocking=False):
+                self._call.run_callback(callback, self)
+
+        prevent = self._call.at_deadline(run)
+
+        def arrived() -> None:
+            prevent()
+            run()
+
+        self._call.add_done_callback(arrived)
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
@@ -182,7 +206,11 @@ class Future(Generic[T]):
                     loop.call_soon_threadsafe(wake)
 
             self._call.add_done_callback(arrived)
-            yield from woken
+            deadline = loop.call_later(self._call.remaining(), wake)  # a peer that is stuck sends nothing
+            try:
+                yield from woken
+            finally:
+                deadline.cancel()
         return self._get(0)
 
     def _get(self, timeout_s: float) -> T:
@@ -196,11 +224,12 @@ class Future(Generic[T]):
     def _settle(self, timeout_s: float) -> None:
         if self._outcome is not None:
             return
-        if not execution.wait_serving(self._call, max(timeout_s, 0)):
+        arrived = execution.wait_serving(self._call, max(timeout_s, 0))
+        if not arrived and self._call.remaining() > 0:
             raise RpcTimeout(f"{self._call.label} has not answered within {timeout_s:.3g} s")
         with self._lock:
             if self._outcome is None:
-                self._outcome = self._call.outcome()
+                self._outcome = self._call.outcome() if arrived else self._call.expire()
 
     def __repr__(self) -> str:
         state = "done" if self.done() else "pending"

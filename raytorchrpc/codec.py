@@ -171,32 +171,59 @@ def _as_tensor(raw: memoryview) -> torch.Tensor:
 # --- exceptions ------------------------------------------------------------------------------------------
 
 
-def _rebuild_exception(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
-    # By way of __new__: a constructor may want other arguments than those it stored in ``args``.
-    error = cls.__new__(cls, *args)
-    error.args = args
-    error.__dict__.update(state)
+def _native(cls: type[BaseException]) -> Any:
+    """The built-in class that ``cls`` derives from first; it keeps state of its own (a file name, a position)."""
+    return next(base for base in cls.__mro__ if base.__module__ == "builtins")
+
+
+def _knows_how(cls: type[BaseException], native: Any) -> bool:
+    """Whether the class brings its own pickling."""
+    return cls.__reduce__ is not native.__reduce__ or cls.__reduce_ex__ is not native.__reduce_ex__
+
+
+def _rebuild_exception(
+    cls: type[BaseException], made_from: tuple[Any, ...], args: tuple[Any, ...], state: dict[str, Any]
+) -> BaseException:
+    # Not by way of cls(...): a constructor may want other arguments than those it stored in ``args``.
+    native = _native(cls)
+    error: BaseException = native.__new__(cls, *made_from)
+    native.__init__(error, *made_from)
+    for key, value in {"args": args, **state}.items():
+        object.__setattr__(error, key, value)  # the class may be a frozen dataclass
     return error
 
 
 def encode_exception(codec: Codec, error: BaseException) -> Encoded:
     """Take an exception apart so that it can be raised again elsewhere under its own type.
 
-    What cannot be pickled (or not be read back) is sent as text and becomes a RemoteError there.
+    What cannot be pickled (or not be read back) is sent as text and becomes a RemoteError there. So does what
+    is no Exception: a SystemExit or a cancellation means this process, not the caller's.
     """
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    name = f"{type(error).__module__}.{type(error).__qualname__}"
-    state = {key: value for key, value in getattr(error, "__dict__", {}).items() if key != "__notes__"}
-    for described in ((type(error), error.args, state), (type(error), error.args, {})):
+    cls = type(error)
+    text = "".join(traceback.format_exception(cls, error, error.__traceback__))
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    candidates: list[Any] = []
+    if isinstance(error, Exception):
+        native = _native(cls)
+        _, made_from, *rest = native.__reduce__(error)
+        state = {key: value for key, value in ((rest and rest[0]) or {}).items() if key != "__notes__"}
+        candidates = [(cls, made_from, error.args, state), (cls, made_from, error.args, {})]
+        candidates.insert(0 if _knows_how(cls, native) else 1, error)
+    for described in candidates:
         try:
             encoded = codec.encode((described, name, text))
-            codec.decode(*encoded)
-            cls, args, attributes = described
-            _rebuild_exception(cls, args, attributes)
+            if encoded.rrefs or any(tensor.is_cuda for tensor in encoded.tensors):
+                continue  # an error has to get through by whatever lane its call came
+            if type(_reraisable(codec.decode(*encoded)[0])) is not cls:
+                continue
         except Exception:  # any failure of a user's own pickling code leads to the same fallback
             continue
         return encoded
     return codec.encode((None, name, text))
+
+
+def _reraisable(described: Any) -> BaseException:
+    return described if isinstance(described, BaseException) else _rebuild_exception(*described)
 
 
 def decode_exception(codec: Codec, encoded: Encoded, where: str) -> BaseException:
@@ -205,6 +232,6 @@ def decode_exception(codec: Codec, encoded: Encoded, where: str) -> BaseExceptio
     cause = RemoteError(f"on {where}:\n{text}", type_name=name, traceback_text=text)
     if described is None:
         return cause
-    error = _rebuild_exception(*described)
-    error.__cause__ = cause
+    error = _reraisable(described)
+    object.__setattr__(error, "__cause__", cause)
     return error

@@ -9,13 +9,15 @@ the very thread that waits for it, or, in an async actor, on the loop.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import os
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
@@ -36,16 +38,24 @@ class Workers:
         self._lock = threading.Lock()
         self._idle = 0  # threads waiting for a task, less the tasks waiting for a thread
         self._threads = 0
+        self._stopped = False
 
     def submit(self, function: Callable[..., None], *args: Any) -> None:
-        """Run ``function(*args)``, which must not raise, on a worker; returns at once."""
+        """Run ``function(*args)``, which must not raise, on a worker; returns at once.
+
+        After ``stop`` too, on a thread of its own: a method that waited for its turn holds a seat now, and has
+        to give it back.
+        """
         with self._lock:
+            if self._stopped:
+                threading.Thread(target=function, args=args, name=f"{self._name}-late", daemon=True).start()
+                return
             self._idle -= 1
             if self._idle < 0 and self._threads < self._limit:
                 self._threads += 1
                 self._idle += 1
                 threading.Thread(target=self._work, name=f"{self._name}-{self._threads}", daemon=True).start()
-        self._tasks.put((function, args))
+            self._tasks.put((function, args))  # under the lock: not behind what stop() puts there
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -56,10 +66,83 @@ class Workers:
                 self._idle += 1
 
     def stop(self) -> None:
-        """Let idle threads end now and busy ones after their task. Does not wait."""
+        """Let idle threads end now and busy ones after their task. Does not wait. Idempotent."""
         with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
             for _ in range(self._threads):
                 self._tasks.put(None)
+
+
+class _Alarm:
+    __slots__ = ("callback", "when")
+
+    def __init__(self, when: float, callback: Callable[[], None]) -> None:
+        self.when = when
+        self.callback: Callable[[], None] | None = callback
+
+    def __lt__(self, other: _Alarm) -> bool:
+        return self.when < other.when
+
+
+class Alarms:
+    """Calls back when a deadline passes, on one daemon thread that is made with the first. Thread-safe."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._heap: list[_Alarm] = []
+        self._cancelled = 0
+        self._started = self._stopped = False
+
+    def at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call ``callback``, which is short and does not raise, at ``when`` (``time.monotonic``), unless what
+        this returns is called before.
+        """
+        alarm = _Alarm(when, callback)
+        with self._changed:
+            heapq.heappush(self._heap, alarm)
+            if self._heap[0] is alarm:
+                self._changed.notify()
+            if not self._started:
+                self._started = True
+                threading.Thread(target=self._watch, name=f"{self._name}-alarms", daemon=True).start()
+
+        def cancel() -> None:
+            with self._changed:
+                if alarm.callback is not None:
+                    alarm.callback = None  # what it holds may be large
+                    self._cancelled += 1
+                if self._cancelled > 64 and self._cancelled > len(self._heap) // 2:
+                    self._heap = [kept for kept in self._heap if kept.callback is not None]
+                    heapq.heapify(self._heap)
+                    self._cancelled = 0
+
+        return cancel
+
+    def _watch(self) -> None:
+        while True:
+            with self._changed:
+                while not self._stopped and (not self._heap or self._heap[0].when > time.monotonic()):
+                    self._changed.wait(self._heap[0].when - time.monotonic() if self._heap else None)
+                if self._stopped:
+                    return
+                callback, alarm = None, heapq.heappop(self._heap)
+                if alarm.callback is None:
+                    self._cancelled -= 1
+                else:
+                    callback, alarm.callback = alarm.callback, None
+            if callback is not None:
+                callback()
+            del alarm, callback
+
+    def stop(self) -> None:
+        """No alarm goes off any more."""
+        with self._changed:
+            self._stopped = True
+            self._heap.clear()
+            self._changed.notify()
 
 
 Work = Callable[[], None]
@@ -100,17 +183,20 @@ class _Turn:
 class Seat:
     """Admission to a gate, held while one method runs (and whatever comes back to it meanwhile)."""
 
-    __slots__ = ("blocks_loop", "changed", "gate", "inbox", "owner", "token")
+    __slots__ = ("changed", "gate", "inbox", "owner", "token")
 
     def __init__(self, gate: Gate, token: Token) -> None:
         self.gate = gate
         self.token = token
         self.owner: int | None = None
         """Ident of the thread the method runs on; None on an event loop."""
-        self.blocks_loop = False
-        """Whether the method waits for a call without ``await``, so that its loop stands still."""
         self.inbox: deque[Job] = deque()
         self.changed = threading.Condition(gate.lock)
+
+    @property
+    def taken(self) -> bool:
+        """False once it was given up."""
+        return self.gate.held((self.token,)) is self
 
 
 class Gate:
@@ -169,7 +255,12 @@ class Gate:
                 turn.set_result(mine)
 
         self.request(_Turn(lambda mine: _discard(loop.call_soon_threadsafe(settle, mine))))
-        return await turn
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # cancelled between its turn and its next step
+                self.leave(turn.result())
+            raise
 
     def held(self, path: tuple[Token, ...]) -> Seat | None:
         """The seat here that a call chain already holds, if it has come back."""
@@ -227,14 +318,38 @@ def _new_token() -> Token:
     return f"{_process}.{next(_tokens)}"
 
 
+class Limit:
+    """The deadline of a call being served (``time.monotonic``); void once the call is over.
+
+    Work that a method leaves behind (a task, a thread) inherits its context, and outlives its deadline.
+    """
+
+    __slots__ = ("at", "over")
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+        self.over = False
+
+
 class Scope(NamedTuple):
     """What the code running in this context belongs to; calls it makes carry this on."""
 
     path: tuple[Token, ...] = ()
     """Seats held along the chain of calls, oldest first, this process's included."""
-    deadline: float | None = None
-    """Of the call being served (``time.monotonic``); calls made on its behalf end by then too."""
+    limit: Limit | None = None
+    """Of the call being served; calls made on its behalf end by then too."""
     seat: Seat | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        """The limit that is in force, if any."""
+        return None if self.limit is None or self.limit.over else self.limit.at
+
+    def inside(self, seat: Seat | None) -> Scope:
+        """The scope of a method that runs in ``seat``, on behalf of this one."""
+        if seat is None or seat.token in self.path:
+            return self._replace(seat=seat)
+        return Scope((*self.path, seat.token), self.limit, seat)
 
 
 NO_SCOPE = Scope()
@@ -243,6 +358,9 @@ current_scope: ContextVar[Scope] = ContextVar("raytorchrpc_scope", default=NO_SC
 
 class Waitable(Protocol):
     """What a wait is for: a call under way."""
+
+    loop_token: Token | None
+    """In the path of the call, if it was made on an event loop."""
 
     def wait(self, timeout_s: float) -> bool:
         """Block until done, at most ``timeout_s``; whether it is done."""
@@ -256,16 +374,11 @@ def wait_serving(pending: Waitable, timeout_s: float) -> bool:
 
     False if ``timeout_s`` ran out first.
     """
-    seat = current_scope.get().seat
-    if seat is None:
-        return pending.wait(timeout_s)
-    if seat.owner is None:
-        seat.blocks_loop = on_loop()
-        try:
+    if pending.loop_token is not None and on_loop():
+        with loop_standing_still(pending.loop_token):
             return pending.wait(timeout_s)
-        finally:
-            seat.blocks_loop = False
-    if seat.owner != threading.get_ident():  # a thread of the method's own, in a copied context
+    seat = current_scope.get().seat
+    if seat is None or seat.owner != threading.get_ident():  # or a thread of the method's own, in a copied context
         return pending.wait(timeout_s)
     return _serve_inbox(seat, pending, time.monotonic() + timeout_s)
 
@@ -299,6 +412,77 @@ def on_loop() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+# --- loops that stand still ---------------------------------------------------------------------------------
+
+
+class _Start(NamedTuple):
+    """A method of a chain of calls that a loop has been asked to start."""
+
+    loop: asyncio.AbstractEventLoop
+    path: tuple[Token, ...]
+    refuse: Callable[[], None]
+    number: int
+
+
+_loops_lock = threading.Lock()
+_standing: dict[Token, asyncio.AbstractEventLoop] = {}
+_starting: dict[int, _Start] = {}
+_start_numbers = itertools.count()
+
+
+def token_on_loop() -> Token | None:
+    """For the path of a call that is made here: a token of its own if this thread runs an event loop.
+
+    Should the maker then wait for the call without ``await``, a call of that chain cannot be served by the loop.
+    """
+    return _new_token() if on_loop() else None
+
+
+@contextmanager
+def loop_standing_still(token: Token) -> Iterator[None]:
+    """While this thread, whose loop it is, waits for the call with this token: refuse what waits for the loop
+    on behalf of that call. It would wait for ever.
+    """
+    loop = asyncio.get_running_loop()
+    with _loops_lock:
+        _standing[token] = loop
+        stuck = [start for start in _starting.values() if start.loop is loop and token in start.path]
+        for start in stuck:
+            del _starting[start.number]
+    for start in stuck:
+        start.refuse()
+    try:
+        yield
+    finally:
+        with _loops_lock:
+            _standing.pop(token, None)
+
+
+def start_on_loop(
+    loop: asyncio.AbstractEventLoop, path: tuple[Token, ...], start: Callable[[], None], refuse: Callable[[], None]
+) -> None:
+    """Have the loop call ``start``; or call ``refuse`` if it stands still for a call of this very chain."""
+    if not path:
+        loop.call_soon_threadsafe(start)
+        return
+    entry = _Start(loop, path, refuse, next(_start_numbers))
+    with _loops_lock:
+        stuck = any(_standing.get(token) is loop for token in path)
+        if not stuck:
+            _starting[entry.number] = entry
+    if stuck:
+        refuse()
+        return
+
+    def unless_refused() -> None:
+        with _loops_lock:
+            wanted = _starting.pop(entry.number, None) is not None
+        if wanted:
+            start()
+
+    loop.call_soon_threadsafe(unless_refused)
 
 
 # --- the actor in this process ---------------------------------------------------------------------------

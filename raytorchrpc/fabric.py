@@ -12,7 +12,8 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from raytorchrpc import _compat
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 #: How long a stop waits for torchrpc's threads (seconds). torch itself would wait for ever.
 STOP_TIMEOUT_S = 2.0
+
+_INTERFACE = "TP_SOCKET_IFNAME"
 
 DeviceDict = Mapping[int, int]
 
@@ -102,20 +105,18 @@ class Fabric:
                 "this process already runs torch.distributed.rpc on its own (init_rpc); torch allows one agent "
                 "per process: call torch.distributed.rpc.shutdown() before joining a group"
             )
-        if spec.interface:
-            # Read by TensorPipe when the agent starts; the host name's address would be wrong (often 127.0.x.x).
-            os.environ["TP_SOCKET_IFNAME"] = spec.interface
         try:
-            self._agent, self._store, self._url = _compat.start_agent(
-                spec.name,
-                spec.worker_id,
-                threads=spec.threads,
-                timeout_s=spec.timeout_s,
-                transports=spec.transports,
-                channels=spec.channels,
-                device_maps=spec.device_maps,
-                devices=spec.devices,
-            )
+            with _listening_on(spec.interface):
+                self._agent, self._store, self._url = _compat.start_agent(
+                    spec.name,
+                    spec.worker_id,
+                    threads=spec.threads,
+                    timeout_s=spec.timeout_s,
+                    transports=spec.transports,
+                    channels=spec.channels,
+                    device_maps=spec.device_maps,
+                    devices=spec.devices,
+                )
         except (RuntimeError, ValueError) as error:
             raise BootstrapError(f"torchrpc could not start its agent: {error}") from error
         _compat.init_autograd(spec.worker_id)
@@ -123,7 +124,7 @@ class Fabric:
         self._workers[spec.name] = self._agent.get_worker_info()  # an RRef to a result of one's own
         self._agents_started += 1
         if self._agents_started == 1:
-            atexit.register(self.stop)
+            atexit.register(self._stop_at_exit)
 
     def meet(self, peers: Sequence[FabricPeer]) -> None:
         """Make these peers callable. Quick: connections are opened by the first call."""
@@ -177,6 +178,11 @@ class Fabric:
         with self._lock:
             self._stop()
 
+    def _stop_at_exit(self) -> None:
+        # No thread can be started any more; none is needed, as no user code runs on torchrpc's own.
+        if os.getpid() == self._pid and self._agent is not None:
+            _compat.stop_agent()
+
     def _stop(self) -> None:
         if self._agent is None:
             return
@@ -189,6 +195,24 @@ class Fabric:
         self._agent = self._store = self._spec = None
         self._peers.clear()
         self._workers.clear()
+
+
+@contextmanager
+def _listening_on(interface: str | None) -> Iterator[None]:
+    """TensorPipe reads its interface from the environment, when an agent starts.
+
+    Without it the host name's address is taken, which is often 127.0.x.x.
+    """
+    before = os.environ.get(_INTERFACE)
+    if interface is not None:
+        os.environ[_INTERFACE] = interface
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[_INTERFACE] = before
+        elif interface is not None:
+            del os.environ[_INTERFACE]
 
 
 def _fits(running: AgentSpec | None, wanted: AgentSpec) -> bool:

@@ -19,7 +19,7 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.device_map import DeviceMap
 from raytorchrpc.errors import BootstrapError, ConfigurationError, RayTorchRpcError
 from raytorchrpc.fabric import AgentSpec
-from raytorchrpc.joining import GroupInfo, JoinSpec, Prepared, Probe, Table
+from raytorchrpc.joining import GroupInfo, JoinSpec, Owner, Prepared, Probe, Table
 from raytorchrpc.member import Member
 
 #: torchrpc ids are 16-bit and signed.
@@ -73,6 +73,8 @@ class Round:
                 failures[member] = cause
             except (RayActorError, GetTimeoutError) as error:
                 failures[member] = error
+        for reference in pending:  # Ray prints an error that nobody looks at
+            reference.future().add_done_callback(lambda late: late.exception())
         return results, failures
 
 
@@ -91,7 +93,7 @@ class Forming:
         self.generation = uuid.uuid4().hex[:12]
         self.timeout_s = timeout_s
         self.deadline = deadline
-        self.job = ray.get_runtime_context().get_job_id()
+        self.owner = current_owner()
         self._round = Round(participants, deadline)
 
     def probe(self) -> dict[str, Probe]:
@@ -109,13 +111,18 @@ class Forming:
             return
         gone = _compat.dead_jobs()
         for member, probe in taken.items():
-            if probe.owner_job in gone or (self.participants[member] is None and probe.owner_job != self.job):
-                continue  # its driver died without ending it; prepare() leaves it
+            if probe.owner is None or self._is_gone(probe.owner, gone):
+                continue  # prepare() leaves it
             raise BootstrapError(
                 f"{member!r} is already in group {probe.group!r}; end that one first "
                 f"(get_group({probe.group!r}).shutdown() in the process that formed it)",
                 members=(member,),
             )
+
+    def _is_gone(self, owner: Owner, dead_jobs: frozenset[str]) -> bool:
+        if owner.job in dead_jobs:
+            return True
+        return owner.actor is not None and _compat.actor_is_dead(owner.actor)
 
     def decide(self, probes: Mapping[str, Probe]) -> tuple[routing.RoutePlan, dict[str, DeviceMap]]:
         """Routes and device maps, from the evidence alone."""
@@ -151,7 +158,7 @@ class Forming:
             spec = JoinSpec(
                 group=self.name,
                 generation=self.generation,
-                owner_job=self.job,
+                replaces=probes[member].generation,
                 name=member,
                 rank=rank,
                 config=self.config,
@@ -189,7 +196,7 @@ class Forming:
             for rank, (member, handle) in enumerate(self.participants.items())
         )
         texts = {member: {str(peer): mapping for peer, mapping in maps[member].to_dict().items()} for member in maps}
-        info = GroupInfo(self.name, self.generation, self.job, members, self.config, plan, texts)
+        info = GroupInfo(self.name, self.generation, self.owner, members, self.config, plan, texts)
         left = max(1.0, self.deadline - time.monotonic())
         tables = {
             member: (Table(info._replace(plan=plan.for_member(member)), prepared, left),)
@@ -230,6 +237,12 @@ class Forming:
                 f"starting, waiting for resources, or busy?)"
             )
         return " ".join(str(error).split()) or repr(error)
+
+
+def current_owner() -> Owner:
+    """This process, as the owner of the groups it forms."""
+    context = ray.get_runtime_context()
+    return Owner(context.get_job_id(), context.get_actor_id())
 
 
 def participants_of(actors: Any, include_driver: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from raytorchrpc import _compat, joining, routing
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
-from raytorchrpc.forming import Forming, Round, participants_of
+from raytorchrpc.forming import Forming, Round, current_owner, participants_of
 from raytorchrpc.joining import GroupInfo
 from raytorchrpc.member import Member
 from raytorchrpc.metrics import GroupStats
@@ -85,7 +85,7 @@ class Group:
         """End the group; the actors live on and can join another. Idempotent, never raises.
 
         Blocks until every member has left, at most ``timeout_s``: a member that is busy in a method Ray runs
-        one at a time leaves when it gets to it. Calls under way fail with PeerLost.
+        one at a time leaves when it gets to it. Calls under way fail with PeerLost, or still complete.
         """
         participants = self._own("shutdown")
         if _groups.get(self.name) is self:
@@ -208,7 +208,7 @@ def _check_name(name: Any) -> None:
 
 def _forget_ended_sessions() -> None:
     """Drop groups of a Ray session that is over: their actors are gone."""
-    job = ray.get_runtime_context().get_job_id() if ray.is_initialized() else None
+    owner = current_owner() if ray.is_initialized() else None
     for name, group in list(_groups.items()):
-        if group._info.owner_job != job:
+        if group._info.owner != owner:
             del _groups[name]

@@ -33,6 +33,15 @@ from raytorchrpc.topology import Endpoint
 logger = logging.getLogger(__name__)
 
 
+class Owner(NamedTuple):
+    """The process that formed a group; a group outlives it only by accident."""
+
+    job: str
+    """Hex id of the Ray job."""
+    actor: str | None
+    """Hex id of the actor, if it was one; None for a driver."""
+
+
 class Probe(NamedTuple):
     """What a process tells the driver before anything is decided."""
 
@@ -41,8 +50,10 @@ class Probe(NamedTuple):
     pid: int
     group: str | None
     """The group it is in already."""
-    owner_job: str | None
-    """Ray job of the driver that formed that group."""
+    generation: str | None
+    """Of that group."""
+    owner: Owner | None
+    """Who formed that group."""
     agent: AgentIdentity | None
     autograd_id: int | None
 
@@ -52,7 +63,8 @@ class JoinSpec(NamedTuple):
 
     group: str
     generation: str
-    owner_job: str
+    replaces: str | None
+    """The generation of a group without an owner, which the member is to leave first."""
     name: str
     rank: int
     config: GroupConfig
@@ -86,7 +98,7 @@ class GroupInfo(NamedTuple):
 
     name: str
     generation: str
-    owner_job: str
+    owner: Owner
     members: tuple[Member, ...]
     config: GroupConfig
     plan: RoutePlan
@@ -123,7 +135,8 @@ def probe(instance: Any, name: str) -> Probe:
         node_id=context.get_node_id(),
         pid=os.getpid(),
         group=local.group if local else None,
-        owner_job=_info.owner_job if _info else None,
+        generation=local.generation if local else None,
+        owner=_info.owner if _info else None,
         agent=fabric.identity,
         autograd_id=_compat.autograd_id(),
     )
@@ -147,8 +160,9 @@ def prepare(instance: Any, spec: JoinSpec) -> Prepared:
     if spec.generation in _cancelled:
         raise BootstrapError(f"group {spec.group!r} was given up before {spec.name!r} could prepare")
     if (stale := current_local()) is not None:
-        # The driver made sure that its owner is gone.
-        logger.warning("%s leaves group %r, whose driver is gone", stale.me.name, stale.group)
+        if stale.generation != spec.replaces:
+            raise BootstrapError(f"{spec.name!r} has joined group {stale.group!r} meanwhile")
+        logger.warning("%s leaves group %r: whoever formed it is gone", stale.me.name, stale.group)
         leave(instance, stale.generation)
     if _preparing is not None:  # an earlier attempt that nobody rolled back
         leave(instance, _preparing.spec.generation)

@@ -10,15 +10,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raytorchrpc import _compat, serving
+from raytorchrpc import _compat, execution, serving
 from raytorchrpc.codec import Codec, Encoded, decode_exception
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.errors import NotAMember, RayTorchRpcError, RpcTimeout, SerializationError
-from raytorchrpc.execution import Workers, current_scope
+from raytorchrpc.errors import ConfigurationError, NotAMember, RayTorchRpcError, RpcTimeout, SerializationError
+from raytorchrpc.execution import Alarms, Workers, current_scope
 from raytorchrpc.lanes.base import Message, MessageLane, Pending
 from raytorchrpc.metrics import CallCounters
 
 logger = logging.getLogger(__name__)
+
+#: The longest deadline of a call, as for ``GroupConfig.rpc_timeout_s``.
+MAX_TIMEOUT_S = 86400
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class LocalMember:
         self.codec = Codec(_compat.cloudpickler())
         self.counters = CallCounters()
         self.workers = Workers(f"raytorchrpc-{me.name}")
+        self.alarms = Alarms(f"raytorchrpc-{me.name}")
         self.server = serving.Server(me.name, generation, instance, methods, self.codec, self.workers)
         self.lanes: list[MessageLane] = []
         self._roads: dict[int, PeerRoad] = {}
@@ -124,14 +128,16 @@ class LocalMember:
     ) -> CallUnderWay:
         """Send a call; returns before its result. Raises what keeps it from being sent."""
         road = self._road_out(target)
-        header, body, budget = self._request(serving.CALL, road, method, args, kwargs, timeout)
-        lane = road.lane_for(body)
+        loop_token = execution.token_on_loop()
+        header, body, budget = self._request(serving.CALL, road, method, args, kwargs, timeout, loop_token)
+        # What the method makes of its own parameters belongs to the caller's autograd context too.
+        lane = road.lane_for(body) if _compat.current_autograd_context() == _compat.NO_CONTEXT else road.fabric
         if lane is road.calls and (road.member.rank, method) in self._heavy:
             lane = road.tensors
         started = time.monotonic()
         pending = lane.call(road.member.name, Message(header, body), budget)
         self.counters.sent(road.member.name, lane.name, body_bytes(body))
-        return CallUnderWay(self, road, method, lane, pending, started, started + budget)
+        return CallUnderWay(self, road, method, lane, pending, started, started + budget, loop_token)
 
     def remote(
         self, target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
@@ -162,9 +168,10 @@ class LocalMember:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         timeout: float | None,
+        loop_token: execution.Token | None = None,
     ) -> tuple[tuple[Any, ...], Encoded, float]:
         scope = current_scope.get()
-        budget = self.config.rpc_timeout_s if timeout is None else float(timeout)
+        budget = self.config.rpc_timeout_s if timeout is None else _seconds(timeout)
         if scope.deadline is not None:
             budget = min(budget, scope.deadline - time.monotonic())
         if budget <= 0:
@@ -176,7 +183,8 @@ class LocalMember:
             raise SerializationError(
                 f"an argument of {road.member.name}.{method} cannot be pickled: {error}"
             ) from error
-        return (kind, self.me.rank, self.generation, method, scope.path, budget), body, budget
+        path = scope.path if loop_token is None else (*scope.path, loop_token)
+        return (kind, self.me.rank, self.generation, method, path, budget), body, budget
 
     def note_weight(self, rank: int, method: str, heavy: bool) -> None:
         """Remember whether a method's results need the lane for tensors."""
@@ -193,6 +201,7 @@ class LocalMember:
                 lane.close()
         self.server.close()
         self.workers.stop()
+        self.alarms.stop()
 
 
 class CallUnderWay:
@@ -207,10 +216,12 @@ class CallUnderWay:
         pending: Pending,
         started: float,
         deadline: float,
+        loop_token: execution.Token | None,
     ) -> None:
         self._local, self._road, self._method = local, road, method
         self._lane, self._pending = lane, pending
         self._started, self._deadline = started, deadline
+        self.loop_token = loop_token
         self._lock = threading.Lock()
         self._fetch: Pending | None = None
         self._error: Exception | None = None
@@ -288,13 +299,32 @@ class CallUnderWay:
         except Exception as failure:  # the result's own unpickling code
             error = SerializationError(f"the result of {self.label} cannot be unpickled here: {failure!r}")
             error.__cause__ = failure
-        elapsed = time.monotonic() - self._started
-        self._local.counters.finished(self._road.member.name, self._lane.name, size, elapsed, error is not None)
+        self._count(size, failed=error is not None)
         return value, error
+
+    def expire(self) -> tuple[None, RpcTimeout]:
+        """The outcome of a call whose deadline has passed."""
+        self._count(0, failed=True)
+        return None, RpcTimeout(f"{self.label} did not answer by its deadline; it may still run there")
+
+    def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call ``callback``, which is short, when the deadline passes; returns what prevents it."""
+        return self._local.alarms.at(self._deadline, callback)
+
+    def _count(self, size: int, *, failed: bool) -> None:
+        elapsed = time.monotonic() - self._started
+        self._local.counters.finished(self._road.member.name, self._lane.name, size, elapsed, failed)
 
     def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
         """Run a user's callback on a worker."""
         self._local.workers.submit(_call_back, callback, argument)
+
+
+def _seconds(timeout: Any) -> float:
+    # Not "no limit" either: every wait ends, and what waits underneath takes no infinity.
+    if isinstance(timeout, (int, float)) and timeout <= MAX_TIMEOUT_S:
+        return float(timeout)
+    raise ConfigurationError(f"timeout is a number of seconds up to {MAX_TIMEOUT_S}, not {timeout!r}")
 
 
 def _call_back(callback: Callable[[Any], object], argument: Any) -> None:

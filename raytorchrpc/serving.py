@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from raytorchrpc import _compat, execution
 from raytorchrpc.codec import Codec, Encoded, encode_exception
 from raytorchrpc.errors import NotAMember, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
-from raytorchrpc.execution import Scope, Seat, Work, Workers, current_scope
+from raytorchrpc.execution import Limit, Scope, Seat, Work, Workers, current_scope
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.streams import hand_over
 
@@ -81,7 +81,7 @@ class Server:
                 return None
             method, path, budget = message.header[3:]
             note = self._exposed(method)
-            job = _Job(self, lane, note, method, message, reply, Scope(path, time.monotonic() + budget))
+            job = _Job(self, lane, note, method, message, reply, Scope(path, Limit(time.monotonic() + budget)))
             return self._dispatch(job)
         except Exception as error:
             self.refuse(kind, error, reply)
@@ -113,11 +113,6 @@ class Server:
             return gate.request(job)
         if seat.owner is not None:
             return None if gate.post(seat, job) else gate.request(job)
-        if seat.blocks_loop:
-            raise RayTorchRpcError(
-                f"{job.label} was called back while this async actor's event loop stands still in a blocking "
-                f"call of the same chain; use `await rpc_async(...)` there"
-            )
         job.run_inside(seat)
         return None
 
@@ -211,11 +206,20 @@ class _Job:
             tasks.add(task)  # the loop itself keeps only a weak reference
             task.add_done_callback(tasks.discard)
 
-        loop.call_soon_threadsafe(create)
+        def refuse() -> None:
+            error = RayTorchRpcError(
+                f"{self.label} was called back while this async actor's event loop stands still in a blocking "
+                f"call of the same chain; use `await rpc_async(...)` there"
+            )
+            self.server.refuse(self.kind, error, self.reply)
+            if to_leave is not None:
+                to_leave.gate.leave(to_leave)
+
+        execution.start_on_loop(loop, self.scope.path, create, refuse)
 
     def _run(self, seat: Seat | None) -> None:
         """On a thread of the member's own, or on the one that waits inside ``seat``."""
-        before = current_scope.set(self._scope(seat))
+        before = current_scope.set(self.scope.inside(seat))
         try:
             with _compat.autograd_context(self.context):
                 args, kwargs = self._arguments()
@@ -228,10 +232,11 @@ class _Job:
         except BaseException as error:
             self.server.refuse(self.kind, error, self.reply)
         finally:
+            self._over()
             current_scope.reset(before)
 
     async def _run_on_loop(self, seat: Seat | None, to_leave: Seat | None) -> None:
-        current_scope.set(self._scope(seat))  # a task has a context of its own: nothing to put back
+        current_scope.set(self.scope.inside(seat))  # a task has a context of its own: nothing to put back
         try:
             args, kwargs = self._arguments()
             if self.note.is_coroutine:
@@ -248,14 +253,13 @@ class _Job:
         except BaseException as error:
             self.server.refuse(self.kind, error, self.reply)
         finally:
+            self._over()
             if to_leave is not None:
                 to_leave.gate.leave(to_leave)
 
-    def _scope(self, seat: Seat | None) -> Scope:
-        path = self.scope.path
-        if seat is not None and seat.token not in path:
-            path = (*path, seat.token)
-        return Scope(path, self.scope.deadline, seat)
+    def _over(self) -> None:
+        if self.scope.limit is not None:
+            self.scope.limit.over = True
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         deadline = self.scope.deadline
@@ -296,13 +300,14 @@ def snapshot(body: Encoded) -> Encoded:
     """Copy those tensors that somebody here could still change before a lane has sent them.
 
     A method may return a tensor of the actor's own state; the next method must not change what the caller
-    gets. A tensor that nobody else holds needs no copy.
+    gets. A tensor that nobody else holds needs no copy; whose memory torch did not allocate (``from_numpy``),
+    nobody can tell who holds it.
     """
     if not body.tensors:
         return body
     lifted = len(body.tensors) - body.buffers
     tensors = [
-        tensor.clone() if index >= lifted or _compat.storage_uses(tensor) > 1 else tensor
+        tensor.clone() if index >= lifted or not _compat.is_sole_owner(tensor) else tensor
         for index, tensor in enumerate(body.tensors)
     ]
     return body._replace(tensors=tensors)

@@ -210,25 +210,13 @@ def interface_for(endpoint: Endpoint, address: str) -> str | None:
 def tensorpipe_backends() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The (transports, channels) this torch build has, in TensorPipe's own order; empty without torchrpc.
 
-    Asked by building an options object for each name: torch checks names against its registries there
-    and starts nothing.
+    Torch checks a name against its registries and starts nothing.
     """
-    import torch.distributed.rpc as rpc
-
-    options = getattr(rpc, "TensorPipeRpcBackendOptions", None)
-    if options is None:
-        return (), ()
-
-    def has(kind: str, name: str) -> bool:
-        try:
-            options(**{kind: [name]})
-        except RuntimeError:
-            return False
-        return True
+    from raytorchrpc import _compat
 
     return (
-        tuple(name for name in TENSORPIPE_TRANSPORTS if has("_transports", name)),
-        tuple(name for name in TENSORPIPE_CHANNELS if has("_channels", name)),
+        tuple(name for name in TENSORPIPE_TRANSPORTS if _compat.has_tensorpipe("transports", name)),
+        tuple(name for name in TENSORPIPE_CHANNELS if _compat.has_tensorpipe("channels", name)),
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 import typer
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as ProgressBar
@@ -47,7 +48,7 @@ def run(*, workers: int, target: float, max_steps: int, seed: int, address: str 
                     _show_routes(console, group)
                     _show_stats(console, group)
                     _show_comparison(console, ray.get(team[0].compare.remote(server, exchanges)))
-    except (rtr.RayTorchRpcError, ConnectionError) as error:
+    except (rtr.RayTorchRpcError, RayError, ConnectionError) as error:
         raise _failure(str(error)) from error
     if end.accuracy < target:
         raise _failure(f"test accuracy {end.accuracy:.1%} after {end.steps} steps, below the target of {target:.1%}")

@@ -7,7 +7,7 @@ another lane, the group or the member; it gets all it needs here.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -117,3 +117,81 @@ class MessageLane(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave nothing behind: no thread, no socket, no file. Idempotent, never raises, at most 2 s."""
+
+
+# --- lanes for tensors alone -------------------------------------------------------------------------------
+
+#: What a receiver is told of each tensor: dtype and shape. It always gets a contiguous one.
+Shape = tuple[torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class TensorCapabilities:
+    """What a tensor lane can do, as data."""
+
+    devices: frozenset[str]
+    """Device types it carries: "cpu", "cuda"."""
+    one_sided: bool
+    """The receiver fetches without the sender's help."""
+    same_host: bool
+    """Only between processes of one host."""
+    zero_copy: bool
+    """The receiver uses the memory that arrived, without a copy of its own."""
+
+
+class Export(ABC):
+    """Tensors laid out for one peer to fetch once."""
+
+    descriptor: Any
+    """Builtins only (int, str, bytes, tuples of them); rides in the message."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Take it back: the message that carries the descriptor was not sent."""
+
+
+class TensorLane(ABC):
+    """Carries tensors beside the messages. The sender exports, the receiver fetches. Thread-safe.
+
+    The sender keeps what it exported until the receiver has fetched or discarded it, or is gone.
+    """
+
+    name: ClassVar[str]
+    capabilities: ClassVar[TensorCapabilities]
+
+    @abstractmethod
+    def open(self) -> Any:
+        """Get ready; returns the address that peers ``connect`` to. Raises LaneUnavailable."""
+
+    @abstractmethod
+    def connect(self, peers: Sequence[PeerAddress]) -> None:
+        """Learn of these peers; what is costly waits for the first fetch."""
+
+    @abstractmethod
+    def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[int, int]) -> Export:
+        """Lay out all tensors of one message for ``peer``. The caller may change or drop them afterwards (of CUDA
+        tensors: on the stream that is current now).
+
+        ``devices``: where CUDA tensors are to arrive, this process's index -> the peer's.
+
+        Raises LaneUnavailable if it cannot (no room, memory of a kind it cannot share); then another lane can.
+        """
+
+    @abstractmethod
+    def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+        """Get the tensors, in the thread that will use them. Once for each descriptor.
+
+        Raises LaneUnavailable or PeerLost.
+        """
+
+    @abstractmethod
+    def discard(self, peer: str, descriptor: Any) -> None:
+        """Give up a descriptor that nobody will fetch. Quick; never raises for a peer that is gone."""
+
+    @abstractmethod
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer that left or died, and take back what it had not given back."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave nothing behind but the memory that tensors still use. Idempotent, never raises."""

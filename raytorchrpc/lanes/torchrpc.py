@@ -7,21 +7,20 @@ threads: the served function returns a torch Future at once and the member compl
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed.rpc as rpc
+from torch.distributed.rpc.internal import RemoteException
 
 from raytorchrpc import _compat
 from raytorchrpc.codec import Encoded
-from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
+from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RemoteError, RpcTimeout
 from raytorchrpc.fabric import Fabric, FabricPeer
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
 from raytorchrpc.streams import hand_over
-
-#: Beyond the call's own deadline, for torchrpc to say so itself (seconds).
-GRACE_S = 1.0
 
 
 class _Served(NamedTuple):
@@ -126,13 +125,13 @@ class _TorchPending(Pending):
         self._peer = peer
 
     def wait(self, timeout_s: float) -> bool:
-        if self._future.done():
-            return True
+        if self._future.done() or timeout_s <= 0:
+            return bool(self._future.done())
         # A lock, not future.wait(): that one knows no time limit and cannot be interrupted by Ctrl-C.
         arrived = threading.Lock()
         arrived.acquire()
         self._future.add_done_callback(lambda _: arrived.release())
-        return arrived.acquire(timeout=timeout_s + GRACE_S)
+        return arrived.acquire(timeout=timeout_s)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         self._future.add_done_callback(lambda _: callback())
@@ -173,13 +172,24 @@ def _serve_value(
 
     def reply(message: Message) -> None:
         failed, value = message.header
-        if failed:
-            future.set_exception(value)
-        else:
-            future.set_result(value)
+        # A torch Future's own exception would become the RRef's value; this is what torch raises in to_here().
+        future.set_result(_remote_exception(value) if failed else value)
 
     _hand_over(Message(header, Encoded(payload, tensors, rrefs, buffers), hand_over(tensors)), reply)
     return future
+
+
+def _remote_exception(error: BaseException) -> RemoteException:
+    """As torch carries it: a text, and a type to make of it. The error's own, if that will do; else RemoteError."""
+    cls: type[BaseException] = type(error)
+    text = str(error.args[0] if len(error.args) == 1 else error)
+    try:
+        usable = cls.__module__ in ("builtins", RayTorchRpcError.__module__) and str(cls(text)) == str(error)
+    except TypeError:  # its constructor needs more
+        usable = False
+    if not usable or not isinstance(error, Exception):
+        cls, text = RemoteError, "".join(traceback.format_exception(error))
+    return RemoteException(text.encode("unicode_escape").decode(), cls)  # torch unescapes it
 
 
 def _future() -> torch.futures.Future[Any]:

@@ -120,6 +120,10 @@ class AsyncPeer:
         await asyncio.get_running_loop().run_in_executor(None, latch.pass_through)
         return "released"
 
+    async def run(self, function: Any, *args: Any) -> Any:
+        """``function(*args)`` on the loop, as if a method of this actor did it."""
+        return function(*args)
+
     async def call(self, target: Any, name: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         return await getattr(rtr.rpc_async(target, timeout=timeout), name)(*args, **kwargs)
 

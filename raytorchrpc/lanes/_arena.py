@@ -1,0 +1,218 @@
+"""Memory that two processes of one host share: an arena of slots, each given away once and given back by a flag.
+
+The arena is a memfd: it has no name in any file system, so nothing is left behind when a process is killed, and
+the size of /dev/shm does not limit it. A peer opens it through /proc, which the kernel allows to the same user
+only. The first page block holds one state byte a slot; a receiver gives a slot back by clearing its byte, without
+a message and without waking anybody.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+from bisect import insort
+from functools import partial
+from typing import NamedTuple
+
+import numpy
+import torch
+
+from raytorchrpc.errors import LaneUnavailable
+
+SLOTS = 1 << 16
+_DATA = 1 << 20
+_PAGE = 4096
+_FREE, _TAKEN = 0, 1
+#: With this many slots out, looking for given-back ones waits until memory runs short.
+_SWEEP_EACH_TIME = 64
+
+
+class SharedAddress(NamedTuple):
+    """How a peer finds shared memory of this process."""
+
+    pid: int
+    fd: int
+    name: str
+    size: int
+
+
+class SharedBytes:
+    """Memory of this process that peers may map. It lives as long as somebody uses it."""
+
+    def __init__(self, size: int) -> None:
+        """Raises LaneUnavailable."""
+        name = "raytorchrpc-" + os.urandom(12).hex()
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, size)
+            mapped = mmap.mmap(fd, size)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise LaneUnavailable("shm", f"cannot map {size} bytes of shared memory: {error}") from error
+        _advise(mapped)
+        self.address = SharedAddress(os.getpid(), fd, name, size)
+        self.bytes = numpy.frombuffer(mapped, dtype=numpy.uint8)
+
+    def close(self) -> None:
+        """Nobody can map it from now on. Idempotent."""
+        fd, self.address = self.address.fd, self.address._replace(fd=-1)
+        if fd >= 0:
+            os.close(fd)
+
+
+def map_shared(address: SharedAddress) -> numpy.ndarray:
+    """The bytes of a peer's SharedBytes. Raises LaneUnavailable if this process may not, or cannot, map them."""
+    path = f"/proc/{address.pid}/fd/{address.fd}"
+    try:
+        if address.name not in os.readlink(path):
+            raise LaneUnavailable("shm", "another process has that pid now")
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            mapped = mmap.mmap(fd, address.size)
+        finally:
+            os.close(fd)
+    except (OSError, ValueError) as error:
+        raise LaneUnavailable("shm", f"cannot map the peer's memory: {error}") from error
+    _advise(mapped)
+    return numpy.frombuffer(mapped, dtype=numpy.uint8)
+
+
+class Slot(NamedTuple):
+    """A piece of the arena: what the sender fills and the receiver owns until it clears the state byte."""
+
+    number: int
+    offset: int
+    size: int
+
+
+class Arena:
+    """The sender's side. Thread-safe. Memory is used from the front, so that what is warm is used again."""
+
+    def __init__(self, capacity: int) -> None:
+        """``capacity``: bytes at most; memory is taken only as it is used."""
+        self.capacity = (capacity + _PAGE - 1) // _PAGE * _PAGE
+        self._shared = SharedBytes(_DATA + self.capacity)
+        self._bytes = self._shared.bytes
+        self._base = self._bytes.ctypes.data
+        self._lock = threading.Lock()
+        self._holes: list[tuple[int, int]] = [(_DATA, self.capacity)]  # (offset, size), by offset
+        self._numbers = list(range(SLOTS - 1, -1, -1))
+        self._out: dict[int, tuple[Slot, str]] = {}
+        self._used = 0
+
+    @property
+    def address(self) -> SharedAddress:
+        """For peers to map."""
+        return self._shared.address
+
+    @property
+    def used(self) -> int:
+        """Bytes given away and not yet known to be back."""
+        return self._used
+
+    def take(self, size: int, peer: str) -> Slot | None:
+        """A slot of at least ``size`` bytes for ``peer`` to give back; None if the arena is full."""
+        wanted = max(_PAGE, (size + _PAGE - 1) // _PAGE * _PAGE)
+        with self._lock:
+            if len(self._out) <= _SWEEP_EACH_TIME:
+                self._sweep()
+            slot = self._carve(wanted, peer)
+            if slot is None:
+                self._sweep()
+                slot = self._carve(wanted, peer)
+            return slot
+
+    def _carve(self, wanted: int, peer: str) -> Slot | None:
+        if not self._numbers:
+            return None
+        for place, (offset, size) in enumerate(self._holes):
+            if size >= wanted:
+                if size == wanted:
+                    del self._holes[place]
+                else:
+                    self._holes[place] = (offset + wanted, size - wanted)
+                slot = Slot(self._numbers.pop(), offset, wanted)
+                self._bytes[slot.number] = _TAKEN
+                self._out[slot.number] = (slot, peer)
+                self._used += wanted
+                return slot
+        return None
+
+    def _sweep(self) -> None:
+        for index in [index for index in self._out if self._bytes[index] == _FREE]:
+            self._put_back(index)
+
+    def _put_back(self, index: int) -> None:
+        slot, _ = self._out.pop(index)
+        self._numbers.append(index)
+        self._used -= slot.size
+        insort(self._holes, (slot.offset, slot.size))
+        place = self._holes.index((slot.offset, slot.size))
+        for left in (place, place - 1):  # join the neighbours
+            if 0 <= left < len(self._holes) - 1:
+                (offset, size), (following, more) = self._holes[left : left + 2]
+                if offset + size == following:
+                    self._holes[left : left + 2] = [(offset, size + more)]
+
+    def address_of(self, offset: int) -> int:
+        """Where an offset lies in this process's memory."""
+        return self._base + offset
+
+    def tensor(self, offset: int, size: int) -> torch.Tensor:
+        """Those bytes, to be filled."""
+        return torch.from_numpy(self._bytes[offset : offset + size])
+
+    def cancel(self, slot: Slot) -> None:
+        """Take back a slot that was never sent."""
+        with self._lock:
+            if slot.number in self._out:
+                self._put_back(slot.number)
+
+    def reclaim(self, peer: str) -> None:
+        """Take back whatever a peer that is gone still had."""
+        with self._lock:
+            for index in [index for index, (_, owner) in self._out.items() if owner == peer]:
+                self._put_back(index)
+
+    def close(self) -> None:
+        """Let go of the arena. Receivers keep what they still use: the memory goes with its last mapping."""
+        with self._lock:
+            self._shared.close()
+            self._out.clear()
+            self._holes.clear()
+            self._numbers.clear()  # nothing can be taken any more
+
+
+class PeerArena:
+    """The receiver's side of one peer's arena. Thread-safe."""
+
+    def __init__(self, address: SharedAddress) -> None:
+        """Raises LaneUnavailable."""
+        self._bytes = map_shared(address)
+        self._held: dict[int, weakref.ref[numpy.ndarray]] = {}
+
+    def view(self, index: int, offset: int, size: int) -> numpy.ndarray:
+        """The slot's bytes, private and writable. The slot is given back when nothing uses them any more."""
+        view = self._bytes[offset : offset + size]
+        self._held[index] = weakref.ref(view, partial(_given_back, self._held, self._bytes, index))
+        return view
+
+    def give_back(self, index: int) -> None:
+        """Give a slot back that was not used."""
+        self._bytes[index] = _FREE
+
+
+def _given_back(held: dict[int, weakref.ref[numpy.ndarray]], states: numpy.ndarray, index: int, _: object) -> None:
+    held.pop(index, None)
+    states[index] = _FREE
+
+
+def _advise(mapped: mmap.mmap) -> None:
+    # Takes effect where the kernel allows huge pages for shared memory (shmem_enabled=advise); costs nothing else.
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            return

@@ -1,0 +1,311 @@
+"""The cuda_ipc lane: CUDA tensors to a process of the same host, whose GPU may be another or the same.
+
+The receiver maps the sender's allocation once and copies out of it, over NVLink or within the GPU, on a stream of
+its own. Nobody's CPU waits for a GPU: the copy waits on the GPU for what the sender had queued (an interprocess
+event), the receiver's work for the copy, and the sender's memory is handed out again only after the copy.
+
+It works under Ray's masking, where each process sees only its own GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy
+import torch
+
+from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes._arena import SharedAddress, SharedBytes, map_shared
+from raytorchrpc.lanes._cuda_driver import driver
+from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane
+
+#: Mapped allocations of peers kept open, the least recently used closed beyond that.
+MAPPINGS = 256
+_FLAGS = 1 << 16
+_OUT, _UNUSED, _COPIED = 1, 2, 16  # a flag byte: on its way; not wanted; copied, plus the receiver's device
+#: More tensors than this, each smaller than _SMALL, travel as one.
+_FEW, _SMALL = 4, 1 << 20
+#: While results wait to be fetched, their sender looks this often whether they have been (seconds).
+_JANITOR_S = 0.02
+
+
+class IpcAddress(NamedTuple):
+    """What peers need to release a sender's memory: its flags, and the event each device records after a copy."""
+
+    flags: SharedAddress
+    copied: dict[int, bytes]
+
+
+class _Out(NamedTuple):
+    """An export on its way."""
+
+    peer: str
+    tensors: Sequence[torch.Tensor]
+    """Kept until copied: the exported ones, or the packed one."""
+
+
+class CudaIpcLane(TensorLane):
+    """One per member. ``export`` does not copy; the memory is kept, and CUDA keeps the order."""
+
+    name: ClassVar[str] = "cuda_ipc"
+    capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(
+        devices=frozenset({"cuda"}), one_sided=True, same_host=True, zero_copy=False
+    )
+
+    def __init__(self, devices: Sequence[int]) -> None:
+        """``devices``: local CUDA indices that tensors come from or arrive on."""
+        self._devices = tuple(devices)
+        self._lock = threading.Lock()
+        self._peers: dict[str, IpcAddress] = {}
+        self._numbers = itertools.cycle(range(_FLAGS))
+        self._out: dict[int, _Out] = {}
+        self._ready: dict[tuple[int, int], torch.cuda.Event] = {}
+        self._handles: dict[int, bytes] = {}
+        self._flags_of: dict[str, numpy.ndarray] = {}
+        self._events: dict[bytes, torch.cuda.Event] = {}
+        self._mapped: OrderedDict[bytes, int] = OrderedDict()
+        self._woken = threading.Event()
+        self._closed = False
+        self._janitor: threading.Thread | None = None
+
+    def open(self) -> IpcAddress:
+        driver()
+        self._flags = SharedBytes(_FLAGS)
+        self._copying = {index: torch.cuda.Stream(index) for index in self._devices}  # type: ignore[no-untyped-call]
+        self._freeing = {index: torch.cuda.Stream(index) for index in self._devices}  # type: ignore[no-untyped-call]
+        self._copied = {}
+        for index, stream in self._copying.items():
+            event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+            event.record(stream)
+            self._copied[index] = event
+        handles = {index: bytes(event.ipc_handle()) for index, event in self._copied.items()}  # type: ignore[no-untyped-call]
+        return IpcAddress(self._flags.address, handles)
+
+    def connect(self, peers: Sequence[PeerAddress]) -> None:
+        self._peers.update((peer.peer, peer.address) for peer in peers)
+
+    # --- sending -------------------------------------------------------------------------------------------
+
+    def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[int, int]) -> Export:
+        self.tidy()
+        source = tensors[0].device.index
+        if any(tensor.device.index != source for tensor in tensors):
+            raise LaneUnavailable(self.name, "one message with tensors of several GPUs")
+        if source not in devices:
+            raise LaneUnavailable(self.name, f"cuda:{source} is not in the device map")
+        cuda = driver()
+        cuda.enter(source)
+        pieces = _pieces(tensors)
+        kept = [_joined([tensors[index] for index in piece]) for piece in pieces]
+        places = [(*self._place(tensor), piece) for tensor, piece in zip(kept, pieces, strict=True)]
+        number = self._take_number(_Out(peer, kept))
+        stream = torch.cuda.current_stream(source)
+        key = (source, stream.cuda_stream)
+        ready = self._ready.get(key)
+        if ready is None:
+            ready = self._ready[key] = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+        ready.record(stream)
+        descriptor = (number, devices[source], bytes(ready.ipc_handle()), tuple(places))  # type: ignore[no-untyped-call]
+        return _IpcExport(self, number, descriptor)
+
+    def _place(self, tensor: torch.Tensor) -> tuple[bytes, int, int]:
+        """(allocation's handle, offset in it, bytes)."""
+        if not tensor.numel():
+            return b"", 0, 0
+        pointer = tensor.data_ptr()
+        base, identity = driver().allocation(pointer)
+        handle = self._handles.get(identity)
+        if handle is None:  # an allocation freed and made again has another identity
+            if len(self._handles) > 4 * MAPPINGS:
+                self._handles.clear()
+            handle = self._handles[identity] = driver().handle_of(base)
+        return handle, pointer - base, tensor.nbytes
+
+    def _take_number(self, out: _Out) -> int:
+        with self._lock:
+            if len(self._out) >= _FLAGS - 1:
+                raise LaneUnavailable(self.name, "too many tensors on their way")
+            number = next(number for number in self._numbers if number not in self._out)
+            self._flags.bytes[number] = _OUT
+            self._out[number] = out
+            if self._janitor is None and not self._closed:
+                self._janitor = threading.Thread(target=self._look_after, name="raytorchrpc-cuda-ipc", daemon=True)
+                self._janitor.start()
+            self._woken.set()
+            return number
+
+    def tidy(self) -> None:
+        """Let go of what has been fetched. Does not wait for the GPU."""
+        if not self._out:
+            return
+        with self._lock:
+            flags = self._flags.bytes
+            done = [(number, int(flags[number])) for number in self._out if flags[number] != _OUT]
+            released = [(self._out.pop(number), flag) for number, flag in done]
+        for out, flag in released:
+            if flag >= _COPIED:
+                self._free_after_copy(out, flag - _COPIED)
+
+    def _free_after_copy(self, out: _Out, its_device: int) -> None:
+        """Make the allocator wait, on the GPU, for the receiver's copy before it hands the memory out again."""
+        address = self._peers.get(out.peer)
+        if address is None:
+            return
+        index = out.tensors[0].device.index
+        event = self._opened(address.copied[its_device], index)
+        stream = self._freeing[index]
+        event.wait(stream)
+        for tensor in out.tensors:
+            tensor.record_stream(stream)
+
+    def _look_after(self) -> None:
+        """Results nobody answers for: look from time to time, while there are any."""
+        while not self._closed:
+            self._woken.wait()
+            while self._out and not self._closed:
+                self.tidy()
+                threading.Event().wait(_JANITOR_S)
+            with self._lock:
+                if not self._out:
+                    self._woken.clear()
+
+    def cancel(self, number: int) -> None:
+        """Take back an export that was not sent."""
+        with self._lock:
+            self._out.pop(number, None)
+
+    # --- receiving -----------------------------------------------------------------------------------------
+
+    def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+        number, target, ready, places = descriptor
+        device = torch.device("cuda", target)
+        driver().enter(target)
+        flags = self._flags_from(peer)
+        stream, user = self._copying[target], torch.cuda.current_stream(device)
+        with torch.cuda.stream(stream):
+            self._opened(ready, target).wait(stream)
+            arrived: dict[int, torch.Tensor] = {}
+            landed = []
+            for handle, offset, size, piece in places:
+                tensor = _room([shapes[index] for index in piece], device)
+                if size:
+                    driver().copy(tensor.data_ptr(), self._map(handle, stream) + offset, size, stream.cuda_stream)
+                landed.append(tensor)
+                arrived.update(zip(piece, _split(tensor, [shapes[index] for index in piece]), strict=True))
+            self._copied[target].record(stream)
+        user.wait_stream(stream)
+        for tensor in landed:
+            tensor.record_stream(user)
+        flags[number] = _COPIED + target
+        return [arrived[index] for index in range(len(shapes))]
+
+    def _map(self, handle: bytes, stream: torch.cuda.Stream) -> int:
+        with self._lock:
+            pointer = self._mapped.get(handle)
+            if pointer is not None:
+                self._mapped.move_to_end(handle)
+                return pointer
+            if len(self._mapped) >= MAPPINGS:
+                _, oldest = self._mapped.popitem(last=False)
+                stream.synchronize()  # rare: a copy out of it may be under way
+                driver().close(oldest)
+            pointer = self._mapped[handle] = driver().open(handle)
+            return pointer
+
+    def _opened(self, handle: bytes, device: int) -> torch.cuda.Event:
+        event = self._events.get(handle)
+        if event is None:
+            event = self._events[handle] = torch.cuda.Event.from_ipc_handle(torch.device("cuda", device), handle)  # type: ignore[no-untyped-call]
+        return event
+
+    def _flags_from(self, peer: str) -> numpy.ndarray:
+        flags = self._flags_of.get(peer)
+        if flags is None:
+            flags = self._flags_of[peer] = map_shared(self._peers[peer].flags)
+        return flags
+
+    def discard(self, peer: str, descriptor: Any) -> None:
+        self._flags_from(peer)[descriptor[0]] = _UNUSED
+
+    # --- the end ---------------------------------------------------------------------------------------------
+
+    def disconnect(self, peer: str) -> None:
+        self._peers.pop(peer, None)
+        self._flags_of.pop(peer, None)
+        with self._lock:
+            gone = [number for number, out in self._out.items() if out.peer == peer]
+            for number in gone:
+                del self._out[number]
+
+    def close(self) -> None:
+        self._closed = True
+        self._woken.set()
+        with self._lock:
+            mapped, self._mapped = list(self._mapped.values()), OrderedDict()
+            self._out.clear()
+        for stream in getattr(self, "_copying", {}).values():
+            stream.synchronize()
+        for pointer in mapped:
+            driver().close(pointer)
+        self._events.clear()
+        self._ready.clear()
+        if hasattr(self, "_flags"):
+            self._flags.close()
+
+
+class _IpcExport(Export):
+    def __init__(self, lane: CudaIpcLane, number: int, descriptor: Any) -> None:
+        self._lane, self._number = lane, number
+        self.descriptor = descriptor
+
+    def cancel(self) -> None:
+        self._lane.cancel(self._number)
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Which tensors travel together: many small ones of a dtype as one, every other alone."""
+    small: dict[torch.dtype, list[int]] = {}
+    alone: list[tuple[int, ...]] = []
+    for index, tensor in enumerate(tensors):
+        if len(tensors) > _FEW and tensor.nbytes < _SMALL:
+            small.setdefault(tensor.dtype, []).append(index)
+        else:
+            alone.append((index,))
+    return alone + [tuple(members) for members in small.values()]
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(tensors) == 1:
+        return tensors[0].contiguous()
+    shape = tensors[0].shape
+    if all(tensor.shape == shape for tensor in tensors):  # one call instead of one for each
+        return torch.stack(list(tensors))
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count
+
+
+def _room(shapes: Sequence[Shape], device: torch.device) -> torch.Tensor:
+    dtype, shape = shapes[0]
+    if len(shapes) > 1:
+        shape = (sum(_numel(extents) for _, extents in shapes),)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _split(tensor: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+    if len(shapes) == 1:
+        return [tensor]
+    first = shapes[0][1]
+    if all(shape == first for _, shape in shapes):
+        return list(tensor.view(len(shapes), *first).unbind(0))
+    parts = tensor.split([_numel(shape) for _, shape in shapes])  # type: ignore[no-untyped-call]
+    return [part.view(shape) for part, (_, shape) in zip(parts, shapes, strict=True)]

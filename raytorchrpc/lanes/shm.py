@@ -1,0 +1,185 @@
+"""The shm lane: CPU tensors to a process of the same host through shared memory.
+
+One copy, by the sender, into its arena. The receiver gets views of that memory: no copy, private (the sender
+never looks at it again) and writable. The slot goes back when the receiver's last tensor on it dies; when the
+arena is more than half full the receiver copies instead, so that tensors kept for long cannot fill it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
+
+import torch
+
+from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes._arena import Arena, PeerArena, SharedAddress, Slot
+from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane
+
+_ALIGN = 64
+#: From here on a tensor has a slot of its own, so that keeping it keeps nothing else (bytes).
+_OWN_SLOT = 1 << 20
+#: A copy is shared between threads in parts of at least this (bytes).
+_PART = 4 << 20
+
+
+class ShmLane(TensorLane):
+    """One per member. Copies before ``export`` returns, so the sender may change its tensors at once."""
+
+    name: ClassVar[str] = "shm"
+    capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(
+        devices=frozenset({"cpu"}), one_sided=True, same_host=True, zero_copy=True
+    )
+
+    def __init__(self, capacity: int, threads: int) -> None:
+        """``capacity``: of the arena, in bytes. ``threads``: that share a large copy."""
+        self._capacity, self._threads = capacity, threads
+        self._peers: dict[str, PeerArena] = {}
+        self._addresses: dict[str, SharedAddress] = {}
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def open(self) -> SharedAddress:
+        self._arena = Arena(self._capacity)
+        return self._arena.address
+
+    def connect(self, peers: Sequence[PeerAddress]) -> None:
+        self._addresses.update((peer.peer, peer.address) for peer in peers)
+
+    def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[int, int]) -> Export:
+        groups = _grouped(tensors)
+        slots: list[Slot] = []
+        places: list[tuple[int, int]] = [(0, 0)] * len(tensors)
+        for number, (size, members) in enumerate(groups):
+            slot = self._arena.take(size, peer)
+            if slot is None:
+                for taken in slots:
+                    self._arena.cancel(taken)
+                raise LaneUnavailable(
+                    self.name,
+                    f"the arena of {self._capacity >> 20} MiB has no room for {size} bytes: the peers still hold "
+                    f"{self._arena.used >> 20} MiB; let them clone() what they keep, or raise GroupConfig.shm_bytes",
+                )
+            slots.append(slot)
+            for index, offset in members:
+                places[index] = (number, offset)
+                self._copy(tensors[index], slot.offset + offset)
+        crowded = self._arena.used * 2 > self._capacity
+        return _ShmExport(self._arena, slots, (tuple((*slot,) for slot in slots), tuple(places), crowded))
+
+    def _copy(self, tensor: torch.Tensor, offset: int) -> None:
+        size = tensor.nbytes
+        if not size:
+            return
+        target = self._arena.address_of(offset)
+        if not tensor.is_contiguous():
+            view = self._arena.tensor(offset, size).view(tensor.dtype).view(tensor.shape)
+            view.copy_(tensor)
+            return
+        source = tensor.data_ptr()
+        parts = min(self._threads, size // _PART)
+        if parts < 2:
+            ctypes.memmove(target, source, size)
+            return
+        step = -(-size // parts) + _ALIGN & -_ALIGN
+        pool = self._copiers()
+        waiting = [
+            pool.submit(ctypes.memmove, target + begin, source + begin, min(step, size - begin))
+            for begin in range(step, size, step)
+        ]
+        ctypes.memmove(target, source, step)  # this thread does its share
+        for part in waiting:
+            part.result()
+
+    def _copiers(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="raytorchrpc-copy")
+            return self._pool
+
+    def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+        slots, places, crowded = descriptor
+        arena = self._peer(peer)
+        bases = [torch.from_numpy(arena.view(*slot)) for slot in slots]
+        if crowded:
+            bases = [base.clone() for base in bases]
+        return [
+            _view(bases[number], offset, dtype, shape)
+            for (number, offset), (dtype, shape) in zip(places, shapes, strict=True)
+        ]
+
+    def discard(self, peer: str, descriptor: Any) -> None:
+        for slot in descriptor[0]:
+            self._peer(peer).give_back(slot[0])
+
+    def _peer(self, peer: str) -> PeerArena:
+        arena = self._peers.get(peer)
+        if arena is None:
+            with self._lock:
+                arena = self._peers.get(peer)
+                if arena is None:
+                    arena = self._peers[peer] = PeerArena(self._addresses[peer])
+        return arena
+
+    def disconnect(self, peer: str) -> None:
+        self._addresses.pop(peer, None)
+        self._peers.pop(peer, None)
+        self._arena.reclaim(peer)
+
+    def close(self) -> None:
+        self._arena.close()
+        self._peers.clear()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+
+
+class _ShmExport(Export):
+    def __init__(self, arena: Arena, slots: list[Slot], descriptor: Any) -> None:
+        self._arena, self._slots = arena, slots
+        self.descriptor = descriptor
+
+    def cancel(self) -> None:
+        for slot in self._slots:
+            self._arena.cancel(slot)
+
+
+def _grouped(tensors: Sequence[torch.Tensor]) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Slots to make: (size, [(tensor's index, offset)]); large tensors alone, small ones together."""
+    groups: list[tuple[int, list[tuple[int, int]]]] = []
+    small: list[tuple[int, int]] = []
+    filled = 0
+    for index, tensor in enumerate(tensors):
+        size = tensor.nbytes
+        if size >= _OWN_SLOT:
+            groups.append((size, [(index, 0)]))
+        else:
+            small.append((index, filled))
+            filled += (size + _ALIGN - 1) & -_ALIGN
+    if small:
+        groups.append((filled, small))
+    return groups
+
+
+def _view(base: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    count = 1
+    for extent in shape:
+        count *= extent
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return base[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
+
+
+def default_capacity() -> int:
+    """A quarter of the memory this process may use (physical, or its control group's limit), in bytes."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/sys/fs/cgroup/memory.max") as file:
+            text = file.read().strip()
+        total = min(total, int(text)) if text.isdigit() else total
+    except OSError:
+        pass  # no control group here
+    return max(64 << 20, total // 4)

@@ -1,0 +1,137 @@
+"""Which tensors of a message travel in it, and which beside it by a tensor lane."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from raytorchrpc.codec import Encoded
+from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes.base import Export, Shape, TensorLane
+
+logger = logging.getLogger(__name__)
+
+#: What a message says of the tensors beside it: (lane, positions in the body, (dtype name, shape) each, descriptor).
+Waybill = tuple[str, tuple[int, ...], tuple[tuple[str, tuple[int, ...]], ...], Any]
+
+_NAMES = {value: name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+class Shipped(NamedTuple):
+    """A body ready to go: what stays in the message, and what goes beside it."""
+
+    body: Encoded
+    waybills: tuple[Waybill, ...]
+    exports: tuple[Export, ...]
+
+    def cancel(self) -> None:
+        """The message was not sent after all."""
+        for export in self.exports:
+            export.cancel()
+
+
+class Shipper:
+    """Splits and joins the tensors of messages. One per member; thread-safe."""
+
+    def __init__(self, lanes: Mapping[str, TensorLane]) -> None:
+        self._lanes = lanes
+        self._warned: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()
+
+    def ship(
+        self, body: Encoded, peer: str, routes: Mapping[str, str], devices: Mapping[int, int], in_band: int
+    ) -> Shipped | None:
+        """Export what is too large for the message.
+
+        Args:
+            routes: tensor lane by device type, for this peer.
+            devices: where CUDA tensors are to arrive, this process's index -> the peer's.
+            in_band: CPU bytes that may stay in the message.
+
+        Returns None if some tensor can travel neither way: then torchrpc has to carry the message.
+        """
+        beside: dict[str, list[int]] = {}
+        cpu_bytes = 0
+        for position, tensor in enumerate(body.tensors):
+            kind = tensor.device.type
+            beside.setdefault(kind, []).append(position)
+            if kind == "cpu":
+                cpu_bytes += tensor.nbytes
+        if cpu_bytes <= in_band:
+            beside.pop("cpu", None)
+        if not beside:
+            return Shipped(body, (), ())
+        waybills: list[Waybill] = []
+        exports: list[Export] = []
+        for kind, positions in beside.items():
+            name = routes.get(kind)
+            try:
+                if name is None:
+                    raise LaneUnavailable(kind, "")
+                tensors = [body.tensors[position] for position in positions]
+                export = self._lanes[name].export(tensors, peer, devices)
+            except LaneUnavailable as error:
+                for export in exports:
+                    export.cancel()
+                if name is not None:
+                    self._warn(peer, name, error)
+                return None
+            exports.append(export)
+            described = tuple((_NAMES[tensor.dtype], tuple(tensor.shape)) for tensor in tensors)
+            waybills.append((name, tuple(positions), described, export.descriptor))
+        left = [tensor for tensor in body.tensors if tensor.device.type not in beside]
+        return Shipped(body._replace(tensors=left), tuple(waybills), tuple(exports))
+
+    def _warn(self, peer: str, lane: str, error: LaneUnavailable) -> None:
+        with self._lock:
+            known = (lane, error.reason.split(":")[0]) in self._warned
+            self._warned.add((lane, error.reason.split(":")[0]))
+        if not known:
+            logger.warning("tensors to %s go by torchrpc instead of %s: %s", peer, lane, error.reason)
+
+    def receive(self, peer: str, waybills: Sequence[Waybill]) -> list[Parcel]:
+        """Take charge of what came beside a message; to be called for every message that has any."""
+        return [Parcel(self._lanes[waybill[0]], peer, waybill) for waybill in waybills]
+
+
+class Parcel:
+    """Tensors that wait to be fetched. One that nobody fetches is given up when the message is dropped."""
+
+    __slots__ = ("_lane", "_peer", "_waybill")
+
+    def __init__(self, lane: TensorLane, peer: str, waybill: Waybill) -> None:
+        self._lane, self._peer = lane, peer
+        self._waybill: Waybill | None = waybill
+
+    def unpack(self, into: dict[int, torch.Tensor]) -> None:
+        """Fetch, on the thread that will use the tensors; each goes to its position in the body."""
+        waybill, self._waybill = self._waybill, None
+        if waybill is None:
+            raise LaneUnavailable(self._lane.name, "these tensors have been fetched already")
+        _, positions, described, descriptor = waybill
+        shapes: list[Shape] = [(_DTYPES[name], shape) for name, shape in described]
+        into.update(zip(positions, self._lane.fetch(self._peer, descriptor, shapes), strict=True))
+
+    def __del__(self) -> None:
+        # A reply that comes after its caller gave up is dropped in many places; only its end is one place.
+        if self._waybill is not None:
+            with contextlib.suppress(Exception):
+                self._lane.discard(self._peer, self._waybill[3])
+
+
+def joined(body: Encoded, parcels: Sequence[Parcel]) -> Encoded:
+    """The body with all its tensors in their places. Blocks as long as fetching does."""
+    if not parcels:
+        return body
+    beside: dict[int, torch.Tensor] = {}
+    for parcel in parcels:
+        parcel.unpack(beside)
+    stayed = iter(body.tensors)
+    total = len(beside) + len(body.tensors)
+    return body._replace(tensors=[beside[place] if place in beside else next(stayed) for place in range(total)])

@@ -1,0 +1,197 @@
+"""Processes with one lane each, and what runs in them. A module of its own, so that they import it by name."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from raytorchrpc.codec import Encoded
+from raytorchrpc.fabric import AgentSpec, FabricPeer, process_fabric
+from raytorchrpc.lanes.base import Message, MessageLane, PeerAddress, Pending, Reply
+from raytorchrpc.lanes.loopback import LoopbackLane
+from raytorchrpc.lanes.socket import SocketLane
+from raytorchrpc.lanes.torchrpc import TorchRpcLane
+
+PATIENCE_S = 20.0
+SECRET = b"s" * 32
+
+
+class Node:
+    """One member: a lane, and a server that does what a request's header says."""
+
+    def __init__(self, kind: str, name: str, rank: int, secret: bytes = SECRET) -> None:
+        self.kind, self.name = kind, name
+        self.lane: MessageLane = self._make(kind, name, rank, secret)
+        self.held: list[Reply] = []
+        self.arrived = threading.Semaphore(0)
+        self.meeting = threading.Barrier(2)
+        self.served: list[Message] = []
+        opened = self.lane.open(self.serve, self._spawn)
+        self.address = self._torchrpc_address() if kind == "torchrpc" else opened
+
+    def _make(self, kind: str, name: str, rank: int, secret: bytes) -> MessageLane:
+        if kind == "loopback":
+            return LoopbackLane()
+        if kind == "torchrpc":
+            spec = AgentSpec(f"rtr:{name}", rank + 1, "lo", ("uv",), ("basic",), 4, 60.0, {}, ())
+            process_fabric().start(spec)
+            return TorchRpcLane(name, process_fabric(), (), {})
+        by_tcp = frozenset({"a", "b", "c"}) if kind == "socket over tcp" else frozenset()
+        return SocketLane(name, rank, secret, tcp_host="127.0.0.1" if by_tcp else None, by_tcp=by_tcp)
+
+    def _torchrpc_address(self) -> FabricPeer:
+        fabric = process_fabric()
+        assert fabric.identity is not None
+        return FabricPeer(fabric.identity.name, fabric.identity.worker_id, fabric._url, {})
+
+    def _spawn(self, work: Callable[[], None]) -> None:
+        threading.Thread(target=work, daemon=True).start()
+
+    def serve(self, message: Message, reply: Reply) -> Callable[[], None] | None:
+        what = message.header[0]
+        if what == "echo":
+            reply(Message(message.header, message.body))
+        elif what == "work":
+            return lambda: reply(Message(message.header, message.body))
+        elif what == "hold":
+            self.held.append(reply)
+        elif what == "meet":  # each waits for the other: done only if both run at once
+            return lambda: (self.meeting.wait(PATIENCE_S), reply(Message(message.header, EMPTY)))[-1]
+        elif what == "overwrite":
+            for tensor in message.body.tensors:
+                tensor.fill_(7)
+            reply(Message(("overwritten",), message.body))
+        elif what == "keep":
+            self.served.append(message)
+            reply(Message(("kept",), EMPTY))
+        elif what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            raise AssertionError(what)
+        self.arrived.release()
+        return None
+
+
+EMPTY = Encoded(b"", (), (), 0)
+
+_node: Node | None = None
+
+
+def node() -> Node:
+    assert _node is not None
+    return _node
+
+
+def begin(kind: str, name: str, rank: int, secret: bytes = SECRET) -> Any:
+    global _node
+    _node = Node(kind, name, rank, secret)
+    return _node.address
+
+
+def connect(peer: str, address: Any) -> None:
+    node().lane.connect([PeerAddress(peer, address)])
+
+
+def send(
+    what: str, *tensors: torch.Tensor, peer: str = "b", payload: bytes = b"", timeout_s: float = PATIENCE_S
+) -> Pending:
+    message = Message((what, 1.5, (2, "three")), Encoded(payload, list(tensors), (), 0))
+    return node().lane.call(peer, message, timeout_s)
+
+
+def answer(pending: Pending) -> Message:
+    assert pending.wait(PATIENCE_S), "no answer"
+    return pending.take()
+
+
+def ask(what: str, *tensors: torch.Tensor, peer: str = "b", payload: bytes = b"") -> Message:
+    return answer(send(what, *tensors, peer=peer, payload=payload))
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit by bit (NaN too), in type and shape."""
+    raw = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*raw)
+
+
+def release_held(count: int) -> None:
+    """Answer what is held, once that many requests are."""
+    for _ in range(count):
+        assert node().arrived.acquire(timeout=PATIENCE_S)
+    held, node().held = node().held, []
+    for reply in held:
+        reply(Message(("released",), EMPTY))
+
+
+def open_things() -> tuple[set[str], set[str]]:
+    """This process's threads, and what its descriptors are."""
+    threads = {thread.name for thread in threading.enumerate()}
+    descriptors = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            descriptors.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
+        except OSError:
+            continue  # that of the listing itself
+    return threads, descriptors
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+class Process:
+    """A process that runs functions of an importable module, one at a time."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])  # torch is imported once, not per process
+        self._mine, its = context.Pipe()
+        self.process = context.Process(target=_main, args=(its,), daemon=True)
+        self.process.start()
+        its.close()
+
+    def begin(self, function: Callable[..., Any], *args: Any) -> None:
+        self._mine.send((function, args))
+
+    def result(self) -> Any:
+        assert self._mine.poll(60), "the process does not answer"
+        value, error = self._mine.recv()
+        if error is not None:
+            raise AssertionError(f"in the other process:\n{error}")
+        return value
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        self.begin(function, *args)
+        return self.result()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+        self._mine.close()
+        self.process.close()
+
+
+def _main(pipe: Any) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            pipe.send((function(*args), None))
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))

@@ -1,0 +1,236 @@
+"""Actors for the tests of calls and of concurrency; see ``actors`` for why they live in a module."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import numpy
+import ray
+import torch
+
+import raytorchrpc as rtr
+from tests.ray.actors import AsyncPeer, Latch, Peer
+
+
+#: Elements: in float32 above what travels in a message.
+LARGE = 300_000
+
+
+class Store(Peer):
+    """Keeps a tensor and an array, and gives them away while it goes on changing them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: dict[tuple[str, int], Any] = {}
+        for size in (1000, LARGE):
+            self.state["tensor", size] = torch.zeros(size)
+            self.state["view", size] = torch.zeros(2, size)[1]
+            self.state["array", size] = numpy.zeros(size)
+            self.state["from numpy", size] = torch.from_numpy(numpy.zeros(size))
+
+    @rtr.method
+    def get(self, what: str, size: int) -> Any:
+        state = self.state[what, size]
+        if what == "from numpy":  # another tensor on the array's memory, which torch cannot see
+            state = torch.from_numpy(state.numpy())
+        return {"state": state}
+
+    @rtr.method
+    def add_one(self, what: str, size: int) -> None:
+        self.state[what, size] += 1
+
+    @rtr.method
+    def total(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> float:
+        return float(sum(tensor.sum() for tensor in (*args, *kwargs.values())))
+
+    @rtr.method
+    def call_on(self, target: Any, latch: Latch, timeout: float | None) -> None:
+        """Keeps how long a nested call took to fail."""
+        start = time.monotonic()
+        try:
+            rtr.rpc_sync(target, timeout=timeout).hold(latch)
+        except rtr.RpcTimeout:
+            self.kept.append(time.monotonic() - start)
+            raise
+
+    def take_kept(self) -> list[Any]:
+        kept, self.kept = self.kept, []
+        return kept
+
+
+class AsyncCaller(AsyncPeer):
+    """An async actor that does what it is told."""
+
+    async def run(self, function: Any, *args: Any) -> Any:
+        """As ``Peer.run``, for a coroutine function; not decorated."""
+        return await function(*args)
+
+    @rtr.method
+    async def arun(self, function: Any, *args: Any) -> Any:
+        return await function(*args)
+
+    @rtr.method(concurrent=True)
+    async def crun(self, function: Any, *args: Any) -> Any:
+        return await function(*args)
+
+    @rtr.method
+    def plain(self) -> tuple[int, bool]:
+        """A method that is no coroutine: the thread it runs on, and whether a loop runs there."""
+        asyncio.get_running_loop()
+        return threading.get_ident(), True
+
+    @rtr.method
+    async def where(self) -> tuple[int, int]:
+        return threading.get_ident(), id(asyncio.get_running_loop())
+
+    @rtr.method
+    async def start_task(self, target: Any) -> None:
+        """A task that outlives this call, and calls when it is told to."""
+        self.go = asyncio.Event()
+        self.task = asyncio.create_task(self._later(target))
+
+    async def _later(self, target: Any) -> Any:
+        await self.go.wait()
+        return await rtr.rpc_async(target).double(21)
+
+    @rtr.method
+    async def finish_task(self) -> Any:
+        self.go.set()
+        return await self.task
+
+    @rtr.method
+    async def meet(self, parties: int) -> int:
+        """Returns once this many are here at a time."""
+        self.here = getattr(self, "here", 0) + 1
+        if not hasattr(self, "everybody"):
+            self.everybody = asyncio.Event()
+        if self.here == parties:
+            self.everybody.set()
+        await self.everybody.wait()
+        return self.here
+
+
+class Busy(Peer):
+    """Counts how many of its methods run at a time."""
+
+    def __init__(self, parties: int = 0) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self.now = self.peak = 0
+        self.log: list[str] = []
+        self.barrier = threading.Barrier(parties) if parties else None
+
+    def _enter(self) -> None:
+        with self._lock:
+            self.now += 1
+            self.peak = max(self.peak, self.now)
+
+    def _exit(self) -> None:
+        with self._lock:
+            self.now -= 1
+
+    @rtr.method
+    def work(self) -> int:
+        self._enter()
+        try:
+            time.sleep(0.001)  # what others could run in
+            return self.now
+        finally:
+            self._exit()
+
+    @rtr.method
+    def stay(self, latch: Latch) -> str:
+        self._enter()
+        try:
+            latch.pass_through()
+            return "left"
+        finally:
+            self._exit()
+
+    @rtr.method
+    def meet(self) -> int:
+        """Returns only if as many as the barrier wants are here at a time."""
+        assert self.barrier is not None
+        self._enter()
+        try:
+            self.barrier.wait(20)
+            return self.now
+        finally:
+            self._exit()
+
+    @rtr.method(concurrent=True)
+    def beside(self) -> int:
+        """How many of the others run now."""
+        return self.now
+
+    @rtr.method(concurrent=True)
+    def beside_then_work(self) -> int:
+        return self.work()
+
+    @rtr.method
+    def fail(self) -> None:
+        raise ValueError("on purpose")
+
+    @rtr.method
+    def work_twice(self) -> list[int]:
+        """Calls another decorated method of its own."""
+        return [self.work(), self.work()]
+
+    @rtr.method
+    def bounce(self, other: str, depth: int) -> list[str]:
+        """To the other and back, this many times."""
+        me = rtr.current_member().name
+        return [me, *(rtr.rpc_sync(other).bounce(me, depth - 1) if depth else [])]
+
+    @rtr.method
+    def bounce_through(self, other: str, method: str) -> Any:
+        """Has the other call ``method`` of this one."""
+        return rtr.rpc_sync(other, timeout=10).call_back(rtr.current_member().name, method)
+
+    @rtr.method
+    def call_back(self, caller: str, method: str) -> Any:
+        return getattr(rtr.rpc_sync(caller, timeout=5), method)()
+
+    @rtr.method
+    def fan_out(self, others: list[str]) -> list[str]:
+        """Asks all others at once; each comes back with ``step``."""
+        me = rtr.current_member().name
+        futures = [rtr.rpc_async(other).come_back(me, other) for other in others]
+        for future in futures:
+            future.wait()
+        return self.log
+
+    @rtr.method
+    def come_back(self, caller: str, tag: str) -> None:
+        futures = [rtr.rpc_async(caller).step(f"{tag}{number}") for number in range(10)]
+        for future in futures:
+            future.wait()
+
+    @rtr.method
+    def step(self, tag: str) -> None:
+        self.log.append(f"+{tag}")
+        time.sleep(0.0005)  # what others could run in
+        self.log.append(f"-{tag}")
+
+    def peak_so_far(self) -> int:
+        return self.peak
+
+
+@ray.remote(concurrency_groups={"io": 2})
+class GroupedBusy(Busy):
+    """One group beside the default one."""
+
+    @ray.method(concurrency_group="io")
+    @rtr.method
+    def stay_in_io(self, latch: Latch) -> str:
+        latch.pass_through()
+        return "left io"
+
+    @rtr.method
+    @ray.method(concurrency_group="io")
+    def meet_in_io(self) -> int:
+        assert self.barrier is not None
+        return self.barrier.wait(5)

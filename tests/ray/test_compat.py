@@ -1,0 +1,181 @@
+"""One test for each private name of Ray in ``_compat``: when a release moves it, this says what it was for.
+
+The names of torch have theirs in tests/unit/test_compat.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import raytorchrpc as rtr
+from raytorchrpc import _compat
+from raytorchrpc.codec import Codec
+from tests.ray.actors import AsyncPeer, GroupedPeer, Peer
+from tests.ray.conftest import Spawn
+from tests.ray.plain import Plain
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def asynchronous(spawn_for_module: Spawn) -> Any:
+    return spawn_for_module(AsyncPeer)
+
+
+@pytest.fixture(scope="module")
+def threaded(spawn_for_module: Spawn) -> Any:
+    return spawn_for_module(Peer, max_concurrency=4)
+
+
+@pytest.fixture(scope="module")
+def grouped(spawn_for_module: Spawn) -> Any:
+    return spawn_for_module(GroupedPeer)
+
+
+def inside(handle: Any, function: Callable[[Any], Any]) -> Any:
+    """``function(instance)`` in the actor's process."""
+    return ray.get(handle.__ray_call__.remote(function), timeout=20)
+
+
+def test_any_function_runs_on_any_actor(spawn: Spawn) -> None:
+    """ActorHandle.__ray_call__: without it actors need a base class or a method of ours to join a group."""
+    assert inside(spawn(Plain), lambda instance: instance.double(21)) == 42
+
+
+def test_the_actor_in_this_process_is_found(peers: list[Any], asynchronous: Any) -> None:
+    """ray._private.worker.global_worker, its .actors and .core_worker.get_actor_id: without them a method called
+    through Ray does not know its gate, and direct calls run beside it."""
+    for handle in (peers[0], asynchronous):
+        assert inside(handle, lambda instance: _compat.actor_instance() is instance)
+    assert _compat.actor_instance() is None, "a driver is no actor"
+
+
+def test_a_task_is_no_actor(cluster: None) -> None:
+    """The same names, in a worker process that runs a task."""
+    assert ray.get(ray.remote(num_cpus=0)(lambda: _compat.actor_instance() is None).remote())
+
+
+def test_max_concurrency_is_what_the_user_gave(peers: list[Any], threaded: Any, asynchronous: Any) -> None:
+    """core_worker.current_actor_max_concurrency: without it a threaded actor serves one direct call at a time, or
+    a sync one several."""
+    assert inside(peers[0], lambda instance: _compat.actor_max_concurrency()) == 1
+    assert inside(threaded, lambda instance: _compat.actor_max_concurrency()) == 4
+    assert inside(asynchronous, lambda instance: _compat.actor_max_concurrency()) == 1000
+
+
+def test_an_async_actor_is_told_from_the_others(peers: list[Any], threaded: Any, asynchronous: Any) -> None:
+    """core_worker.current_actor_is_asyncio: without it methods of an async actor run beside its loop."""
+    assert inside(asynchronous, lambda instance: _compat.actor_is_async())
+    assert not inside(peers[0], lambda instance: _compat.actor_is_async())
+    assert not inside(threaded, lambda instance: _compat.actor_is_async())
+
+
+def test_the_loop_of_an_async_actor_is_the_one_its_coroutines_run_on(asynchronous: Any) -> None:
+    """core_worker.get_event_loop and ray._raylet.PythonFunctionDescriptor: without them coroutine methods called
+    directly run on a loop of their own, where the actor's locks and futures do not work."""
+
+    def same() -> bool:
+        return _compat.actor_event_loop(None) is asyncio.get_running_loop()
+
+    assert ray.get(asynchronous.run.remote(same))
+
+
+def test_the_concurrency_group_of_a_method_is_known(grouped: Any) -> None:
+    """__ray_concurrency_group__: without it direct calls take no notice of Ray's concurrency groups."""
+    found = inside(
+        grouped,
+        lambda instance: [
+            _compat.concurrency_group_of(getattr(type(instance), name)) for name in ("io_group", "compute_group", "who")
+        ],
+    )
+    assert found[0] == "io" and found[2] is None
+    with rtr.init_group([grouped]):
+        assert inside(grouped, exposed_groups) == {"io_group": "io", "compute_group": "compute", "who": None}
+
+
+def exposed_groups(instance: Any) -> dict[str, Any]:
+    from raytorchrpc.member import process_member
+
+    methods = process_member().server.methods
+    return {name: methods[name].concurrency_group for name in ("io_group", "compute_group", "who")}
+
+
+def test_the_actor_id_of_a_handle_is_the_one_ray_knows_the_actor_by(peers: list[Any]) -> None:
+    """ActorHandle._actor_id: without it a handle is no call target, and duplicates in a list go unnoticed."""
+    known = inside(peers[0], lambda instance: ray.get_runtime_context().get_actor_id())
+    assert _compat.actor_id_of(peers[0]) == known
+    assert _compat.actor_id_of(ray.get(ray.put([peers[0]]))[0]) == known, "another copy of the handle"
+
+
+def test_the_class_name_of_a_handle(peers: list[Any], grouped: Any) -> None:
+    """ActorHandle._ray_actor_creation_function_descriptor.class_name: without it members of a list have no names."""
+    assert _compat.actor_class_name(peers[0]) == "Peer"
+    assert _compat.actor_class_name(grouped) == "GroupedPeer"
+
+
+def test_a_class_that_ray_brought_by_value_is_the_same_to_our_codec(spawn: Spawn) -> None:
+    """ray.cloudpickle.CloudPickler: another cloudpickle's copy of the class would be a stranger to isinstance."""
+
+    class Config:
+        def __init__(self, rate: float) -> None:
+            self.rate = rate
+
+    class Trainer:
+        def accepts(self, payload: bytes) -> bool:
+            return isinstance(Codec(_compat.cloudpickler()).decode(payload), Config)
+
+    payload = Codec(_compat.cloudpickler()).encode(Config(0.1)).payload
+    assert ray.get(spawn(Trainer).accepts.remote(payload))
+
+
+DRIVER_THAT_DIES = """
+import os, sys
+import ray, raytorchrpc as rtr
+address, namespace = sys.argv[1:]
+ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
+rtr.init_group({"a": ray.get_actor("left a"), "b": ray.get_actor("left b")}, name="of the dead driver")
+print(ray.get_runtime_context().get_job_id(), flush=True)
+sys.stdin.read()
+os._exit(9)
+"""
+
+
+def test_a_driver_that_died_is_known_and_its_group_keeps_nobody(spawn: Spawn) -> None:
+    """ray._private.state.state.job_table, its JobID and IsDead: without it the actors of a driver that died
+    without ending its group can never join another."""
+    left = [spawn(Peer, name=f"left {name}", lifetime="detached") for name in "ab"]
+    context = ray.get_runtime_context()
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER_THAT_DIES, context.gcs_address, context.namespace],
+        cwd=ROOT,
+        env={**os.environ, "RAY_AUTH_MODE": "token"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert driver.stdout is not None
+        job = driver.stdout.readline().strip()
+        assert job, driver.communicate()[1]
+        assert not {job, context.get_job_id()} & _compat.dead_jobs()
+        with pytest.raises(rtr.BootstrapError, match="'x' is already in group 'of the dead driver'"):
+            rtr.init_group({"x": left[0]})
+    finally:
+        driver.kill()
+        driver.communicate()
+    deadline = time.monotonic() + 20
+    while job not in _compat.dead_jobs():
+        assert time.monotonic() < deadline, "the dead driver is not reported"
+    with rtr.init_group({"x": left[0], "y": left[1]}):
+        assert ray.get(left[0].call.remote("y", "double", 21)) == 42

@@ -1,0 +1,96 @@
+"""The programs in the README and in docs/ run as they are printed.
+
+A fence marked ``python`` is a complete program and is run; ``py`` marks a fragment and is only compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+
+_FENCE = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+_TEST = re.compile(r"`(?P<file>tests/[\w/]+\.py)::(?P<test>\w+)`")
+_LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
+
+
+class Block(NamedTuple):
+    where: str
+    language: str
+    code: str
+
+
+def blocks() -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in _FENCE.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(Block(f"{page.relative_to(ROOT)}:{line}", match["language"], match["code"]))
+    return found
+
+
+PROGRAMS = [pytest.param(block, id=block.where) for block in blocks() if block.language == "python"]
+FRAGMENTS = [pytest.param(block, id=block.where) for block in blocks() if block.language == "py"]
+
+
+def test_the_readme_has_a_program() -> None:
+    assert any(block.language == "python" and block.where.startswith("README.md") for block in blocks())
+
+
+@pytest.mark.parametrize("block", PROGRAMS)
+def test_a_program_runs_as_it_is(block: Block, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(block.code, encoding="utf-8")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "RAYTORCHRPC_"))}
+    environ |= {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, str(program)],
+        cwd=tmp_path,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0, f"{block.where}\n{output}"
+
+
+@pytest.mark.parametrize("block", FRAGMENTS)
+def test_a_fragment_is_python(block: Block) -> None:
+    compile(block.code, block.where, "exec")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_the_pages_lead_somewhere(page: Path) -> None:
+    for match in _LINK.finditer(page.read_text(encoding="utf-8")):
+        target, _, anchor = match["target"].partition("#")
+        if "://" in target:
+            continue
+        aim = (page.parent / target) if target else page
+        assert aim.is_file(), f"{page.name} points to {target}"
+        assert not anchor or anchor in _anchors(aim), f"{page.name} points to {match['target']}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_test_that_is_named_exists(page: Path) -> None:
+    for match in _TEST.finditer(page.read_text(encoding="utf-8")):
+        source = (ROOT / match["file"]).read_text(encoding="utf-8")
+        assert f"def {match['test']}(" in source, f"{page.name} names {match[0]}"
+
+
+def _anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,0 +1,133 @@
+"""Two torchrpc agents without Ray, in two processes of their own; ``python -m tests.unit.compat_agents``.
+
+Prints, as JSON, what each step over ``_compat`` gave: its value, or the error. Apart from the tests, because a
+process has one agent, and torch keeps the first one for life.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import operator
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+NAMES = ("a", "b")
+
+
+def start(me: int) -> tuple[Any, Any, str]:
+    from raytorchrpc import _compat
+
+    return _compat.start_agent(
+        NAMES[me],
+        11 + me,
+        threads=2,
+        timeout_s=20,
+        transports=["uv"],
+        channels=["basic"],
+        device_maps={},
+        devices=[],
+    )
+
+
+def second(link: Any) -> None:
+    """The other process: answers until it is told to end."""
+    from raytorchrpc import _compat
+
+    agent, store, url = start(1)
+    _compat.init_autograd(12)
+    link.send(url)
+    _compat.add_peer(agent, store, "a", 11, link.recv(), devices=[], inverse_map={})
+    link.send("met")
+    link.recv()
+    _compat.stop_agent()
+
+
+def first(link: Any) -> dict[str, Any]:
+    import torch
+    import torch.distributed.autograd as dist_autograd
+    import torch.distributed.rpc as rpc
+
+    from raytorchrpc import _compat
+
+    seen: dict[str, Any] = {}
+
+    def step(name: str, function: Callable[[], Any]) -> None:
+        try:
+            seen[name] = function()
+        except Exception:
+            seen[name] = traceback.format_exc()
+
+    seen["agent before"] = _compat.agent_is_set()
+    agent, store, url = start(0)
+    seen["url"] = url
+    seen["agent after"] = _compat.agent_is_set()
+    step("autograd id before", _compat.autograd_id)
+    step("autograd id", lambda: [_compat.init_autograd(11), _compat.init_autograd(999), _compat.autograd_id()])
+
+    peer_url = link.recv()
+    _compat.add_peer(agent, store, "b", 12, peer_url, devices=[], inverse_map={})
+    link.send(url)
+    link.recv()
+    b = agent.get_worker_info("b")
+    step("call", lambda: _compat.invoke_async(b, operator.add, (1, 2), 20.0).wait())
+    step("call by name", lambda: rpc.rpc_sync("b", operator.add, args=(1, 2)))
+    step("timeout", lambda: _error(lambda: _compat.invoke_async(b, time.sleep, (0.3,), 0.05).wait()))
+    step("rref", lambda: isinstance(rpc.remote("b", operator.add, args=(1, 2)), _compat.RREF_TYPE))
+    step("rref value", lambda: rpc.remote("b", operator.add, args=(1, 2)).to_here())
+
+    def contexts() -> list[Any]:
+        outside = _compat.current_autograd_context()
+        with dist_autograd.context() as context:
+            inside = _compat.current_autograd_context()
+            elsewhere: list[Any] = []
+
+            def on_another_thread() -> None:
+                elsewhere.append(_compat.current_autograd_context())
+                with _compat.autograd_context(context):
+                    elsewhere.append(_compat.current_autograd_context())
+                    weight = torch.ones(2, requires_grad=True)
+                    loss = rpc.rpc_sync("b", torch.mul, args=(weight, 3.0)).sum()
+                    dist_autograd.backward(context, [loss])
+                    elsewhere.append(dist_autograd.get_gradients(context)[weight].tolist())
+                elsewhere.append(_compat.current_autograd_context())
+
+            thread = threading.Thread(target=on_another_thread)
+            thread.start()
+            thread.join()
+            with _compat.autograd_context(_compat.NO_CONTEXT):
+                suspended = _compat.current_autograd_context()
+            resumed = _compat.current_autograd_context()
+        entered, *rest = elsewhere[1:]
+        return [outside, inside == context, suspended, resumed == context, elsewhere[0], entered == context, *rest]
+
+    step("contexts", contexts)
+
+    _compat.remove_peer(agent, "b", 12)
+    step("removed", lambda: _error(lambda: agent.get_worker_info("b")))
+    link.send("end")
+    _compat.stop_agent()
+    seen["agent stopped"] = _compat.agent_is_set()
+    return seen
+
+
+def _error(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+if __name__ == "__main__":
+    here, there = multiprocessing.Pipe()
+    # Forked before torch is loaded, so that both load it at the same time.
+    other = multiprocessing.get_context("fork").Process(target=second, args=(there,))
+    other.start()
+    result = first(here)
+    other.join(10)
+    result["exit code"] = other.exitcode
+    print(json.dumps(result))

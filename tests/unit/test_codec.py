@@ -1,0 +1,520 @@
+"""Any object to (bytes, tensors) and back, without Ray and without a wire."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import io
+import pickle
+import re
+import subprocess
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from raytorchrpc.codec import LIFT_BUFFER_BYTES, Codec, Encoded, decode_exception, encode_exception
+from raytorchrpc.errors import PeerLost, RemoteError, SerializationError
+
+
+class ByValue(pickle.Pickler):
+    """As cloudpickle does it: functions that cannot be imported travel as code, by ``reducer_override``."""
+
+    def __init__(self, file: io.BytesIO, protocol: int | None = None, buffer_callback: Any = None) -> None:
+        super().__init__(file, protocol=protocol, buffer_callback=buffer_callback)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.FunctionType) and "<" in obj.__qualname__:
+            import marshal
+
+            cells = tuple(cell.cell_contents for cell in obj.__closure__ or ())
+            return _make_function, (marshal.dumps(obj.__code__), obj.__name__, obj.__defaults__, cells)
+        return NotImplemented
+
+
+def _make_function(code: bytes, name: str, defaults: Any, cells: tuple[Any, ...]) -> Any:
+    import marshal
+
+    closure = tuple(types.CellType(value) for value in cells)
+    return types.FunctionType(marshal.loads(code), globals(), name, defaults, closure)
+
+
+@pytest.fixture
+def codec() -> Codec:
+    return Codec()
+
+
+def through(obj: Any, codec: Codec | None = None) -> Any:
+    """Encode and decode, as if a lane had copied the tensors."""
+    codec = codec or Codec()
+    encoded = codec.encode(obj)
+    copied = [tensor.clone() for tensor in encoded.tensors]
+    return codec.decode(encoded.payload, copied, encoded.rrefs, encoded.buffers)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit by bit (NaN too), in type and shape."""
+    raw = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*raw)
+
+
+DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+#: Without the quantized ones, and those that torch itself cannot copy.
+PLAIN_DTYPES = [dtype for dtype in DTYPES if not re.match(r"torch\.(q|bits|u?int[1-7]$)", str(dtype))]
+
+
+# --- tensors -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", PLAIN_DTYPES, ids=str)
+def test_every_dtype_is_lifted_without_a_copy(codec: Codec, dtype: torch.dtype) -> None:
+    tensor = torch.randint(0, 2, (6 * dtype.itemsize,), dtype=torch.uint8).view(dtype).view(2, 3)
+    encoded = codec.encode({"x": tensor})
+    assert [lifted.data_ptr() for lifted in encoded.tensors] == [tensor.data_ptr()]
+    assert len(encoded.payload) < 400
+    assert same(through({"x": tensor})["x"], tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32], ids=str)
+def test_quantized_tensors_arrive_whole(dtype: torch.dtype) -> None:
+    with warnings.catch_warnings():  # torch wants them gone one day
+        warnings.simplefilter("ignore")
+        tensor = torch.quantize_per_tensor(torch.tensor([-1.0, 0.0, 2.0]), 0.1, 3, dtype)
+        arrived = through([tensor])[0]
+        assert arrived.dtype == dtype
+        assert torch.equal(arrived.dequantize(), tensor.dequantize())
+
+
+def test_a_large_tensor_adds_nothing_to_the_payload_and_is_the_callers_own(codec: Codec) -> None:
+    tensor = torch.zeros(10_000_000)
+    encoded = codec.encode([tensor, tensor[5:]])
+    assert len(encoded.payload) < 400
+    assert encoded.tensors[0].data_ptr() == tensor.data_ptr()
+    assert encoded.tensors[1].data_ptr() == tensor[5:].data_ptr()
+    whole, tail = codec.decode(*encoded)
+    assert whole.data_ptr() == tensor.data_ptr()
+    assert tail.data_ptr() == tensor[5:].data_ptr()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.tensor(3.5),
+        lambda: torch.empty(0),
+        lambda: torch.empty(0, 7, dtype=torch.int16),
+        lambda: torch.arange(24).view(2, 3, 4).permute(2, 0, 1),
+        lambda: torch.arange(12.0).view(3, 4).T,
+        lambda: torch.arange(20)[::3],
+        lambda: torch.arange(3.0).expand(5, 3),
+        lambda: torch.arange(8.0).view(1, 2, 2, 2).to(memory_format=torch.channels_last),
+    ],
+    ids=["scalar", "empty", "empty 2d", "permuted", "transposed", "strided", "expanded", "channels last"],
+)
+def test_every_shape_and_stride(make: Callable[[], torch.Tensor]) -> None:
+    tensor = make()
+    arrived = through(tensor)
+    assert arrived.shape == tensor.shape
+    assert torch.equal(arrived, tensor)
+
+
+def test_conjugated_and_negated_views_arrive_as_what_they_show() -> None:
+    tensor = torch.tensor([1 + 2j, 3 - 4j])
+    for view in (tensor.conj(), tensor.conj().imag):
+        assert view.is_conj() or view.is_neg()
+        assert torch.equal(through(view), view.resolve_conj().resolve_neg())
+
+
+def test_the_same_tensor_twice_is_one_tensor_there(codec: Codec) -> None:
+    tensor = torch.ones(3)
+    encoded = codec.encode({"a": tensor, "b": [tensor]})
+    assert len(encoded.tensors) == 1
+    arrived = codec.decode(*encoded)
+    assert arrived["a"] is arrived["b"][0]
+
+
+def test_requires_grad_is_kept_and_the_arrival_is_a_leaf() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    for tensor in (leaf, leaf * 2):
+        arrived = through(tensor)
+        assert arrived.requires_grad
+        assert arrived.is_leaf
+    assert not through(torch.ones(2)).requires_grad
+
+
+def test_a_parameter_stays_a_parameter() -> None:
+    weight, frozen = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    arrived = through((weight, frozen))
+    assert [type(parameter) for parameter in arrived] == [torch.nn.Parameter] * 2
+    assert [parameter.requires_grad for parameter in arrived] == [True, False]
+
+
+def test_keep_graph_lifts_the_tensor_with_its_history(codec: Codec) -> None:
+    leaf = torch.nn.Parameter(torch.ones(2))
+    product = leaf * 3
+    encoded = codec.encode([product, leaf, torch.ones(1)], keep_graph=True)
+    assert encoded.tensors[0].grad_fn is product.grad_fn
+    arrived = codec.decode(*encoded)
+    (arrived[0].sum() + arrived[1].sum()).backward()
+    assert torch.equal(leaf.grad, torch.full((2,), 4.0))
+    assert not arrived[2].requires_grad
+
+
+def test_without_keep_graph_nothing_leads_back_to_the_sender(codec: Codec) -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    assert all(tensor.grad_fn is None and not tensor.requires_grad for tensor in codec.encode(leaf * 2).tensors)
+
+
+def test_sparse_tensors() -> None:
+    coo = torch.eye(4).to_sparse()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "Sparse CSR tensor support is in beta state"
+        csr = torch.eye(4).to_sparse_csr()
+        assert torch.equal(through(csr).to_dense(), torch.eye(4))
+        assert through(csr).layout is torch.sparse_csr
+    assert torch.equal(through(coo).to_dense(), torch.eye(4))
+    assert through(coo).layout is torch.sparse_coo
+
+
+def test_meta_tensors_arrive_with_their_shape() -> None:
+    arrived = through(torch.empty(3, 4, device="meta", dtype=torch.int8))
+    assert arrived.is_meta
+    assert (arrived.shape, arrived.dtype) == ((3, 4), torch.int8)
+
+
+class Marked(torch.Tensor):
+    """A subclass with nothing of its own."""
+
+
+class Wrapping(torch.Tensor):
+    """As FP8 and quantization libraries make them: a tensor made of other tensors."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapping:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Wrapping, (self.inner,)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{function} was called while it was only carried")
+
+
+def test_tensor_subclasses_keep_their_class(codec: Codec) -> None:
+    arrived = through(torch.ones(3).as_subclass(Marked))
+    assert type(arrived) is Marked
+    assert torch.equal(arrived.as_subclass(torch.Tensor), torch.ones(3))
+
+    inner = torch.arange(100_000, dtype=torch.int8)
+    encoded = codec.encode(Wrapping(inner))
+    assert [tensor.data_ptr() for tensor in encoded.tensors] == [inner.data_ptr()]  # its parts are lifted
+    wrapped = codec.decode(*encoded)
+    assert type(wrapped) is Wrapping
+    assert torch.equal(wrapped.inner, inner)
+
+
+# --- numpy ---------------------------------------------------------------------------------------------------
+
+LARGE = LIFT_BUFFER_BYTES  # in float64 elements: far above the limit
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_large_arrays_are_lifted_without_a_copy(codec: Codec, order: Any) -> None:
+    array = numpy.asarray(numpy.arange(LARGE, dtype=numpy.float64).reshape(16, -1), order=order)
+    encoded = codec.encode({"a": array})
+    assert encoded.buffers == 1
+    assert encoded.tensors[-1].data_ptr() == array.ctypes.data
+    assert len(encoded.payload) < 400
+    arrived = codec.decode(*encoded)["a"]
+    assert arrived.ctypes.data == array.ctypes.data
+    assert (arrived.dtype, arrived.flags.f_contiguous) == (array.dtype, array.flags.f_contiguous)
+    numpy.testing.assert_array_equal(arrived, array)
+
+
+def test_read_only_arrays_as_they_come_from_rays_store(codec: Codec) -> None:
+    array = numpy.arange(LARGE)
+    array.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of each read-only buffer
+        encoded = codec.encode(array)
+    address = array.ctypes.data
+    assert encoded.tensors[0].data_ptr() == address
+    expected = array.copy()
+    del array  # the lifted tensor alone keeps the memory
+    numpy.testing.assert_array_equal(encoded.tensors[0].numpy().view(expected.dtype), expected)
+
+
+def test_arrays_that_are_not_contiguous_and_small_ones_travel_in_the_payload(codec: Codec) -> None:
+    for array in (numpy.arange(2 * LARGE)[::2], numpy.arange(10), numpy.array(["a", None], dtype=object)):
+        encoded = codec.encode(array)
+        assert encoded.buffers == 0
+        numpy.testing.assert_array_equal(codec.decode(*encoded), array)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "float16", "complex128", "datetime64[s]", "U5", "i4,f8"])
+def test_array_dtypes(dtype: str) -> None:
+    array = numpy.zeros(LARGE * 2, dtype=dtype)
+    arrived = through(array)
+    assert arrived.dtype == array.dtype
+    numpy.testing.assert_array_equal(arrived, array)
+
+
+def test_tensors_and_arrays_in_one_object_find_their_own_places(codec: Codec) -> None:
+    obj = [numpy.full(LARGE, 1.0), torch.full((3,), 2.0), numpy.full(LARGE, 3.0), torch.full((4,), 4.0)]
+    encoded = codec.encode(obj)
+    assert encoded.buffers == 2
+    assert [len(part) for part in through(obj)] == [LARGE, 3, LARGE, 4]
+    assert [float(part[0]) for part in through(obj)] == [1.0, 2.0, 3.0, 4.0]
+
+
+# --- objects -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Batch:
+    inputs: torch.Tensor
+    extra: dict[str, Any]
+    parent: Batch | None = None
+
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+def test_tensors_anywhere_inside_nested_objects() -> None:
+    inner = Batch(torch.arange(3), {"list": [torch.ones(2), (torch.zeros(1),)]})
+    outer = Batch(torch.arange(4), {"pair": Pair(torch.ones(1), {1, 2}), "array": numpy.arange(LARGE)}, inner)
+    arrived = through(outer)
+    assert isinstance(arrived, Batch) and isinstance(arrived.parent, Batch)
+    assert torch.equal(arrived.inputs, torch.arange(4))
+    assert torch.equal(arrived.parent.extra["list"][1][0], torch.zeros(1))
+    assert arrived.extra["pair"].right == {1, 2}
+    assert torch.equal(arrived.extra["pair"].left, torch.ones(1))
+
+
+def test_state_dicts_and_whole_modules(codec: Codec) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300))
+    state = module.state_dict()
+    encoded = codec.encode(state)
+    assert len(encoded.payload) < 2000
+    arrived = through(state)
+    assert isinstance(arrived, collections.OrderedDict)
+    assert arrived._metadata == state._metadata
+    fresh = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300))
+    fresh.load_state_dict(arrived)
+    assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), module.parameters(), strict=True))
+
+    copied = through(module)
+    assert all(type(parameter) is torch.nn.Parameter for parameter in copied.parameters())
+    x = torch.ones(2, 300)
+    module.eval(), copied.eval()
+    assert torch.equal(copied(x), module(x))
+
+
+def test_an_object_that_contains_itself() -> None:
+    loop: list[Any] = [torch.ones(1)]
+    loop.append(loop)
+    arrived = through(loop)
+    assert arrived[1] is arrived
+
+
+def test_functions_by_value_with_the_pickler_that_knows_them() -> None:
+    weight = torch.arange(3.0)
+    codec = Codec(ByValue)
+    encoded = codec.encode(lambda x: x * weight)
+    assert [tensor.data_ptr() for tensor in encoded.tensors] == [weight.data_ptr()]  # in the closure, still lifted
+    assert torch.equal(codec.decode(*encoded)(2), torch.tensor([0.0, 2.0, 4.0]))
+    with pytest.raises(SerializationError):
+        Codec().encode(lambda: None)
+
+
+def test_a_decode_inside_a_decode(codec: Codec) -> None:
+    """User code that runs while unpickling may use the codec itself."""
+    outer = codec.encode([Nested(torch.ones(2)), torch.zeros(3)])
+    nested, after = codec.decode(*outer)
+    assert torch.equal(nested.value, torch.ones(2))
+    assert torch.equal(after, torch.zeros(3))
+
+
+class Nested:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def __getstate__(self) -> Any:
+        return tuple(Codec().encode(self.value))
+
+    def __setstate__(self, state: Any) -> None:
+        self.value = Codec().decode(*state)
+
+
+def test_threads_do_not_mix_their_tables(codec: Codec) -> None:
+    wrong: list[int] = []
+    barrier = threading.Barrier(4)
+
+    def work(number: int) -> None:
+        encoded = codec.encode([torch.full((3,), number)] * 3)
+        barrier.wait(10)
+        for _ in range(300):
+            if any(int(tensor[0]) != number for tensor in codec.decode(*encoded)):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+class Unwilling:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("I stay here")
+
+
+@pytest.mark.parametrize(
+    ("obj", "names"),
+    [
+        (threading.Lock(), "lock"),
+        ((number for number in ()), "generator"),
+        (Unwilling(), "RuntimeError: I stay here"),
+        ([{"deep": io.StringIO}, {"deep": open}, threading.Event()], "lock"),
+    ],
+)
+def test_what_cannot_be_pickled_is_named(codec: Codec, obj: Any, names: str) -> None:
+    with pytest.raises(SerializationError, match=names) as caught:
+        codec.encode({"key": obj})
+    assert isinstance(caught.value, TypeError)
+    assert caught.value.__cause__ is not None
+    assert codec.decode(*codec.encode([torch.ones(1)]))[0] == 1  # and the codec goes on
+
+
+def test_a_recursion_too_deep_is_an_error_not_a_crash(codec: Codec) -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(SerializationError, match="RecursionError"):
+        codec.encode(nested)
+    while nested:  # taken apart by hand: letting go of it at once recurses as deeply
+        nested = nested[0]
+
+
+# --- exceptions ----------------------------------------------------------------------------------------------
+
+
+class Odd(Exception):
+    def __init__(self, first: int, second: int, *, tag: str) -> None:
+        super().__init__(f"{first} and {second}")
+        self.first, self.tag = first, tag
+
+
+class OneArgument(Exception):
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is no {name}")
+
+
+class OddFile(OSError):
+    def __init__(self, name: str) -> None:
+        super().__init__(2, "gone", name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+class OwnPickling(Exception):
+    __slots__ = ("secret",)
+
+    def __init__(self, secret: int) -> None:
+        self.secret = secret
+
+    def __reduce__(self) -> Any:
+        return OwnPickling, (self.secret,)
+
+
+class HoldsALock(Exception):
+    def __init__(self) -> None:
+        super().__init__("held")
+        self.lock = threading.Lock()
+
+
+def arrival(error: BaseException, codec: Codec | None = None) -> BaseException:
+    codec = codec or Codec()
+    try:
+        raise error
+    except BaseException as raised:
+        encoded = encode_exception(codec, raised)
+    return decode_exception(codec, Encoded(*copy.deepcopy(tuple(encoded))), "learner.update")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("plain"),
+        KeyError("key"),
+        Odd(1, 2, tag="t"),
+        OneArgument("x"),
+        OddFile("/gone"),
+        Frozen(3),
+        OwnPickling(4),
+        HoldsALock(),
+        PeerLost("b", "cut", may_have_run=False),
+        StopIteration(5),
+        FileNotFoundError(2, "No such file or directory", "/gone"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+        ModuleNotFoundError("No module named 'x'", name="x"),
+        subprocess.CalledProcessError(3, ["false"], b"out"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_exceptions_arrive_as_they_were_raised(error: Exception) -> None:
+    arrived = arrival(error)
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert arrived.args == error.args
+    for name in ("filename", "first", "tag", "code", "secret", "value", "name", "object", "returncode", "may_have_run"):
+        assert getattr(arrived, name, None) == getattr(error, name, None), name
+    cause = arrived.__cause__
+    assert isinstance(cause, RemoteError)
+    assert cause.type_name == f"{type(error).__module__}.{type(error).__qualname__}"
+    assert "in arrival" in cause.traceback_text
+    assert "learner.update" in str(cause)
+
+
+def test_a_tensor_in_an_exception_travels_with_it() -> None:
+    assert torch.equal(arrival(ValueError("bad", torch.arange(3))).args[1], torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError(threading.Lock()),
+        type("Local", (Exception,), {"__module__": __name__})("a class that cannot be found"),
+        ValueError(Odd(1, 2, tag="t")),
+    ],
+    ids=["unpicklable argument", "unknown class", "unreadable inside"],
+)
+def test_what_cannot_be_raised_there_becomes_a_remote_error_with_the_text(error: Any) -> None:
+    arrived = arrival(error)
+    assert type(arrived) is RemoteError
+    assert arrived.type_name == f"{type(error).__module__}.{type(error).__qualname__}"
+    assert str(error) in str(arrived)
+    assert "Traceback" in arrived.traceback_text
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_what_would_end_the_callers_process_is_only_told(kind: type[BaseException]) -> None:
+    arrived = arrival(kind("not yours"))
+    assert type(arrived) is RemoteError
+    assert arrived.type_name == f"builtins.{kind.__name__}"

@@ -1,0 +1,120 @@
+"""One test for each private name of torch in ``_compat``: when a release moves it, this says what it was for.
+
+The names of Ray have theirs in tests/ray/test_compat.py.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from raytorchrpc import _compat
+from raytorchrpc.codec import Codec
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    """What two agents made by ``_compat`` did; see ``compat_agents``."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.unit.compat_agents"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, f"no torchrpc agent can be started without a rendezvous any more:\n{ran.stderr}"
+    result: dict[str, Any] = json.loads(ran.stdout)
+    return result
+
+
+def test_an_agent_starts_alone_and_publishes_its_address(seen: dict[str, Any]) -> None:
+    """_distributed_c10d.HashStore, _distributed_rpc.TensorPipeAgent, rpc.api._init_rpc_states, and the options
+    _transports and _channels: without them members need init_rpc and a rendezvous server. The address lies in
+    the store under "addrs/<name>"."""
+    assert seen["url"].startswith("uv://"), "how an agent publishes its address has changed"
+
+
+def test_a_users_own_agent_is_noticed(seen: dict[str, Any]) -> None:
+    """_is_current_rpc_agent_set: without it, joining crashes a process that uses init_rpc."""
+    assert (seen["agent before"], seen["agent after"], seen["agent stopped"]) == (False, True, False)
+
+
+def test_an_agent_can_be_told_of_a_peer(seen: dict[str, Any]) -> None:
+    """_update_group_membership and WorkerInfo: without them no member meets another."""
+    assert seen["call"] == 3
+    assert seen["call by name"] == 3, "torch's own API does not find the members by their rpc_name"
+
+
+def test_an_agent_can_be_told_to_forget_a_peer(seen: dict[str, Any]) -> None:
+    """_update_group_membership with is_join=False: without it members cannot leave."""
+    assert "could not find destination" in seen["removed"]
+    assert seen["exit code"] == 0
+
+
+def test_a_deadline_is_told_by_its_text(seen: dict[str, Any]) -> None:
+    """Not a name but a text: the torchrpc lane knows a timeout by it; all other RuntimeErrors mean something else."""
+    assert "RPC ran for more than set timeout" in seen["timeout"]
+
+
+def test_an_rref_is_known_by_its_type(seen: dict[str, Any]) -> None:
+    """_distributed_rpc.PyRRef: without it the codec pickles RRefs instead of lifting them out."""
+    assert seen["rref"] is True
+    assert seen["rref value"] == 3
+
+
+def test_distributed_autograd_takes_one_id_per_process(seen: dict[str, Any]) -> None:
+    """dist_autograd._init: without it no gradient crosses a member; a second id must not reach torch."""
+    assert seen["autograd id before"] is None
+    assert seen["autograd id"] == [11, 11, 11]
+
+
+def test_an_autograd_context_can_be_entered_on_another_thread(seen: dict[str, Any]) -> None:
+    """_ZN5torch11distributed8autograd21DistAutogradContainer's static members in libtorch_cpu.so, which read, set
+    and clear the context: without them methods, which run on threads of their own, drop out of the caller's backward pass."""
+    none = _compat.NO_CONTEXT
+    assert seen["contexts"] == [none, True, none, True, none, True, [3.0, 3.0], none]
+
+
+def test_a_tensor_that_nobody_else_holds_is_told_from_one_that_is_shared() -> None:
+    """torch._C._storage_Use_Count of the storage's _cdata: without it every result is copied, or, worse, none
+    is and the next method changes what the caller gets."""
+    alone = torch.ones(4)
+    assert _compat.is_sole_owner(alone)
+    view = alone[1:]
+    assert not _compat.is_sole_owner(alone)
+    assert not _compat.is_sole_owner(view)
+    del alone
+    assert _compat.is_sole_owner(view)
+    detached = view.detach()
+    assert not _compat.is_sole_owner(view)
+    del detached
+    storage = view.untyped_storage()
+    assert not _compat.is_sole_owner(view), "the storage itself is in somebody's hands"
+    del storage
+    assert _compat.is_sole_owner(view)
+    from_array = torch.from_numpy(numpy.ones(4))
+    assert not _compat.is_sole_owner(from_array), "the array could still change it"
+
+
+def test_backends_can_be_asked_for_by_name() -> None:
+    """The options _transports and _channels again: they tell what this torch build has."""
+    assert _compat.has_tensorpipe("transports", "uv")
+    assert _compat.has_tensorpipe("channels", "basic")
+    assert not _compat.has_tensorpipe("transports", "carrier_pigeon")
+    assert not _compat.has_tensorpipe("channels", "carrier_pigeon")
+
+
+def test_rays_pickler_takes_functions_by_value_and_lets_tensors_be_lifted() -> None:
+    """ray.cloudpickle.CloudPickler with a reducer_override to build on: without it lambdas and classes of the
+    driver's __main__ cannot be sent."""
+    offset = 2
+    codec = Codec(_compat.cloudpickler())
+    encoded = codec.encode((lambda x: x + offset, torch.ones(3)))
+    assert len(encoded.tensors) == 1
+    function, tensor = codec.decode(*encoded)
+    assert function(1) == 3 and tensor.sum() == 3

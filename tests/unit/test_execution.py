@@ -1,0 +1,512 @@
+"""Gates, seats, workers and alarms, without Ray. No test waits for time to pass."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from raytorchrpc import execution
+from raytorchrpc.execution import Alarms, Gate, Limit, Scope, Seat, Work, Workers, current_scope, wait_serving
+
+PATIENCE_S = 10.0
+
+
+class Waiting:
+    """A call under way, ended by the test."""
+
+    def __init__(self, loop_token: str | None = None) -> None:
+        self.loop_token = loop_token
+        self._done = threading.Event()
+        self._callbacks: list[Callable[[], None]] = []
+        self.watched = threading.Event()
+
+    def wait(self, timeout_s: float) -> bool:
+        self.watched.set()
+        return self._done.wait(timeout_s)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+        self.watched.set()
+        if self._done.is_set():
+            callback()
+
+    def finish(self) -> None:
+        self._done.set()
+        for callback in self._callbacks:
+            callback()
+
+
+class Method:
+    """A job whose work the test does by hand, in the order it was admitted."""
+
+    def __init__(self, log: list[str], name: str, inside: Callable[[Seat], None] | None = None) -> None:
+        self.log, self.name, self.inside = log, name, inside
+        self.seat: Seat | None = None
+        self.ran_on: int | None = None
+
+    def admit(self, seat: Seat) -> Work | None:
+        self.seat = seat
+        self.log.append(self.name)
+        return lambda: None
+
+    def spawn(self, work: Work) -> None:
+        work()
+
+    def run_inside(self, seat: Seat) -> None:
+        self.seat, self.ran_on = seat, threading.get_ident()
+        self.log.append(f"{self.name} inside")
+        if self.inside is not None:
+            self.inside(seat)
+
+    def leave(self) -> None:
+        assert self.seat is not None
+        self.seat.gate.leave(self.seat)
+
+
+def on_thread(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Start it; the result joins, and returns or raises what it did."""
+    outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((function(), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def join() -> Any:
+        value, error = outcome.get(timeout=PATIENCE_S)
+        thread.join(PATIENCE_S)
+        if error is not None:
+            raise error
+        return value
+
+    return join
+
+
+# --- the gate ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_a_gate_admits_its_limit_and_the_rest_in_the_order_they_came(limit: int) -> None:
+    log: list[str] = []
+    gate = Gate(limit)
+    methods = [Method(log, str(number)) for number in range(6)]
+    admitted = [gate.request(method) is not None for method in methods]
+    assert admitted == [True] * limit + [False] * (6 - limit)
+    for gone, method in enumerate(methods, start=1):
+        assert log == [str(number) for number in range(min(6, limit + gone - 1))]
+        method.leave()
+    assert gate.enter_now() is not None  # all seats are free again
+
+
+def test_threads_that_enter_and_jobs_share_one_line() -> None:
+    log: list[str] = []
+    gate = Gate(1)
+    first = gate.enter()
+    assert first.owner == threading.get_ident()
+    assert gate.enter_now() is None
+    second = Method(log, "second")
+    assert gate.request(second) is None
+    entered = threading.Event()
+
+    def third() -> Seat:
+        seat = gate.enter()
+        entered.set()
+        return seat
+
+    join = on_thread(third)
+    fourth = Method(log, "fourth")
+    while len(gate._queue) < 2:  # the thread has taken its place in the line
+        time.sleep(0)
+    assert gate.request(fourth) is None
+
+    gate.leave(first)
+    assert log == ["second"] and not entered.is_set()
+    second.leave()
+    seat = join()
+    assert log == ["second"] and seat.owner not in (None, threading.get_ident())
+    gate.leave(seat)
+    assert log == ["second", "fourth"]
+
+
+def test_pass_on_gives_the_next_in_line_to_the_same_thread() -> None:
+    log: list[str] = []
+    gate = Gate(1)
+    first, second = Method(log, "first"), Method(log, "second")
+    gate.request(first)
+    gate.request(second)
+    assert first.seat is not None
+    following = gate.pass_on(first.seat)
+    assert following is not None and following[0] is second
+    assert second.seat is not None and second.seat is not first.seat
+    assert gate.pass_on(second.seat) is None
+
+
+def test_a_chain_finds_the_seat_it_holds_and_no_other() -> None:
+    gate, other = Gate(2), Gate(1)
+    mine, its = gate.enter(), gate.enter()
+    elsewhere = other.enter()
+    assert gate.held((elsewhere.token, mine.token)) is mine
+    assert gate.held((mine.token, its.token)) is its  # the latest
+    assert gate.held((elsewhere.token,)) is None
+    assert mine.taken
+    gate.leave(mine)
+    assert gate.held((mine.token,)) is None
+    assert not mine.taken
+
+
+def test_tokens_are_never_used_twice() -> None:
+    gates = [Gate(1) for _ in range(3)]
+    tokens = []
+    for gate in gates * 10:
+        seat = gate.enter()
+        tokens.append(seat.token)
+        gate.leave(seat)
+    assert len(set(tokens)) == 30
+
+
+# --- coming back to a seat -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def seat() -> Iterator[Seat]:
+    """This thread runs a method in a gate of one."""
+    gate = Gate(1)
+    seat = gate.enter()
+    before = current_scope.set(Scope((seat.token,), None, seat))
+    yield seat
+    current_scope.reset(before)
+
+
+def test_what_comes_back_runs_on_the_thread_that_waits_in_order(seat: Seat) -> None:
+    log: list[str] = []
+    waiting = Waiting()
+    methods = [Method(log, str(number)) for number in range(3)]
+    methods[2].inside = lambda _: waiting.finish()
+
+    def come_back() -> None:
+        for method in methods:
+            assert seat.gate.post(seat, method)
+
+    join = on_thread(come_back)
+    assert wait_serving(waiting, PATIENCE_S)
+    join()
+    assert log == ["0 inside", "1 inside", "2 inside"]
+    assert {method.ran_on for method in methods} == {threading.get_ident()}
+    assert {method.seat for method in methods} == {seat}
+
+
+def test_what_came_back_early_runs_when_the_method_first_waits(seat: Seat) -> None:
+    log: list[str] = []
+    waiting = Waiting()
+    seat.gate.post(seat, Method(log, "early", lambda _: waiting.finish()))
+    assert log == []
+    assert wait_serving(waiting, PATIENCE_S)
+    assert log == ["early inside"]
+
+
+def test_a_wait_inside_a_wait(seat: Seat) -> None:
+    log: list[str] = []
+    outer, inner = Waiting(), Waiting()
+
+    def wait_again(_: Seat) -> None:
+        seat.gate.post(seat, Method(log, "second", lambda _: inner.finish()))
+        assert wait_serving(inner, PATIENCE_S)
+        log.append("first goes on")
+        outer.finish()
+
+    seat.gate.post(seat, Method(log, "first", wait_again))
+    assert wait_serving(outer, PATIENCE_S)
+    assert log == ["first inside", "second inside", "first goes on"]
+
+
+def test_a_wait_that_runs_out_says_so_and_can_be_repeated(seat: Seat) -> None:
+    waiting = Waiting()
+    assert not wait_serving(waiting, 0.01)
+    waiting.finish()
+    assert wait_serving(waiting, 0.0)
+
+
+def test_a_seat_that_is_given_up_hands_what_nobody_ran_to_the_line(seat: Seat) -> None:
+    log: list[str] = []
+    gate = seat.gate
+    left = [Method(log, "left 1"), Method(log, "left 2")]
+    for method in left:
+        assert gate.post(seat, method)
+    gate.leave(seat)
+    assert log == ["left 1"]  # one at a time, with a seat of its own
+    left[0].leave()
+    assert log == ["left 1", "left 2"]
+    assert not gate.post(seat, Method(log, "too late"))
+    left[1].leave()
+    assert gate.enter_now() is not None
+
+
+def test_another_thread_in_a_copy_of_the_context_does_not_take_the_seat_for_its_own(seat: Seat) -> None:
+    import contextvars
+
+    log: list[str] = []
+    waiting = Waiting()
+    context = contextvars.copy_context()
+    join = on_thread(lambda: context.run(wait_serving, waiting, PATIENCE_S))
+    assert waiting.watched.wait(PATIENCE_S)
+    seat.gate.post(seat, Method(log, "mine"))
+    waiting.finish()
+    assert join()
+    assert log == []  # only the thread of the method may run it
+
+
+# --- scopes --------------------------------------------------------------------------------------------------
+
+
+def test_a_deadline_is_void_once_its_call_is_over() -> None:
+    limit = Limit(time.monotonic() + 5)
+    scope = Scope(("a",), limit)
+    inherited = scope._replace(seat=None)
+    assert scope.deadline == inherited.deadline == limit.at
+    limit.over = True
+    assert scope.deadline is None and inherited.deadline is None
+    assert Scope().deadline is None
+
+
+def test_a_scope_inside_a_seat_keeps_the_chain_and_the_limit() -> None:
+    gate = Gate(2)
+    first, second = gate.enter(), gate.enter()
+    limit = Limit(1.0)
+    inside = Scope((), limit).inside(first).inside(second)
+    assert inside.path == (first.token, second.token)
+    assert inside.limit is limit and inside.seat is second
+    again = inside.inside(first)
+    assert again.path == inside.path and again.seat is first
+
+
+# --- event loops ---------------------------------------------------------------------------------------------
+
+
+def test_coroutines_wait_for_their_turn_without_stopping_the_loop() -> None:
+    async def main() -> list[str]:
+        gate, log = Gate(1), []
+
+        async def enter(name: str) -> Seat:
+            seat = await gate.enter_on_loop()
+            log.append(name)
+            return seat
+
+        first = await enter("first")
+        tasks = [asyncio.create_task(enter(name)) for name in ("second", "third")]
+        await asyncio.sleep(0)
+        assert log == ["first"] and first.owner is None
+        gate.leave(first)
+        gate.leave(await tasks[0])
+        gate.leave(await tasks[1])
+        return log
+
+    assert asyncio.run(main()) == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize("when", ["waiting", "admitted", "after its turn was set"])
+def test_a_cancelled_coroutine_leaves_its_seat_to_the_next(when: str) -> None:
+    async def main() -> None:
+        gate = Gate(1)
+        first = await gate.enter_on_loop()
+        task = asyncio.create_task(gate.enter_on_loop())
+        await asyncio.sleep(0)
+        if when == "waiting":
+            task.cancel()
+            await asyncio.sleep(0)
+            gate.leave(first)
+        elif when == "admitted":
+            gate.leave(first)
+            task.cancel()
+        else:
+            gate.leave(first)
+            asyncio.get_running_loop().call_soon(task.cancel)  # between its turn and its next step
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        last = await asyncio.wait_for(gate.enter_on_loop(), PATIENCE_S)
+        gate.leave(last)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_loop_that_stands_still_for_a_call_refuses_what_that_call_brings_back(early: bool) -> None:
+    async def main() -> list[str]:
+        log: list[str] = []
+        loop = asyncio.get_running_loop()
+        mine, other = execution.token_on_loop(), execution.token_on_loop()
+        assert mine and other and mine != other
+        waiting = Waiting(mine)
+
+        def start(name: str, *path: str) -> None:
+            def refuse() -> None:
+                log.append(f"{name} refused")
+                waiting.finish()
+
+            execution.start_on_loop(loop, path, lambda: log.append(f"{name} started"), refuse)
+
+        start("of another chain", other)
+        start("of no chain")
+        if early:
+            start("mine", "x", mine)  # before this thread waits
+            assert wait_serving(waiting, PATIENCE_S)
+        else:
+            join = on_thread(lambda: waiting.watched.wait(PATIENCE_S) and start("mine", mine, "x"))
+            assert wait_serving(waiting, PATIENCE_S)
+            join()
+        await asyncio.sleep(0)
+        start("later", mine)  # nobody stands still any more
+        await asyncio.sleep(0)
+        return log
+
+    order = ["mine refused", "of another chain started", "of no chain started", "later started"]
+    assert asyncio.run(main()) == order
+
+
+def test_a_thread_without_a_loop_needs_no_token() -> None:
+    assert execution.token_on_loop() is None
+
+
+# --- workers -------------------------------------------------------------------------------------------------
+
+
+def worker_threads(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+
+
+@pytest.fixture
+def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
+    workers = Workers(request.node.name, limit=4)
+    yield workers
+    workers.stop()
+    for thread in worker_threads(request.node.name):
+        thread.join(PATIENCE_S)
+    assert worker_threads(request.node.name) == []
+
+
+def test_workers_grow_to_what_runs_at_once_up_to_their_limit(workers: Workers, request: pytest.FixtureRequest) -> None:
+    running: queue.SimpleQueue[int] = queue.SimpleQueue()
+    go = threading.Event()
+
+    def work(number: int) -> None:
+        running.put(number)
+        go.wait(PATIENCE_S)
+
+    for number in range(6):
+        workers.submit(work, number)
+    assert sorted(running.get(timeout=PATIENCE_S) for _ in range(4)) == [0, 1, 2, 3]
+    assert len(worker_threads(request.node.name)) == 4
+    assert running.empty()
+    go.set()
+    assert [running.get(timeout=PATIENCE_S) for _ in range(2)] == [4, 5]
+
+
+def test_an_idle_worker_is_used_again(workers: Workers, request: pytest.FixtureRequest) -> None:
+    idents: queue.SimpleQueue[int] = queue.SimpleQueue()
+    seen = set()
+    for _ in range(50):
+        workers.submit(lambda: idents.put(threading.get_ident()))
+        seen.add(idents.get(timeout=PATIENCE_S))
+        with workers._lock:
+            pass  # it may have to come back to the queue first
+    assert len(seen) <= 2
+    assert all(thread.daemon for thread in worker_threads(request.node.name))
+
+
+def test_an_idle_worker_keeps_nothing_of_its_task(workers: Workers) -> None:
+    class Large:
+        pass
+
+    gone = threading.Event()
+    large = Large()
+    weakref.finalize(large, gone.set)
+    workers.submit(lambda it: None, large)
+    del large
+    assert gone.wait(PATIENCE_S)
+
+
+def test_stopped_workers_do_what_was_submitted_before_and_after() -> None:
+    """A method that waits for its turn while the group ends holds a seat: it must run, to give it back."""
+    done: queue.SimpleQueue[str] = queue.SimpleQueue()
+    go = threading.Event()
+    workers = Workers("late-test", limit=1)
+    workers.submit(go.wait, PATIENCE_S)
+    workers.submit(done.put, "before")
+    workers.stop()
+    workers.stop()
+    workers.submit(done.put, "after")
+    assert done.get(timeout=PATIENCE_S) == "after"
+    go.set()
+    assert done.get(timeout=PATIENCE_S) == "before"
+    for thread in worker_threads("late-test"):
+        thread.join(PATIENCE_S)
+    assert worker_threads("late-test") == []
+
+
+# --- alarms --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alarms(request: pytest.FixtureRequest) -> Iterator[Alarms]:
+    alarms = Alarms(request.node.name)
+    yield alarms
+    alarms.stop()
+    for thread in worker_threads(request.node.name):
+        thread.join(PATIENCE_S)
+    assert worker_threads(request.node.name) == []
+
+
+def test_alarms_go_off_in_order_of_time_and_not_before(alarms: Alarms) -> None:
+    went: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
+    start = time.monotonic()
+    for name, after in (("last", 0.06), ("first", 0.02), ("middle", 0.04)):
+        alarms.at(start + after, lambda name=name: went.put((name, time.monotonic() - start)))
+    order = [went.get(timeout=PATIENCE_S) for _ in range(3)]
+    assert [name for name, _ in order] == ["first", "middle", "last"]
+    assert all(late >= after for (_, late), after in zip(order, (0.02, 0.04, 0.06), strict=True))
+
+
+def test_a_cancelled_alarm_stays_silent_and_lets_go_of_its_callback(alarms: Alarms) -> None:
+    went: queue.SimpleQueue[str] = queue.SimpleQueue()
+    callback = went.put
+
+    def held() -> None:
+        callback("cancelled")
+
+    alive = weakref.ref(held)
+    cancel = alarms.at(time.monotonic() + 0.02, held)
+    cancel()
+    cancel()
+    del held
+    assert alive() is None
+    alarms.at(time.monotonic() + 0.03, lambda: went.put("kept"))
+    assert went.get(timeout=PATIENCE_S) == "kept"
+    assert went.empty()
+
+
+def test_thousands_of_cancelled_alarms_do_not_pile_up(alarms: Alarms) -> None:
+    for _ in range(5000):
+        alarms.at(time.monotonic() + 60, lambda: None)()
+    assert len(alarms._heap) < 200
+    assert sys.getsizeof(alarms._heap) < 10_000
+
+
+def test_stopped_alarms_are_silent() -> None:
+    alarms = Alarms("stopped-alarms")
+    alarms.at(time.monotonic() + 60, lambda: None)
+    (thread,) = worker_threads("stopped-alarms")
+    alarms.stop()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    alarms.at(time.monotonic(), lambda: pytest.fail("it was stopped"))
