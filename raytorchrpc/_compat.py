@@ -152,8 +152,11 @@ def init_autograd(worker_id: int) -> int:
     """Give distributed autograd its id. It takes one per process life; returns the one in force."""
     global _autograd_id
     if _autograd_id is None:
-        dist_autograd._init(worker_id)  # type: ignore[attr-defined]
-        _autograd_id = worker_id
+        try:
+            dist_autograd._init(worker_id)  # type: ignore[attr-defined]
+            _autograd_id = worker_id
+        except RuntimeError:  # init_rpc was here before; the upper bits of its ids tell what it took
+            _autograd_id = dist_autograd._get_max_id() >> 48  # type: ignore[attr-defined]
     return _autograd_id
 
 

@@ -146,7 +146,7 @@ def _channels(endpoint: Endpoint, others: Sequence[Endpoint], transports: Verdic
     ibv = transports["ibv"][0]
     obstacles = {
         "cma": _cma_obstacle(endpoint, cohosted, warnings),
-        "mpt_uv": _mpt_uv_obstacle(endpoint, others, ibv),
+        "mpt_uv": _mpt_uv_obstacle(ibv),
         "basic": None,
         **_cuda_obstacles(endpoint, cohosted, ibv, warnings),
     }
@@ -164,8 +164,7 @@ def _may_read_memory(a: Endpoint, b: Endpoint) -> bool:
 
 
 def _cma_obstacle(endpoint: Endpoint, cohosted: Sequence[Endpoint], warnings: _Warnings) -> str | None:
-    if not cohosted:
-        return "no other member on this host"
+    # Also where nobody else is on this host: the agent outlives the group, and in the next one somebody may be.
     apart = [other.name for other in cohosted if not _may_read_memory(endpoint, other)]
     if not apart:
         return None
@@ -177,9 +176,8 @@ def _cma_obstacle(endpoint: Endpoint, cohosted: Sequence[Endpoint], warnings: _W
     return f"{name_range(apart)} on this host differs in pid namespace, user namespace or uid"
 
 
-def _mpt_uv_obstacle(endpoint: Endpoint, others: Sequence[Endpoint], ibv: bool) -> str | None:
-    if all(endpoint.same_network(other) for other in others):
-        return "every member shares this one's network namespace"
+def _mpt_uv_obstacle(ibv: bool) -> str | None:
+    # Also where all share one network: cma comes first there, and the next group may need it.
     if ibv:
         # TensorPipe prefers mpt_uv to basic; with it, CPU tensors would leave RDMA for TCP.
         return "basic takes CPU tensors over RDMA, mpt_uv would take them over TCP"
@@ -295,8 +293,8 @@ def _check_shm(endpoint: Endpoint, others: Sequence[Endpoint], warnings: _Warnin
     if endpoint.shm_free_bytes < SMALL_SHM_BYTES and any(endpoint.same_host(other) for other in others):
         warnings.add(
             endpoint.name,
-            f"TensorPipe's shm transport lives in /dev/shm, which has less than {SMALL_SHM_BYTES // MIB} MiB free; mount a larger one (Docker: "
-            f"--shm-size, Kubernetes: an emptyDir with medium: Memory)",
+            f"TensorPipe's shm transport lives in /dev/shm, which has less than {SMALL_SHM_BYTES // MIB} MiB free; "
+            f"mount a larger one (Docker: --shm-size, Kubernetes: an emptyDir with medium: Memory)",
         )
 
 

@@ -65,7 +65,10 @@ def method(function: Any = None, /, *, concurrent: bool = False) -> Any:
         )
     is_coroutine = inspect.iscoroutinefunction(function)
     note = Exposed(function, concurrent, _compat.concurrency_group_of(function), is_coroutine)
-    wrapper = _gated_coroutine(note) if is_coroutine else _gated(note)
+    wrapper: Any = _gated_coroutine(note) if is_coroutine else _gated(note)
+    # Ray unwraps a method to read what ray.method wrote on it; applied after ours, that is on the wrapper alone.
+    wrapper.__signature__ = inspect.signature(function)
+    del wrapper.__wrapped__
     setattr(wrapper, _MARK, note)
     return wrapper
 

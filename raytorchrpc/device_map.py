@@ -219,6 +219,25 @@ def validate(maps: Mapping[str, DeviceMap], members: Mapping[str, Endpoint | int
             _validate_pair(owner, str(peer), pairs, members)
 
 
+def given_maps(config: GroupConfig, members: Sequence[str]) -> dict[str, DeviceMap]:
+    """The maps that the configuration gives, read and with peers by name; needs no evidence.
+
+    Raises ConfigurationError for a malformed map (where), an unknown member or one that is given twice.
+    """
+    given: dict[str, DeviceMap] = {}
+    for key, value in (config.device_maps or {}).items():
+        owner = _member(key, members)
+        if owner is None:
+            raise ConfigurationError(f"device_maps: no member {key!r} ({_known(members)})")
+        if owner in given:
+            raise ConfigurationError(f"device_maps: {owner!r} is given twice, by name and by rank")
+        try:
+            given[owner] = DeviceMap.of(value).named(members, owner)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"device_maps[{key!r}]: {error}") from error
+    return given
+
+
 def resolve(
     config: GroupConfig, members: Sequence[str], endpoints: Mapping[str, Endpoint | int]
 ) -> dict[str, DeviceMap]:
@@ -235,17 +254,7 @@ def resolve(
     through the inverse of the map its request came by.
     """
     sides = {name: endpoints[name] for name in members}
-    given: dict[str, DeviceMap] = {}
-    for key, value in (config.device_maps or {}).items():
-        owner = _member(key, members)
-        if owner is None:
-            raise ConfigurationError(f"device_maps: no member {key!r} ({_known(members)})")
-        if owner in given:
-            raise ConfigurationError(f"device_maps: {owner!r} is given twice, by name and by rank")
-        try:
-            given[owner] = DeviceMap.of(value).named(members, owner)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"device_maps[{key!r}]: {error}") from error
+    given = given_maps(config, members)
     _check_local_devices(config, given, sides)
     maps = {
         name: given[name] if name in given else DeviceMap.auto(sides[name], sides, local_devices=config.local_devices)

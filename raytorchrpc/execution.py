@@ -183,10 +183,11 @@ class _Turn:
 class Seat:
     """Admission to a gate, held while one method runs (and whatever comes back to it meanwhile)."""
 
-    __slots__ = ("changed", "gate", "inbox", "owner", "token")
+    __slots__ = ("changed", "direct", "gate", "inbox", "owner", "token")
 
-    def __init__(self, gate: Gate, token: Token) -> None:
+    def __init__(self, gate: Gate, token: Token, direct: bool) -> None:
         self.gate = gate
+        self.direct = direct
         self.token = token
         self.owner: int | None = None
         """Ident of the thread the method runs on; None on an event loop."""
@@ -200,11 +201,17 @@ class Seat:
 
 
 class Gate:
-    """Admits ``limit`` methods at a time, first come first served."""
+    """Admits ``limit`` methods at a time, first come first served.
 
-    def __init__(self, limit: int) -> None:
+    ``elastic``: Ray admits by a width that it does not tell (a concurrency group's). Then what comes through
+    Ray waits only for direct calls, and direct calls may be as many as Ray was ever seen to admit at once.
+    """
+
+    def __init__(self, limit: int, *, elastic: bool = False) -> None:
         self.lock = threading.Lock()
         self._limit = limit
+        self._elastic = elastic
+        self._direct = 0  # seats of direct calls
         self._seats: dict[Token, Seat] = {}
         self._queue: deque[Job] = deque()
 
@@ -214,7 +221,7 @@ class Gate:
             if len(self._seats) >= self._limit:
                 self._queue.append(job)
                 return None
-            seat = self._admit()
+            seat = self._admit(direct=True)
         return job.admit(seat)
 
     def enter(self) -> Seat:
@@ -229,7 +236,7 @@ class Gate:
                 admitted.append(mine)
                 turn.release()
 
-            self.request(_Turn(told))
+            self._queue_up(_Turn(told))
             turn.acquire()
             seat = admitted[0]
         seat.owner = threading.get_ident()
@@ -238,7 +245,11 @@ class Gate:
     def enter_now(self) -> Seat | None:
         """A seat if one is free and nobody queues for it; never blocks."""
         with self.lock:
-            return self._admit() if len(self._seats) < self._limit else None
+            if len(self._seats) >= self._limit:
+                if not self._elastic or self._direct:
+                    return None
+                self._limit = len(self._seats) + 1
+            return self._admit(direct=False)
 
     async def enter_on_loop(self) -> Seat:
         """As ``enter``, from a coroutine."""
@@ -254,13 +265,21 @@ class Gate:
             else:
                 turn.set_result(mine)
 
-        self.request(_Turn(lambda mine: _discard(loop.call_soon_threadsafe(settle, mine))))
+        self._queue_up(_Turn(lambda mine: _discard(loop.call_soon_threadsafe(settle, mine))))
         try:
             return await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():  # cancelled between its turn and its next step
                 self.leave(turn.result())
             raise
+
+    def _queue_up(self, turn: _Turn) -> None:
+        with self.lock:
+            if len(self._seats) >= self._limit:
+                self._queue.append(turn)
+                return
+            seat = self._admit(direct=False)
+        turn.admit(seat)
 
     def held(self, path: tuple[Token, ...]) -> Seat | None:
         """The seat here that a call chain already holds, if it has come back."""
@@ -293,15 +312,18 @@ class Gate:
         """
         with self.lock:
             del self._seats[seat.token]
+            self._direct -= seat.direct
             self._queue.extend(seat.inbox)
             if not self._queue:
                 return None
-            job, following = self._queue.popleft(), self._admit()
+            job = self._queue.popleft()
+            following = self._admit(direct=not isinstance(job, _Turn))
         work = job.admit(following)
         return None if work is None else (job, work)
 
-    def _admit(self) -> Seat:
-        seat = Seat(self, _new_token())
+    def _admit(self, *, direct: bool) -> Seat:
+        seat = Seat(self, _new_token(), direct)
+        self._direct += direct
         self._seats[seat.token] = seat
         return seat
 
@@ -495,8 +517,8 @@ _gates_lock = threading.Lock()
 def gate_of(instance: Any, group: str | None) -> Gate | None:
     """The gate of this actor's methods in Ray concurrency group ``group``; None for any other object.
 
-    Each group has a gate of its own, as wide as the actor's ``max_concurrency``: Ray does not tell the
-    actor's process how wide the group is.
+    Each group has a gate of its own. Ray does not tell the actor's process how wide a named group is, so it begins
+    with the actor's ``max_concurrency`` and learns more from what Ray admits.
     """
     global _actor
     if instance is not _actor:
@@ -508,7 +530,8 @@ def gate_of(instance: Any, group: str | None) -> Gate | None:
     gate = _gates.get(group)
     if gate is None:
         with _gates_lock:
-            gate = _gates.setdefault(group, Gate(_compat.actor_max_concurrency()))
+            width = _compat.actor_max_concurrency()
+            gate = _gates.setdefault(group, Gate(width, elastic=group is not None))
     return gate
 
 

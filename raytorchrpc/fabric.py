@@ -119,7 +119,8 @@ class Fabric:
                 )
         except (RuntimeError, ValueError) as error:
             raise BootstrapError(f"torchrpc could not start its agent: {error}") from error
-        _compat.init_autograd(spec.worker_id)
+        if _compat.init_autograd(spec.worker_id) != spec.worker_id and self._agents_started == 0:
+            self._agents_started = 1  # an agent of the user's own was here first: RRefs stay with that one
         self._spec = spec
         self._workers[spec.name] = self._agent.get_worker_info()  # an RRef to a result of one's own
         self._agents_started += 1

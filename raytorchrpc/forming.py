@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import secrets
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from raytorchrpc import _compat, device_map, joining, routing
 from raytorchrpc.config import GroupConfig
@@ -24,6 +25,8 @@ from raytorchrpc.member import Member
 
 #: torchrpc ids are 16-bit and signed.
 _WORKER_IDS = range(1, 2**15)
+#: While an actor restarts, it is asked again this often (seconds).
+_RESTART_POLL_S = 0.05
 #: The name of a driver that takes part.
 DRIVER = "driver"
 
@@ -40,11 +43,13 @@ class Round:
         arguments: Mapping[str, tuple[Any, ...]],
         *,
         fail_fast: bool = False,
+        retry_restarting: bool = False,
     ) -> tuple[dict[str, Any], dict[str, Exception]]:
         """Run ``function(instance, *arguments[name])`` at every named member.
 
         Returns results and failures by name; TimeoutError stands for no answer by the deadline. With
-        ``fail_fast`` the first failure ends the wait, and members still silent are in neither.
+        ``fail_fast`` the first failure ends the wait, and members still silent are in neither. With
+        ``retry_restarting`` an actor that restarts is asked again.
         """
         results: dict[str, Any] = {}
         failures: dict[str, Exception] = {}
@@ -52,7 +57,10 @@ class Round:
         for member, args in arguments.items():
             handle = self._participants[member]
             if handle is not None:
-                pending[handle.__ray_call__.remote(function, *args)] = member
+                try:
+                    pending[handle.__ray_call__.remote(function, *args)] = member
+                except RayError as error:  # its queue is full
+                    failures[member] = error
         for member, args in arguments.items():
             if self._participants[member] is None:
                 try:
@@ -71,7 +79,13 @@ class Round:
             except RayTaskError as error:
                 cause = error.cause if isinstance(error.cause, Exception) else error
                 failures[member] = cause
-            except (RayActorError, GetTimeoutError) as error:
+            except ActorUnavailableError as error:
+                if not retry_restarting or time.monotonic() >= self._deadline:
+                    failures[member] = error
+                    continue
+                threading.Event().wait(_RESTART_POLL_S)  # it is restarting; Ray offers nothing to wait on
+                pending[self._participants[member].__ray_call__.remote(function, *arguments[member])] = member
+            except RayError as error:
                 failures[member] = error
         for reference in pending:  # Ray prints an error that nobody looks at
             reference.future().add_done_callback(lambda late: late.exception())
@@ -99,7 +113,7 @@ class Forming:
     def probe(self) -> dict[str, Probe]:
         """Ask every process what it is. Changes nothing there."""
         arguments = {member: (member,) for member in self.participants}
-        found, failures = self._round.all(joining.probe, arguments, fail_fast=True)
+        found, failures = self._round.all(joining.probe, arguments, fail_fast=True, retry_restarting=True)
         self._raise("could not be asked to join", failures)
         probes: dict[str, Probe] = {member: found[member] for member in self.participants}
         self._refuse_taken(probes)
@@ -169,6 +183,7 @@ class Forming:
                 tcp_host=agent.address if elsewhere else None,
                 by_tcp=elsewhere,
                 boot_id=endpoint.boot_id,
+                beside=plan.beside(member),
             )
             specs[member] = (spec,)
         prepared, failures = self._round.all(joining.prepare, specs, fail_fast=True)
@@ -276,9 +291,13 @@ def participants_of(actors: Any, include_driver: bool) -> dict[str, Any]:
     return named
 
 
+_LONGEST_STEM = 48
+
+
 def _generated_name(handle: Any, rank: int) -> str:
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|\W", "_", _compat.actor_class_name(handle)).lower()
-    return f"{snake}_{rank}"
+    ascii_only = re.sub(r"[^A-Za-z0-9_]", "_", _compat.actor_class_name(handle))
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", ascii_only).lower()
+    return f"{snake[:_LONGEST_STEM]}_{rank}"
 
 
 def _check_member_name(name: Any, label: str) -> None:

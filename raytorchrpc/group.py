@@ -11,12 +11,12 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from raytorchrpc import _compat, joining, routing
+from raytorchrpc import _compat, device_map, joining, routing
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
 from raytorchrpc.forming import Forming, Round, current_owner, participants_of
 from raytorchrpc.joining import GroupInfo
-from raytorchrpc.member import Member
+from raytorchrpc.member import MAX_TIMEOUT_S, Member
 from raytorchrpc.metrics import GroupStats
 
 logger = logging.getLogger(__name__)
@@ -178,10 +178,12 @@ def init_group(
     and BootstrapError for members that are dead, busy, taken or unreachable.
     """
     config = GroupConfig.from_env() if config is None else config
+    if not isinstance(config, GroupConfig):
+        raise ConfigurationError(f"config is a GroupConfig, not {config!r}")
     participants = participants_of(actors, include_driver)
     _check_name(name)
-    if timeout_s <= 0:
-        raise ConfigurationError(f"timeout_s must be above 0, not {timeout_s}")
+    _check_timeout(timeout_s)
+    device_map.given_maps(config, list(participants))
     deadline = time.monotonic() + timeout_s
     forming = Forming(name, config, participants, deadline, timeout_s)
     probes = forming.probe()
@@ -196,6 +198,13 @@ def init_group(
         logger.warning("group %r: %s", name, warning)
     group = _groups[name] = Group(info, participants)
     return group
+
+
+def _check_timeout(timeout_s: Any) -> None:
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise ConfigurationError(
+            f"timeout_s must be above 0, and at most {MAX_TIMEOUT_S} (a day), in seconds; not {timeout_s!r}"
+        )
 
 
 def _check_name(name: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,15 +19,18 @@ import ray
 from raytorchrpc import _compat, serving, topology
 from raytorchrpc.calls import exposed
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.errors import BootstrapError, RayTorchRpcError
+from raytorchrpc.errors import BootstrapError, LaneUnavailable, RayTorchRpcError
 from raytorchrpc.fabric import AgentIdentity, AgentSpec, Fabric, FabricPeer, process_fabric
-from raytorchrpc.lanes.base import MessageLane, PeerAddress, Pending
+from raytorchrpc.lanes.base import MessageLane, PeerAddress, Pending, TensorLane
+from raytorchrpc.lanes.cuda_ipc import CudaIpcLane
 from raytorchrpc.lanes.loopback import LoopbackLane
+from raytorchrpc.lanes.shm import ShmLane, default_capacity
 from raytorchrpc.lanes.socket import SocketLane
 from raytorchrpc.lanes.torchrpc import TorchRpcLane
 from raytorchrpc.member import LocalMember, Member, PeerRoad, current_local, set_local
 from raytorchrpc.metrics import PairStats
-from raytorchrpc.routing import RoutePlan
+from raytorchrpc.routing import BESIDE, RoutePlan
+from raytorchrpc.shipping import Shipper
 from raytorchrpc.topology import Endpoint
 
 logger = logging.getLogger(__name__)
@@ -81,6 +84,8 @@ class JoinSpec(NamedTuple):
     """Those peers."""
     boot_id: str
     """Of this member's host, as probed."""
+    beside: tuple[str, ...]
+    """Lanes for tensors alone that some route of this member uses."""
 
 
 class Prepared(NamedTuple):
@@ -183,6 +188,14 @@ def prepare(instance: Any, spec: JoinSpec) -> Prepared:
     local = LocalMember(spec.group, spec.generation, me, spec.config, instance, _exposed_methods(instance))
     addresses = {}
     _preparing = _Preparing(spec, local)  # from here on ``leave`` undoes it
+    tensor_lanes = _tensor_lanes(spec)
+    for tensor_lane in tensor_lanes:
+        try:
+            addresses[tensor_lane.name] = tensor_lane.open()
+        except LaneUnavailable as error:
+            logger.warning("%s: %s; tensors go by torchrpc", spec.name, error)
+            continue
+        local.tensor_lanes[tensor_lane.name] = tensor_lane
     for lane in _lanes(spec, fabric):
         local.lanes.append(lane)
         addresses[lane.name] = lane.open(partial(local.server.serve, lane), local.workers.submit)
@@ -208,6 +221,17 @@ def _exposed_methods(instance: Any) -> dict[str, Any]:
     return found
 
 
+def _tensor_lanes(spec: JoinSpec) -> list[TensorLane]:
+    lanes: list[TensorLane] = []
+    for name in spec.beside:
+        if name == "shm":
+            threads = spec.config.copy_threads or max(1, min(4, (os.cpu_count() or 1) // 2))
+            lanes.append(ShmLane(spec.config.shm_bytes or default_capacity(), threads))
+        elif name == "cuda_ipc":
+            lanes.append(CudaIpcLane(spec.agent.devices))
+    return lanes
+
+
 def commit(instance: Any, table: Table) -> None:
     """Meet the peers, prove that each answers, then become a member. Raises BootstrapError naming who does not."""
     global _preparing, _info
@@ -220,18 +244,36 @@ def commit(instance: Any, table: Table) -> None:
     peers = [peer for peer in table.info.members if peer.rank != spec.rank]
     for lane in local.lanes:
         lane.connect([PeerAddress(peer.name, _address(table, spec.name, peer.name, lane.name)) for peer in peers])
+    for tensor_lane in local.tensor_lanes.values():
+        addressed = [peer.name for peer in peers if tensor_lane.name in table.peers[peer.name].addresses]
+        tensor_lane.connect([PeerAddress(peer, table.peers[peer].addresses[tensor_lane.name]) for peer in addressed])
+    local.shipper = Shipper(local.tensor_lanes)
     for peer in table.info.members:
-        local.know(_road(local.me, peer, table.info.plan, lanes))
+        both = local.tensor_lanes.keys() & table.peers[peer.name].addresses.keys()
+        local.know(_road(local.me, peer, table.info, lanes, both))
     _reach_all(local, table)
     set_local(local)
     _preparing, _info = None, table.info
 
 
-def _road(me: Member, peer: Member, plan: RoutePlan, lanes: Mapping[str, MessageLane]) -> PeerRoad:
+def _road(me: Member, peer: Member, info: GroupInfo, lanes: Mapping[str, MessageLane], opened: Set[str]) -> PeerRoad:
+    """``opened``: lanes for tensors alone that both could open."""
     if peer.rank == me.rank:
         return PeerRoad(peer, lanes["loopback"], lanes["loopback"], lanes["torchrpc"])
-    route = plan.route(me.name, peer.name)
-    return PeerRoad(peer, lanes[route.message_lane], lanes["torchrpc"], lanes["torchrpc"])
+    route = info.plan.route(me.name, peer.name)
+    best: dict[str, str] = {}
+    for choice in route.tensor_lanes:
+        best.setdefault(choice.traffic, choice.lane)
+    beside = {kind: lane for kind, lane in best.items() if lane in BESIDE and lane in opened}
+    return PeerRoad(
+        peer,
+        lanes[route.message_lane],
+        lanes["torchrpc"],
+        lanes["torchrpc"],
+        beside,
+        info.device_maps[me.name].get(peer.name, {}),
+        {its: mine for mine, its in info.device_maps[peer.name].get(me.name, {}).items()},
+    )
 
 
 def _address(table: Table, me: str, peer: str, lane: str) -> Any:

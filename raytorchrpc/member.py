@@ -6,8 +6,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from raytorchrpc import _compat, execution, serving
@@ -15,8 +15,9 @@ from raytorchrpc.codec import Codec, Encoded, decode_exception
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError, NotAMember, RayTorchRpcError, RpcTimeout, SerializationError
 from raytorchrpc.execution import Alarms, Workers, current_scope
-from raytorchrpc.lanes.base import Message, MessageLane, Pending
+from raytorchrpc.lanes.base import Message, MessageLane, Pending, TensorLane
 from raytorchrpc.metrics import CallCounters
+from raytorchrpc.shipping import Parcel, Shipped, Shipper, Waybill, joined
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +55,12 @@ class PeerRoad:
     """Carries the other calls with tensors."""
     fabric: MessageLane
     """torchrpc: carries RRefs and what distributed autograd follows."""
-
-    def lane_for(self, body: Encoded) -> MessageLane:
-        """The lane for a message with this body."""
-        if body.rrefs or any(tensor.requires_grad for tensor in body.tensors):  # lifted with its graph
-            return self.fabric
-        return self.calls if self.calls.capabilities.carries(body.tensors) else self.tensors
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """Lanes for tensors that travel beside a message of ``calls``, by device type."""
+    devices: Mapping[int, int] = field(default_factory=dict)
+    """Where CUDA arguments arrive: this process's index -> the peer's."""
+    devices_back: Mapping[int, int] = field(default_factory=dict)
+    """Where CUDA results for the peer's calls arrive, likewise."""
 
 
 class LocalMember:
@@ -80,8 +81,12 @@ class LocalMember:
         self.counters = CallCounters()
         self.workers = Workers(f"raytorchrpc-{me.name}")
         self.alarms = Alarms(f"raytorchrpc-{me.name}")
-        self.server = serving.Server(me.name, generation, instance, methods, self.codec, self.workers)
+        self.shipper = Shipper({})
+        self.server = serving.Server(
+            me.name, generation, instance, methods, self.codec, self.workers, self._ship_back, self._receive
+        )
         self.lanes: list[MessageLane] = []
+        self.tensor_lanes: dict[str, TensorLane] = {}
         self._roads: dict[int, PeerRoad] = {}
         self._ranks: dict[str | int, int] = {}
         self._heavy: set[tuple[int, str]] = set()
@@ -130,14 +135,44 @@ class LocalMember:
         road = self._road_out(target)
         loop_token = execution.token_on_loop()
         header, body, budget = self._request(serving.CALL, road, method, args, kwargs, timeout, loop_token)
-        # What the method makes of its own parameters belongs to the caller's autograd context too.
-        lane = road.lane_for(body) if _compat.current_autograd_context() == _compat.NO_CONTEXT else road.fabric
-        if lane is road.calls and (road.member.rank, method) in self._heavy:
-            lane = road.tensors
+        lane, shipped = self._load(road, method, body)
         started = time.monotonic()
-        pending = lane.call(road.member.name, Message(header, body), budget)
-        self.counters.sent(road.member.name, lane.name, body_bytes(body))
-        return CallUnderWay(self, road, method, lane, pending, started, started + budget, loop_token)
+        try:
+            pending = lane.call(road.member.name, Message(header, shipped.body, waybills=shipped.waybills), budget)
+        except BaseException:
+            shipped.cancel()
+            raise
+        self.counters.sent(road.member.name, shipped.lane or lane.name, body_bytes(body))
+        return CallUnderWay(self, road, method, lane, pending, started, started + budget, loop_token, shipped)
+
+    def _load(self, road: PeerRoad, method: str, body: Encoded) -> tuple[MessageLane, Shipped]:
+        """The lane for a call's message, and its tensors in or beside it."""
+        whole = Shipped(body, (), ())
+        # What the method makes of its own parameters belongs to the caller's autograd context too.
+        if body.rrefs or _compat.current_autograd_context() != _compat.NO_CONTEXT:
+            return road.fabric, whole
+        if not body.tensors:
+            return (road.tensors if (road.member.rank, method) in self._heavy else road.calls), whole
+        if road.calls.capabilities.carries(body.tensors):
+            return road.calls, whole
+        shipped = self._ship(road, body, road.devices)
+        return (road.tensors, whole) if shipped is None else (road.calls, shipped)
+
+    def _ship(self, road: PeerRoad, body: Encoded, devices: Mapping[int, int]) -> Shipped | None:
+        if not road.beside:
+            return None
+        in_band = road.calls.capabilities.in_band_bytes or 0
+        return self.shipper.ship(body, road.member.name, road.beside, devices, in_band)
+
+    def _ship_back(self, rank: int, body: Encoded) -> Shipped | None:
+        road = self._roads[rank]
+        if not road.beside:
+            return None
+        on_gpu = any(tensor.is_cuda for tensor in body.tensors)  # these are copied later, from where they are
+        return self._ship(road, serving.snapshot(body) if on_gpu else body, road.devices_back)
+
+    def _receive(self, rank: int, waybills: Sequence[Waybill]) -> list[Parcel]:
+        return self.shipper.receive(self._roads[rank].member.name, waybills)
 
     def remote(
         self, target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
@@ -196,7 +231,8 @@ class LocalMember:
     def leave(self) -> None:
         """Stop serving and calling. Idempotent, bounded, never raises."""
         self._left = True
-        for lane in self.lanes:
+        everything: list[MessageLane | TensorLane] = [*self.lanes, *self.tensor_lanes.values()]
+        for lane in everything:
             with contextlib.suppress(Exception):
                 lane.close()
         self.server.close()
@@ -217,11 +253,14 @@ class CallUnderWay:
         started: float,
         deadline: float,
         loop_token: execution.Token | None,
+        shipped: Shipped,
     ) -> None:
         self._local, self._road, self._method = local, road, method
         self._lane, self._pending = lane, pending
         self._started, self._deadline = started, deadline
         self.loop_token = loop_token
+        self._shipped = shipped
+        self._taken = False
         self._lock = threading.Lock()
         self._fetch: Pending | None = None
         self._error: Exception | None = None
@@ -284,14 +323,20 @@ class CallUnderWay:
             if final is None:
                 raise self._error or RuntimeError
             message = final.take()
+            self._taken = True
             message.adopt()
-            size = body_bytes(message.body)
+            for export in self._shipped.exports:
+                export.finished()
+            body = message.body
+            if message.waybills:
+                body = joined(body, self._local.shipper.receive(self._road.member.name, message.waybills))
+            size = body_bytes(body)
             if message.header[0] == serving.OK:
                 if self._lane is not self._road.calls and not message.body.tensors:
                     self._local.note_weight(self._road.member.rank, self._method, heavy=False)
-                value = self._local.codec.decode(*message.body)
+                value = self._local.codec.decode(*body)
             else:
-                error = decode_exception(self._local.codec, message.body, self.label)
+                error = decode_exception(self._local.codec, body, self.label)
         except RpcTimeout:
             error = RpcTimeout(f"{self.label} did not answer by its deadline; it may still run there")
         except RayTorchRpcError as failure:
@@ -306,6 +351,13 @@ class CallUnderWay:
         """The outcome of a call whose deadline has passed."""
         self._count(0, failed=True)
         return None, RpcTimeout(f"{self.label} did not answer by its deadline; it may still run there")
+
+    def __del__(self) -> None:
+        # Nobody asked for the result, or not in time: what it brings beside the message has to be given back.
+        if not self._taken:
+            with contextlib.suppress(Exception):
+                shipper, peer, pending = self._local.shipper, self._road.member.name, self._pending
+                pending.add_done_callback(lambda: shipper.receive(peer, pending.take().waybills).clear())
 
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call ``callback``, which is short, when the deadline passes; returns what prevents it."""

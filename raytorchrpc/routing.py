@@ -105,6 +105,14 @@ class RoutePlan:
             raise ConfigurationError(f"this plan has no route between {a!r} and {b!r}")
         return found
 
+    def beside(self, name: str) -> tuple[str, ...]:
+        """Lanes for tensors alone that some route of this member prefers."""
+        used = set()
+        for pair, route in self.routes.items():
+            if name in pair:
+                used |= {lanes[0].lane for traffic in TRAFFIC if (lanes := route.lanes(traffic))}
+        return tuple(lane for lane in BESIDE if lane in used)
+
     def for_member(self, name: str) -> RoutePlan:
         """The part that one member needs: all agents, and only the routes that start or end at it."""
         own = {pair: route for pair, route in self.routes.items() if name in pair}
@@ -176,6 +184,41 @@ def _socket_rule(pair: Pair, traffic: Traffic) -> Verdict:
     return "tcp socket", why
 
 
+def _shm_rule(pair: Pair, traffic: Traffic) -> Verdict:
+    obstacle = _separate(pair)
+    return obstacle or ("shared memory", "same host: one copy, then a view of the memory it arrived in")
+
+
+def _cuda_ipc_rule(pair: Pair, traffic: Traffic) -> Verdict:
+    a, b = pair.a, pair.b
+    obstacle = _separate(pair)
+    if obstacle:
+        return obstacle
+    bare = sorted(e.name for e in (a, b) if gpu_count(e) == 0)
+    if bare:
+        return _bare_text(bare)
+    if any(gpu.uuid.startswith("MIG") for e in (a, b) for gpu in e.gpus):
+        return "CUDA cannot share memory between MIG instances"
+    return "mapped GPU memory", "same host: one copy from GPU to GPU, or none between actors of one GPU"
+
+
+def _separate(pair: Pair) -> str | None:
+    """Why two processes cannot map each other's memory through /proc; None if they can."""
+    a, b = pair.a, pair.b
+    if not a.same_host(b):
+        return "different hosts"
+    if not a.shares(b, "pid"):
+        return "same host, but different containers (pid namespaces)"
+    if a.uid != b.uid:
+        return f"same host, but different users (uid {min(a.uid, b.uid)} and {max(a.uid, b.uid)})"
+    return None
+
+
+def _bare_text(bare: list[str]) -> str:
+    who = "neither member has a GPU" if len(bare) == 2 else f"{bare[0]} has no GPU"
+    return f"{who}; move the tensor to the CPU first"
+
+
 def _torchrpc_rule(pair: Pair, traffic: Traffic) -> Verdict:
     transport = _tensorpipe.transport_between(pair.a, pair.b, pair.agent_a, pair.agent_b)
     if transport is None:
@@ -185,8 +228,7 @@ def _torchrpc_rule(pair: Pair, traffic: Traffic) -> Verdict:
     if traffic == "cuda":
         bare = sorted(e.name for e in (pair.a, pair.b) if gpu_count(e) == 0)
         if bare:
-            who = "neither member has a GPU" if len(bare) == 2 else f"{bare[0]} has no GPU"
-            return f"{who}; move the tensor to the CPU first"
+            return _bare_text(bare)
     channel = _tensorpipe.channel_between(pair.a, pair.b, pair.agent_a, pair.agent_b, cuda=traffic == "cuda")
     if channel is None:
         return f"the two agents have no TensorPipe channel for {_TRAFFIC_TEXT[traffic]} in common"
@@ -196,8 +238,14 @@ def _torchrpc_rule(pair: Pair, traffic: Traffic) -> Verdict:
 #: Every lane, in the order routing prefers them for each kind of traffic they carry.
 LANES: tuple[Lane, ...] = (
     Lane("socket", ("calls",), _socket_rule),
+    Lane("shm", ("cpu",), _shm_rule),
+    Lane("cuda_ipc", ("cuda",), _cuda_ipc_rule),
     Lane("torchrpc", ("calls", "cpu", "cuda"), _torchrpc_rule),
 )
+
+
+#: Lanes for tensors alone: the message they belong to goes by socket.
+BESIDE = ("shm", "cuda_ipc")
 
 
 def plan(endpoints: Mapping[str, Endpoint], config: GroupConfig) -> RoutePlan:
@@ -237,6 +285,8 @@ def _judge(pair: Pair, lanes: Mapping[str, str | None]) -> _Verdicts:
             if traffic not in lane.carries:
                 continue
             verdict = lanes[lane.name] or lane.rule(pair, traffic)
+            if lane.name in BESIDE and not any(choice.lane == "socket" for choice in choices):
+                verdict = "its descriptors ride in the socket lane's messages, and that lane is not used"
             if isinstance(verdict, str):
                 rejected.append(Rejection(lane.name, traffic, verdict))
             else:

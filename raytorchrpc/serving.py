@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from raytorchrpc.codec import Codec, Encoded, encode_exception
 from raytorchrpc.errors import NotAMember, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
 from raytorchrpc.execution import Limit, Scope, Seat, Work, Workers, current_scope
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
+from raytorchrpc.shipping import Parcel, Shipped, Waybill, joined
 from raytorchrpc.streams import hand_over
 
 logger = logging.getLogger(__name__)
@@ -55,11 +56,17 @@ class Server:
         methods: Mapping[str, Any],
         codec: Codec,
         workers: Workers,
+        ship: Callable[[int, Encoded], Shipped | None],
+        receive: Callable[[int, Sequence[Waybill]], list[Parcel]],
     ) -> None:
-        """``methods``: name -> what ``calls.method`` noted (function, concurrent, group, coroutine)."""
+        """``methods``: name -> what ``calls.method`` noted (function, concurrent, group, coroutine).
+
+        ``ship`` and ``receive`` take tensors beside a message to, and from, the member of that rank.
+        """
         self.name, self.generation = name, generation
         self.instance, self.methods, self.codec = instance, methods, codec
         self.workers = workers
+        self.ship, self.receive = ship, receive
         self.is_async = instance is not None and _compat.actor_is_async()
         self.tasks: set[asyncio.Task[None]] = set()
         self._outbox: dict[int, _Kept] = {}
@@ -141,6 +148,8 @@ class Server:
                 reply(Message((True, error), EMPTY))
             else:
                 reply(Message((RAISED,), encode_exception(self.codec, error)))
+        except PeerLost as lost:
+            logger.debug("%s could not answer a call: %s", self.name, lost)  # the caller knows
         except Exception:
             logger.exception("%s could not answer a call", self.name)
 
@@ -164,6 +173,8 @@ class _Job:
     ) -> None:
         self.server, self.lane, self.note = server, lane, note
         self.message, self.reply, self.scope = message, reply, scope
+        self.caller: int = message.header[1]
+        self.parcels = server.receive(self.caller, message.waybills) if message.waybills else []
         self.kind = message.header[0]
         self.context = _compat.current_autograd_context()
         self.label = f"{server.name}.{method}"
@@ -267,10 +278,12 @@ class _Job:
             raise RpcTimeout(f"{self.label} waited for its turn until the deadline; it did not run")
         self.message.adopt()
         try:
-            args, kwargs = self.server.codec.decode(*self.message.body)
+            args, kwargs = self.server.codec.decode(*joined(self.message.body, self.parcels))
+        except RayTorchRpcError:
+            raise
         except Exception as error:
             raise SerializationError(f"an argument of {self.label} cannot be unpickled there: {error!r}") from error
-        self.message = Message((), EMPTY)  # the method alone holds its arguments now
+        self.message, self.parcels = Message((), EMPTY), []  # the method alone holds its arguments now
         return args, kwargs
 
     def _encoded(self, result: Any) -> Encoded:
@@ -289,6 +302,12 @@ class _Job:
         if can.carries(body.tensors) and (can.rrefs or not body.rrefs):
             kept_graph = any(tensor.requires_grad for tensor in body.tensors)
             self.reply(Message((OK,), body if can.copies_at_once or kept_graph else snapshot(body)))
+            return
+        if not body.rrefs and (shipped := self.server.ship(self.caller, body)) is not None:
+            try:
+                self.reply(Message((OK,), shipped.body, waybills=shipped.waybills))
+            except PeerLost:
+                shipped.cancel()
             return
         body = snapshot(body)
         left = max(1.0, (self.scope.deadline or 0.0) - time.monotonic())

@@ -30,6 +30,11 @@ class Shipped(NamedTuple):
     waybills: tuple[Waybill, ...]
     exports: tuple[Export, ...]
 
+    @property
+    def lane(self) -> str | None:
+        """The lane that most of it goes by, if any went beside."""
+        return self.waybills[0][0] if self.waybills else None
+
     def cancel(self) -> None:
         """The message was not sent after all."""
         for export in self.exports:

@@ -61,6 +61,11 @@ class Connection:
         self._calls = 0
         self._ended: str | None = None
 
+    @property
+    def ended(self) -> bool:
+        """Whether it can carry nothing more."""
+        return self._ended is not None
+
     # Calls.
 
     def begin(self, pending: SocketPending) -> None:

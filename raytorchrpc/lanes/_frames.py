@@ -47,7 +47,7 @@ def pack(kind: int, call: int, message: Message) -> list[Any]:
     """The buffers to send, in order. The tensors' memory is among them: it must not change until sent."""
     header, body = message.header, message.body
     if not body.tensors:
-        blob = marshal.dumps((header, None, 0))
+        blob = marshal.dumps((header, None, body.buffers, message.waybills))
         prefix = _PREFIX.pack(call, 0, len(body.payload), len(blob), kind)
         return [prefix + blob + body.payload] if len(body.payload) < _CHUNK else [prefix + blob, body.payload]
     described: list[tuple[str, tuple[int, ...], int]] = []
@@ -62,9 +62,9 @@ def pack(kind: int, call: int, message: Message) -> list[Any]:
             if gap := -raw.nbytes % _ALIGN:
                 parts.append(_PADDING[:gap])
                 area += gap
-    blob = marshal.dumps((header, described, body.buffers))
+    blob = marshal.dumps((header, described, body.buffers, message.waybills))
     head = _PREFIX.pack(call, area, len(body.payload), len(blob), kind) + blob
-    gap = -(len(head) + len(body.payload)) % _ALIGN
+    gap = -(len(head) + len(body.payload)) % _ALIGN if area else 0
     return [head, body.payload, _PADDING[:gap], *parts]
 
 
@@ -142,7 +142,7 @@ def _parse(view: memoryview, storage: torch.Tensor | None = None) -> Frame:
     """``storage``: the tensor whose memory ``view`` is, if it may be kept; else the area is copied."""
     call, area, payload, header, kind = _PREFIX.unpack_from(view, 0)
     begin = _PREFIX.size + header
-    fields, described, buffers = marshal.loads(view[_PREFIX.size : begin])
+    fields, described, buffers, waybills = marshal.loads(view[_PREFIX.size : begin])
     head = begin + payload
     tensors: Sequence[torch.Tensor] = ()
     if described:
@@ -155,7 +155,7 @@ def _parse(view: memoryview, storage: torch.Tensor | None = None) -> Frame:
             source = torch.empty(0, dtype=torch.uint8)
         tensors = [_view(source, *description) for description in described]
     body = Encoded(bytes(view[begin:head]), tensors, (), buffers)
-    return Frame(kind, call, Message(fields, body))
+    return Frame(kind, call, Message(fields, body, waybills=waybills))
 
 
 def _view(source: torch.Tensor, name: str, shape: tuple[int, ...], offset: int) -> torch.Tensor:

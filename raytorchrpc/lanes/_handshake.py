@@ -23,6 +23,10 @@ class Refused(RayTorchRpcError):
     """The other end has no part in this group, or did not answer in time."""
 
 
+class HungUp(Refused):
+    """The other end closed the connection before it was proved; it may be crowded, so another try can do."""
+
+
 def _proof(secret: bytes, role: bytes, first: bytes, second: bytes, rank: bytes = b"") -> bytes:
     return hmac.digest(secret, role + first + second + rank, "sha256")
 
@@ -74,6 +78,6 @@ def _receive(sock: socket.socket, size: int, deadline: float) -> bytes:
         except TimeoutError:
             raise Refused("it did not prove itself in time") from None
         if not part:
-            raise Refused("it hung up")
+            raise HungUp("it hung up")
         data += part
     return data

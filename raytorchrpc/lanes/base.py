@@ -22,6 +22,7 @@ class Message(NamedTuple):
 
     header: a tuple of small builtins (str, int, float, tuples of them), readable without unpickling the body.
     body: the encoded arguments or result.
+    waybills: what the message says of tensors that travel beside it (see ``shipping``); builtins only.
     adopt: to be called by the thread that will use the tensors, before it does: makes CUDA work queued by
         the lane precede that thread's own.
     """
@@ -29,6 +30,7 @@ class Message(NamedTuple):
     header: tuple[Any, ...]
     body: Encoded
     adopt: Callable[[], None] = nothing
+    waybills: tuple[Any, ...] = ()
 
 
 class Pending(ABC):
@@ -50,7 +52,8 @@ class Pending(ABC):
         """The reply; only once done. Raises PeerLost, RpcTimeout or another RayTorchRpcError."""
 
 
-#: ``reply(message)``: answers one request; exactly once, now or later, from any thread. Sends before it returns.
+#: ``reply(message)``: answers one request; exactly once, now or later, from any thread. Sends before it returns;
+#: raises PeerLost if the caller is gone.
 Reply = Callable[[Message], None]
 #: ``serve(message, reply)``: called on a lane's thread for each request. Never blocks. May return work, the
 #: running of the method: the lane does it on a thread it can spare, or hands it to ``spawn``.
@@ -149,6 +152,11 @@ class Export(ABC):
     def cancel(self) -> None:
         """Take it back: the message that carries the descriptor was not sent."""
 
+    def finished(self) -> None:  # noqa: B027 - most lanes need nothing here
+        """The call is over, so the receiver has fetched it. To be called on the thread that exported: its CUDA work
+        from now on comes after the receiver's copy.
+        """
+
 
 class TensorLane(ABC):
     """Carries tensors beside the messages. The sender exports, the receiver fetches. Thread-safe.
@@ -169,8 +177,8 @@ class TensorLane(ABC):
 
     @abstractmethod
     def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[int, int]) -> Export:
-        """Lay out all tensors of one message for ``peer``. The caller may change or drop them afterwards (of CUDA
-        tensors: on the stream that is current now).
+        """Lay out all tensors of one message for ``peer``. The caller may drop them afterwards; it may change CPU
+        tensors, and CUDA tensors after ``Export.finished``.
 
         ``devices``: where CUDA tensors are to arrive, this process's index -> the peer's.
 

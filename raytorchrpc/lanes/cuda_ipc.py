@@ -102,7 +102,8 @@ class CudaIpcLane(TensorLane):
         pieces = _pieces(tensors)
         kept = [_joined([tensors[index] for index in piece]) for piece in pieces]
         places = [(*self._place(tensor), piece) for tensor, piece in zip(kept, pieces, strict=True)]
-        number = self._take_number(_Out(peer, kept))
+        out = _Out(peer, kept)
+        number = self._take_number(out)
         stream = torch.cuda.current_stream(source)
         key = (source, stream.cuda_stream)
         ready = self._ready.get(key)
@@ -110,7 +111,7 @@ class CudaIpcLane(TensorLane):
             ready = self._ready[key] = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
         ready.record(stream)
         descriptor = (number, devices[source], bytes(ready.ipc_handle()), tuple(places))  # type: ignore[no-untyped-call]
-        return _IpcExport(self, number, descriptor)
+        return _IpcExport(self, number, out, descriptor)
 
     def _place(self, tensor: torch.Tensor) -> tuple[bytes, int, int]:
         """(allocation's handle, offset in it, bytes)."""
@@ -150,14 +151,23 @@ class CudaIpcLane(TensorLane):
             if flag >= _COPIED:
                 self._free_after_copy(out, flag - _COPIED)
 
+    def finish(self, number: int, out: _Out) -> None:
+        """The call is over: what this thread queues from now on comes after the receiver's copy."""
+        flag = int(self._flags.bytes[number]) if self._out.get(number) is out else _UNUSED
+        if flag >= _COPIED and (event := self._copied_event(out, flag - _COPIED)) is not None:
+            event.wait(torch.cuda.current_stream(out.tensors[0].device))
+        self.tidy()
+
+    def _copied_event(self, out: _Out, its_device: int) -> torch.cuda.Event | None:
+        address = self._peers.get(out.peer)
+        return None if address is None else self._opened(address.copied[its_device], out.tensors[0].device.index)
+
     def _free_after_copy(self, out: _Out, its_device: int) -> None:
         """Make the allocator wait, on the GPU, for the receiver's copy before it hands the memory out again."""
-        address = self._peers.get(out.peer)
-        if address is None:
+        event = self._copied_event(out, its_device)
+        if event is None:
             return
-        index = out.tensors[0].device.index
-        event = self._opened(address.copied[its_device], index)
-        stream = self._freeing[index]
+        stream = self._freeing[out.tensors[0].device.index]
         event.wait(stream)
         for tensor in out.tensors:
             tensor.record_stream(stream)
@@ -258,12 +268,15 @@ class CudaIpcLane(TensorLane):
 
 
 class _IpcExport(Export):
-    def __init__(self, lane: CudaIpcLane, number: int, descriptor: Any) -> None:
-        self._lane, self._number = lane, number
+    def __init__(self, lane: CudaIpcLane, number: int, out: _Out, descriptor: Any) -> None:
+        self._lane, self._number, self._out = lane, number, out
         self.descriptor = descriptor
 
     def cancel(self) -> None:
         self._lane.cancel(self._number)
+
+    def finished(self) -> None:
+        self._lane.finish(self._number, self._out)
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:

@@ -32,8 +32,9 @@ IN_BAND_BYTES = 256 * 1024
 CONNECT_TIMEOUT_S = 10.0
 #: Idle listeners kept; more appear while many methods run at once.
 _SPARE_LISTENERS = 4
-#: Connections being proved at a time; more wait in the backlog.
+#: Connections being proved at a time; for one more, the oldest is hung up on.
 _HANDSHAKES = 16
+_ATTEMPTS = 3
 _READ = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 
 
@@ -65,7 +66,7 @@ class SocketLane(MessageLane):
         self._lock = threading.Lock()
         self._idle = 0
         self._threads = 0
-        self._handshakes = threading.BoundedSemaphore(_HANDSHAKES)
+        self._proving: dict[socket.socket, None] = {}  # oldest first
         self._closed = False
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK)  # level-triggered: once rung, every listener hears it
@@ -104,7 +105,9 @@ class SocketLane(MessageLane):
 
     def call(self, peer: str, message: Message, timeout_s: float) -> Pending:
         deadline = time.monotonic() + timeout_s
-        connection = self._connections.get(peer) or self._connect(peer, deadline)
+        connection = self._connections.get(peer)
+        if connection is None or connection.ended:
+            connection = self._connect(peer, deadline)
         pending = SocketPending(connection, deadline)
         connection.begin(pending)
         try:
@@ -128,6 +131,10 @@ class SocketLane(MessageLane):
         os.eventfd_write(self._bell, 1)
         for listener in self._listening_sockets.values():
             listener.close()
+        with self._lock:
+            proving = list(self._proving)
+        for sock in proving:
+            _hang_up(sock)
         for connection in list(self._by_fd.values()):
             connection.end("this member left the group")
         self._connections.clear()
@@ -139,14 +146,20 @@ class SocketLane(MessageLane):
         address = self._addresses.get(peer)
         if address is None or self._closed:
             raise LaneUnavailable(self.name, f"{peer!r} is not a peer (any more)")
-        with self._connecting[peer]:
-            if (connection := self._connections.get(peer)) is not None:
+        lock = self._connecting[peer]
+        if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise PeerLost(peer, "no connection to it in time", may_have_run=False)
+        try:
+            connection = self._connections.get(peer)
+            if connection is not None and not connection.ended:
                 return connection
             patience = min(CONNECT_TIMEOUT_S, max(0.001, deadline - time.monotonic()))
             sock = self._dial(peer, address, patience)
             connection = self._adopt(sock, peer)
             self._connections[peer] = connection
             return connection
+        finally:
+            lock.release()
 
     def _dial(self, peer: str, address: SocketAddress, patience: float) -> socket.socket:
         if peer in self._by_tcp:
@@ -155,16 +168,22 @@ class SocketLane(MessageLane):
             family, where = (socket.AF_INET6 if ":" in address.tcp[0] else socket.AF_INET), address.tcp
         else:
             family, where = socket.AF_UNIX, "\0" + address.unix  # type: ignore[assignment]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(patience)
-            sock.connect(where)
-            tune(sock)
-            _handshake.offer(sock, self._secret, self._rank, patience)
-        except (OSError, _handshake.Refused) as error:
-            sock.close()
-            raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
-        return sock
+        until = time.monotonic() + patience
+        for attempt in range(_ATTEMPTS):  # the other end may hang up on strangers, and be in doubt about us
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                left = max(0.001, until - time.monotonic())
+                sock.settimeout(left)
+                sock.connect(where)
+                tune(sock)
+                _handshake.offer(sock, self._secret, self._rank, left)
+                return sock
+            except (OSError, _handshake.Refused) as error:
+                sock.close()
+                hung_up = isinstance(error, (_handshake.HungUp, ConnectionResetError, BrokenPipeError))
+                if not hung_up or attempt == _ATTEMPTS - 1:
+                    raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
+        raise AssertionError("unreachable")
 
     def _adopt(self, sock: socket.socket, peer: str | None) -> Connection:
         connection = Connection(self, sock, peer)
@@ -263,9 +282,8 @@ class SocketLane(MessageLane):
 
     def _request(self, connection: Connection, frame: _frames.Frame) -> Callable[[], None] | None:
         def reply(message: Message) -> None:
-            with contextlib.suppress(RayTorchRpcError):  # the caller is gone: nobody to tell
-                deadline = time.monotonic() + CONNECT_TIMEOUT_S
-                connection.send(_frames.pack(_frames.REPLY, frame.call, message), deadline)
+            deadline = time.monotonic() + CONNECT_TIMEOUT_S
+            connection.send(_frames.pack(_frames.REPLY, frame.call, message), deadline)
 
         return self._serve(frame.message, reply)
 
@@ -277,9 +295,14 @@ class SocketLane(MessageLane):
         self.arm(listener.fileno())
         if sock is None:
             return
-        if not self._handshakes.acquire(blocking=False):
-            sock.close()  # a flood of strangers; a peer tries again
-            return
+        with self._lock:
+            crowded = len(self._proving) >= _HANDSHAKES
+            oldest = next(iter(self._proving)) if crowded else None
+            if oldest is not None:
+                del self._proving[oldest]
+            self._proving[sock] = None
+        if oldest is not None:  # strangers who say nothing must not keep members out
+            _hang_up(oldest)
         threading.Thread(
             target=self._prove, args=(sock,), name=f"raytorchrpc-{self._me}-handshake", daemon=True
         ).start()
@@ -288,9 +311,18 @@ class SocketLane(MessageLane):
         try:
             _handshake.accept(sock, self._secret, CONNECT_TIMEOUT_S)
             tune(sock)
+            with self._lock:
+                still = self._proving.pop(sock, True) is None
+            if not still:
+                raise _handshake.Refused("it took too long")
             self._adopt(sock, None)
         except (OSError, RayTorchRpcError) as error:
+            with self._lock:
+                self._proving.pop(sock, None)
             sock.close()
             logger.debug("%s refused a connection: %s", self._me, error)
-        finally:
-            self._handshakes.release()
+
+
+def _hang_up(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)  # its handshake thread wakes, and closes it

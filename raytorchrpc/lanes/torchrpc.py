@@ -92,7 +92,7 @@ class TorchRpcLane(MessageLane):
 
     def disconnect(self, peer: str) -> None:
         name = self._rpc_names.pop(peer, None)
-        if name is not None:
+        if name is not None and peer != self._me:  # the agent, which outlives the group, knows itself for life
             self._fabric.part([name])
 
     def close(self) -> None:

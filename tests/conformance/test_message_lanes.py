@@ -75,11 +75,6 @@ def each(*kinds: str) -> Any:
     return pytest.mark.parametrize("fresh", kinds, indirect=True)
 
 
-def broken(request: pytest.FixtureRequest, why: str) -> None:
-    """This is known not to work on the lane that is being tested."""
-    request.applymarker(pytest.mark.xfail(reason=why, strict=True))
-
-
 # --- what arrives --------------------------------------------------------------------------------------------
 
 
@@ -145,11 +140,7 @@ def _shape_body(shape: str) -> None:
     assert bytes(reply.body.payload) == b"beside"
 
 
-def test_messages_with_nothing_but_empty_tensors_leave_the_stream_in_step(
-    pair: Pair, request: pytest.FixtureRequest
-) -> None:
-    if pair.kind in SOCKETS:
-        broken(request, "_frames.pack pads after the payload even if the tensor area is empty; _sizes does not")
+def test_messages_with_nothing_but_empty_tensors_leave_the_stream_in_step(pair: Pair) -> None:
     pair.run(_only_empty_body)
 
 
@@ -338,9 +329,7 @@ def _callbacks_body() -> None:
 # --- deadlines -----------------------------------------------------------------------------------------------
 
 
-def test_a_wait_ends_in_time_and_can_be_repeated(pair: Pair, request: pytest.FixtureRequest) -> None:
-    if pair.kind == "torchrpc":
-        broken(request, "_TorchPending.wait adds GRACE_S (1 s) to every wait, so Future.done() blocks too")
+def test_a_wait_ends_in_time_and_can_be_repeated(pair: Pair) -> None:
     pair.run(_wait_body)
 
 
@@ -400,7 +389,6 @@ def _standing_peer_body() -> None:
 
 
 @each(*SOCKETS)
-@pytest.mark.xfail(reason="SocketLane._connect waits for the other caller's connection without a limit", strict=True)
 def test_a_short_deadline_is_kept_while_another_call_connects_to_a_peer_that_stands_still(fresh: Pair) -> None:
     assert fresh.b.process.pid is not None
     os.kill(fresh.b.process.pid, signal.SIGSTOP)

@@ -14,7 +14,7 @@ import pytest
 import ray
 
 import raytorchrpc as rtr
-from tests.ray.actors import Latch, Peer
+from tests.ray.actors import AsyncPeer, GroupedPeer, Latch, Peer
 
 #: Makes an actor of a class (plain or ``ray.remote``) with these options; it is killed after the test.
 Spawn = Callable[..., Any]
@@ -72,6 +72,19 @@ def peers(cluster: None) -> Iterator[list[Any]]:
     made: list[Any] = []
     spawn = _spawner(made)
     yield [spawn(Peer) for _ in range(3)]
+    _kill(made)
+
+
+@pytest.fixture(scope="session")
+def special(cluster: None) -> Iterator[dict[str, Any]]:
+    """Likewise: a threaded actor, an async one, one with concurrency groups."""
+    made: list[Any] = []
+    spawn = _spawner(made)
+    yield {
+        "threaded": spawn(Peer, max_concurrency=4),
+        "asynchronous": spawn(AsyncPeer),
+        "grouped": spawn(GroupedPeer),
+    }
     _kill(made)
 
 

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raytorchrpc as rtr
 from raytorchrpc.lanes.torchrpc import check_mapped
-from tests.ray.actors import AsyncPeer, Latch, Peer
+from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.plain import FailsToStart, Plain, RunsItsOwnRpc
 
@@ -83,7 +83,6 @@ def test_an_option_that_cannot_work_is_refused(peers: list[Any], options: dict[s
     assert_work(peers[:2])
 
 
-@pytest.mark.xfail(strict=True, reason="group: not checked, ends in an AttributeError, TypeError or OverflowError")
 @pytest.mark.parametrize(
     "options",
     [{"config": {"rpc_timeout_s": 5}}, {"timeout_s": None}, {"timeout_s": "5"}, {"timeout_s": float("inf")}],
@@ -123,7 +122,6 @@ def test_a_bad_device_map_says_where(peers: list[Any], maps: dict[str, Any], sai
     assert_work(peers[:2])
 
 
-@pytest.mark.xfail(strict=True, reason="group: maps are read only after every member has answered")
 def test_a_malformed_device_map_is_refused_before_any_actor_is_asked(spawn: Spawn) -> None:
     never_placed = spawn(Peer, num_gpus=5)
     with pytest.raises(rtr.ConfigurationError, match="malformed"):
@@ -187,14 +185,12 @@ def test_an_actor_that_finds_no_resources_is_named(spawn: Spawn, peers: list[Any
     assert_work(peers[:2])
 
 
-@pytest.mark.xfail(strict=True, reason="group: Ray's errors that are no RayActorError come through as they are")
 def test_an_actor_that_can_never_be_placed_is_named(spawn: Spawn, peers: list[Any]) -> None:
     nowhere = spawn(Peer, scheduling_strategy=NodeAffinitySchedulingStrategy("ab" * 28, soft=False))
     with pytest.raises(rtr.BootstrapError, match=r"'b'.*not schedulable"):
         rtr.init_group({"a": peers[0], "b": nowhere}, timeout_s=5)
 
 
-@pytest.mark.xfail(strict=True, reason="group: PendingCallsLimitExceeded comes through as it is")
 def test_an_actor_whose_queue_is_full_is_named(spawn: Spawn, peers: list[Any], latch: MakeLatch) -> None:
     full = spawn(Peer, max_pending_calls=1)
     full.busy.remote(latch())
@@ -299,7 +295,6 @@ def test_a_process_with_its_own_torch_rpc_is_named_with_the_remedy(spawn: Spawn,
     assert_work(peers[:2])
 
 
-@pytest.mark.xfail(strict=True, reason="fabric: distributed autograd keeps the id that init_rpc gave the process")
 def test_a_process_that_ended_its_own_torch_rpc_can_join(spawn: Spawn, peers: list[Any]) -> None:
     own = spawn(RunsItsOwnRpc)
     ray.get(own.begin.remote())
@@ -321,7 +316,6 @@ def test_members_with_different_torch_releases_are_named(spawn: Spawn, peers: li
     assert_work([peers[0], other])
 
 
-@pytest.mark.xfail(strict=True, reason="joining: prepare() takes the member out of a group formed since the probe")
 def test_a_group_that_is_being_formed_cannot_take_members_of_a_formed_one(
     spawn: Spawn, peers: list[Any], latch: MakeLatch
 ) -> None:
@@ -352,7 +346,6 @@ def test_a_group_that_is_being_formed_cannot_take_members_of_a_formed_one(
         assert ray.get(third.call.remote("wanted", "double", 1, timeout=5)) is None
 
 
-@pytest.mark.xfail(strict=True, reason="group: only a driver's death frees its members, not that of an actor")
 def test_a_group_whose_forming_actor_died_does_not_keep_its_members(spawn: Spawn, peers: list[Any]) -> None:
     controller = spawn(Peer)
 
@@ -715,9 +708,9 @@ def test_a_result_with_a_short_patience_can_be_asked_again(pair: tuple[Any, Any]
 
 
 def test_an_awaited_call_to_a_stuck_member_ends_at_its_deadline(
-    spawn: Spawn, peers: list[Any], latch: MakeLatch
+    special: dict[str, Any], peers: list[Any], latch: MakeLatch
 ) -> None:
-    asker = spawn(AsyncPeer)
+    asker = special["asynchronous"]
     gate = latch()
     with rtr.init_group({"asker": asker, "stuck": peers[0]}):
         with pytest.raises(rtr.RpcTimeout, match=r"stuck.hold did not answer by its deadline"):
@@ -752,9 +745,7 @@ def test_a_timeout_that_is_no_number_of_seconds_is_refused(pair: tuple[Any, Any]
         raise cause_of(pair[0].call.remote("b", "double", 1, timeout=timeout))
 
 
-def test_a_call_on_behalf_of_another_ends_by_that_ones_deadline(
-    spawn: Spawn, pair: tuple[Any, Any], latch: MakeLatch
-) -> None:
+def test_a_call_on_behalf_of_another_ends_by_that_ones_deadline(pair: tuple[Any, Any], latch: MakeLatch) -> None:
     """b, asked by a, asks back for longer than a waits."""
     a, b = pair
     gate = latch()

@@ -20,26 +20,26 @@ import ray
 import raytorchrpc as rtr
 from raytorchrpc import _compat
 from raytorchrpc.codec import Codec
-from tests.ray.actors import AsyncPeer, GroupedPeer, Peer
+from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 from tests.ray.plain import Plain
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def asynchronous(spawn_for_module: Spawn) -> Any:
-    return spawn_for_module(AsyncPeer)
+@pytest.fixture
+def asynchronous(special: dict[str, Any]) -> Any:
+    return special["asynchronous"]
 
 
-@pytest.fixture(scope="module")
-def threaded(spawn_for_module: Spawn) -> Any:
-    return spawn_for_module(Peer, max_concurrency=4)
+@pytest.fixture
+def threaded(special: dict[str, Any]) -> Any:
+    return special["threaded"]
 
 
-@pytest.fixture(scope="module")
-def grouped(spawn_for_module: Spawn) -> Any:
-    return spawn_for_module(GroupedPeer)
+@pytest.fixture
+def grouped(special: dict[str, Any]) -> Any:
+    return special["grouped"]
 
 
 def inside(handle: Any, function: Callable[[Any], Any]) -> Any:
@@ -90,7 +90,7 @@ def test_the_loop_of_an_async_actor_is_the_one_its_coroutines_run_on(asynchronou
     assert ray.get(asynchronous.run.remote(same))
 
 
-def test_the_concurrency_group_of_a_method_is_known(grouped: Any) -> None:
+def test_the_concurrency_group_of_a_method_is_known(grouped: Any, peers: list[Any]) -> None:
     """__ray_concurrency_group__: without it direct calls take no notice of Ray's concurrency groups."""
     found = inside(
         grouped,
@@ -99,7 +99,7 @@ def test_the_concurrency_group_of_a_method_is_known(grouped: Any) -> None:
         ],
     )
     assert found[0] == "io" and found[2] is None
-    with rtr.init_group([grouped]):
+    with rtr.init_group([grouped, peers[0]]):
         assert inside(grouped, exposed_groups) == {"io_group": "io", "compute_group": "compute", "who": None}
 
 

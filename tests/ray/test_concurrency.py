@@ -156,7 +156,6 @@ def test_concurrency_groups_run_beside_each_other(members: Members, latch: MakeL
     assert ray.get(staying, timeout=10) == "left io"
 
 
-@pytest.mark.xfail(reason="a group's gate is as wide as max_concurrency (1), not as the group (2)", strict=True)
 def test_a_concurrency_group_keeps_its_own_width(members: Members) -> None:
     grouped = members.handles["grouped"]
     assert sorted(ray.get([grouped.meet_in_io.remote() for _ in range(2)], timeout=20)) == [0, 1]
@@ -207,7 +206,7 @@ def test_a_concurrent_method_that_needs_a_turn_its_own_chain_holds_says_so(membe
         assert rtr.rpc_sync("a").beside_then_work() == 1  # nobody holds it
         with pytest.raises(rtr.RayTorchRpcError, match=r"work.*wait for itself"):
             rtr.rpc_sync("a", timeout=10).bounce_through("b", "beside_then_work")
-        assert rtr.rpc_sync("a").bounce_through("b", "work") == 2  # inside the one that waits
+        assert rtr.rpc_sync("a").bounce_through("b", "work") == 1  # inside the one that waits
         assert rtr.rpc_sync("a").bounce_through("b", "beside") == 0
 
     start = time.monotonic()

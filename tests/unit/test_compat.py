@@ -75,7 +75,7 @@ def test_distributed_autograd_takes_one_id_per_process(seen: dict[str, Any]) -> 
 
 def test_an_autograd_context_can_be_entered_on_another_thread(seen: dict[str, Any]) -> None:
     """_ZN5torch11distributed8autograd21DistAutogradContainer's static members in libtorch_cpu.so, which read, set
-    and clear the context: without them methods, which run on threads of their own, drop out of the caller's backward pass."""
+    and clear the context: without them methods, which run on their own threads, are lost to the backward pass."""
     none = _compat.NO_CONTEXT
     assert seen["contexts"] == [none, True, none, True, none, True, [3.0, 3.0], none]
 
@@ -83,20 +83,21 @@ def test_an_autograd_context_can_be_entered_on_another_thread(seen: dict[str, An
 def test_a_tensor_that_nobody_else_holds_is_told_from_one_that_is_shared() -> None:
     """torch._C._storage_Use_Count of the storage's _cdata: without it every result is copied, or, worse, none
     is and the next method changes what the caller gets."""
-    alone = torch.ones(4)
-    assert _compat.is_sole_owner(alone)
-    view = alone[1:]
-    assert not _compat.is_sole_owner(alone)
+    tensor = torch.ones(4)
+    assert _compat.is_sole_owner(tensor)
+    view = tensor[1:]
+    assert not _compat.is_sole_owner(tensor)
     assert not _compat.is_sole_owner(view)
-    del alone
-    assert _compat.is_sole_owner(view)
-    detached = view.detach()
-    assert not _compat.is_sole_owner(view)
-    del detached
-    storage = view.untyped_storage()
-    assert not _compat.is_sole_owner(view), "the storage itself is in somebody's hands"
+    del view
+    assert _compat.is_sole_owner(tensor)
+    detached = tensor.detach()
+    assert not _compat.is_sole_owner(detached)
+    del tensor
+    assert _compat.is_sole_owner(detached), "what the codec lifts out"
+    storage = detached.untyped_storage()
+    assert not _compat.is_sole_owner(detached), "the storage itself is in somebody's hands"
     del storage
-    assert _compat.is_sole_owner(view)
+    assert _compat.is_sole_owner(detached)
     from_array = torch.from_numpy(numpy.ones(4))
     assert not _compat.is_sole_owner(from_array), "the array could still change it"
 
