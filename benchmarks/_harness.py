@@ -32,17 +32,26 @@ class Row:
         return self.ours / self.peer if self.peer else float("inf")
 
 
+#: Runs of one road before it is the next one's turn.
+BLOCK = 10
+
+
 def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 3) -> dict[str, float]:
-    """Median seconds of each, taken in turns so that the machine's drift hits all alike."""
+    """Median seconds of each.
+
+    Taken in turns, so that the machine's drift hits all alike, and in blocks, so that each road is as warm as in
+    a loop of its own: after another road's run, caches and sleeping cores cost more than a small call itself.
+    """
     for run in runs.values():
         for _ in range(warmup):
             run()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
+    for done in range(0, repeats, BLOCK):
         for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
+            for _ in range(min(BLOCK, repeats - done)):
+                start = time.perf_counter()
+                run()
+                seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 

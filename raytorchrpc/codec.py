@@ -36,6 +36,10 @@ class Encoded(NamedTuple):
     buffers: int
 
 
+#: None, taken apart.
+NOTHING = Encoded(b"", (), (), 0)
+
+
 class _Table(threading.local):
     """What the object being decoded on this thread may take its tensors and RRefs from."""
 
@@ -74,6 +78,8 @@ class Codec:
         otherwise what arrives is a leaf with the same ``requires_grad``.
         Raises SerializationError, naming the type that could not be pickled.
         """
+        if obj is None:  # what most methods return
+            return NOTHING
         file = io.BytesIO()
         buffers: list[torch.Tensor] = []
         pickler = self._pickler(file, protocol=5, buffer_callback=_buffer_lifter(buffers))
@@ -94,6 +100,8 @@ class Codec:
         buffers: int = 0,
     ) -> Any:
         """Put an object together again; it takes the given tensors as they are, without a copy."""
+        if not payload:
+            return None
         split = len(tensors) - buffers
         outer = _table.tensors, _table.rrefs
         _table.tensors, _table.rrefs = tensors, rrefs

@@ -231,7 +231,8 @@ class Forming:
         if probe.agent is not None:
             return probe.agent.name
         actor = _actor_id(self.participants[member])
-        return f"rtr:{actor}" if actor else f"rtr:driver:{probe.node_id[:12]}:{probe.pid}"
+        # No colon: torch's RemoteModule takes "name/device" and reads a colon as "rank:".
+        return f"rtr-{actor}" if actor else f"rtr-driver-{probe.node_id[:12]}-{probe.pid}"
 
     def _raise(self, what: str, failures: Mapping[str, Exception]) -> None:
         if not failures:

@@ -7,8 +7,10 @@ quick and safe to repeat. A group forms in three steps, and only the last makes 
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping, Set
 from functools import partial
@@ -125,6 +127,7 @@ class _Preparing(NamedTuple):
     local: LocalMember
 
 
+_changing = threading.RLock()  # in a threaded actor ``leave`` may come while ``prepare`` or ``commit`` runs
 _preparing: _Preparing | None = None
 _info: GroupInfo | None = None
 _cancelled: set[str] = set()
@@ -161,6 +164,11 @@ def _node_ip() -> str:
 
 def prepare(instance: Any, spec: JoinSpec) -> Prepared:
     """Start listening for a group that is forming. Raises BootstrapError; then nothing is left of it."""
+    with _changing:
+        return _prepare(instance, spec)
+
+
+def _prepare(instance: Any, spec: JoinSpec) -> Prepared:
     global _preparing
     if spec.generation in _cancelled:
         raise BootstrapError(f"group {spec.group!r} was given up before {spec.name!r} could prepare")
@@ -212,7 +220,7 @@ def _exposed_methods(instance: Any) -> dict[str, Any]:
     cls = type(instance)
     found = {}
     for name in dir(cls) if instance is not None else ():
-        function = getattr(cls, name, None)
+        function = inspect.getattr_static(cls, name, None)  # a descriptor of the class may do anything
         note = exposed(function)
         if note is not None:
             # ray.method may have been applied after ours: then the group's name is on the wrapper.
@@ -252,8 +260,11 @@ def commit(instance: Any, table: Table) -> None:
         both = local.tensor_lanes.keys() & table.peers[peer.name].addresses.keys()
         local.know(_road(local.me, peer, table.info, lanes, both))
     _reach_all(local, table)
-    set_local(local)
-    _preparing, _info = None, table.info
+    with _changing:
+        if _preparing is not preparing:
+            raise BootstrapError(f"group {table.info.name!r} was given up while it formed")
+        set_local(local)
+        _preparing, _info = None, table.info
 
 
 def _road(me: Member, peer: Member, info: GroupInfo, lanes: Mapping[str, MessageLane], opened: Set[str]) -> PeerRoad:
@@ -316,6 +327,11 @@ def _reach_all(local: LocalMember, table: Table) -> None:
 
 def leave(instance: Any, generation: str) -> None:
     """Leave that generation of a group, formed or forming; a later ``prepare`` for it is refused. Idempotent."""
+    with _changing:
+        _leave(generation)
+
+
+def _leave(generation: str) -> None:
     global _preparing, _info
     _cancelled.add(generation)
     if _preparing is not None and _preparing.spec.generation == generation:

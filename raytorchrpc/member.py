@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raytorchrpc import _compat, execution, serving
-from raytorchrpc.codec import Codec, Encoded, decode_exception
+from raytorchrpc.codec import NOTHING, Codec, Encoded, decode_exception
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError, NotAMember, RayTorchRpcError, RpcTimeout, SerializationError
 from raytorchrpc.execution import Alarms, Workers, current_scope
@@ -88,7 +88,7 @@ class LocalMember:
         self.lanes: list[MessageLane] = []
         self.tensor_lanes: dict[str, TensorLane] = {}
         self._roads: dict[int, PeerRoad] = {}
-        self._ranks: dict[str | int, int] = {}
+        self._ranks: dict[Any, int] = {}
         self._heavy: set[tuple[int, str]] = set()
         """Methods whose last result needed another lane than its call: they go there at once."""
         self._left = False
@@ -101,7 +101,7 @@ class LocalMember:
         self._roads[peer.rank] = road
         self._ranks[peer.name] = self._ranks[peer.rank] = peer.rank
         if peer.actor_id is not None:
-            self._ranks["actor:" + peer.actor_id] = peer.rank
+            self._ranks[_compat.key_of_actor(peer.actor_id)] = peer.rank
 
     @property
     def roads(self) -> tuple[PeerRoad, ...]:
@@ -115,7 +115,7 @@ class LocalMember:
             key = target.name
         elif not isinstance(target, (str, int)):
             try:
-                key = "actor:" + _compat.actor_id_of(target)
+                key = _compat.actor_key(target)
             except AttributeError:
                 raise NotAMember(
                     f"{target!r} is no call target: pass an actor handle, a member's name, its rank or a Member"
@@ -188,7 +188,7 @@ class LocalMember:
     def system(self, road: PeerRoad, lane: MessageLane, kind: int, *fields: Any, timeout_s: float) -> Pending:
         """Send a request of the group's own over the given lane."""
         header = (kind, self.me.rank, self.generation, *fields)
-        return lane.call(road.member.name, Message(header, serving.EMPTY), timeout_s)
+        return lane.call(road.member.name, Message(header, NOTHING), timeout_s)
 
     def _road_out(self, target: Any) -> PeerRoad:
         if self._left:
@@ -213,7 +213,8 @@ class LocalMember:
             raise RpcTimeout(f"no time left to call {road.member.name}.{method}: the deadline has passed")
         context = _compat.current_autograd_context()
         try:
-            body = self.codec.encode((args, kwargs), keep_graph=context != _compat.NO_CONTEXT)
+            given = (args, kwargs) if args or kwargs else None
+            body = self.codec.encode(given, keep_graph=context != _compat.NO_CONTEXT)
         except SerializationError as error:
             raise SerializationError(
                 f"an argument of {road.member.name}.{method} cannot be pickled: {error}"

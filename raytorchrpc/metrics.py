@@ -53,7 +53,7 @@ class GroupStats(tuple[PairStats, ...]):
                 f"{row.bytes_out / 1e6:>11.3f}{row.bytes_in / 1e6:>11.3f}{per_call:>10.3f}"
             )
         if self.missing:
-            lines.append(f"no answer from: {', '.join(self.missing)} (busy; ask again)")
+            lines.append(f"no answer from: {', '.join(self.missing)} (busy or gone)")
         return "\n".join(lines)
 
 

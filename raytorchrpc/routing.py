@@ -197,7 +197,7 @@ def _cuda_ipc_rule(pair: Pair, traffic: Traffic) -> Verdict:
     bare = sorted(e.name for e in (a, b) if gpu_count(e) == 0)
     if bare:
         return _bare_text(bare)
-    if any(gpu.uuid.startswith("MIG") for e in (a, b) for gpu in e.gpus):
+    if any(" MIG " in gpu.name for e in (a, b) for gpu in e.gpus):
         return "CUDA cannot share memory between MIG instances"
     return "mapped GPU memory", "same host: one copy from GPU to GPU, or none between actors of one GPU"
 
@@ -209,6 +209,8 @@ def _separate(pair: Pair) -> str | None:
         return "different hosts"
     if not a.shares(b, "pid"):
         return "same host, but different containers (pid namespaces)"
+    if not a.shares(b, "user"):
+        return "same host, but different user namespaces"
     if a.uid != b.uid:
         return f"same host, but different users (uid {min(a.uid, b.uid)} and {max(a.uid, b.uid)})"
     return None

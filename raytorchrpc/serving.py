@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from raytorchrpc import _compat, execution
-from raytorchrpc.codec import Codec, Encoded, encode_exception
+from raytorchrpc.codec import NOTHING, Codec, Encoded, encode_exception
 from raytorchrpc.errors import NotAMember, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
 from raytorchrpc.execution import Limit, Scope, Seat, Work, Workers, current_scope
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
@@ -36,8 +36,6 @@ OK = 0
 RAISED = 1
 KEPT = 2
 """The result has tensors that this lane cannot carry: fetch it over another, by the number that follows."""
-
-EMPTY = Encoded(b"", (), (), 0)
 
 
 class _Kept(NamedTuple):
@@ -79,7 +77,7 @@ class Server:
             if generation != self.generation:
                 raise PeerLost(self.name, "it belongs to another generation of the group", may_have_run=False)
             if kind == PING:
-                reply(Message((OK,), EMPTY))
+                reply(Message((OK,), NOTHING))
                 return None
             if kind == FETCH:
                 kept = self._take(message.header[3])
@@ -145,7 +143,7 @@ class Server:
         """Answer with an exception."""
         try:
             if kind == REMOTE:
-                reply(Message((True, error), EMPTY))
+                reply(Message((True, error), NOTHING))
             else:
                 reply(Message((RAISED,), encode_exception(self.codec, error)))
         except PeerLost as lost:
@@ -278,17 +276,18 @@ class _Job:
             raise RpcTimeout(f"{self.label} waited for its turn until the deadline; it did not run")
         self.message.adopt()
         try:
-            args, kwargs = self.server.codec.decode(*joined(self.message.body, self.parcels))
+            decoded = self.server.codec.decode(*joined(self.message.body, self.parcels))
+            args, kwargs = decoded or ((), {})  # a call without arguments has no payload
         except RayTorchRpcError:
             raise
         except Exception as error:
             raise SerializationError(f"an argument of {self.label} cannot be unpickled there: {error!r}") from error
-        self.message, self.parcels = Message((), EMPTY), []  # the method alone holds its arguments now
+        self.message, self.parcels = Message((), NOTHING), []  # the method alone holds its arguments now
         return args, kwargs
 
     def _encoded(self, result: Any) -> Encoded:
         if self.kind == REMOTE:
-            return EMPTY
+            return NOTHING
         try:
             return self.server.codec.encode(result, keep_graph=self.context != _compat.NO_CONTEXT)
         except SerializationError as error:
@@ -296,7 +295,7 @@ class _Job:
 
     def _answer(self, body: Encoded, result: Any) -> None:
         if self.kind == REMOTE:
-            self.reply(Message((False, result), EMPTY))
+            self.reply(Message((False, result), NOTHING))
             return
         can = self.lane.capabilities
         if can.carries(body.tensors) and (can.rrefs or not body.rrefs):
@@ -312,7 +311,7 @@ class _Job:
         body = snapshot(body)
         left = max(1.0, (self.scope.deadline or 0.0) - time.monotonic())
         number = self.server.keep(Message((OK,), body, hand_over(body.tensors)), left)
-        self.reply(Message((KEPT, number), EMPTY))
+        self.reply(Message((KEPT, number), NOTHING))
 
 
 def snapshot(body: Encoded) -> Encoded:

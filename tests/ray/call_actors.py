@@ -12,6 +12,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
+from raytorchrpc import _compat
 from tests.ray.actors import AsyncPeer, Latch, Peer
 
 #: Elements: in float32 above what travels in a message.
@@ -233,3 +234,86 @@ class GroupedBusy(Busy):
     def meet_in_io(self) -> int:
         assert self.barrier is not None
         return self.barrier.wait(2)  # alone, it breaks
+
+
+def make_layer(seed: int) -> torch.nn.Linear:
+    """The same one in every process."""
+    torch.manual_seed(seed)
+    return torch.nn.Linear(8, 8)
+
+
+class Stage(Peer):
+    """A layer of a model that is split over actors."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.layer = make_layer(seed)
+        torch.manual_seed(seed)
+        self.table = torch.nn.Embedding(10, 8)
+
+    @rtr.method
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x))
+
+    @rtr.method
+    def forward_dict(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {"y": [torch.tanh(self.layer(batch["x"]))], "text": batch["text"]}
+
+    @rtr.method
+    def forward_through(self, x: torch.Tensor, following: str) -> torch.Tensor:
+        return rtr.rpc_sync(following).forward(torch.tanh(self.layer(x)))
+
+    @rtr.method
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids)
+
+    @rtr.method(concurrent=True)
+    def gradients(self, context: int) -> dict[str, torch.Tensor]:
+        found = torch.distributed.autograd.get_gradients(context)
+        named = {**dict(self.layer.named_parameters()), "table": self.table.weight}
+        return {name: found[parameter] for name, parameter in named.items() if parameter in found}
+
+    @rtr.method
+    def has_context(self) -> bool:
+        return _compat.current_autograd_context() != _compat.NO_CONTEXT
+
+    @rtr.method
+    def parameters(self) -> list[Any]:
+        return [torch.distributed.rpc.RRef(parameter) for parameter in self.layer.parameters()]
+
+    def weight(self) -> torch.Tensor:
+        return self.layer.weight.detach().clone()
+
+
+class AsyncStage(AsyncPeer):
+    """Likewise, with coroutines that let others run in the middle."""
+
+    def __init__(self, seed: int) -> None:
+        self.layer = make_layer(seed)
+        self.inside = 0
+        self.both = asyncio.Event()
+
+    @rtr.method
+    async def forward_through(self, x: torch.Tensor, following: str) -> torch.Tensor:
+        y = torch.tanh(self.layer(x))
+        await asyncio.sleep(0)
+        return await rtr.rpc_async(following).forward(y)
+
+    @rtr.method
+    async def forward_with_another(self, x: torch.Tensor) -> torch.Tensor:
+        """Goes on only when two are in here, each in its caller's context."""
+        self.inside += 1
+        if self.inside % 2 == 0:
+            self.both.set()
+            self.both = asyncio.Event()
+        else:
+            await self.both.wait()
+        return torch.tanh(self.layer(x))
+
+    @rtr.method
+    async def gradients(self, context: int) -> dict[str, torch.Tensor]:
+        found = torch.distributed.autograd.get_gradients(context)
+        return {name: found[parameter] for name, parameter in self.layer.named_parameters() if parameter in found}
+
+    async def run(self, function: Any, *args: Any) -> Any:
+        return await function(*args)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -343,7 +345,8 @@ def test_a_group_that_is_being_formed_cannot_take_members_of_a_formed_one(
         if isinstance(slow, rtr.Group):
             slow.shutdown()
         assert isinstance(slow, rtr.BootstrapError), "it took a member away from a living group"
-        assert ray.get(third.call.remote("wanted", "double", 1, timeout=5)) is None
+        with pytest.raises(rtr.NotAMember, match=r"Plain.double is not exposed"):  # it answers
+            ray.get(third.call.remote("wanted", "double", 1, timeout=5))
 
 
 def test_a_group_whose_forming_actor_died_does_not_keep_its_members(spawn: Spawn, peers: list[Any]) -> None:
@@ -367,6 +370,71 @@ def leave_whatever_group() -> None:
     info = joining.group_info()
     if info is not None:
         joining.leave(None, info.generation)
+
+
+class ClassLevel:
+    """An attribute that runs code when it is looked up on the class, as ORMs and registries have them."""
+
+    def __get__(self, instance: Any, cls: type) -> int:
+        todo = getattr(builtins, "at_class_look_up", None)
+        if instance is None and todo is not None:
+            todo()
+        return 1
+
+
+class HasClassLevel(Peer):
+    attribute = ClassLevel()
+
+
+def at_class_look_up(todo: Callable[[], None] | None) -> None:
+    builtins.at_class_look_up = todo  # type: ignore[attr-defined]
+
+
+def fail_on_the_class() -> None:
+    raise RuntimeError("only for instances")
+
+
+def test_an_attribute_that_fails_on_the_class_does_not_keep_an_actor_out(spawn: Spawn, peers: list[Any]) -> None:
+    odd = spawn(HasClassLevel)
+    ray.get(odd.run.remote(at_class_look_up, fail_on_the_class))
+    assert_work([peers[0], odd])
+
+
+def threads_of_ours() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "raytorchrpc" in thread.name]
+
+
+def test_a_slow_threaded_member_that_was_rolled_back_keeps_nothing(
+    spawn: Spawn, peers: list[Any], latch: MakeLatch
+) -> None:
+    slow = spawn(HasClassLevel, max_concurrency=4)
+    ray.get(slow.run.remote(__import__, "raytorchrpc.joining"))
+    gate = latch()
+    ray.get(slow.run.remote(at_class_look_up, gate.pass_through))
+    with pytest.raises(rtr.BootstrapError, match="'slow': no answer"):
+        rtr.init_group({"a": peers[0], "slow": slow}, timeout_s=1)
+    ray.get(slow.run.remote(at_class_look_up, None))
+    gate.open()
+    ray.get(slow.run.remote(wait_for_the_last_step))
+    left = ray.get(slow.run.remote(threads_of_ours))
+    assert_work([peers[0], slow])
+    assert left == []
+
+
+def wait_for_the_last_step() -> None:
+    """Until prepare(), which goes on after it was held, has returned."""
+    while any(
+        frame.f_code.co_name == "prepare" and frame.f_globals.get("__name__") == "raytorchrpc.joining"
+        for top in sys._current_frames().values()
+        for frame in _stack(top)
+    ):
+        threading.Event().wait(0.01)
+
+
+def _stack(frame: Any) -> Iterator[Any]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 # --- calls -----------------------------------------------------------------------------------------------

@@ -68,6 +68,8 @@ def first(link: Any) -> dict[str, Any]:
     step("autograd id before", _compat.autograd_id)
     step("autograd id", lambda: [_compat.init_autograd(11), _compat.init_autograd(999), _compat.autograd_id()])
 
+    step("autograd id as torch has it", lambda: dist_autograd._get_max_id() >> 48)
+
     peer_url = link.recv()
     _compat.add_peer(agent, store, "b", 12, peer_url, devices=[], inverse_map={})
     link.send(url)

@@ -1,6 +1,6 @@
 """One test for each private name of torch in ``_compat``: when a release moves it, this says what it was for.
 
-The names of Ray have theirs in tests/ray/test_compat.py.
+The names of Ray have theirs in tests/ray/test_compat.py, but for those that need no cluster.
 """
 
 from __future__ import annotations
@@ -73,6 +73,28 @@ def test_distributed_autograd_takes_one_id_per_process(seen: dict[str, Any]) -> 
     assert seen["autograd id"] == [11, 11, 11]
 
 
+def test_the_id_that_distributed_autograd_took_before_can_be_read(seen: dict[str, Any]) -> None:
+    """dist_autograd._get_max_id, whose upper bits are the id: without it a process that once used init_rpc cannot
+    join a group."""
+    assert seen["autograd id as torch has it"] == 11
+
+
+ANOTHERS_AUTOGRAD = """
+import torch.distributed.autograd as dist_autograd
+from raytorchrpc import _compat
+dist_autograd._init(11)
+print(_compat.autograd_id(), _compat.init_autograd(77), _compat.init_autograd(78), _compat.autograd_id())
+"""
+
+
+def test_an_id_that_somebody_else_gave_distributed_autograd_stays_in_force() -> None:
+    """dist_autograd._init refuses a second id with a RuntimeError, and _get_max_id tells the first."""
+    ran = subprocess.run(
+        [sys.executable, "-c", ANOTHERS_AUTOGRAD], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert ran.stdout.split() == ["None", "11", "11", "11"], ran.stderr
+
+
 def test_an_autograd_context_can_be_entered_on_another_thread(seen: dict[str, Any]) -> None:
     """_ZN5torch11distributed8autograd21DistAutogradContainer's static members in libtorch_cpu.so, which read, set
     and clear the context: without them methods, which run on their own threads, are lost to the backward pass."""
@@ -108,6 +130,22 @@ def test_backends_can_be_asked_for_by_name() -> None:
     assert _compat.has_tensorpipe("channels", "basic")
     assert not _compat.has_tensorpipe("transports", "carrier_pigeon")
     assert not _compat.has_tensorpipe("channels", "carrier_pigeon")
+
+
+@pytest.mark.parametrize(("state", "dead"), [("ALIVE", False), ("RESTARTING", False), ("DEAD", True), (None, False)])
+def test_an_actor_that_ray_gave_up_is_known(monkeypatch: pytest.MonkeyPatch, state: str | None, dead: bool) -> None:
+    """ray._private.state.actors, its State and the name DEAD, over what the GCS would send: without it
+    (_compat.actor_is_dead) the members of a group whose owner, an actor, died can never join another."""
+    from ray._private import state as ray_state
+    from ray.core.generated.gcs_pb2 import ActorTableData
+
+    class Gcs:
+        def get_actor_info(self, actor_id: Any) -> bytes | None:
+            assert actor_id.hex() == "ab" * 16
+            return None if state is None else ActorTableData(state=state).SerializeToString()
+
+    monkeypatch.setattr(ray_state.state, "_connect_and_get_accessor", Gcs)
+    assert _compat.actor_is_dead("ab" * 16) is dead
 
 
 def test_rays_pickler_takes_functions_by_value_and_lets_tensors_be_lifted() -> None:

@@ -20,13 +20,13 @@ COMMON = {"errors", "config", "metrics", "_compat"}
 #: What a room may import besides. A room that is not here may import COMMON only: say here what a new one needs.
 MAY_IMPORT = {
     "__init__": {"calls", "device_map", "group", "member"},
-    "group": {"forming", "joining", "member", "routing"},
+    "group": {"device_map", "forming", "joining", "member", "routing"},
     "forming": {"device_map", "fabric", "joining", "member", "routing"},
     "joining": {"calls", "fabric", "lanes", "member", "routing", "serving", "shipping", "topology"},
     "calls": {"execution", "member"},
     "member": {"codec", "execution", "lanes.base", "serving", "shipping"},
     "serving": {"codec", "execution", "lanes.base", "shipping", "streams"},
-    "shipping": {"codec", "lanes.base", "streams"},
+    "shipping": {"codec", "lanes.base"},
     "routing": {"_tensorpipe", "device_map", "topology"},
     "_tensorpipe": {"_rdma", "device_map", "topology"},
     "_rdma": {"topology"},
@@ -35,10 +35,17 @@ MAY_IMPORT = {
     "cli": {"", "__version__", "cli", "group", "routing", "topology"},
     "rdt": {"group", "member", "lanes.base", "codec"},
 }
-#: A lane may import lanes.base, what begins with an underscore beside it, and these.
-LANES_MAY_IMPORT = {"codec", "streams"}
-#: Lanes that need something of their own.
-LANE_EXTRAS = {"torchrpc": {"fabric"}}
+#: A lane may import these: never another lane, only the private files (lanes/_x) that it needs.
+LANES_MAY_IMPORT = {"codec", "streams", "lanes.base"}
+#: Lanes, and private files beside them, that need something of their own.
+LANE_EXTRAS = {
+    "torchrpc": {"fabric"},
+    "socket": {"lanes._connection", "lanes._frames", "lanes._handshake"},
+    "_connection": {"lanes._frames"},
+    "shm": {"lanes._arena"},
+    "cuda_ipc": {"lanes._arena", "lanes._cuda_driver"},
+}
+PRIVATE_TO_LANES = {name for name in FILES if name.startswith("lanes._") and name != "lanes.__init__"}
 WITHOUT_RAY = ("routing", "device_map", "codec", "config", "errors")
 WITHOUT_TORCH = ("routing", "device_map", "config", "errors")
 
@@ -79,9 +86,15 @@ def test_a_room_imports_only_those_below_it(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("lanes.")])
 def test_a_lane_knows_no_other_lane_and_nothing_above_it(name: str) -> None:
     lane = name.removeprefix("lanes.")
-    allowed = LANES_MAY_IMPORT | COMMON | LANE_EXTRAS.get(lane, set()) | {"lanes.base"}
-    strangers = {other for other in rooms(name) - allowed if not other.startswith("lanes._")}
+    allowed = LANES_MAY_IMPORT | COMMON | LANE_EXTRAS.get(lane, set())
+    strangers = rooms(name) - allowed
     assert not strangers, f"{name} may not import {strangers}"
+
+
+def test_what_lanes_are_allowed_holds_no_lane_and_nothing_above_them() -> None:
+    allowed = LANES_MAY_IMPORT.union(*LANE_EXTRAS.values())
+    assert not {other for other in allowed if other.startswith("lanes.")} - {"lanes.base"} - PRIVATE_TO_LANES
+    assert not allowed & {"group", "forming", "joining", "member", "calls", "serving", "shipping", "routing"}
 
 
 def loaded_by(name: str) -> set[str]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from raytorchrpc.config import GroupConfig
+from raytorchrpc.config import KNOWN_LANES, GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
-from raytorchrpc.routing import PairRoute, RoutePlan, Traffic, plan
+from raytorchrpc.routing import LANES, PairRoute, RoutePlan, Traffic, plan
 from tests.unit import clusters
 from tests.unit.clusters import (
     CPU_CHANNELS,
@@ -28,6 +28,10 @@ from tests.unit.clusters import (
 )
 
 CUDA_LOCAL = ("basic", "cuda_xth", "cuda_basic")
+#: The lanes for tensors alone, and what they carry.
+TENSOR_LANES: tuple[tuple[str, Traffic], ...] = (("shm", "cpu"), ("cuda_ipc", "cuda"))
+#: The lanes between hosts or containers: for calls, CPU tensors and CUDA tensors.
+APART = ("socket", "torchrpc", "torchrpc")
 
 
 def same(adapters: Any) -> Callable[[int], Any]:
@@ -39,10 +43,14 @@ class Case:
     """What worker_0's agent and its pair with worker_1 must be. Notes and warnings are fragments."""
 
     cluster: Callable[[], Cluster]
+    lanes: tuple[str, str, str | None]
+    """The preferred one for calls, CPU tensors and CUDA tensors."""
     transports: tuple[str, ...]
     channels: tuple[str, ...]
     calls: str
+    """How the preferred lane carries them."""
     cpu: str
+    """How torchrpc carries them, preferred or not; likewise cuda."""
     cuda: str | None
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -51,17 +59,19 @@ class Case:
 CASES = {
     "one host": Case(
         clusters.one_host,
+        ("socket", "shm", None),
         ("uv",),
-        ("cma", "basic"),
+        ("cma", "mpt_uv", "basic"),
         "unix socket",
         "torchrpc over uv, channel cma",
         None,
-        ("shm: not used, keeps half a core busy", "mpt_uv: not used, every member shares"),
+        ("shm: not used, keeps half a core busy", "mpt_uv: used, different networks"),
     ),
     "one host, two GPUs, each process sees one": Case(
         clusters.one_host_two_gpus,
+        ("socket", "shm", "cuda_ipc"),
         ("uv",),
-        ("cma", "basic", "cuda_xth", "cuda_ipc", "cuda_basic"),
+        ("cma", "mpt_uv", "basic", "cuda_xth", "cuda_ipc", "cuda_basic"),
         "unix socket",
         "torchrpc over uv, channel cma",
         "torchrpc over uv, channel cuda_ipc",
@@ -69,15 +79,17 @@ CASES = {
     ),
     "two hosts": Case(
         clusters.two_hosts,
+        ("socket", "torchrpc", None),
         ("uv",),
-        ("mpt_uv", "basic"),
+        ("cma", "mpt_uv", "basic"),
         "tcp socket",
         "torchrpc over uv, channel mpt_uv",
         None,
-        ("ibv: not used, no RDMA adapter", "cma: not used, no other member on this host"),
+        ("ibv: not used, no RDMA adapter", "cma: used, same host and container"),
     ),
     "two pods on one host": Case(
         clusters.two_pods_one_host,
+        APART,
         ("uv",),
         ("mpt_uv", "basic", "cuda_basic"),
         "tcp socket",
@@ -92,8 +104,9 @@ CASES = {
     ),
     "public node on InfiniBand": Case(
         public_nodes,
+        APART,
         ("ibv", "uv"),
-        ("basic", "cuda_xth", "cuda_gdr", "cuda_basic"),
+        ("cma", "basic", "cuda_xth", "cuda_gdr", "cuda_basic"),
         "tcp socket",
         "torchrpc over ibv, channel basic",
         "torchrpc over ibv, channel cuda_gdr",
@@ -101,8 +114,9 @@ CASES = {
     ),
     "first port down": Case(
         lambda: public_nodes(same(with_port(infiniband_hcas(), "mlx5_0", state="DOWN"))),
+        APART,
         ("uv",),
-        ("mpt_uv", *CUDA_LOCAL),
+        ("cma", "mpt_uv", *CUDA_LOCAL),
         "tcp socket",
         "torchrpc over uv, channel mpt_uv",
         "torchrpc over uv, channel cuda_basic",
@@ -111,8 +125,9 @@ CASES = {
     ),
     "another port down": Case(
         lambda: public_nodes(same(with_port(infiniband_hcas(), "mlx5_5", state="DOWN"))),
+        APART,
         ("ibv", "uv"),
-        CUDA_LOCAL,
+        ("cma", *CUDA_LOCAL),
         "tcp socket",
         "torchrpc over ibv, channel basic",
         "torchrpc over ibv, channel cuda_basic",
@@ -121,8 +136,9 @@ CASES = {
     ),
     "RoCE, only GID 0 usable by TensorPipe": Case(
         lambda: public_nodes(same(roce_hcas())),
+        APART,
         ("uv",),
-        ("mpt_uv", *CUDA_LOCAL),
+        ("cma", "mpt_uv", *CUDA_LOCAL),
         "tcp socket",
         "torchrpc over uv, channel mpt_uv",
         "torchrpc over uv, channel cuda_basic",
@@ -131,8 +147,9 @@ CASES = {
     ),
     "no peer-memory path": Case(
         lambda: public_nodes(peer_memory=False),
+        APART,
         ("ibv", "uv"),
-        CUDA_LOCAL,
+        ("cma", *CUDA_LOCAL),
         "tcp socket",
         "torchrpc over ibv, channel basic",
         "torchrpc over ibv, channel cuda_basic",
@@ -141,8 +158,9 @@ CASES = {
     ),
     "small BAR1": Case(
         clusters.small_bar1_nodes,
+        APART,
         ("ibv", "uv"),
-        CUDA_LOCAL,
+        ("cma", *CUDA_LOCAL),
         "tcp socket",
         "torchrpc over ibv, channel basic",
         "torchrpc over ibv, channel cuda_basic",
@@ -151,8 +169,9 @@ CASES = {
     ),
     "no resource1 file": Case(
         clusters.no_resource1_nodes,
+        APART,
         ("ibv", "uv"),
-        CUDA_LOCAL,
+        ("cma", *CUDA_LOCAL),
         "tcp socket",
         "torchrpc over ibv, channel basic",
         "torchrpc over ibv, channel cuda_basic",
@@ -161,8 +180,9 @@ CASES = {
     ),
     "EFA": Case(
         lambda: public_nodes(same(efa_hcas())),
+        APART,
         ("uv",),
-        ("mpt_uv", *CUDA_LOCAL),
+        ("cma", "mpt_uv", *CUDA_LOCAL),
         "tcp socket",
         "torchrpc over uv, channel mpt_uv",
         "torchrpc over uv, channel cuda_basic",
@@ -171,8 +191,9 @@ CASES = {
     ),
     "8 MiB memlock": Case(
         lambda: public_nodes(memlock_bytes=8 * MIB),
+        APART,
         ("uv",),
-        ("mpt_uv", *CUDA_LOCAL),
+        ("cma", "mpt_uv", *CUDA_LOCAL),
         "tcp socket",
         "torchrpc over uv, channel mpt_uv",
         "torchrpc over uv, channel cuda_basic",
@@ -181,8 +202,9 @@ CASES = {
     ),
     "adapters not given to the container": Case(
         lambda: public_nodes(same(tuple(hca.model_copy(update={"verbs_device": False}) for hca in infiniband_hcas()))),
+        APART,
         ("uv",),
-        ("mpt_uv", *CUDA_LOCAL),
+        ("cma", "mpt_uv", *CUDA_LOCAL),
         "tcp socket",
         "torchrpc over uv, channel mpt_uv",
         "torchrpc over uv, channel cuda_basic",
@@ -191,8 +213,9 @@ CASES = {
     ),
     "two InfiniBand subnets": Case(
         lambda: public_nodes(lambda host: infiniband_hcas(f"fec0:0000:0000:000{host}")),
+        APART,
         ("uv",),
-        ("mpt_uv", *CUDA_LOCAL),
+        ("cma", "mpt_uv", *CUDA_LOCAL),
         "tcp socket",
         "torchrpc over uv, channel mpt_uv",
         "torchrpc over uv, channel cuda_basic",
@@ -201,8 +224,9 @@ CASES = {
     ),
     "InfiniBand on one host, RoCE on the other": Case(
         lambda: public_nodes(lambda host: (infiniband_hcas(), roce_hcas())[host]),
+        APART,
         ("uv",),
-        ("mpt_uv", *CUDA_LOCAL),
+        ("cma", "mpt_uv", *CUDA_LOCAL),
         "tcp socket",
         "torchrpc over uv, channel mpt_uv",
         "torchrpc over uv, channel cuda_basic",
@@ -215,9 +239,21 @@ CASES = {
 }
 
 
-def how(route: PairRoute, traffic: Traffic) -> str | None:
+def lane(route: PairRoute, traffic: Traffic) -> str | None:
+    """The preferred lane."""
     lanes = route.lanes(traffic)
-    return lanes[0].how if lanes else None
+    return lanes[0].lane if lanes else None
+
+
+def by_torchrpc(route: PairRoute, traffic: Traffic) -> str | None:
+    """How torchrpc carries it, preferred or not."""
+    return next((choice.how for choice in route.lanes(traffic) if choice.lane == "torchrpc"), None)
+
+
+def why_not(route: PairRoute, name: str, traffic: Traffic) -> str:
+    """Why that lane does not carry it."""
+    (reason,) = (no.reason for no in route.rejected if (no.lane, no.traffic) == (name, traffic))
+    return reason
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -226,9 +262,10 @@ def test_cluster(case: Case) -> None:
     agent, route = routes.agents["worker_0"], routes.route("worker_0", "worker_1")
     assert agent.transports == case.transports
     assert agent.channels == case.channels
-    assert how(route, "calls") == case.calls
-    assert how(route, "cpu") == case.cpu
-    assert how(route, "cuda") == case.cuda
+    assert (lane(route, "calls"), lane(route, "cpu"), lane(route, "cuda")) == case.lanes
+    assert route.lanes("calls")[0].how == case.calls
+    assert by_torchrpc(route, "cpu") == case.cpu
+    assert by_torchrpc(route, "cuda") == case.cuda
     for fragment in case.notes:
         assert any(fragment in note for note in agent.notes), (fragment, agent.notes)
     for fragment in case.warnings:
@@ -259,6 +296,8 @@ def test_every_backend_left_out_says_why(case: Case) -> None:
             assert note.startswith(f"{backend}: used, " if used else f"{backend}: not used, ")
             assert len(note.split(", ", 1)[1]) > 5
     for route in routes.routes.values():
+        judged = [(one.lane, one.traffic) for one in (*route.choices, *route.rejected)]
+        assert sorted(judged) == sorted((each.name, traffic) for each in LANES for traffic in each.carries)
         assert all(no.reason for no in route.rejected)
         assert all(choice.reason and choice.how for choice in route.choices)
 
@@ -283,8 +322,8 @@ def test_a_member_without_rdma_leaves_it_to_the_others() -> None:
     cluster = {**public_nodes(), "plain": member(7, host=7).model_copy(update={"name": "plain"})}
     routes = plan(cluster, GroupConfig())
     assert routes.agents["plain"].transports == ("uv",)
-    assert how(routes.route("worker_0", "worker_1"), "cpu") == "torchrpc over ibv, channel basic"
-    assert how(routes.route("worker_0", "plain"), "cpu") == "torchrpc over uv, channel basic"
+    assert by_torchrpc(routes.route("worker_0", "worker_1"), "cpu") == "torchrpc over ibv, channel basic"
+    assert by_torchrpc(routes.route("worker_0", "plain"), "cpu") == "torchrpc over uv, channel basic"
 
 
 def test_a_member_without_a_gpu_opens_no_cuda_channel_even_if_it_sees_gpus() -> None:
@@ -298,10 +337,8 @@ def test_a_member_without_a_gpu_opens_no_cuda_channel_even_if_it_sees_gpus() -> 
     assert not any(channel.startswith("cuda") for channel in routes.agents["worker_1"].channels)
     assert "cuda_basic: not used, this member has no GPU" in routes.agents["worker_1"].notes
     # It has no channel to compare GPUs with, so its own container does not keep the others from theirs.
-    assert how(routes.route("worker_0", "worker_2"), "cuda") == "torchrpc over uv, channel cuda_ipc"
-    (no,) = routes.route("worker_0", "worker_1").rejected
-    assert (no.lane, no.traffic) == ("torchrpc", "cuda")
-    assert no.reason.startswith("worker_1 has no GPU")
+    assert by_torchrpc(routes.route("worker_0", "worker_2"), "cuda") == "torchrpc over uv, channel cuda_ipc"
+    assert why_not(routes.route("worker_0", "worker_1"), "torchrpc", "cuda").startswith("worker_1 has no GPU")
 
 
 def test_a_pod_that_meets_others_takes_cuda_ipc_from_all_of_its_host() -> None:
@@ -311,7 +348,7 @@ def test_a_pod_that_meets_others_takes_cuda_ipc_from_all_of_its_host() -> None:
     routes = plan(group(*pods, *away), GroupConfig())
     assert all("cuda_ipc" not in routes.agents[f"worker_{n}"].channels for n in range(4))
     assert all("cuda_ipc" in routes.agents[f"worker_{n}"].channels for n in (4, 5))
-    assert how(routes.route("worker_4", "worker_5"), "cuda") == "torchrpc over uv, channel cuda_ipc"
+    assert by_torchrpc(routes.route("worker_4", "worker_5"), "cuda") == "torchrpc over uv, channel cuda_ipc"
 
 
 def test_equal_pids_on_different_hosts_are_no_conflict() -> None:
@@ -327,10 +364,15 @@ def test_mig_slices_have_no_cuda_ipc() -> None:
 
 
 def test_different_users_on_one_host_do_not_read_each_others_memory() -> None:
-    routes = plan(group(member(0, uid=1000), member(1, uid=1001)), GroupConfig())
+    gpus = a100s(2)
+    cluster = group(*(member(n, cuda=True, gpus=(gpus[n],), uid=1001 - n) for n in range(2)))
+    routes = plan(cluster, GroupConfig())
     route = routes.route("worker_0", "worker_1")
-    assert how(route, "calls") == "unix socket"
-    assert how(route, "cpu") == "torchrpc over uv, channel basic"
+    assert route.lanes("calls")[0].how == "unix socket"
+    assert (lane(route, "cpu"), lane(route, "cuda")) == ("torchrpc", "torchrpc")
+    assert by_torchrpc(route, "cpu") == "torchrpc over uv, channel mpt_uv"
+    for name, traffic in TENSOR_LANES:
+        assert why_not(route, name, traffic) == "same host, but different users (uid 1000 and 1001)"
 
 
 def test_the_cpu_build_is_offered_nothing_it_does_not_have() -> None:
@@ -340,8 +382,7 @@ def test_the_cpu_build_is_offered_nothing_it_does_not_have() -> None:
     )
     routes = plan(cluster, GroupConfig())
     assert set(routes.agents["worker_1"].channels) <= set(CPU_CHANNELS)
-    (no,) = (no for no in routes.route("worker_0", "worker_1").rejected if no.traffic == "cuda")
-    assert "no TensorPipe channel for CUDA tensors" in no.reason
+    assert "no TensorPipe channel for CUDA tensors" in why_not(routes.route("worker_0", "worker_1"), "torchrpc", "cuda")
 
 
 def test_one_warning_per_cause_names_everyone_it_concerns() -> None:
@@ -355,6 +396,171 @@ def test_small_shared_memory_between_neighbours_is_said_with_the_remedy() -> Non
     assert plan(cluster, GroupConfig()).warnings == ()  # only TensorPipe's own shm transport lives there
     (warning,) = plan(cluster, GroupConfig(transports=("shm", "uv"))).warnings
     assert warning.startswith("worker_1: ") and "less than 256 MiB" in warning and "--shm-size" in warning
+
+
+# -- lanes for tensors alone ---------------------------------------------------------------------------------
+
+
+def neighbours(**changes: Any) -> Cluster:
+    """Two members of one host with a GPU each; ``changes`` are worker_1's."""
+    gpus = a100s(2)
+    return group(member(0, cuda=True, gpus=(gpus[0],)), member(1, **{"cuda": True, "gpus": (gpus[1],), **changes}))
+
+
+def changed(kind: str) -> dict[str, str]:
+    """A member's namespaces with one of them another."""
+    return {**member().namespaces, kind: f"{kind}:[1]"}
+
+
+def test_routing_and_the_configuration_know_the_same_lanes() -> None:
+    assert tuple(each.name for each in LANES) == KNOWN_LANES
+
+
+def test_neighbours_prefer_memory_and_keep_torchrpc() -> None:
+    routes = plan(neighbours(), GroupConfig())
+    route = routes.route("worker_0", "worker_1")
+    assert [choice.lane for choice in route.lanes("calls")] == ["socket", "torchrpc"]
+    assert [choice.lane for choice in route.lanes("cpu")] == ["shm", "torchrpc"]
+    assert [choice.lane for choice in route.lanes("cuda")] == ["cuda_ipc", "torchrpc"]
+    assert not route.rejected
+    assert route.message_lane == "socket"
+    assert [choice.lane for choice in route.tensor_lanes] == ["shm", "torchrpc", "cuda_ipc", "torchrpc"]
+
+
+def test_one_gpu_for_two_members_is_mapped_too() -> None:
+    route = plan(neighbours(gpus=(a100s(2)[0],)), GroupConfig()).route("worker_0", "worker_1")
+    assert lane(route, "cuda") == "cuda_ipc"
+
+
+def test_hosts_do_not_share_memory() -> None:
+    route = plan(public_nodes(), GroupConfig()).route("worker_0", "worker_1")
+    assert [why_not(route, *which) for which in TENSOR_LANES] == ["different hosts"] * 2
+
+
+def test_an_unknown_host_counts_as_another() -> None:
+    route = plan(group(*(member(n, boot_id="") for n in range(2))), GroupConfig()).route("worker_0", "worker_1")
+    assert (lane(route, "cpu"), why_not(route, "shm", "cpu")) == ("torchrpc", "different hosts")
+
+
+def test_another_pid_namespace_shares_no_memory() -> None:
+    cluster = neighbours(namespaces=changed("pid"))
+    route = plan(cluster, GroupConfig()).route("worker_0", "worker_1")
+    assert route.lanes("calls")[0].how == "unix socket"
+    assert (lane(route, "cpu"), lane(route, "cuda")) == ("torchrpc", "torchrpc")
+    for name, traffic in TENSOR_LANES:
+        assert why_not(route, name, traffic) == "same host, but different containers (pid namespaces)"
+
+
+def test_another_user_namespace_shares_no_memory() -> None:
+    route = plan(neighbours(namespaces=changed("user")), GroupConfig()).route("worker_0", "worker_1")
+    assert (lane(route, "cpu"), lane(route, "cuda")) == ("torchrpc", "torchrpc")
+    for name, traffic in TENSOR_LANES:
+        assert "user namespace" in why_not(route, name, traffic)
+
+
+def test_cpu_tensors_need_no_common_network_or_files() -> None:
+    namespaces = {**changed("net"), "mnt": "mnt:[1]", "ipc": "ipc:[1]"}
+    route = plan(group(member(0), member(1, namespaces=namespaces)), GroupConfig()).route("worker_0", "worker_1")
+    assert route.lanes("calls")[0].how == "tcp socket"
+    assert lane(route, "cpu") == "shm"
+
+
+def test_a_member_without_a_gpu_takes_cpu_tensors_alone() -> None:
+    for changes in ({"gpus": (), "cuda": False}, {"wants_gpu": False}):
+        routes = plan(neighbours(**changes), GroupConfig())
+        route = routes.route("worker_0", "worker_1")
+        assert (lane(route, "cpu"), lane(route, "cuda")) == ("shm", None)
+        assert why_not(route, "cuda_ipc", "cuda") == "worker_1 has no GPU; move the tensor to the CPU first"
+        assert routes.beside("worker_0") == ("shm",)
+
+
+def test_members_without_gpus_are_told_so() -> None:
+    route = plan(clusters.one_host(), GroupConfig()).route("worker_0", "worker_1")
+    assert why_not(route, "cuda_ipc", "cuda").startswith("neither member has a GPU")
+
+
+def test_mig_slices_share_no_memory() -> None:
+    gpu = a100s(2)[1].model_copy(update={"name": "NVIDIA A100-SXM4-80GB MIG 1g.10gb"})  # one side is enough
+    route = plan(neighbours(gpus=(gpu,)), GroupConfig()).route("worker_0", "worker_1")
+    assert (lane(route, "cpu"), lane(route, "cuda")) == ("shm", "torchrpc")
+    assert "MIG" in why_not(route, "cuda_ipc", "cuda")
+
+
+@pytest.mark.parametrize("lanes", [("-socket",), ("torchrpc", "shm", "cuda_ipc")])
+def test_tensors_beside_the_messages_need_the_socket_lane(lanes: tuple[str, ...]) -> None:
+    routes = plan(neighbours(), GroupConfig(lanes=lanes))
+    route = routes.route("worker_0", "worker_1")
+    assert [lane(route, traffic) for traffic in ("calls", "cpu", "cuda")] == ["torchrpc"] * 3
+    for name, traffic in TENSOR_LANES:
+        assert why_not(route, name, traffic).startswith("its descriptors ride in the socket lane's messages")
+    assert routes.beside("worker_0") == ()
+
+
+@pytest.mark.parametrize(
+    ("lanes", "reason"),
+    [
+        (("socket", "torchrpc"), "not among lanes=('socket', 'torchrpc')"),
+        (("-shm", "-cuda_ipc"), "forbidden by lanes=('-shm', '-cuda_ipc')"),
+    ],
+)
+def test_tensors_can_be_left_to_torchrpc(lanes: tuple[str, ...], reason: str) -> None:
+    routes = plan(neighbours(), GroupConfig(lanes=lanes))
+    route = routes.route("worker_0", "worker_1")
+    assert [lane(route, traffic) for traffic in ("calls", "cpu", "cuda")] == ["socket", "torchrpc", "torchrpc"]
+    assert [why_not(route, *which) for which in TENSOR_LANES] == [reason] * 2
+    assert by_torchrpc(route, "cpu") == "torchrpc over uv, channel cma"
+    assert routes.beside("worker_0") == ()
+
+
+def test_neighbours_need_no_torchrpc_but_others_do() -> None:
+    config = GroupConfig(lanes=("-torchrpc",))
+    route = plan(neighbours(), config).route("worker_0", "worker_1")
+    assert {choice.lane for choice in route.choices} == {"socket", "shm", "cuda_ipc"}
+    with pytest.raises(ConfigurationError, match=r"CPU tensors between worker_0 and worker_1 \(shm: different hosts"):
+        plan(clusters.two_hosts(), config)
+
+
+def test_a_member_opens_the_lanes_that_its_own_routes_prefer() -> None:
+    gpus = a100s(3)
+    routes = plan(
+        group(
+            member(0, cuda=True, gpus=(gpus[0],)),
+            member(1, cuda=True, gpus=(gpus[1],)),
+            member(2),
+            member(3, host=1, cuda=True, gpus=(gpus[2],)),
+            member(4, pod=1),
+        ),
+        GroupConfig(),
+    )
+    opened = {name: routes.beside(name) for name in routes.members}
+    assert opened == {
+        "worker_0": ("shm", "cuda_ipc"),
+        "worker_1": ("shm", "cuda_ipc"),
+        "worker_2": ("shm",),
+        "worker_3": (),
+        "worker_4": (),
+    }
+    assert {name: routes.for_member(name).beside(name) for name in routes.members} == opened
+
+
+def test_a_group_of_one_opens_no_lane_for_tensors() -> None:
+    assert plan(clusters.one_host(1), GroupConfig()).beside("worker_0") == ()
+
+
+# -- agents outlive groups -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cluster", [clusters.one_host(1), clusters.one_host(3), clusters.two_hosts()])
+def test_cpu_channels_do_not_depend_on_who_else_is_there(cluster: Cluster) -> None:
+    agents = plan(cluster, GroupConfig()).agents
+    assert {agent.channels for agent in agents.values()} == {("cma", "mpt_uv", "basic")}
+
+
+def test_one_that_may_not_be_read_takes_cma_from_its_host_alone() -> None:
+    cluster = group(member(0), member(1), member(2, uid=7), member(3, host=1))
+    agents = plan(cluster, GroupConfig()).agents
+    assert ["cma" in agent.channels for agent in agents.values()] == [False, False, False, True]
+    assert all("mpt_uv" in agent.channels for agent in agents.values())
 
 
 # -- interfaces ----------------------------------------------------------------------------------------------
@@ -414,7 +620,7 @@ def test_forced_backends_are_taken_as_given() -> None:
     routes = plan(clusters.one_host(), config)
     agent = routes.agents["worker_0"]
     assert (agent.transports, agent.channels) == (("shm", "uv"), ("basic",))
-    assert how(routes.route("worker_0", "worker_1"), "cpu") == "torchrpc over shm, channel basic"
+    assert by_torchrpc(routes.route("worker_0", "worker_1"), "cpu") == "torchrpc over shm, channel basic"
     assert any("forced by the configuration" in note for note in agent.notes)
 
 
@@ -433,7 +639,9 @@ def test_forced_ibv_that_may_fail_is_a_warning() -> None:
         ),
         ({"channels": ("cuda_ipc",)}, "channels: .* has no 'cuda_ipc'; it has: cma, mpt_uv, basic"),
         ({"transports": ()}, "transports is empty"),
-        ({"lanes": ("-torchrpc",)}, "leaves no lane for CPU tensors; allow one of: torchrpc"),
+        ({"lanes": ("-torchrpc",)}, "nothing can carry CPU tensors between worker_0 and worker_1 .*forbidden by lanes"),
+        ({"lanes": ("-torchrpc", "-shm")}, "leaves no lane for CPU tensors; allow one of: shm, torchrpc"),
+        ({"lanes": ("shm", "cuda_ipc")}, "leaves no lane for calls; allow one of: socket, torchrpc"),
         ({"lanes": ("-torchrpc", "-socket")}, "leaves no lane for calls; allow one of: socket, torchrpc"),
         ({"transports": ("shm",)}, "nothing can carry CPU tensors between worker_0 and worker_1"),
         ({"channels": ("cma",)}, "nothing can carry CPU tensors .* no TensorPipe channel"),
@@ -445,18 +653,20 @@ def test_a_configuration_that_cannot_carry_is_refused(values: dict[str, Any], sa
 
 
 @pytest.mark.parametrize(
-    ("lanes", "lane", "reason"),
+    ("lanes", "calls", "cpu", "reason"),
     [
-        (None, "socket", None),
-        (("-socket",), "torchrpc", "forbidden by lanes"),
-        (("torchrpc",), "torchrpc", "not among lanes"),
-        (("socket", "torchrpc"), "socket", None),
+        (None, "socket", "shm", None),
+        (("-socket",), "torchrpc", "torchrpc", "forbidden by lanes"),
+        (("torchrpc",), "torchrpc", "torchrpc", "not among lanes"),
+        (("socket", "torchrpc"), "socket", "torchrpc", None),
+        (("socket", "shm"), "socket", "shm", None),
     ],
 )
-def test_lanes_can_be_forced_and_forbidden(lanes: tuple[str, ...], lane: str, reason: str | None) -> None:
+def test_lanes_can_be_forced_and_forbidden(
+    lanes: tuple[str, ...] | None, calls: str, cpu: str, reason: str | None
+) -> None:
     route = plan(clusters.one_host(), GroupConfig(lanes=lanes)).route("worker_0", "worker_1")
-    assert route.message_lane == lane
-    assert {choice.lane for choice in route.tensor_lanes} == {"torchrpc"}
+    assert (route.message_lane, lane(route, "cpu")) == (calls, cpu)
     refused = [no for no in route.rejected if no.lane == "socket"]
     assert [reason in no.reason for no in refused if reason] == ([True] if reason else [])
 
@@ -499,6 +709,8 @@ def test_explain_says_the_lane_the_way_and_every_reason() -> None:
         "calls: socket (tcp socket): same host, different network namespaces",
         "CUDA tensors: torchrpc (torchrpc over uv, channel cuda_basic): staged through CPU memory",
         "10.0.0.2 on eth0",
+        "not shm for CPU tensors: same host, but different containers (pid namespaces)",
+        "not cuda_ipc for CUDA tensors: same host, but different containers (pid namespaces)",
         "cuda_ipc: not used, worker_0 on this host is in another container",
     ):
         assert fragment in text, text
@@ -529,7 +741,7 @@ def table_rows(routes: RoutePlan) -> list[list[str]]:
 
 def test_table_of_a_small_group_has_one_line_per_pair() -> None:
     routes = plan(group(member(0), member(1), member(2, host=1)), GroupConfig())
-    near = ["socket (unix socket)", "torchrpc (uv, channel cma)", "-"]
+    near = ["socket (unix socket)", "shm (shared memory)", "-"]
     far = ["socket (tcp socket)", "torchrpc (uv, channel mpt_uv)", "-"]
     rows = table_rows(routes)
     assert [row[:5] for row in rows] == [

@@ -1,0 +1,299 @@
+"""torch's own RPC between members, by ``member.rpc_name``; and distributed autograd through ours."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import ray
+import torch
+import torch.distributed.rpc as rpc
+from torch.distributed import autograd as dist_autograd
+
+import raytorchrpc as rtr
+from tests.ray.call_actors import AsyncStage, Stage, make_layer
+from tests.ray.conftest import Spawn
+
+with warnings.catch_warnings():  # torch warns of its own jit.script at the import
+    warnings.simplefilter("ignore")
+    from torch.distributed.nn import RemoteModule
+    from torch.distributed.optim import DistributedOptimizer
+
+SEEDS = {"a": 0, "b": 1, "c": 2, "async": 3}
+
+
+@dataclass
+class Members:
+    """Stages a, b and c, and an async one."""
+
+    handles: dict[str, Any]
+    names: dict[str, str]
+    """torch's names."""
+
+    def in_a(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run it in a's process."""
+        return ray.get(self.handles["a"].run.remote(function, *args), timeout=40)
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> None:
+    """Here one group serves the whole module."""
+
+
+@pytest.fixture(scope="module")
+def members(spawn_for_module: Spawn) -> Iterator[Members]:
+    handles = {name: spawn_for_module(AsyncStage if name == "async" else Stage, seed) for name, seed in SEEDS.items()}
+    with rtr.init_group(handles, config=rtr.GroupConfig(torchrpc_threads=2)) as group:
+        yield Members(handles, {member.name: member.rpc_name for member in group.members})
+
+
+# --- torch.distributed.rpc -------------------------------------------------------------------------------------
+
+
+class Counter:
+    def __init__(self, start: int) -> None:
+        self.value = start
+
+    def add(self, amount: int) -> int:
+        self.value += amount
+        return self.value
+
+
+def fail() -> None:
+    raise ValueError("on purpose")
+
+
+def test_rpc_sync_and_async_by_rpc_name(members: Members) -> None:
+    def check(name: str) -> None:
+        one = torch.ones(2)
+        assert rpc.rpc_sync(name, torch.add, args=(one, 1)).tolist() == [2, 2]
+        assert rpc.rpc_async(name, torch.add, args=(one, 2)).wait().tolist() == [3, 3]
+        assert rpc.get_worker_info(name).name == name
+        assert rpc.get_worker_info().name == rtr.current_member().rpc_name
+        with pytest.raises(ValueError, match="on purpose"):
+            rpc.rpc_sync(name, fail)
+
+    for member in ("a", "b", "async"):
+        members.in_a(check, members.names[member])
+
+
+def test_remote_objects_and_their_rrefs(members: Members) -> None:
+    def check(b: str, c: str) -> None:
+        rref = rpc.remote(b, Counter, args=(5,))
+        assert rref.rpc_sync().add(1) == 6
+        assert rref.rpc_async().add(1).wait() == 7
+        assert rref.remote().add(1).to_here() == 8
+        assert rpc.rpc_sync(c, add_through, args=(rref, 2)) == 10  # by way of a third
+        assert rtr.rpc_sync("c").give(lambda: rref.rpc_sync().add(1)) == 11  # and by ours
+        assert rref.to_here().value == 11
+        assert rref.owner_name() == b
+
+    members.in_a(check, members.names["b"], members.names["c"])
+
+
+def add_through(rref: Any, amount: int) -> int:
+    return int(rref.rpc_sync().add(amount))
+
+
+def test_remote_module(members: Members) -> None:
+    def check(b: str) -> None:
+        module = RemoteModule(f"{b}/cpu", torch.nn.Linear, args=(8, 3))
+        x = torch.ones(2, 8)
+        weight, bias = (parameter.to_here() for parameter in module.remote_parameters())
+        torch.testing.assert_close(module.forward(x), torch.nn.functional.linear(x, weight, bias))
+        assert module.forward_async(x).wait().shape == (2, 3)
+
+    members.in_a(check, members.names["b"])
+
+
+def test_distributed_optimizer_trains_a_remote_module(members: Members) -> None:
+    def check(b: str) -> list[float]:
+        torch.manual_seed(0)
+        module = RemoteModule(f"{b}/cpu", torch.nn.Linear, args=(4, 1))
+        x = torch.randn(64, 4)
+        target = x.sum(1, keepdim=True)
+        optimizer = DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=0.1)
+        losses = []
+        for _ in range(30):
+            with dist_autograd.context() as context:
+                loss = torch.nn.functional.mse_loss(module.forward(x), target)
+                dist_autograd.backward(context, [loss])
+                optimizer.step(context)
+            losses.append(float(loss.detach()))
+        return losses
+
+    losses = members.in_a(check, members.names["b"])
+    assert losses[-1] < losses[0] / 20
+
+
+def test_distributed_optimizer_on_the_actors_own_parameters(members: Members) -> None:
+    before = ray.get(members.handles["c"].weight.remote())
+
+    def check() -> torch.Tensor:
+        optimizer = DistributedOptimizer(torch.optim.SGD, rtr.rpc_sync("c").parameters(), lr=0.5)
+        with dist_autograd.context() as context:
+            loss = rtr.rpc_sync("c").forward(torch.ones(2, 8)).sum()
+            dist_autograd.backward(context, [loss])
+            gradient = rtr.rpc_sync("c").gradients(context)["weight"]
+            optimizer.step(context)
+        return gradient
+
+    gradient = members.in_a(check)
+    after = ray.get(members.handles["c"].weight.remote())
+    torch.testing.assert_close(after, before - 0.5 * gradient)
+    ray.get(members.handles["c"].run.remote(reset_layer, 2))
+
+
+def reset_layer(seed: int) -> None:
+    from raytorchrpc._compat import actor_instance
+
+    actor: Any = actor_instance()
+    actor.layer.load_state_dict(make_layer(seed).state_dict())
+
+
+# --- distributed autograd through our calls --------------------------------------------------------------------
+
+
+def single(x: torch.Tensor, *stages: str) -> dict[str, dict[str, torch.Tensor]]:
+    """The gradients of the same layers, one after the other, in this one process."""
+    layers = {stage: make_layer(SEEDS[stage]) for stage in stages}
+    for layer in layers.values():
+        x = torch.tanh(layer(x))
+    x.sum().backward()
+    return {
+        stage: {name: parameter.grad for name, parameter in layer.named_parameters()}  # type: ignore[misc]
+        for stage, layer in layers.items()
+    }
+
+
+def gradients(context: int, *stages: str) -> dict[str, dict[str, torch.Tensor]]:
+    """What the backward pass left at these members."""
+    return {stage: rtr.rpc_sync(stage).gradients(context) for stage in stages}
+
+
+def batch(seed: int = 7) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(5, 8)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("verb", ["rpc_sync", "rpc_async", "remote"])
+@pytest.mark.parametrize("stage", ["a", "b"])
+def test_one_stage_elsewhere(members: Members, stage: str, verb: str, needs_grad: bool) -> None:
+    """The input of the first stage seldom requires grad; the parameters there do."""
+
+    def check() -> Any:
+        x = batch().requires_grad_(needs_grad)
+        with dist_autograd.context() as context:
+            result = getattr(rtr, verb)(stage).forward(x)
+            y = result.wait() if verb == "rpc_async" else result.to_here() if verb == "remote" else result
+            assert y.requires_grad
+            dist_autograd.backward(context, [y.sum()])
+            if needs_grad:
+                assert x in dist_autograd.get_gradients(context)
+            return gradients(context, stage)
+
+    torch.testing.assert_close(members.in_a(check), single(batch(), stage))
+
+
+def test_tensors_inside_other_objects_keep_their_history(members: Members) -> None:
+    def check() -> Any:
+        with dist_autograd.context() as context:
+            result = rtr.rpc_sync("b").forward_dict({"x": batch(), "text": "t"})
+            assert result["text"] == "t"
+            dist_autograd.backward(context, [result["y"][0].sum()])
+            return gradients(context, "b")
+
+    torch.testing.assert_close(members.in_a(check), single(batch(), "b"))
+
+
+def test_rows_of_a_table_elsewhere_looked_up_by_integers(members: Members) -> None:
+    def check() -> torch.Tensor:
+        with dist_autograd.context() as context:
+            rows = rtr.rpc_sync("b").look_up(torch.tensor([1, 3, 3]))
+            dist_autograd.backward(context, [rows.sum()])
+            return rtr.rpc_sync("b").gradients(context)["table"].sum(1)
+
+    assert members.in_a(check).tolist() == [0, 8, 0, 16, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("middle", ["b", "async"])
+def test_two_hops_by_nested_calls(members: Members, middle: str) -> None:
+    """The context follows onto the middle member's own threads or loop, and from there to the next."""
+
+    def check() -> Any:
+        with dist_autograd.context() as context:
+            y = rtr.rpc_sync(middle).forward_through(batch(), "c")
+            dist_autograd.backward(context, [y.sum()])
+            return gradients(context, middle, "c")
+
+    torch.testing.assert_close(members.in_a(check), single(batch(), middle, "c"))
+
+
+def test_a_pipeline_driven_by_the_caller(members: Members) -> None:
+    def check() -> Any:
+        with dist_autograd.context() as context:
+            y = rtr.rpc_sync("c").forward(rtr.rpc_sync("b").forward(batch()))
+            dist_autograd.backward(context, [y.sum()])
+            return gradients(context, "b", "c")
+
+    torch.testing.assert_close(members.in_a(check), single(batch(), "b", "c"))
+
+
+def test_contexts_of_several_callers_do_not_mix(members: Members) -> None:
+    def check() -> list[Any]:
+        found: dict[int, Any] = {}
+
+        def run(seed: int) -> None:
+            with dist_autograd.context() as context:
+                dist_autograd.backward(context, [rtr.rpc_sync("b").forward_through(batch(seed), "c").sum()])
+                found[seed] = gradients(context, "b", "c")
+
+        threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return [found[seed] for seed in range(4)]
+
+    for seed, found in enumerate(members.in_a(check)):
+        torch.testing.assert_close(found, single(batch(seed), "b", "c"))
+
+
+def test_coroutines_that_take_turns_on_one_loop_keep_their_own_context(members: Members) -> None:
+    def check() -> list[Any]:
+        found: dict[int, Any] = {}
+
+        def run(seed: int) -> None:
+            with dist_autograd.context() as context:
+                dist_autograd.backward(context, [rtr.rpc_sync("async").forward_with_another(batch(seed)).sum()])
+                found[seed] = gradients(context, "async")
+
+        threads = [threading.Thread(target=run, args=(seed,)) for seed in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return [found[seed] for seed in range(2)]
+
+    for seed, found in enumerate(members.in_a(check)):
+        torch.testing.assert_close(found, single(batch(seed), "async"))
+
+
+def test_a_context_ends_with_its_call(members: Members) -> None:
+    def check() -> None:
+        with dist_autograd.context():
+            assert rtr.rpc_sync("b").has_context()
+            assert rtr.rpc_sync("a").has_context()
+            rtr.rpc_sync("b").forward(batch())
+        for target in "abc":
+            assert not rtr.rpc_sync(target).has_context()
+        y = rtr.rpc_sync("b").forward(batch())
+        assert y.is_leaf
+
+    members.in_a(check)
+    assert not ray.get(members.handles["b"].run.remote(lambda: rtr.rpc_sync("c").has_context()))
