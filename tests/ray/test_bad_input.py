@@ -386,6 +386,20 @@ class HasClassLevel(Peer):
     attribute = ClassLevel()
 
 
+class _Listed(type):
+    """Lets a test hold ``prepare`` where it lists what the class offers."""
+
+    def __dir__(cls) -> list[str]:
+        todo = getattr(builtins, "at_class_look_up", None)
+        if todo is not None:
+            todo()
+        return list(super().__dir__())
+
+
+class SlowToList(Peer, metaclass=_Listed):
+    pass
+
+
 def at_class_look_up(todo: Callable[[], None] | None) -> None:
     builtins.at_class_look_up = todo  # type: ignore[attr-defined]
 
@@ -407,7 +421,7 @@ def threads_of_ours() -> list[str]:
 def test_a_slow_threaded_member_that_was_rolled_back_keeps_nothing(
     spawn: Spawn, peers: list[Any], latch: MakeLatch
 ) -> None:
-    slow = spawn(HasClassLevel, max_concurrency=4)
+    slow = spawn(SlowToList, max_concurrency=4)
     ray.get(slow.run.remote(__import__, "raytorchrpc.joining"))
     gate = latch()
     ray.get(slow.run.remote(at_class_look_up, gate.pass_through))
