@@ -263,7 +263,8 @@ class _Sync(_Proxy):
     __slots__ = ()
 
     def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-        return Future(process_member().call(self._target, _name, args, kwargs, self._timeout)).wait()
+        call = process_member().call(self._target, _name, args, kwargs, self._timeout, attended=True)
+        return Future(call).wait()
 
 
 class _Async(_Proxy):

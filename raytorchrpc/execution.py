@@ -183,7 +183,7 @@ class _Turn:
 class Seat:
     """Admission to a gate, held while one method runs (and whatever comes back to it meanwhile)."""
 
-    __slots__ = ("changed", "direct", "gate", "inbox", "owner", "token")
+    __slots__ = ("_changed", "direct", "gate", "inbox", "owner", "token")
 
     def __init__(self, gate: Gate, token: Token, direct: bool) -> None:
         self.gate = gate
@@ -192,7 +192,14 @@ class Seat:
         self.owner: int | None = None
         """Ident of the thread the method runs on; None on an event loop."""
         self.inbox: deque[Job] = deque()
-        self.changed = threading.Condition(gate.lock)
+        self._changed: threading.Condition | None = None
+
+    @property
+    def changed(self) -> threading.Condition:
+        """Of the gate's lock: told when something comes in. Made when first needed; most seats never wait."""
+        if self._changed is None:
+            self._changed = threading.Condition(self.gate.lock)
+        return self._changed
 
     @property
     def taken(self) -> bool:
@@ -295,7 +302,8 @@ class Gate:
             if seat.token not in self._seats:
                 return False
             seat.inbox.append(job)
-            seat.changed.notify_all()
+            if seat._changed is not None:
+                seat._changed.notify_all()
             return True
 
     def leave(self, seat: Seat) -> None:
@@ -407,19 +415,21 @@ def wait_serving(pending: Waitable, timeout_s: float) -> bool:
 
 def _serve_inbox(seat: Seat, pending: Waitable, deadline: float) -> bool:
     finished = False
+    with seat.gate.lock:
+        changed = seat.changed
 
     def finish() -> None:
         nonlocal finished
-        with seat.changed:
+        with changed:
             finished = True
-            seat.changed.notify_all()
+            changed.notify_all()
 
     pending.add_done_callback(finish)
     while True:
-        with seat.changed:
+        with changed:
             while not finished and not seat.inbox:
                 remaining = deadline - time.monotonic()
-                if remaining <= 0 or not seat.changed.wait(remaining):
+                if remaining <= 0 or not changed.wait(remaining):
                     return finished
             if finished:
                 return True

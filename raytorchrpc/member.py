@@ -129,16 +129,27 @@ class LocalMember:
     # --- calls -----------------------------------------------------------------------------------------------
 
     def call(
-        self, target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
+        self,
+        target: Any,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float | None,
+        *,
+        attended: bool = False,
     ) -> CallUnderWay:
-        """Send a call; returns before its result. Raises what keeps it from being sent."""
+        """Send a call; returns before its result. Raises what keeps it from being sent.
+
+        ``attended``: the caller is going to wait for it at once.
+        """
         road = self._road_out(target)
         loop_token = execution.token_on_loop()
         header, body, budget = self._request(serving.CALL, road, method, args, kwargs, timeout, loop_token)
         lane, shipped = self._load(road, method, body)
         started = time.monotonic()
         try:
-            pending = lane.call(road.member.name, Message(header, shipped.body, waybills=shipped.waybills), budget)
+            message = Message(header, shipped.body, waybills=shipped.waybills)
+            pending = lane.call(road.member.name, message, budget, attended=attended)
         except BaseException:
             shipped.cancel()
             raise

@@ -230,19 +230,25 @@ class _Job:
         """On a thread of the member's own, or on the one that waits inside ``seat``."""
         before = current_scope.set(self.scope.inside(seat))
         try:
-            with _compat.autograd_context(self.context):
-                args, kwargs = self._arguments()
-                result = self.note.function(self.server.instance, *args, **kwargs)
-                del args, kwargs
-                body = self._encoded(result)
-                if self.kind != REMOTE:
-                    result = None  # what the actor still holds can be told from what only the reply holds
-                self._answer(body, result)
+            if self.context == _compat.NO_CONTEXT:
+                self._call()
+            else:
+                with _compat.autograd_context(self.context):
+                    self._call()
         except BaseException as error:
             self.server.refuse(self.kind, error, self.reply)
         finally:
             self._over()
             current_scope.reset(before)
+
+    def _call(self) -> None:
+        args, kwargs = self._arguments()
+        result = self.note.function(self.server.instance, *args, **kwargs)
+        del args, kwargs
+        body = self._encoded(result)
+        if self.kind != REMOTE:
+            result = None  # what the actor still holds can be told from what only the reply holds
+        self._answer(body, result)
 
     async def _run_on_loop(self, seat: Seat | None, to_leave: Seat | None) -> None:
         current_scope.set(self.scope.inside(seat))  # a task has a context of its own: nothing to put back

@@ -17,6 +17,7 @@ from raytorchrpc.lanes.base import Message, Pending
 #: A caller that reads looks at its deadline this often (seconds).
 SLICE_S = 1
 _IOV_MAX = 1024
+_AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
 class Listeners(Protocol):
@@ -57,9 +58,17 @@ class Connection:
         self._sending = threading.Lock()
         self._state = threading.Lock()
         self._reading = False
+        self._armed = self.accepted
+        """Whether listeners hear it. They always hear an accepted one, but one of our own only while replies are
+        under way that nobody waits for: a caller that waits reads for itself."""
         self._pending: dict[int, SocketPending] = {}
         self._calls = 0
         self._ended: str | None = None
+
+    @property
+    def accepted(self) -> bool:
+        """Whether a peer made it: requests come in by it."""
+        return self.peer is None
 
     @property
     def ended(self) -> bool:
@@ -68,14 +77,22 @@ class Connection:
 
     # Calls.
 
-    def begin(self, pending: SocketPending) -> None:
-        """Give a call its number; its reply can arrive from now on."""
+    def begin(self, pending: SocketPending, attended: bool) -> None:
+        """Give a call its number; its reply can arrive from now on. ``attended``: its caller waits at once."""
         with self._state:
             if self._ended is not None:
                 raise PeerLost(self.peer or "?", self._ended, may_have_run=False)
             self._calls += 1
             pending.call = self._calls
             self._pending[pending.call] = pending
+            if not attended:
+                self._let_listeners()
+
+    def _let_listeners(self) -> None:
+        """Under ``_state``: somebody has to read this."""
+        if not self._armed and not self._reading and self._ended is None:
+            self._armed = True
+            self.lane.arm(self.fd)
 
     def forget(self, pending: SocketPending) -> None:
         """Nobody waits for this call any more; its reply, if it comes, is dropped."""
@@ -84,15 +101,19 @@ class Connection:
 
     def send(self, buffers: list[Any], deadline: float) -> None:
         """Send one frame whole. Raises PeerLost; a frame that cannot be finished in time ends the connection."""
-        if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        if not self._sending.acquire(False) and not self._sending.acquire(
+            timeout=max(0.0, deadline - time.monotonic())
+        ):
             raise RpcTimeout(f"the road to {self.peer or 'the caller'} was busy until the deadline")
         try:
-            total = sum(len(part) for part in buffers)
             try:
-                sent = self.sock.sendmsg(buffers[:_IOV_MAX], (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                if len(buffers) == 1:
+                    sent = self.sock.send(buffers[0], _AT_ONCE)
+                else:
+                    sent = self.sock.sendmsg(buffers[:_IOV_MAX], (), _AT_ONCE)
             except BlockingIOError:
                 sent = 0
-            if sent < total:
+            if len(buffers) > 1 or sent < len(buffers[0]):
                 self._send_rest(buffers, sent, deadline)
         except (OSError, TimeoutError) as error:
             reason = "it did not take the data in time" if isinstance(error, TimeoutError) else str(error)
@@ -114,7 +135,7 @@ class Connection:
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 raise TimeoutError
             try:
-                sent = self.sock.sendmsg(parts[:_IOV_MAX], (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                sent = self.sock.sendmsg(parts[:_IOV_MAX], (), _AT_ONCE)
             except BlockingIOError:
                 sent = 0
 
@@ -128,13 +149,19 @@ class Connection:
             self._reading = True
             return True
 
+    def keep_to_oneself(self) -> None:
+        """By a caller that has taken the reading: listeners need not wake."""
+        if self._armed:
+            self._armed = False
+            self.lane.disarm(self.fd)
+
     def give_reading(self) -> None:
-        """Leave the reading to the listeners."""
+        """Leave the reading to the listeners, if there is anything to read for."""
         with self._state:
             self._reading = False
-            ended = self._ended is not None
-        if not ended:
-            self.lane.arm(self.fd)
+            self._armed = False  # a listener that was woken has used it up
+            if self.accepted or self._pending:
+                self._let_listeners()
 
     def read(self, flags: int = 0) -> list[_frames.Frame]:
         """Read once: completes the calls whose replies arrived, returns the requests. Ends with the stream."""
@@ -226,7 +253,7 @@ class SocketPending(Pending):
             return False
         connection = self._connection
         if connection.take_reading():
-            connection.lane.disarm(connection.fd)
+            connection.keep_to_oneself()
             try:
                 connection.read_until(self, time.monotonic() + timeout_s)
             finally:
@@ -241,6 +268,7 @@ class SocketPending(Pending):
         with self._connection._state:
             if not self.done:
                 self._callbacks.append(callback)
+                self._connection._let_listeners()
                 return
         callback()
 

@@ -105,8 +105,10 @@ class MessageLane(ABC):
         """Make these peers reachable. May connect lazily; a peer that is gone shows at the first call."""
 
     @abstractmethod
-    def call(self, peer: str, message: Message, timeout_s: float) -> Pending:
+    def call(self, peer: str, message: Message, timeout_s: float, *, attended: bool = False) -> Pending:
         """Send a request. Returns before the reply.
+
+        ``attended``: the caller is going to wait at once, on this thread; a lane may spare itself other arrangements.
 
         The tensors in ``message`` belong to the lane until the call is done and must not change meanwhile.
         Raises LaneUnavailable if nothing was sent and nothing can be, for instance for a CUDA tensor

@@ -24,7 +24,7 @@ class LoopbackLane(MessageLane):
     def connect(self, peers: Sequence[PeerAddress]) -> None:
         """Nothing to do."""
 
-    def call(self, peer: str, message: Message, timeout_s: float) -> Pending:
+    def call(self, peer: str, message: Message, timeout_s: float, *, attended: bool = False) -> Pending:
         pending = LocalPending()
         work = self._serve(_private(message), lambda reply: pending.complete(_private(reply)))
         if work is not None:

@@ -103,13 +103,13 @@ class SocketLane(MessageLane):
             self._addresses[peer.peer] = peer.address
             self._connecting.setdefault(peer.peer, threading.Lock())
 
-    def call(self, peer: str, message: Message, timeout_s: float) -> Pending:
+    def call(self, peer: str, message: Message, timeout_s: float, *, attended: bool = False) -> Pending:
         deadline = time.monotonic() + timeout_s
         connection = self._connections.get(peer)
         if connection is None or connection.ended:
             connection = self._connect(peer, deadline)
         pending = SocketPending(connection, deadline)
-        connection.begin(pending)
+        connection.begin(pending, attended)
         try:
             connection.send(_frames.pack(_frames.REQUEST, pending.call, message), deadline)
         except RayTorchRpcError:
@@ -192,7 +192,7 @@ class SocketLane(MessageLane):
                 sock.close()
                 raise LaneUnavailable(self.name, "this member has left the group")
             self._by_fd[connection.fd] = connection
-            self._epoll.register(connection.fd, _READ)
+            self._epoll.register(connection.fd, _READ if connection.accepted else 0)
         return connection
 
     def forget(self, connection: Connection) -> None:
@@ -206,13 +206,17 @@ class SocketLane(MessageLane):
 
     def arm(self, fd: int) -> None:
         """See Listeners."""
-        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+        try:
             self._epoll.modify(fd, _READ)
+        except (OSError, ValueError):  # closed meanwhile
+            return
 
     def disarm(self, fd: int) -> None:
         """See Listeners."""
-        with contextlib.suppress(OSError, ValueError):
+        try:
             self._epoll.modify(fd, 0)
+        except (OSError, ValueError):
+            return
 
     # --- listeners -------------------------------------------------------------------------------------------
 
@@ -235,12 +239,10 @@ class SocketLane(MessageLane):
                 break
             with self._lock:
                 self._idle -= 1
-            work = self._hear(fd)
-            if work and self._idle == 0:
-                self._add_listener()
-            for task in work:
+            task = self._hear(fd)
+            if task is not None:
                 task()
-            del work
+                del task
             with self._lock:
                 if self._idle >= _SPARE_LISTENERS:
                     self._threads -= 1
@@ -258,27 +260,31 @@ class SocketLane(MessageLane):
             self._epoll.close()
             os.close(bell)
 
-    def _hear(self, fd: int) -> list[Callable[[], None]]:
-        """Read what arrived; returns the work that came with it, with the descriptor armed again."""
+    def _hear(self, fd: int) -> Callable[[], None] | None:
+        """Read what arrived, let others listen on, and return the work that came with it."""
         connection = self._by_fd.get(fd)
         if connection is None:
             if (listener := self._listening_sockets.get(fd)) is not None:
                 self._welcome(listener)
-            return []
+            return None
         if not connection.take_reading():
-            return []  # a caller reads it and arms it again
+            return None  # a caller reads it, and lets listeners have it again
         try:
             frames = connection.read(socket.MSG_DONTWAIT)
         finally:
             connection.give_reading()
-        work = []
+        if frames and self._idle == 0:
+            self._add_listener()  # what follows may block: in a method, or in a reply to somebody who stands still
+        first = None
         for frame in frames:
             task = self._request(connection, frame)
-            if task is not None:
-                work.append(task)
-        for task in work[1:]:  # several requests in one read: each may block
-            self._spawn(task)
-        return work[:1]
+            if task is None:
+                continue
+            if first is None:
+                first = task
+            else:
+                self._spawn(task)  # several requests in one read: each may block
+        return first
 
     def _request(self, connection: Connection, frame: _frames.Frame) -> Callable[[], None] | None:
         def reply(message: Message) -> None:

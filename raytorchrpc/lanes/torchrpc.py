@@ -60,7 +60,7 @@ class TorchRpcLane(MessageLane):
         self._rpc_names.update({peer.peer: peer.address.name for peer in peers})
         self._fabric.meet([peer.address for peer in peers])
 
-    def call(self, peer: str, message: Message, timeout_s: float) -> Pending:
+    def call(self, peer: str, message: Message, timeout_s: float, *, attended: bool = False) -> Pending:
         worker = self._worker(peer, message.body.tensors)
         header, body = message.header, message.body
         args = (header, body.payload, list(body.tensors), list(body.rrefs), body.buffers)
