@@ -13,7 +13,8 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 from raytorchrpc import _compat, execution
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError, RpcTimeout
 from raytorchrpc.execution import current_scope
-from raytorchrpc.member import CallUnderWay, process_member
+from raytorchrpc.member import process_member
+from raytorchrpc.underway import CallUnderWay
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

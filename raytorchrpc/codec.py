@@ -71,8 +71,10 @@ class Codec:
     def __init__(self, pickler: type[Any] = pickle.Pickler) -> None:
         self._pickler = _lifting(pickler)
 
-    def encode(self, obj: object, *, keep_graph: bool = False) -> Encoded:
+    def encode(self, obj: object, *, keep_graph: bool = False, own: bool = False) -> Encoded:
         """Take ``obj`` apart.
+
+        ``own`` lifts the very tensors of ``obj`` where it can, not tensors of its own over the same memory.
 
         ``keep_graph`` lifts tensors with their autograd history (distributed autograd records the hop);
         otherwise what arrives is a leaf with the same ``requires_grad``.
@@ -83,7 +85,7 @@ class Codec:
         file = io.BytesIO()
         buffers: list[torch.Tensor] = []
         pickler = self._pickler(file, protocol=5, buffer_callback=_buffer_lifter(buffers))
-        pickler.tensors, pickler.rrefs, pickler.keep_graph = [], [], keep_graph
+        pickler.tensors, pickler.rrefs, pickler.keep_graph, pickler.own = [], [], keep_graph, own
         try:
             pickler.dump(obj)
         except RayTorchRpcError:
@@ -119,6 +121,7 @@ def _lifting(base: type[Any]) -> type[Any]:
         tensors: list[torch.Tensor]
         rrefs: list[Any]
         keep_graph: bool
+        own: bool
 
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, torch.Tensor):
@@ -137,7 +140,7 @@ def _lifting(base: type[Any]) -> type[Any]:
             requires_grad = tensor.requires_grad
             if requires_grad and self.keep_graph:
                 kind = torch.Tensor  # a Parameter made anew would cut the graph
-            else:
+            elif requires_grad or not self.own:
                 tensor = tensor.detach()
             if tensor.is_conj() or tensor.is_neg():
                 tensor = tensor.resolve_conj().resolve_neg()

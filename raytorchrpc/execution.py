@@ -9,14 +9,12 @@ the very thread that waits for it, or, in an async actor, on the loop.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import os
-import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
@@ -24,125 +22,6 @@ from typing import Any, NamedTuple, Protocol
 from raytorchrpc import _compat
 
 Token = str
-
-
-class Workers:
-    """Daemon threads that run methods: made when none is idle, kept after. Hot path.
-
-    Daemons, because a method that never returns must not keep the process from ending.
-    """
-
-    def __init__(self, name: str, limit: int = 512) -> None:
-        self._name, self._limit = name, limit
-        self._tasks: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._idle = 0  # threads waiting for a task, less the tasks waiting for a thread
-        self._threads = 0
-        self._stopped = False
-
-    def submit(self, function: Callable[..., None], *args: Any) -> None:
-        """Run ``function(*args)``, which must not raise, on a worker; returns at once.
-
-        After ``stop`` too, on a thread of its own: a method that waited for its turn holds a seat now, and has
-        to give it back.
-        """
-        with self._lock:
-            if self._stopped:
-                threading.Thread(target=function, args=args, name=f"{self._name}-late", daemon=True).start()
-                return
-            self._idle -= 1
-            if self._idle < 0 and self._threads < self._limit:
-                self._threads += 1
-                self._idle += 1
-                threading.Thread(target=self._work, name=f"{self._name}-{self._threads}", daemon=True).start()
-            self._tasks.put((function, args))  # under the lock: not behind what stop() puts there
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            function, args = task
-            function(*args)
-            del task, function, args  # an idle worker keeps no tensor alive
-            with self._lock:
-                self._idle += 1
-
-    def stop(self) -> None:
-        """Let idle threads end now and busy ones after their task. Does not wait. Idempotent."""
-        with self._lock:
-            if self._stopped:
-                return
-            self._stopped = True
-            for _ in range(self._threads):
-                self._tasks.put(None)
-
-
-class _Alarm:
-    __slots__ = ("callback", "when")
-
-    def __init__(self, when: float, callback: Callable[[], None]) -> None:
-        self.when = when
-        self.callback: Callable[[], None] | None = callback
-
-    def __lt__(self, other: _Alarm) -> bool:
-        return self.when < other.when
-
-
-class Alarms:
-    """Calls back when a deadline passes, on one daemon thread that is made with the first. Thread-safe."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._changed = threading.Condition()
-        self._heap: list[_Alarm] = []
-        self._cancelled = 0
-        self._started = self._stopped = False
-
-    def at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call ``callback``, which is short and does not raise, at ``when`` (``time.monotonic``), unless what
-        this returns is called before.
-        """
-        alarm = _Alarm(when, callback)
-        with self._changed:
-            heapq.heappush(self._heap, alarm)
-            if self._heap[0] is alarm:
-                self._changed.notify()
-            if not self._started:
-                self._started = True
-                threading.Thread(target=self._watch, name=f"{self._name}-alarms", daemon=True).start()
-
-        def cancel() -> None:
-            with self._changed:
-                if alarm.callback is not None:
-                    alarm.callback = None  # what it holds may be large
-                    self._cancelled += 1
-                if self._cancelled > 64 and self._cancelled > len(self._heap) // 2:
-                    self._heap = [kept for kept in self._heap if kept.callback is not None]
-                    heapq.heapify(self._heap)
-                    self._cancelled = 0
-
-        return cancel
-
-    def _watch(self) -> None:
-        while True:
-            with self._changed:
-                while not self._stopped and (not self._heap or self._heap[0].when > time.monotonic()):
-                    self._changed.wait(self._heap[0].when - time.monotonic() if self._heap else None)
-                if self._stopped:
-                    return
-                callback, alarm = None, heapq.heappop(self._heap)
-                if alarm.callback is None:
-                    self._cancelled -= 1
-                else:
-                    callback, alarm.callback = alarm.callback, None
-            if callback is not None:
-                callback()
-            del alarm, callback
-
-    def stop(self) -> None:
-        """No alarm goes off any more."""
-        with self._changed:
-            self._stopped = True
-            self._heap.clear()
-            self._changed.notify()
 
 
 Work = Callable[[], None]
@@ -543,35 +422,3 @@ def gate_of(instance: Any, group: str | None) -> Gate | None:
             width = _compat.actor_max_concurrency()
             gate = _gates.setdefault(group, Gate(width, elastic=group is not None))
     return gate
-
-
-# --- coroutines under distributed autograd --------------------------------------------------------------
-
-
-class _InContext:
-    """Awaits a coroutine with a distributed autograd context entered at each of its steps.
-
-    torch keeps the context per thread, and a loop's thread runs other coroutines in between.
-    """
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], context_id: int) -> None:
-        self._coroutine, self._context_id = coroutine, context_id
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        value, error = None, None
-        while True:
-            try:
-                with _compat.autograd_context(self._context_id):
-                    step = self._coroutine.throw(error) if error is not None else self._coroutine.send(value)
-            except StopIteration as stop:
-                return stop.value
-            value, error = None, None
-            try:
-                value = yield step
-            except BaseException as thrown:  # cancellation too goes into the coroutine
-                error = thrown
-
-
-def in_autograd_context(coroutine: Coroutine[Any, Any, Any], context_id: int) -> Any:
-    """An awaitable of ``coroutine`` that runs it inside an existing distributed autograd context."""
-    return coroutine if context_id == _compat.NO_CONTEXT else _InContext(coroutine, context_id)

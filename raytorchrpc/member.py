@@ -6,18 +6,23 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from raytorchrpc import _compat, execution, serving
-from raytorchrpc.codec import NOTHING, Codec, Encoded, decode_exception
+from raytorchrpc.codec import NOTHING, Codec, Encoded
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.errors import ConfigurationError, NotAMember, RayTorchRpcError, RpcTimeout, SerializationError
-from raytorchrpc.execution import Alarms, Workers, current_scope
+from raytorchrpc.errors import ConfigurationError, NotAMember, RpcTimeout, SerializationError
+from raytorchrpc.execution import current_scope
 from raytorchrpc.lanes.base import Message, MessageLane, Pending, TensorLane
 from raytorchrpc.metrics import CallCounters
-from raytorchrpc.shipping import Parcel, Shipped, Shipper, Waybill, joined
+from raytorchrpc.shipping import Parcel, Shipped, Shipper, Waybill
+from raytorchrpc.streams import check_mapped
+from raytorchrpc.underway import CallUnderWay, body_bytes
+from raytorchrpc.workers import Alarms, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +87,7 @@ class LocalMember:
         self.workers = Workers(f"raytorchrpc-{me.name}")
         self.alarms = Alarms(f"raytorchrpc-{me.name}")
         self.shipper = Shipper({})
-        self.server = serving.Server(
-            me.name, generation, instance, methods, self.codec, self.workers, self._ship_back, self._receive
-        )
+        self.server = serving.Server(me.name, generation, instance, methods, self.codec, self.workers, self)
         self.lanes: list[MessageLane] = []
         self.tensor_lanes: dict[str, TensorLane] = {}
         self._roads: dict[int, PeerRoad] = {}
@@ -166,6 +169,8 @@ class LocalMember:
             return (road.tensors if (road.member.rank, method) in self._heavy else road.calls), whole
         if road.calls.capabilities.carries(body.tensors):
             return road.calls, whole
+        if road.member.rank != self.me.rank:
+            check_mapped(body.tensors, road.member.name, road.devices, "torchrpc")
         shipped = self._ship(road, body, road.devices)
         return (road.tensors, whole) if shipped is None else (road.calls, shipped)
 
@@ -175,14 +180,22 @@ class LocalMember:
         in_band = road.calls.capabilities.in_band_bytes or 0
         return self.shipper.ship(body, road.member.name, road.beside, devices, in_band)
 
-    def _ship_back(self, rank: int, body: Encoded) -> Shipped | None:
+    def ship_back(self, rank: int, body: Encoded) -> Shipped | None:
+        """See serving.Roads."""
         road = self._roads[rank]
         if not road.beside:
             return None
         on_gpu = any(tensor.is_cuda for tensor in body.tensors)  # these are copied later, from where they are
         return self._ship(road, serving.snapshot(body) if on_gpu else body, road.devices_back)
 
-    def _receive(self, rank: int, waybills: Sequence[Waybill]) -> list[Parcel]:
+    def check_back(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
+        """See serving.Roads."""
+        road = self._roads[rank]
+        if rank != self.me.rank:
+            check_mapped(tensors, road.member.name, road.devices_back, "torchrpc")
+
+    def receive(self, rank: int, waybills: Sequence[Waybill]) -> list[Parcel]:
+        """See serving.Roads."""
         return self.shipper.receive(self._roads[rank].member.name, waybills)
 
     def remote(
@@ -225,7 +238,7 @@ class LocalMember:
         context = _compat.current_autograd_context()
         try:
             given = (args, kwargs) if args or kwargs else None
-            body = self.codec.encode(given, keep_graph=context != _compat.NO_CONTEXT)
+            body = self.codec.encode(given, keep_graph=context != _compat.NO_CONTEXT, own=True)
         except SerializationError as error:
             raise SerializationError(
                 f"an argument of {road.member.name}.{method} cannot be pickled: {error}"
@@ -252,155 +265,11 @@ class LocalMember:
         self.alarms.stop()
 
 
-class CallUnderWay:
-    """A call that has been sent: what its Future needs. Its result may have to be fetched over another lane."""
-
-    def __init__(
-        self,
-        local: LocalMember,
-        road: PeerRoad,
-        method: str,
-        lane: MessageLane,
-        pending: Pending,
-        started: float,
-        deadline: float,
-        loop_token: execution.Token | None,
-        shipped: Shipped,
-    ) -> None:
-        self._local, self._road, self._method = local, road, method
-        self._lane, self._pending = lane, pending
-        self._started, self._deadline = started, deadline
-        self.loop_token = loop_token
-        self._shipped = shipped
-        self._taken = False
-        self._lock = threading.Lock()
-        self._fetch: Pending | None = None
-        self._error: Exception | None = None
-
-    @property
-    def label(self) -> str:
-        """member.method, for messages."""
-        return f"{self._road.member.name}.{self._method}"
-
-    def remaining(self) -> float:
-        """Seconds until the call's deadline, at least 0."""
-        return max(0.0, self._deadline - time.monotonic())
-
-    # What wait_serving waits for.
-
-    def wait(self, timeout_s: float) -> bool:
-        """Block until the outcome can be taken, at most ``timeout_s``."""
-        until = time.monotonic() + timeout_s
-        if not self._pending.wait(timeout_s):
-            return False
-        final = self._final()
-        return final is None or final.wait(max(0.0, until - time.monotonic()))
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback``, which is short, when the outcome can be taken."""
-
-        def arrived() -> None:
-            final = self._final()
-            if final is None or final is self._pending:
-                callback()
-            else:
-                final.add_done_callback(callback)
-
-        self._pending.add_done_callback(arrived)
-
-    def _final(self) -> Pending | None:
-        """What carries the result: the call itself, or the fetch that follows it (begun here); None if it failed."""
-        with self._lock:
-            if self._fetch is None and self._error is None:
-                try:
-                    self._fetch = self._begin_fetch()
-                except Exception as error:
-                    self._error = error
-            return self._fetch
-
-    def _begin_fetch(self) -> Pending:
-        message = self._pending.take()
-        if message.header[0] != serving.KEPT:
-            return self._pending
-        self._local.note_weight(self._road.member.rank, self._method, heavy=True)
-        self._lane = self._road.tensors
-        number = message.header[1]
-        return self._local.system(self._road, self._lane, serving.FETCH, number, timeout_s=max(0.001, self.remaining()))
-
-    def outcome(self) -> tuple[Any, BaseException | None]:
-        """Unpack the result, once it is there: (value, None) or (None, what was raised). To be called once."""
-        size, error, value = 0, None, None
-        try:
-            final = self._final()
-            if final is None:
-                raise self._error or RuntimeError
-            message = final.take()
-            self._taken = True
-            message.adopt()
-            for export in self._shipped.exports:
-                export.finished()
-            body = message.body
-            if message.waybills:
-                body = joined(body, self._local.shipper.receive(self._road.member.name, message.waybills))
-            size = body_bytes(body)
-            if message.header[0] == serving.OK:
-                if self._lane is not self._road.calls and not message.body.tensors:
-                    self._local.note_weight(self._road.member.rank, self._method, heavy=False)
-                value = self._local.codec.decode(*body)
-            else:
-                error = decode_exception(self._local.codec, body, self.label)
-        except RpcTimeout:
-            error = RpcTimeout(f"{self.label} did not answer by its deadline; it may still run there")
-        except RayTorchRpcError as failure:
-            error = failure
-        except Exception as failure:  # the result's own unpickling code
-            error = SerializationError(f"the result of {self.label} cannot be unpickled here: {failure!r}")
-            error.__cause__ = failure
-        self._count(size, failed=error is not None)
-        return value, error
-
-    def expire(self) -> tuple[None, RpcTimeout]:
-        """The outcome of a call whose deadline has passed."""
-        self._count(0, failed=True)
-        return None, RpcTimeout(f"{self.label} did not answer by its deadline; it may still run there")
-
-    def __del__(self) -> None:
-        # Nobody asked for the result, or not in time: what it brings beside the message has to be given back.
-        if not self._taken:
-            with contextlib.suppress(Exception):
-                shipper, peer, pending = self._local.shipper, self._road.member.name, self._pending
-                pending.add_done_callback(lambda: shipper.receive(peer, pending.take().waybills).clear())
-
-    def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call ``callback``, which is short, when the deadline passes; returns what prevents it."""
-        return self._local.alarms.at(self._deadline, callback)
-
-    def _count(self, size: int, *, failed: bool) -> None:
-        elapsed = time.monotonic() - self._started
-        self._local.counters.finished(self._road.member.name, self._lane.name, size, elapsed, failed)
-
-    def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
-        """Run a user's callback on a worker."""
-        self._local.workers.submit(_call_back, callback, argument)
-
-
 def _seconds(timeout: Any) -> float:
     # Not "no limit" either: every wait ends, and what waits underneath takes no infinity.
     if isinstance(timeout, (int, float)) and timeout <= MAX_TIMEOUT_S:
         return float(timeout)
     raise ConfigurationError(f"timeout is a number of seconds up to {MAX_TIMEOUT_S}, not {timeout!r}")
-
-
-def _call_back(callback: Callable[[Any], object], argument: Any) -> None:
-    try:
-        callback(argument)
-    except BaseException:
-        logger.exception("a callback of %r raised", argument)
-
-
-def body_bytes(body: Encoded) -> int:
-    """Bytes that cross for this body: the pickle and the tensors' data."""
-    return len(body.payload) + sum(tensor.nbytes for tensor in body.tensors)
 
 
 # --- the one membership of this process ------------------------------------------------------------------

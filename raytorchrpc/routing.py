@@ -199,7 +199,7 @@ def _cuda_ipc_rule(pair: Pair, traffic: Traffic) -> Verdict:
         return _bare_text(bare)
     if any(" MIG " in gpu.name for e in (a, b) for gpu in e.gpus):
         return "CUDA cannot share memory between MIG instances"
-    return "mapped GPU memory", "same host: one copy from GPU to GPU, or none between actors of one GPU"
+    return "mapped GPU memory", "same host: one copy from GPU to GPU"
 
 
 def _separate(pair: Pair) -> str | None:

@@ -7,17 +7,21 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from raytorchrpc import _compat, execution
+from raytorchrpc.autograd import in_autograd_context
 from raytorchrpc.codec import NOTHING, Codec, Encoded, encode_exception
 from raytorchrpc.errors import NotAMember, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
-from raytorchrpc.execution import Limit, Scope, Seat, Work, Workers, current_scope
+from raytorchrpc.execution import Limit, Scope, Seat, Work, current_scope
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.shipping import Parcel, Shipped, Waybill, joined
 from raytorchrpc.streams import hand_over
+from raytorchrpc.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +47,19 @@ class _Kept(NamedTuple):
     until: float
 
 
+class Roads(Protocol):
+    """The ways to the other members, by rank: what a server needs of its member."""
+
+    def ship_back(self, rank: int, body: Encoded) -> Shipped | None:
+        """Lay a result's tensors out beside its message; None if it cannot be done."""
+
+    def receive(self, rank: int, waybills: Sequence[Waybill]) -> list[Parcel]:
+        """Take charge of what came beside a request."""
+
+    def check_back(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise LaneUnavailable for a result on a GPU that has no mapping to that member."""
+
+
 class Server:
     """Serves one member's requests. Thread-safe; never blocks a lane's thread."""
 
@@ -54,17 +71,13 @@ class Server:
         methods: Mapping[str, Any],
         codec: Codec,
         workers: Workers,
-        ship: Callable[[int, Encoded], Shipped | None],
-        receive: Callable[[int, Sequence[Waybill]], list[Parcel]],
+        roads: Roads,
     ) -> None:
-        """``methods``: name -> what ``calls.method`` noted (function, concurrent, group, coroutine).
-
-        ``ship`` and ``receive`` take tensors beside a message to, and from, the member of that rank.
-        """
+        """``methods``: name -> what ``calls.method`` noted (function, concurrent, group, coroutine)."""
         self.name, self.generation = name, generation
         self.instance, self.methods, self.codec = instance, methods, codec
         self.workers = workers
-        self.ship, self.receive = ship, receive
+        self.roads = roads
         self.is_async = instance is not None and _compat.actor_is_async()
         self.tasks: set[asyncio.Task[None]] = set()
         self._outbox: dict[int, _Kept] = {}
@@ -72,8 +85,10 @@ class Server:
 
     def serve(self, lane: MessageLane, message: Message, reply: Reply) -> Work | None:
         """Take a request; returns the work it needs a thread for, if any."""
-        kind, _, generation = message.header[:3]
+        kind, caller, generation = message.header[:3]
         try:
+            # First of all: a request that is refused gives back what it brought.
+            parcels = self.roads.receive(caller, message.waybills) if message.waybills else []
             if generation != self.generation:
                 raise PeerLost(self.name, "it belongs to another generation of the group", may_have_run=False)
             if kind == PING:
@@ -86,7 +101,7 @@ class Server:
                 return None
             method, path, budget = message.header[3:]
             note = self._exposed(method)
-            job = _Job(self, lane, note, method, message, reply, Scope(path, Limit(time.monotonic() + budget)))
+            job = _Job(self, lane, note, method, message, reply, Scope(path, Limit(time.monotonic() + budget)), parcels)
             return self._dispatch(job)
         except Exception as error:
             self.refuse(kind, error, reply)
@@ -168,11 +183,12 @@ class _Job:
         message: Message,
         reply: Reply,
         scope: Scope,
+        parcels: list[Parcel],
     ) -> None:
         self.server, self.lane, self.note = server, lane, note
         self.message, self.reply, self.scope = message, reply, scope
         self.caller: int = message.header[1]
-        self.parcels = server.receive(self.caller, message.waybills) if message.waybills else []
+        self.parcels = parcels
         self.kind = message.header[0]
         self.context = _compat.current_autograd_context()
         self.label = f"{server.name}.{method}"
@@ -256,7 +272,7 @@ class _Job:
             args, kwargs = self._arguments()
             if self.note.is_coroutine:
                 coroutine = self.note.function(self.server.instance, *args, **kwargs)
-                result = await execution.in_autograd_context(coroutine, self.context)
+                result = await in_autograd_context(coroutine, self.context)
             else:
                 with _compat.autograd_context(self.context):
                     result = self.note.function(self.server.instance, *args, **kwargs)
@@ -303,16 +319,19 @@ class _Job:
         if self.kind == REMOTE:
             self.reply(Message((False, result), NOTHING))
             return
+        self.server.roads.check_back(self.caller, body.tensors)
         can = self.lane.capabilities
         if can.carries(body.tensors) and (can.rrefs or not body.rrefs):
             kept_graph = any(tensor.requires_grad for tensor in body.tensors)
             self.reply(Message((OK,), body if can.copies_at_once or kept_graph else snapshot(body)))
             return
-        if not body.rrefs and (shipped := self.server.ship(self.caller, body)) is not None:
+        if not body.rrefs and (shipped := self.server.roads.ship_back(self.caller, body)) is not None:
             try:
                 self.reply(Message((OK,), shipped.body, waybills=shipped.waybills))
-            except PeerLost:
+            except BaseException as error:
                 shipped.cancel()
+                if not isinstance(error, PeerLost):
+                    raise
             return
         body = snapshot(body)
         left = max(1.0, (self.scope.deadline or 0.0) - time.monotonic())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,8 +17,11 @@ from raytorchrpc.lanes.base import Export, Shape, TensorLane
 
 logger = logging.getLogger(__name__)
 
-#: What a message says of the tensors beside it: (lane, positions in the body, (dtype name, shape) each, descriptor).
-Waybill = tuple[str, tuple[int, ...], tuple[tuple[str, tuple[int, ...]], ...], Any]
+#: Runs of tensors that are alike: (dtype's name, shape, how many).
+Runs = tuple[tuple[str, tuple[int, ...], int], ...]
+#: What a message says of the tensors beside it: (lane, their positions in the body (None: all of it), what they are,
+#: descriptor).
+Waybill = tuple[str, tuple[int, ...] | None, Runs, Any]
 
 _NAMES = {value: name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
@@ -64,10 +68,10 @@ class Shipper:
         beside: dict[str, list[int]] = {}
         cpu_bytes = 0
         for position, tensor in enumerate(body.tensors):
-            kind = tensor.device.type
-            beside.setdefault(kind, []).append(position)
-            if kind == "cpu":
+            if tensor.is_cpu:
                 cpu_bytes += tensor.nbytes
+            kind = "cpu" if tensor.is_cpu else "cuda" if tensor.is_cuda else tensor.device.type
+            beside.setdefault(kind, []).append(position)
         if cpu_bytes <= in_band:
             beside.pop("cpu", None)
         if not beside:
@@ -79,7 +83,8 @@ class Shipper:
             try:
                 if name is None:
                     raise LaneUnavailable(kind, "")
-                tensors = [body.tensors[position] for position in positions]
+                whole = len(positions) == len(body.tensors)
+                tensors = body.tensors if whole else [body.tensors[position] for position in positions]
                 export = self._lanes[name].export(tensors, peer, devices)
             except LaneUnavailable as error:
                 for export in exports:
@@ -88,15 +93,16 @@ class Shipper:
                     self._warn(peer, name, error)
                 return None
             exports.append(export)
-            described = tuple((_NAMES[tensor.dtype], tuple(tensor.shape)) for tensor in tensors)
-            waybills.append((name, tuple(positions), described, export.descriptor))
-        left = [tensor for tensor in body.tensors if tensor.device.type not in beside]
+            waybills.append((name, None if whole else tuple(positions), _runs(tensors), export.descriptor))
+        gone = {position for positions in beside.values() for position in positions}
+        left = [tensor for position, tensor in enumerate(body.tensors) if position not in gone]
         return Shipped(body._replace(tensors=left), tuple(waybills), tuple(exports))
 
     def _warn(self, peer: str, lane: str, error: LaneUnavailable) -> None:
         with self._lock:
-            known = (lane, error.reason.split(":")[0]) in self._warned
-            self._warned.add((lane, error.reason.split(":")[0]))
+            cause = (lane, re.sub(r"\d+", "", error.reason))  # the same whatever the sizes
+            known = cause in self._warned
+            self._warned.add(cause)
         if not known:
             logger.warning("tensors to %s go by torchrpc instead of %s: %s", peer, lane, error.reason)
 
@@ -114,14 +120,16 @@ class Parcel:
         self._lane, self._peer = lane, peer
         self._waybill: Waybill | None = waybill
 
-    def unpack(self, into: dict[int, torch.Tensor]) -> None:
-        """Fetch, on the thread that will use the tensors; each goes to its position in the body."""
+    def unpack(self) -> tuple[tuple[int, ...] | None, list[torch.Tensor]]:
+        """Fetch, on the thread that will use the tensors; returns them with their positions (None: all of the body)."""
         waybill, self._waybill = self._waybill, None
         if waybill is None:
             raise LaneUnavailable(self._lane.name, "these tensors have been fetched already")
-        _, positions, described, descriptor = waybill
-        shapes: list[Shape] = [(_DTYPES[name], shape) for name, shape in described]
-        into.update(zip(positions, self._lane.fetch(self._peer, descriptor, shapes), strict=True))
+        _, positions, runs, descriptor = waybill
+        shapes: list[Shape] = []
+        for name, shape, count in runs:
+            shapes += [(_DTYPES[name], shape)] * count
+        return positions, self._lane.fetch(self._peer, descriptor, shapes)
 
     def __del__(self) -> None:
         # A reply that comes after its caller gave up is dropped in many places; only its end is one place.
@@ -136,7 +144,22 @@ def joined(body: Encoded, parcels: Sequence[Parcel]) -> Encoded:
         return body
     beside: dict[int, torch.Tensor] = {}
     for parcel in parcels:
-        parcel.unpack(beside)
+        positions, tensors = parcel.unpack()
+        if positions is None:
+            return body._replace(tensors=tensors)
+        beside.update(zip(positions, tensors, strict=True))
     stayed = iter(body.tensors)
     total = len(beside) + len(body.tensors)
     return body._replace(tensors=[beside[place] if place in beside else next(stayed) for place in range(total)])
+
+
+def _runs(tensors: Sequence[torch.Tensor]) -> Runs:
+    runs: list[list[Any]] = []
+    dtype, shape = None, None
+    for tensor in tensors:
+        if tensor.dtype is dtype and tensor.shape == shape:
+            runs[-1][2] += 1
+        else:
+            dtype, shape = tensor.dtype, tensor.shape
+            runs.append([_NAMES[dtype], tuple(shape), 1])
+    return tuple((name, extents, count) for name, extents, count in runs)

@@ -1,10 +1,12 @@
-"""CUDA tensors that pass from one thread to another: order without waiting."""
+"""CUDA tensors that pass from one thread or process to another: where to, and in order without waiting."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+
+from raytorchrpc.errors import LaneUnavailable
 
 
 def nothing() -> None:
@@ -29,3 +31,15 @@ def hand_over(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     return adopt
+
+
+def check_mapped(tensors: Sequence[torch.Tensor], peer: str, mapping: Mapping[int, int], lane: str) -> None:
+    """Raise LaneUnavailable for a CUDA tensor that the device map to ``peer`` (my gpu -> its gpu) does not know."""
+    for tensor in tensors:
+        if tensor.is_cuda and tensor.device.index not in mapping:
+            shown = ", ".join(f"cuda:{mine} -> cuda:{its}" for mine, its in mapping.items()) or "empty"
+            raise LaneUnavailable(
+                lane,
+                f"a tensor on {tensor.device} has no mapping to member {peer!r} (device map: {shown}); map it with "
+                f"GroupConfig(device_maps=...), give the peer's actor a GPU, or send tensor.cpu()",
+            )

@@ -25,8 +25,9 @@ SLOTS = 1 << 16
 _DATA = 1 << 20
 _PAGE = 4096
 _FREE, _TAKEN = 0, 1
-#: With this many slots out, looking for given-back ones waits until memory runs short.
+#: Up to so many slots out, each taking looks for given-back ones; beyond, only when slots or bytes have doubled.
 _SWEEP_EACH_TIME = 64
+_SWEEP_BYTES = 64 << 20
 
 
 class SharedAddress(NamedTuple):
@@ -36,6 +37,18 @@ class SharedAddress(NamedTuple):
     fd: int
     name: str
     size: int
+
+
+def is_gone(address: SharedAddress) -> bool:
+    """Whether the process behind an address has ended, so that nobody there uses anything any more."""
+    try:
+        with open(f"/proc/{address.pid}/stat", "rb") as file:
+            state = file.read().rpartition(b")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return state in (b"Z", b"X")
 
 
 class SharedBytes:
@@ -101,6 +114,7 @@ class Arena:
         self._numbers = list(range(SLOTS - 1, -1, -1))
         self._out: dict[int, tuple[Slot, str]] = {}
         self._used = 0
+        self._sweep_slots, self._sweep_bytes = _SWEEP_EACH_TIME, _SWEEP_BYTES
 
     @property
     def address(self) -> SharedAddress:
@@ -112,11 +126,20 @@ class Arena:
         """Bytes given away and not yet known to be back."""
         return self._used
 
+    def crowded(self) -> bool:
+        """Whether more than half is out."""
+        if self._used * 2 <= self.capacity:
+            return False
+        with self._lock:
+            self._sweep()
+            return self._used * 2 > self.capacity
+
     def take(self, size: int, peer: str) -> Slot | None:
         """A slot of at least ``size`` bytes for ``peer`` to give back; None if the arena is full."""
         wanted = max(_PAGE, (size + _PAGE - 1) // _PAGE * _PAGE)
         with self._lock:
-            if len(self._out) <= _SWEEP_EACH_TIME:
+            out = len(self._out)
+            if out <= _SWEEP_EACH_TIME or out >= self._sweep_slots or self._used >= self._sweep_bytes:
                 self._sweep()
             slot = self._carve(wanted, peer)
             if slot is None:
@@ -143,6 +166,8 @@ class Arena:
     def _sweep(self) -> None:
         for index in [index for index in self._out if self._bytes[index] == _FREE]:
             self._put_back(index)
+        self._sweep_slots = max(_SWEEP_EACH_TIME, 2 * len(self._out))
+        self._sweep_bytes = max(_SWEEP_BYTES, 2 * self._used)
 
     def _put_back(self, index: int) -> None:
         slot, _ = self._out.pop(index)
@@ -167,7 +192,8 @@ class Arena:
     def cancel(self, slot: Slot) -> None:
         """Take back a slot that was never sent."""
         with self._lock:
-            if slot.number in self._out:
+            found = self._out.get(slot.number)
+            if found is not None and found[0] is slot:  # not reclaimed, and given away again, meanwhile
                 self._put_back(slot.number)
 
     def reclaim(self, peer: str) -> None:

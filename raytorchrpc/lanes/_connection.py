@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import select
 import socket
 import threading
@@ -13,6 +14,8 @@ from typing import Any, Protocol
 from raytorchrpc.errors import PeerLost, RpcTimeout
 from raytorchrpc.lanes import _frames
 from raytorchrpc.lanes.base import Message, Pending
+
+logger = logging.getLogger(__name__)
 
 #: A caller that reads looks at its deadline this often (seconds).
 SLICE_S = 1
@@ -244,7 +247,10 @@ class SocketPending(Pending):
             self.done = True
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:  # must not cost the other calls of the connection theirs
+                logger.exception("a callback of a finished call raised")
 
     def wait(self, timeout_s: float) -> bool:
         if self.done:

@@ -9,43 +9,45 @@ It works under Ray's masking, where each process sees only its own GPU.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy
 import torch
 
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes._arena import SharedAddress, SharedBytes, map_shared
-from raytorchrpc.lanes._cuda_driver import driver
+from raytorchrpc.lanes._arena import SharedAddress, SharedBytes, is_gone, map_shared
+from raytorchrpc.lanes._cuda_driver import HANDLE_BYTES, driver
 from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane
 
 #: Mapped allocations of peers kept open, the least recently used closed beyond that.
 MAPPINGS = 256
 _FLAGS = 1 << 16
-_OUT, _UNUSED, _COPIED = 1, 2, 16  # a flag byte: on its way; not wanted; copied, plus the receiver's device
+#: Streams of a member that receive tensors; each has an event, whose handle lies behind the flags.
+_EVENTS = 200
+_OUT, _UNUSED, _COPIED = 1, 2, 16  # a flag byte: on its way; not wanted; copied, plus the place of the event
 #: More tensors than this, each smaller than _SMALL, travel as one.
 _FEW, _SMALL = 4, 1 << 20
 #: While results wait to be fetched, their sender looks this often whether they have been (seconds).
 _JANITOR_S = 0.02
+#: It looks whether the peers are still alive every so many times.
+_LOOKS_PER_CENSUS = 50
 
 
-class IpcAddress(NamedTuple):
-    """What peers need to release a sender's memory: its flags, and the event each device records after a copy."""
-
-    flags: SharedAddress
-    copied: dict[int, bytes]
-
-
-class _Out(NamedTuple):
+@dataclass(eq=False)
+class _Out:
     """An export on its way."""
 
     peer: str
     tensors: Sequence[torch.Tensor]
-    """Kept until copied: the exported ones, or the packed one."""
+    """Kept until copied: the exported ones, or the packed ones."""
+    flag: int = _OUT
+    """As last seen."""
 
 
 class CudaIpcLane(TensorLane):
@@ -60,30 +62,26 @@ class CudaIpcLane(TensorLane):
         """``devices``: local CUDA indices that tensors come from or arrive on."""
         self._devices = tuple(devices)
         self._lock = threading.Lock()
-        self._peers: dict[str, IpcAddress] = {}
+        self._peers: dict[str, SharedAddress] = {}
         self._numbers = itertools.cycle(range(_FLAGS))
         self._out: dict[int, _Out] = {}
         self._ready: dict[tuple[int, int], torch.cuda.Event] = {}
+        """By device and stream: recorded when tensors of that stream are exported."""
+        self._copied: dict[tuple[int, int], tuple[int, torch.cuda.Event]] = {}
+        """Likewise: recorded after a copy; with its place in this member's page."""
         self._handles: dict[int, bytes] = {}
-        self._flags_of: dict[str, numpy.ndarray] = {}
+        self._pages: dict[str, numpy.ndarray] = {}
         self._events: dict[bytes, torch.cuda.Event] = {}
         self._mapped: OrderedDict[bytes, int] = OrderedDict()
         self._woken = threading.Event()
         self._closed = False
         self._janitor: threading.Thread | None = None
 
-    def open(self) -> IpcAddress:
+    def open(self) -> SharedAddress:
         driver()
-        self._flags = SharedBytes(_FLAGS)
-        self._copying = {index: torch.cuda.Stream(index) for index in self._devices}  # type: ignore[no-untyped-call]
+        self._page = SharedBytes(_FLAGS + _EVENTS * HANDLE_BYTES)
         self._freeing = {index: torch.cuda.Stream(index) for index in self._devices}  # type: ignore[no-untyped-call]
-        self._copied = {}
-        for index, stream in self._copying.items():
-            event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
-            event.record(stream)
-            self._copied[index] = event
-        handles = {index: bytes(event.ipc_handle()) for index, event in self._copied.items()}  # type: ignore[no-untyped-call]
-        return IpcAddress(self._flags.address, handles)
+        return self._page.address
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
         self._peers.update((peer.peer, peer.address) for peer in peers)
@@ -131,7 +129,7 @@ class CudaIpcLane(TensorLane):
             if len(self._out) >= _FLAGS - 1:
                 raise LaneUnavailable(self.name, "too many tensors on their way")
             number = next(number for number in self._numbers if number not in self._out)
-            self._flags.bytes[number] = _OUT
+            self._page.bytes[number] = _OUT
             self._out[number] = out
             if self._janitor is None and not self._closed:
                 self._janitor = threading.Thread(target=self._look_after, name="raytorchrpc-cuda-ipc", daemon=True)
@@ -144,44 +142,67 @@ class CudaIpcLane(TensorLane):
         if not self._out:
             return
         with self._lock:
-            flags = self._flags.bytes
+            flags = self._page.bytes
             done = [(number, int(flags[number])) for number in self._out if flags[number] != _OUT]
-            released = [(self._out.pop(number), flag) for number, flag in done]
-        for out, flag in released:
-            if flag >= _COPIED:
-                self._free_after_copy(out, flag - _COPIED)
+            released = []
+            for number, flag in done:
+                out = self._out.pop(number)
+                out.flag = flag
+                released.append(out)
+        for out in released:
+            self._free_after_copy(out)
 
     def finish(self, number: int, out: _Out) -> None:
         """The call is over: what this thread queues from now on comes after the receiver's copy."""
-        flag = int(self._flags.bytes[number]) if self._out.get(number) is out else _UNUSED
-        if flag >= _COPIED and (event := self._copied_event(out, flag - _COPIED)) is not None:
-            event.wait(torch.cuda.current_stream(out.tensors[0].device))
-        self.tidy()
+        with self._lock:
+            flag = int(self._page.bytes[number])
+            if self._out.get(number) is out and flag != _OUT:
+                del self._out[number]
+                out.flag = flag
+        event = self._copied_event(out)
+        if event is not None:
+            stream = torch.cuda.current_stream(out.tensors[0].device)
+            event.wait(stream)
+            for tensor in out.tensors:
+                tensor.record_stream(stream)
 
-    def _copied_event(self, out: _Out, its_device: int) -> torch.cuda.Event | None:
-        address = self._peers.get(out.peer)
-        return None if address is None else self._opened(address.copied[its_device], out.tensors[0].device.index)
-
-    def _free_after_copy(self, out: _Out, its_device: int) -> None:
+    def _free_after_copy(self, out: _Out) -> None:
         """Make the allocator wait, on the GPU, for the receiver's copy before it hands the memory out again."""
-        event = self._copied_event(out, its_device)
-        if event is None:
-            return
-        stream = self._freeing[out.tensors[0].device.index]
-        event.wait(stream)
-        for tensor in out.tensors:
-            tensor.record_stream(stream)
+        event = self._copied_event(out)
+        if event is not None:
+            stream = self._freeing[out.tensors[0].device.index]
+            event.wait(stream)
+            for tensor in out.tensors:
+                tensor.record_stream(stream)
+
+    def _copied_event(self, out: _Out) -> torch.cuda.Event | None:
+        """What the receiver recorded after its copy; None if it made none."""
+        if out.flag < _COPIED or out.peer not in self._peers:
+            return None
+        begin = _FLAGS + (out.flag - _COPIED) * HANDLE_BYTES
+        handle = self._page_of(out.peer)[begin : begin + HANDLE_BYTES].tobytes()
+        return self._opened(handle, out.tensors[0].device.index)
 
     def _look_after(self) -> None:
         """Results nobody answers for: look from time to time, while there are any."""
         while not self._closed:
             self._woken.wait()
+            looks = itertools.count(1)
             while self._out and not self._closed:
                 self.tidy()
+                if next(looks) % _LOOKS_PER_CENSUS == 0:
+                    self._drop_for_the_dead()
                 threading.Event().wait(_JANITOR_S)
             with self._lock:
                 if not self._out:
                     self._woken.clear()
+
+    def _drop_for_the_dead(self) -> None:
+        for peer, address in list(self._peers.items()):
+            if is_gone(address):
+                with self._lock:
+                    for number in [number for number, out in self._out.items() if out.peer == peer]:
+                        del self._out[number]
 
     def cancel(self, number: int) -> None:
         """Take back an export that was not sent."""
@@ -194,26 +215,41 @@ class CudaIpcLane(TensorLane):
         number, target, ready, places = descriptor
         device = torch.device("cuda", target)
         driver().enter(target)
-        flags = self._flags_from(peer)
-        stream, user = self._copying[target], torch.cuda.current_stream(device)
-        with torch.cuda.stream(stream):
-            self._opened(ready, target).wait(stream)
-            arrived: dict[int, torch.Tensor] = {}
-            landed = []
-            for handle, offset, size, piece in places:
-                tensor = _room([shapes[index] for index in piece], device)
-                if size:
-                    driver().copy(tensor.data_ptr(), self._map(handle, stream) + offset, size, stream.cuda_stream)
-                landed.append(tensor)
-                arrived.update(zip(piece, _split(tensor, [shapes[index] for index in piece]), strict=True))
-            self._copied[target].record(stream)
-        user.wait_stream(stream)
-        for tensor in landed:
-            tensor.record_stream(user)
-        flags[number] = _COPIED + target
+        flags = self._page_of(peer)
+        # On the user's own stream: its memory is there, and what it queues next needs the data anyway.
+        stream = torch.cuda.current_stream(device)
+        self._opened(ready, target).wait(stream)
+        arrived: dict[int, torch.Tensor] = {}
+        for handle, offset, size, piece in places:
+            mine = [shapes[index] for index in piece]
+            tensor = _room(mine, device)
+            if size:
+                driver().copy(tensor.data_ptr(), self._map(handle, device) + offset, size, stream.cuda_stream)
+            arrived.update(zip(piece, _split(tensor, mine), strict=True))
+        flags[number] = _COPIED + self._record_copied(target, stream)
         return [arrived[index] for index in range(len(shapes))]
 
-    def _map(self, handle: bytes, stream: torch.cuda.Stream) -> int:
+    def _record_copied(self, device: int, stream: torch.cuda.Stream) -> int:
+        """Record this stream's event; returns its place in the page, where the sender finds its handle."""
+        key = (device, stream.cuda_stream)
+        known = self._copied.get(key)
+        if known is None:
+            with self._lock:
+                place = len(self._copied)
+                if place >= _EVENTS:  # a program with hundreds of streams: wait, so that any event will do
+                    stream.synchronize()
+                    return 0
+                event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+                event.record(stream)
+                begin = _FLAGS + place * HANDLE_BYTES
+                handle = numpy.frombuffer(bytes(event.ipc_handle()), dtype=numpy.uint8)  # type: ignore[no-untyped-call]
+                self._page.bytes[begin : begin + HANDLE_BYTES] = handle
+                known = self._copied[key] = (place, event)
+        place, event = known
+        event.record(stream)
+        return place
+
+    def _map(self, handle: bytes, device: torch.device) -> int:
         with self._lock:
             pointer = self._mapped.get(handle)
             if pointer is not None:
@@ -221,7 +257,7 @@ class CudaIpcLane(TensorLane):
                 return pointer
             if len(self._mapped) >= MAPPINGS:
                 _, oldest = self._mapped.popitem(last=False)
-                stream.synchronize()  # rare: a copy out of it may be under way
+                torch.cuda.synchronize(device)  # rare: a copy out of it may be under way
                 driver().close(oldest)
             pointer = self._mapped[handle] = driver().open(handle)
             return pointer
@@ -232,20 +268,25 @@ class CudaIpcLane(TensorLane):
             event = self._events[handle] = torch.cuda.Event.from_ipc_handle(torch.device("cuda", device), handle)  # type: ignore[no-untyped-call]
         return event
 
-    def _flags_from(self, peer: str) -> numpy.ndarray:
-        flags = self._flags_of.get(peer)
-        if flags is None:
-            flags = self._flags_of[peer] = map_shared(self._peers[peer].flags)
-        return flags
+    def _page_of(self, peer: str) -> numpy.ndarray:
+        """A peer's shared page: the flags of its exports, then the handles of its events."""
+        page = self._pages.get(peer)
+        if page is None:
+            address = self._peers.get(peer)
+            if address is None:
+                raise LaneUnavailable(self.name, f"member {peer!r} is not known here, or gone")
+            page = self._pages[peer] = map_shared(address)
+        return page
 
     def discard(self, peer: str, descriptor: Any) -> None:
-        self._flags_from(peer)[descriptor[0]] = _UNUSED
+        with contextlib.suppress(LaneUnavailable):  # the peer is gone
+            self._page_of(peer)[descriptor[0]] = _UNUSED
 
     # --- the end ---------------------------------------------------------------------------------------------
 
     def disconnect(self, peer: str) -> None:
         self._peers.pop(peer, None)
-        self._flags_of.pop(peer, None)
+        self._pages.pop(peer, None)
         with self._lock:
             gone = [number for number, out in self._out.items() if out.peer == peer]
             for number in gone:
@@ -257,14 +298,16 @@ class CudaIpcLane(TensorLane):
         with self._lock:
             mapped, self._mapped = list(self._mapped.values()), OrderedDict()
             self._out.clear()
-        for stream in getattr(self, "_copying", {}).values():
-            stream.synchronize()
+        if mapped:
+            for index in self._devices:
+                torch.cuda.synchronize(index)
         for pointer in mapped:
             driver().close(pointer)
         self._events.clear()
         self._ready.clear()
-        if hasattr(self, "_flags"):
-            self._flags.close()
+        self._copied.clear()
+        if hasattr(self, "_page"):
+            self._page.close()
 
 
 class _IpcExport(Export):
@@ -281,10 +324,12 @@ class _IpcExport(Export):
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
     """Which tensors travel together: many small ones of a dtype as one, every other alone."""
+    if len(tensors) <= _FEW:
+        return [(index,) for index in range(len(tensors))]
     small: dict[torch.dtype, list[int]] = {}
     alone: list[tuple[int, ...]] = []
     for index, tensor in enumerate(tensors):
-        if len(tensors) > _FEW and tensor.nbytes < _SMALL:
+        if tensor.nbytes < _SMALL:
             small.setdefault(tensor.dtype, []).append(index)
         else:
             alone.append((index,))

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes._arena import Arena, PeerArena, SharedAddress, Slot
+from raytorchrpc.lanes._arena import Arena, PeerArena, SharedAddress, Slot, is_gone
 from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane
 
 _ALIGN = 64
@@ -55,7 +55,7 @@ class ShmLane(TensorLane):
         slots: list[Slot] = []
         places: list[tuple[int, int]] = [(0, 0)] * len(tensors)
         for number, (size, members) in enumerate(groups):
-            slot = self._arena.take(size, peer)
+            slot = self._arena.take(size, peer) or self._take_from_the_dead(size, peer)
             if slot is None:
                 for taken in slots:
                     self._arena.cancel(taken)
@@ -68,8 +68,14 @@ class ShmLane(TensorLane):
             for index, offset in members:
                 places[index] = (number, offset)
                 self._copy(tensors[index], slot.offset + offset)
-        crowded = self._arena.used * 2 > self._capacity
+        crowded = self._arena.crowded()
         return _ShmExport(self._arena, slots, (tuple((*slot,) for slot in slots), tuple(places), crowded))
+
+    def _take_from_the_dead(self, size: int, peer: str) -> Slot | None:
+        for other, address in list(self._addresses.items()):
+            if is_gone(address):
+                self._arena.reclaim(other)
+        return self._arena.take(size, peer)
 
     def _copy(self, tensor: torch.Tensor, offset: int) -> None:
         size = tensor.nbytes
@@ -113,8 +119,12 @@ class ShmLane(TensorLane):
         ]
 
     def discard(self, peer: str, descriptor: Any) -> None:
+        try:
+            arena = self._peer(peer)
+        except LaneUnavailable:
+            return  # the peer is gone, and its arena with it
         for slot in descriptor[0]:
-            self._peer(peer).give_back(slot[0])
+            arena.give_back(slot[0])
 
     def _peer(self, peer: str) -> PeerArena:
         arena = self._peers.get(peer)
@@ -122,7 +132,10 @@ class ShmLane(TensorLane):
             with self._lock:
                 arena = self._peers.get(peer)
                 if arena is None:
-                    arena = self._peers[peer] = PeerArena(self._addresses[peer])
+                    address = self._addresses.get(peer)
+                    if address is None:
+                        raise LaneUnavailable(self.name, f"member {peer!r} is not known here, or gone")
+                    arena = self._peers[peer] = PeerArena(address)
         return arena
 
     def disconnect(self, peer: str) -> None:
@@ -131,7 +144,8 @@ class ShmLane(TensorLane):
         self._arena.reclaim(peer)
 
     def close(self) -> None:
-        self._arena.close()
+        if hasattr(self, "_arena"):
+            self._arena.close()
         self._peers.clear()
         if self._pool is not None:
             self._pool.shutdown(wait=False)

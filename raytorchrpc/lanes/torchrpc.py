@@ -20,7 +20,7 @@ from raytorchrpc.codec import Encoded
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RemoteError, RpcTimeout
 from raytorchrpc.fabric import Fabric, FabricPeer
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
-from raytorchrpc.streams import hand_over
+from raytorchrpc.streams import check_mapped, hand_over
 
 
 class _Served(NamedTuple):
@@ -87,7 +87,7 @@ class TorchRpcLane(MessageLane):
             raise _translate(error, peer, sent=False) from error
 
     def _worker(self, peer: str, tensors: Sequence[torch.Tensor]) -> Any:
-        check_mapped(tensors, peer, self._maps.get(peer, {}))
+        check_mapped(tensors, peer, self._maps.get(peer, {}), self.name)
         return self._fabric.worker(self._rpc_names[peer])
 
     def disconnect(self, peer: str) -> None:
@@ -100,21 +100,6 @@ class TorchRpcLane(MessageLane):
         _served = None
         for peer in list(self._rpc_names):
             self.disconnect(peer)
-
-
-def check_mapped(tensors: Sequence[torch.Tensor], peer: str, mapping: dict[int, int]) -> None:
-    """Raise LaneUnavailable for a CUDA tensor that the device map to ``peer`` does not know.
-
-    torch would say "cannot map device" without the names.
-    """
-    for tensor in tensors:
-        if tensor.is_cuda and tensor.device.index not in mapping:
-            shown = ", ".join(f"cuda:{mine} -> cuda:{its}" for mine, its in mapping.items()) or "empty"
-            raise LaneUnavailable(
-                "torchrpc",
-                f"a tensor on {tensor.device} has no mapping to member {peer!r} (device map: {shown}); map it with "
-                f"GroupConfig(device_maps=...), give the peer's actor a GPU, or send tensor.cpu()",
-            )
 
 
 class _TorchPending(Pending):
@@ -206,7 +191,7 @@ def _hand_over(message: Message, reply: Callable[[Message], None]) -> None:
 
 
 _BROKEN = (
-    "tensorpipe",
+    "originated at tensorpipe",
     "eof",
     "epipe",
     "econnre",
@@ -229,4 +214,4 @@ def _translate(error: RuntimeError, peer: str, *, sent: bool) -> RayTorchRpcErro
     return RayTorchRpcError(f"torchrpc failed between this member and {peer!r}: {text}")
 
 
-__all__ = ["FabricPeer", "TorchRpcLane", "check_mapped"]
+__all__ = ["FabricPeer", "TorchRpcLane"]

@@ -8,15 +8,17 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from raytorchrpc.codec import Encoded
 from raytorchrpc.fabric import AgentSpec, FabricPeer, process_fabric
-from raytorchrpc.lanes.base import Message, MessageLane, PeerAddress, Pending, Reply
+from raytorchrpc.lanes.base import Export, Message, MessageLane, PeerAddress, Pending, Reply, Shape, TensorLane
+from raytorchrpc.lanes.cuda_ipc import CudaIpcLane
 from raytorchrpc.lanes.loopback import LoopbackLane
+from raytorchrpc.lanes.shm import ShmLane
 from raytorchrpc.lanes.socket import SocketLane
 from raytorchrpc.lanes.torchrpc import TorchRpcLane
 
@@ -195,3 +197,54 @@ def _main(pipe: Any) -> None:
             pipe.send((function(*args), None))
         except BaseException:
             pipe.send((None, traceback.format_exc()))
+
+
+# --- lanes for tensors alone -----------------------------------------------------------------------------------
+
+
+class TensorNode:
+    """One member with a tensor lane, what it exported and what it keeps of what it fetched."""
+
+    def __init__(self, lane: TensorLane, device: str) -> None:
+        self.lane, self.device = lane, device
+        self.exports: list[Export] = []
+        self.kept: dict[str, Any] = {}
+
+
+_tensors: TensorNode | None = None
+
+
+def tensors() -> TensorNode:
+    assert _tensors is not None
+    return _tensors
+
+
+def open_tensors(kind: str, capacity: int = 256 << 20, gpu: int = 0) -> Any:
+    """``gpu``: the only one that this process shall see, as under Ray."""
+    global _tensors
+    if kind == "shm":
+        _tensors = TensorNode(ShmLane(capacity, 2), "cpu")
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        torch.cuda.init()
+        _tensors = TensorNode(CudaIpcLane((0,)), "cuda")
+    return _tensors.lane.open()
+
+
+def meet(peer: str, address: Any) -> None:
+    tensors().lane.connect([PeerAddress(peer, address)])
+
+
+def export(made: Sequence[torch.Tensor], peer: str = "b") -> tuple[Any, list[Shape]]:
+    """Lay them out; returns what the receiver is told."""
+    exported = tensors().lane.export(made, peer, {0: 0})
+    tensors().exports.append(exported)
+    return exported.descriptor, [(tensor.dtype, tuple(tensor.shape)) for tensor in made]
+
+
+def close_tensors() -> None:
+    global _tensors
+    tensors().exports.clear()
+    tensors().kept.clear()
+    tensors().lane.close()
+    _tensors = None

@@ -61,6 +61,12 @@ class Holder:
             return str(result.device), result.cpu()
         return result
 
+    def ask_cpu(self, peer: Any) -> str:
+        return str(rtr.rpc_sync(peer).nested({"cpu": torch.ones(3), "inner": [torch.ones(3)]})["cpu"].device)
+
+    def sees_gpu(self) -> bool:
+        return torch.cuda.is_available()
+
     def ask_nested(self, peer: Any) -> tuple[str, str, float]:
         batch = {"cpu": torch.ones(3), "inner": [torch.ones(3, device="cuda")]}
         result = rtr.rpc_sync(peer).nested(batch)
@@ -161,7 +167,10 @@ def test_a_tensor_for_an_actor_without_a_gpu_names_tensor_peer_and_map(gpu_ray: 
             assert group.device_map("lone", "bare") == {}
             with pytest.raises(rtr.RayTorchRpcError, match=r"cuda:0.*'bare'.*device map: empty"):
                 ray.get(a.ask.remote(b, "where", torch.ones(2)))
-            assert ray.get(a.ask.remote("bare", "state"))[0] == "cpu"
+            if ray.get(b.sees_gpu.remote()):  # Ray hides no GPU from an actor that asked for none
+                with pytest.raises(rtr.RayTorchRpcError, match=r"cuda:0 has no mapping to member 'lone'"):
+                    ray.get(a.ask.remote("bare", "state"))
+            assert ray.get(a.ask_cpu.remote("bare")) == "cpu"
     finally:
         for actor in (a, b):
             if actor is not None:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from raytorchrpc import execution
-from raytorchrpc.execution import Alarms, Gate, Limit, Scope, Seat, Work, Workers, current_scope, wait_serving
+from raytorchrpc.execution import Gate, Limit, Scope, Seat, Work, current_scope, wait_serving
+from raytorchrpc.workers import Alarms, Workers
 
 PATIENCE_S = 10.0
 

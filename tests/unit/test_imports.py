@@ -23,9 +23,10 @@ MAY_IMPORT = {
     "group": {"device_map", "forming", "joining", "member", "routing"},
     "forming": {"device_map", "fabric", "joining", "member", "routing"},
     "joining": {"calls", "fabric", "lanes", "member", "routing", "serving", "shipping", "topology"},
-    "calls": {"execution", "member"},
-    "member": {"codec", "execution", "lanes.base", "serving", "shipping"},
-    "serving": {"codec", "execution", "lanes.base", "shipping", "streams"},
+    "calls": {"execution", "member", "underway"},
+    "member": {"codec", "execution", "lanes.base", "serving", "shipping", "streams", "underway", "workers"},
+    "underway": {"codec", "execution", "lanes.base", "member", "serving", "shipping"},  # member: for its types
+    "serving": {"autograd", "codec", "execution", "lanes.base", "shipping", "streams", "workers"},
     "shipping": {"codec", "lanes.base"},
     "routing": {"_tensorpipe", "device_map", "topology"},
     "_tensorpipe": {"_rdma", "device_map", "topology"},

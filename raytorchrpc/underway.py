@@ -1,0 +1,170 @@
+"""A call that has been sent, up to its outcome. Its result may have to be fetched over another lane."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from raytorchrpc import execution, serving
+from raytorchrpc.codec import Encoded, decode_exception
+from raytorchrpc.errors import RayTorchRpcError, RpcTimeout, SerializationError
+from raytorchrpc.lanes.base import MessageLane, Pending
+from raytorchrpc.shipping import Shipped, Shipper, joined
+
+if TYPE_CHECKING:
+    from raytorchrpc.member import LocalMember, PeerRoad
+
+logger = logging.getLogger(__name__)
+
+
+class CallUnderWay:
+    """What a Future needs of its call."""
+
+    def __init__(
+        self,
+        local: LocalMember,
+        road: PeerRoad,
+        method: str,
+        lane: MessageLane,
+        pending: Pending,
+        started: float,
+        deadline: float,
+        loop_token: execution.Token | None,
+        shipped: Shipped,
+    ) -> None:
+        self._local, self._road, self._method = local, road, method
+        self._lane, self._pending = lane, pending
+        self._started, self._deadline = started, deadline
+        self.loop_token = loop_token
+        self._shipped = shipped
+        self._taken = False
+        self._lock = threading.Lock()
+        self._fetch: Pending | None = None
+        self._error: Exception | None = None
+
+    @property
+    def label(self) -> str:
+        """member.method, for messages."""
+        return f"{self._road.member.name}.{self._method}"
+
+    def remaining(self) -> float:
+        """Seconds until the call's deadline, at least 0."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    # What wait_serving waits for.
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until the outcome can be taken, at most ``timeout_s``."""
+        until = time.monotonic() + timeout_s
+        if not self._pending.wait(timeout_s):
+            return False
+        final = self._final()
+        return final is None or final.wait(max(0.0, until - time.monotonic()))
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, which is short, when the outcome can be taken."""
+
+        def arrived() -> None:
+            final = self._final()
+            if final is None or final is self._pending:
+                callback()
+            else:
+                final.add_done_callback(callback)
+
+        self._pending.add_done_callback(arrived)
+
+    def _final(self) -> Pending | None:
+        """What carries the result: the call itself, or the fetch that follows it (begun here); None if it failed."""
+        with self._lock:
+            if self._fetch is None and self._error is None:
+                try:
+                    self._fetch = self._begin_fetch()
+                except Exception as error:
+                    self._error = error
+            return self._fetch
+
+    def _begin_fetch(self) -> Pending:
+        message = self._pending.take()
+        if message.header[0] != serving.KEPT:
+            return self._pending
+        self._local.note_weight(self._road.member.rank, self._method, heavy=True)
+        self._lane = self._road.tensors
+        number = message.header[1]
+        return self._local.system(self._road, self._lane, serving.FETCH, number, timeout_s=max(0.001, self.remaining()))
+
+    def outcome(self) -> tuple[Any, BaseException | None]:
+        """Unpack the result, once it is there: (value, None) or (None, what was raised). To be called once."""
+        size, error, value = 0, None, None
+        try:
+            final = self._final()
+            if final is None:
+                raise self._error or RuntimeError
+            message = final.take()
+            self._taken = True
+            message.adopt()
+            for export in self._shipped.exports:
+                export.finished()
+            body = message.body
+            if message.waybills:
+                body = joined(body, self._local.shipper.receive(self._road.member.name, message.waybills))
+            size = body_bytes(body)
+            if message.header[0] == serving.OK:
+                if self._lane is not self._road.calls and not message.body.tensors:
+                    self._local.note_weight(self._road.member.rank, self._method, heavy=False)
+                value = self._local.codec.decode(*body)
+            else:
+                error = decode_exception(self._local.codec, body, self.label)
+        except RpcTimeout:
+            error = RpcTimeout(f"{self.label} did not answer by its deadline; it may still run there")
+        except RayTorchRpcError as failure:
+            error = failure
+        except Exception as failure:  # the result's own unpickling code
+            error = SerializationError(f"the result of {self.label} cannot be unpickled here: {failure!r}")
+            error.__cause__ = failure
+        self._count(size, failed=error is not None)
+        return value, error
+
+    def expire(self) -> tuple[None, RpcTimeout]:
+        """The outcome of a call whose deadline has passed."""
+        self._count(0, failed=True)
+        return None, RpcTimeout(f"{self.label} did not answer by its deadline; it may still run there")
+
+    def __del__(self) -> None:
+        # Nobody asked for the result, or not in time: what it brings beside the message has to be given back.
+        if not self._taken:
+            with contextlib.suppress(Exception):
+                shipper, peer, pending = self._local.shipper, self._road.member.name, self._pending
+                pending.add_done_callback(lambda: _give_back(shipper, peer, pending))
+
+    def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call ``callback``, which is short, when the deadline passes; returns what prevents it."""
+        return self._local.alarms.at(self._deadline, callback)
+
+    def _count(self, size: int, *, failed: bool) -> None:
+        elapsed = time.monotonic() - self._started
+        self._local.counters.finished(self._road.member.name, self._lane.name, size, elapsed, failed)
+
+    def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
+        """Run a user's callback on a worker."""
+        self._local.workers.submit(_call_back, callback, argument)
+
+
+def _give_back(shipper: Shipper, peer: str, pending: Pending) -> None:
+    with contextlib.suppress(RayTorchRpcError):  # it failed: nothing came
+        shipper.receive(peer, pending.take().waybills).clear()
+
+
+def _call_back(callback: Callable[[Any], object], argument: Any) -> None:
+    try:
+        callback(argument)
+    except BaseException:
+        logger.exception("a callback of %r raised", argument)
+
+
+def body_bytes(body: Encoded) -> int:
+    """Bytes that cross for this body: the pickle and the tensors' data."""
+    return len(body.payload) + sum(tensor.nbytes for tensor in body.tensors)

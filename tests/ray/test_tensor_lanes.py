@@ -1,0 +1,372 @@
+"""Tensors beside the messages, as users see them: large CPU tensors and arrays between actors of one host."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import ray
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc import member
+from tests.conformance.peers import wait_until
+from tests.ray.actors import Latch
+from tests.ray.call_actors import LARGE, Store
+from tests.ray.conftest import Spawn
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> None:
+    """Here one group serves most tests."""
+
+
+@pytest.fixture(scope="module")
+def stores(spawn_for_module: Spawn) -> list[Any]:
+    return [spawn_for_module(TensorStore) for _ in range(3)]
+
+
+@pytest.fixture(scope="module")
+def group(stores: list[Any]) -> Iterator[rtr.Group]:
+    with rtr.init_group(dict(zip("abc", stores, strict=True)), config=rtr.GroupConfig(shm_bytes=256 * MIB)) as group:
+        yield group
+
+
+@pytest.fixture
+def form() -> Iterator[Callable[..., rtr.Group]]:
+    """Forms a group of its own; ends it after the test."""
+    formed: list[rtr.Group] = []
+
+    def form_one(actors: list[Any], **settings: Any) -> rtr.Group:
+        members, config = dict(zip("pq", actors, strict=True)), rtr.GroupConfig(**settings)
+        formed.append(rtr.init_group(members, name="another", config=config))
+        return formed[-1]
+
+    yield form_one
+    for group in formed:
+        group.shutdown()
+
+
+@pytest.fixture(scope="module")
+def two(spawn_for_module: Spawn) -> list[Any]:
+    return [spawn_for_module(TensorStore) for _ in range(2)]
+
+
+class TensorStore(Store):
+    """Does with tensors what it is told."""
+
+    @rtr.method
+    def echo(self, value: Any) -> Any:
+        return value
+
+    @rtr.method
+    def fill(self, tensor: torch.Tensor, value: int) -> torch.Tensor:
+        return tensor.fill_(value)
+
+    @rtr.method
+    def checksum(self, value: Any) -> int:
+        return checksum(value)
+
+    @rtr.method
+    def ones(self, count: int, latch: Latch | None = None) -> torch.Tensor:
+        if latch is not None:
+            latch.pass_through()
+        return torch.ones(count)
+
+    @rtr.method(concurrent=True)
+    def now(self) -> int:
+        return os.getpid()
+
+    def hidden(self, value: Any) -> None:
+        """Not for the others."""
+
+
+def in_actor(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
+    return ray.get(actor.run.remote(function, *args), timeout=60)
+
+
+def checksum(value: Any) -> int:
+    raw = value.numpy() if isinstance(value, torch.Tensor) else value
+    return int(raw.view(numpy.uint8).sum(dtype=numpy.int64))
+
+
+def used() -> int:
+    """Bytes of this process's arena that somebody still holds."""
+    arena = member.process_member().tensor_lanes["shm"]._arena  # type: ignore[attr-defined]
+    with arena._lock:
+        arena._sweep()
+    return int(arena.used)
+
+
+def comes_to_nothing() -> bool:
+    """Whether this process's arena empties: a peer drops its last reference a moment after its answer."""
+    gc.collect()
+    return wait_until(lambda: used() == 0, 5)
+
+
+def all_given_back(actors: list[Any]) -> bool:
+    """Nothing is kept by any: each looks for itself, while no other runs a method."""
+    for actor in actors:
+        in_actor(actor, gc.collect)
+    return all(in_actor(actor, comes_to_nothing) for actor in actors)
+
+
+def bytes_by_lane(group: rtr.Group, caller: str, peer: str) -> dict[str, tuple[int, int]]:
+    """(out, in) by lane."""
+    return {
+        row.lane: (row.bytes_out, row.bytes_in) for row in group.stats() if (row.caller, row.peer) == (caller, peer)
+    }
+
+
+# --- which way ---------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_says_shm(group: rtr.Group) -> None:
+    assert group.routes().route("a", "b").lanes("cpu")[0].lane == "shm"
+    assert "shm" in group.explain("a", "b")
+
+
+def test_large_tensors_and_arrays_go_by_shm_both_ways(stores: list[Any], group: rtr.Group) -> None:
+    def exchange() -> None:
+        tensor, array = torch.arange(3_000_000.0), numpy.arange(1_000_000.0)
+        sent = {
+            "tensor": tensor,
+            "array": array,
+            "text": "x",
+            "small": torch.ones(3),
+            "turned": array.reshape(1000, -1).T,
+        }
+        back = rtr.rpc_sync("b").echo(sent)
+        assert torch.equal(back["tensor"], tensor)
+        assert (back["array"] == array).all()
+        assert (back["turned"] == sent["turned"]).all()
+        assert torch.equal(back["small"], torch.ones(3))
+        back["tensor"].zero_()
+        back["array"][:] = 0
+        assert float(tensor.sum()) and float(array.sum()), "what came back is private"
+
+    before = bytes_by_lane(group, "a", "b")
+    in_actor(stores[0], exchange)
+    after = bytes_by_lane(group, "a", "b")
+    assert after["shm"][0] - before.get("shm", (0, 0))[0] > 28_000_000
+    assert after.get("torchrpc") == before.get("torchrpc")
+    assert sum(row[1] for row in after.values()) - sum(row[1] for row in before.values()) > 28_000_000
+    assert all_given_back(stores)
+
+
+def test_a_method_may_write_into_its_argument(stores: list[Any], group: rtr.Group) -> None:
+    def fill() -> tuple[float, float]:
+        mine = torch.zeros(LARGE)
+        return float(rtr.rpc_sync("b").fill(mine, 7).sum()), float(mine.sum())
+
+    assert in_actor(stores[0], fill) == (7.0 * LARGE, 0.0)
+    assert all_given_back(stores)
+
+
+@pytest.mark.parametrize("what", ["tensor", "view", "array", "from numpy"])
+def test_a_result_is_a_snapshot_of_the_state(stores: list[Any], group: rtr.Group, what: str) -> None:
+    def get_change_look() -> float:
+        future = rtr.rpc_async("b").get(what, LARGE)
+        rtr.rpc_sync("b").add_one(what, LARGE)
+        first = future.wait()["state"]
+        before = float(first.sum())
+        rtr.rpc_sync("b").add_one(what, LARGE)
+        second = float(rtr.rpc_sync("b").get(what, LARGE)["state"].sum())
+        assert float(first.sum()) == before
+        return second - before
+
+    assert in_actor(stores[0], get_change_look) == 2.0 * LARGE
+    assert all_given_back(stores)
+
+
+def test_what_a_member_keeps_it_keeps(stores: list[Any], group: rtr.Group) -> None:
+    def send_then_change() -> int:
+        tensor = torch.full((LARGE,), 3.0)
+        rtr.rpc_sync("b").keep(tensor)
+        tensor.zero_()
+        rtr.rpc_sync("b").total(torch.ones(LARGE))
+        return used()
+
+    def look() -> float:
+        instance = rtr_instance()
+        return float(instance.kept.pop().sum())
+
+    assert in_actor(stores[0], send_then_change) >= 4 * LARGE
+    assert in_actor(stores[1], look) == 3.0 * LARGE
+    assert all_given_back(stores)
+
+
+def rtr_instance() -> Any:
+    return member.process_member().server.instance
+
+
+def test_shm_may_be_forbidden(two: list[Any], form: Callable[..., rtr.Group]) -> None:
+    group = form(two, lanes=("socket", "torchrpc"))
+    assert group.routes().route("p", "q").lanes("cpu")[0].lane != "shm"
+    assert in_actor(two[0], lambda: rtr.rpc_sync("q").checksum(torch.ones(LARGE))) == checksum(torch.ones(LARGE))
+    assert in_actor(two[0], lambda: checksum(rtr.rpc_sync("q").ones(LARGE))) == checksum(torch.ones(LARGE))
+    assert "shm" not in bytes_by_lane(group, "p", "q")
+    assert not in_actor(two[0], lambda: member.process_member().tensor_lanes)
+
+
+def test_what_does_not_fit_goes_by_torchrpc(two: list[Any], form: Callable[..., rtr.Group]) -> None:
+    group = form(two, shm_bytes=4 * MIB)
+
+    def exchange() -> None:
+        large, fits = torch.arange(2_000_000.0), torch.arange(400_000.0)
+        for _ in range(2):
+            assert torch.equal(rtr.rpc_sync("q").echo(large), large)
+            assert torch.equal(rtr.rpc_sync("q").echo(fits), fits)
+        several = [rtr.rpc_async("q").echo(fits + number) for number in range(8)]
+        for number, future in enumerate(several):
+            assert torch.equal(future.wait(), fits + number)
+
+    in_actor(two[0], exchange)
+    lanes = bytes_by_lane(group, "p", "q")
+    assert lanes["torchrpc"][0] >= 16_000_000
+    assert lanes["shm"][0] >= 3_200_000
+    assert all_given_back(two)
+
+
+# --- nothing is kept -----------------------------------------------------------------------------------------------
+
+
+def churn(seed: int) -> int:
+    """300 calls to the two others, up to eight at a time; every value is checked. Returns how many were made."""
+    generator = torch.Generator().manual_seed(seed)
+    names = [name for name in "abc" if name != rtr.current_member().name]
+    under_way: list[tuple[int, bool, Any]] = []
+    done = 0
+    for number in range(300):
+        size = int(10 ** (1 + 5.2 * torch.rand(1, generator=generator).item()))
+        value: Any = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+        value = value.numpy() if number % 3 == 0 else value
+        echo = number % 2 == 0
+        proxy = rtr.rpc_async(names[number % 2], timeout=60)
+        under_way.append((checksum(value), echo, proxy.echo(value) if echo else proxy.checksum(value)))
+        while len(under_way) > (8 if number < 299 else 0):
+            expected, echo, future = under_way.pop(0)
+            result = future.wait()
+            assert (checksum(result) if echo else result) == expected
+            done += 1
+    return done
+
+
+def test_many_calls_from_all_at_once_leave_nothing(stores: list[Any], group: rtr.Group) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    ray.get([store.run.remote(churn, seed) for seed, store in enumerate(stores)], timeout=60)  # warm
+    before = [in_actor(store, descriptors) for store in stores]
+    threads = [len(ray.get(store.threads.remote(), timeout=60)) for store in stores]
+    made = ray.get([store.run.remote(churn, 3 + seed) for seed, store in enumerate(stores)], timeout=60)
+    assert made == [300] * 3
+    assert all_given_back(stores)
+    assert [in_actor(store, descriptors) for store in stores] == pytest.approx(before, abs=4)
+    assert [len(ray.get(s.threads.remote(), timeout=60)) for s in stores] == pytest.approx(threads, abs=8)
+
+
+def test_a_result_nobody_asks_for_is_given_back(stores: list[Any], group: rtr.Group) -> None:
+    def call_and_forget() -> None:
+        for _ in range(20):
+            rtr.rpc_async("b").ones(LARGE)
+            rtr.rpc_async("b").echo(torch.ones(LARGE))
+        rtr.rpc_sync("b").double(1)
+
+    in_actor(stores[0], call_and_forget)
+    assert all_given_back(stores)
+
+
+def test_a_result_that_is_there_but_never_taken_is_given_back(stores: list[Any], group: rtr.Group) -> None:
+    def let_it_arrive() -> None:
+        future = rtr.rpc_async("b").ones(LARGE)
+        assert wait_until(future.done, 10)
+        del future
+
+    in_actor(stores[0], let_it_arrive)
+    assert all_given_back(stores)
+
+
+@pytest.mark.parametrize("verb", ["sync", "async"])
+def test_a_result_after_its_deadline_is_given_back(
+    stores: list[Any], group: rtr.Group, latch: Callable[[], Latch], verb: str
+) -> None:
+    gate = latch()
+
+    def give_up(gate: Latch, verb: str) -> None:
+        call = rtr.rpc_sync if verb == "sync" else rtr.rpc_async
+        with pytest.raises(rtr.RpcTimeout):
+            future = call("b", timeout=0.2).ones(LARGE, gate)
+            future.wait()
+
+    in_actor(stores[0], give_up, gate, verb)
+    gate.open()
+    in_actor(stores[0], lambda: rtr.rpc_sync("b").double(1))  # it ran behind the late one
+    assert all_given_back(stores)
+
+
+def test_arguments_that_nobody_took_are_given_back(
+    stores: list[Any], group: rtr.Group, latch: Callable[[], Latch]
+) -> None:
+    gate = latch()
+
+    def too_late() -> None:
+        with pytest.raises(rtr.RpcTimeout):
+            rtr.rpc_sync("b", timeout=0.2).total(torch.ones(LARGE))
+
+    busy = stores[2].run.remote(lambda gate: rtr.rpc_sync("b").hold(gate), gate)
+    held = gate.await_arrival()
+    in_actor(stores[0], too_late)
+    gate.release(held)
+    assert ray.get(busy, timeout=60) == "released"
+    in_actor(stores[0], lambda: rtr.rpc_sync("b").double(1))
+    assert all_given_back(stores)
+
+
+def test_arguments_of_a_method_that_is_not_exposed_are_given_back(
+    two: list[Any], form: Callable[..., rtr.Group]
+) -> None:
+    form(two)
+
+    def ask() -> int:
+        with pytest.raises(rtr.NotAMember):
+            rtr.rpc_sync("q").hidden(torch.ones(LARGE))
+        rtr.rpc_sync("q").double(1)
+        return used()
+
+    assert in_actor(two[0], ask) == 0
+
+
+def test_arguments_that_cannot_be_unpickled_and_errors_are_given_back(stores: list[Any], group: rtr.Group) -> None:
+    def ask() -> None:
+        with pytest.raises(TypeError):
+            rtr.rpc_sync("b").fill(torch.ones(LARGE), 1, 2, 3)
+        with pytest.raises(rtr.SerializationError):
+            rtr.rpc_sync("b").echo([torch.ones(LARGE), threading.Lock()])
+
+    in_actor(stores[0], ask)
+    assert all_given_back(stores)
+
+
+def test_a_dropped_call_does_not_spoil_the_others_when_the_peer_dies(
+    spawn: Spawn, two: list[Any], form: Callable[..., rtr.Group], latch: Callable[[], Latch]
+) -> None:
+    gate = latch()
+    victim = spawn(TensorStore)
+    form([two[0], victim])
+
+    def call_three(gate: Latch) -> list[str]:
+        first = rtr.rpc_async("q").hold(gate)
+        del first  # nobody takes it
+        futures = [rtr.rpc_async("q", timeout=30).hold(gate) for _ in range(3)]
+        os.kill(rtr.rpc_sync("q").now(), 9)
+        return [type(future.exception(10)).__name__ for future in futures]
+
+    assert in_actor(two[0], call_three, gate) == ["PeerLost"] * 3

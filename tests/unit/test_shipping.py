@@ -1,0 +1,230 @@
+"""Which tensors leave a message, and how they find back into it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from raytorchrpc import shipping
+from raytorchrpc.codec import Codec, Encoded
+from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane
+from raytorchrpc.shipping import Parcel, Shipper, joined
+
+
+class Box(Export):
+    def __init__(self, lane: Depot, descriptor: Any) -> None:
+        self.lane, self.descriptor = lane, descriptor
+
+    def cancel(self) -> None:
+        self.lane.cancelled.append(self.descriptor)
+
+
+class Depot(TensorLane):
+    """A lane within this process that remembers what was asked of it."""
+
+    name: ClassVar[str] = "depot"
+    capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(frozenset({"cpu"}), True, True, True)
+
+    def __init__(self, refuses: str = "") -> None:
+        self.refuses = refuses
+        self.stored: dict[int, list[torch.Tensor]] = {}
+        self.cancelled: list[Any] = []
+        self.discarded: list[tuple[str, Any]] = []
+        self.exported = 0
+
+    def open(self) -> Any:
+        return None
+
+    def connect(self, peers: Sequence[PeerAddress]) -> None:
+        pass
+
+    def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[int, int]) -> Export:
+        if self.refuses:
+            raise LaneUnavailable(self.name, self.refuses)
+        self.exported += 1
+        self.stored[self.exported] = [tensor.clone() for tensor in tensors]
+        return Box(self, (self.exported, "box"))
+
+    def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+        if self.refuses:
+            raise LaneUnavailable(self.name, self.refuses)
+        tensors = self.stored.pop(descriptor[0])
+        assert [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors] == list(shapes)
+        return tensors
+
+    def discard(self, peer: str, descriptor: Any) -> None:
+        self.discarded.append((peer, descriptor))
+        self.stored.pop(descriptor[0])
+
+    def disconnect(self, peer: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def body_of(*tensors: torch.Tensor) -> Encoded:
+    return Encoded(b"payload", list(tensors), (), 0)
+
+
+CPU = {"cpu": "depot"}
+GPU = {"cpu": "depot", "meta": "gpu depot"}  # a device that every machine has stands for the GPU
+
+
+def ship(shipper: Shipper, body: Encoded, routes: Mapping[str, str] = CPU, in_band: int = 0) -> Any:
+    return shipper.ship(body, "b", routes, {}, in_band)
+
+
+def test_small_tensors_stay_in_the_message() -> None:
+    depot = Depot()
+    body = body_of(torch.ones(4), torch.ones(12))
+    shipped = ship(Shipper({"depot": depot}), body, in_band=64)  # just so
+    assert shipped == (body, (), ())
+    assert shipped.lane is None
+    assert depot.exported == 0
+    assert ship(Shipper({"depot": depot}), body_of(), in_band=0).waybills == ()
+
+
+def test_one_byte_more_goes_beside_in_one_export() -> None:
+    depot = Depot()
+    shipped = ship(Shipper({"depot": depot}), body_of(torch.ones(4), torch.ones(12), torch.ones(1)), in_band=64)
+    assert shipped.body == Encoded(b"payload", [], (), 0)
+    assert shipped.lane == "depot"
+    ((lane, positions, runs, descriptor),) = shipped.waybills
+    assert (lane, positions, descriptor) == ("depot", None, (1, "box"))
+    assert [(getattr(torch, name), shape, count) for name, shape, count in runs] == [
+        (torch.float32, (4,), 1), (torch.float32, (12,), 1), (torch.float32, (1,), 1),
+    ]  # fmt: skip
+    assert depot.exported == 1
+
+
+def test_every_dtype_has_a_name_that_leads_back() -> None:
+    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
+        assert shipping._DTYPES[shipping._NAMES[dtype]] is dtype
+
+
+@pytest.mark.parametrize("kinds", ["cg", "gc", "ccgg", "cgcgc", "ggc", "gcccg", "g", "c"])
+@pytest.mark.parametrize("in_band", [0, 1000])
+def test_the_order_of_tensors_is_restored(kinds: str, in_band: int) -> None:
+    lanes = {"depot": Depot(), "gpu depot": Depot()}
+    shipper = Shipper(lanes)
+    made = [torch.empty(number + 1, device="cpu" if kind == "c" else "meta") for number, kind in enumerate(kinds)]
+    shipped = ship(shipper, body_of(*made), GPU, in_band)
+    assert len(shipped.body.tensors) == (kinds.count("c") if in_band else 0)
+    assert lanes["depot"].exported == (1 if "c" in kinds and not in_band else 0)
+    assert lanes["gpu depot"].exported == (1 if "g" in kinds else 0)
+    together = joined(shipped.body, shipper.receive("a", shipped.waybills))
+    assert [(len(tensor), tensor.device.type) for tensor in together.tensors] == [
+        (len(tensor), tensor.device.type) for tensor in made
+    ]
+    assert together.payload == b"payload"
+
+
+def test_an_object_with_arrays_and_shared_tensors_comes_back() -> None:
+    import numpy
+
+    codec, shipper = Codec(), Shipper({"depot": Depot()})
+    tensor = torch.arange(1000)
+    obj = {
+        "x": [tensor, tensor],
+        "array": numpy.arange(9000.0),
+        "few": numpy.arange(3),
+        "grad": torch.nn.Parameter(torch.ones(3)),
+    }
+    shipped = ship(shipper, codec.encode(obj))
+    back = codec.decode(*joined(shipped.body, shipper.receive("a", shipped.waybills)))
+    assert torch.equal(back["x"][0], tensor)
+    assert back["x"][0] is back["x"][1]
+    assert (back["array"] == obj["array"]).all()
+    assert back["array"].flags.writeable
+    assert isinstance(back["grad"], torch.nn.Parameter)
+
+
+def test_what_travels_neither_way_is_left_to_torchrpc() -> None:
+    depot = Depot()
+    shipper = Shipper({"depot": depot})
+    assert ship(shipper, body_of(torch.ones(4), torch.empty(3, device="meta"))) is None
+    assert depot.cancelled == [(1, "box")]  # the other device's tensors had been exported already
+    assert ship(shipper, body_of(torch.ones(4)), {}) is None
+
+
+def test_a_lane_that_cannot_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    shipper = Shipper({"depot": Depot("no room: 7 MiB are out")})
+    with caplog.at_level(logging.WARNING, "raytorchrpc"):
+        for _ in range(3):
+            assert ship(shipper, body_of(torch.ones(4))) is None
+        assert ship(shipper, body_of(torch.ones(4)), {}) is None  # no lane by the plan: nothing to tell
+    (record,) = caplog.records
+    assert record.getMessage() == "tensors to b go by torchrpc instead of depot: no room: 7 MiB are out"
+    caplog.clear()
+    shipper._lanes["depot"].refuses = "of another kind"  # type: ignore[attr-defined]
+    with caplog.at_level(logging.WARNING, "raytorchrpc"):
+        assert ship(shipper, body_of(torch.ones(4))) is None
+    assert "of another kind" in caplog.text
+
+
+def test_a_second_export_that_fails_takes_back_the_first() -> None:
+    lanes = {"depot": Depot(), "gpu depot": Depot("no handle")}
+    assert ship(Shipper(lanes), body_of(torch.ones(4), torch.empty(2, device="meta")), GPU) is None
+    assert lanes["depot"].cancelled == [(1, "box")]
+
+
+def test_cancelling_takes_back_every_export() -> None:
+    lanes = {"depot": Depot(), "gpu depot": Depot()}
+    shipped = ship(Shipper(lanes), body_of(torch.ones(4), torch.empty(2, device="meta")), GPU)
+    shipped.cancel()
+    assert lanes["depot"].cancelled == lanes["gpu depot"].cancelled == [(1, "box")]
+
+
+def test_a_parcel_that_nobody_fetches_is_given_up() -> None:
+    depot = Depot()
+    shipper = Shipper({"depot": depot})
+    shipped = ship(shipper, body_of(torch.ones(4)))
+    parcels = shipper.receive("a", shipped.waybills)
+    assert not depot.discarded
+    del parcels
+    gc.collect()
+    assert depot.discarded == [("a", (1, "box"))]
+
+
+def test_a_parcel_is_fetched_once_and_then_not_given_up() -> None:
+    depot = Depot()
+    shipper = Shipper({"depot": depot})
+    shipped = ship(shipper, body_of(torch.ones(4)))
+    (parcel,) = shipper.receive("a", shipped.waybills)
+    parcel.unpack()
+    with pytest.raises(LaneUnavailable, match="fetched already"):
+        parcel.unpack()
+    del parcel
+    gc.collect()
+    assert not depot.discarded
+
+
+def test_when_one_parcel_fails_the_others_are_given_up() -> None:
+    lanes = {"depot": Depot(), "gpu depot": Depot()}
+    shipper = Shipper(lanes)
+    shipped = ship(shipper, body_of(torch.empty(2, device="meta"), torch.ones(4)), GPU)
+    lanes["gpu depot"].refuses = "cannot map it"
+    with pytest.raises(LaneUnavailable):
+        joined(shipped.body, shipper.receive("a", shipped.waybills))
+    gc.collect()
+    assert lanes["depot"].discarded == [("a", (1, "box"))]
+
+
+def test_a_parcel_of_a_gone_peer_dies_quietly() -> None:
+    class Gone(Depot):
+        def discard(self, peer: str, descriptor: Any) -> None:
+            raise KeyError(peer)
+
+    Parcel(Gone(), "a", ("depot", (0,), (("float32", (1,)),), 1)).__del__()
+
+
+def test_a_body_without_parcels_is_taken_as_it_is() -> None:
+    body = body_of(torch.ones(3))
+    assert joined(body, []) is body
