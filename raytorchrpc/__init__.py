@@ -19,7 +19,8 @@ from raytorchrpc.errors import (
     SerializationError,
 )
 from raytorchrpc.group import Group, get_group, init_group
-from raytorchrpc.member import Member, current_member
+from raytorchrpc.member import current_member
+from raytorchrpc.peers import Member
 
 __version__ = "0.1.0.dev0"
 

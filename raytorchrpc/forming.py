@@ -21,7 +21,7 @@ from raytorchrpc.device_map import DeviceMap
 from raytorchrpc.errors import BootstrapError, ConfigurationError, RayTorchRpcError
 from raytorchrpc.fabric import AgentSpec
 from raytorchrpc.joining import GroupInfo, JoinSpec, Owner, Prepared, Probe, Table
-from raytorchrpc.member import Member
+from raytorchrpc.peers import Member
 
 #: torchrpc ids are 16-bit and signed.
 _WORKER_IDS = range(1, 2**15)

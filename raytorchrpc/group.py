@@ -16,8 +16,9 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
 from raytorchrpc.forming import Forming, Round, current_owner, participants_of
 from raytorchrpc.joining import GroupInfo
-from raytorchrpc.member import MAX_TIMEOUT_S, Member
+from raytorchrpc.member import MAX_TIMEOUT_S
 from raytorchrpc.metrics import GroupStats
+from raytorchrpc.peers import Member
 
 logger = logging.getLogger(__name__)
 

@@ -29,8 +29,9 @@ from raytorchrpc.lanes.loopback import LoopbackLane
 from raytorchrpc.lanes.shm import ShmLane, default_capacity
 from raytorchrpc.lanes.socket import SocketLane
 from raytorchrpc.lanes.torchrpc import TorchRpcLane
-from raytorchrpc.member import LocalMember, Member, PeerRoad, current_local, set_local
+from raytorchrpc.member import LocalMember, current_local, set_local
 from raytorchrpc.metrics import PairStats
+from raytorchrpc.peers import Member, PeerRoad
 from raytorchrpc.routing import BESIDE, RoutePlan
 from raytorchrpc.shipping import Shipper
 from raytorchrpc.topology import Endpoint

@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from raytorchrpc.errors import ConfigurationError, NotAMember, RpcTimeout, Seria
 from raytorchrpc.execution import current_scope
 from raytorchrpc.lanes.base import Message, MessageLane, Pending, TensorLane
 from raytorchrpc.metrics import CallCounters
+from raytorchrpc.peers import Member, PeerRoad
 from raytorchrpc.shipping import Parcel, Shipped, Shipper, Waybill
 from raytorchrpc.streams import check_mapped
 from raytorchrpc.underway import CallUnderWay, body_bytes
@@ -28,44 +28,6 @@ logger = logging.getLogger(__name__)
 
 #: The longest deadline of a call, as for ``GroupConfig.rpc_timeout_s``.
 MAX_TIMEOUT_S = 86400
-
-
-@dataclass(frozen=True)
-class Member:
-    """One member of a group, as every other sees it. Small and picklable."""
-
-    rank: int
-    name: str
-    actor_id: str | None
-    """Hex id of the Ray actor; None for a driver that joined."""
-    node_id: str
-    pid: int
-    rpc_name: str
-    """Its name in torch's own API: ``torch.distributed.rpc.rpc_sync(member.rpc_name, ...)``."""
-    worker_id: int
-    """Its torchrpc id; unique in the group, never used again for another process."""
-
-    def __repr__(self) -> str:
-        return f"Member(rank={self.rank}, name={self.name!r}, pid={self.pid}, node_id={self.node_id[:8]!r})"
-
-
-@dataclass(frozen=True)
-class PeerRoad:
-    """How messages reach one peer."""
-
-    member: Member
-    calls: MessageLane
-    """Carries calls without tensors, and those whose tensors it can take in band."""
-    tensors: MessageLane
-    """Carries the other calls with tensors."""
-    fabric: MessageLane
-    """torchrpc: carries RRefs and what distributed autograd follows."""
-    beside: Mapping[str, str] = field(default_factory=dict)
-    """Lanes for tensors that travel beside a message of ``calls``, by device type."""
-    devices: Mapping[int, int] = field(default_factory=dict)
-    """Where CUDA arguments arrive: this process's index -> the peer's."""
-    devices_back: Mapping[int, int] = field(default_factory=dict)
-    """Where CUDA results for the peer's calls arrive, likewise."""
 
 
 class LocalMember:

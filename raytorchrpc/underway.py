@@ -7,18 +7,34 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from raytorchrpc import execution, serving
-from raytorchrpc.codec import Encoded, decode_exception
+from raytorchrpc.codec import Codec, Encoded, decode_exception
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout, SerializationError
 from raytorchrpc.lanes.base import MessageLane, Pending
+from raytorchrpc.metrics import CallCounters
+from raytorchrpc.peers import PeerRoad
 from raytorchrpc.shipping import Shipped, Shipper, joined
-
-if TYPE_CHECKING:
-    from raytorchrpc.member import LocalMember, PeerRoad
+from raytorchrpc.workers import Alarms, Workers
 
 logger = logging.getLogger(__name__)
+
+
+class Caller(Protocol):
+    """The member that sent a call: what the call needs of it until its outcome is taken."""
+
+    codec: Codec
+    counters: CallCounters
+    workers: Workers
+    alarms: Alarms
+    shipper: Shipper
+
+    def system(self, road: PeerRoad, lane: MessageLane, kind: int, *fields: Any, timeout_s: float) -> Pending:
+        """Send a request of the group's own."""
+
+    def note_weight(self, rank: int, method: str, heavy: bool) -> None:
+        """Remember whether a method's results need the lane for tensors."""
 
 
 class CallUnderWay:
@@ -26,7 +42,7 @@ class CallUnderWay:
 
     def __init__(
         self,
-        local: LocalMember,
+        local: Caller,
         road: PeerRoad,
         method: str,
         lane: MessageLane,

@@ -1,8 +1,8 @@
 """The cuda_ipc lane: CUDA tensors to a process of the same host, whose GPU may be another or the same.
 
-The receiver maps the sender's allocation once and copies out of it, over NVLink or within the GPU, on a stream of
-its own. Nobody's CPU waits for a GPU: the copy waits on the GPU for what the sender had queued (an interprocess
-event), the receiver's work for the copy, and the sender's memory is handed out again only after the copy.
+The receiver maps the sender's allocation once and copies out of it, over NVLink or within the GPU, on the stream that
+will use the data. Nobody's CPU waits for a GPU: that stream waits for what the sender had queued (an interprocess
+event), and the sender's memory is handed out again only after the copy (another).
 
 It works under Ray's masking, where each process sees only its own GPU.
 """

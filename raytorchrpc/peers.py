@@ -1,0 +1,46 @@
+"""Who the members are, and by which lanes one reaches another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from raytorchrpc.lanes.base import MessageLane
+
+
+@dataclass(frozen=True)
+class Member:
+    """One member of a group, as every other sees it. Small and picklable."""
+
+    rank: int
+    name: str
+    actor_id: str | None
+    """Hex id of the Ray actor; None for a driver that joined."""
+    node_id: str
+    pid: int
+    rpc_name: str
+    """Its name in torch's own API: ``torch.distributed.rpc.rpc_sync(member.rpc_name, ...)``."""
+    worker_id: int
+    """Its torchrpc id; unique in the group, never used again for another process."""
+
+    def __repr__(self) -> str:
+        return f"Member(rank={self.rank}, name={self.name!r}, pid={self.pid}, node_id={self.node_id[:8]!r})"
+
+
+@dataclass(frozen=True)
+class PeerRoad:
+    """How messages reach one peer."""
+
+    member: Member
+    calls: MessageLane
+    """Carries calls without tensors, and those whose tensors it can take in band."""
+    tensors: MessageLane
+    """Carries the other calls with tensors."""
+    fabric: MessageLane
+    """torchrpc: carries RRefs and what distributed autograd follows."""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """Lanes for tensors that travel beside a message of ``calls``, by device type."""
+    devices: Mapping[int, int] = field(default_factory=dict)
+    """Where CUDA arguments arrive: this process's index -> the peer's."""
+    devices_back: Mapping[int, int] = field(default_factory=dict)
+    """Where CUDA results for the peer's calls arrive, likewise."""
