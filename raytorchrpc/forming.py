@@ -182,7 +182,6 @@ class Forming:
                 secret=secret,
                 tcp_host=agent.address if elsewhere else None,
                 by_tcp=elsewhere,
-                boot_id=endpoint.boot_id,
                 beside=plan.beside(member),
             )
             specs[member] = (spec,)

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import ActorUnavailableError
 
 from raytorchrpc import _compat, device_map, joining, routing
 from raytorchrpc.config import GroupConfig
@@ -186,19 +187,30 @@ def init_group(
     _check_timeout(timeout_s)
     device_map.given_maps(config, list(participants))
     deadline = time.monotonic() + timeout_s
-    forming = Forming(name, config, participants, deadline, timeout_s)
+    while True:
+        try:
+            info = _form(Forming(name, config, participants, deadline, timeout_s))
+            break
+        except BootstrapError as error:
+            # An actor that went away for a restart after it was asked comes back as another process: begin again.
+            if not isinstance(error.__cause__, ActorUnavailableError) or time.monotonic() >= deadline:
+                raise
+    for warning in info.plan.warnings:
+        logger.warning("group %r: %s", name, warning)
+    group = _groups[name] = Group(info, participants)
+    return group
+
+
+def _form(forming: Forming) -> GroupInfo:
+    """One attempt; leaves nothing behind if it fails."""
     probes = forming.probe()
     plan, maps = forming.decide(probes)
     try:
         prepared = forming.prepare(probes, plan, maps)
-        info = forming.commit(probes, prepared, plan, maps)
+        return forming.commit(probes, prepared, plan, maps)
     except BaseException:
         forming.roll_back()
         raise
-    for warning in plan.warnings:
-        logger.warning("group %r: %s", name, warning)
-    group = _groups[name] = Group(info, participants)
-    return group
 
 
 def _check_timeout(timeout_s: Any) -> None:

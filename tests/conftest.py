@@ -6,13 +6,14 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    marked = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu"))]
+    marked = [(item, marks) for item in items if (marks := list(item.iter_markers("gpu")))]
     if not marked:
         return
     import torch  # only now: collecting tests that need no GPU stays quick
 
     visible = torch.cuda.device_count()
-    for item, mark in marked:
-        needed = mark.kwargs.get("count", mark.args[0] if mark.args else 1)
+    for item, marks in marked:
+        # A parameter may need more than the test's own mark says.
+        needed = max(mark.kwargs.get("count", mark.args[0] if mark.args else 1) for mark in marks)
         if visible < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), {visible} visible"))
