@@ -75,21 +75,23 @@ class CallCounters:
     def sent(self, peer: str, lane: str, size: int) -> None:
         """A call left with ``size`` bytes."""
         with self._lock:
-            counter = self._counters.get((peer, lane))
-            if counter is None:
-                counter = self._counters[peer, lane] = _Counter()
+            counter = self._counter(peer, lane)
             counter.calls += 1
             counter.bytes_out += size
 
-    def finished(self, peer: str, lane: str, size: int, seconds: float, failed: bool) -> None:
-        """The outcome of a call was taken; ``size`` bytes came back."""
+    def finished(self, peer: str, lane: str, came_by: str, size: int, seconds: float, failed: bool) -> None:
+        """The outcome of a call that went by ``lane`` was taken; ``size`` bytes came back, by ``came_by``."""
         with self._lock:
-            counter = self._counters.get((peer, lane))
-            if counter is None:  # the call went by another lane than its result
-                counter = self._counters[peer, lane] = _Counter()
-            counter.bytes_in += size
+            counter = self._counter(peer, lane)
             counter.seconds += seconds
             counter.failures += failed
+            (counter if came_by == lane else self._counter(peer, came_by)).bytes_in += size
+
+    def _counter(self, peer: str, lane: str) -> _Counter:
+        counter = self._counters.get((peer, lane))
+        if counter is None:
+            counter = self._counters[peer, lane] = _Counter()
+        return counter
 
     def rows(self, caller: str) -> list[PairStats]:
         """A snapshot."""

@@ -57,6 +57,7 @@ class CallUnderWay:
         self._started, self._deadline = started, deadline
         self.loop_token = loop_token
         self._shipped = shipped
+        self._sent_by = shipped.lane or lane.name
         self._taken = False
         self._lock = threading.Lock()
         self._fetch: Pending | None = None
@@ -114,7 +115,7 @@ class CallUnderWay:
 
     def outcome(self) -> tuple[Any, BaseException | None]:
         """Unpack the result, once it is there: (value, None) or (None, what was raised). To be called once."""
-        size, error, value = 0, None, None
+        size, came_by, error, value = 0, self._sent_by, None, None
         try:
             final = self._final()
             if final is None:
@@ -125,7 +126,10 @@ class CallUnderWay:
             for export in self._shipped.exports:
                 export.finished()
             body = message.body
+            if body.tensors:
+                came_by = self._lane.name
             if message.waybills:
+                came_by = message.waybills[0][0]
                 body = joined(body, self._local.shipper.receive(self._road.member.name, message.waybills))
             size = body_bytes(body)
             if message.header[0] == serving.OK:
@@ -141,12 +145,12 @@ class CallUnderWay:
         except Exception as failure:  # the result's own unpickling code
             error = SerializationError(f"the result of {self.label} cannot be unpickled here: {failure!r}")
             error.__cause__ = failure
-        self._count(size, failed=error is not None)
+        self._count(size, came_by, failed=error is not None)
         return value, error
 
     def expire(self) -> tuple[None, RpcTimeout]:
         """The outcome of a call whose deadline has passed."""
-        self._count(0, failed=True)
+        self._count(0, self._sent_by, failed=True)
         return None, RpcTimeout(f"{self.label} did not answer by its deadline; it may still run there")
 
     def __del__(self) -> None:
@@ -160,9 +164,9 @@ class CallUnderWay:
         """Call ``callback``, which is short, when the deadline passes; returns what prevents it."""
         return self._local.alarms.at(self._deadline, callback)
 
-    def _count(self, size: int, *, failed: bool) -> None:
+    def _count(self, size: int, came_by: str, *, failed: bool) -> None:
         elapsed = time.monotonic() - self._started
-        self._local.counters.finished(self._road.member.name, self._lane.name, size, elapsed, failed)
+        self._local.counters.finished(self._road.member.name, self._sent_by, came_by, size, elapsed, failed)
 
     def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
         """Run a user's callback on a worker."""
