@@ -176,8 +176,8 @@ def gradients(context: int, *stages: str) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def batch(seed: int = 7) -> torch.Tensor:
-    torch.manual_seed(seed)
-    return torch.randn(5, 8)
+    # A generator of its own: threads draw at the same time, and torch's default one belongs to the process.
+    return torch.randn(5, 8, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
