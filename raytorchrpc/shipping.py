@@ -13,7 +13,7 @@ import torch
 
 from raytorchrpc.codec import Encoded
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import Export, Shape, TensorLane
+from raytorchrpc.lanes.base import DTYPE_NAMES, DTYPES, Export, Shape, TensorLane
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +22,6 @@ Runs = tuple[tuple[str, tuple[int, ...], int], ...]
 #: What a message says of the tensors beside it: (lane, their positions in the body (None: all of it), what they are,
 #: descriptor).
 Waybill = tuple[str, tuple[int, ...] | None, Runs, Any]
-
-_NAMES = {value: name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 class Shipped(NamedTuple):
@@ -128,7 +125,7 @@ class Parcel:
         _, positions, runs, descriptor = waybill
         shapes: list[Shape] = []
         for name, shape, count in runs:
-            shapes += [(_DTYPES[name], shape)] * count
+            shapes += [(DTYPES[name], shape)] * count
         return positions, self._lane.fetch(self._peer, descriptor, shapes)
 
     def __del__(self) -> None:
@@ -161,5 +158,5 @@ def _runs(tensors: Sequence[torch.Tensor]) -> Runs:
             runs[-1][2] += 1
         else:
             dtype, shape = tensor.dtype, tensor.shape
-            runs.append([_NAMES[dtype], tuple(shape), 1])
+            runs.append([DTYPE_NAMES[dtype], tuple(shape), 1])
     return tuple((name, extents, count) for name, extents, count in runs)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from raytorchrpc.codec import Encoded
-from raytorchrpc.lanes.base import Message
+from raytorchrpc.lanes.base import DTYPE_NAMES, DTYPES, Message, view_at
 
 REQUEST, REPLY = 0, 1
 
@@ -28,10 +28,6 @@ _CHUNK = 1 << 16
 #: Far above anything sensible; a length beyond it means the stream is out of step.
 _MAX_FRAME = 1 << 40
 
-_DTYPES: dict[str, torch.dtype] = {
-    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _PADDING = bytes(_ALIGN)
 
 
@@ -54,7 +50,7 @@ def pack(kind: int, call: int, message: Message) -> list[Any]:
     parts: list[Any] = []
     area = 0
     for tensor in body.tensors:
-        described.append((_NAMES[tensor.dtype], tuple(tensor.shape), area))
+        described.append((DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), area))
         raw = _bytes_of(tensor)
         if raw is not None:
             parts.append(raw)
@@ -153,16 +149,6 @@ def _parse(view: memoryview, storage: torch.Tensor | None = None) -> Frame:
             source = torch.frombuffer(bytearray(view[head_padded : head_padded + area]), dtype=torch.uint8)
         else:
             source = torch.empty(0, dtype=torch.uint8)
-        tensors = [_view(source, *description) for description in described]
+        tensors = [view_at(source, offset, (DTYPES[name], shape)) for name, shape, offset in described]
     body = Encoded(bytes(view[begin:head]), tensors, (), buffers)
     return Frame(kind, call, Message(fields, body, waybills=waybills))
-
-
-def _view(source: torch.Tensor, name: str, shape: tuple[int, ...], offset: int) -> torch.Tensor:
-    dtype = _DTYPES[name]
-    count = 1
-    for extent in shape:
-        count *= extent
-    if not count:
-        return torch.empty(shape, dtype=dtype)
-    return source[offset : offset + count * dtype.itemsize].view(dtype).view(shape)

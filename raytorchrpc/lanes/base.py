@@ -6,6 +6,7 @@ another lane, the group or the member; it gets all it needs here.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -128,6 +129,21 @@ class MessageLane(ABC):
 
 #: What a receiver is told of each tensor: dtype and shape. It always gets a contiguous one.
 Shape = tuple[torch.dtype, tuple[int, ...]]
+
+#: dtypes by the name under which a message tells them, and back.
+DTYPES: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def view_at(source: torch.Tensor, offset: int, shape: Shape) -> torch.Tensor:
+    """The tensor that begins at byte ``offset`` of a flat uint8 tensor; shares its memory. ``offset`` is aligned."""
+    dtype, extents = shape
+    count = math.prod(extents)
+    if not count:
+        return torch.empty(extents, dtype=dtype)
+    return source[offset : offset + count * dtype.itemsize].view(dtype).view(extents)
 
 
 @dataclass(frozen=True)

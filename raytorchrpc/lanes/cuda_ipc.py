@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -345,17 +346,10 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
-
-
 def _room(shapes: Sequence[Shape], device: torch.device) -> torch.Tensor:
     dtype, shape = shapes[0]
     if len(shapes) > 1:
-        shape = (sum(_numel(extents) for _, extents in shapes),)
+        shape = (sum(math.prod(extents) for _, extents in shapes),)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
@@ -365,5 +359,5 @@ def _split(tensor: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
     first = shapes[0][1]
     if all(shape == first for _, shape in shapes):
         return list(tensor.view(len(shapes), *first).unbind(0))
-    parts = tensor.split([_numel(shape) for _, shape in shapes])  # type: ignore[no-untyped-call]
+    parts = tensor.split([math.prod(shape) for _, shape in shapes])  # type: ignore[no-untyped-call]
     return [part.view(shape) for part, (_, shape) in zip(parts, shapes, strict=True)]

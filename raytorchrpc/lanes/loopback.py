@@ -46,36 +46,24 @@ def _private(message: Message) -> Message:
 
 
 class LocalPending(Pending):
-    """A Pending that is completed by calling ``complete`` or ``fail``, once, from any thread."""
+    """A Pending that is completed by calling ``complete``, once, from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._message: Message | None = None
-        self._error: Exception | None = None
         self._callbacks: list[Callable[[], None]] = []
-
-    @property
-    def _done(self) -> bool:
-        return self._message is not None or self._error is not None
 
     def complete(self, message: Message) -> None:
         """Hand over the reply."""
-        self._settle(message, None)
-
-    def fail(self, error: Exception) -> None:
-        """Hand over why there is none."""
-        self._settle(None, error)
-
-    def _settle(self, message: Message | None, error: Exception | None) -> None:
         with self._lock:
-            self._message, self._error = message, error
+            self._message = message
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
 
     def wait(self, timeout_s: float) -> bool:
-        if self._done:
-            return True
+        if self._message is not None or timeout_s <= 0:
+            return self._message is not None
         arrived = threading.Lock()
         arrived.acquire()
         self.add_done_callback(arrived.release)
@@ -83,13 +71,11 @@ class LocalPending(Pending):
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         with self._lock:
-            if not self._done:
+            if self._message is None:
                 self._callbacks.append(callback)
                 return
         callback()
 
     def take(self) -> Message:
-        if self._error is not None:
-            raise self._error
         assert self._message is not None
         return self._message

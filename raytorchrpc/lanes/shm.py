@@ -18,7 +18,7 @@ import torch
 
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes._arena import Arena, PeerArena, SharedAddress, Slot, is_gone
-from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane
+from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane, view_at
 
 _ALIGN = 64
 #: From here on a tensor has a slot of its own, so that keeping it keeps nothing else (bytes).
@@ -113,10 +113,7 @@ class ShmLane(TensorLane):
         bases = [torch.from_numpy(arena.view(*slot)) for slot in slots]
         if crowded:
             bases = [base.clone() for base in bases]
-        return [
-            _view(bases[number], offset, dtype, shape)
-            for (number, offset), (dtype, shape) in zip(places, shapes, strict=True)
-        ]
+        return [view_at(bases[number], offset, shape) for (number, offset), shape in zip(places, shapes, strict=True)]
 
     def discard(self, peer: str, descriptor: Any) -> None:
         try:
@@ -176,15 +173,6 @@ def _grouped(tensors: Sequence[torch.Tensor]) -> list[tuple[int, list[tuple[int,
     if small:
         groups.append((filled, small))
     return groups
-
-
-def _view(base: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    count = 1
-    for extent in shape:
-        count *= extent
-    if not count:
-        return torch.empty(shape, dtype=dtype)
-    return base[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
 
 
 def default_capacity() -> int:

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from raytorchrpc import shipping
 from raytorchrpc.codec import Codec, Encoded
 from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes import base
 from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane
 from raytorchrpc.shipping import Parcel, Shipper, joined
 
@@ -106,7 +106,7 @@ def test_one_byte_more_goes_beside_in_one_export() -> None:
 
 def test_every_dtype_has_a_name_that_leads_back() -> None:
     for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
-        assert shipping._DTYPES[shipping._NAMES[dtype]] is dtype
+        assert base.DTYPES[base.DTYPE_NAMES[dtype]] is dtype
 
 
 @pytest.mark.parametrize("kinds", ["cg", "gc", "ccgg", "cgcgc", "ggc", "gcccg", "g", "c"])
