@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -84,7 +84,7 @@ class Server:
         self._numbers = itertools.count()
 
     def serve(self, lane: MessageLane, message: Message, reply: Reply) -> Work | None:
-        """Take a request; returns the work it needs a thread for, if any."""
+        """Take a request; returns the work it needs a thread for, if any. A reply is work: its taker may stand still."""
         kind, caller, generation = message.header[:3]
         try:
             # First of all: a request that is refused gives back what it brought.
@@ -92,20 +92,17 @@ class Server:
             if generation != self.generation:
                 raise PeerLost(self.name, "it belongs to another generation of the group", may_have_run=False)
             if kind == PING:
-                reply(Message((OK,), NOTHING))
-                return None
+                return partial(self._send, reply, lambda: Message((OK,), NOTHING))
             if kind == FETCH:
                 kept = self._take(message.header[3])
                 kept.adopt()
-                reply(kept)
-                return None
+                return partial(self._send, reply, lambda: kept)
             method, path, budget = message.header[3:]
             note = self._exposed(method)
             job = _Job(self, lane, note, method, message, reply, Scope(path, Limit(time.monotonic() + budget)), parcels)
             return self._dispatch(job)
         except Exception as error:
-            self.refuse(kind, error, reply)
-            return None
+            return partial(self.refuse, kind, error, reply)
 
     def _exposed(self, name: str) -> Any:
         note = self.methods.get(name)
@@ -156,11 +153,14 @@ class Server:
 
     def refuse(self, kind: int, error: BaseException, reply: Reply) -> None:
         """Answer with an exception."""
+        if kind == REMOTE:
+            self._send(reply, lambda: Message((True, error), NOTHING))
+        else:
+            self._send(reply, lambda: Message((RAISED,), encode_exception(self.codec, error)))
+
+    def _send(self, reply: Reply, make: Callable[[], Message]) -> None:
         try:
-            if kind == REMOTE:
-                reply(Message((True, error), NOTHING))
-            else:
-                reply(Message((RAISED,), encode_exception(self.codec, error)))
+            reply(make())
         except PeerLost as lost:
             logger.debug("%s could not answer a call: %s", self.name, lost)  # the caller knows
         except Exception:
@@ -236,7 +236,7 @@ class _Job:
                 f"{self.label} was called back while this async actor's event loop stands still in a blocking "
                 f"call of the same chain; use `await rpc_async(...)` there"
             )
-            self.server.refuse(self.kind, error, self.reply)
+            self.spawn(partial(self.server.refuse, self.kind, error, self.reply))
             if to_leave is not None:
                 to_leave.gate.leave(to_leave)
 

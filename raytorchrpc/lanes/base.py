@@ -57,7 +57,8 @@ class Pending(ABC):
 #: raises PeerLost if the caller is gone.
 Reply = Callable[[Message], None]
 #: ``serve(message, reply)``: called on a lane's thread for each request. Never blocks. May return work, the
-#: running of the method: the lane does it on a thread it can spare, or hands it to ``spawn``.
+#: running of the method: the lane does it on a thread it can spare, or hands it to ``spawn``. The socket lane calls
+#: it in the order in which a caller sent.
 Serve = Callable[[Message, Reply], Callable[[], None] | None]
 Spawn = Callable[[Callable[[], None]], None]
 

@@ -261,7 +261,10 @@ class SocketLane(MessageLane):
             os.close(bell)
 
     def _hear(self, fd: int) -> Callable[[], None] | None:
-        """Read what arrived, let others listen on, and return the work that came with it."""
+        """Read what arrived, let others listen on, and return the work that came with it.
+
+        Requests take their turns before anybody else reads this connection: they are served in the order sent.
+        """
         connection = self._by_fd.get(fd)
         if connection is None:
             if (listener := self._listening_sockets.get(fd)) is not None:
@@ -271,20 +274,16 @@ class SocketLane(MessageLane):
             return None  # a caller reads it, and lets listeners have it again
         try:
             frames = connection.read(socket.MSG_DONTWAIT)
+            tasks = [task for frame in frames if (task := self._request(connection, frame)) is not None]
         finally:
             connection.give_reading()
-        if frames and self._idle == 0:
+        if not tasks:
+            return None
+        if self._idle == 0:
             self._add_listener()  # what follows may block: in a method, or in a reply to somebody who stands still
-        first = None
-        for frame in frames:
-            task = self._request(connection, frame)
-            if task is None:
-                continue
-            if first is None:
-                first = task
-            else:
-                self._spawn(task)  # several requests in one read: each may block
-        return first
+        for task in tasks[1:]:
+            self._spawn(task)  # several requests in one read: each may block
+        return tasks[0]
 
     def _request(self, connection: Connection, frame: _frames.Frame) -> Callable[[], None] | None:
         def reply(message: Message) -> None:

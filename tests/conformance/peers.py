@@ -102,6 +102,10 @@ def connect(peer: str, address: Any) -> None:
     node().lane.connect([PeerAddress(peer, address)])
 
 
+def served_payloads() -> list[bytes]:
+    return [bytes(message.body.payload) for message in node().served]
+
+
 def send(
     what: str, *tensors: torch.Tensor, peer: str = "b", payload: bytes = b"", timeout_s: float = PATIENCE_S
 ) -> Pending:

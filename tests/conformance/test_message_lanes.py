@@ -279,6 +279,17 @@ def _blocking_work_body() -> None:
         answer(second)
 
 
+@each(*SOCKETS)
+def test_requests_of_one_caller_are_served_in_the_order_sent(fresh: Pair) -> None:
+    fresh.run(_ordered_body)
+    assert fresh.b.run(peers.served_payloads) == [b"%d" % number for number in range(2000)]
+
+
+def _ordered_body() -> None:
+    for pending in [send("keep", payload=b"%d" % number) for number in range(2000)]:
+        answer(pending)
+
+
 def test_a_reply_may_come_later_and_from_any_thread(pair: Pair) -> None:
     if pair.kind == "loopback":
         pair.run(_held_here_body)
