@@ -202,15 +202,23 @@ def _prepare(instance: Any, spec: JoinSpec) -> Prepared:
             logger.warning("%s: %s; tensors go by torchrpc", spec.name, error)
             continue
         local.tensor_lanes[tensor_lane.name] = tensor_lane
-    for lane in _lanes(spec, fabric):
+    for lane in _lanes(instance, spec, fabric):
         local.lanes.append(lane)
         addresses[lane.name] = lane.open(partial(local.server.serve, lane), local.workers.submit)
     return Prepared(identity, url, addresses)
 
 
-def _lanes(spec: JoinSpec, fabric: Fabric) -> list[MessageLane]:
+def _lanes(instance: Any, spec: JoinSpec, fabric: Fabric) -> list[MessageLane]:
     maps = {peer: dict(mapping) for peer, mapping in spec.device_maps.items()}
-    socket_lane = SocketLane(spec.name, spec.rank, spec.secret, tcp_host=spec.tcp_host, by_tcp=frozenset(spec.by_tcp))
+    one_at_a_time = instance is not None and _compat.actor_max_concurrency() == 1 and not _compat.actor_is_async()
+    socket_lane = SocketLane(
+        spec.name,
+        spec.rank,
+        spec.secret,
+        tcp_host=spec.tcp_host,
+        by_tcp=frozenset(spec.by_tcp),
+        one_at_a_time=one_at_a_time,
+    )
     return [LoopbackLane(), socket_lane, TorchRpcLane(spec.name, fabric, spec.agent.devices, maps)]
 
 
@@ -282,6 +290,7 @@ def _road(me: Member, peer: Member, info: GroupInfo, lanes: Mapping[str, Message
         beside,
         info.device_maps[me.name].get(peer.name, {}),
         {its: mine for mine, its in info.device_maps[peer.name].get(me.name, {}).items()},
+        same_clock=me.node_id == peer.node_id,
     )
 
 

@@ -197,6 +197,7 @@ class LocalMember:
             budget = min(budget, scope.deadline - time.monotonic())
         if budget <= 0:
             raise RpcTimeout(f"no time left to call {road.member.name}.{method}: the deadline has passed")
+        until = time.monotonic() + budget if road.same_clock else None
         context = _compat.current_autograd_context()
         try:
             given = (args, kwargs) if args or kwargs else None
@@ -206,7 +207,7 @@ class LocalMember:
                 f"an argument of {road.member.name}.{method} cannot be pickled: {error}"
             ) from error
         path = scope.path if loop_token is None else (*scope.path, loop_token)
-        return (kind, self.me.rank, self.generation, method, path, budget), body, budget
+        return (kind, self.me.rank, self.generation, method, path, budget, until), body, budget
 
     def note_weight(self, rank: int, method: str, heavy: bool) -> None:
         """Remember whether a method's results need the lane for tensors."""

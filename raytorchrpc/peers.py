@@ -44,3 +44,5 @@ class PeerRoad:
     """Where CUDA arguments arrive: this process's index -> the peer's."""
     devices_back: Mapping[int, int] = field(default_factory=dict)
     """Where CUDA results for the peer's calls arrive, likewise."""
+    same_clock: bool = False
+    """Both are on one node, so ``time.monotonic`` is the same on both: a deadline need not wait to be read."""

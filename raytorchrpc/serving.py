@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 # Kinds of request. A header is (kind, caller's rank, generation, ...).
 CALL = 0
-"""Run a method, answer with its result: (..., method, path, seconds left)."""
+"""Run a method, answer with its result: (..., method, path, seconds left, deadline by the clock of a common node)."""
 REMOTE = 1
 """The same, but the result stays here, in an RRef."""
 PING = 2
@@ -84,7 +84,8 @@ class Server:
         self._numbers = itertools.count()
 
     def serve(self, lane: MessageLane, message: Message, reply: Reply) -> Work | None:
-        """Take a request; returns the work it needs a thread for, if any. A reply is work: its taker may stand still."""
+        """Take a request; returns the work it needs a thread for, if any. A reply is work too: its taker may stand
+        still."""
         kind, caller, generation = message.header[:3]
         try:
             # First of all: a request that is refused gives back what it brought.
@@ -97,9 +98,10 @@ class Server:
                 kept = self._take(message.header[3])
                 kept.adopt()
                 return partial(self._send, reply, lambda: kept)
-            method, path, budget = message.header[3:]
+            method, path, budget, until = message.header[3:]
             note = self._exposed(method)
-            job = _Job(self, lane, note, method, message, reply, Scope(path, Limit(time.monotonic() + budget)), parcels)
+            limit = Limit(time.monotonic() + budget if until is None else until)
+            job = _Job(self, lane, note, method, message, reply, Scope(path, limit), parcels)
             return self._dispatch(job)
         except Exception as error:
             return partial(self.refuse, kind, error, reply)

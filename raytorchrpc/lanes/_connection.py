@@ -9,10 +9,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from raytorchrpc.errors import PeerLost, RpcTimeout
 from raytorchrpc.lanes import _frames
+from raytorchrpc.lanes._patience import Patience
 from raytorchrpc.lanes.base import Message, Pending
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,9 @@ class Listeners(Protocol):
 
     def disarm(self, fd: int) -> None:
         """Keep away from it: a caller reads."""
+
+    def watch(self, connection: Connection) -> None:
+        """See to it that it is read soon, if nobody else comes to do it: call ``attend`` in a while."""
 
     def forget(self, connection: Connection) -> None:
         """It has ended."""
@@ -63,7 +68,14 @@ class Connection:
         self._reading = False
         self._armed = self.accepted
         """Whether listeners hear it. They always hear an accepted one, but one of our own only while replies are
-        under way that nobody waits for: a caller that waits reads for itself."""
+        under way that nobody comes to read: a caller that waits reads for itself, and for the others meanwhile."""
+        self._watched = False
+        self._read_of_late = False
+        """By a caller, or by the listener that serves it. Then they will again, and no other listener has to wake."""
+        self._called_back = 0  # calls under way that somebody wants to be told of at once
+        self.patience = Patience()
+        self.brief = True
+        """Whether the work that came by it last took less than a moment."""
         self._pending: dict[int, SocketPending] = {}
         self._calls = 0
         self._ended: str | None = None
@@ -89,7 +101,27 @@ class Connection:
             pending.call = self._calls
             self._pending[pending.call] = pending
             if not attended:
+                self._let_somebody()
+
+    def _let_somebody(self) -> None:
+        """Under ``_state``: there is something to come. Whoever waits for it will read it; only if nobody does, for a
+        moment, a listener has to."""
+        if self._called_back:
+            self._let_listeners()
+        elif not (self._armed or self._reading or self._watched):
+            self._watched = True
+            self.lane.watch(self)
+
+    def attend(self) -> bool:
+        """By the lane, a moment after ``watch``: whether it is to look again in another moment."""
+        with self._state:
+            wanted = self.accepted or bool(self._pending)
+            again = wanted and self._read_of_late and not self._armed
+            self._read_of_late = False
+            self._watched = again
+            if wanted and not again:
                 self._let_listeners()
+            return again
 
     def _let_listeners(self) -> None:
         """Under ``_state``: somebody has to read this."""
@@ -153,17 +185,25 @@ class Connection:
             return True
 
     def keep_to_oneself(self) -> None:
-        """By a caller that has taken the reading: listeners need not wake."""
-        if self._armed:
-            self._armed = False
-            self.lane.disarm(self.fd)
+        """By a thread that has taken the reading, to wait: listeners need not wake."""
+        with self._state:
+            if self._armed and self._ended is None:  # once it ended, its descriptor may be another's
+                self._armed = False
+                self.lane.disarm(self.fd)
 
-    def give_reading(self) -> None:
-        """Leave the reading to the listeners, if there is anything to read for."""
+    def give_reading(self, *, lazily: bool) -> None:
+        """Leave the reading to others, if there is anything to read for. ``lazily``: whoever gives it is going to
+        read again, so that listeners need to wake only if it takes him too long.
+        """
         with self._state:
             self._reading = False
             self._armed = False  # a listener that was woken has used it up
-            if self.accepted or self._pending:
+            if not (self.accepted or self._pending):
+                return
+            if lazily:
+                self._read_of_late = True
+                self._let_somebody()
+            else:
                 self._let_listeners()
 
     def read(self, flags: int = 0) -> list[_frames.Frame]:
@@ -189,6 +229,8 @@ class Connection:
     def read_until(self, pending: SocketPending, deadline: float) -> None:
         """Read, as the one that reads, until this call is done or the deadline passes."""
         poll = None
+        if self.patience.is_left():
+            self.patience.look(partial(self._look, pending))
         while not pending.done:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
@@ -198,6 +240,24 @@ class Connection:
                 if not poll.poll(remaining * 1000):
                     return
             self.read()
+
+    def _look(self, pending: SocketPending) -> bool:
+        self.read(socket.MSG_DONTWAIT)
+        return pending.done
+
+    def await_requests(self) -> list[_frames.Frame]:
+        """As the one that reads: wait a moment for requests."""
+        requests: list[_frames.Frame] = []
+
+        def look() -> bool:
+            requests.extend(self.read(socket.MSG_DONTWAIT))
+            return bool(requests) or self.ended
+
+        if self.patience.is_left():
+            self.patience.look(look)
+        else:
+            look()
+        return requests
 
     def end(self, reason: str) -> None:
         """Close; every call under way fails with PeerLost."""
@@ -243,9 +303,11 @@ class SocketPending(Pending):
     def settle(self, message: Message | None, error: Exception | None) -> None:
         """Complete the call. From one thread only, once."""
         self._message, self._error = message, error
-        with self._connection._state:
+        connection = self._connection
+        with connection._state:
             self.done = True
             callbacks, self._callbacks = self._callbacks, []
+            connection._called_back -= bool(callbacks)
         for callback in callbacks:
             try:
                 callback()
@@ -255,16 +317,19 @@ class SocketPending(Pending):
     def wait(self, timeout_s: float) -> bool:
         if self.done:
             return True
-        if timeout_s <= 0:
-            return False
         connection = self._connection
         if connection.take_reading():
             connection.keep_to_oneself()
             try:
-                connection.read_until(self, time.monotonic() + timeout_s)
+                if timeout_s > 0:
+                    connection.read_until(self, time.monotonic() + timeout_s)
+                else:
+                    connection.read(socket.MSG_DONTWAIT)
             finally:
-                connection.give_reading()
+                connection.give_reading(lazily=True)
             return self.done
+        if timeout_s <= 0:
+            return False
         arrived = threading.Lock()
         arrived.acquire()
         self.add_done_callback(arrived.release)
@@ -273,6 +338,7 @@ class SocketPending(Pending):
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         with self._connection._state:
             if not self.done:
+                self._connection._called_back += not self._callbacks
                 self._callbacks.append(callback)
                 self._connection._let_listeners()
                 return

@@ -16,12 +16,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
 from raytorchrpc.lanes import _frames, _handshake
 from raytorchrpc.lanes._connection import Connection, SocketPending, tune
+from raytorchrpc.lanes._patience import Timer
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
+
+Work = Callable[[], None]
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,8 @@ IN_BAND_BYTES = 256 * 1024
 
 #: Time for a connection to be made and proved (seconds), at most; a call's deadline may cut it.
 CONNECT_TIMEOUT_S = 10.0
+#: A reply that no caller comes to read is read after this, or twice as long (seconds).
+ATTEND_S = 0.001
 #: Idle listeners kept; more appear while many methods run at once.
 _SPARE_LISTENERS = 4
 #: Connections being proved at a time; for one more, the oldest is hung up on.
@@ -54,9 +60,22 @@ class SocketLane(MessageLane):
         in_band_bytes=IN_BAND_BYTES, in_band_cuda=False, copies_at_once=True, rrefs=False
     )
 
-    def __init__(self, me: str, rank: int, secret: bytes, *, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
-        """``tcp_host``: address to listen on for other hosts, None for Unix only. ``by_tcp``: the peers there."""
+    def __init__(
+        self,
+        me: str,
+        rank: int,
+        secret: bytes,
+        *,
+        tcp_host: str | None,
+        by_tcp: frozenset[str],
+        one_at_a_time: bool = False,
+    ) -> None:
+        """``tcp_host``: address to listen on for other hosts, None for Unix only. ``by_tcp``: the peers there.
+        ``one_at_a_time``: what is served runs one after another anyway, so nothing is lost if a request that comes
+        behind a brief one is read by the thread that serves that one.
+        """
         self._me, self._rank, self._secret = me, rank, secret
+        self._one_at_a_time = one_at_a_time
         self._tcp_host, self._by_tcp = tcp_host, by_tcp
         self._addresses: dict[str, SocketAddress] = {}
         self._connections: dict[str, Connection] = {}
@@ -71,6 +90,9 @@ class SocketLane(MessageLane):
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK)  # level-triggered: once rung, every listener hears it
         self._epoll.register(self._bell, select.EPOLLIN)
+        self._watched: list[Connection] = []
+        self._timer = Timer(ATTEND_S)
+        self._epoll.register(self._timer.fd, _READ)
 
     # --- the interface -------------------------------------------------------------------------------------
 
@@ -195,6 +217,26 @@ class SocketLane(MessageLane):
             self._epoll.register(connection.fd, _READ if connection.accepted else 0)
         return connection
 
+    def watch(self, connection: Connection) -> None:
+        """See Listeners."""
+        with self._lock:
+            self._watched.append(connection)
+            if len(self._watched) == 1 and not self._closed:
+                self._timer.set()
+
+    def _attend(self) -> None:
+        with self._lock:
+            watched, self._watched = self._watched, []
+        again = [connection for connection in watched if connection.attend()]
+        with self._lock:
+            if self._closed:
+                return
+            self._watched += again
+            self._timer.clear()
+            self._epoll.modify(self._timer.fd, _READ)
+            if self._watched:
+                self._timer.set()
+
     def forget(self, connection: Connection) -> None:
         """See Listeners."""
         with self._lock:
@@ -239,10 +281,13 @@ class SocketLane(MessageLane):
                 break
             with self._lock:
                 self._idle -= 1
-            task = self._hear(fd)
-            if task is not None:
-                task()
-                del task
+            if fd == self._timer.fd:
+                self._attend()
+            elif (listener := self._listening_sockets.get(fd)) is not None:
+                self._welcome(listener)
+            elif (connection := self._by_fd.get(fd)) is not None:
+                self._serve_all(connection)
+                del connection
             with self._lock:
                 if self._idle >= _SPARE_LISTENERS:
                     self._threads -= 1
@@ -258,25 +303,32 @@ class SocketLane(MessageLane):
                 bell, self._bell = self._bell, -1
         if last:
             self._epoll.close()
+            self._timer.close()
             os.close(bell)
 
-    def _hear(self, fd: int) -> Callable[[], None] | None:
-        """Read what arrived, let others listen on, and return the work that came with it.
+    def _serve_all(self, connection: Connection) -> None:
+        """Read what arrived and do the work that came with it, for as long as more arrives at once."""
+        task = self._hear(connection, partial(connection.read, socket.MSG_DONTWAIT))
+        while task is not None:
+            began = time.perf_counter()
+            task()
+            connection.brief = time.perf_counter() - began < ATTEND_S
+            connection.keep_to_oneself()
+            task = self._hear(connection, connection.await_requests)
+
+    def _hear(self, connection: Connection, read: Callable[[], list[_frames.Frame]]) -> Work | None:
+        """Read, let others listen on, and return the work that came.
 
         Requests take their turns before anybody else reads this connection: they are served in the order sent.
         """
-        connection = self._by_fd.get(fd)
-        if connection is None:
-            if (listener := self._listening_sockets.get(fd)) is not None:
-                self._welcome(listener)
-            return None
         if not connection.take_reading():
-            return None  # a caller reads it, and lets listeners have it again
+            return None  # somebody reads it, and lets listeners have it again
+        tasks: list[Work] = []
         try:
-            frames = connection.read(socket.MSG_DONTWAIT)
-            tasks = [task for frame in frames if (task := self._request(connection, frame)) is not None]
+            tasks = [task for frame in read() if (task := self._request(connection, frame)) is not None]
         finally:
-            connection.give_reading()
+            # A second thread that listened meanwhile would fight for the interpreter with brief work like this.
+            connection.give_reading(lazily=bool(tasks) and self._one_at_a_time and connection.brief)
         if not tasks:
             return None
         if self._idle == 0:
@@ -285,7 +337,7 @@ class SocketLane(MessageLane):
             self._spawn(task)  # several requests in one read: each may block
         return tasks[0]
 
-    def _request(self, connection: Connection, frame: _frames.Frame) -> Callable[[], None] | None:
+    def _request(self, connection: Connection, frame: _frames.Frame) -> Work | None:
         def reply(message: Message) -> None:
             deadline = time.monotonic() + CONNECT_TIMEOUT_S
             connection.send(_frames.pack(_frames.REPLY, frame.call, message), deadline)

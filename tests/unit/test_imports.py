@@ -42,8 +42,8 @@ LANES_MAY_IMPORT = {"codec", "streams", "lanes.base"}
 #: Lanes, and private files beside them, that need something of their own.
 LANE_EXTRAS = {
     "torchrpc": {"fabric"},
-    "socket": {"lanes._connection", "lanes._frames", "lanes._handshake"},
-    "_connection": {"lanes._frames"},
+    "socket": {"lanes._patience", "lanes._connection", "lanes._frames", "lanes._handshake"},
+    "_connection": {"lanes._patience", "lanes._frames"},
     "shm": {"lanes._arena"},
     "cuda_ipc": {"lanes._arena", "lanes._cuda_driver"},
 }
