@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from raytorchrpc._bulk import Bulk, gathered
 from raytorchrpc._compat import RREF_TYPE
 from raytorchrpc.errors import RayTorchRpcError, RemoteError, SerializationError
 
@@ -59,6 +60,11 @@ def _take_parameter(index: int, requires_grad: bool) -> torch.nn.Parameter:
     return torch.nn.Parameter(_table.tensors[index], requires_grad=requires_grad)
 
 
+def _take_bulk(kind: type[Any], keys: tuple[str, ...] | None, state: dict[str, Any], start: int, count: int) -> Any:
+    tensors = _table.tensors[start : start + count]
+    return Bulk(kind, keys, state, tensors).filled(tensors)
+
+
 def _take_rref(index: int) -> Any:
     return _table.rrefs[index]
 
@@ -86,8 +92,9 @@ class Codec:
         buffers: list[torch.Tensor] = []
         pickler = self._pickler(file, protocol=5, buffer_callback=_buffer_lifter(buffers))
         pickler.tensors, pickler.rrefs, pickler.keep_graph, pickler.own = [], [], keep_graph, own
+        simple = None if keep_graph else gathered(obj)
         try:
-            pickler.dump(obj)
+            pickler.dump(obj if simple is None else simple)
         except RayTorchRpcError:
             raise
         except Exception as error:
@@ -126,6 +133,10 @@ def _lifting(base: type[Any]) -> type[Any]:
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, torch.Tensor):
                 return self.lift(obj)
+            if type(obj) is Bulk:
+                start = len(self.tensors)
+                self.tensors += obj.tensors if self.own else map(torch.Tensor.detach, obj.tensors)
+                return _take_bulk, (obj.kind, obj.keys, obj.state, start, len(obj.tensors))
             if isinstance(obj, RREF_TYPE):
                 self.rrefs.append(obj)
                 return _take_rref, (len(self.rrefs) - 1,)

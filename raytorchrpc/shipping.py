@@ -7,6 +7,7 @@ import logging
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -62,15 +63,9 @@ class Shipper:
 
         Returns None if some tensor can travel neither way: then torchrpc has to carry the message.
         """
-        beside: dict[str, list[int]] = {}
-        cpu_bytes = 0
-        for position, tensor in enumerate(body.tensors):
-            if tensor.is_cpu:
-                cpu_bytes += tensor.nbytes
-            kind = "cpu" if tensor.is_cpu else "cuda" if tensor.is_cuda else tensor.device.type
-            beside.setdefault(kind, []).append(position)
-        if cpu_bytes <= in_band:
-            beside.pop("cpu", None)
+        beside = _by_kind(body.tensors)
+        if "cpu" in beside and sum(body.tensors[position].nbytes for position in beside["cpu"]) <= in_band:
+            del beside["cpu"]
         if not beside:
             return Shipped(body, (), ())
         waybills: list[Waybill] = []
@@ -150,7 +145,29 @@ def joined(body: Encoded, parcels: Sequence[Parcel]) -> Encoded:
     return body._replace(tensors=[beside[place] if place in beside else next(stayed) for place in range(total)])
 
 
+#: From so many tensors on it pays to look whether they are all alike, by loops that run in C.
+_MANY = 8
+_is_cpu, _is_cuda, _dtype, _shape = (attrgetter(name) for name in ("is_cpu", "is_cuda", "dtype", "shape"))
+
+
+def _by_kind(tensors: Sequence[torch.Tensor]) -> dict[str, Sequence[int]]:
+    """Positions by device type."""
+    if len(tensors) >= _MANY:
+        for kind, is_one in (("cpu", _is_cpu), ("cuda", _is_cuda)):
+            if all(map(is_one, tensors)):
+                return {kind: range(len(tensors))}
+    kinds: dict[str, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        kind = "cpu" if tensor.is_cpu else "cuda" if tensor.is_cuda else tensor.device.type
+        kinds.setdefault(kind, []).append(position)
+    return dict(kinds)
+
+
 def _runs(tensors: Sequence[torch.Tensor]) -> Runs:
+    if len(tensors) >= _MANY and len(set(map(_dtype, tensors))) == 1:
+        shapes = list(map(_shape, tensors))
+        if shapes.count(shapes[0]) == len(shapes):
+            return ((DTYPE_NAMES[tensors[0].dtype], tuple(shapes[0]), len(shapes)),)
     runs: list[list[Any]] = []
     dtype, shape = None, None
     for tensor in tensors:

@@ -518,3 +518,92 @@ def test_what_would_end_the_callers_process_is_only_told(kind: type[BaseExceptio
     arrived = arrival(kind("not yours"))
     assert type(arrived) is RemoteError
     assert arrived.type_name == f"builtins.{kind.__name__}"
+
+
+# --- containers full of tensors ----------------------------------------------------------------------------------
+
+
+def _many(count: int = 20) -> list[torch.Tensor]:
+    return [torch.full((2, 3), number, dtype=torch.float32) for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _many,
+        lambda: tuple(_many()),
+        lambda: {str(number): tensor for number, tensor in enumerate(_many())},
+        lambda: ((_many(), 3, "text", {"more": _many(9), "one": torch.ones(2)}), {"key": tuple(_many())}),
+        lambda: {1: _many(), None: 2.5},
+    ],
+    ids=["list", "tuple", "dict", "arguments", "a dict with other keys"],
+)
+def test_containers_full_of_tensors_arrive_as_they_were(codec: Codec, make: Callable[[], Any]) -> None:
+    sent = make()
+    payload = codec.encode(sent).payload
+    assert payload.count(b"_take_tensor") <= 1, "taken apart one by one"
+    arrived = through(sent)
+    assert pickle.dumps(jsonable(arrived)) == pickle.dumps(jsonable(sent))
+
+
+def jsonable(obj: Any) -> Any:
+    if isinstance(obj, torch.Tensor):
+        return obj.tolist()
+    if isinstance(obj, dict):
+        return [type(obj).__name__, [(key, jsonable(value)) for key, value in obj.items()]]
+    return [type(obj).__name__, *map(jsonable, obj)] if isinstance(obj, (list, tuple)) else obj
+
+
+def test_a_modules_state_dict_keeps_its_metadata(codec: Codec) -> None:
+    state = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(8)]).state_dict()
+    arrived = through(state)
+    assert type(arrived) is type(state)
+    assert list(arrived) == list(state)
+    assert arrived._metadata == state._metadata
+    assert all(torch.equal(arrived[key], state[key]) for key in state)
+
+
+def test_what_is_one_object_stays_one_object_in_large_containers_too() -> None:
+    one, many = torch.ones(2), _many()
+    arrived = through([one] * 10)
+    assert all(tensor is arrived[0] for tensor in arrived)
+    first, second = through((many, many))
+    assert first is second
+    first, (second,) = through((many, [many[3]]))
+    assert first[3] is second
+
+
+ODD: dict[str, Callable[[], Any]] = {
+    "parameter": lambda: torch.nn.Parameter(torch.ones(2)),
+    "requires grad": lambda: torch.ones(2, requires_grad=True),
+    "conjugated": lambda: torch.ones(2, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.ones(2, dtype=torch.complex64).conj().imag,
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
+    "meta": lambda: torch.empty(2, device="meta"),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+    "no tensor": lambda: "no tensor",
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD)
+def test_a_container_with_an_odd_one_is_left_to_the_pickler(make: Callable[[], Any]) -> None:
+    odd = make()
+    arrived = through([*_many(), odd])
+    assert [tensor.tolist() for tensor in arrived[:-1]] == [tensor.tolist() for tensor in _many()]
+    assert type(arrived[-1]) is type(odd)
+    if isinstance(odd, torch.Tensor) and not odd.is_meta:
+        assert arrived[-1].requires_grad == odd.requires_grad
+        assert arrived[-1].layout == odd.layout
+        if odd.layout is torch.strided and not odd.is_nested:
+            assert torch.equal(arrived[-1].resolve_neg(), odd.resolve_neg())
+
+
+def test_results_in_large_containers_lead_nowhere_back(codec: Codec) -> None:
+    sent = _many()
+    lifted = codec.encode(sent).tensors
+    assert all(
+        mine is not theirs and mine.data_ptr() == theirs.data_ptr() for mine, theirs in zip(lifted, sent, strict=True)
+    )
+    assert all(mine is theirs for mine, theirs in zip(codec.encode(sent, own=True).tensors, sent, strict=True))

@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "member": {"codec", "execution", "lanes.base", "peers", "serving", "shipping", "streams", "underway", "workers"},
     "underway": {"codec", "execution", "lanes.base", "peers", "serving", "shipping", "workers"},
     "peers": {"lanes.base"},
+    "codec": {"_bulk"},
     "serving": {"autograd", "codec", "execution", "lanes.base", "shipping", "streams", "workers"},
     "shipping": {"codec", "lanes.base"},
     "routing": {"_tensorpipe", "device_map", "topology"},
