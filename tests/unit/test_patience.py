@@ -1,0 +1,66 @@
+"""How long a thread looks again before it sleeps, and the timer that comes to help."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+
+import pytest
+
+from raytorchrpc.lanes._patience import LOOK_S, Patience, Timer
+
+several_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="with one core nobody looks again")
+
+
+def turns(patience: Patience, count: int) -> list[bool]:
+    """Whether to look, time after time, if it is always in vain."""
+    asked = []
+    for _ in range(count):
+        asked.append(patience.is_left())
+        if asked[-1]:
+            patience.look(lambda: False)
+    return asked
+
+
+@several_cores
+def test_looking_in_vain_is_left_out_more_and_more() -> None:
+    asked = turns(Patience(), 600)
+    assert asked[:12] == [True, False, True, False, False, False, True, *[False] * 5]
+    assert sum(asked) <= 10
+
+
+@several_cores
+def test_once_it_has_paid_off_it_is_done_every_time_again() -> None:
+    patience = Patience()
+    turns(patience, 100)
+    while not patience.is_left():
+        pass
+    patience.look(lambda: True)
+    assert all(patience.is_left() for _ in range(5))
+
+
+def test_looking_ends_when_there_is_something_and_soon_in_any_case() -> None:
+    seen: list[float] = []
+    Patience().look(lambda: seen.append(time.perf_counter()) is None and len(seen) == 3)
+    assert len(seen) == 3
+    began, spent = time.perf_counter(), time.thread_time()
+    Patience().look(lambda: False)
+    assert time.perf_counter() - began >= LOOK_S
+    assert time.thread_time() - spent < 50 * LOOK_S
+
+
+def test_the_timer_goes_off_once_for_each_time_it_is_set() -> None:
+    timer = Timer(0.005)
+    waiting = select.poll()
+    waiting.register(timer.fd, select.POLLIN)
+    assert waiting.poll(0) == []
+    for _ in range(2):
+        began = time.monotonic()
+        timer.set()
+        assert waiting.poll(5000)
+        assert time.monotonic() - began >= 0.005
+        timer.clear()
+        assert waiting.poll(0) == []
+    timer.clear()
+    timer.close()
