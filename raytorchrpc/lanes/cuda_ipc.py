@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ import numpy
 import torch
 
 from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes import _pieces
 from raytorchrpc.lanes._arena import SharedAddress, SharedBytes, is_gone, map_shared
 from raytorchrpc.lanes._cuda_driver import HANDLE_BYTES, driver
 from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane
@@ -32,8 +32,6 @@ _FLAGS = 1 << 16
 #: Streams of a member that receive tensors; each has an event, whose handle lies behind the flags.
 _EVENTS = 200
 _OUT, _UNUSED, _COPIED = 1, 2, 16  # a flag byte: on its way; not wanted; copied, plus the place of the event
-#: More tensors than this, each smaller than _SMALL, travel as one.
-_FEW, _SMALL = 4, 1 << 20
 #: While results wait to be fetched, their sender looks this often whether they have been (seconds).
 _JANITOR_S = 0.02
 #: It looks whether the peers are still alive every so many times.
@@ -98,8 +96,8 @@ class CudaIpcLane(TensorLane):
             raise LaneUnavailable(self.name, f"cuda:{source} is not in the device map")
         cuda = driver()
         cuda.enter(source)
-        pieces = _pieces(tensors)
-        kept = [_joined([tensors[index] for index in piece]) for piece in pieces]
+        pieces = _pieces.pieces([(tensor.dtype, tensor.nbytes) for tensor in tensors])
+        kept = [_pieces.joined([tensors[index] for index in piece]) for piece in pieces]
         places = [(*self._place(tensor), piece) for tensor, piece in zip(kept, pieces, strict=True)]
         out = _Out(peer, kept)
         number = self._take_number(out)
@@ -223,10 +221,10 @@ class CudaIpcLane(TensorLane):
         arrived: dict[int, torch.Tensor] = {}
         for handle, offset, size, piece in places:
             mine = [shapes[index] for index in piece]
-            tensor = _room(mine, device)
+            tensor = _pieces.room(mine, device)
             if size:
                 driver().copy(tensor.data_ptr(), self._map(handle, device) + offset, size, stream.cuda_stream)
-            arrived.update(zip(piece, _split(tensor, mine), strict=True))
+            arrived.update(zip(piece, _pieces.split(tensor, mine), strict=True))
         flags[number] = _COPIED + self._record_copied(target, stream)
         return [arrived[index] for index in range(len(shapes))]
 
@@ -321,43 +319,3 @@ class _IpcExport(Export):
 
     def finished(self) -> None:
         self._lane.finish(self._number, self._out)
-
-
-def _pieces(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Which tensors travel together: many small ones of a dtype as one, every other alone."""
-    if len(tensors) <= _FEW:
-        return [(index,) for index in range(len(tensors))]
-    small: dict[torch.dtype, list[int]] = {}
-    alone: list[tuple[int, ...]] = []
-    for index, tensor in enumerate(tensors):
-        if tensor.nbytes < _SMALL:
-            small.setdefault(tensor.dtype, []).append(index)
-        else:
-            alone.append((index,))
-    return alone + [tuple(members) for members in small.values()]
-
-
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    if len(tensors) == 1:
-        return tensors[0].contiguous()
-    shape = tensors[0].shape
-    if all(tensor.shape == shape for tensor in tensors):  # one call instead of one for each
-        return torch.stack(list(tensors))
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _room(shapes: Sequence[Shape], device: torch.device) -> torch.Tensor:
-    dtype, shape = shapes[0]
-    if len(shapes) > 1:
-        shape = (sum(math.prod(extents) for _, extents in shapes),)
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
-def _split(tensor: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
-    if len(shapes) == 1:
-        return [tensor]
-    first = shapes[0][1]
-    if all(shape == first for _, shape in shapes):
-        return list(tensor.view(len(shapes), *first).unbind(0))
-    parts = tensor.split([math.prod(shape) for _, shape in shapes])  # type: ignore[no-untyped-call]
-    return [part.view(shape) for part, (_, shape) in zip(parts, shapes, strict=True)]

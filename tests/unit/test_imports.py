@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "codec": {"_bulk"},
     "serving": {"autograd", "codec", "execution", "lanes.base", "shipping", "streams", "workers"},
     "shipping": {"codec", "lanes.base"},
-    "routing": {"_tensorpipe", "device_map", "topology"},
+    "routing": {"_rdma", "_tensorpipe", "device_map", "topology"},
     "_tensorpipe": {"_rdma", "device_map", "topology"},
     "_rdma": {"topology"},
     "device_map": {"topology"},
@@ -46,7 +46,14 @@ LANE_EXTRAS = {
     "socket": {"lanes._patience", "lanes._connection", "lanes._frames", "lanes._handshake"},
     "_connection": {"lanes._patience", "lanes._frames"},
     "shm": {"lanes._arena"},
-    "cuda_ipc": {"lanes._arena", "lanes._cuda_driver"},
+    "cuda_ipc": {"lanes._arena", "lanes._cuda_driver", "lanes._pieces"},
+    "nccl": {
+        *("lanes._carrier", "lanes._control", "lanes._handshake"),
+        *("lanes._nccl_driver", "lanes._pieces", "lanes._two_sided"),
+    },
+    "_two_sided": {"lanes._carrier", "lanes._control"},
+    "_nccl_driver": {"lanes._carrier", "lanes._pieces"},
+    "_control": {"lanes._handshake"},
 }
 PRIVATE_TO_LANES = {name for name in FILES if name.startswith("lanes._") and name != "lanes.__init__"}
 WITHOUT_RAY = ("routing", "device_map", "codec", "config", "errors")

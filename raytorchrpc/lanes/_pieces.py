@@ -1,0 +1,56 @@
+"""Which tensors of one message travel together, and how they are joined and taken apart again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from raytorchrpc.lanes.base import Shape
+
+#: More tensors than this, each smaller than _SMALL, travel as one.
+_FEW, _SMALL = 4, 1 << 20
+
+
+def pieces(kinds: Sequence[tuple[torch.dtype, int]]) -> list[tuple[int, ...]]:
+    """For tensors of these dtypes and bytes: many small ones of a dtype as one, every other alone."""
+    if len(kinds) <= _FEW:
+        return [(index,) for index in range(len(kinds))]
+    small: dict[torch.dtype, list[int]] = {}
+    alone: list[tuple[int, ...]] = []
+    for index, (dtype, size) in enumerate(kinds):
+        if size < _SMALL:
+            small.setdefault(dtype, []).append(index)
+        else:
+            alone.append((index,))
+    return alone + [tuple(members) for members in small.values()]
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensors of one piece as one contiguous tensor; the tensor itself where nothing has to be done."""
+    if len(tensors) == 1:
+        return tensors[0].contiguous()
+    shape = tensors[0].shape
+    if all(tensor.shape == shape for tensor in tensors):  # one call instead of one for each
+        return torch.stack(list(tensors))
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def room(shapes: Sequence[Shape], device: torch.device) -> torch.Tensor:
+    """Memory for one piece, on the current stream."""
+    dtype, shape = shapes[0]
+    if len(shapes) > 1:
+        shape = (sum(math.prod(extents) for _, extents in shapes),)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def split(tensor: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+    """The tensors of one piece."""
+    if len(shapes) == 1:
+        return [tensor]
+    first = shapes[0][1]
+    if all(shape == first for _, shape in shapes):
+        return list(tensor.view(len(shapes), *first).unbind(0))
+    parts = tensor.split([math.prod(shape) for _, shape in shapes])  # type: ignore[no-untyped-call]
+    return [part.view(shape) for part, (_, shape) in zip(parts, shapes, strict=True)]
