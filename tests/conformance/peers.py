@@ -18,9 +18,11 @@ from raytorchrpc.fabric import AgentSpec, FabricPeer, process_fabric
 from raytorchrpc.lanes.base import Export, Message, MessageLane, PeerAddress, Pending, Reply, Shape, TensorLane
 from raytorchrpc.lanes.cuda_ipc import CudaIpcLane
 from raytorchrpc.lanes.loopback import LoopbackLane
+from raytorchrpc.lanes.nccl import NcclLane
 from raytorchrpc.lanes.shm import ShmLane
 from raytorchrpc.lanes.socket import SocketLane
 from raytorchrpc.lanes.torchrpc import TorchRpcLane
+from tests.conformance.pipes import PipeCarrier
 
 PATIENCE_S = 20.0
 SECRET = b"s" * 32
@@ -223,16 +225,24 @@ def tensors() -> TensorNode:
     return _tensors
 
 
-def open_tensors(kind: str, capacity: int = 256 << 20, gpu: int = 0) -> Any:
+def open_tensors(kind: str, capacity: int = 256 << 20, gpu: int = 0, rank: int = 0, timeout_s: float = 60) -> Any:
     """``gpu``: the only one that this process shall see, as under Ray."""
     global _tensors
     if kind == "shm":
         _tensors = TensorNode(ShmLane(capacity, 2), "cpu")
+    elif kind == "nccl by pipes":
+        carrier = PipeCarrier(f"device {rank}")
+        _tensors = TensorNode(nccl_lane(rank, timeout_s, carrier), "cpu")
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
         torch.cuda.init()
-        _tensors = TensorNode(CudaIpcLane((0,)), "cuda")
+        lane = CudaIpcLane((0,)) if kind == "cuda_ipc" else nccl_lane(rank, timeout_s)
+        _tensors = TensorNode(lane, "cuda")
     return _tensors.lane.open()
+
+
+def nccl_lane(rank: int, timeout_s: float = 60, carrier: PipeCarrier | None = None) -> NcclLane:
+    return NcclLane("abcdef"[rank], rank, SECRET, (0,), timeout_s=timeout_s, carrier=carrier)
 
 
 def meet(peer: str, address: Any) -> None:

@@ -1,4 +1,5 @@
-"""One suite for the lanes that carry tensors alone: shm here, cuda_ipc where there are GPUs.
+"""One suite for the lanes that carry tensors alone: shm here, cuda_ipc and nccl where there are GPUs; and nccl with a
+carrier that needs none (see ``pipes``).
 
 Two processes, ``a`` and ``b``; functions with an underscore run in them.
 """
@@ -18,18 +19,20 @@ import pytest
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import PeerAddress, Shape
+from raytorchrpc.lanes.base import PeerAddress, Shape, TensorLane
 from raytorchrpc.lanes.cuda_ipc import CudaIpcLane
+from raytorchrpc.lanes.nccl import NcclLane
 from raytorchrpc.lanes.shm import ShmLane
 from tests.conformance import peers
 from tests.conformance.peers import Process, export, open_things, same, tensors, wait_until
 
 MIB = 1 << 20
-KINDS = [
-    "shm",
+GPU_KINDS = [
     pytest.param("cuda_ipc, one GPU", marks=pytest.mark.gpu(1)),
     pytest.param("cuda_ipc, two GPUs", marks=pytest.mark.gpu(2)),
+    pytest.param("nccl, two GPUs", marks=pytest.mark.gpu(2)),
 ]
+KINDS = ["shm", "nccl by pipes", *GPU_KINDS]
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
     torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
@@ -65,7 +68,7 @@ def make_pair(kind: str, capacity: int = 256 * MIB) -> Pair:
     a, b = Process(), Process()
     lane = kind.split(",")[0]
     a.begin(peers.open_tensors, lane, capacity)
-    b.begin(peers.open_tensors, lane, capacity, int(kind.endswith("two GPUs")))
+    b.begin(peers.open_tensors, lane, capacity, int(kind.endswith("two GPUs")), 1)
     address_a, address_b = a.result(), b.result()
     a.run(peers.meet, "b", address_b)
     b.run(peers.meet, "a", address_a)
@@ -284,7 +287,7 @@ def test_the_sender_may_change_its_tensors(pair: Pair) -> None:
 def _export_then_change(make: Callable[[], list[torch.Tensor]]) -> Any:
     tensors().kept["changing"] = made = [tensor.to(tensors().device) for tensor in make()]
     sent = export(made)
-    if tensors().device == "cpu":
+    if "cpu" in tensors().lane.capabilities.devices:
         for tensor in made:
             tensor.zero_()
     return sent
@@ -508,26 +511,26 @@ def _nothing_is_left() -> bool:
 
 
 def test_close_is_safe_to_repeat_and_ends_exports(pair: Pair) -> None:
-    pair.a.run(_close_twice, tensors_kind(pair))
+    pair.a.run(_close_twice)
 
 
-def tensors_kind(pair: Pair) -> str:
-    return str(pair.a.run(_device))
-
-
-def _device() -> str:
-    return tensors().device
-
-
-def _close_twice(device: str) -> None:
-    lane: Any = ShmLane(MIB, 1) if device == "cpu" else CudaIpcLane((0,))
+def _close_twice() -> None:
+    lane = _another()
     lane.close()  # never opened
     lane.open()
     lane.close()
     lane.close()
-    if device == "cpu":
+    if not isinstance(lane, CudaIpcLane):
         with pytest.raises(LaneUnavailable):
             lane.export([torch.ones(3)], "b", {})
+
+
+def _another() -> TensorLane:
+    """One like this process's own."""
+    lane = tensors().lane
+    if isinstance(lane, NcclLane):
+        return peers.nccl_lane(0, carrier=lane._carrier)
+    return ShmLane(MIB, 1) if isinstance(lane, ShmLane) else CudaIpcLane((0,))
 
 
 def test_what_was_fetched_outlives_the_sender(fresh: Pair) -> None:
@@ -588,17 +591,23 @@ def test_a_full_arena_takes_back_from_the_dead() -> None:
 def _reclaim() -> int:
     lane = tensors().lane
     lane.disconnect("b")
-    if isinstance(lane, CudaIpcLane):
-        lane.tidy()
-        return len(lane._out)
-    return _used()
+    return _used() if isinstance(lane, ShmLane) else _on_their_way(lane)
+
+
+def _on_their_way(lane: TensorLane) -> int:
+    """Exports whose memory is still kept."""
+    if isinstance(lane, NcclLane):
+        return len(lane._kept)
+    assert isinstance(lane, CudaIpcLane)
+    lane.tidy()
+    return len(lane._out)
 
 
 # --- GPU only -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("kind", GPU_KINDS)
 def test_gpu_work_is_in_order_and_memory_is_let_go(kind: str) -> None:
     pair = make_pair(kind)
     try:
@@ -632,5 +641,4 @@ def _finish() -> None:
 
 def _all_let_go() -> bool:
     lane = tensors().lane
-    assert isinstance(lane, CudaIpcLane)
-    return wait_until(lambda: not lane._out, 5)
+    return wait_until(lambda: not _on_their_way(lane), 5)

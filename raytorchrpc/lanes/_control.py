@@ -1,0 +1,198 @@
+"""Small messages between two processes that have the group's secret: how a two-sided lane agrees on what comes next.
+
+A connection is Unix within a network namespace, TCP otherwise. Its end tells both sides that the other is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import marshal
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from typing import Any, NamedTuple
+
+from raytorchrpc.lanes import _handshake
+
+#: Time for a connection to be made and proved (seconds), at most.
+CONNECT_TIMEOUT_S = 10.0
+_LENGTH = struct.Struct("<I")
+#: Far above any message; a length beyond it means the stream is out of step.
+_MAX_BYTES = 1 << 20
+_ATTEMPTS = 3
+_OVER = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+
+
+class Gone(Exception):
+    """The other end hung up, or this one did. The text says which, as far as it can be told."""
+
+
+class Late(Exception):
+    """The deadline passed."""
+
+
+class ControlAddress(NamedTuple):
+    """Where a member listens."""
+
+    unix: str
+    """Name in Linux's abstract socket namespace: no file, gone with the process."""
+    tcp: tuple[str, int] | None
+
+
+class Control:
+    """One end of a connection that has been proved. Anybody may send; one thread at a time receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._sock = sock
+        self._sending = threading.Lock()
+        self._rest = b""
+        self._closed = False
+        weakref.finalize(self, sock.close)  # not before: a thread may be about to wait for this descriptor's number
+
+    @property
+    def fd(self) -> int:
+        """For a poll set; valid as long as this object lives."""
+        return self._sock.fileno()
+
+    def send(self, message: tuple[Any, ...], deadline: float) -> None:
+        """Send builtins. Raises Gone or Late; after Late the stream is out of step and has to be closed."""
+        blob = marshal.dumps(message)
+        data = memoryview(_LENGTH.pack(len(blob)) + blob)
+        if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise Late
+        try:
+            while data:
+                try:
+                    data = data[self._sock.send(data, socket.MSG_NOSIGNAL) :]
+                except BlockingIOError:
+                    self._wait(select.POLLOUT, deadline)
+        except OSError as error:
+            raise Gone(f"connection broke: {error}") from error
+        finally:
+            self._sending.release()
+
+    def receive(self, deadline: float | None) -> tuple[Any, ...]:
+        """The next message. Blocks until it is there. Raises Gone or Late."""
+        try:
+            while (size := self._complete()) is None:
+                try:
+                    part = self._sock.recv(1 << 16)
+                except BlockingIOError:
+                    self._wait(select.POLLIN, deadline)
+                    continue
+                if not part:
+                    raise Gone("connection closed (the process ended or left the group)")
+                self._rest += part
+            blob, self._rest = self._rest[_LENGTH.size : size], self._rest[size:]
+            message: tuple[Any, ...] = marshal.loads(blob)
+            return message
+        except (OSError, ValueError, EOFError, TypeError) as error:
+            raise Gone(f"connection broke: {error}") from error
+
+    def _complete(self) -> int | None:
+        if len(self._rest) < _LENGTH.size:
+            return None
+        size: int = _LENGTH.unpack_from(self._rest)[0] + _LENGTH.size
+        if size > _MAX_BYTES:
+            raise ValueError("not a message")
+        return size if len(self._rest) >= size else None
+
+    def _wait(self, event: int, deadline: float | None) -> None:
+        poll = select.poll()
+        poll.register(self.fd, event)
+        if deadline is None:
+            poll.poll()
+        elif not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise Late
+
+    def readable(self) -> bool:
+        """Whether ``receive`` has something to take, or to raise. Never waits."""
+        return bool(self._rest) or self._closed or bool(self._look(select.POLLIN))
+
+    def hung_up(self) -> bool:
+        """Whether either end has hung up. Never waits."""
+        return self._closed or bool(self._look(select.POLLRDHUP) & _OVER)
+
+    def _look(self, event: int) -> int:
+        poll = select.poll()
+        poll.register(self.fd, event)
+        return sum(found for _, found in poll.poll(0))
+
+    def close(self) -> None:
+        """Hang up; whoever waits here is woken. The descriptor itself goes with this object."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+
+def listen(tcp_host: str | None) -> tuple[list[socket.socket], ControlAddress]:
+    """Start to listen. Raises OSError."""
+    unix = "raytorchrpc-control-" + os.urandom(12).hex()
+    listeners = [_listener(socket.AF_UNIX, "\0" + unix)]
+    if tcp_host is None:
+        return listeners, ControlAddress(unix, None)
+    try:
+        listeners.append(_listener(_family(tcp_host), (tcp_host, 0)))
+    except OSError:
+        listeners[0].close()
+        raise
+    return listeners, ControlAddress(unix, listeners[1].getsockname()[:2])
+
+
+def _listener(family: int, address: Any) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind(address)
+        listener.listen(256)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _family(host: str) -> int:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def dial(address: ControlAddress, by_tcp: bool, secret: bytes, rank: int, deadline: float) -> Control:
+    """Connect, and prove to each other who both are. Raises Gone."""
+    family: int = socket.AF_UNIX
+    where: Any = "\0" + address.unix
+    if by_tcp:
+        if address.tcp is None:
+            raise Gone("it does not listen for other hosts")
+        family, where = _family(address.tcp[0]), address.tcp
+    until = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
+    for attempt in range(_ATTEMPTS):  # the other end may hang up on strangers, and be in doubt about us
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            left = max(0.001, until - time.monotonic())
+            sock.settimeout(left)
+            sock.connect(where)
+            _handshake.offer(sock, secret, rank, left)
+            return Control(sock)
+        except (OSError, _handshake.Refused) as error:
+            sock.close()
+            again = isinstance(error, (_handshake.HungUp, ConnectionResetError, BrokenPipeError))
+            if not again or attempt == _ATTEMPTS - 1:
+                raise Gone(f"no connection to it: {error}") from error
+    raise AssertionError("unreachable")
+
+
+def accept(sock: socket.socket, secret: bytes) -> tuple[Control, int]:
+    """The other end of ``dial``, for an accepted socket; also the rank it proved. Raises Refused or OSError."""
+    try:
+        rank = _handshake.accept(sock, secret, CONNECT_TIMEOUT_S)
+    except BaseException:
+        sock.close()
+        raise
+    return Control(sock), rank

@@ -1,0 +1,361 @@
+"""The nccl lane: CUDA tensors to another GPU, of this host or of another, by NCCL's own transports.
+
+NCCL is two-sided: both ends have to post each transfer, and in the same order. So the receiver asks, on a control
+connection to the sender, to which communicators of two belong; ``_two_sided`` has the order. A connection and its
+communicators end together: when the peer dies, when NCCL fails, or at a deadline. The next fetch makes new ones.
+
+``fetch`` returns when the data has arrived. A stream that waits for NCCL cannot be told that the peer died in the
+middle; only the calling thread can, by raising.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import logging
+import math
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from raytorchrpc.errors import LaneUnavailable, PeerLost
+from raytorchrpc.lanes import _control, _handshake, _pieces
+from raytorchrpc.lanes._carrier import Broken, Carrier
+from raytorchrpc.lanes._control import ControlAddress, Gone, Late
+from raytorchrpc.lanes._nccl_driver import NcclCarrier
+from raytorchrpc.lanes._two_sided import Kept, Receiving, Sending
+from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane
+
+logger = logging.getLogger(__name__)
+
+#: Connections being proved at a time; one more is hung up on.
+_HANDSHAKES = 16
+#: The lane's own thread waits this long, at most, for a peer that is to be told something (seconds).
+_PATIENCE_S = 1.0
+
+
+class NcclAddress(NamedTuple):
+    """Where a member's lane is, and what it may be joined to."""
+
+    rank: int
+    control: ControlAddress
+    devices: dict[int, str]
+    """What tells each GPU from every other, by the member's own index."""
+
+
+class NcclLane(TensorLane):
+    """One per member. ``export`` neither copies nor sends; the memory is kept until it has been asked for and sent."""
+
+    name: ClassVar[str] = "nccl"
+    capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(
+        devices=frozenset({"cuda"}), one_sided=False, same_host=False, zero_copy=False
+    )
+
+    def __init__(
+        self,
+        me: str,
+        rank: int,
+        secret: bytes,
+        devices: Sequence[int],
+        *,
+        tcp_host: str | None = None,
+        by_tcp: frozenset[str] = frozenset(),
+        interface: str | None = None,
+        timeout_s: float = 60.0,
+        carrier: Carrier | None = None,
+    ) -> None:
+        """``devices``: local CUDA indices that tensors come from or arrive on. ``tcp_host``: address to listen on for
+        the peers ``by_tcp``. ``interface``: for NCCL to meet those peers on, unless NCCL_SOCKET_IFNAME says another.
+        ``timeout_s``: for everything that one fetch needs.
+        """
+        self._me, self._rank, self._secret = me, rank, secret
+        self._devices, self._tcp_host, self._by_tcp = tuple(devices), tcp_host, by_tcp
+        self._interface, self._timeout_s = interface, timeout_s
+        self._carrier: Carrier = carrier or NcclCarrier()
+        self._lock = threading.Lock()
+        self._peers: dict[str, NcclAddress] = {}
+        self._dialing: dict[str, threading.Lock] = {}
+        self._receiving: dict[str, Receiving] = {}
+        self._sending: set[Sending] = set()
+        self._proving = 0
+        self._numbers = itertools.count()
+        self._kept: dict[int, Kept] = {}
+        self._unwanted: collections.deque[tuple[str, int]] = collections.deque()
+        self._listeners: list[socket.socket] = []
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK)  # wakes the lane's own thread
+        self._closed = False
+
+    def __del__(self) -> None:
+        os.close(self._bell)  # not before: anybody who has the lane may ring
+
+    def open(self) -> NcclAddress:
+        if self._by_tcp and self._interface:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={self._interface}")
+        self._identities = self._carrier.open(self._devices)
+        try:
+            self._listeners, control = _control.listen(self._tcp_host)
+        except OSError as error:
+            raise LaneUnavailable(self.name, f"cannot listen: {error}") from error
+        self._thread("attendant", self._attend)
+        return NcclAddress(self._rank, control, dict(self._identities))
+
+    def _thread(self, what: str, work: Callable[..., None], *args: Any) -> None:
+        threading.Thread(target=work, args=args, name=f"raytorchrpc-{self._me}-nccl-{what}", daemon=True).start()
+
+    def connect(self, peers: Sequence[PeerAddress]) -> None:
+        for peer in peers:
+            self._dialing.setdefault(peer.peer, threading.Lock())
+            self._peers[peer.peer] = peer.address
+
+    # --- sending -------------------------------------------------------------------------------------------
+
+    def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[int, int]) -> Export:
+        source = _index(tensors[0])
+        if any(_index(tensor) != source for tensor in tensors):
+            raise LaneUnavailable(self.name, "one message with tensors of several GPUs")
+        if source not in devices or source not in self._identities:
+            raise LaneUnavailable(self.name, f"cuda:{source} is not in the device map")
+        self._check_apart(peer, source, devices[source])
+        try:
+            # Also the way to fetch from that peer; here its end is to tell that nobody will come for the tensors.
+            watched = self._way(peer, time.monotonic() + self._timeout_s)
+        except (Gone, Late) as error:
+            raise LaneUnavailable(self.name, f"no way to {peer!r}: {str(error) or 'not in time'}") from error
+        places = _pieces.pieces([(tensor.dtype, tensor.nbytes) for tensor in tensors])
+        pieces = [_pieces.joined([tensors[index] for index in place]) for place in places]
+        pieces = [piece for piece in pieces if piece.nbytes]
+        kept = Kept(peer, pieces, self._carrier.mark(source))
+        number = next(self._numbers)
+        self._kept[number] = kept
+        if self._receiving.get(peer) is not watched:
+            self._kept.pop(number, None)
+            raise LaneUnavailable(self.name, f"the connection to {peer!r} has just ended")
+        descriptor = (number, source, devices[source], tuple(piece.nbytes for piece in pieces))
+        return _NcclExport(self, number, kept, descriptor)
+
+    def _check_apart(self, peer: str, mine: int, its: int) -> None:
+        address = self._peers.get(peer)
+        if address is None:
+            raise LaneUnavailable(self.name, f"member {peer!r} is not known here, or gone")
+        if its not in address.devices:
+            raise LaneUnavailable(self.name, f"{peer!r} has not opened cuda:{its} for this lane")
+        if self._identities[mine] and address.devices[its] == self._identities[mine]:
+            raise LaneUnavailable(
+                self.name, f"both ends are on GPU {self._identities[mine]} and NCCL needs two; allow cuda_ipc"
+            )
+
+    def take_back(self, number: int) -> None:
+        """Forget an export, if it has not gone."""
+        self._kept.pop(number, None)
+
+    def _take(self, rank: int, number: int) -> Kept | None:
+        """The export of that number, if it is for this rank; it is the caller's now."""
+        kept = self._kept.get(number)
+        if kept is None or (address := self._peers.get(kept.peer)) is None or address.rank != rank:
+            return None
+        return self._kept.pop(number, None)
+
+    def _drop(self, peer: str) -> None:
+        for number in [number for number, kept in self._kept.copy().items() if kept.peer == peer]:
+            self._kept.pop(number, None)
+
+    def _serve(self, sock: socket.socket) -> None:
+        """A thread of its own: prove who connected, then answer until it hangs up."""
+        try:
+            control, rank = _control.accept(sock, self._secret)
+        except (OSError, _handshake.Refused) as error:
+            logger.debug("%s refused a connection: %s", self._me, error)
+            return
+        finally:
+            with self._lock:
+                self._proving -= 1
+        sending = Sending(control, self._carrier, self._timeout_s, partial(self._take, rank))
+        with self._lock:
+            self._sending.add(sending)
+            closed = self._closed
+        try:
+            if closed:
+                control.close()
+            sending.serve()
+        except (Gone, Late, Broken) as error:
+            logger.debug("%s: rank %d fetches no more by this connection: %s", self._me, rank, error)
+        except Exception:
+            logger.exception("%s cannot send to rank %d", self._me, rank)
+        finally:
+            with self._lock:
+                self._sending.discard(sending)
+
+    # --- receiving -----------------------------------------------------------------------------------------
+
+    def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+        number, source, target, sizes = descriptor
+        deadline = time.monotonic() + self._timeout_s
+        kinds = [(dtype, dtype.itemsize * math.prod(extents)) for dtype, extents in shapes]
+        places = _pieces.pieces(kinds)
+        expected = [sum(kinds[index][1] for index in place) for place in places]
+        pieces = [[shapes[index] for index in place] for place in places]
+        try:
+            if tuple(size for size in expected if size) != tuple(sizes):
+                raise LaneUnavailable(self.name, f"{peer!r} packs tensors in another way; run one release everywhere")
+            way = self._way(peer, deadline)
+            try:
+                room, channel = way.fetch(number, source, target, pieces, deadline)
+            except (LaneUnavailable, torch.OutOfMemoryError):
+                raise  # nothing was posted
+            except BaseException:
+                self._end(way)  # the ends may be out of step
+                raise
+        except BaseException as error:
+            self.discard(peer, descriptor)
+            if isinstance(error, (Gone, Late, Broken)):
+                why = str(error) or f"it did not send tensors within {self._timeout_s:g} s"
+                raise PeerLost(peer, why) from error
+            raise
+        channel.adopt(room)
+        arrived: dict[int, torch.Tensor] = {}
+        for place, piece, tensor in zip(places, pieces, room, strict=True):
+            arrived.update(zip(place, _pieces.split(tensor, piece), strict=True))
+        return [arrived[index] for index in range(len(shapes))]
+
+    def discard(self, peer: str, descriptor: Any) -> None:
+        # Only noted: the garbage collector may call this in the middle of anything.
+        self._unwanted.append((peer, descriptor[0]))
+        self._ring()
+
+    def _way(self, peer: str, deadline: float) -> Receiving:
+        """The way to fetch from this peer; made if there is none. Raises LaneUnavailable, Gone or Late."""
+        way = self._receiving.get(peer)
+        if way is not None:
+            return way
+        address, dialing = self._peers.get(peer), self._dialing.get(peer)
+        if address is None or dialing is None or self._closed:
+            raise LaneUnavailable(self.name, f"member {peer!r} is not known here, or gone")
+        if not dialing.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise Late
+        try:
+            way = self._receiving.get(peer)
+            if way is not None:
+                return way
+            control = _control.dial(address.control, peer in self._by_tcp, self._secret, self._rank, deadline)
+            way = Receiving(peer, self.name, control, self._carrier)
+            self._add(way)
+            return way
+        finally:
+            dialing.release()
+
+    def _add(self, way: Receiving) -> None:
+        with self._lock:
+            if not self._closed:
+                self._receiving[way.peer] = way
+                self._ring()
+                return
+        way.end()
+        raise LaneUnavailable(self.name, "this member has left the group")
+
+    def _end(self, way: Receiving) -> None:
+        with self._lock:
+            known = self._receiving.get(way.peer) is way
+            if known:
+                del self._receiving[way.peer]
+        if known and way.control.hung_up():  # not this member, which is about to
+            self._drop(way.peer)
+        way.end()
+
+    # --- the lane's own thread -------------------------------------------------------------------------------
+
+    def _ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(self._bell, 1)
+
+    def _attend(self) -> None:
+        """Let peers in, notice those that are gone, and tell what nobody wants."""
+        listeners = {listener.fileno(): listener for listener in self._listeners}
+        while not self._closed:
+            poll = select.poll()
+            for fd in (self._bell, *listeners):
+                poll.register(fd, select.POLLIN)
+            with self._lock:
+                ways = {way.control.fd: way for way in self._receiving.values()}
+            for fd in ways:
+                poll.register(fd, select.POLLRDHUP)
+            for fd, _ in poll.poll():
+                if fd == self._bell:
+                    os.eventfd_read(self._bell)
+                elif fd in listeners:
+                    self._let_in(listeners[fd])
+                else:
+                    self._end(ways[fd])
+            ways.clear()
+            self._tell_unwanted()
+        for listener in listeners.values():
+            listener.close()
+
+    def _let_in(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            return
+        with self._lock:
+            crowded = self._proving >= _HANDSHAKES
+            self._proving += not crowded
+        if crowded:
+            sock.close()
+        else:
+            self._thread("sender", self._serve, sock)
+
+    def _tell_unwanted(self) -> None:
+        while self._unwanted and not self._closed:
+            peer, number = self._unwanted.popleft()
+            deadline = time.monotonic() + _PATIENCE_S
+            try:
+                self._way(peer, deadline).discard(number, deadline)
+            except Gone:
+                self._drop(peer)  # it takes nothing any more either
+            except (LaneUnavailable, Late):
+                continue
+
+    # --- the end ---------------------------------------------------------------------------------------------
+
+    def disconnect(self, peer: str) -> None:
+        self._peers.pop(peer, None)
+        self._drop(peer)
+        if (way := self._receiving.get(peer)) is not None:
+            self._end(way)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            receiving, sending = list(self._receiving.values()), list(self._sending)
+        for one in sending:
+            one.end()
+        for way in receiving:
+            self._end(way)
+        self._kept.clear()
+        self._ring()
+
+
+class _NcclExport(Export):
+    def __init__(self, lane: NcclLane, number: int, kept: Kept, descriptor: Any) -> None:
+        self._lane, self._number, self._kept = lane, number, kept
+        self.descriptor = descriptor
+
+    def cancel(self) -> None:
+        self._lane.take_back(self._number)
+
+    def finished(self) -> None:
+        if self._kept.channel is not None:
+            self._kept.channel.precede()
+
+
+def _index(tensor: torch.Tensor) -> int:
+    return tensor.device.index or 0

@@ -1,0 +1,472 @@
+"""The nccl lane's order, its control connections and its endings, with a carrier that needs no GPU (see ``pipes``).
+
+Where a process has to die, and for the many calls at once, there are processes ``a``, ``b`` and ``c``; functions with
+an underscore run in them. The rest are lanes of one process.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from raytorchrpc.errors import LaneUnavailable, PeerLost
+from raytorchrpc.lanes import _control
+from raytorchrpc.lanes.base import Export, PeerAddress, Shape
+from raytorchrpc.lanes.nccl import NcclLane
+from tests.conformance import peers
+from tests.conformance.peers import SECRET, Process, tensors, wait_until
+from tests.conformance.pipes import PipeCarrier
+
+NAMES = "abc"
+
+
+@dataclass
+class Station:
+    """A lane in this process."""
+
+    name: str
+    lane: NcclLane
+    carrier: PipeCarrier
+
+    def export(self, *made: torch.Tensor, to: str = "b") -> tuple[Export, list[Shape]]:
+        return self.lane.export(made, to, {0: 0}), [(tensor.dtype, tuple(tensor.shape)) for tensor in made]
+
+    def fetch(self, sent: tuple[Export, list[Shape]], origin: str = "a") -> list[torch.Tensor]:
+        return self.lane.fetch(origin, sent[0].descriptor, sent[1])
+
+    def discard(self, sent: tuple[Export, list[Shape]], origin: str = "a") -> None:
+        self.lane.discard(origin, sent[0].descriptor)
+
+    def keeps(self, count: int) -> bool:
+        """Whether it keeps that many exports, now or soon."""
+        return wait_until(lambda: len(self.lane._kept) == count, 5)
+
+
+Stations = dict[str, Station]
+
+
+@pytest.fixture
+def open_stations() -> Iterator[Callable[..., Stations]]:
+    opened: list[Station] = []
+
+    def open_some(count: int = 2, **settings: Any) -> Stations:
+        for rank, name in enumerate(NAMES[:count]):
+            carrier = PipeCarrier(f"device {rank}")
+            lane = NcclLane(name, rank, SECRET, (0,), carrier=carrier, **{"timeout_s": 20, **settings})
+            opened.append(Station(name, lane, carrier))
+        addresses = [PeerAddress(station.name, station.lane.open()) for station in opened]
+        for station in opened:
+            station.lane.connect([address for address in addresses if address.peer != station.name])
+        return {station.name: station for station in opened}
+
+    yield open_some
+    for station in opened:
+        station.lane.close()
+
+
+@pytest.fixture
+def ab(open_stations: Callable[..., Stations]) -> Stations:
+    return open_stations()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def ones(size: int = 10) -> torch.Tensor:
+    return torch.ones(size)
+
+
+def is_ones(fetched: list[torch.Tensor]) -> bool:
+    return all(bool((tensor == 1).all()) for tensor in fetched)
+
+
+# --- order -----------------------------------------------------------------------------------------------------
+
+
+def test_the_receiver_chooses_the_order(ab: Stations) -> None:
+    a, b = ab.values()
+    sent = [a.export(torch.full((1000 + value,), value)) for value in range(30)]
+    order = list(range(30))
+    random.Random(1).shuffle(order)
+    for value in order:
+        (arrived,) = b.fetch(sent[value])
+        assert arrived.shape == (1000 + value,) and bool((arrived == value).all())
+    assert a.keeps(0)
+
+
+def test_one_joining_serves_every_transfer_of_a_direction(ab: Stations) -> None:
+    a, b = ab.values()
+    for _ in range(5):
+        assert is_ones(b.fetch(a.export(ones())))
+    assert len(a.carrier.channels) == len(b.carrier.channels) == 1
+    assert is_ones(a.fetch(b.export(ones(), to="a"), "b"))
+    assert len(a.carrier.channels) == len(b.carrier.channels) == 2
+
+
+def test_nothing_is_posted_before_the_data_is_complete(ab: Stations, pool: ThreadPoolExecutor) -> None:
+    a, b = ab.values()
+    assert is_ones(b.fetch(a.export(ones())))
+    a.carrier.busy = True
+    later = torch.zeros(100_000)
+    sent = a.export(later)
+    fetching = pool.submit(b.fetch, sent)
+    assert a.keeps(0)  # it has been asked for
+    assert not fetching.done()
+    later.fill_(1)
+    a.carrier.marks[-1].event.set()
+    assert is_ones(fetching.result(5))
+
+
+def test_a_fetch_that_waits_keeps_nobody_else_waiting(
+    open_stations: Callable[..., Stations], pool: ThreadPoolExecutor
+) -> None:
+    a, b, c = open_stations(3).values()
+    a.carrier.busy = True
+    waiting = pool.submit(b.fetch, a.export(ones()))
+    assert a.keeps(0)
+    late = a.carrier.marks[-1]
+    a.carrier.busy = False
+    assert is_ones(c.fetch(a.export(ones(), to="c")))  # from the same sender
+    assert is_ones(b.fetch(c.export(ones()), "c"))  # by the same receiver
+    assert is_ones(a.fetch(b.export(ones(), to="a"), "b"))  # the other way
+    late.event.set()
+    assert is_ones(waiting.result(5))
+
+
+def test_over_tcp(open_stations: Callable[..., Stations]) -> None:
+    a, b = open_stations(tcp_host="127.0.0.1", by_tcp=frozenset("ab")).values()
+    assert is_ones(b.fetch(a.export(ones(2_000_000), ones())))
+
+
+# --- what is not fetched -----------------------------------------------------------------------------------------
+
+
+def test_discarded_and_cancelled_exports_are_let_go(ab: Stations) -> None:
+    a, b = ab.values()
+    unwanted, cancelled, wanted = (a.export(ones()) for _ in range(3))
+    cancelled[0].cancel()
+    b.discard(unwanted)
+    assert is_ones(b.fetch(wanted))
+    assert a.keeps(0)
+    cancelled[0].cancel()  # twice is harmless
+    for gone in (unwanted, cancelled, wanted):
+        with pytest.raises(LaneUnavailable, match="does not have these tensors any more"):
+            b.fetch(gone)
+    assert is_ones(b.fetch(a.export(ones())))
+    assert len(b.carrier.channels) == 1, "a refusal costs no channel"
+
+
+def test_what_is_for_one_peer_is_not_for_another(open_stations: Callable[..., Stations]) -> None:
+    a, b, c = open_stations(3).values()
+    sent = a.export(ones())
+    with pytest.raises(LaneUnavailable, match="does not have"):
+        c.fetch(sent)
+    c.discard(sent)
+    assert is_ones(b.fetch(sent))
+
+
+def test_two_ends_on_one_device_are_refused(ab: Stations) -> None:
+    a = ab["a"]
+    twin = NcclLane("twin", 7, SECRET, (0,), carrier=PipeCarrier("device 0"))
+    a.lane.connect([PeerAddress("twin", twin.open())])
+    with pytest.raises(LaneUnavailable, match=r"both ends are on GPU device 0 .*cuda_ipc"):
+        a.export(ones(), to="twin")
+    twin.close()
+
+
+@pytest.mark.parametrize("at_sender", [True, False])
+def test_who_cannot_join_says_so_and_may_try_again(ab: Stations, at_sender: bool) -> None:
+    a, b = ab.values()
+    troubled = a if at_sender else b
+    troubled.carrier.refuse = True
+    sent = a.export(ones())
+    with pytest.raises((LaneUnavailable, PeerLost), match="refused"):
+        b.fetch(sent)
+    assert a.keeps(0)
+    troubled.carrier.refuse = False
+    assert is_ones(b.fetch(a.export(ones())))
+
+
+def test_strangers_are_turned_away(ab: Stations) -> None:
+    a, b = ab.values()
+    control = b.lane._peers["a"].control
+    with pytest.raises(_control.Gone, match="does not have this group's secret"):
+        _control.dial(control, False, b"x" * 32, 1, time.monotonic() + 5)
+    silent = [socket.socket(socket.AF_UNIX) for _ in range(40)]
+    for sock in silent:
+        sock.connect("\0" + control.unix)
+    for sock in silent:
+        sock.close()
+    assert is_ones(b.fetch(a.export(ones())))
+
+
+# --- trouble -------------------------------------------------------------------------------------------------------
+
+
+def test_a_fetch_ends_at_its_deadline_and_the_next_begins_anew(open_stations: Callable[..., Stations]) -> None:
+    a, b = open_stations(timeout_s=0.3).values()
+    a.carrier.busy = True
+    sent = a.export(ones())
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match=r"'a'.*within 0\.3 s"):
+        b.fetch(sent)
+    assert time.monotonic() - began < 3
+    a.carrier.busy = False
+    assert is_ones(b.fetch(a.export(ones())))
+    assert len(b.carrier.channels) == 2
+
+
+@pytest.mark.parametrize("at_sender", [True, False])
+def test_a_channel_that_broke_is_made_anew(ab: Stations, at_sender: bool) -> None:
+    a, b = ab.values()
+    assert is_ones(b.fetch(a.export(ones())))
+    (a if at_sender else b).carrier.channels[0].abort()
+    with pytest.raises(PeerLost):
+        b.fetch(a.export(ones()))
+    waiting = a.export(ones())  # the peer lives: what is for it is kept
+    assert is_ones(b.fetch(waiting))
+    assert len(b.carrier.channels) == 2
+
+
+@pytest.mark.parametrize("who", ["a", "b"])
+def test_a_lane_that_closes_ends_the_fetches_under_way(ab: Stations, pool: ThreadPoolExecutor, who: str) -> None:
+    a, b = ab.values()
+    a.carrier.busy = True
+    fetching = pool.submit(b.fetch, a.export(ones()))
+    assert a.keeps(0)
+    ab[who].lane.close()
+    with pytest.raises(PeerLost, match="connection"):
+        fetching.result(5)
+    with pytest.raises(LaneUnavailable):
+        ab[who].export(ones(), to="a" if who == "b" else "b")
+
+
+def test_a_lane_leaves_nothing(open_stations: Callable[..., Stations]) -> None:
+    a, b = open_stations().values()
+    assert is_ones(b.fetch(a.export(ones())))
+    running = {thread.name for thread in threading.enumerate()}
+    assert {f"raytorchrpc-{name}-nccl-attendant" for name in "ab"} | {"raytorchrpc-a-nccl-sender"} <= running
+    for station in (a, b):
+        station.lane.close()
+
+    def nobody() -> bool:
+        return not any(thread.name.startswith(("raytorchrpc-", "pipe")) for thread in threading.enumerate())
+
+    assert wait_until(nobody, 5)
+
+
+def test_what_nobody_fetched_is_discarded_by_the_collector(ab: Stations) -> None:
+    """As a message that is dropped does it: at any moment, on any thread, with any lock held."""
+    a, b = ab.values()
+
+    class Dropped:
+        def __init__(self, sent: tuple[Export, list[Shape]]) -> None:
+            self.sent, self.myself = sent, self
+
+        def __del__(self) -> None:
+            b.discard(self.sent)
+
+    for _ in range(20):
+        Dropped(a.export(ones()))
+    with b.lane._lock:
+        gc.collect()
+    assert a.keeps(0)
+
+
+# --- processes that die ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trio() -> Iterator[dict[str, Process]]:
+    processes = {name: Process() for name in NAMES}
+    for rank, process in enumerate(processes.values()):
+        process.begin(peers.open_tensors, "nccl by pipes", 0, 0, rank, 30)
+    addresses = {name: process.result() for name, process in processes.items()}
+    for name, process in processes.items():
+        for peer, address in addresses.items():
+            if peer != name:
+                process.run(peers.meet, peer, address)
+    yield processes
+    for process in processes.values():
+        if process.process._popen is not None and process.process.is_alive():  # type: ignore[attr-defined]
+            process.kill()
+
+
+@pytest.mark.parametrize("victim", ["sender", "receiver"])
+def test_a_peer_killed_in_the_middle_of_a_transfer(trio: dict[str, Process], victim: str) -> None:
+    a, b, c = trio.values()
+    size = 50_000_000
+    a.run(_stand_still_halfway)
+    sent = a.run(_send, "b", size)
+    b.begin(_fetch_or_lose, sent, size)
+    a.run(_wait_for_halfway)
+    if victim == "sender":
+        a.process.kill()
+        assert b.result() == "PeerLost"
+        survivor, its_name, other = b, "b", c
+    else:
+        b.process.kill()
+        a.run(_no_exports_and_one_way_left)
+        survivor, its_name, other = a, "a", c
+    for _ in range(3):  # and it goes on with another, both ways
+        assert other.run(_fetch_or_lose, survivor.run(_send, "c", 1000), 1000, its_name) == "whole"
+        assert survivor.run(_fetch_or_lose, other.run(_send, its_name, 1000), 1000, "c") == "whole"
+
+
+def test_exports_for_a_peer_that_died_before_it_asked_are_dropped(trio: dict[str, Process]) -> None:
+    a, b, c = trio.values()
+    for _ in range(5):
+        a.run(_send, "b", 1000)
+    kept = a.run(_send, "c", 1000)
+    assert a.run(_kept) == 6
+    b.process.kill()
+    assert a.run(_kept_becomes, 1)
+    assert c.run(_fetch_or_lose, kept, 1000) == "whole"
+    assert "LaneUnavailable" in a.run(_cannot_send, "b")
+
+
+def _stand_still_halfway() -> None:
+    _carrier().halfway = threading.Event()
+
+
+def _wait_for_halfway() -> None:
+    halfway = _carrier().halfway
+    assert halfway is not None and halfway.wait(20)
+    _carrier().halfway = None
+
+
+def _carrier() -> PipeCarrier:
+    carrier = _lane()._carrier
+    assert isinstance(carrier, PipeCarrier)
+    return carrier
+
+
+def _lane() -> NcclLane:
+    lane = tensors().lane
+    assert isinstance(lane, NcclLane)
+    return lane
+
+
+def _send(peer: str, size: int) -> tuple[Any, list[Shape]]:
+    return peers.export([torch.full((size,), 7, dtype=torch.uint8)], peer)
+
+
+def _cannot_send(peer: str) -> str:
+    try:
+        _send(peer, 10)
+    except LaneUnavailable as error:
+        return repr(error)
+    return "sent"
+
+
+def _fetch_or_lose(sent: tuple[Any, list[Shape]], size: int, origin: str = "a") -> str:
+    try:
+        (arrived,) = _lane().fetch(origin, *sent)
+    except PeerLost as error:
+        assert error.peer == origin
+        return "PeerLost"
+    assert arrived.shape == (size,) and bool((arrived == 7).all())
+    return "whole"
+
+
+def _kept() -> int:
+    return len(_lane()._kept)
+
+
+def _kept_becomes(count: int) -> bool:
+    return wait_until(lambda: _kept() == count, 5)
+
+
+def _no_exports_and_one_way_left() -> None:
+    assert _kept_becomes(0)
+    assert wait_until(lambda: "b" not in _lane()._receiving, 5)
+    assert wait_until(lambda: not _lane()._sending, 5), "nobody sends to the dead any more"
+
+
+# --- many at once ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_interleaving_comes_to_its_end(trio: dict[str, Process], seed: int) -> None:
+    """Every process exports to every other, fetches and discards, on many threads and in random order."""
+    run = os.urandom(6).hex()
+    for name, process in trio.items():
+        process.run(_open_mailbox, f"{run}-{name}")
+    for name, process in trio.items():
+        process.begin(_talk, run, name, seed)
+    for process in trio.values():
+        fetched, discarded = process.result()
+        assert fetched + discarded == 2 * _EACH
+        assert fetched > discarded > 0
+    for process in trio.values():
+        assert process.run(_kept_becomes, 0)
+
+
+_EACH = 150
+_mailbox: socket.socket | None = None
+
+
+def _open_mailbox(name: str) -> None:
+    global _mailbox
+    _mailbox = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    _mailbox.bind("\0mail-" + name)
+    _mailbox.settimeout(30)
+
+
+def _talk(run: str, me: str, seed: int) -> tuple[int, int]:
+    others = [name for name in NAMES if name != me]
+    with ThreadPoolExecutor(8) as pool:
+        writing = [pool.submit(_write, run, me, other, f"{seed} {me} {other}") for other in others]
+        reading: list[Future[tuple[int, int]]] = [
+            pool.submit(_read, 2 * _EACH // 4, f"{seed} {me} {number}") for number in range(4)
+        ]
+        for done in writing:
+            done.result(60)
+        counts = [done.result(60) for done in reading]
+    tensors().exports.clear()
+    return sum(fetched for fetched, _ in counts), sum(discarded for _, discarded in counts)
+
+
+def _write(run: str, me: str, other: str, seed: str) -> None:
+    """Export, and tell of it later and in another order."""
+    dice = random.Random(seed)
+    untold: list[bytes] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.settimeout(30)
+        for number in range(_EACH):
+            made = [torch.full((dice.choice((1, 100, 70_000)),), number) for _ in range(dice.choice((1, 1, 2, 7)))]
+            untold.append(pickle.dumps((me, number, peers.export(made, other))))
+            dice.shuffle(untold)
+            while len(untold) > dice.randrange(8) or (number == _EACH - 1 and untold):
+                sock.sendto(untold.pop(), f"\0mail-{run}-{other}")
+
+
+def _read(count: int, seed: str) -> tuple[int, int]:
+    dice = random.Random(seed)
+    assert _mailbox is not None
+    discarded = 0
+    for _ in range(count):
+        origin, number, (descriptor, shapes) = pickle.loads(_mailbox.recv(1 << 16))
+        if dice.random() < 0.2:
+            _lane().discard(origin, descriptor)
+            discarded += 1
+            continue
+        for tensor, (dtype, shape) in zip(_lane().fetch(origin, descriptor, shapes), shapes, strict=True):
+            assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape)
+            assert bool((tensor == number).all())
+    return count - discarded, discarded
