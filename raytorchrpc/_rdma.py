@@ -1,7 +1,8 @@
-"""Whether TensorPipe can use a member's RDMA adapters, and if not, why and what to do about it.
+"""Whether TensorPipe and NCCL can use a member's RDMA adapters, and if not, why and what to do about it.
 
 TensorPipe's ibv transport opens the first adapter of the list, port 1, GID index 0, hop limit 1, and looks at
-no port state; its cuda_gdr channel does the same with the adapter nearest to each GPU.
+no port state; its cuda_gdr channel does the same with the adapter nearest to each GPU. NCCL looks at every adapter, and
+chooses ports and GIDs by their state.
 """
 
 from __future__ import annotations
@@ -122,3 +123,44 @@ def gpudirect_obstacle(endpoint: Endpoint, ibv: bool) -> str | None:
         if obstacle:
             return f"TensorPipe pairs each GPU with its nearest adapter, unchecked, and {obstacle}"
     return None
+
+
+def nccl_obstacle(a: Endpoint, b: Endpoint) -> str | None:
+    """Why NCCL has no GPUDirect RDMA between two members on different hosts; None where it has.
+
+    The same with a and b exchanged.
+    """
+    alone = sorted(f"{e.name}: {obstacle}" for e in (a, b) if (obstacle := _nccl_alone(e)))
+    if alone:
+        return "; ".join(alone)
+    if not _nccl_fabrics(a) & _nccl_fabrics(b):
+        return "no adapters of the two are on one InfiniBand subnet, or both RoCE"
+    return None
+
+
+def _nccl_alone(endpoint: Endpoint) -> str | None:
+    if not endpoint.hcas:
+        return "no RDMA adapter"
+    if not _nccl_fabrics(endpoint):
+        return "no adapter has an active port that may be opened (EFA needs a plug-in, which cannot be seen here)"
+    if endpoint.memlock_bytes is not None and endpoint.memlock_bytes < MIN_MEMLOCK_BYTES:
+        return f"only {endpoint.memlock_bytes / MIB:.0f} MiB of memory may be locked; raise the limit (ulimit -l)"
+    if not endpoint.peer_memory and not all(gpu.dma_buf for gpu in endpoint.gpus):
+        return "adapters cannot reach GPU memory; load nvidia-peermem, or use the open GPU driver (DMA-BUF)"
+    return None
+
+
+def _nccl_fabrics(endpoint: Endpoint) -> set[str]:
+    """What the usable ports lead to: InfiniBand subnets, and "RoCE" (routed, so one for all)."""
+    found: set[str] = set()
+    for hca in endpoint.hcas:
+        if hca.driver == "efa" or hca.verbs_device is False:
+            continue
+        for port in hca.ports:
+            if port.state != "ACTIVE":
+                continue
+            if port.link_layer == "InfiniBand":
+                found |= {str(ipaddress.IPv6Network((gid.value, 64), strict=False)) for gid in port.gids[:1]}
+            elif port.link_layer == "Ethernet" and any("v2" in gid.kind and not gid.link_local for gid in port.gids):
+                found.add("RoCE")
+    return found

@@ -26,6 +26,7 @@ from raytorchrpc.fabric import AgentIdentity, AgentSpec, Fabric, FabricPeer, pro
 from raytorchrpc.lanes.base import MessageLane, PeerAddress, Pending, TensorLane
 from raytorchrpc.lanes.cuda_ipc import CudaIpcLane
 from raytorchrpc.lanes.loopback import LoopbackLane
+from raytorchrpc.lanes.nccl import NcclLane
 from raytorchrpc.lanes.shm import ShmLane, default_capacity
 from raytorchrpc.lanes.socket import SocketLane
 from raytorchrpc.lanes.torchrpc import TorchRpcLane
@@ -243,6 +244,19 @@ def _tensor_lanes(spec: JoinSpec) -> list[TensorLane]:
             lanes.append(ShmLane(spec.config.shm_bytes or default_capacity(), threads))
         elif name == "cuda_ipc":
             lanes.append(CudaIpcLane(spec.agent.devices))
+        elif name == "nccl":
+            lanes.append(
+                NcclLane(
+                    spec.name,
+                    spec.rank,
+                    spec.secret,
+                    spec.agent.devices,
+                    tcp_host=spec.tcp_host,
+                    by_tcp=frozenset(spec.by_tcp),
+                    interface=spec.agent.interface,
+                    timeout_s=spec.config.rpc_timeout_s,
+                )
+            )
     return lanes
 
 

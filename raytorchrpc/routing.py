@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from raytorchrpc import _tensorpipe
+from raytorchrpc import _rdma, _tensorpipe
 from raytorchrpc._tensorpipe import AgentPlan, name_range
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.device_map import gpu_count
@@ -161,6 +161,8 @@ class Pair:
     b: Endpoint
     agent_a: AgentPlan
     agent_b: AgentPlan
+    named: tuple[str, ...] = ()
+    """Lanes that the configuration asks for by name."""
 
 
 #: Why a lane cannot carry something (str), or how it does and why (tuple).
@@ -197,9 +199,37 @@ def _cuda_ipc_rule(pair: Pair, traffic: Traffic) -> Verdict:
     bare = sorted(e.name for e in (a, b) if gpu_count(e) == 0)
     if bare:
         return _bare_text(bare)
-    if any(" MIG " in gpu.name for e in (a, b) for gpu in e.gpus):
+    if _any_slice(pair):
         return "CUDA cannot share memory between MIG instances"
     return "mapped GPU memory", "same host: one copy from GPU to GPU"
+
+
+def _any_slice(pair: Pair) -> bool:
+    return any(" MIG " in gpu.name for e in (pair.a, pair.b) for gpu in e.gpus)
+
+
+def _nccl_rule(pair: Pair, traffic: Traffic) -> Verdict:
+    a, b = pair.a, pair.b
+    bare = sorted(e.name for e in (a, b) if gpu_count(e) == 0)
+    if bare:
+        return _bare_text(bare)
+    if _any_slice(pair):
+        return "NCCL does not work on MIG instances"
+    mine, its = ({gpu.uuid for gpu in e.gpus} for e in (a, b))
+    if len(mine | its) == 1 and mine != {""}:
+        return "both members are on one GPU, and NCCL needs two"
+    direct = _rdma.nccl_obstacle(a, b)
+    if "nccl" in pair.named:
+        if a.same_host(b):
+            return "NCCL within the host", "asked for by name"
+        return ("NCCL over GPUDirect RDMA" if direct is None else "NCCL over the network"), "asked for by name"
+    if a.same_host(b):
+        return "same host: used only where GroupConfig.lanes names it and not cuda_ipc"
+    if direct is not None:
+        return f"no GPUDirect RDMA by NCCL either: {direct}"
+    if _tensorpipe.channel_between(a, b, pair.agent_a, pair.agent_b, cuda=True) == "cuda_gdr":
+        return "torchrpc has GPUDirect RDMA between these two"
+    return "NCCL over GPUDirect RDMA", "GPUDirect RDMA on both sides, by adapters that torchrpc cannot use"
 
 
 def _separate(pair: Pair) -> str | None:
@@ -242,12 +272,13 @@ LANES: tuple[Lane, ...] = (
     Lane("socket", ("calls",), _socket_rule),
     Lane("shm", ("cpu",), _shm_rule),
     Lane("cuda_ipc", ("cuda",), _cuda_ipc_rule),
+    Lane("nccl", ("cuda",), _nccl_rule),
     Lane("torchrpc", ("calls", "cpu", "cuda"), _torchrpc_rule),
 )
 
 
 #: Lanes for tensors alone: the message they belong to goes by socket.
-BESIDE = ("shm", "cuda_ipc")
+BESIDE = ("shm", "cuda_ipc", "nccl")
 
 
 def plan(endpoints: Mapping[str, Endpoint], config: GroupConfig) -> RoutePlan:
@@ -270,7 +301,7 @@ def plan(endpoints: Mapping[str, Endpoint], config: GroupConfig) -> RoutePlan:
     names = list(members)
     for index, a in enumerate(names):
         for b in names[index + 1 :]:
-            verdicts = _judge(Pair(members[a], members[b], agents[a], agents[b]), lanes)
+            verdicts = _judge(Pair(members[a], members[b], agents[a], agents[b], config.lanes or ()), lanes)
             routes[a, b] = PairRoute(a, b, *shared.setdefault(verdicts, verdicts))
             _check_carried(routes[a, b], config)
     return RoutePlan(agents=agents, routes=routes, warnings=warnings)

@@ -7,6 +7,7 @@ functions that ask it, so that the models alone (all that routing needs) load wi
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import ipaddress
 import os
@@ -24,6 +25,9 @@ TENSORPIPE_TRANSPORTS = ("shm", "ibv", "uv")
 TENSORPIPE_CHANNELS = ("cma", "mpt_uv", "basic", "cuda_xth", "cuda_ipc", "cuda_gdr", "cuda_basic")
 
 _PEER_MEMORY_CLIENTS = ("nv_mem", "nv_mem_nc", "nvidia-peermem")
+
+#: CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
+_DMA_BUF_SUPPORTED = 124
 
 # GID tables have up to 256 slots, filled from the low end; each read is a query to the adapter.
 _GID_SLOTS = 32
@@ -48,6 +52,9 @@ class Gpu(_Evidence):
     resource1_present: bool | None = None
     """Whether sysfs has the ``resource1`` file, which TensorPipe's cuda_gdr takes for granted; None where
     the PCI device is not in sysfs at all."""
+    dma_buf: bool | None = None
+    """Whether the driver shares this GPU's memory as DMA-BUFs, by which adapters reach it without nvidia-peermem
+    (NCCL can use that, TensorPipe cannot); None = unknown."""
 
 
 class Gid(_Evidence):
@@ -256,7 +263,22 @@ def _gpu(root: Path, index: int) -> Gpu:
         pci_bus_id=bdf,
         bar1_bytes=_sysfs.bar1_bytes(root, bdf) if bdf else None,
         resource1_present=(device / "resource1").exists() if device and device.exists() else None,
+        dma_buf=_dma_buf(index),
     )
+
+
+def _dma_buf(index: int) -> bool | None:
+    """Asks the driver, which torch has initialised."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, supported = ctypes.c_int(), ctypes.c_int()
+    if cuda.cuDeviceGet(ctypes.byref(device), ctypes.c_int(index)):
+        return None
+    if cuda.cuDeviceGetAttribute(ctypes.byref(supported), ctypes.c_int(_DMA_BUF_SUPPORTED), device):
+        return None
+    return bool(supported.value)
 
 
 def _peer_memory(root: Path) -> bool:

@@ -32,6 +32,8 @@ CUDA_LOCAL = ("basic", "cuda_xth", "cuda_basic")
 TENSOR_LANES: tuple[tuple[str, Traffic], ...] = (("shm", "cpu"), ("cuda_ipc", "cuda"))
 #: The lanes between hosts or containers: for calls, CPU tensors and CUDA tensors.
 APART = ("socket", "torchrpc", "torchrpc")
+#: Likewise where NCCL has GPUDirect RDMA and torchrpc has not.
+BY_NCCL = ("socket", "torchrpc", "nccl")
 
 
 def same(adapters: Any) -> Callable[[int], Any]:
@@ -114,7 +116,7 @@ CASES = {
     ),
     "first port down": Case(
         lambda: public_nodes(same(with_port(infiniband_hcas(), "mlx5_0", state="DOWN"))),
-        APART,
+        BY_NCCL,
         ("uv",),
         ("cma", "mpt_uv", *CUDA_LOCAL),
         "tcp socket",
@@ -125,7 +127,7 @@ CASES = {
     ),
     "another port down": Case(
         lambda: public_nodes(same(with_port(infiniband_hcas(), "mlx5_5", state="DOWN"))),
-        APART,
+        BY_NCCL,
         ("ibv", "uv"),
         ("cma", *CUDA_LOCAL),
         "tcp socket",
@@ -136,7 +138,7 @@ CASES = {
     ),
     "RoCE, only GID 0 usable by TensorPipe": Case(
         lambda: public_nodes(same(roce_hcas())),
-        APART,
+        BY_NCCL,
         ("uv",),
         ("cma", "mpt_uv", *CUDA_LOCAL),
         "tcp socket",
@@ -158,7 +160,7 @@ CASES = {
     ),
     "small BAR1": Case(
         clusters.small_bar1_nodes,
-        APART,
+        BY_NCCL,
         ("ibv", "uv"),
         ("cma", *CUDA_LOCAL),
         "tcp socket",
@@ -169,7 +171,7 @@ CASES = {
     ),
     "no resource1 file": Case(
         clusters.no_resource1_nodes,
-        APART,
+        BY_NCCL,
         ("ibv", "uv"),
         ("cma", *CUDA_LOCAL),
         "tcp socket",
@@ -422,7 +424,7 @@ def test_neighbours_prefer_memory_and_keep_torchrpc() -> None:
     assert [choice.lane for choice in route.lanes("calls")] == ["socket", "torchrpc"]
     assert [choice.lane for choice in route.lanes("cpu")] == ["shm", "torchrpc"]
     assert [choice.lane for choice in route.lanes("cuda")] == ["cuda_ipc", "torchrpc"]
-    assert not route.rejected
+    assert [no.lane for no in route.rejected] == ["nccl"]
     assert route.message_lane == "socket"
     assert [choice.lane for choice in route.tensor_lanes] == ["shm", "torchrpc", "cuda_ipc", "torchrpc"]
 
@@ -674,6 +676,88 @@ def test_lanes_can_be_forced_and_forbidden(
 def test_calls_fall_through_to_torchrpc() -> None:
     route = plan(clusters.two_hosts(), GroupConfig()).route("worker_0", "worker_1")
     assert [choice.lane for choice in route.lanes("calls")] == ["socket", "torchrpc"]
+
+
+# -- nccl ----------------------------------------------------------------------------------------------------
+
+DMA_BUF = tuple(gpu.model_copy(update={"dma_buf": True}) for gpu in a100s())
+
+
+@pytest.mark.parametrize(
+    ("cluster", "reason"),
+    [
+        (public_nodes(), "torchrpc has GPUDirect RDMA between these two"),
+        (public_nodes(peer_memory=False), "worker_0: adapters cannot reach GPU memory; load nvidia-peermem"),
+        (public_nodes(memlock_bytes=8 * MIB), "only 8 MiB of memory may be locked"),
+        (public_nodes(same(efa_hcas())), "EFA needs a plug-in"),
+        (public_nodes(same(())), "worker_0: no RDMA adapter; worker_1: no RDMA adapter"),
+        (public_nodes(lambda host: infiniband_hcas(f"fec0:0000:0000:000{host}")), "one InfiniBand subnet"),
+        (public_nodes(lambda host: (infiniband_hcas(), roce_hcas())[host]), "or both RoCE"),
+        (clusters.two_hosts(), "neither member has a GPU"),
+        (clusters.one_host_two_gpus(), "same host: used only where GroupConfig.lanes names it"),
+        (clusters.two_pods_one_host(), "same host: used only where GroupConfig.lanes names it"),
+    ],
+)
+def test_nccl_says_why_it_is_not_used(cluster: Cluster, reason: str) -> None:
+    routes = plan(cluster, GroupConfig())
+    assert reason in why_not(routes.route("worker_0", "worker_1"), "nccl", "cuda")
+    assert "nccl" not in routes.beside("worker_0")
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        public_nodes(same(roce_hcas()), peer_memory=False, gpus=DMA_BUF),
+        public_nodes(peer_memory=False, gpus=DMA_BUF),
+        public_nodes(same(with_port(roce_hcas(), "mlx5_0", state="DOWN"))),
+    ],
+    ids=["RoCE with DMA-BUF", "InfiniBand with DMA-BUF", "RoCE, one port down"],
+)
+def test_nccl_carries_cuda_tensors_where_torchrpc_has_no_gpudirect(cluster: Cluster) -> None:
+    routes = plan(cluster, GroupConfig())
+    route = routes.route("worker_0", "worker_1")
+    assert [choice.lane for choice in route.lanes("cuda")] == ["nccl", "torchrpc"]
+    assert route.lanes("cuda")[0].how == "NCCL over GPUDirect RDMA"
+    assert routes.beside("worker_0") == ("nccl",)
+
+
+def test_gids_that_are_not_routed_are_no_road_for_nccl() -> None:
+    ports = {"gids": tuple(gid for gid in roce_hcas()[0].ports[0].gids if gid.link_local)}
+    hcas = with_port(roce_hcas()[:1], "mlx5_0", **ports)
+    route = plan(public_nodes(same(hcas)), GroupConfig()).route("worker_0", "worker_1")
+    assert "no adapter has an active port" in why_not(route, "nccl", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "how"),
+    [
+        (clusters.one_host_two_gpus(), "NCCL within the host"),
+        (public_nodes(), "NCCL over GPUDirect RDMA"),
+        (public_nodes(same(())), "NCCL over the network"),
+    ],
+    ids=["one host", "two hosts with RDMA", "two hosts without"],
+)
+def test_nccl_is_used_where_it_is_asked_for(cluster: Cluster, how: str) -> None:
+    routes = plan(cluster, GroupConfig(lanes=("socket", "shm", "nccl", "torchrpc")))
+    route = routes.route("worker_0", "worker_1")
+    assert [choice.lane for choice in route.lanes("cuda")] == ["nccl", "torchrpc"]
+    assert route.lanes("cuda")[0].how == how
+
+
+def test_cuda_ipc_comes_before_nccl() -> None:
+    config = GroupConfig(lanes=("socket", "shm", "cuda_ipc", "nccl", "torchrpc"))
+    routes = plan(clusters.one_host_two_gpus(), config)
+    assert lane(routes.route("worker_0", "worker_1"), "cuda") == "cuda_ipc"
+    assert routes.beside("worker_0") == ("shm", "cuda_ipc")
+
+
+def test_nccl_needs_two_whole_gpus() -> None:
+    config = GroupConfig(lanes=("socket", "shm", "nccl", "torchrpc"))
+    route = plan(neighbours(gpus=(a100s(2)[0],)), config).route("worker_0", "worker_1")
+    assert why_not(route, "nccl", "cuda") == "both members are on one GPU, and NCCL needs two"
+    slices = tuple(gpu.model_copy(update={"name": f"{gpu.name} MIG 1g.10gb"}) for gpu in a100s(2))
+    route = plan(neighbours(gpus=slices), config).route("worker_0", "worker_1")
+    assert "MIG" in why_not(route, "nccl", "cuda")
 
 
 # -- members that cannot be in one group ---------------------------------------------------------------------
