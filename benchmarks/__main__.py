@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import calls, forming, tensors, tutorial
+from benchmarks import calls, forming, huge_pages, tensors, tutorial
 from benchmarks._harness import machine
 
-ALL = {"calls": calls.main, "forming": forming.main, "tensors": tensors.main, "tutorial": tutorial.main}
+ALL = {
+    "calls": calls.main,
+    "forming": forming.main,
+    "huge_pages": huge_pages.main,
+    "tensors": tensors.main,
+    "tutorial": tutorial.main,
+}
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from raytorchrpc.errors import (
 from raytorchrpc.group import Group, get_group, init_group
 from raytorchrpc.member import current_member
 from raytorchrpc.peers import Member
+from raytorchrpc.runtime_env import runtime_env
 
 __version__ = "0.1.0.dev0"
 
@@ -46,4 +47,5 @@ __all__ = [
     "remote",
     "rpc_async",
     "rpc_sync",
+    "runtime_env",
 ]

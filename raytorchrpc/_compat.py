@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import functools
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -291,6 +292,19 @@ def actor_is_dead(actor_id: str) -> bool:
     from ray._private.state import actors
 
     return bool(actors(actor_id).get("State") == "DEAD")
+
+
+def inherited_env_vars() -> dict[str, str]:
+    """``env_vars`` that Ray gives every actor started from here, asked or not: those of the job, or of this worker."""
+    import ray
+
+    if ray.is_initialized():
+        return dict(ray.get_runtime_context().runtime_env.get("env_vars") or {})
+    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+
+    # A submitted job's entrypoint has them there until ray.init() takes them up.
+    submitted = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("runtime_env") or {}
+    return dict(submitted.get("env_vars") or {})
 
 
 def cloudpickler() -> type[Any]:

@@ -82,6 +82,14 @@ def shm_free_bytes(root: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
+def huge_pages(root: Path) -> tuple[str, int]:
+    """The kernel's mode for transparent huge pages (always, madvise, never; empty if unknown), and their bytes."""
+    home = root / "sys/kernel/mm/transparent_hugepage"
+    mode = re.search(r"\[(\w+)\]", read(home / "enabled") or "")
+    size = read(home / "hpage_pmd_size") or ""
+    return mode[1] if mode else "", int(size) if size.isdigit() else 0
+
+
 def bar1_bytes(root: Path, bdf: str) -> int | None:
     """Size of a PCI device's second BAR (on NVIDIA GPUs the window onto device memory); None = unknown.
 

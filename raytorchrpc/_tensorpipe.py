@@ -43,6 +43,9 @@ class AgentPlan:
     channels: tuple[str, ...]
     notes: tuple[str, ...] = ()
     """One line per backend: ``ibv: not used, no RDMA adapter``."""
+    small_pages: str | None = None
+    """Why large CPU tensors that torchrpc brings to this member cost a fault for each small page, and the remedy;
+    None if they do not, or nobody knows."""
 
 
 Verdicts = dict[str, tuple[bool, str]]
@@ -66,6 +69,7 @@ def plan_agents(members: Members, config: GroupConfig) -> tuple[dict[str, AgentP
             transports=_used(transports[name], config.transports),
             channels=_used(channels, config.channels),
             notes=_notes(transports[name], config.transports) + _notes(channels, config.channels),
+            small_pages=_small_pages(endpoint),
         )
         if "shm" in agents[name].transports:
             _check_shm(endpoint, others, warnings)
@@ -296,6 +300,17 @@ def _check_shm(endpoint: Endpoint, others: Sequence[Endpoint], warnings: _Warnin
             f"TensorPipe's shm transport lives in /dev/shm, which has less than {SMALL_SHM_BYTES // MIB} MiB free; "
             f"mount a larger one (Docker: --shm-size, Kubernetes: an emptyDir with medium: Memory)",
         )
+
+
+def _small_pages(endpoint: Endpoint) -> str | None:
+    if endpoint.huge_pages == "forbidden":
+        return "its kernel gives no huge pages; write madvise to /sys/kernel/mm/transparent_hugepage/enabled there"
+    if endpoint.huge_pages == "unused":
+        return (
+            "torch does not use huge pages in it; start the actor with runtime_env=raytorchrpc.runtime_env() "
+            "(a driver: export THP_MEM_ALLOC_ENABLE=1 before it starts)"
+        )
+    return None
 
 
 def name_range(names: Iterable[str]) -> str:

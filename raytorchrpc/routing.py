@@ -133,6 +133,12 @@ class RoutePlan:
                 lines.append(f"  {_TRAFFIC_TEXT[traffic]}: {choice.lane} ({choice.how}): {choice.reason}")
         for no in route.rejected:
             lines.append(f"  not {no.lane} for {_TRAFFIC_TEXT[no.traffic]}: {no.reason}")
+        if route.lanes("cpu")[0].lane == "torchrpc":
+            lines += [
+                f"  note: large CPU tensors reach {name} at a fraction of the possible speed: {why}"
+                for name in (a, b)
+                if (why := self.agents[name].small_pages)
+            ]
         lines += [_agent_text(name, self.agents[name]) for name in (a, b)]
         return "\n".join(lines)
 

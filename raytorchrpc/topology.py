@@ -13,8 +13,10 @@ import ipaddress
 import os
 import platform
 import re
+import resource
 import socket
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -31,6 +33,12 @@ _DMA_BUF_SUPPORTED = 124
 
 # GID tables have up to 256 slots, filled from the low end; each read is a query to the adapter.
 _GID_SLOTS = 32
+
+
+# More than glibc ever serves from memory that it kept (32 MiB), so these pages are new. Few of them are touched.
+_TRIAL_BYTES = 64 << 20
+# A huge page takes one fault; a quarter of one takes 128 in small pages, or 8 in the middle-sized ones of new kernels.
+_FEW_FAULTS = 2
 
 
 class _Evidence(BaseModel):
@@ -132,6 +140,9 @@ class Endpoint(_Evidence):
     memlock_bytes: int | None = None
     """Bytes RDMA may lock; None = unlimited."""
     shm_free_bytes: int = 0
+    huge_pages: Literal["used", "unused", "forbidden"] | None = None
+    """Whether a large CPU tensor that torch allocates here lies in huge pages, as tried; ``forbidden`` if the kernel
+    gives none to anybody. None = unknown."""
     torch_version: str
     cuda_version: str | None = None
     python_version: str = ""
@@ -188,6 +199,7 @@ def probe(*, name: str = "", node_ip: str, wants_gpu: bool = True, root: Path = 
         peer_memory=_peer_memory(root),
         memlock_bytes=_sysfs.memlock_bytes(root),
         shm_free_bytes=_sysfs.shm_free_bytes(root),
+        huge_pages=_huge_pages(root),
         torch_version=str(torch.__version__),
         cuda_version=torch.version.cuda,
         python_version=platform.python_version(),
@@ -235,6 +247,28 @@ def _interfaces(root: Path) -> tuple[Interface, ...]:
         Interface(name=name, addresses=tuple(addresses.get(name, ())), up=up)
         for name, up in _sysfs.interfaces_up().items()
     )
+
+
+def _huge_pages(root: Path) -> Literal["used", "unused", "forbidden"] | None:
+    """Tried, not read off a variable: torch looks at its variable once, and whoever sets it later is not heard."""
+    import torch
+
+    mode, size = _sysfs.huge_pages(root)
+    if mode == "never":
+        return "forbidden"
+    if not mode or not 0 < size <= _TRIAL_BYTES // 2:
+        return None
+    try:
+        tensor = torch.empty(_TRIAL_BYTES, dtype=torch.uint8)
+    except RuntimeError:  # no room for it
+        return None
+    start = tensor.data_ptr() + -tensor.data_ptr() % size
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    ctypes.memset(start, 0, size // 4)
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    if faults == 0:  # memory that was in use before, or a kernel that does not count
+        return None
+    return "used" if faults <= _FEW_FAULTS else "unused"
 
 
 def _gpus(root: Path) -> tuple[Gpu, ...]:

@@ -6,6 +6,7 @@ The names of torch have theirs in tests/unit/test_compat.py.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -148,6 +149,32 @@ print(ray.get_runtime_context().get_job_id(), flush=True)
 sys.stdin.read()
 os._exit(9)
 """
+
+
+SUBMITTED = """
+import os, ray
+import raytorchrpc as rtr
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env=rtr.runtime_env(env_vars={"MINE": "x"}))
+look = ray.remote(lambda: [os.environ.get(name) for name in ("THP_MEM_ALLOC_ENABLE", "IBV_FORK_SAFE", "MINE")])
+print(rtr.runtime_env(), ray.get(look.remote()), ray.get(look.options(runtime_env=rtr.runtime_env()).remote()))
+"""
+
+
+def test_a_submitted_job_may_ask_for_the_environment_that_it_has(tmp_path: Path) -> None:
+    """ray._private.runtime_env.constants.RAY_JOB_CONFIG_JSON_ENV_VAR: without it ``ray.init`` in a submitted job
+    refuses our ``runtime_env()``, because the job has the same variables already."""
+    job = {"runtime_env": {"env_vars": {"THP_MEM_ALLOC_ENABLE": "0", "IBV_FORK_SAFE": "1", "RDMAV_FORK_SAFE": "1"}}}
+    environ = {
+        **{name: value for name, value in os.environ.items() if name not in job["runtime_env"]["env_vars"]},
+        "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({**job, "metadata": {}}),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONPATH": str(ROOT),
+    }
+    environ.pop("RAY_ADDRESS", None)
+    ran = subprocess.run(
+        [sys.executable, "-c", SUBMITTED], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=90
+    )
+    assert ran.stdout.strip() == "{'env_vars': {}} ['0', '1', 'x'] ['0', '1', 'x']", ran.stderr
 
 
 def test_a_driver_that_died_is_known_and_its_group_keeps_nobody(spawn: Spawn) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -805,6 +806,29 @@ def test_explain_says_what_was_rejected() -> None:
     assert "not socket for calls: forbidden by lanes=('-socket',)" in text
     assert "CUDA tensors: none" in text
     assert "not torchrpc for CUDA tensors: neither member has a GPU" in text
+
+
+HUGE_PAGES: dict[tuple[str | None, str | None], tuple[str, ...]] = {
+    ("used", "used"): (),
+    (None, "used"): (),
+    ("used", "unused"): ("reach worker_1 .*runtime_env=raytorchrpc.runtime_env",),
+    ("forbidden", None): ("reach worker_0 .*write madvise to /sys/kernel/mm/transparent_hugepage/enabled",),
+    ("unused", "unused"): ("reach worker_0 ", "reach worker_1 "),
+}
+
+
+@pytest.mark.parametrize("pages", HUGE_PAGES)
+def test_explain_notes_who_receives_into_small_pages(pages: tuple[str | None, str | None]) -> None:
+    members = group(*(member(n, host=n, huge_pages=has) for n, has in enumerate(pages)))
+    text = plan(members, GroupConfig()).explain("worker_1", "worker_0")
+    notes = sorted(line for line in text.splitlines() if line.startswith("  note: "))
+    assert len(notes) == len(HUGE_PAGES[pages])
+    assert all(re.search(words, note) for words, note in zip(HUGE_PAGES[pages], notes, strict=True)), text
+
+
+def test_explain_notes_no_small_pages_where_shm_carries_cpu_tensors() -> None:
+    members = group(*(member(n, huge_pages="unused") for n in range(2)))
+    assert "note: " not in plan(members, GroupConfig()).explain("worker_0", "worker_1")
 
 
 def test_explain_itself_and_strangers() -> None:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import pickle
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,50 @@ def test_probe_of_this_process() -> None:
     assert {"uv"} <= set(endpoint.tensorpipe_transports)
     assert {"basic", "mpt_uv"} <= set(endpoint.tensorpipe_channels)
     assert ("cuda_basic" in endpoint.tensorpipe_channels) is (torch.version.cuda is not None)
+
+
+@pytest.mark.parametrize(
+    ("enabled", "size", "seen"),
+    [
+        ("always madvise [never]", 2 << 20, "forbidden"),
+        ("always [madvise] never", 512 << 20, None),  # the size that goes with pages of 64 KiB: too large to try
+        ("always [madvise] never", 0, None),
+        ("", 2 << 20, None),
+    ],
+)
+def test_huge_pages_that_are_forbidden_or_cannot_be_tried(
+    tmp_path: Path, enabled: str, size: int, seen: str | None
+) -> None:
+    home = tmp_path / "sys/kernel/mm/transparent_hugepage"
+    write(home / "enabled", enabled)
+    write(home / "hpage_pmd_size", str(size))
+    assert probe(node_ip="127.0.0.1", root=tmp_path).huge_pages == seen
+
+
+TRY_HUGE_PAGES = """
+import os, sys, torch
+from raytorchrpc.topology import probe
+if sys.argv[1] == "late":
+    torch.ones(1)
+    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
+print(probe(node_ip="127.0.0.1", wants_gpu=False).huge_pages)
+"""
+
+
+@pytest.mark.parametrize(("when", "value", "seen"), [("first", "1", "used"), ("late", "0", "unused")])
+def test_huge_pages_are_tried_and_not_read_off_the_variable(when: str, value: str, seen: str) -> None:
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not enabled.exists() or "[madvise]" not in enabled.read_text():
+        pytest.skip(f"{enabled} is not madvise here: the variable makes no difference")
+    ran = subprocess.run(
+        [sys.executable, "-c", TRY_HUGE_PAGES, when],
+        env={**os.environ, "THP_MEM_ALLOC_ENABLE": value},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.stdout.strip() == seen, ran.stderr
 
 
 def test_probe_takes_little_time() -> None:

@@ -1,0 +1,97 @@
+"""``runtime_env()``: what a process that was started with it finds, and what a group says of one that was not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import raytorchrpc as rtr
+from tests.ray.actors import Peer
+from tests.ray.conftest import Spawn
+
+NAMES = ("THP_MEM_ALLOC_ENABLE", "IBV_FORK_SAFE", "RDMAV_FORK_SAFE")
+TORCHRPC = rtr.GroupConfig(lanes=("socket", "torchrpc"))
+SIZE = 64 << 20
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def madvise() -> None:
+    """Skips where the kernel gives huge pages to nobody, or to everybody whether asked for or not."""
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    mode = enabled.read_text().strip() if enabled.exists() else "missing"
+    if "[madvise]" not in mode:
+        pytest.skip(f"{enabled} is {mode}: the variable makes no difference here")
+
+
+@pytest.fixture
+def started_with(spawn: Spawn) -> Any:
+    return spawn(Peer, runtime_env=rtr.runtime_env())
+
+
+@pytest.fixture
+def started_without(spawn: Spawn) -> Any:
+    return spawn(Peer, runtime_env={"env_vars": {"THP_MEM_ALLOC_ENABLE": "0"}})
+
+
+def first_environment() -> dict[str, str]:
+    """As it was when this process's program began, before any import."""
+    pairs = Path("/proc/self/environ").read_bytes().decode().split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+
+def in_huge_pages(size: int) -> int:
+    """Bytes of a new CPU tensor of that size that lie in huge pages, as the kernel tells."""
+    tensor = torch.ones(size, dtype=torch.uint8)
+    begin, end, found = tensor.data_ptr(), tensor.data_ptr() + size, 0
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if area := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(area[1], 16) < end and begin < int(area[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def at_work(actor: Any, function: Any, *args: Any) -> Any:
+    return ray.get(actor.run.remote(function, *args), timeout=60)
+
+
+def test_an_actor_has_the_variables_from_its_start(started_with: Any) -> None:
+    environment = at_work(started_with, first_environment)
+    assert {name: environment.get(name) for name in NAMES} == dict.fromkeys(NAMES, "1")
+
+
+def test_torch_heeds_it(madvise: None, started_with: Any, started_without: Any) -> None:
+    assert at_work(started_without, in_huge_pages, SIZE) == 0
+    assert at_work(started_with, in_huge_pages, SIZE) >= SIZE // 2
+
+
+def test_a_group_says_who_should_have_been_started_with_it(
+    madvise: None, started_with: Any, started_without: Any
+) -> None:
+    actors = {"with": started_with, "without": started_without}
+    with rtr.init_group(actors, config=TORCHRPC) as group:
+        notes = [line for line in group.explain("with", "without").splitlines() if "  note: " in line]
+    assert len(notes) == 1
+    assert "reach without " in notes[0] and "runtime_env=raytorchrpc.runtime_env()" in notes[0]
+
+
+def test_no_word_of_it_where_tensors_go_by_shared_memory(started_without: Any, peers: list[Any]) -> None:
+    with rtr.init_group({"a": started_without, "b": peers[0]}) as group:
+        assert "note:" not in group.explain("a", "b")
+
+
+def test_what_an_actor_was_started_with_is_left_to_ray(started_without: Any) -> None:
+    made = at_work(started_without, rtr.runtime_env)
+    assert made == {"env_vars": {"IBV_FORK_SAFE": "1", "RDMAV_FORK_SAFE": "1"}}
