@@ -14,7 +14,7 @@ import torch
 import raytorchrpc as rtr
 from benchmarks._harness import Row, show, start_ray
 
-SIZES = {40_000_000: 30, 640_000_000: 6}
+SIZES = {10_000_000: 30, 40_000_000: 30, 640_000_000: 6}
 #: Calls from one sender to one receiver before it is the next two's turn.
 BLOCK = 3
 

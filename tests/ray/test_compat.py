@@ -163,10 +163,10 @@ print(rtr.runtime_env(), ray.get(look.remote()), ray.get(look.options(runtime_en
 def test_a_submitted_job_may_ask_for_the_environment_that_it_has(tmp_path: Path) -> None:
     """ray._private.runtime_env.constants.RAY_JOB_CONFIG_JSON_ENV_VAR: without it ``ray.init`` in a submitted job
     refuses our ``runtime_env()``, because the job has the same variables already."""
-    job = {"runtime_env": {"env_vars": {"THP_MEM_ALLOC_ENABLE": "0", "IBV_FORK_SAFE": "1", "RDMAV_FORK_SAFE": "1"}}}
+    job = rtr.runtime_env(env_vars={"THP_MEM_ALLOC_ENABLE": "0", "IBV_FORK_SAFE": "1"})
     environ = {
-        **{name: value for name, value in os.environ.items() if name not in job["runtime_env"]["env_vars"]},
-        "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({**job, "metadata": {}}),
+        **{name: value for name, value in os.environ.items() if name not in job["env_vars"]},
+        "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": job, "metadata": {}}),
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONPATH": str(ROOT),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,20 @@ import raytorchrpc as rtr
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 
-NAMES = ("THP_MEM_ALLOC_ENABLE", "IBV_FORK_SAFE", "RDMAV_FORK_SAFE")
+OURS = {
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "MALLOC_MMAP_THRESHOLD_": "33554432",
+    "MALLOC_TRIM_THRESHOLD_": "67108864",
+    "IBV_FORK_SAFE": "1",
+    "RDMAV_FORK_SAFE": "1",
+}
 TORCHRPC = rtr.GroupConfig(lanes=("socket", "torchrpc"))
 SIZE = 64 << 20
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in NAMES:
+    for name in OURS:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -63,18 +70,35 @@ def in_huge_pages(size: int) -> int:
     return found
 
 
+def faults_of_the_tenth(size: int) -> int:
+    """Page faults of one CPU tensor of that size, after nine like it."""
+    for _ in range(10):
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        torch.ones(size, dtype=torch.uint8)
+        faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    return faults
+
+
 def at_work(actor: Any, function: Any, *args: Any) -> Any:
     return ray.get(actor.run.remote(function, *args), timeout=60)
 
 
 def test_an_actor_has_the_variables_from_its_start(started_with: Any) -> None:
     environment = at_work(started_with, first_environment)
-    assert {name: environment.get(name) for name in NAMES} == dict.fromkeys(NAMES, "1")
+    assert {name: environment.get(name) for name in OURS} == OURS
 
 
 def test_torch_heeds_it(madvise: None, started_with: Any, started_without: Any) -> None:
     assert at_work(started_without, in_huge_pages, SIZE) == 0
     assert at_work(started_with, in_huge_pages, SIZE) >= SIZE // 2
+
+
+def test_memory_of_middle_sized_tensors_is_used_again(spawn: Spawn, started_with: Any) -> None:
+    """With huge pages alone it is not, and calls with such tensors become slower."""
+    huge_pages_alone = spawn(Peer, runtime_env={"env_vars": {"THP_MEM_ALLOC_ENABLE": "1"}})
+    for size in (4_000_000, 10_000_000, 30_000_000):
+        assert at_work(huge_pages_alone, faults_of_the_tenth, size) > 10
+        assert at_work(started_with, faults_of_the_tenth, size) <= 10
 
 
 def test_a_group_says_who_should_have_been_started_with_it(
@@ -94,4 +118,4 @@ def test_no_word_of_it_where_tensors_go_by_shared_memory(started_without: Any, p
 
 def test_what_an_actor_was_started_with_is_left_to_ray(started_without: Any) -> None:
     made = at_work(started_without, rtr.runtime_env)
-    assert made == {"env_vars": {"IBV_FORK_SAFE": "1", "RDMAV_FORK_SAFE": "1"}}
+    assert made == {"env_vars": {name: value for name, value in OURS.items() if name != "THP_MEM_ALLOC_ENABLE"}}
