@@ -154,7 +154,8 @@ os._exit(9)
 SUBMITTED = """
 import os, ray
 import raytorchrpc as rtr
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env=rtr.runtime_env(env_vars={"MINE": "x"}))
+mine = rtr.runtime_env(env_vars={"MINE": "x"})
+ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env=mine)
 look = ray.remote(lambda: [os.environ.get(name) for name in ("THP_MEM_ALLOC_ENABLE", "IBV_FORK_SAFE", "MINE")])
 print(rtr.runtime_env(), ray.get(look.remote()), ray.get(look.options(runtime_env=rtr.runtime_env()).remote()))
 """
