@@ -34,7 +34,8 @@ class GroupConfig(BaseModel):
 
     device_maps: dict[str, Any] | None = None
     """Device maps by member name: a ``DeviceMap``, its text form, or ``{peer: {local gpu: peer gpu}}``.
-    None generates one for every pair."""
+    ``{"actor": {"learner": {"cpu": 0}}}`` has the actor's CPU tensors arrive on the learner's ``cuda:0``,
+    ``{"actor": {"learner": {0: "cpu"}}}`` its CUDA tensors on the learner's CPU. None generates one for every pair."""
 
     local_devices: tuple[int, ...] | None = None
     """Local CUDA indices that generated device maps may use; None means every visible one."""

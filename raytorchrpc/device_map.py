@@ -1,29 +1,43 @@
-"""Device maps: which of my GPUs lands on which of a peer's when a CUDA tensor is sent there.
+"""Device maps: where a tensor lands when it is sent to a peer.
 
-torchrpc sends the arguments of a call through the caller's map and its result through the inverse of that
-same map. The callee's own map plays no part in it, so the two directions of a pair may differ freely:
-``a: {b: {0: 1}}`` together with ``b: {a: {0: 0}}`` is no contradiction.
+The arguments of a call take the caller's map, and its result the inverse of that same map. The callee's own map
+plays no part in it, so the two directions of a pair may differ freely: ``a: {b: {0: 1}}`` together with
+``b: {a: {0: 0}}`` is no contradiction.
+
+An entry leads from GPU to GPU, or crosses between a GPU and the CPU. A CPU tensor that the map does not mention stays
+a CPU tensor. So the inverse for a result is:
+
+* from a GPU of the peer: to the local GPU that is mapped to it, else to the CPU if ``"cpu"`` is mapped to it;
+* from the peer's CPU: to the CPU, always.
+
+``{"cpu": 0}`` therefore brings a CUDA result from the peer's ``cuda:0`` back as a CPU tensor. ``{0: "cpu"}`` changes no
+result: a CPU tensor there may just as well stem from a CPU tensor here.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final, Literal
 
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.topology import Endpoint
 
 Peer = str | int
-Pairs = tuple[tuple[int, int], ...]
+CPU: Final = "cpu"
+#: One side of an entry: a CUDA index, or the CPU.
+Device = int | Literal["cpu"]
+Pairs = tuple[tuple[Device, Device], ...]
 
-_ENTRY = re.compile(r"(\d+)_(\d+)_(\d+)")
-_SHAPE = "expected <peer rank>_<local gpu>_<peer gpu>, e.g. 1_0_1"
+_ENTRY = re.compile(r"(\d+)_(\d+|cpu)_(\d+|cpu)")
+_SHAPE = "expected <peer rank>_<local gpu>_<peer gpu>, e.g. 1_0_1, with cpu for one of the GPUs where it is meant"
 
 
 class DeviceMap:
-    """One member's maps, peer -> {local GPU: peer GPU}. Immutable, hashable, picklable.
+    """One member's maps, peer -> {local GPU: peer GPU}; "cpu" in place of a GPU crosses to or from the CPU.
+
+    Immutable, hashable, picklable.
 
     Peers are member names or ranks; ``named`` turns all of them into names.
     """
@@ -31,17 +45,23 @@ class DeviceMap:
     __slots__ = ("_entries",)
     _entries: tuple[tuple[Peer, Pairs], ...]
 
-    def __init__(self, entries: Mapping[Any, Mapping[int, int]] | None = None) -> None:
-        fixed = tuple((peer, tuple(pairs.items())) for peer, pairs in (entries or {}).items() if pairs)
+    def __init__(self, entries: Mapping[Any, Mapping[Any, Device]] | None = None) -> None:
+        moved = {  # what stays on the CPU needs no entry
+            peer: tuple(pair for pair in pairs.items() if pair != (CPU, CPU)) for peer, pairs in (entries or {}).items()
+        }
+        fixed = tuple((peer, pairs) for peer, pairs in moved.items() if pairs)
         object.__setattr__(self, "_entries", fixed)
 
     @classmethod
     def parse(cls, text: str) -> DeviceMap:
         """Read ``<peer rank>_<local gpu>_<peer gpu>,...``; spaces around commas are allowed, "" is no map.
 
+        ``cpu`` in place of a GPU crosses: with ``1_cpu_0`` CPU tensors arrive on rank 1's GPU 0, with ``1_0_cpu`` CUDA
+        tensors of GPU 0 arrive there as CPU tensors.
+
         Raises ConfigurationError naming the entry, its position (from 1) and what was expected.
         """
-        entries: dict[Peer, dict[int, int]] = {}
+        entries: dict[Peer, dict[Device, Device]] = {}
         if not isinstance(text, str):
             raise ConfigurationError(f"a device map's text form is a str, not {text!r}")
         for position, raw in enumerate(text.split(",") if text.strip() else (), start=1):
@@ -49,11 +69,11 @@ class DeviceMap:
             match = _ENTRY.fullmatch(entry)
             if not match:
                 raise ConfigurationError(f"device map entry {position} ({entry!r}) is malformed: {_SHAPE}")
-            peer, local, target = (int(part) for part in match.groups())
+            peer, local, target = int(match[1]), _read(match[2]), _read(match[3])
             if local in entries.setdefault(peer, {}):
                 raise ConfigurationError(
-                    f"device map entry {position} ({entry!r}): GPU {local} is already mapped to GPU "
-                    f"{entries[peer][local]} of peer {peer}; one local GPU goes to one GPU of a peer"
+                    f"device map entry {position} ({entry!r}): {_label(local)} is already mapped to "
+                    f"{_label(entries[peer][local])} of peer {peer}; one local GPU goes to one GPU of a peer"
                 )
             entries[peer][local] = target
         return cls(entries)
@@ -62,9 +82,11 @@ class DeviceMap:
     def from_dict(cls, value: Mapping[Any, Any]) -> DeviceMap:
         """Read ``{peer name or rank: {local gpu: peer gpu}}``; a GPU is 0, "0", "cuda:0" or torch.device.
 
+        In place of a GPU, "cpu" crosses: ``{"learner": {"cpu": 0}}``, ``{"learner": {0: "cpu"}}``.
+
         Raises ConfigurationError naming the peer and the entry.
         """
-        entries: dict[Peer, dict[int, int]] = {}
+        entries: dict[Peer, dict[Device, Device]] = {}
         for peer, pairs in value.items():
             if isinstance(peer, bool) or not isinstance(peer, (str, int)):
                 raise ConfigurationError(f"device map: peer {peer!r} is neither a member's name nor its rank")
@@ -74,10 +96,10 @@ class DeviceMap:
                 )
             mapped = entries.setdefault(peer, {})
             for local, target in pairs.items():
-                index = _cuda_index(local, peer)
+                index = _device(local, peer)
                 if index in mapped:
-                    raise ConfigurationError(f"device map for peer {peer!r}: GPU {index} is mapped twice")
-                mapped[index] = _cuda_index(target, peer)
+                    raise ConfigurationError(f"device map for peer {peer!r}: {_label(index)} is mapped twice")
+                mapped[index] = _device(target, peer)
         return cls(entries)
 
     @classmethod
@@ -115,7 +137,7 @@ class DeviceMap:
         """
         count = gpu_count(local)
         usable = [i for i in range(count) if local_devices is None or i in local_devices]
-        entries: dict[Peer, dict[int, int]] = {}
+        entries: dict[Peer, Mapping[Any, Device]] = {}
         for peer, endpoint in peers.items():
             targets = gpu_count(endpoint)
             taken: dict[int, int] = {}
@@ -126,14 +148,14 @@ class DeviceMap:
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        """Peers that have at least one GPU mapped, in the order given."""
+        """Peers that have at least one entry, in the order given."""
         return tuple(peer for peer, _ in self._entries)
 
-    def for_peer(self, peer: Peer) -> dict[int, int]:
-        """{local GPU: peer GPU} for this peer; empty where nothing is mapped."""
+    def for_peer(self, peer: Peer) -> dict[Device, Device]:
+        """{local GPU or "cpu": peer GPU or "cpu"} for this peer; empty where nothing is mapped."""
         return {local: target for name, pairs in self._entries if name == peer for local, target in pairs}
 
-    def to_dict(self) -> dict[Peer, dict[int, int]]:
+    def to_dict(self) -> dict[Peer, dict[Device, Device]]:
         """The dict form that ``from_dict`` reads."""
         return {peer: dict(pairs) for peer, pairs in self._entries}
 
@@ -150,7 +172,7 @@ class DeviceMap:
 
         Raises ConfigurationError naming ``owner``, the peer and the known members if there is none such.
         """
-        entries: dict[str, dict[int, int]] = {}
+        entries: dict[str, dict[Device, Device]] = {}
         for peer, pairs in self._entries:
             name = _member(peer, members)
             if name is None:
@@ -159,8 +181,8 @@ class DeviceMap:
             for local, target in pairs:
                 if mapped.setdefault(local, target) != target:
                     raise ConfigurationError(
-                        f"device map of {owner or 'a member'}: GPU {local} is mapped to both GPU "
-                        f"{mapped[local]} and GPU {target} of {name} (given by name and by rank)"
+                        f"device map of {owner or 'a member'}: {_label(local)} is mapped to both "
+                        f"{_label(mapped[local])} and {_label(target)} of {name} (given by name and by rank)"
                     )
         return DeviceMap(entries)
 
@@ -186,8 +208,22 @@ class DeviceMap:
         return f"DeviceMap({self.to_dict()!r})"
 
 
+def gpu_pairs(mapping: Mapping[Device, Device]) -> dict[int, int]:
+    """The entries of one peer's map from GPU to GPU: all that torchrpc and lanes are told of it."""
+    return {local: target for local, target in mapping.items() if isinstance(local, int) and isinstance(target, int)}
+
+
+def way_back(mapping: Mapping[Device, Device]) -> dict[Device, Device]:
+    """{peer GPU: local GPU or "cpu"} of one peer's map: where CUDA results arrive."""
+    back: dict[Device, Device] = {}
+    if CPU in mapping:
+        back[mapping[CPU]] = CPU
+    back.update((target, local) for local, target in gpu_pairs(mapping).items())  # a GPU's goes back to a GPU
+    return back
+
+
 def inverse(mapping: Mapping[int, int]) -> dict[int, int]:
-    """{peer GPU: local GPU} of one peer's map: the way results take. Raises if two GPUs share a target."""
+    """{peer GPU: local GPU} of a map of GPUs alone. Raises if two GPUs share a target."""
     turned = {target: local for local, target in mapping.items()}
     if len(turned) != len(mapping):
         raise ConfigurationError(f"device map {dict(mapping)!r} sends two GPUs to one and has no inverse")
@@ -209,7 +245,8 @@ def validate(maps: Mapping[str, DeviceMap], members: Mapping[str, Endpoint | int
         members: every member's endpoint or GPU count, in rank order.
 
     Raises ConfigurationError naming the member, the peer and the entry: an unknown member or peer, a GPU
-    that does not exist on either side, two GPUs sent to one, a map to oneself that is not the identity.
+    that does not exist on either side, two GPUs sent to one, a map to oneself that is not the identity, a map by
+    which CPU tensors arrive on a GPU and CUDA tensors on the CPU.
     """
     names = list(members)
     for owner, device_map in maps.items():
@@ -277,22 +314,30 @@ def _check_local_devices(
         )
 
 
-def _validate_pair(owner: str, peer: str, pairs: Mapping[int, int], members: Mapping[str, Endpoint | int]) -> None:
+def _validate_pair(
+    owner: str, peer: str, pairs: Mapping[Device, Device], members: Mapping[str, Endpoint | int]
+) -> None:
     where = f"device map of {owner} to {peer}"
     seen: dict[int, int] = {}
     for local, target in pairs.items():
         entry = f"entry {local} -> {target}"
         for side, index in ((owner, local), (peer, target)):
-            if not 0 <= index < gpu_count(members[side]):
+            if index != CPU and not 0 <= index < gpu_count(members[side]):
                 raise ConfigurationError(f"{where}, {entry}: {side} has no GPU {index} ({_has(members[side])})")
-        if target in seen:
-            raise ConfigurationError(
-                f"{where}, {entry}: GPU {target} of {peer} is already the target of GPU {seen[target]}; "
-                f"torchrpc takes one local GPU per GPU of a peer"
-            )
         if owner == peer and local != target:
             raise ConfigurationError(f"{where}, {entry}: a member maps to itself only as {local} -> {local}")
-        seen[target] = local
+        if target == CPU and CPU in pairs:
+            raise ConfigurationError(
+                f"{where}, {entry}: CPU tensors already arrive on {_label(pairs[CPU])} (cpu -> {pairs[CPU]}), and what "
+                f"comes from GPU {local} would be one; keep one of the two"
+            )
+        if isinstance(local, int) and isinstance(target, int):
+            if target in seen:
+                raise ConfigurationError(
+                    f"{where}, {entry}: GPU {target} of {peer} is already the target of GPU {seen[target]}; "
+                    f"torchrpc takes one local GPU per GPU of a peer"
+                )
+            seen[target] = local
 
 
 def _has(side: Endpoint | int) -> str:
@@ -302,19 +347,32 @@ def _has(side: Endpoint | int) -> str:
     return f"it sees {count}"
 
 
-def _cuda_index(device: Any, peer: Peer) -> int:
-    """The index of 0, "0", "cuda:0" or a torch.device; torch itself is not needed to read one."""
+def _read(text: str) -> Device:
+    return CPU if text == CPU else int(text)
+
+
+def _label(device: Device) -> str:
+    return "the CPU" if device == CPU else f"GPU {device}"
+
+
+def _device(device: Any, peer: Peer) -> Device:
+    """What 0, "0", "cuda:0", "cpu" or a torch.device means; torch itself is not needed to read one."""
     kind, index = getattr(device, "type", None), getattr(device, "index", None)
-    if kind == "cuda" and isinstance(index, int) and not isinstance(device, str):
-        return index
+    if not isinstance(device, str):
+        if kind == "cuda" and isinstance(index, int):
+            return index
+        if kind == CPU and index is None:
+            return CPU
     if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
         return device
     if isinstance(device, str):
         match = re.fullmatch(r"(?:cuda:)?(\d+)", device.strip())
         if match:
             return int(match[1])
+        if device.strip() == CPU:
+            return CPU
     raise ConfigurationError(
-        f"device map for peer {peer!r}: {device!r} is not a CUDA device with an index (0, 'cuda:0')"
+        f"device map for peer {peer!r}: {device!r} is not a CUDA device with an index (0, 'cuda:0'), nor 'cpu'"
     )
 
 

@@ -153,9 +153,10 @@ class Forming:
         secret = secrets.token_bytes(32)
         specs: dict[str, tuple[JoinSpec]] = {}
         for rank, (member, agent) in enumerate(plan.agents.items()):
-            outgoing = {peer: maps[member].for_peer(peer) for peer in plan.agents if maps[member].for_peer(peer)}
+            pairs = {peer: device_map.gpu_pairs(maps[member].for_peer(peer)) for peer in plan.agents}
+            outgoing = {peer: mapping for peer, mapping in pairs.items() if mapping}
             devices = {gpu for mapping in outgoing.values() for gpu in mapping}
-            devices |= {gpu for other in maps.values() for gpu in other.for_peer(member).values()}
+            devices |= {gpu for other in maps.values() for gpu in device_map.gpu_pairs(other.for_peer(member)).values()}
             agent_spec = AgentSpec(
                 name=rpc_names[member],
                 worker_id=ids[member],

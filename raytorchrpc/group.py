@@ -69,8 +69,8 @@ class Group:
         """All that decided the road between two members (names, ranks, handles or Members), as text."""
         return self._info.plan.explain(self._member(a).name, self._member(b).name)
 
-    def device_map(self, a: Any, b: Any) -> dict[int, int]:
-        """Where a's CUDA tensors arrive on b: {a's gpu: b's gpu}, each as that process numbers its own."""
+    def device_map(self, a: Any, b: Any) -> dict[device_map.Device, device_map.Device]:
+        """Where a's tensors arrive on b: {a's gpu: b's gpu}, each as that process numbers its own, or "cpu"."""
         return dict(self._info.device_maps[self._member(a).name].get(self._member(b).name, {}))
 
     def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> GroupStats:

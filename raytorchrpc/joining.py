@@ -21,6 +21,7 @@ import ray
 from raytorchrpc import _compat, serving, topology
 from raytorchrpc.calls import exposed
 from raytorchrpc.config import GroupConfig
+from raytorchrpc.device_map import CPU, Device, gpu_pairs, way_back
 from raytorchrpc.errors import BootstrapError, LaneUnavailable, RayTorchRpcError
 from raytorchrpc.fabric import AgentIdentity, AgentSpec, Fabric, FabricPeer, process_fabric
 from raytorchrpc.lanes.base import MessageLane, PeerAddress, Pending, TensorLane
@@ -79,7 +80,7 @@ class JoinSpec(NamedTuple):
     renew_agent: bool
     """Its running agent's id is taken by another member: start a new one."""
     device_maps: Mapping[str, Mapping[int, int]]
-    """By peer's member name."""
+    """By peer's member name; what leads from GPU to GPU."""
     secret: bytes
     """The group's, made for this generation."""
     tcp_host: str | None
@@ -108,8 +109,8 @@ class GroupInfo(NamedTuple):
     members: tuple[Member, ...]
     config: GroupConfig
     plan: RoutePlan
-    device_maps: Mapping[str, Mapping[str, Mapping[int, int]]]
-    """By member, then by peer: local gpu -> peer gpu."""
+    device_maps: Mapping[str, Mapping[str, Mapping[Device, Device]]]
+    """By member, then by peer: local gpu or "cpu" -> peer gpu or "cpu"."""
 
 
 class Table(NamedTuple):
@@ -292,6 +293,8 @@ def _road(me: Member, peer: Member, info: GroupInfo, lanes: Mapping[str, Message
     if peer.rank == me.rank:
         return PeerRoad(peer, lanes["loopback"], lanes["loopback"], lanes["torchrpc"])
     route = info.plan.route(me.name, peer.name)
+    outward = info.device_maps[me.name].get(peer.name, {})
+    inward = info.device_maps[peer.name].get(me.name, {})
     best: dict[str, str] = {}
     for choice in route.tensor_lanes:
         best.setdefault(choice.traffic, choice.lane)
@@ -302,8 +305,10 @@ def _road(me: Member, peer: Member, info: GroupInfo, lanes: Mapping[str, Message
         lanes["torchrpc"],
         lanes["torchrpc"],
         beside,
-        info.device_maps[me.name].get(peer.name, {}),
-        {its: mine for mine, its in info.device_maps[peer.name].get(me.name, {}).items()},
+        outward,
+        way_back(inward),
+        inward.get(CPU),
+        frozenset(route.same_gpus_from(me.name)),
         same_clock=me.node_id == peer.node_id,
     )
 
@@ -312,7 +317,7 @@ def _address(table: Table, me: str, peer: str, lane: str) -> Any:
     prepared = table.peers[peer]
     if lane != "torchrpc":
         return prepared.addresses[lane]
-    inverse = {its: mine for mine, its in table.info.device_maps[peer].get(me, {}).items()}
+    inverse = {its: mine for mine, its in gpu_pairs(table.info.device_maps[peer].get(me, {})).items()}
     return FabricPeer(prepared.agent.name, prepared.agent.worker_id, prepared.url, inverse)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from raytorchrpc.device_map import Device
 from raytorchrpc.lanes.base import MessageLane
 
 
@@ -40,9 +41,13 @@ class PeerRoad:
     """torchrpc: carries RRefs and what distributed autograd follows."""
     beside: Mapping[str, str] = field(default_factory=dict)
     """Lanes for tensors that travel beside a message of ``calls``, by device type."""
-    devices: Mapping[int, int] = field(default_factory=dict)
-    """Where CUDA arguments arrive: this process's index -> the peer's."""
-    devices_back: Mapping[int, int] = field(default_factory=dict)
+    devices: Mapping[Device, Device] = field(default_factory=dict)
+    """Where arguments arrive: this process's GPU, or "cpu" -> the peer's, or "cpu"."""
+    devices_back: Mapping[Device, Device] = field(default_factory=dict)
     """Where CUDA results for the peer's calls arrive, likewise."""
+    cpu_arrives_on: Device | None = None
+    """The GPU of this process on which CPU arguments of the peer's calls arrive; None leaves them on the CPU."""
+    same_gpus: frozenset[tuple[int, int]] = frozenset()
+    """(index here, index there) of each GPU that both processes use."""
     same_clock: bool = False
     """Both are on one node, so ``time.monotonic`` is the same on both: a deadline need not wait to be read."""

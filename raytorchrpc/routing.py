@@ -63,6 +63,12 @@ class PairRoute:
     choices: tuple[LaneChoice, ...]
     """In order of preference within each kind of traffic."""
     rejected: tuple[Rejection, ...]
+    same_gpus: tuple[tuple[int, int], ...] = ()
+    """(a's index, b's index) of each GPU that both use, if they can map its memory: what share=True can share."""
+
+    def same_gpus_from(self, name: str) -> tuple[tuple[int, int], ...]:
+        """The same, with the index of the member ``name`` first."""
+        return self.same_gpus if name == self.a else tuple((its, mine) for mine, its in self.same_gpus)
 
     def lanes(self, traffic: Traffic) -> tuple[LaneChoice, ...]:
         """Usable lanes for this traffic, the preferred one first; empty if there is none."""
@@ -131,6 +137,8 @@ class RoutePlan:
                 lines.append(f"  {_TRAFFIC_TEXT[traffic]}: none")
             for choice in chosen:
                 lines.append(f"  {_TRAFFIC_TEXT[traffic]}: {choice.lane} ({choice.how}): {choice.reason}")
+        for mine, its in route.same_gpus_from(a):
+            lines.append(f"  share=True shares the memory of cuda:{mine} of {a}, which is cuda:{its} of {b}")
         for no in route.rejected:
             lines.append(f"  not {no.lane} for {_TRAFFIC_TEXT[no.traffic]}: {no.reason}")
         if route.lanes("cpu")[0].lane == "torchrpc":
@@ -254,7 +262,7 @@ def _separate(pair: Pair) -> str | None:
 
 def _bare_text(bare: list[str]) -> str:
     who = "neither member has a GPU" if len(bare) == 2 else f"{bare[0]} has no GPU"
-    return f"{who}; move the tensor to the CPU first"
+    return f"{who}; map it to 'cpu' with device_maps, or move the tensor to the CPU first"
 
 
 def _torchrpc_rule(pair: Pair, traffic: Traffic) -> Verdict:
@@ -308,7 +316,9 @@ def plan(endpoints: Mapping[str, Endpoint], config: GroupConfig) -> RoutePlan:
     for index, a in enumerate(names):
         for b in names[index + 1 :]:
             verdicts = _judge(Pair(members[a], members[b], agents[a], agents[b], config.lanes or ()), lanes)
-            routes[a, b] = PairRoute(a, b, *shared.setdefault(verdicts, verdicts))
+            first = next((choice.lane for choice in verdicts[0] if choice.traffic == "cuda"), None)
+            same = _same_gpus(members[a], members[b]) if first == "cuda_ipc" else ()
+            routes[a, b] = PairRoute(a, b, *shared.setdefault(verdicts, verdicts), same)
             _check_carried(routes[a, b], config)
     return RoutePlan(agents=agents, routes=routes, warnings=warnings)
 
@@ -331,6 +341,11 @@ def _judge(pair: Pair, lanes: Mapping[str, str | None]) -> _Verdicts:
             else:
                 choices.append(LaneChoice(lane.name, traffic, *verdict))
     return tuple(choices), tuple(rejected)
+
+
+def _same_gpus(a: Endpoint, b: Endpoint) -> tuple[tuple[int, int], ...]:
+    """(a's index, b's index) of each physical GPU that both see."""
+    return tuple((mine.index, its.index) for mine in a.gpus for its in b.gpus if mine.uuid and mine.uuid == its.uuid)
 
 
 def _allowed(config: GroupConfig) -> dict[str, str | None]:

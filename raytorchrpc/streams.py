@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from raytorchrpc.device_map import CPU, Device
 from raytorchrpc.errors import LaneUnavailable
 
 
@@ -33,13 +35,18 @@ def hand_over(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
     return adopt
 
 
-def check_mapped(tensors: Sequence[torch.Tensor], peer: str, mapping: Mapping[int, int], lane: str) -> None:
-    """Raise LaneUnavailable for a CUDA tensor that the device map to ``peer`` (my gpu -> its gpu) does not know."""
+def check_mapped(tensors: Sequence[torch.Tensor], peer: str, mapping: Mapping[Any, Device], lane: str) -> None:
+    """Raise LaneUnavailable for a CUDA tensor that the device map to ``peer`` (mine -> its) does not know."""
     for tensor in tensors:
         if tensor.is_cuda and tensor.device.index not in mapping:
-            shown = ", ".join(f"cuda:{mine} -> cuda:{its}" for mine, its in mapping.items()) or "empty"
+            shown = ", ".join(f"{_shown(mine)} -> {_shown(its)}" for mine, its in mapping.items()) or "empty"
             raise LaneUnavailable(
                 lane,
                 f"a tensor on {tensor.device} has no mapping to member {peer!r} (device map: {shown}); map it with "
-                f"GroupConfig(device_maps=...), give the peer's actor a GPU, or send tensor.cpu()",
+                f"GroupConfig(device_maps=...), to a GPU or to 'cpu', give the peer's actor a GPU, or send "
+                f"tensor.cpu()",
             )
+
+
+def _shown(device: Device) -> str:
+    return device if device == CPU else f"cuda:{device}"

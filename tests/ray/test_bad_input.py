@@ -110,7 +110,9 @@ def test_a_misspelt_setting_in_the_environment_is_refused(peers: list[Any], monk
     [
         ({"a": "1_0"}, r"device_maps\['a'\].*entry 1 \('1_0'\) is malformed: expected <peer rank>_<local gpu>"),
         ({"a": "1_0_0,1-1-1"}, r"entry 2 \('1-1-1'\) is malformed"),
-        ({"a": {"b": {"cpu": 0}}}, "peer 'b': 'cpu' is not a CUDA device"),
+        ({"a": {"b": {"gpu": 0}}}, "peer 'b': 'gpu' is not a CUDA device"),
+        ({"a": {"b": {"cpu": 0}}}, "map of a to b, entry cpu -> 0: b has no GPU 0"),
+        ({"a": "1_0_cpu"}, "map of a to b, entry 0 -> cpu: a has no GPU 0"),
         ({"a": 7}, "a device map is a DeviceMap, its text form or"),
         ({"nobody": "1_0_0"}, "no member 'nobody'"),
         ({"a": "9_0_0"}, "no member 9"),

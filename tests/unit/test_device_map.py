@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.device_map import DeviceMap, inverse, resolve, validate
+from raytorchrpc.device_map import DeviceMap, gpu_pairs, inverse, resolve, validate, way_back
 from raytorchrpc.errors import ConfigurationError
 from tests.unit.clusters import a100s, member
 
@@ -34,6 +34,8 @@ def test_text_form() -> None:
         ("1_0_-1", 1, "1_0_-1"),
         ("1_0_1,,2_0_1", 2, ""),
         ("1_0_1_2", 1, "1_0_1_2"),
+        ("1_cpu_x", 1, "1_cpu_x"),
+        ("cpu_0_1", 1, "cpu_0_1"),
         ("1_0_1 2_0_2", 1, "1_0_1 2_0_2"),
     ],
 )
@@ -59,7 +61,9 @@ def test_dict_form_takes_every_way_to_name_a_gpu(pairs: dict[Any, Any]) -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"b": {"cpu": 0}}, "peer 'b': 'cpu' is not a CUDA device with an index"),
+        ({"b": {"gpu": 0}}, "peer 'b': 'gpu' is not a CUDA device with an index .0, 'cuda:0'., nor 'cpu'"),
+        ({"b": {"cpu": 0, torch.device("cpu"): 1}}, "peer 'b': the CPU is mapped twice"),
+        ({"b": {"cpu:0": 0}}, "'cpu:0' is not a CUDA device"),
         ({"b": {torch.device("cuda"): 0}}, "is not a CUDA device with an index"),
         ({"b": {torch.device("cpu", 0): 0}}, "is not a CUDA device"),
         ({"b": {0: -1}}, "-1 is not a CUDA device"),
@@ -102,6 +106,85 @@ def test_inverse() -> None:
     assert inverse({0: 1, 1: 0, 2: 5}) == {1: 0, 0: 1, 5: 2}
     with pytest.raises(ConfigurationError, match="no inverse"):
         inverse({0: 1, 2: 1})
+
+
+# -- crossing to and from the CPU --------------------------------------------------------------------------------
+
+
+def test_text_form_with_the_cpu() -> None:
+    device_map = DeviceMap.parse("1_cpu_0,2_0_cpu, 2_1_0")
+    assert device_map.for_peer(1) == {"cpu": 0}
+    assert device_map.for_peer(2) == {0: "cpu", 1: 0}
+    assert device_map.to_text() == "1_cpu_0,2_0_cpu,2_1_0"
+    assert DeviceMap.parse(device_map.to_text()) == device_map
+    with pytest.raises(
+        ConfigurationError, match=r"entry 2 \('1_cpu_1'\): the CPU is already mapped to GPU 0 of peer 1"
+    ):
+        DeviceMap.parse("1_cpu_0,1_cpu_1")
+
+
+@pytest.mark.parametrize("pairs", [{"cpu": 0}, {torch.device("cpu"): "cuda:0"}, {" cpu": torch.device("cuda:0")}])
+def test_dict_form_takes_every_way_to_name_the_cpu(pairs: dict[Any, Any]) -> None:
+    assert DeviceMap.from_dict({"learner": pairs}).for_peer("learner") == {"cpu": 0}
+
+
+def test_what_stays_on_the_cpu_needs_no_entry() -> None:
+    assert not DeviceMap.from_dict({"b": {"cpu": "cpu"}})
+    assert DeviceMap.from_dict({"b": {"cpu": "cpu", 0: "cpu"}}).to_dict() == {"b": {0: "cpu"}}
+
+
+def test_a_map_with_the_cpu_pickles_and_compares() -> None:
+    one = DeviceMap.parse("1_cpu_0")
+    assert pickle.loads(pickle.dumps(one)) == one == DeviceMap.from_dict({1: {"cpu": "0"}})
+    assert hash(one) == hash(DeviceMap.from_dict({1: {"cpu": 0}}))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "back"),
+    [
+        ({0: 1, 1: 0}, {1: 0, 0: 1}),
+        ({"cpu": 0}, {0: "cpu"}),
+        ({"cpu": 0, 1: 2}, {0: "cpu", 2: 1}),
+        ({"cpu": 0, 1: 0}, {0: 1}),  # what is on a GPU goes back to one
+        ({0: "cpu"}, {}),  # a CPU result stays one
+        ({0: "cpu", 1: 1}, {1: 1}),
+        ({}, {}),
+    ],
+)
+def test_the_way_of_results(pairs: dict[Any, Any], back: dict[Any, Any]) -> None:
+    assert way_back(pairs) == back
+
+
+def test_lanes_are_told_of_gpus_alone() -> None:
+    assert gpu_pairs({"cpu": 0, 0: "cpu", 1: 2}) == {1: 2}
+
+
+@pytest.mark.parametrize(
+    ("owner", "text", "said"),
+    [
+        ("a", {"c": {"cpu": 0}}, "device map of a to c, entry cpu -> 0: c has no GPU 0 .it sees 0"),
+        ("c", {"a": {0: "cpu"}}, "device map of c to a, entry 0 -> cpu: c has no GPU 0"),
+        ("a", {"b": {"cpu": 1}}, "device map of a to b, entry cpu -> 1: b has no GPU 1"),
+        ("a", "0_cpu_0", "device map of a to a, entry cpu -> 0: a member maps to itself only as cpu -> cpu"),
+        ("a", {"d": {"cpu": 1, 0: "cpu"}}, r"a to d, entry 0 -> cpu: CPU tensors already arrive on GPU 1 .cpu -> 1."),
+        ("a", {"d": {0: "cpu", "cpu": 1}}, r"a to d, entry 0 -> cpu: CPU tensors already arrive on GPU 1 .cpu -> 1."),
+    ],
+)
+def test_validate_names_what_cannot_cross(owner: str, text: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        validate({owner: DeviceMap.of(text)}, {"a": 2, "b": 1, "c": 0, "d": 2})
+
+
+def test_validate_accepts_what_crosses() -> None:
+    members = {"a": 2, "b": 1, "c": 0}
+    validate({"c": DeviceMap.parse("0_cpu_1,1_cpu_0"), "a": DeviceMap.parse("2_0_cpu,2_1_cpu,1_cpu_0,1_0_0")}, members)
+
+
+def test_given_maps_may_cross_and_the_others_are_generated() -> None:
+    maps = resolve(GroupConfig(device_maps={"actor": {"learner": {"cpu": 0}}}), ["actor", "learner"],
+                   {"actor": 0, "learner": 1})  # fmt: skip
+    assert maps["actor"].to_dict() == {"learner": {"cpu": 0}}
+    assert maps["learner"].to_dict() == {"learner": {0: 0}}
 
 
 # -- generated maps ------------------------------------------------------------------------------------------

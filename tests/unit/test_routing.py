@@ -468,12 +468,41 @@ def test_cpu_tensors_need_no_common_network_or_files() -> None:
     assert lane(route, "cpu") == "shm"
 
 
+def test_members_on_one_gpu_are_told_which_it_is() -> None:
+    both = a100s(2)
+    turned = tuple(gpu.model_copy(update={"index": 1 - gpu.index}) for gpu in reversed(both))
+    first = member(0, cuda=True, gpus=both[:1])
+    every = member(1, cuda=True, gpus=both)
+    other = member(2, cuda=True, gpus=turned)
+    routes = plan(group(first, every, other), GroupConfig())
+    assert routes.route("worker_0", "worker_1").same_gpus == ((0, 0),)
+    assert routes.route("worker_0", "worker_2").same_gpus_from("worker_0") == ((0, 1),)
+    assert routes.route("worker_0", "worker_2").same_gpus_from("worker_2") == ((1, 0),)
+    assert set(routes.route("worker_1", "worker_2").same_gpus) == {(0, 1), (1, 0)}
+    said = "share=True shares the memory of cuda:1 of worker_2, which is cuda:0 of worker_0"
+    assert said in routes.explain("worker_2", "worker_0")
+
+
+def test_gpus_of_two_hosts_or_out_of_reach_are_not_shared() -> None:
+    alike = a100s(1)
+    apart = [member(0, cuda=True, gpus=alike), member(1, cuda=True, gpus=alike, host=1)]
+    assert plan(group(*apart), GroupConfig()).route("worker_0", "worker_1").same_gpus == ()
+    together = group(*(member(n, cuda=True, gpus=alike) for n in range(2)))
+    assert plan(together, GroupConfig(lanes=("-cuda_ipc",))).route("worker_0", "worker_1").same_gpus == ()
+    nameless = tuple(gpu.model_copy(update={"uuid": ""}) for gpu in alike)
+    unknown = group(*(member(n, cuda=True, gpus=nameless) for n in range(2)))
+    assert plan(unknown, GroupConfig()).route("worker_0", "worker_1").same_gpus == ()
+
+
 def test_a_member_without_a_gpu_takes_cpu_tensors_alone() -> None:
     for changes in ({"gpus": (), "cuda": False}, {"wants_gpu": False}):
         routes = plan(neighbours(**changes), GroupConfig())
         route = routes.route("worker_0", "worker_1")
         assert (lane(route, "cpu"), lane(route, "cuda")) == ("shm", None)
-        assert why_not(route, "cuda_ipc", "cuda") == "worker_1 has no GPU; move the tensor to the CPU first"
+        assert (
+            why_not(route, "cuda_ipc", "cuda")
+            == "worker_1 has no GPU; map it to 'cpu' with device_maps, or move the tensor to the CPU first"
+        )
         assert routes.beside("worker_0") == ("shm",)
 
 
