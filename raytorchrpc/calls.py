@@ -29,6 +29,7 @@ class Exposed(NamedTuple):
     concurrent: bool
     concurrency_group: str | None
     is_coroutine: bool
+    share: bool
 
 
 def exposed(function: Any) -> Exposed | None:
@@ -40,8 +41,8 @@ def exposed(function: Any) -> Exposed | None:
 @overload
 def method(function: F, /) -> F: ...
 @overload
-def method(*, concurrent: bool = False) -> Callable[[F], F]: ...
-def method(function: Any = None, /, *, concurrent: bool = False) -> Any:
+def method(*, concurrent: bool = False, share: bool = False) -> Callable[[F], F]: ...
+def method(function: Any = None, /, *, concurrent: bool = False, share: bool = False) -> Any:
     """Let the other members of a group call this actor method directly.
 
     ``handle.method.remote()`` keeps working and keeps its meaning. Called either way, decorated methods keep
@@ -52,11 +53,17 @@ def method(function: Any = None, /, *, concurrent: bool = False) -> Any:
     Args:
         concurrent: run beside this actor's other methods, without waiting for a turn. The method must then
             be thread-safe by itself.
+        share: give CUDA results to a caller on the same physical GPU as they are, without a copy, in a time that
+            does not depend on their size. Both then use one memory: each sees what the other writes, and this actor
+            keeps it until the caller's last tensor of the result is gone, also one that the method made only for the
+            result. What the caller queues after it has the result comes after what the method queued; later work on
+            either side is not ordered by itself: end it (``torch.cuda.current_stream().synchronize()``) before you
+            tell the other. To any other caller, results are copied as without it.
 
     Raises ConfigurationError for a generator, which cannot be called directly.
     """
     if function is None:
-        return functools.partial(method, concurrent=concurrent)
+        return functools.partial(method, concurrent=concurrent, share=share)
     if not inspect.isfunction(function):
         raise ConfigurationError(f"@raytorchrpc.method is for functions in a class body, not {function!r}")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -65,7 +72,7 @@ def method(function: Any = None, /, *, concurrent: bool = False) -> Any:
             f"the generator for Ray's own streaming (.remote) without @raytorchrpc.method"
         )
     is_coroutine = inspect.iscoroutinefunction(function)
-    note = Exposed(function, concurrent, _compat.concurrency_group_of(function), is_coroutine)
+    note = Exposed(function, concurrent, _compat.concurrency_group_of(function), is_coroutine, share)
     wrapper: Any = _gated_coroutine(note) if is_coroutine else _gated(note)
     # Ray unwraps a method to read what ray.method wrote on it; applied after ours, that is on the wrapper alone.
     wrapper.__signature__ = inspect.signature(function)
@@ -246,10 +253,10 @@ Target = Any  # ActorHandle | str | int | Member: an ActorHandle's class cannot 
 class _Proxy:
     """``proxy.method(...)`` sends the call; which verb, the subclass says."""
 
-    __slots__ = ("_target", "_timeout")
+    __slots__ = ("_share", "_target", "_timeout")
 
-    def __init__(self, target: Target, timeout: float | None) -> None:
-        self._target, self._timeout = target, timeout
+    def __init__(self, target: Target, timeout: float | None, share: bool = False) -> None:
+        self._target, self._timeout, self._share = target, timeout, share
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
@@ -264,7 +271,8 @@ class _Sync(_Proxy):
     __slots__ = ()
 
     def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-        call = process_member().call(self._target, _name, args, kwargs, self._timeout, attended=True)
+        local = process_member()
+        call = local.call(self._target, _name, args, kwargs, self._timeout, attended=True, share=self._share)
         return Future(call).wait()
 
 
@@ -272,7 +280,7 @@ class _Async(_Proxy):
     __slots__ = ()
 
     def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-        return Future(process_member().call(self._target, _name, args, kwargs, self._timeout))
+        return Future(process_member().call(self._target, _name, args, kwargs, self._timeout, share=self._share))
 
 
 class _Remote(_Proxy):
@@ -282,24 +290,35 @@ class _Remote(_Proxy):
         return process_member().remote(self._target, _name, args, kwargs, self._timeout)
 
 
-def rpc_sync(target: Target, *, timeout: float | None = None) -> Any:
+def rpc_sync(target: Target, *, timeout: float | None = None, share: bool = False) -> Any:
     """``rpc_sync(target).method(*args)`` calls a decorated method of another member and returns its value.
 
     Args:
         target: an actor handle, a member's name, its rank, or a ``Member``.
         timeout: seconds until RpcTimeout; None takes ``GroupConfig.rpc_timeout_s``. A call made on behalf of
             another call ends by that one's deadline at the latest.
+        share: give CUDA arguments to a target on the same physical GPU as they are, without a copy, in a time that
+            does not depend on their size (strides are kept). Both then use one memory: each sees what the other
+            writes, and this process keeps it until the target's last tensor of the call is gone, whatever happens to
+            the tensors here; all tensors of one call are kept together. What the method queued comes before what
+            this thread queues after the call; if the target keeps a tensor, later work on either side is not ordered
+            by itself: end it (``torch.cuda.current_stream().synchronize()``) before you tell the other. Anything
+            else is copied as without it: for a target on another GPU, to oneself, CPU tensors, inside a distributed
+            autograd context, memory that CUDA cannot share. Results: see ``method(share=True)``.
 
     Blocks. A call that comes back to this actor meanwhile runs on this thread. Arguments may hold tensors
-    anywhere; what arrives is a private copy. Raises what the method raised, under its own type where that is
+    anywhere; what arrives is a private copy. Tensors of a GPU that the device map brings to the CPU are copied
+    first, and this waits for that copy. Raises what the method raised, under its own type where that is
     possible (its ``__cause__`` shows the remote traceback), or a ``RayTorchRpcError``.
     """
-    return _Sync(target, timeout)
+    return _Sync(target, timeout, share)
 
 
-def rpc_async(target: Target, *, timeout: float | None = None) -> Any:
-    """As ``rpc_sync``, but returns a ``Future`` at once. Argument tensors must not change until it is done."""
-    return _Async(target, timeout)
+def rpc_async(target: Target, *, timeout: float | None = None, share: bool = False) -> Any:
+    """As ``rpc_sync``, but returns a ``Future`` at once. Argument tensors must not change until it is done; what
+    changes in shared ones, the target sees. Waits, as that does, for copies to the CPU that the device map asks for.
+    """
+    return _Async(target, timeout, share)
 
 
 def remote(target: Target, *, timeout: float | None = None) -> Any:

@@ -6,14 +6,15 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
-from raytorchrpc import _compat, execution, serving
+from raytorchrpc import _compat, execution, serving, staging
 from raytorchrpc.codec import NOTHING, Codec, Encoded
 from raytorchrpc.config import GroupConfig
+from raytorchrpc.device_map import CPU, Device
 from raytorchrpc.errors import ConfigurationError, NotAMember, RpcTimeout, SerializationError
 from raytorchrpc.execution import current_scope
 from raytorchrpc.lanes.base import Message, MessageLane, Pending, TensorLane
@@ -102,15 +103,17 @@ class LocalMember:
         timeout: float | None,
         *,
         attended: bool = False,
+        share: bool = False,
     ) -> CallUnderWay:
         """Send a call; returns before its result. Raises what keeps it from being sent.
 
-        ``attended``: the caller is going to wait for it at once.
+        ``attended``: the caller is going to wait for it at once. ``share``: CUDA tensors need not be copied for a peer
+        on the same GPU.
         """
         road = self._road_out(target)
         loop_token = execution.token_on_loop()
         header, body, budget = self._request(serving.CALL, road, method, args, kwargs, timeout, loop_token)
-        lane, shipped = self._load(road, method, body)
+        lane, shipped = self._load(road, method, body, share)
         started = time.monotonic()
         try:
             message = Message(header, shipped.body, waybills=shipped.waybills)
@@ -121,34 +124,46 @@ class LocalMember:
         self.counters.sent(road.member.name, shipped.lane or lane.name, body_bytes(body))
         return CallUnderWay(self, road, method, lane, pending, started, started + budget, loop_token, shipped)
 
-    def _load(self, road: PeerRoad, method: str, body: Encoded) -> tuple[MessageLane, Shipped]:
+    def _load(self, road: PeerRoad, method: str, body: Encoded, share: bool) -> tuple[MessageLane, Shipped]:
         """The lane for a call's message, and its tensors in or beside it."""
-        whole = Shipped(body, (), ())
         # What the method makes of its own parameters belongs to the caller's autograd context too.
         if body.rrefs or _compat.current_autograd_context() != _compat.NO_CONTEXT:
-            return road.fabric, whole
+            return road.fabric, _whole(body, road.devices)
         if not body.tensors:
-            return (road.tensors if (road.member.rank, method) in self._heavy else road.calls), whole
+            lane = road.tensors if (road.member.rank, method) in self._heavy else road.calls
+            return lane, Shipped(body, (), ())
         if road.calls.capabilities.carries(body.tensors):
-            return road.calls, whole
+            return road.calls, _whole(body, road.devices)
         if road.member.rank != self.me.rank:
             check_mapped(body.tensors, road.member.name, road.devices, "torchrpc")
-        shipped = self._ship(road, body, road.devices)
-        return (road.tensors, whole) if shipped is None else (road.calls, shipped)
+        shipped = self._ship(road, body, road.devices, share and _on_one_gpu(body, road.devices, road.same_gpus))
+        return (road.tensors, _whole(body, road.devices)) if shipped is None else (road.calls, shipped)
 
-    def _ship(self, road: PeerRoad, body: Encoded, devices: Mapping[int, int]) -> Shipped | None:
-        if not road.beside:
+    def _ship(self, road: PeerRoad, body: Encoded, devices: Mapping[Device, Device], share: bool) -> Shipped | None:
+        if not road.beside and CPU not in devices.values():
             return None
         in_band = road.calls.capabilities.in_band_bytes or 0
-        return self.shipper.ship(body, road.member.name, road.beside, devices, in_band)
+        return self.shipper.ship(body, road.member.name, road.beside, devices, in_band, share)
 
-    def ship_back(self, rank: int, body: Encoded) -> Shipped | None:
+    def ship_back(self, rank: int, body: Encoded, share: bool) -> Shipped | None:
         """See serving.Roads."""
         road = self._roads[rank]
-        if not road.beside:
+        devices = road.devices_back
+        if not road.beside and CPU not in devices.values():
             return None
-        on_gpu = any(tensor.is_cuda for tensor in body.tensors)  # these are copied later, from where they are
-        return self._ship(road, serving.snapshot(body) if on_gpu else body, road.devices_back)
+        share = share and _on_one_gpu(body, devices, road.same_gpus)
+        # What stays on GPUs is copied later, from where it is.
+        later = any(tensor.is_cuda and not staging.goes_to_cpu(tensor, devices) for tensor in body.tensors)
+        return self._ship(road, serving.snapshot(body) if later and not share else body, devices, share)
+
+    def staged_back(self, rank: int, body: Encoded) -> Encoded:
+        """See serving.Roads."""
+        return staging.outbound(body, self._roads[rank].devices_back)
+
+    def arrived(self, rank: int, body: Encoded) -> Encoded:
+        """See serving.Roads."""
+        index = self._roads[rank].cpu_arrives_on
+        return body if index is None or index == CPU or not body.tensors else staging.inbound(body, index)
 
     def check_back(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
         """See serving.Roads."""
@@ -167,7 +182,7 @@ class LocalMember:
         road = self._road_out(target)
         header, body, budget = self._request(serving.REMOTE, road, method, args, kwargs, timeout)
         lane: Any = road.fabric
-        rref = lane.remote(road.member.name, Message(header, body), budget)
+        rref = lane.remote(road.member.name, Message(header, staging.outbound(body, road.devices)), budget)
         self.counters.sent(road.member.name, lane.name, body_bytes(body))
         return rref
 
@@ -226,6 +241,18 @@ class LocalMember:
         self.server.close()
         self.workers.stop()
         self.alarms.stop()
+
+
+def _whole(body: Encoded, devices: Mapping[Device, Device]) -> Shipped:
+    """All of it in the message."""
+    return Shipped(staging.outbound(body, devices), (), ())
+
+
+def _on_one_gpu(body: Encoded, devices: Mapping[Device, Device], same: Set[tuple[Any, Any]]) -> bool:
+    """Whether every CUDA tensor that stays one is to arrive on the GPU it is on."""
+    stay = (tensor for tensor in body.tensors if tensor.is_cuda and not staging.goes_to_cpu(tensor, devices))
+    indices = {tensor.device.index for tensor in stay}
+    return bool(same) and all((index, devices.get(index)) in same for index in indices)
 
 
 def _seconds(timeout: Any) -> float:

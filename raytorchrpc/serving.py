@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from raytorchrpc import _compat, execution
+from raytorchrpc import _compat, execution, staging
 from raytorchrpc.autograd import in_autograd_context
 from raytorchrpc.codec import NOTHING, Codec, Encoded, encode_exception
 from raytorchrpc.errors import NotAMember, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
@@ -50,8 +50,14 @@ class _Kept(NamedTuple):
 class Roads(Protocol):
     """The ways to the other members, by rank: what a server needs of its member."""
 
-    def ship_back(self, rank: int, body: Encoded) -> Shipped | None:
-        """Lay a result's tensors out beside its message; None if it cannot be done."""
+    def ship_back(self, rank: int, body: Encoded, share: bool) -> Shipped | None:
+        """Lay a result's tensors out beside its message; None if it cannot be done. ``share``: see calls.method."""
+
+    def staged_back(self, rank: int, body: Encoded) -> Encoded:
+        """A result that nothing of is laid out: its CUDA tensors that are to arrive on the CPU, copied there."""
+
+    def arrived(self, rank: int, body: Encoded) -> Encoded:
+        """A request's body, its CPU tensors on the GPU where they are to arrive."""
 
     def receive(self, rank: int, waybills: Sequence[Waybill]) -> list[Parcel]:
         """Take charge of what came beside a request."""
@@ -291,6 +297,7 @@ class _Job:
                 to_leave.gate.leave(to_leave)
 
     def _over(self) -> None:
+        staging.sweep()
         if self.scope.limit is not None:
             self.scope.limit.over = True
 
@@ -300,13 +307,14 @@ class _Job:
             raise RpcTimeout(f"{self.label} waited for its turn until the deadline; it did not run")
         self.message.adopt()
         try:
-            decoded = self.server.codec.decode(*joined(self.message.body, self.parcels))
+            body = self.server.roads.arrived(self.caller, joined(self.message.body, self.parcels))
+            decoded = self.server.codec.decode(*body)
             args, kwargs = decoded or ((), {})  # a call without arguments has no payload
         except RayTorchRpcError:
             raise
         except Exception as error:
             raise SerializationError(f"an argument of {self.label} cannot be unpickled there: {error!r}") from error
-        self.message, self.parcels = Message((), NOTHING), []  # the method alone holds its arguments now
+        self.message = Message((), NOTHING)  # the method alone holds its arguments now
         return args, kwargs
 
     def _encoded(self, result: Any) -> Encoded:
@@ -318,16 +326,21 @@ class _Job:
             raise SerializationError(f"the result of {self.label} cannot be pickled: {error}") from error
 
     def _answer(self, body: Encoded, result: Any) -> None:
+        for parcel in self.parcels:
+            parcel.used()
         if self.kind == REMOTE:
             self.reply(Message((False, result), NOTHING))
             return
         self.server.roads.check_back(self.caller, body.tensors)
         can = self.lane.capabilities
         if can.carries(body.tensors) and (can.rrefs or not body.rrefs):
+            if body.tensors:
+                body = self.server.roads.staged_back(self.caller, body)
             kept_graph = any(tensor.requires_grad for tensor in body.tensors)
             self.reply(Message((OK,), body if can.copies_at_once or kept_graph else snapshot(body)))
             return
-        if not body.rrefs and (shipped := self.server.roads.ship_back(self.caller, body)) is not None:
+        shipped = None if body.rrefs else self.server.roads.ship_back(self.caller, body, self.note.share)
+        if shipped is not None:
             try:
                 self.reply(Message((OK,), shipped.body, waybills=shipped.waybills))
             except BaseException as error:
@@ -335,7 +348,7 @@ class _Job:
                 if not isinstance(error, PeerLost):
                     raise
             return
-        body = snapshot(body)
+        body = snapshot(self.server.roads.staged_back(self.caller, body))
         left = max(1.0, (self.scope.deadline or 0.0) - time.monotonic())
         number = self.server.keep(Message((OK,), body, hand_over(body.tensors)), left)
         self.reply(Message((KEPT, number), NOTHING))

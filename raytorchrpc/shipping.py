@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from raytorchrpc.codec import Encoded
+from raytorchrpc.device_map import CPU, Device
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.base import DTYPE_NAMES, DTYPES, Export, Shape, TensorLane
+from raytorchrpc.staging import goes_to_cpu, outbound, to_cpu
 
 logger = logging.getLogger(__name__)
 
@@ -52,22 +54,30 @@ class Shipper:
         self._lock = threading.Lock()
 
     def ship(
-        self, body: Encoded, peer: str, routes: Mapping[str, str], devices: Mapping[int, int], in_band: int
+        self,
+        body: Encoded,
+        peer: str,
+        routes: Mapping[str, str],
+        devices: Mapping[Any, Device],
+        in_band: int,
+        share: bool = False,
     ) -> Shipped | None:
         """Export what is too large for the message.
 
         Args:
             routes: tensor lane by device type, for this peer.
-            devices: where CUDA tensors are to arrive, this process's index -> the peer's.
+            devices: where tensors are to arrive, this process's GPU or "cpu" -> the peer's. CUDA tensors that are to
+                arrive on the CPU travel as CPU tensors; blocks until they are copied.
             in_band: CPU bytes that may stay in the message.
+            share: CUDA tensors may be shared instead of copied; the peer uses the same GPU.
 
         Returns None if some tensor can travel neither way: then torchrpc has to carry the message.
         """
-        beside = _by_kind(body.tensors)
+        beside = _by_kind(body.tensors, devices)
         if "cpu" in beside and sum(body.tensors[position].nbytes for position in beside["cpu"]) <= in_band:
             del beside["cpu"]
         if not beside:
-            return Shipped(body, (), ())
+            return Shipped(outbound(body, devices), (), ())
         waybills: list[Waybill] = []
         exports: list[Export] = []
         for kind, positions in beside.items():
@@ -77,7 +87,10 @@ class Shipper:
                     raise LaneUnavailable(kind, "")
                 whole = len(positions) == len(body.tensors)
                 tensors = body.tensors if whole else [body.tensors[position] for position in positions]
-                export = self._lanes[name].export(tensors, peer, devices)
+                lane = self._lanes[name]
+                if not lane.capabilities.takes_cuda:
+                    tensors = to_cpu(tensors, devices)
+                export = (lane.share if share and kind == "cuda" else lane.export)(tensors, peer, devices)
             except LaneUnavailable as error:
                 for export in exports:
                     export.cancel()
@@ -88,7 +101,7 @@ class Shipper:
             waybills.append((name, None if whole else tuple(positions), _runs(tensors), export.descriptor))
         gone = {position for positions in beside.values() for position in positions}
         left = [tensor for position, tensor in enumerate(body.tensors) if position not in gone]
-        return Shipped(body._replace(tensors=left), tuple(waybills), tuple(exports))
+        return Shipped(outbound(body._replace(tensors=left), devices), tuple(waybills), tuple(exports))
 
     def _warn(self, peer: str, lane: str, error: LaneUnavailable) -> None:
         with self._lock:
@@ -106,11 +119,12 @@ class Shipper:
 class Parcel:
     """Tensors that wait to be fetched. One that nobody fetches is given up when the message is dropped."""
 
-    __slots__ = ("_lane", "_peer", "_waybill")
+    __slots__ = ("_descriptor", "_lane", "_peer", "_waybill")
 
     def __init__(self, lane: TensorLane, peer: str, waybill: Waybill) -> None:
         self._lane, self._peer = lane, peer
         self._waybill: Waybill | None = waybill
+        self._descriptor = waybill[3]
 
     def unpack(self) -> tuple[tuple[int, ...] | None, list[torch.Tensor]]:
         """Fetch, on the thread that will use the tensors; returns them with their positions (None: all of the body)."""
@@ -122,6 +136,10 @@ class Parcel:
         for name, shape, count in runs:
             shapes += [(DTYPES[name], shape)] * count
         return positions, self._lane.fetch(self._peer, descriptor, shapes)
+
+    def used(self) -> None:
+        """The method that was called with these has returned, on this thread."""
+        self._lane.used(self._peer, self._descriptor)
 
     def __del__(self) -> None:
         # A reply that comes after its caller gave up is dropped in many places; only its end is one place.
@@ -150,15 +168,18 @@ _MANY = 8
 _is_cpu, _is_cuda, _dtype, _shape = (attrgetter(name) for name in ("is_cpu", "is_cuda", "dtype", "shape"))
 
 
-def _by_kind(tensors: Sequence[torch.Tensor]) -> dict[str, Sequence[int]]:
-    """Positions by device type."""
+def _by_kind(tensors: Sequence[torch.Tensor], devices: Mapping[Any, Device]) -> dict[str, Sequence[int]]:
+    """Positions by type of the device that they are to arrive on."""
+    crossing = CPU in devices.values()
     if len(tensors) >= _MANY:
         for kind, is_one in (("cpu", _is_cpu), ("cuda", _is_cuda)):
-            if all(map(is_one, tensors)):
+            if not (crossing and kind == "cuda") and all(map(is_one, tensors)):
                 return {kind: range(len(tensors))}
     kinds: dict[str, list[int]] = {}
     for position, tensor in enumerate(tensors):
         kind = "cpu" if tensor.is_cpu else "cuda" if tensor.is_cuda else tensor.device.type
+        if crossing and goes_to_cpu(tensor, devices):
+            kind = "cpu"
         kinds.setdefault(kind, []).append(position)
     return dict(kinds)
 

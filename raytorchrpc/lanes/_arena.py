@@ -122,6 +122,11 @@ class Arena:
         return self._shared.address
 
     @property
+    def span(self) -> tuple[int, int]:
+        """(address, bytes) of its mapping in this process."""
+        return self._base, self._bytes.nbytes
+
+    @property
     def used(self) -> int:
         """Bytes given away and not yet known to be back."""
         return self._used
@@ -218,6 +223,8 @@ class PeerArena:
         """Raises LaneUnavailable."""
         self._bytes = map_shared(address)
         self._held: dict[int, weakref.ref[numpy.ndarray]] = {}
+        self.span: tuple[int, int] = (self._bytes.ctypes.data, self._bytes.nbytes)
+        """(address, bytes) of its mapping in this process."""
 
     def view(self, index: int, offset: int, size: int) -> numpy.ndarray:
         """The slot's bytes, private and writable. The slot is given back when nothing uses them any more."""

@@ -1,10 +1,13 @@
-"""The few calls of the CUDA driver that torch does not offer: handles of allocations, and copies by address."""
+"""The few calls of the CUDA driver that torch does not offer: handles of allocations, registered host memory, and
+copies by address."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import threading
+from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -13,7 +16,12 @@ from raytorchrpc.errors import LaneUnavailable
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _BUFFER_ID = 7
+_PORTABLE = 1
 _SUCCESS = 0
+_CANNOT_SHARE = (
+    "memory from expandable_segments:True or cudaMallocAsync, and memory that another process shared with this one, "
+    "cannot be shared: set PYTORCH_CUDA_ALLOC_CONF without them, or send a clone()"
+)
 
 
 class _Handle(ctypes.Structure):
@@ -38,12 +46,20 @@ class Driver:
             ctypes.c_size_t,
             ctypes.c_void_p,
         ]
+        self._cuda.cuMemcpyHtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+        self._cuda.cuMemcpyDtoHAsync_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+        self._cuda.cuMemHostRegister_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+        self._cuda.cuMemHostUnregister.argtypes = [ctypes.c_void_p]
         self._cuda.cuIpcCloseMemHandle.argtypes = [ctypes.c_uint64]
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._lock = threading.Lock()
 
+    def on(self, device: int) -> _On:
+        """``with driver().on(device):`` makes that device's context current on this thread; the other calls need it."""
+        return _On(self, device)
+
     def enter(self, device: int) -> None:
-        """Make the device's context current on this thread; the other calls need it."""
+        """The same for good."""
         if getattr(_ready, "device", None) == device == torch.cuda.current_device():
             return
         context = self._contexts.get(device)
@@ -59,15 +75,16 @@ class Driver:
         _ready.device = device
 
     def allocation(self, pointer: int) -> tuple[int, int]:
-        """(base address, identity) of the allocation that ``pointer`` lies in; the identity never comes back."""
+        """(base address, identity) of the allocation that ``pointer`` lies in; the identity never comes back.
+
+        Raises LaneUnavailable for memory that has none.
+        """
         base, size, identity = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
         address = ctypes.c_uint64(pointer)
-        self._check(
-            self._cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address), "cuMemGetAddressRange"
-        )
-        self._check(
-            self._cuda.cuPointerGetAttribute(ctypes.byref(identity), _BUFFER_ID, address), "cuPointerGetAttribute"
-        )
+        code = self._cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address)
+        code = code or self._cuda.cuPointerGetAttribute(ctypes.byref(identity), _BUFFER_ID, address)
+        if code != _SUCCESS:
+            raise LaneUnavailable("cuda_ipc", f"this allocation has no base (driver error {code}); {_CANNOT_SHARE}")
         return base.value, identity.value
 
     def handle_of(self, base: int) -> bytes:
@@ -75,11 +92,7 @@ class Driver:
         handle = _Handle()
         code = self._cuda.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(base))
         if code != _SUCCESS:
-            raise LaneUnavailable(
-                "cuda_ipc",
-                f"this allocation cannot be shared (driver error {code}); memory from expandable_segments:True or "
-                f"cudaMallocAsync cannot: set PYTORCH_CUDA_ALLOC_CONF without them",
-            )
+            raise LaneUnavailable("cuda_ipc", f"this allocation has no handle (driver error {code}); {_CANNOT_SHARE}")
         return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
 
     def open(self, handle: bytes) -> int:
@@ -99,9 +112,48 @@ class Driver:
         """Queue a copy on a stream."""
         self._check(self._cuda.cuMemcpyDtoDAsync_v2(target, source, size, stream), "cuMemcpyDtoDAsync")
 
+    def copy_in(self, target: int, source: int, size: int, stream: int) -> None:
+        """Queue a copy from host memory to the GPU; with memory that is not registered this may take its time."""
+        self._check(self._cuda.cuMemcpyHtoDAsync_v2(target, source, size, stream), "cuMemcpyHtoDAsync")
+
+    def copy_out(self, target: int, source: int, size: int, stream: int) -> None:
+        """Queue a copy from the GPU to host memory, likewise."""
+        self._check(self._cuda.cuMemcpyDtoHAsync_v2(target, source, size, stream), "cuMemcpyDtoHAsync")
+
+    def register(self, address: int, size: int) -> None:
+        """Lock whole pages of host memory, so that every GPU can copy from and to them by itself.
+
+        Takes long for much memory that nobody has touched. Raises LaneUnavailable if they cannot be locked.
+        """
+        self._check(self._cuda.cuMemHostRegister_v2(address, size, _PORTABLE), "cuMemHostRegister")
+
+    def unregister(self, address: int) -> None:
+        """Undo it, before the memory is unmapped. The GPUs must have finished with it."""
+        self._cuda.cuMemHostUnregister(address)
+
     def _check(self, code: int, what: str) -> None:
         if code != _SUCCESS:
             raise LaneUnavailable("cuda_ipc", f"{what} failed with driver error {code}")
+
+
+class _On:
+    __slots__ = ("_device", "_driver", "_guard")
+
+    def __init__(self, driver: Driver, device: int) -> None:
+        self._driver, self._device = driver, device
+        self._guard: Any = None
+
+    def __enter__(self) -> None:
+        if torch.cuda.current_device() != self._device:  # which is the user's choice, and stays so
+            self._guard = torch.cuda.device(self._device)
+            self._guard.__enter__()
+        self._driver.enter(self._device)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._guard is not None:
+            self._guard.__exit__(kind, error, trace)
 
 
 @functools.cache

@@ -159,6 +159,8 @@ class TensorCapabilities:
     """Only between processes of one host."""
     zero_copy: bool
     """The receiver uses the memory that arrived, without a copy of its own."""
+    takes_cuda: bool = False
+    """CUDA tensors may be exported to arrive as CPU tensors."""
 
 
 class Export(ABC):
@@ -195,20 +197,34 @@ class TensorLane(ABC):
         """Learn of these peers; what is costly waits for the first fetch."""
 
     @abstractmethod
-    def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[int, int]) -> Export:
+    def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any]) -> Export:
         """Lay out all tensors of one message for ``peer``. The caller may drop them afterwards; it may change CPU
         tensors, and CUDA tensors after ``Export.finished``.
 
-        ``devices``: where CUDA tensors are to arrive, this process's index -> the peer's.
+        ``devices``: where tensors are to arrive, this process's GPU -> the peer's; either may be "cpu", and entries
+        with it concern no lane but those whose capabilities say ``takes_cuda``.
 
         Raises LaneUnavailable if it cannot (no room, memory of a kind it cannot share); then another lane can.
         """
+
+    def share(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any]) -> Export:
+        """As ``export``, for CUDA tensors and a peer on the very same GPU: the receiver may get this memory itself.
+
+        Then both see what either writes, and this process keeps the memory until the receiver has dropped its last
+        tensor on it. A lane that cannot do that copies.
+        """
+        return self.export(tensors, peer, devices)
 
     @abstractmethod
     def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape]) -> list[torch.Tensor]:
         """Get the tensors, in the thread that will use them. Once for each descriptor.
 
         Raises LaneUnavailable or PeerLost.
+        """
+
+    def used(self, peer: str, descriptor: Any) -> None:  # noqa: B027 - matters where memory is shared
+        """The method that was called with these has returned. To be called on its thread, before the answer: CUDA work
+        that it queued precedes what the sender queues after the answer.
         """
 
     @abstractmethod

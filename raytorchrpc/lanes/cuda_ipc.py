@@ -4,6 +4,9 @@ The receiver maps the sender's allocation once and copies out of it, over NVLink
 will use the data. Nobody's CPU waits for a GPU: that stream waits for what the sender had queued (an interprocess
 event), and the sender's memory is handed out again only after the copy (another).
 
+``share`` leaves the copy out, for two processes on one GPU: the receiver's tensors lie in the sender's memory (see
+``_cuda_shared``), and the sender hands it out again only after the last of them.
+
 It works under Ray's masking, where each process sees only its own GPU.
 """
 
@@ -16,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import numpy
 import torch
@@ -24,6 +28,7 @@ from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes import _pieces
 from raytorchrpc.lanes._arena import SharedAddress, SharedBytes, is_gone, map_shared
 from raytorchrpc.lanes._cuda_driver import HANDLE_BYTES, driver
+from raytorchrpc.lanes._cuda_shared import Loan, Mapped, span_of, tensor_over
 from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane
 
 #: Mapped allocations of peers kept open, the least recently used closed beyond that.
@@ -32,8 +37,13 @@ _FLAGS = 1 << 16
 #: Streams of a member that receive tensors; each has an event, whose handle lies behind the flags.
 _EVENTS = 200
 _OUT, _UNUSED, _COPIED = 1, 2, 16  # a flag byte: on its way; not wanted; copied, plus the place of the event
+#: Behind the flags, a second byte for each number: 0, or 1 plus the place of the event that follows the use so far.
+_USES = _FLAGS
+_HANDLES = 2 * _FLAGS
 #: While results wait to be fetched, their sender looks this often whether they have been (seconds).
 _JANITOR_S = 0.02
+#: Likewise, while nothing is out but what is shared; that may stay for long.
+_SLOW_JANITOR_S = 0.5
 #: It looks whether the peers are still alive every so many times.
 _LOOKS_PER_CENSUS = 50
 
@@ -43,8 +53,11 @@ class _Out:
     """An export on its way."""
 
     peer: str
+    address: SharedAddress | None
+    """Of that peer."""
     tensors: Sequence[torch.Tensor]
-    """Kept until copied: the exported ones, or the packed ones."""
+    """Kept until copied: the exported ones, or the packed ones. Shared ones are kept until given back."""
+    shared: bool
     flag: int = _OUT
     """As last seen."""
 
@@ -57,9 +70,9 @@ class CudaIpcLane(TensorLane):
         devices=frozenset({"cuda"}), one_sided=True, same_host=True, zero_copy=False
     )
 
-    def __init__(self, devices: Sequence[int]) -> None:
-        """``devices``: local CUDA indices that tensors come from or arrive on."""
-        self._devices = tuple(devices)
+    def __init__(self, devices: Sequence[int], mappings: int = MAPPINGS) -> None:
+        """``devices``: local CUDA indices that tensors come from or arrive on. ``mappings``: most to keep open."""
+        self._devices, self._mappings = tuple(devices), mappings
         self._lock = threading.Lock()
         self._peers: dict[str, SharedAddress] = {}
         self._numbers = itertools.cycle(range(_FLAGS))
@@ -71,15 +84,18 @@ class CudaIpcLane(TensorLane):
         self._handles: dict[int, bytes] = {}
         self._pages: dict[str, numpy.ndarray] = {}
         self._events: dict[bytes, torch.cuda.Event] = {}
-        self._mapped: OrderedDict[bytes, int] = OrderedDict()
-        self._woken = threading.Event()
+        self._mapped: OrderedDict[bytes, Mapped] = OrderedDict()
+        self._alive: WeakValueDictionary[bytes, Mapped] = WeakValueDictionary()
+        """Those, and others in which tensors lie."""
+        self._woken, self._hurry = threading.Event(), threading.Event()
         self._closed = False
         self._janitor: threading.Thread | None = None
 
     def open(self) -> SharedAddress:
         driver()
-        self._page = SharedBytes(_FLAGS + _EVENTS * HANDLE_BYTES)
+        self._page = SharedBytes(_HANDLES + _EVENTS * HANDLE_BYTES)
         self._freeing = {index: torch.cuda.Stream(index) for index in self._devices}  # type: ignore[no-untyped-call]
+        self._returning = {index: torch.cuda.Stream(index) for index in self._devices}  # type: ignore[no-untyped-call]
         return self._page.address
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
@@ -87,19 +103,37 @@ class CudaIpcLane(TensorLane):
 
     # --- sending -------------------------------------------------------------------------------------------
 
-    def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[int, int]) -> Export:
+    def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any]) -> Export:
+        return self._export(tensors, peer, devices, shared=False)
+
+    def share(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any]) -> Export:
+        self._page_of(peer)  # while it can be mapped: the peer may give back after it left
+        return self._export(tensors, peer, devices, shared=True)
+
+    def _export(
+        self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any], *, shared: bool
+    ) -> Export:
         self.tidy()
         source = tensors[0].device.index
         if any(tensor.device.index != source for tensor in tensors):
             raise LaneUnavailable(self.name, "one message with tensors of several GPUs")
         if source not in devices:
             raise LaneUnavailable(self.name, f"cuda:{source} is not in the device map")
-        cuda = driver()
-        cuda.enter(source)
-        pieces = _pieces.pieces([(tensor.dtype, tensor.nbytes) for tensor in tensors])
-        kept = [_pieces.joined([tensors[index] for index in piece]) for piece in pieces]
-        places = [(*self._place(tensor), piece) for tensor, piece in zip(kept, pieces, strict=True)]
-        out = _Out(peer, kept)
+        with driver().on(source):
+            if shared:
+                own = [self._place(tensor) for tensor in tensors]
+                placed = [(*place, tuple(place[0].stride())) for place in own]
+            else:
+                pieces = _pieces.pieces([(tensor.dtype, tensor.nbytes) for tensor in tensors])
+                placed = [(*self._place(_pieces.joined([tensors[at] for at in piece])), piece) for piece in pieces]
+            kept = [tensor for tensor, *_ in placed]
+            number, out, ready = self._set_out(peer, kept, source, shared)
+        places = tuple(tuple(place) for _, *place in placed)
+        return _IpcExport(self, number, out, (number, devices[source], ready, places, shared))
+
+    def _set_out(self, peer: str, kept: Sequence[torch.Tensor], source: int, shared: bool) -> tuple[int, _Out, bytes]:
+        """Keep the tensors; returns their number, and the handle of the event after which they may be read."""
+        out = _Out(peer, self._peers.get(peer), kept, shared)
         number = self._take_number(out)
         stream = torch.cuda.current_stream(source)
         key = (source, stream.cuda_stream)
@@ -107,21 +141,32 @@ class CudaIpcLane(TensorLane):
         if ready is None:
             ready = self._ready[key] = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
         ready.record(stream)
-        descriptor = (number, devices[source], bytes(ready.ipc_handle()), tuple(places))  # type: ignore[no-untyped-call]
-        return _IpcExport(self, number, out, descriptor)
+        return number, out, bytes(ready.ipc_handle())  # type: ignore[no-untyped-call]
 
-    def _place(self, tensor: torch.Tensor) -> tuple[bytes, int, int]:
-        """(allocation's handle, offset in it, bytes)."""
+    def _place(self, tensor: torch.Tensor) -> tuple[torch.Tensor, bytes, int, int]:
+        """(what to keep, allocation's handle, offset in it, bytes from the first element to the last)."""
         if not tensor.numel():
-            return b"", 0, 0
-        pointer = tensor.data_ptr()
+            return tensor, b"", 0, 0
+        try:
+            base, handle = self._allocation(tensor.data_ptr())
+        except LaneUnavailable:
+            if tensor.untyped_storage().resizable():  # torch's own memory: a copy would be no better
+                raise
+            tensor = tensor.clone()  # in memory that another process shared, which cannot be passed on
+            base, handle = self._allocation(tensor.data_ptr())
+        return tensor, handle, tensor.data_ptr() - base, span_of(tensor.shape, tensor.stride()) * tensor.itemsize
+
+    def _allocation(self, pointer: int) -> tuple[int, bytes]:
+        """(base, handle) of the allocation around an address."""
         base, identity = driver().allocation(pointer)
         handle = self._handles.get(identity)
+        if handle is None and any(mapping.pointer == base for mapping in list(self._alive.values())):
+            raise LaneUnavailable(self.name, "memory that another process shared with this one cannot be passed on")
         if handle is None:  # an allocation freed and made again has another identity
             if len(self._handles) > 4 * MAPPINGS:
                 self._handles.clear()
             handle = self._handles[identity] = driver().handle_of(base)
-        return handle, pointer - base, tensor.nbytes
+        return base, handle
 
     def _take_number(self, out: _Out) -> int:
         with self._lock:
@@ -129,11 +174,14 @@ class CudaIpcLane(TensorLane):
                 raise LaneUnavailable(self.name, "too many tensors on their way")
             number = next(number for number in self._numbers if number not in self._out)
             self._page.bytes[number] = _OUT
+            self._page.bytes[_USES + number] = 0
             self._out[number] = out
             if self._janitor is None and not self._closed:
                 self._janitor = threading.Thread(target=self._look_after, name="raytorchrpc-cuda-ipc", daemon=True)
                 self._janitor.start()
             self._woken.set()
+            if not out.shared:
+                self._hurry.set()
             return number
 
     def tidy(self) -> None:
@@ -158,7 +206,8 @@ class CudaIpcLane(TensorLane):
             if self._out.get(number) is out and flag != _OUT:
                 del self._out[number]
                 out.flag = flag
-        event = self._copied_event(out)
+            use = int(self._page.bytes[_USES + number]) if out.flag == _OUT else 0
+        event = self._event_of(out, use - 1) if use else self._copied_event(out)
         if event is not None:
             stream = torch.cuda.current_stream(out.tensors[0].device)
             event.wait(stream)
@@ -176,32 +225,44 @@ class CudaIpcLane(TensorLane):
 
     def _copied_event(self, out: _Out) -> torch.cuda.Event | None:
         """What the receiver recorded after its copy; None if it made none."""
-        if out.flag < _COPIED or out.peer not in self._peers:
+        return self._event_of(out, out.flag - _COPIED) if out.flag >= _COPIED else None
+
+    def _event_of(self, out: _Out, place: int) -> torch.cuda.Event | None:
+        """The receiver's event at that place; None if it is gone, and all its work with it."""
+        begin = _HANDLES + place * HANDLE_BYTES
+        try:
+            handle = self._page_of(out.peer)[begin : begin + HANDLE_BYTES].tobytes()
+            return self._opened(handle, out.tensors[0].device.index)
+        except (LaneUnavailable, RuntimeError):  # it has left, and waited for its GPUs first
             return None
-        begin = _FLAGS + (out.flag - _COPIED) * HANDLE_BYTES
-        handle = self._page_of(out.peer)[begin : begin + HANDLE_BYTES].tobytes()
-        return self._opened(handle, out.tensors[0].device.index)
 
     def _look_after(self) -> None:
         """Results nobody answers for: look from time to time, while there are any."""
-        while not self._closed:
+        while not self._closed or self._out:  # what is shared goes on after the end, until it is given back
             self._woken.wait()
             looks = itertools.count(1)
-            while self._out and not self._closed:
+            while self._out:
                 self.tidy()
-                if next(looks) % _LOOKS_PER_CENSUS == 0:
+                slow = all(out.shared for out in list(self._out.values()))
+                if slow or next(looks) % _LOOKS_PER_CENSUS == 0:
                     self._drop_for_the_dead()
-                threading.Event().wait(_JANITOR_S)
+                if slow:
+                    self._hurry.wait(_SLOW_JANITOR_S)
+                    self._hurry.clear()
+                else:
+                    threading.Event().wait(_JANITOR_S)
             with self._lock:
-                if not self._out:
+                if not self._out and not self._closed:
                     self._woken.clear()
 
     def _drop_for_the_dead(self) -> None:
-        for peer, address in list(self._peers.items()):
-            if is_gone(address):
-                with self._lock:
-                    for number in [number for number, out in self._out.items() if out.peer == peer]:
-                        del self._out[number]
+        with self._lock:
+            held = list(self._out.items())
+        gone = {address for address in {out.address for _, out in held} if address is not None and is_gone(address)}
+        with self._lock:
+            for number, out in held:
+                if out.address in gone and self._out.get(number) is out:
+                    del self._out[number]
 
     def cancel(self, number: int) -> None:
         """Take back an export that was not sent."""
@@ -211,22 +272,62 @@ class CudaIpcLane(TensorLane):
     # --- receiving -----------------------------------------------------------------------------------------
 
     def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape]) -> list[torch.Tensor]:
-        number, target, ready, places = descriptor
+        number, target, ready, places, shared = descriptor
         device = torch.device("cuda", target)
-        driver().enter(target)
         flags = self._page_of(peer)
-        # On the user's own stream: its memory is there, and what it queues next needs the data anyway.
-        stream = torch.cuda.current_stream(device)
-        self._opened(ready, target).wait(stream)
+        with driver().on(target):
+            # On the user's own stream: its memory is there, and what it queues next needs the data anyway.
+            stream = torch.cuda.current_stream(device)
+            try:
+                mapped = [self._map(handle, device) if size else None for handle, _, size, _ in places]
+                self._opened(ready, target).wait(stream)
+                if not shared:
+                    arrived = self._copy(mapped, places, shapes, stream)
+                    flags[number] = _COPIED + self._record_copied(target, stream)
+                    return arrived
+                # Made ready now: giving back can happen in the middle of anything, and may take no lock.
+                self._record_copied(target, self._returning[target])
+            except BaseException:  # no memory left here, for one
+                stream.synchronize()
+                flags[number] = _UNUSED
+                raise
+            loan = Loan(lambda: self._give_back(flags, number, stream))
+            return [
+                torch.empty(shape[1], dtype=shape[0], device=device)
+                if mapping is None
+                else tensor_over(mapping, offset, size, shape, strides, loan)
+                for mapping, (_, offset, size, strides), shape in zip(mapped, places, shapes, strict=True)
+            ]
+
+    def _copy(
+        self, mapped: Sequence[Mapped | None], places: Any, shapes: Sequence[Shape], stream: torch.cuda.Stream
+    ) -> list[torch.Tensor]:
         arrived: dict[int, torch.Tensor] = {}
-        for handle, offset, size, piece in places:
+        for mapping, (_, offset, size, piece) in zip(mapped, places, strict=True):
             mine = [shapes[index] for index in piece]
-            tensor = _pieces.room(mine, device)
-            if size:
-                driver().copy(tensor.data_ptr(), self._map(handle, device) + offset, size, stream.cuda_stream)
+            tensor = _pieces.room(mine, stream.device)
+            if mapping is not None:
+                driver().copy(tensor.data_ptr(), mapping.pointer + offset, size, stream.cuda_stream)
             arrived.update(zip(piece, _pieces.split(tensor, mine), strict=True))
-        flags[number] = _COPIED + self._record_copied(target, stream)
         return [arrived[index] for index in range(len(shapes))]
+
+    def _give_back(self, flags: numpy.ndarray, number: int, stream: torch.cuda.Stream) -> None:
+        """The last tensor over a peer's memory has died, on any thread."""
+        index = stream.device.index
+        returning = self._returning[index]
+        if (index, returning.cuda_stream) not in self._copied:  # closed, or too many streams
+            torch.cuda.synchronize(stream.device)
+            flags[number] = _UNUSED
+            return
+        returning.wait_stream(stream)
+        returning.wait_stream(torch.cuda.current_stream(stream.device))
+        flags[number] = _COPIED + self._record_copied(index, returning)
+
+    def used(self, peer: str, descriptor: Any) -> None:
+        number, target, _, _, shared = descriptor
+        page = self._page_of(peer) if shared else None
+        if page is not None and page[number] == _OUT:  # it keeps some of them
+            page[_USES + number] = 1 + self._record_copied(target, torch.cuda.current_stream(target))
 
     def _record_copied(self, device: int, stream: torch.cuda.Stream) -> int:
         """Record this stream's event; returns its place in the page, where the sender finds its handle."""
@@ -240,7 +341,7 @@ class CudaIpcLane(TensorLane):
                     return 0
                 event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
                 event.record(stream)
-                begin = _FLAGS + place * HANDLE_BYTES
+                begin = _HANDLES + place * HANDLE_BYTES
                 handle = numpy.frombuffer(bytes(event.ipc_handle()), dtype=numpy.uint8)  # type: ignore[no-untyped-call]
                 self._page.bytes[begin : begin + HANDLE_BYTES] = handle
                 known = self._copied[key] = (place, event)
@@ -248,18 +349,17 @@ class CudaIpcLane(TensorLane):
         event.record(stream)
         return place
 
-    def _map(self, handle: bytes, device: torch.device) -> int:
+    def _map(self, handle: bytes, device: torch.device) -> Mapped:
         with self._lock:
-            pointer = self._mapped.get(handle)
-            if pointer is not None:
+            mapping = self._mapped.get(handle)
+            if mapping is not None:
                 self._mapped.move_to_end(handle)
-                return pointer
-            if len(self._mapped) >= MAPPINGS:
-                _, oldest = self._mapped.popitem(last=False)
-                torch.cuda.synchronize(device)  # rare: a copy out of it may be under way
-                driver().close(oldest)
-            pointer = self._mapped[handle] = driver().open(handle)
-            return pointer
+                return mapping
+            if len(self._mapped) >= self._mappings:
+                self._mapped.popitem(last=False)  # closed as soon as nothing lies in it
+            mapping = self._alive.get(handle) or Mapped(driver().open(handle), device)
+            self._mapped[handle] = self._alive[handle] = mapping
+            return mapping
 
     def _opened(self, handle: bytes, device: int) -> torch.cuda.Event:
         event = self._events.get(handle)
@@ -284,25 +384,28 @@ class CudaIpcLane(TensorLane):
     # --- the end ---------------------------------------------------------------------------------------------
 
     def disconnect(self, peer: str) -> None:
-        self._peers.pop(peer, None)
-        self._pages.pop(peer, None)
+        address = self._peers.pop(peer, None)
+        dead = address is None or is_gone(address)
         with self._lock:
-            gone = [number for number, out in self._out.items() if out.peer == peer]
-            for number in gone:
+            of_peer = [number for number, out in self._out.items() if out.peer == peer]
+            kept = [number for number in of_peer if self._out[number].shared and not dead]
+            for number in set(of_peer).difference(kept):
                 del self._out[number]
+        if not kept:
+            self._pages.pop(peer, None)
 
     def close(self) -> None:
+        with self._lock:
+            self._out = {number: out for number, out in self._out.items() if out.shared}
+            mapped, self._mapped = self._mapped, OrderedDict()
         self._closed = True
         self._woken.set()
-        with self._lock:
-            mapped, self._mapped = list(self._mapped.values()), OrderedDict()
-            self._out.clear()
         if mapped:
             for index in self._devices:
                 torch.cuda.synchronize(index)
-        for pointer in mapped:
-            driver().close(pointer)
-        self._events.clear()
+        mapped.clear()  # those that nothing lies in are closed
+        if not self._out:
+            self._events.clear()
         self._ready.clear()
         self._copied.clear()
         if hasattr(self, "_page"):

@@ -3,6 +3,8 @@
 One copy, by the sender, into its arena. The receiver gets views of that memory: no copy, private (the sender
 never looks at it again) and writable. The slot goes back when the receiver's last tensor on it dies; when the
 arena is more than half full the receiver copies instead, so that tensors kept for long cannot fill it.
+
+CUDA tensors that are to arrive on the CPU are copied into the arena by their GPU; ``export`` waits for that.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from raytorchrpc import staging
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes._arena import Arena, PeerArena, SharedAddress, Slot, is_gone
 from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane, view_at
@@ -32,7 +35,7 @@ class ShmLane(TensorLane):
 
     name: ClassVar[str] = "shm"
     capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(
-        devices=frozenset({"cpu"}), one_sided=True, same_host=True, zero_copy=True
+        devices=frozenset({"cpu"}), one_sided=True, same_host=True, zero_copy=True, takes_cuda=True
     )
 
     def __init__(self, capacity: int, threads: int) -> None:
@@ -45,12 +48,14 @@ class ShmLane(TensorLane):
 
     def open(self) -> SharedAddress:
         self._arena = Arena(self._capacity)
+        staging.announce(*self._arena.span)
         return self._arena.address
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
         self._addresses.update((peer.peer, peer.address) for peer in peers)
 
     def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[int, int]) -> Export:
+        tensors = [tensor.contiguous() if tensor.is_cuda else tensor for tensor in tensors]
         groups = _grouped(tensors)
         slots: list[Slot] = []
         places: list[tuple[int, int]] = [(0, 0)] * len(tensors)
@@ -67,7 +72,15 @@ class ShmLane(TensorLane):
             slots.append(slot)
             for index, offset in members:
                 places[index] = (number, offset)
-                self._copy(tensors[index], slot.offset + offset)
+        try:
+            for (number, offset), tensor in zip(places, tensors, strict=True):
+                self._copy(tensor, slots[number].offset + offset)
+        except LaneUnavailable:  # a GPU would not copy
+            staging.wait_for(tensors)
+            for taken in slots:
+                self._arena.cancel(taken)
+            raise
+        staging.wait_for(tensors)
         crowded = self._arena.crowded()
         return _ShmExport(self._arena, slots, (tuple((*slot,) for slot in slots), tuple(places), crowded))
 
@@ -82,6 +95,9 @@ class ShmLane(TensorLane):
         if not size:
             return
         target = self._arena.address_of(offset)
+        if tensor.is_cuda:
+            staging.copy_out(tensor, target)
+            return
         if not tensor.is_contiguous():
             view = self._arena.tensor(offset, size).view(tensor.dtype).view(tensor.shape)
             view.copy_(tensor)
@@ -133,17 +149,23 @@ class ShmLane(TensorLane):
                     if address is None:
                         raise LaneUnavailable(self.name, f"member {peer!r} is not known here, or gone")
                     arena = self._peers[peer] = PeerArena(address)
+                    staging.announce(*arena.span)
         return arena
 
     def disconnect(self, peer: str) -> None:
         self._addresses.pop(peer, None)
-        self._peers.pop(peer, None)
+        arena = self._peers.pop(peer, None)
+        if arena is not None:
+            staging.withdraw(arena.span[0])
         self._arena.reclaim(peer)
 
     def close(self) -> None:
+        peers, self._peers = self._peers, {}
+        for arena in peers.values():
+            staging.withdraw(arena.span[0])
         if hasattr(self, "_arena"):
+            staging.withdraw(self._arena.span[0])
             self._arena.close()
-        self._peers.clear()
         if self._pool is not None:
             self._pool.shutdown(wait=False)
 

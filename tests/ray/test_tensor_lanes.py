@@ -70,6 +70,10 @@ class TensorStore(Store):
     def fill(self, tensor: torch.Tensor, value: int) -> torch.Tensor:
         return tensor.fill_(value)
 
+    @rtr.method(share=True)
+    def own_state(self, size: int) -> torch.Tensor:
+        return self.state["tensor", size]  # type: ignore[no-any-return]
+
     @rtr.method
     def checksum(self, value: Any) -> int:
         return checksum(value)
@@ -233,6 +237,22 @@ def test_what_does_not_fit_goes_by_torchrpc(two: list[Any], form: Callable[..., 
     assert lanes["torchrpc"][0] >= 16_000_000
     assert lanes["shm"][0] >= 3_200_000
     assert all_given_back(two)
+
+
+@pytest.mark.parametrize("size", [1000, LARGE])
+def test_share_changes_nothing_for_cpu_tensors(stores: list[Any], group: rtr.Group, size: int) -> None:
+    def exchange() -> None:
+        mine = torch.zeros(size)
+        assert float(rtr.rpc_sync("b", share=True).fill(mine, 7).sum()) == 7.0 * size
+        assert float(rtr.rpc_async("b", share=True).fill(mine, 5).wait().sum()) == 5.0 * size
+        assert float(mine.sum()) == 0.0
+        state = rtr.rpc_sync("b").own_state(size)
+        before = float(state.sum())
+        state.add_(1)
+        assert float(rtr.rpc_sync("b").own_state(size).sum()) == before
+
+    in_actor(stores[0], exchange)
+    assert all_given_back(stores)
 
 
 # --- nothing is kept -----------------------------------------------------------------------------------------------

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from raytorchrpc.codec import Codec, Encoded
 from raytorchrpc.errors import LaneUnavailable
@@ -37,6 +38,8 @@ class Depot(TensorLane):
         self.cancelled: list[Any] = []
         self.discarded: list[tuple[str, Any]] = []
         self.exported = 0
+        self.shared: list[int] = []
+        self.uses: list[tuple[str, Any]] = []
 
     def open(self) -> Any:
         return None
@@ -57,6 +60,13 @@ class Depot(TensorLane):
         tensors = self.stored.pop(descriptor[0])
         assert [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors] == list(shapes)
         return tensors
+
+    def share(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any]) -> Export:
+        self.shared.append(len(tensors))
+        return self.export(tensors, peer, devices)
+
+    def used(self, peer: str, descriptor: Any) -> None:
+        self.uses.append((peer, descriptor))
 
     def discard(self, peer: str, descriptor: Any) -> None:
         self.discarded.append((peer, descriptor))
@@ -223,6 +233,54 @@ def test_a_parcel_of_a_gone_peer_dies_quietly() -> None:
             raise KeyError(peer)
 
     Parcel(Gone(), "a", ("depot", (0,), (("float32", (1,)),), 1)).__del__()
+
+
+class GpuDepot(Depot):
+    """Takes CUDA tensors whether or not they are to stay such."""
+
+    capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(frozenset({"cpu"}), True, True, True, True)
+
+
+@pytest.fixture
+def cuda() -> Iterator[Callable[[int, int], torch.Tensor]]:
+    """Makes CUDA tensors (size, index) without data, on a machine without a GPU."""
+    with FakeTensorMode():
+        yield lambda size, index: torch.empty(size, device=f"cuda:{index}")
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_cuda_tensors_are_shared_where_that_is_asked_for(cuda: Callable[[int, int], torch.Tensor], share: bool) -> None:
+    lanes = {"depot": GpuDepot(), "gpu depot": GpuDepot()}
+    body = body_of(cuda(5, 0), torch.empty(50), cuda(6, 0))
+    routes = {"cpu": "depot", "cuda": "gpu depot"}
+    shipped = Shipper(lanes).ship(body, "b", routes, {0: 0}, 0, share)
+    assert shipped is not None and [waybill[:2] for waybill in shipped.waybills] == [
+        ("gpu depot", (0, 2)), ("depot", (1,)),
+    ]  # fmt: skip
+    assert lanes["gpu depot"].shared == ([2] if share else [])
+    assert lanes["depot"].shared == []
+
+
+def test_cuda_tensors_for_the_cpu_travel_with_the_cpu_tensors(cuda: Callable[[int, int], torch.Tensor]) -> None:
+    lanes = {"depot": GpuDepot(), "gpu depot": GpuDepot()}
+    routes = {"cpu": "depot", "cuda": "gpu depot"}
+    body = body_of(cuda(5, 0), torch.empty(50), cuda(6, 1), cuda(7, 0))
+    shipped = Shipper(lanes).ship(body, "b", routes, {0: "cpu", 1: 0}, 5 * 4, True)
+    assert shipped is not None and [waybill[:2] for waybill in shipped.waybills] == [
+        ("depot", (0, 1, 3)), ("gpu depot", (2,)),
+    ]  # fmt: skip
+    assert lanes["gpu depot"].shared == [1]
+    assert not shipped.body.tensors
+
+
+def test_a_lane_hears_when_its_tensors_have_been_used() -> None:
+    depot = Depot()
+    shipper = Shipper({"depot": depot})
+    shipped = ship(shipper, body_of(torch.ones(4)))
+    (parcel,) = shipper.receive("a", shipped.waybills)
+    parcel.unpack()
+    parcel.used()
+    assert depot.uses == [("a", (1, "box"))]
 
 
 def test_a_body_without_parcels_is_taken_as_it_is() -> None:

@@ -1,0 +1,80 @@
+"""Tensors over GPU memory that belongs to another process.
+
+A tensor's storage keeps a window alive, through the protocol by which libraries hand each other CUDA arrays. The window
+keeps the loan, which tells the owner when the last window is gone, and the mapping, which is closed when nobody needs
+it any more.
+
+Should the owner die first, the memory is not taken from under the tensors: in CUDA's implementation it lives as long as
+a process has it mapped. CUDA's documents promise that to nobody, so treat such tensors as what is left to be copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from raytorchrpc.lanes._cuda_driver import driver
+from raytorchrpc.lanes.base import Shape
+
+
+def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last of a strided tensor, both counted; 0 for an empty one."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+
+
+class Mapped:
+    """A peer's allocation in this process. It is unmapped when the last reference goes."""
+
+    __slots__ = ("__weakref__", "device", "pointer")
+
+    def __init__(self, pointer: int, device: torch.device) -> None:
+        self.pointer, self.device = pointer, device
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # this may be the end of the process
+            torch.cuda.synchronize(self.device)  # rare: a copy out of it may be under way
+            with driver().on(self.device.index):
+                driver().close(self.pointer)
+
+
+class Loan:
+    """What the tensors of one message hold together. ``over()`` is called once, with the last of them, on whatever
+    thread drops it.
+    """
+
+    __slots__ = ("_over",)
+
+    def __init__(self, over: Callable[[], None]) -> None:
+        self._over = over
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # likewise
+            self._over()
+
+
+class Window:
+    """Bytes of mapped memory, as torch takes them."""
+
+    def __init__(self, mapped: Mapped, offset: int, size: int, loan: Loan) -> None:
+        self._loan = loan  # goes before the mapping
+        self._mapped = mapped
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (mapped.pointer + offset, False),
+            "version": 2,
+        }
+
+
+def tensor_over(
+    mapped: Mapped, offset: int, size: int, shape: Shape, strides: Sequence[int], loan: Loan
+) -> torch.Tensor:
+    """A tensor of those ``size`` bytes of mapped memory, without a copy; it keeps the mapping and the loan."""
+    dtype, extents = shape
+    flat = torch.as_tensor(Window(mapped, offset, size, loan), device=mapped.device)
+    return flat.view(dtype).as_strided(extents, tuple(strides))
