@@ -110,7 +110,9 @@ class Server:
             job = _Job(self, lane, note, method, message, reply, Scope(path, limit), parcels)
             return self._dispatch(job)
         except Exception as error:
-            return partial(self.refuse, kind, error, reply)
+            # Encoded here: the error itself leads to this frame, and by it to what the request brought.
+            refusal = self._refusal(kind, error)
+            return partial(self._send, reply, lambda: refusal)
 
     def _exposed(self, name: str) -> Any:
         note = self.methods.get(name)
@@ -161,10 +163,12 @@ class Server:
 
     def refuse(self, kind: int, error: BaseException, reply: Reply) -> None:
         """Answer with an exception."""
+        self._send(reply, lambda: self._refusal(kind, error))
+
+    def _refusal(self, kind: int, error: BaseException) -> Message:
         if kind == REMOTE:
-            self._send(reply, lambda: Message((True, error), NOTHING))
-        else:
-            self._send(reply, lambda: Message((RAISED,), encode_exception(self.codec, error)))
+            return Message((True, error), NOTHING)
+        return Message((RAISED,), encode_exception(self.codec, error))
 
     def _send(self, reply: Reply, make: Callable[[], Message]) -> None:
         try:

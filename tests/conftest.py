@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+# Whatever Ray runs on this machine besides: tests, and the programs that they start, have one of their own.
+os.environ.setdefault("RAY_ADDRESS", "local")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
