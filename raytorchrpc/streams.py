@@ -37,12 +37,12 @@ def hand_over(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
 
 def check_mapped(tensors: Sequence[torch.Tensor], peer: str, mapping: Mapping[Any, Device], lane: str) -> None:
     """Raise LaneUnavailable for a CUDA tensor that the device map to ``peer`` (mine -> its) does not know."""
-    for tensor in tensors:
-        if tensor.is_cuda and tensor.device.index not in mapping:
+    for index in {tensor.get_device() for tensor in tensors if tensor.is_cuda}:
+        if index not in mapping:
             shown = ", ".join(f"{_shown(mine)} -> {_shown(its)}" for mine, its in mapping.items()) or "empty"
             raise LaneUnavailable(
                 lane,
-                f"a tensor on {tensor.device} has no mapping to member {peer!r} (device map: {shown}); map it with "
+                f"a tensor on cuda:{index} has no mapping to member {peer!r} (device map: {shown}); map it with "
                 f"GroupConfig(device_maps=...), to a GPU or to 'cpu', give the peer's actor a GPU, or send "
                 f"tensor.cpu()",
             )

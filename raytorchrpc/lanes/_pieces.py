@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 
@@ -11,12 +12,15 @@ from raytorchrpc.lanes.base import Shape
 
 #: More tensors than this, each smaller than _SMALL, travel as one.
 _FEW, _SMALL = 4, 1 << 20
+_shape = attrgetter("shape")
 
 
 def pieces(kinds: Sequence[tuple[torch.dtype, int]]) -> list[tuple[int, ...]]:
     """For tensors of these dtypes and bytes: many small ones of a dtype as one, every other alone."""
     if len(kinds) <= _FEW:
         return [(index,) for index in range(len(kinds))]
+    if kinds[0][1] < _SMALL and kinds.count(kinds[0]) == len(kinds):
+        return [tuple(range(len(kinds)))]
     small: dict[torch.dtype, list[int]] = {}
     alone: list[tuple[int, ...]] = []
     for index, (dtype, size) in enumerate(kinds):
@@ -31,8 +35,8 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The tensors of one piece as one contiguous tensor; the tensor itself where nothing has to be done."""
     if len(tensors) == 1:
         return tensors[0].contiguous()
-    shape = tensors[0].shape
-    if all(tensor.shape == shape for tensor in tensors):  # one call instead of one for each
+    shapes = list(map(_shape, tensors))
+    if shapes.count(shapes[0]) == len(shapes):  # one call instead of one for each
         return torch.stack(list(tensors))
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
@@ -40,7 +44,9 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def room(shapes: Sequence[Shape], device: torch.device) -> torch.Tensor:
     """Memory for one piece, on the current stream."""
     dtype, shape = shapes[0]
-    if len(shapes) > 1:
+    if len(shapes) > 1 and shapes.count(shapes[0]) == len(shapes):
+        shape = (len(shapes) * math.prod(shape),)
+    elif len(shapes) > 1:
         shape = (sum(math.prod(extents) for _, extents in shapes),)
     return torch.empty(shape, dtype=dtype, device=device)
 
@@ -49,8 +55,8 @@ def split(tensor: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
     """The tensors of one piece."""
     if len(shapes) == 1:
         return [tensor]
-    first = shapes[0][1]
-    if all(shape == first for _, shape in shapes):
-        return list(tensor.view(len(shapes), *first).unbind(0))
+    first = shapes[0]
+    if shapes.count(first) == len(shapes):
+        return list(tensor.view(len(shapes), *first[1]).unbind(0))
     parts = tensor.split([math.prod(shape) for _, shape in shapes])  # type: ignore[no-untyped-call]
     return [part.view(shape) for part, (_, shape) in zip(parts, shapes, strict=True)]

@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary
 import numpy
 import torch
 
+from raytorchrpc import _compat
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes import _pieces
 from raytorchrpc.lanes._arena import SharedAddress, SharedBytes, is_gone, map_shared
@@ -77,8 +78,10 @@ class CudaIpcLane(TensorLane):
         self._peers: dict[str, SharedAddress] = {}
         self._numbers = itertools.cycle(range(_FLAGS))
         self._out: dict[int, _Out] = {}
-        self._ready: dict[tuple[int, int], torch.cuda.Event] = {}
-        """By device and stream: recorded when tensors of that stream are exported."""
+        self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+        """By device and what CUDA calls it, the streams that were current here: making one anew takes longer."""
+        self._ready: dict[tuple[int, int], tuple[torch.cuda.Event, bytes]] = {}
+        """Likewise: recorded when tensors of that stream are exported; with its handle."""
         self._copied: dict[tuple[int, int], tuple[int, torch.cuda.Event]] = {}
         """Likewise: recorded after a copy; with its place in this member's page."""
         self._handles: dict[int, bytes] = {}
@@ -115,7 +118,7 @@ class CudaIpcLane(TensorLane):
     ) -> Export:
         self.tidy()
         source = tensors[0].device.index
-        if any(tensor.device.index != source for tensor in tensors):
+        if len(tensors) > 1 and set(map(torch.Tensor.get_device, tensors)) != {source}:
             raise LaneUnavailable(self.name, "one message with tensors of several GPUs")
         if source not in devices:
             raise LaneUnavailable(self.name, f"cuda:{source} is not in the device map")
@@ -135,13 +138,23 @@ class CudaIpcLane(TensorLane):
         """Keep the tensors; returns their number, and the handle of the event after which they may be read."""
         out = _Out(peer, self._peers.get(peer), kept, shared)
         number = self._take_number(out)
-        stream = torch.cuda.current_stream(source)
-        key = (source, stream.cuda_stream)
-        ready = self._ready.get(key)
-        if ready is None:
-            ready = self._ready[key] = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
-        ready.record(stream)
-        return number, out, bytes(ready.ipc_handle())  # type: ignore[no-untyped-call]
+        stream, raw = self._current(source)
+        known = self._ready.get((source, raw))
+        if known is None:
+            event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+            event.record(stream)
+            known = self._ready[source, raw] = (event, bytes(event.ipc_handle()))  # type: ignore[no-untyped-call]
+        else:
+            known[0].record(stream)
+        return number, out, known[1]
+
+    def _current(self, device: int) -> tuple[torch.cuda.Stream, int]:
+        """This thread's current stream on that device, and what CUDA calls it."""
+        raw = _compat.current_cuda_stream(device)
+        stream = self._streams.get((device, raw))
+        if stream is None:
+            stream = self._streams[device, raw] = torch.cuda.current_stream(device)
+        return stream, raw
 
     def _place(self, tensor: torch.Tensor) -> tuple[torch.Tensor, bytes, int, int]:
         """(what to keep, allocation's handle, offset in it, bytes from the first element to the last)."""
@@ -172,15 +185,18 @@ class CudaIpcLane(TensorLane):
         with self._lock:
             if len(self._out) >= _FLAGS - 1:
                 raise LaneUnavailable(self.name, "too many tensors on their way")
-            number = next(number for number in self._numbers if number not in self._out)
+            number = next(self._numbers)
+            while number in self._out:
+                number = next(self._numbers)
             self._page.bytes[number] = _OUT
             self._page.bytes[_USES + number] = 0
             self._out[number] = out
             if self._janitor is None and not self._closed:
                 self._janitor = threading.Thread(target=self._look_after, name="raytorchrpc-cuda-ipc", daemon=True)
                 self._janitor.start()
-            self._woken.set()
-            if not out.shared:
+            if not self._woken.is_set():
+                self._woken.set()
+            if not out.shared and not self._hurry.is_set():
                 self._hurry.set()
             return number
 
@@ -209,7 +225,7 @@ class CudaIpcLane(TensorLane):
             use = int(self._page.bytes[_USES + number]) if out.flag == _OUT else 0
         event = self._event_of(out, use - 1) if use else self._copied_event(out)
         if event is not None:
-            stream = torch.cuda.current_stream(out.tensors[0].device)
+            stream, _ = self._current(out.tensors[0].device.index)
             event.wait(stream)
             for tensor in out.tensors:
                 tensor.record_stream(stream)
@@ -277,16 +293,17 @@ class CudaIpcLane(TensorLane):
         flags = self._page_of(peer)
         with driver().on(target):
             # On the user's own stream: its memory is there, and what it queues next needs the data anyway.
-            stream = torch.cuda.current_stream(device)
+            stream, raw = self._current(target)
             try:
                 mapped = [self._map(handle, device) if size else None for handle, _, size, _ in places]
                 self._opened(ready, target).wait(stream)
                 if not shared:
-                    arrived = self._copy(mapped, places, shapes, stream)
-                    flags[number] = _COPIED + self._record_copied(target, stream)
+                    arrived = self._copy(mapped, places, shapes, device, raw)
+                    flags[number] = _COPIED + self._record_copied(target, stream, raw)
                     return arrived
                 # Made ready now: giving back can happen in the middle of anything, and may take no lock.
-                self._record_copied(target, self._returning[target])
+                returning = self._returning[target]
+                self._record_copied(target, returning, returning.cuda_stream)
             except BaseException:  # no memory left here, for one
                 stream.synchronize()
                 flags[number] = _UNUSED
@@ -300,14 +317,14 @@ class CudaIpcLane(TensorLane):
             ]
 
     def _copy(
-        self, mapped: Sequence[Mapped | None], places: Any, shapes: Sequence[Shape], stream: torch.cuda.Stream
+        self, mapped: Sequence[Mapped | None], places: Any, shapes: Sequence[Shape], device: torch.device, stream: int
     ) -> list[torch.Tensor]:
         arrived: dict[int, torch.Tensor] = {}
         for mapping, (_, offset, size, piece) in zip(mapped, places, strict=True):
             mine = [shapes[index] for index in piece]
-            tensor = _pieces.room(mine, stream.device)
+            tensor = _pieces.room(mine, device)
             if mapping is not None:
-                driver().copy(tensor.data_ptr(), mapping.pointer + offset, size, stream.cuda_stream)
+                driver().copy(tensor.data_ptr(), mapping.pointer + offset, size, stream)
             arrived.update(zip(piece, _pieces.split(tensor, mine), strict=True))
         return [arrived[index] for index in range(len(shapes))]
 
@@ -321,17 +338,17 @@ class CudaIpcLane(TensorLane):
             return
         returning.wait_stream(stream)
         returning.wait_stream(torch.cuda.current_stream(stream.device))
-        flags[number] = _COPIED + self._record_copied(index, returning)
+        flags[number] = _COPIED + self._record_copied(index, returning, returning.cuda_stream)
 
     def used(self, peer: str, descriptor: Any) -> None:
         number, target, _, _, shared = descriptor
         page = self._page_of(peer) if shared else None
         if page is not None and page[number] == _OUT:  # it keeps some of them
-            page[_USES + number] = 1 + self._record_copied(target, torch.cuda.current_stream(target))
+            page[_USES + number] = 1 + self._record_copied(target, *self._current(target))
 
-    def _record_copied(self, device: int, stream: torch.cuda.Stream) -> int:
+    def _record_copied(self, device: int, stream: torch.cuda.Stream, raw: int) -> int:
         """Record this stream's event; returns its place in the page, where the sender finds its handle."""
-        key = (device, stream.cuda_stream)
+        key = (device, raw)
         known = self._copied.get(key)
         if known is None:
             with self._lock:
@@ -406,6 +423,7 @@ class CudaIpcLane(TensorLane):
         mapped.clear()  # those that nothing lies in are closed
         if not self._out:
             self._events.clear()
+        self._streams.clear()
         self._ready.clear()
         self._copied.clear()
         if hasattr(self, "_page"):
