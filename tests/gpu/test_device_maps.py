@@ -203,6 +203,7 @@ def test_a_map_to_a_gpu_that_does_not_exist_is_refused_before_anything_starts(gp
 
 @pytest.mark.gpu
 def test_the_current_stream_has_the_name_that_cuda_knows() -> None:
+    """By ``torch._C._cuda_getCurrentRawStream``."""
     from raytorchrpc import _compat
 
     other = torch.cuda.Stream()
