@@ -1,8 +1,8 @@
-"""Whether TensorPipe and NCCL can use a member's RDMA adapters, and if not, why and what to do about it.
+"""Whether TensorPipe, NCCL and UCX can use a member's RDMA adapters, and if not, why and what to do about it.
 
 TensorPipe's ibv transport opens the first adapter of the list, port 1, GID index 0, hop limit 1, and looks at
-no port state; its cuda_gdr channel does the same with the adapter nearest to each GPU. NCCL looks at every adapter, and
-chooses ports and GIDs by their state.
+no port state; its cuda_gdr channel does the same with the adapter nearest to each GPU. NCCL, and UCX
+underneath the nixl lane, look at every adapter and choose ports and GIDs by their state.
 """
 
 from __future__ import annotations
@@ -130,27 +130,37 @@ def nccl_obstacle(a: Endpoint, b: Endpoint) -> str | None:
 
     The same with a and b exchanged.
     """
-    alone = sorted(f"{e.name}: {obstacle}" for e in (a, b) if (obstacle := _nccl_alone(e)))
-    if alone:
-        return "; ".join(alone)
-    if not _nccl_fabrics(a) & _nccl_fabrics(b):
+    return ucx_obstacle(a, b, cuda=True)
+
+
+def ucx_obstacle(a: Endpoint, b: Endpoint, *, cuda: bool) -> str | None:
+    """Why UCX has no RDMA between two members on different hosts, of GPU memory if ``cuda``; None where it has.
+
+    The same with a and b exchanged.
+    """
+    obstacles = {end.name: obstacle for end in (a, b) if (obstacle := _rdma_alone(end, cuda))}
+    if len(obstacles) == 2 and len(set(obstacles.values())) == 1:
+        return obstacles[a.name]  # without names, so that many pairs read the same
+    if obstacles:
+        return "; ".join(sorted(f"{name}: {obstacle}" for name, obstacle in obstacles.items()))
+    if not _fabrics(a) & _fabrics(b):
         return "no adapters of the two are on one InfiniBand subnet, or both RoCE"
     return None
 
 
-def _nccl_alone(endpoint: Endpoint) -> str | None:
+def _rdma_alone(endpoint: Endpoint, cuda: bool) -> str | None:
     if not endpoint.hcas:
         return "no RDMA adapter"
-    if not _nccl_fabrics(endpoint):
+    if not _fabrics(endpoint):
         return "no adapter has an active port that may be opened (EFA needs a plug-in, which cannot be seen here)"
     if endpoint.memlock_bytes is not None and endpoint.memlock_bytes < MIN_MEMLOCK_BYTES:
         return f"only {endpoint.memlock_bytes / MIB:.0f} MiB of memory may be locked; raise the limit (ulimit -l)"
-    if not endpoint.peer_memory and not all(gpu.dma_buf for gpu in endpoint.gpus):
+    if cuda and not endpoint.peer_memory and not all(gpu.dma_buf for gpu in endpoint.gpus):
         return "adapters cannot reach GPU memory; load nvidia-peermem, or use the open GPU driver (DMA-BUF)"
     return None
 
 
-def _nccl_fabrics(endpoint: Endpoint) -> set[str]:
+def _fabrics(endpoint: Endpoint) -> set[str]:
     """What the usable ports lead to: InfiniBand subnets, and "RoCE" (routed, so one for all)."""
     found: set[str] = set()
     for hca in endpoint.hcas:

@@ -14,7 +14,7 @@ from raytorchrpc.errors import ConfigurationError
 ENV_PREFIX = "RAYTORCHRPC_"
 
 #: Lanes a route may be built from, in the order routing prefers them.
-KNOWN_LANES = ("socket", "shm", "cuda_ipc", "nccl", "torchrpc")
+KNOWN_LANES = ("socket", "shm", "cuda_ipc", "nixl", "nccl", "torchrpc")
 
 
 class GroupConfig(BaseModel):
@@ -41,8 +41,8 @@ class GroupConfig(BaseModel):
     """Local CUDA indices that generated device maps may use; None means every visible one."""
 
     shm_bytes: Annotated[int, Field(ge=1 << 20)] | None = None
-    """Most shared memory a member uses for tensors on their way, in bytes; None takes a quarter of what it may use.
-    Memory is taken as it is needed and kept warm until the group ends."""
+    """Most memory a member uses for CPU tensors on their way, in bytes, by shm and by nixl each; None takes a quarter
+    of what it may use. Memory is taken as it is needed and kept warm until the group ends."""
 
     copy_threads: Annotated[int, Field(ge=1, le=64)] | None = None
     """Threads that share the copy of a large CPU tensor; None takes half the cores, at most 4."""

@@ -28,6 +28,7 @@ from raytorchrpc.lanes.base import MessageLane, PeerAddress, Pending, TensorLane
 from raytorchrpc.lanes.cuda_ipc import CudaIpcLane
 from raytorchrpc.lanes.loopback import LoopbackLane
 from raytorchrpc.lanes.nccl import NcclLane
+from raytorchrpc.lanes.nixl import NixlLane
 from raytorchrpc.lanes.shm import ShmLane, default_capacity
 from raytorchrpc.lanes.socket import SocketLane
 from raytorchrpc.lanes.torchrpc import TorchRpcLane
@@ -258,7 +259,20 @@ def _tensor_lanes(spec: JoinSpec) -> list[TensorLane]:
                     timeout_s=spec.config.rpc_timeout_s,
                 )
             )
+        elif name == "nixl":
+            capacity = spec.config.shm_bytes or default_capacity()
+            settings = _ucx_settings(spec)
+            lanes.append(NixlLane(capacity, spec.agent.devices, spec.config.rpc_timeout_s, settings))
     return lanes
+
+
+def _ucx_settings(spec: JoinSpec) -> dict[str, str]:
+    """UCX reads for anybody who reaches its TCP ports, so it opens them only where the lane was asked for by name."""
+    if "nixl" not in (spec.config.lanes or ()):
+        return {"TLS": "^tcp"}
+    here = topology.probe(node_ip=_node_ip(), wants_gpu=False)
+    rdma = any(port.state == "ACTIVE" for hca in here.hcas for port in hca.ports)
+    return {} if rdma or not spec.agent.interface else {"NET_DEVICES": spec.agent.interface}
 
 
 def commit(instance: Any, table: Table) -> None:

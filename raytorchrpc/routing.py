@@ -218,6 +218,26 @@ def _cuda_ipc_rule(pair: Pair, traffic: Traffic) -> Verdict:
     return "mapped GPU memory", "same host: one copy from GPU to GPU"
 
 
+def _nixl_rule(pair: Pair, traffic: Traffic) -> Verdict:
+    a, b = pair.a, pair.b
+    bare = sorted(e.name for e in (a, b) if gpu_count(e) == 0) if traffic == "cuda" else []
+    if bare:
+        return _bare_text(bare)
+    named = "nixl" in pair.named
+    if a.same_host(b) and not named:
+        return "same host: used only where GroupConfig.lanes names it, and none that is meant for one host"
+    obstacle = "same host" if a.same_host(b) else _rdma.ucx_obstacle(a, b, cuda=traffic == "cuda")
+    if obstacle and not named:
+        return obstacle
+    without = sorted(e.name for e in (a, b) if not e.nixl)
+    if without:
+        who = f" at {without[0]}" if len(without) == 1 else ""
+        return f"NIXL is not installed for torch{who}: pip install 'raytorchrpc[nixl]'"
+    if named:
+        return ("one-sided reads over what UCX finds" if obstacle else "one-sided reads by RDMA"), "asked for by name"
+    return "one-sided reads by RDMA", "different hosts, both with adapters that UCX can use"
+
+
 def _any_slice(pair: Pair) -> bool:
     return any(" MIG " in gpu.name for e in (pair.a, pair.b) for gpu in e.gpus)
 
@@ -286,13 +306,14 @@ LANES: tuple[Lane, ...] = (
     Lane("socket", ("calls",), _socket_rule),
     Lane("shm", ("cpu",), _shm_rule),
     Lane("cuda_ipc", ("cuda",), _cuda_ipc_rule),
+    Lane("nixl", ("cpu", "cuda"), _nixl_rule),
     Lane("nccl", ("cuda",), _nccl_rule),
     Lane("torchrpc", ("calls", "cpu", "cuda"), _torchrpc_rule),
 )
 
 
 #: Lanes for tensors alone: the message they belong to goes by socket.
-BESIDE = ("shm", "cuda_ipc", "nccl")
+BESIDE = ("shm", "cuda_ipc", "nixl", "nccl")
 
 
 def plan(endpoints: Mapping[str, Endpoint], config: GroupConfig) -> RoutePlan:

@@ -148,6 +148,8 @@ class Endpoint(_Evidence):
     python_version: str = ""
     tensorpipe_transports: tuple[str, ...] = ()
     tensorpipe_channels: tuple[str, ...] = ()
+    nixl: bool = False
+    """NIXL is installed, for the CUDA release of this torch build."""
     wants_gpu: bool = False
     """The actor asked Ray for a GPU, or a fraction of one."""
 
@@ -184,6 +186,8 @@ def probe(*, name: str = "", node_ip: str, wants_gpu: bool = True, root: Path = 
     """
     import torch
 
+    from raytorchrpc import _compat
+
     transports, channels = tensorpipe_backends()
     return Endpoint(
         name=name,
@@ -205,6 +209,7 @@ def probe(*, name: str = "", node_ip: str, wants_gpu: bool = True, root: Path = 
         python_version=platform.python_version(),
         tensorpipe_transports=transports,
         tensorpipe_channels=channels,
+        nixl=_compat.nixl_package() is not None,
         wants_gpu=wants_gpu,
     )
 

@@ -87,6 +87,13 @@ class Driver:
             raise LaneUnavailable("cuda_ipc", f"this allocation has no base (driver error {code}); {_CANNOT_SHARE}")
         return base.value, identity.value
 
+    def size_of(self, base: int) -> int:
+        """Bytes of the allocation that begins at ``base``."""
+        size = ctypes.c_size_t()
+        code = self._cuda.cuMemGetAddressRange_v2(None, ctypes.byref(size), ctypes.c_uint64(base))
+        self._check(code, "cuMemGetAddressRange")
+        return size.value
+
     def handle_of(self, base: int) -> bytes:
         """The handle by which another process can map an allocation. Raises LaneUnavailable if it has none."""
         handle = _Handle()

@@ -19,6 +19,7 @@ from raytorchrpc.lanes.base import Export, Message, MessageLane, PeerAddress, Pe
 from raytorchrpc.lanes.cuda_ipc import CudaIpcLane
 from raytorchrpc.lanes.loopback import LoopbackLane
 from raytorchrpc.lanes.nccl import NcclLane
+from raytorchrpc.lanes.nixl import NixlLane
 from raytorchrpc.lanes.shm import ShmLane
 from raytorchrpc.lanes.socket import SocketLane
 from raytorchrpc.lanes.torchrpc import TorchRpcLane
@@ -225,6 +226,10 @@ def tensors() -> TensorNode:
     return _tensors
 
 
+#: What UCX runs on, for CPU tensors: its own choice, which copies within the host, or a wire alone.
+NIXL_SETTINGS = {"nixl": {}, "nixl over tcp": {"TLS": "tcp", "NET_DEVICES": "lo"}}
+
+
 def open_tensors(kind: str, capacity: int = 256 << 20, gpu: int = 0, rank: int = 0, timeout_s: float = 60) -> Any:
     """``gpu``: the only one that this process shall see, as under Ray."""
     global _tensors
@@ -233,11 +238,17 @@ def open_tensors(kind: str, capacity: int = 256 << 20, gpu: int = 0, rank: int =
     elif kind == "nccl by pipes":
         carrier = PipeCarrier(f"device {rank}")
         _tensors = TensorNode(nccl_lane(rank, timeout_s, carrier), "cpu")
+    elif kind in NIXL_SETTINGS:
+        _tensors = TensorNode(NixlLane(capacity, (), timeout_s, NIXL_SETTINGS[kind]), "cpu")
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
         torch.cuda.init()
-        lane = CudaIpcLane((0,)) if kind == "cuda_ipc" else nccl_lane(rank, timeout_s)
-        _tensors = TensorNode(lane, "cuda")
+        lanes: dict[str, Callable[[], TensorLane]] = {
+            "cuda_ipc": lambda: CudaIpcLane((0,)),
+            "nccl": lambda: nccl_lane(rank, timeout_s),
+            "nixl on cuda": lambda: NixlLane(capacity, (0,), timeout_s),
+        }
+        _tensors = TensorNode(lanes[kind](), "cuda")
     return _tensors.lane.open()
 
 

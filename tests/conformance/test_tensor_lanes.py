@@ -1,5 +1,5 @@
-"""One suite for the lanes that carry tensors alone: shm here, cuda_ipc and nccl where there are GPUs; and nccl with a
-carrier that needs none (see ``pipes``).
+"""One suite for the lanes that carry tensors alone: shm and nixl here, cuda_ipc and nccl where there are GPUs; and nccl
+with a carrier that needs none (see ``pipes``).
 
 Two processes, ``a`` and ``b``; functions with an underscore run in them.
 """
@@ -18,21 +18,27 @@ from typing import Any
 import pytest
 import torch
 
+from raytorchrpc import _compat
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import PeerAddress, Shape, TensorLane
 from raytorchrpc.lanes.cuda_ipc import CudaIpcLane
 from raytorchrpc.lanes.nccl import NcclLane
+from raytorchrpc.lanes.nixl import NixlLane
 from raytorchrpc.lanes.shm import ShmLane
 from tests.conformance import peers
 from tests.conformance.peers import Process, export, open_things, same, tensors, wait_until
 
 MIB = 1 << 20
+needs_nixl = pytest.mark.skipif(_compat.nixl_package() is None, reason=_compat.NIXL_MISSING)
 GPU_KINDS = [
     pytest.param("cuda_ipc, one GPU", marks=pytest.mark.gpu(1)),
     pytest.param("cuda_ipc, two GPUs", marks=pytest.mark.gpu(2)),
     pytest.param("nccl, two GPUs", marks=pytest.mark.gpu(2)),
+    pytest.param("nixl on cuda, one GPU", marks=[pytest.mark.gpu(1), needs_nixl]),
+    pytest.param("nixl on cuda, two GPUs", marks=[pytest.mark.gpu(2), needs_nixl]),
 ]
-KINDS = ["shm", "nccl by pipes", *GPU_KINDS]
+NIXL_KINDS = [pytest.param(kind, marks=needs_nixl) for kind in peers.NIXL_SETTINGS]
+KINDS = ["shm", "nccl by pipes", *NIXL_KINDS, *GPU_KINDS]
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
     torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
@@ -530,6 +536,8 @@ def _another() -> TensorLane:
     lane = tensors().lane
     if isinstance(lane, NcclLane):
         return peers.nccl_lane(0, carrier=lane._carrier)
+    if isinstance(lane, NixlLane):
+        return NixlLane(MIB, lane._devices, 20, lane._settings)
     return ShmLane(MIB, 1) if isinstance(lane, ShmLane) else CudaIpcLane((0,))
 
 
@@ -598,7 +606,7 @@ def _on_their_way(lane: TensorLane) -> int:
     """Exports whose memory is still kept."""
     if isinstance(lane, NcclLane):
         return len(lane._kept)
-    assert isinstance(lane, CudaIpcLane)
+    assert isinstance(lane, (CudaIpcLane, NixlLane))
     lane.tidy()
     return len(lane._out)
 

@@ -73,6 +73,8 @@ LANE_EXTRAS = {
     "shm": {"lanes._arena", "staging"},
     "cuda_ipc": {"lanes._arena", "lanes._cuda_driver", "lanes._cuda_shared", "lanes._pieces"},
     "_cuda_shared": {"lanes._cuda_driver"},
+    "nixl": {"lanes._nixl", "lanes._pieces", "lanes._registered"},
+    "_registered": {"lanes._cuda_driver", "lanes._nixl"},
     "nccl": {
         *("lanes._carrier", "lanes._control", "lanes._handshake"),
         *("lanes._nccl_driver", "lanes._pieces", "lanes._two_sided"),

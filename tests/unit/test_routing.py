@@ -425,7 +425,7 @@ def test_neighbours_prefer_memory_and_keep_torchrpc() -> None:
     assert [choice.lane for choice in route.lanes("calls")] == ["socket", "torchrpc"]
     assert [choice.lane for choice in route.lanes("cpu")] == ["shm", "torchrpc"]
     assert [choice.lane for choice in route.lanes("cuda")] == ["cuda_ipc", "torchrpc"]
-    assert [no.lane for no in route.rejected] == ["nccl"]
+    assert {no.lane for no in route.rejected} == {"nixl", "nccl"}
     assert route.message_lane == "socket"
     assert [choice.lane for choice in route.tensor_lanes] == ["shm", "torchrpc", "cuda_ipc", "torchrpc"]
 
@@ -672,7 +672,7 @@ def test_forced_ibv_that_may_fail_is_a_warning() -> None:
         ({"channels": ("cuda_ipc",)}, "channels: .* has no 'cuda_ipc'; it has: cma, mpt_uv, basic"),
         ({"transports": ()}, "transports is empty"),
         ({"lanes": ("-torchrpc",)}, "nothing can carry CPU tensors between worker_0 and worker_1 .*forbidden by lanes"),
-        ({"lanes": ("-torchrpc", "-shm")}, "leaves no lane for CPU tensors; allow one of: shm, torchrpc"),
+        ({"lanes": ("-torchrpc", "-shm", "-nixl")}, "no lane for CPU tensors; allow one of: shm, nixl, torchrpc"),
         ({"lanes": ("shm", "cuda_ipc")}, "leaves no lane for calls; allow one of: socket, torchrpc"),
         ({"lanes": ("-torchrpc", "-socket")}, "leaves no lane for calls; allow one of: socket, torchrpc"),
         ({"transports": ("shm",)}, "nothing can carry CPU tensors between worker_0 and worker_1"),
@@ -717,10 +717,10 @@ DMA_BUF = tuple(gpu.model_copy(update={"dma_buf": True}) for gpu in a100s())
     ("cluster", "reason"),
     [
         (public_nodes(), "torchrpc has GPUDirect RDMA between these two"),
-        (public_nodes(peer_memory=False), "worker_0: adapters cannot reach GPU memory; load nvidia-peermem"),
+        (public_nodes(peer_memory=False), "adapters cannot reach GPU memory; load nvidia-peermem"),
         (public_nodes(memlock_bytes=8 * MIB), "only 8 MiB of memory may be locked"),
         (public_nodes(same(efa_hcas())), "EFA needs a plug-in"),
-        (public_nodes(same(())), "worker_0: no RDMA adapter; worker_1: no RDMA adapter"),
+        (public_nodes(same(())), "either: no RDMA adapter"),
         (public_nodes(lambda host: infiniband_hcas(f"fec0:0000:0000:000{host}")), "one InfiniBand subnet"),
         (public_nodes(lambda host: (infiniband_hcas(), roce_hcas())[host]), "or both RoCE"),
         (clusters.two_hosts(), "neither member has a GPU"),
@@ -788,6 +788,99 @@ def test_nccl_needs_two_whole_gpus() -> None:
     slices = tuple(gpu.model_copy(update={"name": f"{gpu.name} MIG 1g.10gb"}) for gpu in a100s(2))
     route = plan(neighbours(gpus=slices), config).route("worker_0", "worker_1")
     assert "MIG" in why_not(route, "nccl", "cuda")
+
+
+# -- nixl ----------------------------------------------------------------------------------------------------
+
+NIXL: tuple[Traffic, ...] = ("cpu", "cuda")
+BY_NAME = GroupConfig(lanes=("socket", "nixl", "torchrpc"))
+
+
+def with_nixl(cluster: Cluster) -> Cluster:
+    return {name: each.model_copy(update={"nixl": True}) for name, each in cluster.items()}
+
+
+@pytest.mark.parametrize(
+    "hcas",
+    [
+        infiniband_hcas(),
+        roce_hcas(),
+        with_port(infiniband_hcas(), "mlx5_0", state="DOWN"),
+        with_port(roce_hcas(), "mlx5_3", state="DOWN"),
+    ],
+    ids=["InfiniBand", "RoCE", "first adapter down", "another adapter down"],
+)
+def test_nixl_is_preferred_between_hosts_with_rdma(hcas: Any) -> None:
+    routes = plan(with_nixl(public_nodes(same(hcas))), GroupConfig())
+    route = routes.route("worker_0", "worker_1")
+    for traffic in NIXL:
+        assert [choice.lane for choice in route.lanes(traffic) if choice.lane != "nccl"] == ["nixl", "torchrpc"]
+        assert route.lanes(traffic)[0].how == "one-sided reads by RDMA"
+    assert routes.beside("worker_0") == routes.beside("worker_1") == ("nixl",)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "reason"),
+    [
+        (public_nodes(same(())), "no RDMA adapter"),
+        (clusters.two_hosts(), "no RDMA adapter"),
+        (public_nodes(lambda host: (infiniband_hcas(), ())[host]), "worker_1: no RDMA adapter"),
+        (public_nodes(same(efa_hcas())), "EFA needs a plug-in"),
+        (public_nodes(same(with_port(infiniband_hcas()[:1], "mlx5_0", state="DOWN"))), "no adapter has an active port"),
+        (public_nodes(lambda host: infiniband_hcas(f"fec0:0000:0000:000{host}")), "one InfiniBand subnet"),
+        (public_nodes(lambda host: (infiniband_hcas(), roce_hcas())[host]), "or both RoCE"),
+        (public_nodes(memlock_bytes=8 * MIB), "only 8 MiB of memory may be locked"),
+    ],
+)
+def test_without_a_device_of_its_own_nixl_is_used_by_name_alone(cluster: Cluster, reason: str) -> None:
+    cluster = with_nixl(cluster)
+    routes = plan(cluster, GroupConfig())
+    assert reason in why_not(routes.route("worker_0", "worker_1"), "nixl", "cpu")
+    assert "nixl" not in routes.beside("worker_0")
+    (first, *_) = plan(cluster, BY_NAME).route("worker_0", "worker_1").lanes("cpu")
+    assert (first.lane, first.how) == ("nixl", "one-sided reads over what UCX finds")
+
+
+def test_on_one_host_nixl_is_used_by_name_alone() -> None:
+    cluster = with_nixl(neighbours())
+    route = plan(cluster, GroupConfig()).route("worker_0", "worker_1")
+    assert all(why_not(route, "nixl", traffic).startswith("same host: used only where") for traffic in NIXL)
+    routes = plan(cluster, BY_NAME)
+    assert [lane(routes.route("worker_0", "worker_1"), traffic) for traffic in NIXL] == ["nixl"] * 2
+    assert routes.beside("worker_0") == ("nixl",)
+    both = plan(cluster, GroupConfig(lanes=("socket", "shm", "cuda_ipc", "nixl", "torchrpc")))
+    assert both.beside("worker_0") == ("shm", "cuda_ipc")
+
+
+def test_nixl_leaves_gpu_memory_alone_that_adapters_may_not_reach() -> None:
+    cluster = with_nixl(public_nodes(peer_memory=False))
+    route = plan(cluster, GroupConfig()).route("worker_0", "worker_1")
+    assert (lane(route, "cpu"), lane(route, "cuda")) == ("nixl", "torchrpc")
+    assert "load nvidia-peermem" in why_not(route, "nixl", "cuda")
+    by_dma_buf = with_nixl(public_nodes(peer_memory=False, gpus=DMA_BUF))
+    assert lane(plan(by_dma_buf, GroupConfig()).route("worker_0", "worker_1"), "cuda") == "nixl"
+    assert lane(plan(cluster, BY_NAME).route("worker_0", "worker_1"), "cuda") == "nixl"
+
+
+def test_nixl_has_to_be_installed_on_both_sides() -> None:
+    both = public_nodes()
+    one = {**both, "worker_0": both["worker_0"].model_copy(update={"nixl": True})}
+    for cluster, said in (
+        (one, "NIXL is not installed for torch at worker_1: pip"),
+        (both, "not installed for torch: pip"),
+    ):
+        for config in (GroupConfig(), BY_NAME):
+            route = plan(cluster, config).route("worker_0", "worker_1")
+            assert all(said in why_not(route, "nixl", traffic) for traffic in NIXL)
+    route = plan(with_nixl(clusters.two_hosts()), BY_NAME).route("worker_0", "worker_1")
+    assert why_not(route, "nixl", "cuda").startswith("neither member has a GPU")
+
+
+def test_the_order_of_members_does_not_matter_to_nixl() -> None:
+    cluster = with_nixl(public_nodes(lambda host: (infiniband_hcas(), ())[host]))
+    turned = dict(reversed(list(cluster.items())))
+    answers = [plan(each, GroupConfig()).route("worker_0", "worker_1") for each in (cluster, turned)]
+    assert why_not(answers[0], "nixl", "cpu") == why_not(answers[1], "nixl", "cpu")
 
 
 # -- members that cannot be in one group ---------------------------------------------------------------------
