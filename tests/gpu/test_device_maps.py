@@ -199,14 +199,3 @@ def test_a_map_to_a_gpu_that_does_not_exist_is_refused_before_anything_starts(gp
     rtr.init_group({"a": a, "b": b}).shutdown()
     ray.kill(a)
     ray.kill(b)
-
-
-@pytest.mark.gpu
-def test_the_current_stream_has_the_name_that_cuda_knows() -> None:
-    """By ``torch._C._cuda_getCurrentRawStream``."""
-    from raytorchrpc import _compat
-
-    other = torch.cuda.Stream()
-    assert _compat.current_cuda_stream(0) == torch.cuda.current_stream(0).cuda_stream
-    with torch.cuda.stream(other):
-        assert _compat.current_cuda_stream(0) == other.cuda_stream

@@ -157,3 +157,12 @@ def test_rays_pickler_takes_functions_by_value_and_lets_tensors_be_lifted() -> N
     assert len(encoded.tensors) == 1
     function, tensor = codec.decode(*encoded)
     assert function(1) == 3 and tensor.sum() == 3
+
+
+@pytest.mark.gpu
+def test_the_current_stream_has_the_name_that_cuda_knows() -> None:
+    """By ``torch._C._cuda_getCurrentRawStream``."""
+    other = torch.cuda.Stream()
+    assert _compat.current_cuda_stream(0) == torch.cuda.current_stream(0).cuda_stream
+    with torch.cuda.stream(other):
+        assert _compat.current_cuda_stream(0) == other.cuda_stream
