@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -46,3 +47,49 @@ def demo(
 
     exchanges = 50 if quick else 200
     run(workers=workers, target=target, max_steps=max_steps, seed=seed, address=address, exchanges=exchanges)
+
+
+@app.command()
+def bench(
+    rows: Annotated[list[str] | None, typer.Option(help="Rows to measure: names or patterns (nccl-*), commas.")] = None,
+    sizes: Annotated[list[str] | None, typer.Option(help="Sizes, such as 20KB,1.25MB; the published ones.")] = None,
+    device: Annotated[str, typer.Option(help="Tensors on cpu, cuda, or all.")] = "all",
+    quick: Annotated[bool, typer.Option("--quick", help="Few rows and sizes, under a minute.")] = False,
+    budget: Annotated[float | None, typer.Option(help="Seconds that everything together may take.")] = None,
+    hosts: Annotated[
+        tuple[str, str] | None,
+        typer.Option(help="Measure between these two Ray nodes (id, address or host name)."),
+    ] = None,
+    address: Annotated[str | None, typer.Option(help="A running Ray cluster; none starts one here.")] = None,
+    against: Annotated[str | None, typer.Option(help="'published': show the field's published figures too.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write every figure, one a line.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the whole result, for --from.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw latency and bandwidth against size (PNG).")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write tables, how to reproduce them, what is missing.")] = None,
+    results: Annotated[
+        list[Path] | None, typer.Option("--from", help="Take up results of --json instead of measuring; repeatable.")
+    ] = None,
+) -> None:
+    """Time every transport between two actors, side by side: this package's lanes, Ray's, the bare libraries."""
+    from raytorchrpc.cli import bench as command
+    from raytorchrpc.errors import RayTorchRpcError
+
+    try:
+        command.run(
+            rows=rows or (),
+            sizes=sizes or (),
+            device=device,
+            quick=quick,
+            budget_s=budget,
+            hosts=hosts or (),
+            address=address,
+            against=against,
+            csv=csv,
+            json=json,
+            plot=plot,
+            markdown=markdown,
+            results=results or (),
+        )
+    except (RayTorchRpcError, ConnectionError) as error:
+        typer.echo(f"raytorchrpc bench: {error}", err=True)
+        raise typer.Exit(1) from error

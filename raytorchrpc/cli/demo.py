@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import signal
-import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from statistics import median
-from typing import Any
 
 import ray
 import typer
@@ -24,6 +17,7 @@ from rich.table import Column, Table
 
 import raytorchrpc as rtr
 from raytorchrpc.cli.digits import ParameterServer, Progress, Worker
+from raytorchrpc.cli.session import ray_session
 
 
 def run(*, workers: int, target: float, max_steps: int, seed: int, address: str | None, exchanges: int) -> None:
@@ -37,7 +31,7 @@ def run(*, workers: int, target: float, max_steps: int, seed: int, address: str 
     console = Console()
     console.print(f"Starting a parameter server and {workers} worker(s) as Ray actors ...")
     try:
-        with _ray(address, cpus=workers + 1):
+        with ray_session(address, cpus=workers + 1):
             # The type checker does not see what a class decorator adds.
             server = ParameterServer.remote(seed, target, max_steps)  # type: ignore[attr-defined]
             team = [Worker.remote(rank, workers, seed) for rank in range(workers)]  # type: ignore[attr-defined]
@@ -52,47 +46,6 @@ def run(*, workers: int, target: float, max_steps: int, seed: int, address: str 
         raise _failure(str(error)) from error
     if end.accuracy < target:
         raise _failure(f"test accuracy {end.accuracy:.1%} after {end.steps} steps, below the target of {target:.1%}")
-
-
-@contextmanager
-def _ray(address: str | None, cpus: int) -> Iterator[None]:
-    """A quiet local Ray, or the cluster at ``address``; left in order however the block ends."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    try:
-        if address is None:
-            with _ctrl_c_held_back():
-                ray.init("local", num_cpus=cpus, include_dashboard=False, **quiet)
-        else:
-            _check_answers(address)
-            ray.init(address, **quiet)
-        yield
-    finally:
-        with _ctrl_c_held_back():
-            ray.shutdown()
-
-
-def _check_answers(address: str) -> None:
-    """Fail at once where Ray would try for minutes. Raises ConnectionError."""
-    host, _, port = address.rpartition(":")
-    if host and "//" not in host:
-        try:
-            socket.create_connection((host, int(port)), timeout=10).close()
-        except (OSError, ValueError) as error:
-            raise ConnectionError(f"no Ray cluster answers at {address}: {error}") from error
-
-
-@contextmanager
-def _ctrl_c_held_back() -> Iterator[None]:
-    """Let a Ctrl-C take effect at the end: a Ray that is stopped halfway through its start can crash."""
-    pressed: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, _frame: pressed.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if pressed:
-        raise KeyboardInterrupt
 
 
 def _train(

@@ -1,0 +1,47 @@
+"""The line through a row's medians: ``time = per_op + bytes / bandwidth``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Line(NamedTuple):
+    """A fitted line, and how far the worst point lies from it (relative to the point)."""
+
+    per_op_s: float
+    bytes_per_s: float | None
+    """None where more bytes did not take longer."""
+    worst: float
+
+
+def fit(points: Sequence[tuple[int, float]]) -> Line | None:
+    """Least squares on the relative error, so that microseconds count as much as seconds.
+
+    Args:
+        points: (bytes, seconds). Fewer than two sizes give no line.
+
+    Neither part is ever negative: where the best line would have one so, the best line without that part is taken.
+    """
+    if len({size for size, _ in points}) < 2:
+        return None
+    import numpy as np  # only here: the library does without
+
+    sizes = np.array([size for size, _ in points], dtype=float)
+    seconds = np.array([value for _, value in points], dtype=float)
+    # |p + b x - t| / t = |p (1/t) + b (x/t) - 1|: a linear problem with every target 1.
+    columns = np.stack([1 / seconds, sizes / seconds], axis=1)
+    best = None
+    for keep in ([0, 1], [1], [0]):
+        part, *_ = np.linalg.lstsq(columns[:, keep], np.ones(len(points)), rcond=None)
+        if (part < 0).any():
+            continue
+        both = np.zeros(2)
+        both[keep] = part
+        errors = np.abs(columns @ both - 1)
+        if best is None or (errors**2).sum() < best[0]:
+            best = ((errors**2).sum(), both, errors.max())
+    if best is None:  # one part alone cannot be negative where every time is positive
+        return None
+    _, (per_op, per_byte), worst = best
+    return Line(float(per_op), float(1 / per_byte) if per_byte > 0 else None, float(worst))

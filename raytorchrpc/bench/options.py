@@ -1,0 +1,85 @@
+"""What a user may ask of a run, read from text and checked before anything starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raytorchrpc.bench.published import published_sizes
+from raytorchrpc.bench.rows import DEVICES, QUICK, ROWS, Device, Row, choose
+from raytorchrpc.errors import ConfigurationError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+MAX_SIZE = 64 * 10**9
+#: Seconds that a whole run may take unless ``--budget`` says otherwise.
+BUDGET_S, QUICK_BUDGET_S = 300.0, 50.0
+MIN_BUDGET_S, MAX_BUDGET_S = 10.0, 86400.0
+_QUICK_SIZES = (1_250, 1_250_000, 40_000_000)
+
+
+@dataclass(frozen=True)
+class Options:
+    """A run, fully decided but for what the machine allows."""
+
+    rows: tuple[Row, ...]
+    devices: tuple[Device, ...]
+    sizes: tuple[int, ...]
+    """Bytes, ascending."""
+    budget_s: float
+    hosts: tuple[str, str] | None = None
+
+
+def make_options(
+    *,
+    rows: Sequence[str] = (),
+    sizes: Sequence[str] = (),
+    device: str = "all",
+    quick: bool = False,
+    budget_s: float | None = None,
+    hosts: Sequence[str] = (),
+) -> Options:
+    """Options from a user's texts; the lists may hold commas. Raises ConfigurationError with one clear line."""
+    names, texts = _split(rows), _split(sizes)
+    if device not in (*DEVICES, "all"):
+        raise ConfigurationError(f"device {device!r} is none of {', '.join(DEVICES)}, all")
+    chosen = choose(names) if names else choose(QUICK) if quick else ROWS
+    devices = DEVICES if device == "all" else tuple(d for d in DEVICES if d == device)
+    if not any(set(row.devices) & set(devices) for row in chosen):
+        raise ConfigurationError(f"none of the rows {', '.join(row.name for row in chosen)} carries {device} tensors")
+    if budget_s is None:
+        budget_s = QUICK_BUDGET_S if quick else BUDGET_S
+    if not MIN_BUDGET_S <= budget_s <= MAX_BUDGET_S:
+        raise ConfigurationError(f"the budget is {MIN_BUDGET_S:g} to {MAX_BUDGET_S:g} seconds, not {budget_s:g}")
+    given = tuple(sorted({parse_size(text) for text in texts}))
+    usual = _QUICK_SIZES if quick else published_sizes()
+    return Options(chosen, devices, given or usual, budget_s, _two(hosts))
+
+
+def _split(texts: Sequence[str]) -> list[str]:
+    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
+
+
+def _two(hosts: Sequence[str]) -> tuple[str, str] | None:
+    if not hosts:
+        return None
+    if len(hosts) != 2 or hosts[0] == hosts[1]:
+        raise ConfigurationError("hosts are two different Ray nodes, each by its id, address or host name")
+    return hosts[0], hosts[1]
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``1250``, ``1.25KB``, ``2.5 GB`` (powers of 1000) or ``8MiB`` (of 1024). Raises ConfigurationError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B|)\s*", text, re.IGNORECASE)
+    size = round(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if not 1 <= size <= MAX_SIZE:
+        raise ConfigurationError(f"size {text!r} is not a number of bytes up to {show_size(MAX_SIZE)}, such as 1.25MB")
+    return size
+
+
+def show_size(size: int) -> str:
+    """``1.25 KB``, ``640 MB``: as the published tables name sizes."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if size >= factor:
+            return f"{size / factor:.4g} {unit}"
+    return f"{size} B"

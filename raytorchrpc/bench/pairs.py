@@ -1,0 +1,307 @@
+"""The driver's side of the actors: two for each pair, placed, joined, asked, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import raytorchrpc as rtr
+from raytorchrpc.bench.ends import End, Ready
+from raytorchrpc.bench.roads import PATIENCE_S, ROADS, Seen
+from raytorchrpc.bench.rows import Device, Row
+from raytorchrpc.bench.site import Site
+
+#: Of a GPU, as Ray counts. Every pair holds a context of its own, and Ray has to let all of them in at once.
+_GPU_SHARE = 0.01
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the two ends live.
+
+    Which GPU an actor gets for a fraction of one is Ray's choice, and it fills one GPU before it takes the next. So
+    the actors ask for a fraction, to be let in, and name the GPU in their own environment: Ray leaves a
+    CUDA_VISIBLE_DEVICES that comes with the actor's runtime environment as it is. That both ends then see different
+    GPUs is checked by UUID.
+    """
+
+    nodes: tuple[str, str]
+    """Node ids."""
+    gpus: tuple[str | None, str | None] = (None, None)
+    """For CUDA_VISIBLE_DEVICES; None leaves it to Ray."""
+
+
+class Failed(Exception):
+    """A row cannot go on; the text says why, in one line."""
+
+
+@dataclass
+class Pair:
+    """Two actors (one, where ``alone``), and the rows whose samples they take."""
+
+    name: str
+    rows: list[Row]
+    cuda: bool
+    a: Any
+    b: Any
+    group: rtr.Group | None = None
+    failed: str | None = None
+    ready: tuple[Ready, ...] = ()
+    opened: dict[str, str | None] = field(default_factory=dict)
+    """Rows whose road was tried, and what was wrong with it."""
+
+    @property
+    def ends(self) -> list[Any]:
+        """The actors."""
+        return [self.a] if self.a is self.b else [self.a, self.b]
+
+    def end(self) -> None:
+        """Kill the actors, and with them all they hold; never raises."""
+        for end in self.ends:
+            with contextlib.suppress(Exception):
+                ray.kill(end)
+        if self.group is not None:
+            with contextlib.suppress(Exception):
+                self.group.shutdown(timeout_s=1)  # nobody is left to ask; this process forgets it
+            self.group = None
+        self.failed = self.failed or "its actors have been ended"
+
+
+def start(name: str, rows: Sequence[Row], cuda: bool, placement: Placement) -> Pair:
+    """Ask Ray for the two actors; returns before they are up."""
+    row = rows[0]
+    alone = bool(row.options.get("alone"))
+    gpus = (placement.gpus[0], placement.gpus[0]) if row.one_gpu else placement.gpus
+    ends = []
+    for rank in range(1 if alone else 2):
+        env = dict(row.env)
+        if alone:  # the one actor that needs them all
+            env["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+        elif cuda and gpus[rank] is not None:
+            env["CUDA_VISIBLE_DEVICES"] = str(gpus[rank])
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "num_gpus": _GPU_SHARE if cuda else 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(placement.nodes[rank], soft=False),
+        }
+        if env:
+            options["runtime_env"] = {"env_vars": env}
+        settings: Any = {"enable_tensor_transport": True} if row.road == "rdt" else {"max_restarts": 0}
+        cls = ray.remote(**settings)(End)
+        ends.append(cls.options(**options).remote(cuda))
+    return Pair(name, list(rows), cuda, ends[0], ends[-1])
+
+
+def get(refs: Any, timeout_s: float) -> Any:
+    """``ray.get`` with every failure told as one line. Raises Failed."""
+    try:
+        return ray.get(refs, timeout=max(0.0, timeout_s))
+    except GetTimeoutError:
+        raise Failed(f"no answer within {timeout_s:.0f} s") from None
+    except RayTaskError as error:
+        raise Failed(one_line(error.cause if error.cause is not None else error)) from error
+    except RayActorError as error:
+        raise Failed("an actor died: " + one_line(error)) from error
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's kind and the last line that says something, shortened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else ""
+    kind = type(error).__name__.removeprefix("RayTaskError(").removesuffix(")")
+    return f"{kind}: {text}"[:240].rstrip(": ")
+
+
+def await_ready(pairs: Iterable[Pair], deadline: float) -> Iterable[Pair]:
+    """Each pair once its actors are up, or have failed, in the order in which that happens."""
+    waiting: dict[Any, tuple[Pair, int]] = {}
+    answers: dict[str, dict[int, Ready]] = {}
+    for pair in pairs:
+        answers[pair.name] = {}
+        for rank, end in enumerate(pair.ends):
+            waiting[end.ready.remote()] = pair, rank
+    while waiting:
+        left = deadline - time.monotonic()
+        done, _ = ray.wait(list(waiting), timeout=max(0.0, left))
+        for ref in done:
+            pair, rank = waiting.pop(ref)
+            if pair.failed:
+                continue
+            try:
+                answers[pair.name][rank] = get(ref, 1)
+            except Failed as failure:
+                pair.failed = str(failure)
+                yield pair
+                continue
+            if len(answers[pair.name]) == len(pair.ends):
+                pair.ready = tuple(answers[pair.name][rank] for rank in sorted(answers[pair.name]))
+                yield pair
+        if not done:
+            late = {pair.name: pair for pair, _ in waiting.values()}
+            for pair in late.values():
+                if not pair.failed:
+                    pair.failed = "Ray had not started its actors when the time for that was over"
+                    yield pair
+            return
+
+
+def open_row(pair: Pair, row: Row, site: Site, timeout_s: float) -> None:
+    """Lay a row's road between the two ends. Raises Failed."""
+    if row.name not in pair.opened:
+        try:
+            _open(pair, row, site, timeout_s)
+            pair.opened[row.name] = None
+        except Failed as failure:
+            pair.opened[row.name] = str(failure)
+    if (problem := pair.opened[row.name]) is not None:
+        raise Failed(problem)
+
+
+def _open(pair: Pair, row: Row, site: Site, timeout_s: float) -> None:
+    _check_gpus(pair, row, site)
+    if row.road == "group" and pair.group is None:
+        pair.group = _form(pair, row, site, timeout_s)
+    if row.road == "rdt":
+        _open_rdt(pair, row)
+        return
+    met = None
+    for rank, end in enumerate(pair.ends):
+        peer = pair.ends[-1 - rank]
+        met = get(end.open.remote(row.name, row.road, rank, peer, dict(row.options), met), timeout_s)
+    if not row.own_turn:
+        _both(pair, "wake", row, timeout_s)
+
+
+def _check_gpus(pair: Pair, row: Row, site: Site) -> None:
+    uuids = [ready.gpu for ready in pair.ready]
+    if pair.cuda and len(uuids) == 2 and site.distinct_gpus and not row.one_gpu and uuids[0] == uuids[1]:
+        raise Failed(f"both actors were given the same GPU ({uuids[0]})")
+
+
+def _form(pair: Pair, row: Row, site: Site, timeout_s: float) -> rtr.Group:
+    settings = dict(row.config)
+    if "channels" in settings:
+        # A build of torch without CUDA has none of its channels, and a member without a GPU must not open them.
+        has = set(site.a.endpoint.tensorpipe_channels)
+        settings["channels"] = tuple(c for c in settings["channels"] if c in has and (pair.cuda or "cuda" not in c))
+    try:
+        config = rtr.GroupConfig(rpc_timeout_s=PATIENCE_S, **settings)
+        return rtr.init_group(
+            {"a": pair.a, "b": pair.b}, name=f"bench-{pair.name}-{os.getpid()}", config=config, timeout_s=timeout_s
+        )
+    except (rtr.RayTorchRpcError, RayTaskError, RayActorError) as error:
+        raise Failed(one_line(error)) from error
+
+
+def _open_rdt(pair: Pair, row: Row) -> None:
+    transport = row.options["transport"]
+    if transport in ("gloo", "nccl"):
+        from ray.experimental.collective import create_collective_group
+
+        try:
+            create_collective_group([pair.a, pair.b], backend=transport)
+        except Exception as error:  # alpha: whatever it raises is the row's reason
+            raise Failed(one_line(error)) from error
+
+
+def _both(pair: Pair, what: str, row: Row, timeout_s: float) -> None:
+    get([getattr(end, what).remote(row.name) for end in pair.ends], timeout_s)
+
+
+@dataclass
+class Track:
+    """One row with tensors on one device: what a run takes samples of."""
+
+    row: Row
+    device: Device
+    pair: Pair | None = None
+    reason: str | None = None
+    """Why it is over, or never began."""
+    last: tuple[int, float] | None = None
+    """(bytes, seconds) of the latest sample: what the next size will take at most."""
+
+    @property
+    def alive(self) -> bool:
+        """Samples can be taken."""
+        return self.reason is None and self.pair is not None and self.pair.failed is None
+
+    def expected(self, size: int) -> float | None:
+        """Seconds that a sample of that size will take at most, by what a smaller one took."""
+        return None if self.last is None else self.last[1] * max(1.0, size / self.last[0])
+
+    def send(self, size: int, count: int, timeout_s: float, *, check: bool = False) -> list[float]:
+        """Seconds of ``count`` samples. Raises Failed."""
+        pair, row = self._pair(), self.row
+        if row.road == "rdt":
+            return self._direct_transport(size, count, timeout_s, check)
+        asked = [pair.a.send.remote(row.name, self.device, size, count, check)]
+        if ROADS[row.road].two_sided:
+            asked.append(pair.b.serve.remote(row.name, self.device, size, count))
+        seconds: list[float] = get(asked, timeout_s)[0]
+        self.last = size, min(seconds)
+        return seconds
+
+    def _direct_transport(self, size: int, count: int, timeout_s: float, check: bool) -> list[float]:
+        """From here: the only way to ask for it is to hand one actor's result to the other."""
+        pair = self._pair()
+        give = pair.a.give.options(tensor_transport=self.row.options["transport"])
+        receive = pair.b.look if check else pair.b.take
+        deadline = time.monotonic() + timeout_s
+        seconds = []
+        for _ in range(count):
+            start = time.perf_counter()
+            try:
+                ref = receive.remote(give.remote(self.device, size))
+            except Exception as error:  # alpha
+                raise Failed(one_line(error)) from error
+            get(ref, deadline - time.monotonic())
+            seconds.append(time.perf_counter() - start)
+        self.last = size, min(seconds)
+        return seconds
+
+    def check(self, size: int, timeout_s: float) -> str | None:
+        """One sample that is looked at; returns the lane that carried it, if known. Raises Failed."""
+        pair = self._pair()
+        deadline = time.monotonic() + timeout_s
+        expected: Seen = get(pair.a.make.remote(self.device, size), timeout_s)
+        before = self._carried()
+        self.send(size, 1, deadline - time.monotonic(), check=True)
+        at_home = self.row.road in ROADS and ROADS[self.row.road].within
+        seen = get((pair.a if at_home else pair.b).seen.remote(self.row.name), deadline - time.monotonic())
+        if seen != expected:
+            raise Failed(f"what arrived is not what was sent: {seen}, not {expected}")
+        after = self._carried()
+        grown = {lane: size - before.get(lane, 0) for lane, size in after.items()}
+        return max(grown, key=lambda lane: grown[lane]) if grown else None
+
+    def _carried(self) -> Mapping[str, int]:
+        """Bytes by lane, as the group counts them."""
+        pair = self._pair()
+        if self.row.road != "group" or pair.group is None:
+            return {}
+        return {row.lane: row.bytes_out for row in pair.group.stats() if row.caller == "a"}
+
+    def wake(self, timeout_s: float) -> None:
+        """Before the turn of a row that has one of its own."""
+        _both(self._pair(), "wake", self.row, timeout_s)
+
+    def rest(self, timeout_s: float) -> None:
+        """After it."""
+        _both(self._pair(), "rest", self.row, timeout_s)
+
+    def drop(self, timeout_s: float) -> None:
+        """Give back the memory of the last size."""
+        get([end.drop.remote() for end in self._pair().ends], timeout_s)
+
+    def _pair(self) -> Pair:
+        if self.pair is None or self.pair.failed is not None:
+            raise Failed(self.pair.failed or "" if self.pair else "it has no actors")
+        return self.pair

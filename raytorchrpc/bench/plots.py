@@ -1,0 +1,59 @@
+"""``--plot``: latency and bandwidth against size, both axes logarithmic. Needs matplotlib."""
+
+from __future__ import annotations
+
+import io
+from importlib.util import find_spec
+
+from raytorchrpc.bench.published import published_curve
+from raytorchrpc.bench.results import RowResult, Run
+from raytorchrpc.bench.tables import DEVICE_TEXT
+from raytorchrpc.errors import ConfigurationError
+
+_STYLES = {"raytorchrpc": "-", "for comparison": "--", "limit": ":"}
+
+
+def check_available() -> None:
+    """Raises ConfigurationError, with the remedy, where matplotlib is missing."""
+    if find_spec("matplotlib") is None:
+        raise ConfigurationError("--plot needs matplotlib: pip install 'raytorchrpc[bench]'")
+
+
+def draw(run: Run, *, against_published: bool = False) -> bytes:
+    """A PNG: one line of two panels for each device that has figures."""
+    check_available()
+    from matplotlib.figure import Figure  # not pyplot: no window system, and nothing global
+
+    devices = run.devices()
+    figure = Figure(figsize=(15, 6.5 * max(1, len(devices))), layout="constrained")
+    panels = figure.subplots(max(1, len(devices)), 2, squeeze=False)
+    for (left, right), device in zip(panels, devices, strict=False):
+        for number, row in enumerate(run.measured(device)):
+            look = {"color": f"C{number % 10}", "marker": "os^Dv"[number // 10 % 5], "markersize": 4}
+            look |= {"linestyle": _STYLES[row.kind], "linewidth": 2.5 if row.row == "auto" else 1.2}
+            points = run.points(row)
+            _curve(left, right, points, label=row.row, **look)
+            curve = published_curve(row.published) if against_published else None
+            if curve:
+                look |= {"marker": "x", "linestyle": "-.", "linewidth": 0.8, "alpha": 0.6}
+                published = [(size, ms / 1e3) for size, ms in curve.items()]
+                _curve(left, right, published, label=_published_label(row), **look)
+        left.set(title=f"{DEVICE_TEXT[device]}, {run.scope}: time", xlabel="bytes", ylabel="milliseconds")
+        right.set(title=f"{DEVICE_TEXT[device]}, {run.scope}: bandwidth", xlabel="bytes", ylabel="GB/s")
+        for panel in (left, right):
+            panel.set(xscale="log", yscale="log")
+            panel.grid(True, which="major", alpha=0.3)
+        right.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize="small")
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=110, metadata={"Software": None})
+    return out.getvalue()
+
+
+def _published_label(row: RowResult) -> str:
+    return f"{row.row}, published ({row.published[0]})" if row.published else row.row
+
+
+def _curve(left: object, right: object, points: list[tuple[int, float]], **look: object) -> None:
+    sizes = [size for size, _ in points]
+    left.plot(sizes, [seconds * 1e3 for _, seconds in points], **look)  # type: ignore[attr-defined]
+    right.plot(sizes, [size / seconds / 1e9 for size, seconds in points], **look)  # type: ignore[attr-defined]

@@ -1,0 +1,131 @@
+"""What came out, as rows of text: for the terminal, for a spreadsheet, and for ``markdown``."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from raytorchrpc.bench.options import show_size
+from raytorchrpc.bench.published import published_curve
+from raytorchrpc.bench.results import Cell, RowResult, Run
+from raytorchrpc.bench.rows import Device
+
+DEVICE_TEXT: Mapping[Device, str] = {"cpu": "CPU tensors", "cuda": "CUDA tensors"}
+AUTO = "auto"
+_RIVALS = ("raytorchrpc", "for comparison")
+
+
+class Table(NamedTuple):
+    """Text in cells; the first column names the row."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def figures(run: Run, device: Device, *, against_published: bool = False) -> Table:
+    """Milliseconds by size with half the interquartile range, and each row's line."""
+    heads = ("row", *(show_size(size) for size in run.sizes), "per op", "bandwidth", "line within")
+    rows: list[tuple[str, ...]] = []
+    for row in run.measured(device):
+        cells = [_figure(run.cell(row, size)) for size in run.sizes]
+        line = run.line(row)
+        fitted = ("", "", "")
+        if line is not None:
+            speed = f"{line.bytes_per_s / 1e9:.3g} GB/s" if line.bytes_per_s else "-"
+            fitted = (f"{show_ms(line.per_op_s * 1e3)} ms", speed, f"{line.worst:.0%}")
+        rows.append((row.row, *cells, *fitted))
+        curve = published_curve(row.published) if against_published else None
+        if curve:
+            cells = [show_ms(curve[size]) if size in curve else "" for size in run.sizes]
+            rows.append((f"  published, {row.published[0] if row.published else ''}", *cells, "", "", ""))
+    title = f"{DEVICE_TEXT[device]}, {run.scope}: milliseconds one way plus acknowledgement, median ± half the IQR"
+    return Table(title, heads, tuple(rows))
+
+
+def _figure(cell: Cell | None) -> str:
+    if cell is None or cell.median_s is None:
+        return "-"
+    half = (cell.high_s - cell.low_s) / 2 if cell.high_s is not None and cell.low_s is not None else 0.0
+    return f"{show_ms(cell.median_s * 1e3)} ±{half / cell.median_s:.0%}"
+
+
+def show_ms(value: float) -> str:
+    """Milliseconds, to three figures."""
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+
+
+def choice(run: Run, device: Device) -> Table | None:
+    """How ``auto`` compares, at each size, to the fastest row that is no limit; None where it was not measured."""
+    auto = next((row for row in run.measured(device) if row.row == AUTO), None)
+    if auto is None:
+        return None
+    rows = []
+    for size in run.sizes:
+        cell = run.cell(auto, size)
+        own, peer = (run.fastest(device, size, kinds=(kind,), but=AUTO) for kind in _RIVALS)
+        if cell and cell.median_s is not None and (own or peer):
+            rows.append(
+                (show_size(size), cell.via or "?", *_compared(cell.median_s, own), *_compared(cell.median_s, peer))
+            )
+    heads = ("size", "auto goes by", "fastest forced row", "auto / it", "fastest peer", "auto / it")
+    return Table(f"{DEVICE_TEXT[device]}: what auto chose", heads, tuple(rows)) if rows else None
+
+
+def _compared(seconds: float, rival: tuple[str, float] | None) -> tuple[str, str]:
+    return (rival[0], f"{seconds / rival[1]:.2f}") if rival else ("-", "-")
+
+
+def not_measured(run: Run) -> list[str]:
+    """A line for each reason: which rows, or which sizes of them, have no figure because of it."""
+    whole: dict[tuple[str, Device], list[str]] = {}
+    parts: dict[tuple[str, Device, str], list[int]] = {}
+    for row in run.rows:
+        if not run.points(row):
+            reason = row.reason or next((c.reason for c in _cells(run, row) if c.reason), None) or "unknown"
+            whole.setdefault((reason, row.device), []).append(row.row)
+            continue
+        for cell in _cells(run, row):
+            if cell.median_s is None:
+                parts.setdefault((row.row, row.device, cell.reason or "unknown"), []).append(cell.bytes)
+    lines = [f"{DEVICE_TEXT[device]}: {', '.join(names)}: {reason}" for (reason, device), names in whole.items()]
+    for (name, device, reason), sizes in parts.items():
+        lines.append(f"{DEVICE_TEXT[device]}: {name} at {', '.join(map(show_size, sizes))}: {reason}")
+    return lines
+
+
+def _cells(run: Run, row: RowResult) -> list[Cell]:
+    return [cell for size in run.sizes if (cell := run.cell(row, size))]
+
+
+def to_csv(runs: Sequence[Run]) -> str:
+    """One line per row and size, with the reason where there is no figure."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(
+        ["started", "scope", "row", "kind", "device", "bytes", "median_s", "q1_s", "q3_s", "samples", "via", "reason"]
+    )
+    for run in runs:
+        for row in run.rows:
+            for cell in _cells(run, row):
+                head = (run.started, run.scope, row.row, row.kind, row.device, cell.bytes)
+                times = (cell.median_s, cell.low_s, cell.high_s)
+                writer.writerow([*head, *times, cell.samples, cell.via, cell.reason])
+    return out.getvalue()
+
+
+def plain(table: Table) -> str:
+    """For a terminal without rich, and for logs."""
+    lines = [table.heads, *table.rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(table.heads))]
+    text = [table.title]
+    for number, line in enumerate(lines):
+        cells = [
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ]
+        text.append("  ".join(cells).rstrip())
+        if number == 0:
+            text.append("  ".join("-" * width for width in widths))
+    return "\n".join(text)

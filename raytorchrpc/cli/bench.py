@@ -1,0 +1,194 @@
+"""``raytorchrpc bench``: checks what was asked for, runs it, shows and writes what came out.
+
+``run`` needs neither typer nor rich, for machines that have only the library.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from raytorchrpc.bench import plots
+from raytorchrpc.bench.markdown import document
+from raytorchrpc.bench.options import Options, make_options
+from raytorchrpc.bench.results import Run, read_run, write_file
+from raytorchrpc.bench.tables import Table, choice, figures, not_measured, plain, to_csv
+from raytorchrpc.errors import ConfigurationError
+
+#: Actors ask for no CPU; this is how many processes Ray starts at once.
+_STARTING_AT_ONCE = 8
+#: Without a terminal, at least so many seconds between two lines of progress.
+_QUIET_S = 5.0
+
+
+def run(
+    *,
+    rows: Sequence[str] = (),
+    sizes: Sequence[str] = (),
+    device: str = "all",
+    quick: bool = False,
+    budget_s: float | None = None,
+    hosts: Sequence[str] = (),
+    address: str | None = None,
+    against: str | None = None,
+    csv: Path | None = None,
+    json: Path | None = None,
+    plot: Path | None = None,
+    markdown: Path | None = None,
+    results: Sequence[Path] = (),
+) -> None:
+    """Measure, or take up ``results`` of earlier runs; print tables and write files.
+
+    Raises:
+        ConfigurationError: for anything that was asked for and cannot be, before anything starts.
+        ConnectionError: no Ray cluster where one was named.
+        RayTorchRpcError: the run itself; also if not a single figure came out.
+    """
+    if find_spec("numpy") is None:
+        raise ConfigurationError("the bench needs numpy: pip install 'raytorchrpc[bench]'")
+    if against not in (None, "published"):
+        raise ConfigurationError(f"--against {against!r} is unknown; known: published")
+    asked = {
+        "rows": rows, "sizes": sizes, "device": device, "quick": quick, "budget": budget_s, "hosts": hosts,
+        "address": address,
+    }  # fmt: skip
+    _check_files(csv, json, plot, markdown)
+    if results:
+        if json or any(value not in ((), None, False, "all") for value in asked.values()):
+            raise ConfigurationError("--from shows results that are there; it measures nothing, so name only outputs")
+        runs = [read_run(path) for path in results]
+    else:
+        options = make_options(rows=rows, sizes=sizes, device=device, quick=quick, budget_s=budget_s, hosts=hosts)
+        runs = [_measure(options, address, _command(asked))]
+    for result in runs:
+        _show(result, against_published=against is not None)
+    if json:
+        write_file(json, runs[0].model_dump_json(indent=1) + "\n")
+    if csv:
+        write_file(csv, to_csv(runs))
+    pictures = [_picture(plot, number, len(runs)) for number in range(len(runs))]
+    for result, picture in zip(runs, pictures, strict=True):
+        if picture is not None:
+            write_file(picture, plots.draw(result, against_published=against is not None))
+    if markdown:
+        names = [None if p is None else os.path.relpath(p, markdown.parent) for p in pictures]
+        write_file(markdown, document(runs, names))
+    if not any(result.devices() for result in runs):
+        raise ConfigurationError("not a single figure came out; the reasons are above")
+
+
+def _check_files(csv: Path | None, json: Path | None, plot: Path | None, markdown: Path | None) -> None:
+    """Now, and not after minutes of measuring."""
+    given = [path for path in (csv, json, plot, markdown) if path is not None]
+    for path in given:
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            raise ConfigurationError(f"cannot write {path}: {'a directory' if path.is_dir() else 'no such directory'}")
+    if len({path.resolve() for path in given}) < len(given):
+        raise ConfigurationError("two outputs have the same file name")
+    if plot is not None:
+        if plot.suffix != ".png":
+            raise ConfigurationError(f"--plot writes PNG; {plot} does not end in .png")
+        plots.check_available()
+
+
+def _picture(plot: Path | None, number: int, total: int) -> Path | None:
+    return plot if plot is None or total == 1 else plot.with_stem(f"{plot.stem}-{number + 1}")
+
+
+def _command(asked: Mapping[str, object]) -> str:
+    """What to type for the same run, without the outputs."""
+    words = ["raytorchrpc", "bench"]
+    for name, value in asked.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif isinstance(value, (list, tuple)) and value:
+            words += [f"--{name}", *(map(str, value) if name == "hosts" else [",".join(map(str, value))])]
+        elif isinstance(value, (int, float)) and value is not False:
+            words += [f"--{name}", f"{value:g}"]
+        elif isinstance(value, str) and (name, value) != ("device", "all"):
+            words += [f"--{name}", value]
+    return shlex.join(words)
+
+
+def _measure(options: Options, address: str | None, command: str) -> Run:
+    from raytorchrpc.bench.run import measure  # here: bad options are told without loading Ray and torch
+    from raytorchrpc.cli.session import ray_session
+
+    # Lanes that fall back warn; the tables say the same, and say it per size.
+    logging.getLogger("raytorchrpc").setLevel(logging.ERROR)
+    os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(_STARTING_AT_ONCE))
+    if options.hosts and address is None:
+        address = os.environ.get("RAY_ADDRESS", "auto")
+    with _progress() as tell:
+        tell("starting Ray" if address is None else f"connecting to {address}", 0.0)
+        with ray_session(address, cpus=min(_STARTING_AT_ONCE, os.cpu_count() or 1)):
+            return measure(options, command, tell)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    """On stderr: a bar, or lines now and then where that is no terminal or rich is missing."""
+    if find_spec("rich") is None or not sys.stderr.isatty():
+        last = [-_QUIET_S]
+
+        def line(text: str, part: float) -> None:
+            if time.monotonic() - last[0] >= _QUIET_S:
+                last[0] = time.monotonic()
+                print(f"{part:4.0%} {text}", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda text, part: bar.update(task, completed=part, description=text)
+
+
+def _show(run: Run, *, against_published: bool) -> None:
+    print_table = _printer()
+    print("\n".join(("", *run.machine)))
+    for device in run.devices():
+        print_table(figures(run, device, against_published=against_published))
+        if compared := choice(run, device):
+            print_table(compared)
+    missing = not_measured(run)
+    if missing:
+        print("\nNot measured:")
+        for reason in missing:
+            print(f"  {reason}")
+    if against_published:
+        from raytorchrpc.bench.published import published
+
+        print(f"\n{published()[0]}")
+    print(f"\n{run.seconds:.0f} s; `{run.command}` does it again.")
+
+
+def _printer() -> Callable[[Table], None]:
+    # rich folds cells to fit a terminal; a file or a pipe gets every column on one line.
+    if find_spec("rich") is None or not sys.stdout.isatty():
+        return lambda table: print(f"\n{plain(table)}")
+    from rich.console import Console
+    from rich.table import Column
+    from rich.table import Table as RichTable
+
+    console = Console()
+
+    def show(table: Table) -> None:
+        columns = [Column(head, justify="right" if i else "left", no_wrap=i == 0) for i, head in enumerate(table.heads)]
+        drawn = RichTable(*columns, title=table.title, title_justify="left")
+        for row in table.rows:
+            drawn.add_row(*row, style="bold" if row[0] == "auto" else None)
+        console.print()
+        console.print(drawn)
+
+    return show
