@@ -19,13 +19,16 @@ def fit(points: Sequence[tuple[int, float]]) -> Line | None:
     """Least squares on the relative error, so that microseconds count as much as seconds.
 
     Args:
-        points: (bytes, seconds). Fewer than two sizes give no line.
+        points: (bytes, seconds). Fewer than two sizes give no line, and neither does a machine without numpy.
 
     Neither part is ever negative: where the best line would have one so, the best line without that part is taken.
     """
     if len({size for size, _ in points}) < 2:
         return None
-    import numpy as np  # only here: the library does without
+    try:
+        import numpy as np  # only here: the library does without
+    except ModuleNotFoundError:
+        return None
 
     sizes = np.array([size for size, _ in points], dtype=float)
     seconds = np.array([value for _, value in points], dtype=float)

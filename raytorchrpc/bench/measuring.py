@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from statistics import quantiles
 
 from raytorchrpc.bench.options import Options, show_size
-from raytorchrpc.bench.pairs import Failed, Pair, Track, open_row
+from raytorchrpc.bench.pairs import Failed, Pair, Stuck, Track, open_row
 from raytorchrpc.bench.results import Cell
 from raytorchrpc.bench.site import Room, Site, needed, size_obstacle
 
@@ -31,7 +31,7 @@ _TOGETHER = 0.5
 #: The least patience with one answer, in seconds; samples that are expected to take long get ten times that.
 _PATIENCE_S = 15.0
 #: Of the time that is left, what one row at one size may take if it is that slow.
-_GREED = 0.25
+_GREED = 0.2
 
 OUT_OF_TIME = "the time budget was used up"
 
@@ -102,41 +102,40 @@ class Measuring:
         """How many samples each: all that make sense, or as many as fit into the time."""
         most = max(FEWEST, round(next(n for up_to, n in _REPEATS if size <= up_to) * self._repeats_part))
         share = allotted / max(1, len(tracks))
-        spare = sum(max(0.0, share - most * self._one(track)) for track in tracks)
-        slow = sum(most * self._one(track) > share for track in tracks)
+        spare = sum(max(0.0, share - most * _seconds(track, size)) for track in tracks)
+        slow = sum(most * _seconds(track, size) > share for track in tracks)
         share += spare / max(1, slow)
         counts = []
         for track in tracks:
-            count = min(most, int(share / self._one(track)))
-            if count < FEWEST and FEWEST * self._one(track) > self._left() * _GREED:
-                self._note(track, size, reason=f"one takes about {self._one(track):.2g} s: {OUT_OF_TIME}")
+            count = min(most, int(share / _seconds(track, size)))
+            if count < FEWEST and FEWEST * _seconds(track, size) > self._left() * _GREED:
+                self._note(track, size, reason=f"one takes about {_seconds(track, size):.2g} s: {OUT_OF_TIME}")
                 continue
             counts.append((track, max(FEWEST, count)))
         return counts
 
-    def _one(self, track: Track) -> float:
-        return max(track.last[1] if track.last else 0.0, 1e-6)
-
     # --- row by row ------------------------------------------------------------------------------------------------
 
     def _row_by_row(self, sizes: Sequence[int], number: int) -> None:
-        steps = len(self._tracks) * len(sizes)
-        done = 0
-        for position, track in enumerate(self._tracks):
-            for size in sizes:
-                self._say(f"{show_size(size)}: {track.row.name}", number + len(sizes) * done / max(1, steps))
-                done += 1
-                if self._warm_up(track, size):
-                    left = sum(t.alive for t in self._tracks[position:]) * len(sizes) - sizes.index(size)
-                    for _, count in self._counts([track], size, self._left() / max(1, left)):
-                        seconds: list[float] = []
-                        self._guarded(track, size, seconds, count)
-                        self._note(track, size, seconds, self._via.get(id(track)))
-            if sizes and track.pair is not None and not track.pair.failed:
-                if any(other.pair is track.pair for other in self._tracks[position + 1 :]):
-                    self._drop(track)
-                else:  # nobody needs its memory warm any more
-                    track.pair.end()
+        """The quickest rows first: where the time does not suffice for all, it does for most."""
+        waiting = sorted(self._tracks, key=lambda track: track.expected(sizes[0]) or 0.0) if sizes else []
+        steps = max(1, len(waiting) * len(sizes))
+        while waiting:
+            track = waiting.pop(0)
+            for index, size in enumerate(sizes):
+                done = steps - (len(waiting) + 1) * len(sizes) + index
+                self._say(f"{show_size(size)}: {track.row.name}", number + len(sizes) * done / steps)
+                if not self._warm_up(track, size):
+                    continue
+                left = 1 + sum(other.alive for other in waiting)
+                for _, count in self._counts([track], size, self._left() / (left * (len(sizes) - index))):
+                    seconds: list[float] = []
+                    self._guarded(track, size, seconds, count)
+                    self._note(track, size, seconds, self._via.get(id(track)))
+            if any(other.pair is track.pair for other in waiting):
+                self._drop(track)
+            elif track.pair is not None:  # nobody needs its memory warm any more
+                track.pair.end("its turn is over")
 
     # --- one row at one size ------------------------------------------------------------------------------------
 
@@ -157,22 +156,25 @@ class Measuring:
                 if via is not None and track.row.carries and via not in track.row.carries:
                     self._note(track, size, reason=f"goes by {via} at this size", via=via)
                     return False
+                if reason := self._too_long(track, size):  # larger sizes can be far slower than smaller ones
+                    self._note(track, size, reason=reason)
+                    return False
                 track.send(size, 1, self._patience(track.expected(size)))
         except Failed as failure:
-            self._fail(track, size, str(failure))
+            self._fail(track, size, failure)
             return False
         return True
 
     def _guarded(self, track: Track, size: int, seconds: list[float], count: int) -> None:
         try:
             with self._turn(track):
-                lead = 1 if self._one(track) < _LEAD_IN_S else 0
-                expected = self._one(track) * (count + lead)
+                lead = 1 if _seconds(track, size) < _LEAD_IN_S else 0
+                expected = _seconds(track, size) * (count + lead)
                 if expected > self._left():
                     return
                 seconds += track.send(size, count + lead, self._patience(expected))[lead:]
         except Failed as failure:
-            self._fail(track, size, str(failure))
+            self._fail(track, size, failure)
 
     @contextmanager
     def _turn(self, track: Track) -> Iterator[None]:
@@ -185,16 +187,14 @@ class Measuring:
         finally:
             track.rest(self._patience(None))
 
-    def _fail(self, track: Track, size: int, reason: str) -> None:
+    def _fail(self, track: Track, size: int, failure: Failed) -> None:
         """The row is over, and so are its actors if one of them may still be busy with it."""
-        track.reason = reason
+        track.reason = reason = str(failure)
         self._note(track, size, reason=reason)
         pair = track.pair
-        if pair is not None and (reason.startswith(("no answer", "an actor died")) or track.row.road != "ray"):
-            others = [t for t in self._tracks if t.pair is pair and t.row.name != track.row.name and t.alive]
-            if not others or reason.startswith(("no answer", "an actor died")):
-                pair.end()
-                pair.failed = f"shared its actors with {track.row.name}, which failed: {reason}"
+        stuck = isinstance(failure, Stuck)
+        if pair is not None and (stuck or not any(other.pair is pair and other.alive for other in self._tracks)):
+            pair.end(f"its actors were ended because {track.row.name} with {track.device} tensors failed: {reason}")
 
     def _too_big(self, track: Track, size: int) -> str | None:
         return size_obstacle(track.row, track.device, size, self._room)
@@ -204,7 +204,7 @@ class Measuring:
         if self._left() <= 0:
             return OUT_OF_TIME
         expected = track.expected(size)
-        if expected is not None and expected * (FEWEST + 2) > self._left() * 0.5:
+        if expected is not None and expected * (FEWEST + 2) > self._left() * _GREED:
             return f"one may take {expected:.2g} s, and the time budget leaves {self._left():.0f} s"
         return None
 
@@ -249,3 +249,8 @@ class Measuring:
 
     def _say(self, text: str, steps: float) -> None:
         self._tell(text, steps / max(1, len(self._options.sizes)))
+
+
+def _seconds(track: Track, size: int) -> float:
+    """Of one sample, as the warm-up saw it; never 0."""
+    return max(track.took.get(size, 0.0), 1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from raytorchrpc.bench.site import Site
 
 #: Of a GPU, as Ray counts. Every pair holds a context of its own, and Ray has to let all of them in at once.
 _GPU_SHARE = 0.01
+#: Seconds a byte may take on a road of which only one size is known.
+_SLOW = 1e-8
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,10 @@ class Failed(Exception):
     """A row cannot go on; the text says why, in one line."""
 
 
+class Stuck(Failed):
+    """And an actor may still be busy with it, or is gone: nobody can use the pair any more."""
+
+
 @dataclass
 class Pair:
     """Two actors (one, where ``alone``), and the rows whose samples they take."""
@@ -63,7 +70,7 @@ class Pair:
         """The actors."""
         return [self.a] if self.a is self.b else [self.a, self.b]
 
-    def end(self) -> None:
+    def end(self, why: str) -> None:
         """Kill the actors, and with them all they hold; never raises."""
         for end in self.ends:
             with contextlib.suppress(Exception):
@@ -72,7 +79,7 @@ class Pair:
             with contextlib.suppress(Exception):
                 self.group.shutdown(timeout_s=1)  # nobody is left to ask; this process forgets it
             self.group = None
-        self.failed = self.failed or "its actors have been ended"
+        self.failed = self.failed or why
 
 
 def start(name: str, rows: Sequence[Row], cuda: bool, placement: Placement) -> Pair:
@@ -85,6 +92,7 @@ def start(name: str, rows: Sequence[Row], cuda: bool, placement: Placement) -> P
         env = dict(row.env)
         if alone:  # the one actor that needs them all
             env["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(gpu for gpu in gpus if gpu is not None))
         elif cuda and gpus[rank] is not None:
             env["CUDA_VISIBLE_DEVICES"] = str(gpus[rank])
         options: dict[str, Any] = {
@@ -105,11 +113,11 @@ def get(refs: Any, timeout_s: float) -> Any:
     try:
         return ray.get(refs, timeout=max(0.0, timeout_s))
     except GetTimeoutError:
-        raise Failed(f"no answer within {timeout_s:.0f} s") from None
+        raise Stuck(f"no answer within {timeout_s:.0f} s") from None
     except RayTaskError as error:
         raise Failed(one_line(error.cause if error.cause is not None else error)) from error
     except RayActorError as error:
-        raise Failed("an actor died: " + one_line(error)) from error
+        raise Stuck("an actor died: " + one_line(error)) from error
 
 
 def one_line(error: BaseException) -> str:
@@ -170,7 +178,7 @@ def _open(pair: Pair, row: Row, site: Site, timeout_s: float) -> None:
     if row.road == "group" and pair.group is None:
         pair.group = _form(pair, row, site, timeout_s)
     if row.road == "rdt":
-        _open_rdt(pair, row)
+        _open_rdt(pair, row, timeout_s)
         return
     met = None
     for rank, end in enumerate(pair.ends):
@@ -201,15 +209,27 @@ def _form(pair: Pair, row: Row, site: Site, timeout_s: float) -> rtr.Group:
         raise Failed(one_line(error)) from error
 
 
-def _open_rdt(pair: Pair, row: Row) -> None:
+def _open_rdt(pair: Pair, row: Row, timeout_s: float) -> None:
     transport = row.options["transport"]
     if transport in ("gloo", "nccl"):
         from ray.experimental.collective import create_collective_group
 
-        try:
-            create_collective_group([pair.a, pair.b], backend=transport)
-        except Exception as error:  # alpha: whatever it raises is the row's reason
-            raise Failed(one_line(error)) from error
+        failures: list[Exception] = []
+
+        def create() -> None:
+            try:
+                create_collective_group([pair.a, pair.b], backend=transport)
+            except Exception as error:  # alpha: whatever it raises is the row's reason
+                failures.append(error)
+
+        # It has no deadline of its own.
+        creating = threading.Thread(target=create, name="bench-rdt", daemon=True)
+        creating.start()
+        creating.join(timeout_s)
+        if creating.is_alive():
+            raise Stuck(f"its collective group was not there within {timeout_s:.0f} s")
+        if failures:
+            raise Failed(one_line(failures[0])) from failures[0]
 
 
 def _both(pair: Pair, what: str, row: Row, timeout_s: float) -> None:
@@ -225,8 +245,8 @@ class Track:
     pair: Pair | None = None
     reason: str | None = None
     """Why it is over, or never began."""
-    last: tuple[int, float] | None = None
-    """(bytes, seconds) of the latest sample: what the next size will take at most."""
+    took: dict[int, float] = field(default_factory=dict)
+    """Seconds of a sample, by bytes, as last seen."""
 
     @property
     def alive(self) -> bool:
@@ -234,8 +254,14 @@ class Track:
         return self.reason is None and self.pair is not None and self.pair.failed is None
 
     def expected(self, size: int) -> float | None:
-        """Seconds that a sample of that size will take at most, by what a smaller one took."""
-        return None if self.last is None else self.last[1] * max(1.0, size / self.last[0])
+        """Seconds that a sample of that size may take, by what smaller ones took; None before the first."""
+        if size in self.took or not self.took:
+            return self.took.get(size)
+        *before, last = sorted(self.took)
+        slope = _SLOW
+        if before:
+            slope = max(0.0, self.took[last] - self.took[before[-1]]) / (last - before[-1])
+        return self.took[last] + slope * max(0, size - last)
 
     def send(self, size: int, count: int, timeout_s: float, *, check: bool = False) -> list[float]:
         """Seconds of ``count`` samples. Raises Failed."""
@@ -243,10 +269,15 @@ class Track:
         if row.road == "rdt":
             return self._direct_transport(size, count, timeout_s, check)
         asked = [pair.a.send.remote(row.name, self.device, size, count, check)]
-        if ROADS[row.road].two_sided:
+        if two_sided := ROADS[row.road].two_sided:
             asked.append(pair.b.serve.remote(row.name, self.device, size, count))
-        seconds: list[float] = get(asked, timeout_s)[0]
-        self.last = size, min(seconds)
+        try:
+            seconds: list[float] = get(asked, timeout_s)[0]
+        except Failed as failure:
+            if two_sided:  # the other end still waits
+                raise Stuck(str(failure)) from failure
+            raise
+        self.took[size] = min(seconds)
         return seconds
 
     def _direct_transport(self, size: int, count: int, timeout_s: float, check: bool) -> list[float]:
@@ -264,7 +295,7 @@ class Track:
                 raise Failed(one_line(error)) from error
             get(ref, deadline - time.monotonic())
             seconds.append(time.perf_counter() - start)
-        self.last = size, min(seconds)
+        self.took[size] = min(seconds)
         return seconds
 
     def check(self, size: int, timeout_s: float) -> str | None:

@@ -44,6 +44,8 @@ class RowResult(_Data):
     published: tuple[str, str] | None = None
     reason: str | None = None
     """Why it did not run at all."""
+    comparable: bool = True
+    """False for a row that only works where there is less to do, as between two actors on one GPU."""
 
 
 class Run(_Data):
@@ -87,12 +89,10 @@ class Run(_Data):
 
     def fastest(self, device: Device, size: int, *, kinds: Sequence[str], but: str = "") -> tuple[str, float] | None:
         """The quickest row of these kinds at that size, with its seconds."""
-        found = [
-            (cell.median_s, row.row)
-            for row in self.measured(device)
-            if row.kind in kinds and row.row != but and (cell := self.cell(row, size)) and cell.median_s is not None
-        ]
-        return (min(found)[1], min(found)[0]) if found else None
+        rivals = [r for r in self.measured(device) if r.kind in kinds and r.comparable and r.row != but]
+        cells = [cell for row in rivals if (cell := self.cell(row, size))]
+        found = [(cell.row, cell.median_s) for cell in cells if cell.median_s is not None]
+        return min(found, key=lambda pair: pair[1]) if found else None
 
 
 def read_run(path: Path) -> Run:

@@ -240,7 +240,6 @@ ROWS: tuple[Row, ...] = (
         "bare-torchrpc",
         "torchrpc",
         "torch.distributed.rpc as torch sets it up",
-        pair="plain",
         own_turn=True,
     ),
     _peer(
@@ -249,7 +248,6 @@ ROWS: tuple[Row, ...] = (
         "NCCL send and receive, no call",
         devices=("cuda",),
         needs=("two GPUs", "NCCL"),
-        pair="plain",
     ),
     Row("bare-socket", "limit", "socket", "a TCP socket", devices=("cpu",), pair="plain"),
     Row(

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
 
 import ray
-import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytorchrpc import __version__
@@ -52,7 +49,7 @@ def measure(options: Options, command: str, tell: Tell) -> Run:
         names = sorted({r.gpu_name for pair in made for r in pair.ready if r.gpu_name})
     finally:
         for pair in made:
-            pair.end()
+            pair.end("the run is over")
     return Run(
         version=__version__,
         started=started.isoformat(timespec="seconds"),
@@ -78,6 +75,7 @@ def _row_result(track: Track, measuring: Measuring) -> RowResult:
         what=row.what,
         published=row.published,
         reason=None if any_figure else track.reason,
+        comparable=not row.one_gpu,
     )
 
 
@@ -165,7 +163,7 @@ def _start(tracks: Sequence[Track], placement: Placement, made: list[Pair], tell
     for up, pair in enumerate(pairs.await_ready(list(made), deadline), 1):
         tell(f"starting actors: {up} of {len(made)} pairs", 0.0)
         if pair.failed:
-            pair.end()  # one that is still on its way would disturb the others
+            pair.end(pair.failed)  # one that is still on its way would disturb the others
         for track in tracks:
             if track.pair is pair and pair.failed:
                 track.reason = pair.failed
@@ -173,20 +171,12 @@ def _start(tracks: Sequence[Track], placement: Placement, made: list[Pair], tell
 
 
 def _machine(site: Site, gpu_names: Sequence[str]) -> tuple[str, ...]:
-    facts = [f"{os.cpu_count()} cores, {show_size(site.a.free_bytes)} of memory free, {_cpu_model()}"]
+    places = {place.endpoint.boot_id: place for place in (site.a, site.b)}.values()
+    facts = [f"{p.cores} cores, {show_size(p.free_bytes)} of memory free, {p.processor}" for p in places]
     if gpu_names:
-        facts.append(f"{site.a.gpus} x {', '.join(gpu_names)}, CUDA {torch.version.cuda}")
-    if not site.same_host:
-        facts.append("two hosts; the first line is about the one where the command ran")
+        facts.append(f"{site.a.gpus} x {', '.join(gpu_names)}, CUDA {site.a.endpoint.cuda_version}")
     adapters = ", ".join(hca.name for hca in site.a.endpoint.hcas)
     facts.append(f"RDMA adapters: {adapters or 'none'}")
-    facts.append(f"Python {platform.python_version()}, torch {torch.__version__}, Ray {ray.__version__}")
+    end = site.a.endpoint
+    facts.append(f"Python {end.python_version}, torch {end.torch_version}, Ray {ray.__version__}")
     return tuple(facts)
-
-
-def _cpu_model() -> str:
-    with suppress(OSError), open("/proc/cpuinfo") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +33,8 @@ class Place:
     """torch has NCCL."""
     gpus: int = 0
     """As Ray counts them on the node."""
+    cores: int = 0
+    processor: str = ""
     store_bytes: int = 0
     """Capacity of the node's object store."""
 
@@ -69,7 +73,14 @@ def look_around(node_ip: str) -> Place:
         free_bytes=free_memory(),
         packages=frozenset(name for name in _PACKAGES if importlib.util.find_spec(name)),
         nccl=torch.distributed.is_available() and torch.distributed.is_nccl_available(),
+        cores=os.cpu_count() or 0,
+        processor=_processor(),
     )
+
+
+def _processor(root: Path = Path("/")) -> str:
+    names = (line for line in _read(root / "proc/cpuinfo").splitlines() if line.startswith("model name"))
+    return next(names, ":" + platform.machine()).partition(":")[2].strip()
 
 
 def free_memory(root: Path = Path("/")) -> int:

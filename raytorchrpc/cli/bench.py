@@ -51,8 +51,6 @@ def run(
         ConnectionError: no Ray cluster where one was named.
         RayTorchRpcError: the run itself; also if not a single figure came out.
     """
-    if find_spec("numpy") is None:
-        raise ConfigurationError("the bench needs numpy: pip install 'raytorchrpc[bench]'")
     if against not in (None, "published"):
         raise ConfigurationError(f"--against {against!r} is unknown; known: published")
     asked = {
@@ -136,7 +134,7 @@ def _measure(options: Options, address: str | None, command: str) -> Run:
 def _progress() -> Iterator[Callable[[str, float], None]]:
     """On stderr: a bar, or lines now and then where that is no terminal or rich is missing."""
     if find_spec("rich") is None or not sys.stderr.isatty():
-        last = [-_QUIET_S]
+        last = [time.monotonic()]
 
         def line(text: str, part: float) -> None:
             if time.monotonic() - last[0] >= _QUIET_S:
@@ -161,6 +159,8 @@ def _show(run: Run, *, against_published: bool) -> None:
         print_table(figures(run, device, against_published=against_published))
         if compared := choice(run, device):
             print_table(compared)
+    if find_spec("numpy") is None:
+        print("\nno lines through the medians: numpy is not installed (pip install 'raytorchrpc[bench]')")
     missing = not_measured(run)
     if missing:
         print("\nNot measured:")

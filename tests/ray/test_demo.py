@@ -2,78 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
-
-class Demo:
-    """Starts the command with a mark in its environment, which every process of its Ray inherits."""
-
-    def __init__(self) -> None:
-        self.mark = f"demo-test-{uuid.uuid4().hex}"
-        self.process: subprocess.Popen[str] | None = None
-
-    def start(self, *options: str) -> subprocess.Popen[str]:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "raytorchrpc.cli", "demo", *options],
-            cwd=ROOT,
-            env={**os.environ, "COLUMNS": "120", "DEMO_TEST_MARK": self.mark},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        return self.process
-
-    def run(self, *options: str) -> tuple[int, str, str]:
-        process = self.start(*options)
-        out, err = process.communicate(timeout=100)
-        return process.returncode, out, err
-
-    def processes(self) -> list[int]:
-        """Everything alive that this command started, itself included."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    marked = self.mark.encode() in (entry / "environ").read_bytes()
-                except OSError:
-                    continue  # gone, or another user's
-                if marked:
-                    found.append(int(entry.name))
-        return found
-
-    def gone_within(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while self.processes():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.1)
-        return True
+from tests.ray.commands import ROOT, Command
 
 
 @pytest.fixture
-def demo() -> Iterator[Demo]:
-    demo = Demo()
+def demo() -> Iterator[Command]:
+    demo = Command("demo")
     yield demo
-    for pid in demo.processes():
-        os.kill(pid, signal.SIGKILL)
-    if demo.process is not None:
-        demo.process.communicate(timeout=10)
+    demo.end()
 
 
-def test_reaches_the_accuracy_and_shows_what_the_calls_cost(demo: Demo) -> None:
+def test_reaches_the_accuracy_and_shows_what_the_calls_cost(demo: Command) -> None:
     start = time.monotonic()
     code, out, err = demo.run("--quick")
     assert code == 0, out + err
@@ -89,7 +36,7 @@ def test_reaches_the_accuracy_and_shows_what_the_calls_cost(demo: Demo) -> None:
     assert demo.gone_within(10)
 
 
-def test_missing_the_accuracy_is_one_clear_line_and_exit_code_1(demo: Demo) -> None:
+def test_missing_the_accuracy_is_one_clear_line_and_exit_code_1(demo: Command) -> None:
     code, out, err = demo.run("--quick", "--target", "1.0", "--max-steps", "50")
     assert code == 1, out + err
     assert re.fullmatch(r"raytorchrpc demo: test accuracy [\d.]+% after \d+ steps, below .* 100.0%\n", err), err
@@ -97,13 +44,13 @@ def test_missing_the_accuracy_is_one_clear_line_and_exit_code_1(demo: Demo) -> N
 
 
 @pytest.mark.parametrize("moment", ["Starting", "Training"])
-def test_ctrl_c_leaves_no_process_behind(demo: Demo, moment: str) -> None:
+def test_ctrl_c_leaves_no_process_behind(demo: Command, moment: str) -> None:
     process = demo.start("--target", "1.0")
     assert process.stdout is not None
     while not process.stdout.readline().startswith(moment):
         assert process.poll() is None, process.communicate()
     time.sleep(1)  # into the middle of it
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
+    demo.interrupt()
     start = time.monotonic()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
@@ -112,7 +59,7 @@ def test_ctrl_c_leaves_no_process_behind(demo: Demo, moment: str) -> None:
     assert demo.gone_within(10)
 
 
-def test_an_address_where_nothing_answers(demo: Demo) -> None:
+def test_an_address_where_nothing_answers(demo: Command) -> None:
     code, _, err = demo.run("--address", "127.0.0.1:1")
     assert code == 1
     assert err.startswith("raytorchrpc demo: no Ray cluster answers at 127.0.0.1:1"), err

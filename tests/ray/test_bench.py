@@ -1,0 +1,124 @@
+"""``raytorchrpc bench`` from its start to its files, on whatever machine the tests run on."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytorchrpc.bench.results import Run, read_run
+from tests.ray.commands import Command
+
+
+@pytest.fixture
+def bench() -> Iterator[Command]:
+    bench = Command("bench")
+    yield bench
+    bench.end()
+
+
+def complete(run: Run) -> None:
+    """Every row has a figure or a reason at every size, and never both."""
+    for row in run.rows:
+        for size in run.sizes:
+            cell = run.cell(row, size)
+            assert cell is not None, (row.row, size)
+            assert (cell.median_s is None) != (cell.reason is None), cell
+            if cell.median_s is not None:
+                assert cell.low_s is not None and cell.high_s is not None
+                assert 0 < cell.low_s <= cell.median_s <= cell.high_s
+                assert cell.samples >= 3
+
+
+@pytest.mark.timeout(240)  # a busy machine starts actors slowly; else it takes ten seconds
+def test_two_rows_two_sizes_and_every_output(bench: Command, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    outputs = ["--json", "r.json", "--csv", "r.csv", "--plot", "r.png", "--markdown", "r.md"]
+    chosen = ["--rows", "auto,memcpy", "--sizes", "20KB,1.25MB", "--device", "cpu", "--budget", "200"]
+    code, out, err = bench.run(*chosen, *outputs, "--against", "published", folder=tmp_path, timeout=200)
+    assert code == 0, out + err
+
+    run = read_run(tmp_path / "r.json")
+    complete(run)
+    assert {row.row for row in run.measured("cpu")} == {"auto", "memcpy"}
+    auto = next(row for row in run.rows if row.row == "auto")
+    assert [run.cell(auto, size).via for size in run.sizes] == ["socket", "shm"]  # type: ignore[union-attr]
+    assert run.command == "raytorchrpc bench --rows auto,memcpy --sizes 20KB,1.25MB --device cpu --budget 200"
+    assert "CPU tensors, one host" in out
+    assert re.search(r"^auto +[\d.]+ ±\d+% +[\d.]+ ±\d+% ", out, re.MULTILINE), out
+
+    assert len(list(csv.DictReader((tmp_path / "r.csv").open()))) == 4
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    text = (tmp_path / "r.md").read_text()
+    assert "![Latency and bandwidth against size](r.png)" in text and run.command in text
+    assert sorted(os.listdir(tmp_path)) == ["r.csv", "r.json", "r.md", "r.png"]
+    assert bench.gone_within(10)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("moment", ["starting actors", "KB: "])
+def test_ctrl_c_leaves_no_process_and_no_file(bench: Command, moment: str, tmp_path: Path) -> None:
+    sizes = ",".join(f"{n}KB" for n in range(1, 400))
+    process = bench.start(
+        "--rows", "auto,torchrpc-TCP", "--sizes", sizes, "--budget", "200", "--json", "r.json", folder=tmp_path
+    )
+    assert process.stderr is not None
+    while moment not in (line := process.stderr.readline()):
+        assert line and process.poll() is None, process.communicate()
+    before = time.monotonic()
+    bench.interrupt()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err and out == ""
+    assert time.monotonic() - before < 20
+    assert bench.gone_within(10)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_host_that_is_none_of_rays_is_one_line(bench: Command, cluster: Any) -> None:
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    code, out, err = bench.run("--address", address, "--hosts", "nowhere", "elsewhere", "--sizes", "1KB")
+    assert (code, out) == (1, "")
+    last = err.splitlines()[-1]
+    assert last.startswith("raytorchrpc bench: no Ray node 'nowhere'; nodes: ")
+
+
+@pytest.mark.slow
+def test_quick_takes_less_than_a_minute(bench: Command, tmp_path: Path) -> None:
+    start = time.monotonic()
+    code, out, err = bench.run("--quick", "--json", "quick.json", folder=tmp_path)
+    assert code == 0, out + err
+    assert time.monotonic() - start < 60
+    run = read_run(tmp_path / "quick.json")
+    complete(run)
+    assert {"auto", "ray", "ray-zero-copy", "bare-socket", "memcpy"} <= {row.row for row in run.measured("cpu")}
+    assert bench.gone_within(10)
+
+
+@pytest.mark.slow
+def test_between_two_nodes_of_a_cluster(bench: Command, tmp_path: Path) -> None:
+    """Both nodes are of this machine, so what needs two hosts still says so; what is placed where is shown."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        other = cluster.add_node(num_cpus=1)
+        hosts = [cluster.head_node.node_id, other.node_id]
+        chosen = ["--rows", "auto,bare-torchrpc,ray", "--sizes", "20KB,1MB", "--device", "cpu", "--budget", "90"]
+        arguments = ["--address", cluster.address, "--hosts", *hosts, *chosen, "--json", str(tmp_path / "r.json")]
+        code, out, err = bench.run(*arguments)
+        assert code == 0, out + err
+        run = read_run(tmp_path / "r.json")
+        complete(run)
+        assert {row.row for row in run.measured("cpu")} == {"auto", "bare-torchrpc", "ray"}
+        assert f"--hosts {hosts[0]} {hosts[1]}" in run.command
+    finally:
+        cluster.shutdown()
