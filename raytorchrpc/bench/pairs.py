@@ -72,7 +72,7 @@ class Pair:
 
     def end(self, why: str) -> None:
         """Kill the actors, and with them all they hold; never raises."""
-        for end in self.ends:
+        for end in self.ends if ray.is_initialized() else ():  # ray.kill would start one
             with contextlib.suppress(Exception):
                 ray.kill(end)
         if self.group is not None:

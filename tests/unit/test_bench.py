@@ -65,11 +65,8 @@ def test_a_run_covers_everything_unless_told_otherwise() -> None:
     usual = make_options()
     assert usual.rows == ROWS
     assert usual.devices == ("cpu", "cuda")
-    assert (
-        usual.sizes
-        == published_sizes()
-        == (1250, 20000, 1250000, 10**7, 4 * 10**7, 64 * 10**7, 125 * 10**7, 25 * 10**8)
-    )
+    assert usual.sizes == published_sizes()
+    assert (usual.sizes[0], usual.sizes[-1], len(usual.sizes)) == (1250, 25 * 10**8, 8)
     quick = make_options(quick=True)
     assert {row.name for row in quick.rows} == set(QUICK)
     assert quick.budget_s < 60
