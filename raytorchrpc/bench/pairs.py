@@ -202,11 +202,16 @@ def _form(pair: Pair, row: Row, site: Site, timeout_s: float) -> rtr.Group:
         settings["channels"] = tuple(c for c in settings["channels"] if c in has and (pair.cuda or "cuda" not in c))
     try:
         config = rtr.GroupConfig(rpc_timeout_s=PATIENCE_S, **settings)
-        return rtr.init_group(
+        group = rtr.init_group(
             {"a": pair.a, "b": pair.b}, name=f"bench-{pair.name}-{os.getpid()}", config=config, timeout_s=timeout_s
         )
     except (rtr.RayTorchRpcError, RayTaskError, RayActorError) as error:
         raise Failed(one_line(error)) from error
+    chosen = group.routes().route("a", "b").lanes("cpu")
+    if row.over and not (chosen and row.over in chosen[0].how):
+        group.shutdown(timeout_s=1)
+        raise Failed(f"this pair goes by {chosen[0].how if chosen else 'nothing'}, and no setting forces {row.over}")
+    return group
 
 
 def _open_rdt(pair: Pair, row: Row, timeout_s: float) -> None:

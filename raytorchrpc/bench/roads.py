@@ -275,6 +275,40 @@ class SocketRoad(Road):
         self._lengths = [0] * self._streams
 
 
+class NngRoad(Road):
+    """pynng's pair sockets over TCP. They take and give bytes, so a tensor is copied at either end."""
+
+    _last = b""
+
+    def open(self, met: Any) -> Any:
+        import pynng
+
+        limit = int(PATIENCE_S * 1000)
+        self._socket = pynng.Pair0(recv_max_size=0, send_timeout=limit)
+        if met is None:
+            self._socket.recv_timeout = limit
+            listener = self._socket.listen(f"tcp://{self.setting.address}:0")
+            return f"tcp://{listener.local_address}"
+        self._socket.dial(met, block=True)
+        threading.Thread(target=self._receive, name="bench-receive", daemon=True).start()
+        return None
+
+    def send(self, tensor: torch.Tensor, check: bool) -> None:
+        self._socket.send(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
+        self._socket.recv()
+
+    def _receive(self) -> None:
+        while True:
+            self._last = self._socket.recv()
+            self._socket.send(b"+")
+
+    def seen(self) -> Seen | None:
+        return Seen(len(self._last), self._last[0], self._last[-1]) if self._last else None
+
+    def drop(self) -> None:
+        self._last = b""
+
+
 class MemcpyRoad(Road):
     """No peer: a copy from memory to warm memory."""
 
@@ -314,6 +348,7 @@ ROADS: dict[str, type[Road]] = {
     "torchrpc": TorchRpcRoad,
     "nccl": NcclRoad,
     "socket": SocketRoad,
+    "nng": NngRoad,
     "memcpy": MemcpyRoad,
     "gpu_copy": GpuCopyRoad,
 }

@@ -14,7 +14,9 @@ DEVICES: tuple[Device, ...] = ("cpu", "cuda")
 Kind = Literal["lane", "peer", "limit"]
 
 #: What a row may need; see ``site.obstacle`` for when each is met.
-Need = Literal["one host", "two hosts", "two GPUs", "RDMA", "GPUDirect", "NCCL", "pynng", "nixl"]
+Need = Literal[
+    "one host", "two hosts", "two GPUs", "RDMA", "GPUDirect", "NCCL", "NCCL RDMA", "NCCL GPUDirect", "pynng", "nixl"
+]
 
 KIND_TEXT: Mapping[Kind, str] = {"lane": "raytorchrpc", "peer": "for comparison", "limit": "limit"}
 
@@ -38,6 +40,8 @@ class Row:
     """Environment of both actors."""
     carries: tuple[str, ...] = ()
     """Lanes one of which has to have carried the tensor; a figure of any other lane is not this row's. Empty: any."""
+    over: str = ""
+    """What the route has to say of how it carries CPU tensors, for lanes that choose that themselves."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """For the road."""
     pair: str = ""
@@ -62,7 +66,7 @@ class Row:
 
 
 _NO_P2P = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-_ON_A_HOST_TCP = ("mpt_uv", "basic", "cuda_basic")
+_TCP_CHANNELS = ("mpt_uv", "basic", "cuda_basic")
 #: In-band limit of the socket lane (bytes); from here on tensors travel beside the message.
 SOCKET_IN_BAND = 256 * 1024
 
@@ -114,7 +118,8 @@ ROWS: tuple[Row, ...] = (
         "torchrpc-TCP",
         "torchrpc forced to TCP",
         "torchrpc",
-        config={"transports": ("uv",), "channels": _ON_A_HOST_TCP},
+        config={"transports": ("uv",), "channels": _TCP_CHANNELS},
+        over="uv",
         carries=("torchrpc",),
         published=("internode", "torchrpc-TCP"),
     ),
@@ -168,7 +173,7 @@ ROWS: tuple[Row, ...] = (
         "torchrpc",
         devices=("cuda",),
         env={**_NO_P2P, "NCCL_NET": "IB", "NCCL_NET_GDR_LEVEL": "LOC"},
-        needs=("two GPUs", "NCCL", "RDMA"),
+        needs=("two GPUs", "NCCL", "NCCL RDMA"),
         carries=("nccl",),
         published=("internode", "nccl-IB"),
     ),
@@ -180,7 +185,7 @@ ROWS: tuple[Row, ...] = (
         "torchrpc",
         devices=("cuda",),
         env={**_NO_P2P, "NCCL_NET": "IB", "NCCL_NET_GDR_LEVEL": "SYS"},
-        needs=("two GPUs", "NCCL", "RDMA", "GPUDirect"),
+        needs=("two GPUs", "NCCL", "NCCL GPUDirect"),
         carries=("nccl",),
         published=("internode", "nccl-GDR"),
     ),
@@ -188,7 +193,7 @@ ROWS: tuple[Row, ...] = (
         "nng-TCP",
         "nng (pynng) over TCP",
         "nng",
-        config={"nng_transport": "tcp"},
+        over="tcp",
         devices=("cpu",),
         needs=("pynng",),
         carries=("nng",),
@@ -199,7 +204,7 @@ ROWS: tuple[Row, ...] = (
         "nng-ipc",
         "nng (pynng) within one host",
         "nng",
-        config={"nng_transport": "ipc"},
+        over="ipc",
         devices=("cpu",),
         needs=("one host", "pynng"),
         carries=("nng",),
@@ -248,6 +253,15 @@ ROWS: tuple[Row, ...] = (
         "NCCL send and receive, no call",
         devices=("cuda",),
         needs=("two GPUs", "NCCL"),
+    ),
+    _peer(
+        "bare-nng",
+        "nng",
+        "nng (pynng) over TCP, no call",
+        devices=("cpu",),
+        needs=("pynng",),
+        host_copies=8,
+        published=("internode", "nng-TCP"),
     ),
     Row("bare-socket", "limit", "socket", "a TCP socket", devices=("cpu",), pair="plain"),
     Row(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,7 +70,7 @@ def look_around(node_ip: str) -> Place:
     import torch.distributed
 
     return Place(
-        endpoint=topology.probe(node_ip=node_ip, wants_gpu=False),
+        endpoint=topology.probe(name=socket.gethostname(), node_ip=node_ip, wants_gpu=False),
         free_bytes=free_memory(),
         packages=frozenset(name for name in _PACKAGES if importlib.util.find_spec(name)),
         nccl=torch.distributed.is_available() and torch.distributed.is_nccl_available(),
@@ -133,11 +134,21 @@ def _two_gpus(site: Site) -> str | None:
 def _rdma_usable(site: Site) -> str | None:
     if not site.a.endpoint.hcas or not site.b.endpoint.hcas:
         return "no RDMA adapter (HCA)"
-    if site.same_host:  # TensorPipe's rules are about pairs of hosts; NCCL needs an adapter that is up
-        ports = [port for hca in site.a.endpoint.hcas for port in hca.ports]
-        return None if any(port.state == "ACTIVE" for port in ports) else "no port of an RDMA adapter is active"
     obstacles = _rdma.ibv_obstacles({"a": site.a.endpoint, "b": site.b.endpoint})
     return next((reason for reason in obstacles.values() if reason), None)
+
+
+def _nccl_rdma(site: Site) -> str | None:
+    for place in (site.a, site.b):
+        if not place.endpoint.hcas:
+            return "no RDMA adapter (HCA)"
+        if not any(port.state == "ACTIVE" for hca in place.endpoint.hcas for port in hca.ports):
+            return "no port of an RDMA adapter is active"
+    return None
+
+
+def _nccl_gpudirect(site: Site) -> str | None:
+    return _nccl_rdma(site) or _rdma.nccl_obstacle(site.a.endpoint, site.b.endpoint)
 
 
 def _gpudirect(site: Site) -> str | None:
@@ -165,6 +176,8 @@ _NEEDS: Mapping[Need, Callable[[Site], str | None]] = {
     "RDMA": _rdma_usable,
     "GPUDirect": _gpudirect,
     "NCCL": _nccl,
+    "NCCL RDMA": _nccl_rdma,
+    "NCCL GPUDirect": _nccl_gpudirect,
     "pynng": _package("pynng", "pip install pynng"),
     "nixl": _package("nixl", "pip install 'raytorchrpc[nixl]'"),
 }

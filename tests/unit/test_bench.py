@@ -173,7 +173,7 @@ def runs(where: Site, device: Device) -> set[str]:
 
 
 ANYWHERE = {"torchrpc", "torchrpc-TCP", "nng-TCP", "nixl", "ray", "ray-zero-copy", "ray-rdt-gloo", "ray-rdt-nixl"}
-ANYWHERE |= {"auto", "socket", "bare-torchrpc", "bare-socket", "bare-socket-x4", "memcpy"}
+ANYWHERE |= {"auto", "socket", "bare-torchrpc", "bare-nng", "bare-socket", "bare-socket-x4", "memcpy"}
 CUDA_ANYWHERE = {"auto", "torchrpc", "torchrpc-TCP", "nixl", "ray", "ray-zero-copy", "ray-rdt-nixl", "bare-torchrpc"}
 TWO_GPUS = {"nccl-TCP", "ray-rdt-nccl", "bare-nccl"}
 ONE_HOST_GPU = {"cuda-shared-tensor", "ray-rdt-cuda-ipc", "gpu-copy"}
@@ -213,8 +213,8 @@ def test_two_hosts() -> None:
     rdma = {"gpus": 1, "hcas": (adapter(),)}
     both = site(place(**rdma), place("two", **rdma))
     assert runs(both, "cpu") == ANYWHERE | {"torchrpc-IB"}
-    assert runs(both, "cuda") == CUDA_ANYWHERE | TWO_GPUS | {"torchrpc-IB", "nccl-IB"}
-    assert "load nvidia-peermem" in (obstacle(BY_NAME["nccl-GDR"], "cuda", both) or "")
+    assert runs(both, "cuda") == CUDA_ANYWHERE | TWO_GPUS | {"torchrpc-IB", "nccl-IB", "nccl-GDR"}
+    assert "load nvidia-peermem" in (obstacle(BY_NAME["torchrpc-GDR"], "cuda", both) or "")
     rdma["peer_memory"] = True
     direct = site(place(**rdma), place("two", **rdma))
     assert runs(direct, "cuda") >= {"torchrpc-GDR", "nccl-GDR"}
