@@ -23,17 +23,19 @@ from raytorchrpc.errors import BootstrapError, ConfigurationError
 
 #: Of the budget, the most that starting the actors may take.
 _STARTING = 0.6
-#: Kept back for the end of the actors (seconds).
-_ENDING_S = 4.0
+#: Kept back for the end of the actors and of Ray (seconds).
+_ENDING_S = 6.0
 
 
-def measure(options: Options, command: str, tell: Tell) -> Run:
+def measure(options: Options, command: str, tell: Tell, *, began: float) -> Run:
     """Take all samples. Leaves no actor behind, however it ends.
 
-    Blocks for about ``options.budget_s`` at most. Raises ConfigurationError for a host that is none of Ray's,
+    ``began``: of time.monotonic(), from when the budget counts: before Ray was started.
+
+    Blocks until about ``options.budget_s`` after that at most. Raises ConfigurationError for a host that is none of Ray's,
     BootstrapError if a host does not answer.
     """
-    began, started = time.monotonic(), datetime.now(timezone.utc)
+    started = datetime.now(timezone.utc)
     deadline = began + options.budget_s - _ENDING_S
     tell("looking around", 0.0)
     nodes = _nodes(options.hosts)

@@ -22,8 +22,10 @@ from raytorchrpc.bench.results import Run, read_run, write_file
 from raytorchrpc.bench.tables import Table, choice, figures, not_measured, plain, to_csv
 from raytorchrpc.errors import ConfigurationError
 
-#: Actors ask for no CPU; this is how many processes Ray starts at once.
+#: Processes that Ray starts at once, at least; the actors ask for no CPU.
 _STARTING_AT_ONCE = 8
+#: CPUs of a Ray of our own: it starts so many idle processes first.
+_CPUS = 4
 #: Without a terminal, at least so many seconds between two lines of progress.
 _QUIET_S = 5.0
 
@@ -121,13 +123,14 @@ def _measure(options: Options, address: str | None, command: str) -> Run:
 
     # Lanes that fall back warn; the tables say the same, and say it per size.
     logging.getLogger("raytorchrpc").setLevel(logging.ERROR)
-    os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(_STARTING_AT_ONCE))
+    began, cores = time.monotonic(), os.cpu_count() or 1
+    os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(max(_STARTING_AT_ONCE, cores)))
     if options.hosts and address is None:
         address = os.environ.get("RAY_ADDRESS", "auto")
     with _progress() as tell:
         tell("starting Ray" if address is None else f"connecting to {address}", 0.0)
-        with ray_session(address, cpus=min(_STARTING_AT_ONCE, os.cpu_count() or 1)):
-            return measure(options, command, tell)
+        with ray_session(address, cpus=min(_CPUS, cores)):
+            return measure(options, command, tell, began=began)
 
 
 @contextmanager
