@@ -32,8 +32,8 @@ def measure(options: Options, command: str, tell: Tell, *, began: float) -> Run:
 
     ``began``: of time.monotonic(), from when the budget counts: before Ray was started.
 
-    Blocks until about ``options.budget_s`` after that at most. Raises ConfigurationError for a host that is none of Ray's,
-    BootstrapError if a host does not answer.
+    Blocks until about ``options.budget_s`` after that at most. Raises ConfigurationError for a host that is none of
+    Ray's, BootstrapError if a host does not answer.
     """
     started = datetime.now(timezone.utc)
     deadline = began + options.budget_s - _ENDING_S
