@@ -23,6 +23,7 @@ REQUEST, REPLY = 0, 1
 
 #: call id, tensor area, payload, header (bytes), kind
 _PREFIX = struct.Struct("<QQQIB")
+PREFIX_BYTES = _PREFIX.size
 _ALIGN = 64
 _CHUNK = 1 << 16
 #: Far above anything sensible; a length beyond it means the stream is out of step.
@@ -95,13 +96,13 @@ class FrameReader:
         frames: list[Frame] = []
         start, end = 0, len(data)
         while end - start >= _PREFIX.size:
-            _, size = _sizes(data, start)
+            _, size = sizes(data, start)
             if end - start < size:
                 if size > _CHUNK:
                     self._begin_large(data[start:], size)
                     start = end
                 break
-            frames.append(_parse(memoryview(data)[start : start + size]))
+            frames.append(parse(memoryview(data)[start : start + size]))
             start += size
         self._rest = data[start:] if start < end else b""
         return frames
@@ -120,13 +121,13 @@ class FrameReader:
         self._filled += count
         if self._filled < len(view):
             return []
-        frame = _parse(view, self._large)
+        frame = parse(view, self._large)
         self._large = None
         return [frame]
 
 
-def _sizes(data: Any, start: int) -> tuple[int, int]:
-    """Where the tensor area begins, and the whole frame's length, both from the frame's start."""
+def sizes(data: Any, start: int) -> tuple[int, int]:
+    """Where the tensor area begins, and the whole frame's length, both from the frame's start. Raises ValueError."""
     _, area, payload, header, kind = _PREFIX.unpack_from(data, start)
     head: int = _PREFIX.size + header + payload
     if kind not in (REQUEST, REPLY) or head + area > _MAX_FRAME:
@@ -134,8 +135,11 @@ def _sizes(data: Any, start: int) -> tuple[int, int]:
     return head, head + (-head % _ALIGN + area if area else 0)
 
 
-def _parse(view: memoryview, storage: torch.Tensor | None = None) -> Frame:
-    """``storage``: the tensor whose memory ``view`` is, if it may be kept; else the area is copied."""
+def parse(view: memoryview, storage: torch.Tensor | None = None) -> Frame:
+    """Read a whole frame.
+
+    ``storage``: the tensor whose memory ``view`` is, if it may be kept; else the tensor area is copied.
+    """
     call, area, payload, header, kind = _PREFIX.unpack_from(view, 0)
     begin = _PREFIX.size + header
     fields, described, buffers, waybills = marshal.loads(view[_PREFIX.size : begin])

@@ -1,4 +1,4 @@
-"""How two ends of a fresh socket prove to each other that they have the group's secret.
+"""How two ends of a fresh connection prove to each other that they have the group's secret.
 
 Three fixed-size messages, each answer bound to both sides' nonces and to its role, so that nothing can be
 replayed or reflected. It authenticates and does not encrypt.
@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import hmac
 import os
-import socket
 import struct
 import time
+from typing import Protocol
 
 from raytorchrpc.errors import RayTorchRpcError
 
 _HELLO = b"raytorchrpc/1\0\0\0"
 _NONCE = 32
 _RANK = struct.Struct("<i")
+
+
+class Stream(Protocol):
+    """What of a socket is needed."""
+
+    def settimeout(self, seconds: float | None, /) -> None:
+        """For each step that follows."""
+
+    def sendall(self, data: bytes, /) -> None:
+        """Send. Raises OSError."""
+
+    def recv(self, size: int, /) -> bytes:
+        """At most ``size`` bytes; none once the other end hung up. Raises OSError, TimeoutError."""
 
 
 class Refused(RayTorchRpcError):
@@ -31,7 +44,7 @@ def _proof(secret: bytes, role: bytes, first: bytes, second: bytes, rank: bytes 
     return hmac.digest(secret, role + first + second + rank, "sha256")
 
 
-def offer(sock: socket.socket, secret: bytes, rank: int, timeout_s: float) -> None:
+def offer(sock: Stream, secret: bytes, rank: int, timeout_s: float) -> None:
     """The connecting end: prove itself as ``rank``, and check the other end. Raises Refused or OSError."""
     deadline = time.monotonic() + timeout_s
     mine = os.urandom(_NONCE)
@@ -47,7 +60,7 @@ def offer(sock: socket.socket, secret: bytes, rank: int, timeout_s: float) -> No
     sock.settimeout(None)
 
 
-def accept(sock: socket.socket, secret: bytes, timeout_s: float) -> int:
+def accept(sock: Stream, secret: bytes, timeout_s: float) -> int:
     """The accepting end; returns the rank the other end proved. Raises Refused or OSError."""
     deadline = time.monotonic() + timeout_s
     sock.settimeout(timeout_s)
@@ -66,7 +79,7 @@ def accept(sock: socket.socket, secret: bytes, timeout_s: float) -> int:
     return rank
 
 
-def _receive(sock: socket.socket, size: int, deadline: float) -> bytes:
+def _receive(sock: Stream, size: int, deadline: float) -> bytes:
     data = b""
     while len(data) < size:
         remaining = deadline - time.monotonic()

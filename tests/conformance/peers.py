@@ -20,6 +20,7 @@ from raytorchrpc.lanes.cuda_ipc import CudaIpcLane
 from raytorchrpc.lanes.loopback import LoopbackLane
 from raytorchrpc.lanes.nccl import NcclLane
 from raytorchrpc.lanes.nixl import NixlLane
+from raytorchrpc.lanes.nng import NngLane
 from raytorchrpc.lanes.shm import ShmLane
 from raytorchrpc.lanes.socket import SocketLane
 from raytorchrpc.lanes.torchrpc import TorchRpcLane
@@ -49,8 +50,9 @@ class Node:
             spec = AgentSpec(f"rtr:{name}", rank + 1, "lo", ("uv",), ("basic",), 4, 60.0, {}, ())
             process_fabric().start(spec)
             return TorchRpcLane(name, process_fabric(), (), {})
-        by_tcp = frozenset({"a", "b", "c"}) if kind == "socket over tcp" else frozenset()
-        return SocketLane(name, rank, secret, tcp_host="127.0.0.1" if by_tcp else None, by_tcp=by_tcp)
+        by_tcp = frozenset({"a", "b", "c"}) if kind.endswith("over tcp") else frozenset()
+        cls = NngLane if kind.startswith("nng") else SocketLane
+        return cls(name, rank, secret, tcp_host="127.0.0.1" if by_tcp else None, by_tcp=by_tcp)
 
     def _torchrpc_address(self) -> FabricPeer:
         fabric = process_fabric()

@@ -21,8 +21,9 @@ from raytorchrpc.lanes.base import Pending
 from tests.conformance import peers
 from tests.conformance.peers import PATIENCE_S, Process, answer, ask, node, same, send
 
-KINDS = ["loopback", "socket over unix", "socket over tcp", "torchrpc"]
-SOCKETS = ["socket over unix", "socket over tcp"]
+SOCKETS = ["socket over unix", "socket over tcp", "nng over ipc", "nng over tcp"]
+PROCESSES = [*SOCKETS, "torchrpc"]
+KINDS = ["loopback", *PROCESSES]
 
 
 @dataclass
@@ -373,7 +374,7 @@ def _never_answered_body() -> None:
     assert ask("echo", payload=b"x").body.payload == b"x"
 
 
-@each("socket over unix", "socket over tcp", "torchrpc")
+@each(*PROCESSES)
 def test_a_peer_that_stands_still_costs_a_caller_no_more_than_its_deadline(fresh: Pair) -> None:
     fresh.run(_warm_body)
     assert fresh.b.process.pid is not None
@@ -431,7 +432,7 @@ def _connecting_body() -> None:
 # --- ends ----------------------------------------------------------------------------------------------------
 
 
-@each("socket over unix", "socket over tcp", "torchrpc")
+@each(*PROCESSES)
 def test_a_peer_killed_in_the_middle_is_lost_at_once(fresh: Pair) -> None:
     fresh.run(_killed_body)
 
@@ -457,7 +458,7 @@ def _killed_body() -> None:
         assert time.monotonic() - start < 2
 
 
-@each("socket over unix", "socket over tcp", "torchrpc")
+@each(*PROCESSES)
 def test_a_peer_killed_while_a_large_message_is_on_its_way(fresh: Pair) -> None:
     fresh.run(_warm_body)
     assert fresh.b.process.pid is not None

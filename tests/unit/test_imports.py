@@ -71,6 +71,8 @@ LANE_EXTRAS = {
     "torchrpc": {"fabric"},
     "socket": {"lanes._patience", "lanes._connection", "lanes._frames", "lanes._handshake"},
     "_connection": {"lanes._patience", "lanes._frames"},
+    "nng": {"lanes._handshake", "lanes._nng", "lanes._nng_line"},
+    "_nng_line": {"lanes._frames", "lanes._nng"},
     "shm": {"lanes._arena", "staging"},
     "cuda_ipc": {"lanes._arena", "lanes._cuda_driver", "lanes._cuda_shared", "lanes._pieces"},
     "_cuda_shared": {"lanes._cuda_driver"},

@@ -1,0 +1,242 @@
+"""One proved connection of the nng lane, and a call under way on it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
+from raytorchrpc.lanes import _frames
+from raytorchrpc.lanes._nng import Wire
+from raytorchrpc.lanes.base import Message, Pending
+
+logger = logging.getLogger(__name__)
+
+_CLOSED = "connection closed (the process ended or left the group)"
+#: Messages read from one line before the others have their turn.
+_TURN = 64
+
+
+class Channel:
+    """A wire as the handshake wants it; see _handshake.Stream."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._rest = b""
+        self._timeout: float | None = None
+
+    def settimeout(self, seconds: float | None) -> None:
+        """For each step that follows."""
+        self._timeout = seconds
+
+    def sendall(self, data: bytes) -> None:
+        """Send. Raises OSError."""
+        until = time.monotonic() + (self._timeout or 0.0)
+        self._wire.send([data], lambda: until)
+
+    def recv(self, size: int) -> bytes:
+        """At most ``size`` bytes; none once the other end hung up. Raises OSError, TimeoutError."""
+        until = time.monotonic() + (self._timeout or 0.0)
+        while not self._rest:
+            gone = self._wire.gone
+            if (arrived := self._wire.receive()) is not None:
+                self._rest = bytes(arrived)
+            elif gone:
+                return b""
+            elif not self._wire.await_data(until):
+                raise TimeoutError
+        taken, self._rest = self._rest[:size], self._rest[size:]
+        return taken
+
+
+class _Assembly:
+    """Puts frames together from messages: one whole, or one after the other in pieces."""
+
+    def __init__(self) -> None:
+        self._large: torch.Tensor | None = None
+        self._filled = 0
+
+    def add(self, data: Any) -> _frames.Frame | None:
+        """The frame that this completes, if any. Raises ValueError for what is none."""
+        if self._large is not None:
+            return self._fill(data)
+        if len(data) < _frames.PREFIX_BYTES:
+            raise ValueError("not a frame")
+        tensors, size = _frames.sizes(data, 0)
+        if len(data) < size:
+            self._large, self._filled = torch.empty(size, dtype=torch.uint8), 0
+            return self._fill(data)
+        if len(data) > size:
+            raise ValueError("more than a frame")
+        # Tensors are views of nng's own memory.
+        return _frames.parse(memoryview(data), torch.frombuffer(data, dtype=torch.uint8) if size > tensors else None)
+
+    def _fill(self, data: Any) -> _frames.Frame | None:
+        assert self._large is not None
+        end = self._filled + len(data)
+        if not len(data) or end > len(self._large):
+            raise ValueError("more than a frame")
+        self._large[self._filled : end].copy_(torch.frombuffer(data, dtype=torch.uint8))
+        self._filled = end
+        if end < len(self._large):
+            return None
+        whole, self._large = self._large, None
+        return _frames.parse(whole.numpy().data, whole)
+
+
+class Line:
+    """Requests go out and replies come in (``peer`` is set), or the other way round. One thread reads."""
+
+    def __init__(self, wire: Wire, peer: str | None, ended: Callable[[Line], None]) -> None:
+        """``ended``: called once, before the wire is closed: whoever reads it is to stop."""
+        self.wire, self.peer = wire, peer
+        self._on_end = ended
+        self._assembly = _Assembly()
+        self._sending = threading.Lock()
+        self._state = threading.Lock()
+        self._pending: dict[int, NngPending] = {}
+        self._calls = 0
+        self._ended: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it can carry nothing more."""
+        return self._ended is not None
+
+    def call(self, message: Message, deadline: float) -> NngPending:
+        """Send a request. Raises LaneUnavailable, PeerLost, RpcTimeout."""
+        _check(message)
+        pending = NngPending()
+        with self._state:
+            if self._ended is not None:
+                raise PeerLost(self.peer or "?", self._ended, may_have_run=False)
+            self._calls += 1
+            number = self._calls
+            self._pending[number] = pending
+        try:
+            self._send(_frames.pack(_frames.REQUEST, number, message), deadline, lambda: deadline)
+        except RayTorchRpcError:
+            with self._state:
+                self._pending.pop(number, None)
+            raise
+        return pending
+
+    def reply(self, number: int, message: Message, patience_s: float) -> None:
+        """Answer a request. Raises LaneUnavailable, PeerLost, RpcTimeout; ``patience_s`` is for each piece."""
+        _check(message)
+
+        def until() -> float:
+            return time.monotonic() + patience_s
+
+        self._send(_frames.pack(_frames.REPLY, number, message), until(), until)
+
+    def _send(self, buffers: list[Any], deadline: float, until: Callable[[], float]) -> None:
+        if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise RpcTimeout(f"the road to {self.peer or 'the caller'} was busy until the deadline")
+        try:
+            if self._ended is not None:
+                raise ConnectionResetError(self._ended)
+            self.wire.send(buffers, until)
+            return
+        except OSError as error:
+            reason = str(error)
+        finally:
+            self._sending.release()
+        # Half of a message may be on its way, and nothing can follow it.
+        self.end(reason)
+        raise PeerLost(self.peer or "the caller", reason)
+
+    def read(self) -> list[_frames.Frame]:
+        """Take what arrived, without blocking: completes the calls whose replies came, returns the requests."""
+        gone = self.wire.gone  # asked first: what arrived before that is still served
+        requests: list[_frames.Frame] = []
+        try:
+            for _ in range(_TURN):
+                data = self.wire.receive()
+                if data is None:
+                    if gone:
+                        self.end(_CLOSED)
+                    break
+                frame = self._assembly.add(data)
+                if frame is not None and frame.kind == _frames.REQUEST:
+                    requests.append(frame)
+                elif frame is not None:
+                    with self._state:
+                        pending = self._pending.pop(frame.call, None)
+                    if pending is not None:
+                        pending.settle(frame.message, None)
+        except Exception as error:
+            self.end(f"connection broke: {error}")
+        return requests
+
+    def end(self, reason: str) -> None:
+        """Close; every call under way fails with PeerLost. Not while sending."""
+        with self._state:
+            if self._ended is not None:
+                return
+            self._ended = reason
+            lost, self._pending = list(self._pending.values()), {}
+        self.wire.hang_up()
+        self._on_end(self)
+        for pending in lost:
+            pending.settle(None, PeerLost(self.peer or "?", reason))
+        with self._sending:  # who was sending has been woken
+            self.wire.close()
+
+
+def _check(message: Message) -> None:
+    """What cannot travel here is refused before a byte has."""
+    if message.body.rrefs:
+        raise LaneUnavailable("nng", "it carries no RRefs; allow torchrpc in GroupConfig.lanes")
+    if any(not tensor.is_cpu for tensor in message.body.tensors):
+        raise LaneUnavailable("nng", "it carries CPU tensors only; move them there, or allow a lane for CUDA tensors")
+
+
+class NngPending(Pending):
+    """One call under way."""
+
+    __slots__ = ("_callbacks", "_done", "_error", "_lock", "_message")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._message: Message | None = None
+        self._error: Exception | None = None
+        self._done = False
+        self._callbacks: list[Callable[[], None]] = []
+
+    def settle(self, message: Message | None, error: Exception | None) -> None:
+        """Complete the call, once."""
+        with self._lock:
+            self._message, self._error, self._done = message, error, True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            try:
+                callback()
+            except Exception:  # must not cost the other calls of the line theirs
+                logger.exception("a callback of a finished call raised")
+
+    def wait(self, timeout_s: float) -> bool:
+        if self._done or timeout_s <= 0:
+            return self._done
+        arrived = threading.Lock()
+        arrived.acquire()
+        self.add_done_callback(arrived.release)
+        return arrived.acquire(timeout=timeout_s)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def take(self) -> Message:
+        if self._error is not None:
+            raise self._error
+        assert self._message is not None
+        return self._message

@@ -1,0 +1,254 @@
+"""The nng lane: calls with any number of CPU tensors over nng's Pair protocol, within a host and between hosts.
+
+It needs no torchrpc, and it authenticates. A member listens at a door, where a peer asks for a wire: nng's Pair takes
+one peer per socket, so each connection gets one of its own. On it both ends prove that they have the group's secret
+before anything is served. One thread reads all wires of a member; methods run on the member's own threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
+from raytorchrpc.lanes import _handshake, _nng
+from raytorchrpc.lanes._nng_line import Channel, Line
+from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
+
+logger = logging.getLogger(__name__)
+
+#: Time for a connection to be made and proved (seconds), at most; a call's deadline may cut it.
+CONNECT_TIMEOUT_S = 10.0
+#: A reply ends its connection if no piece of it was taken for this long (seconds).
+REPLY_PATIENCE_S = 10.0
+#: Wires being proved at a time; for one more, the oldest is hung up on.
+_HANDSHAKES = 16
+_ATTEMPTS = 3
+#: What a peer asks for at the door.
+_LOCAL, _TCP = b"raytorchrpc/1 local", b"raytorchrpc/1 tcp"
+
+
+class NngAddress(NamedTuple):
+    """Where a member's door is, as URLs."""
+
+    local: str
+    """In Linux's abstract socket namespace: no file, gone with the process."""
+    tcp: str | None
+
+
+class NngLane(MessageLane):
+    """One per member. ``call`` and ``reply`` block until nng has taken the data."""
+
+    name: ClassVar[str] = "nng"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        in_band_bytes=None, in_band_cuda=False, copies_at_once=True, rrefs=False
+    )
+
+    def __init__(self, me: str, rank: int, secret: bytes, *, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
+        """``tcp_host``: address to listen on for other hosts, None for none. ``by_tcp``: the peers there."""
+        self._me, self._rank, self._secret = me, rank, secret
+        self._tcp_host, self._by_tcp = tcp_host, by_tcp
+        self._addresses: dict[str, NngAddress] = {}
+        self._lines: dict[str, Line] = {}
+        self._connecting: dict[str, threading.Lock] = {}
+        self._by_fd: dict[int, Line] = {}
+        self._proving: dict[_nng.Wire, None] = {}  # oldest first
+        self._lock = threading.Lock()
+        self._door: _nng.Door | None = None
+        self._reader: threading.Thread | None = None
+        self._closed = False
+        self._epoll = select.epoll()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK)
+        self._epoll.register(self._bell, select.EPOLLIN)
+
+    # --- the interface -------------------------------------------------------------------------------------
+
+    def open(self, serve: Serve, spawn: Spawn) -> NngAddress:
+        self._serve, self._spawn = serve, spawn
+        self._door = door = _nng.Door()
+        try:
+            local = door.listen(_local_url())
+            tcp = None if self._tcp_host is None else door.listen(_tcp_url(self._tcp_host))
+        except OSError as error:
+            door.close()
+            raise LaneUnavailable(self.name, f"cannot listen: {error}") from error
+        self._epoll.register(door.fd, select.EPOLLIN)
+        self._reader = threading.Thread(target=self._read, name=f"raytorchrpc-{self._me}-nng", daemon=True)
+        self._reader.start()
+        return NngAddress(local, tcp)
+
+    def connect(self, peers: Sequence[PeerAddress]) -> None:
+        for peer in peers:
+            self._addresses[peer.peer] = peer.address
+            self._connecting.setdefault(peer.peer, threading.Lock())
+
+    def call(self, peer: str, message: Message, timeout_s: float, *, attended: bool = False) -> Pending:
+        deadline = time.monotonic() + timeout_s
+        line = self._lines.get(peer)
+        if line is None or line.ended:
+            line = self._connect(peer, deadline)
+        return line.call(message, deadline)
+
+    def disconnect(self, peer: str) -> None:
+        self._addresses.pop(peer, None)
+        line = self._lines.pop(peer, None)
+        if line is not None:
+            line.end("it was removed from the group")
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            os.eventfd_write(self._bell, 1)
+            proving, lines = list(self._proving), set(self._by_fd.values())
+        for wire in proving:
+            wire.hang_up()
+        for line in lines:
+            line.end("this member left the group")
+        self._lines.clear()
+        if self._reader is None:
+            self._free()
+        elif self._reader is not threading.current_thread():
+            self._reader.join(1)
+
+    def _free(self) -> None:
+        if self._door is not None:
+            self._door.close()
+        with self._lock:  # close() rings the bell under it
+            self._epoll.close()
+            os.close(self._bell)
+
+    # --- connections -----------------------------------------------------------------------------------------
+
+    def _connect(self, peer: str, deadline: float) -> Line:
+        _nng.check_process()
+        address = self._addresses.get(peer)
+        if address is None or self._closed:
+            raise LaneUnavailable(self.name, f"{peer!r} is not a peer (any more)")
+        lock = self._connecting[peer]
+        if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise PeerLost(peer, "no connection to it in time", may_have_run=False)
+        try:
+            line = self._lines.get(peer)
+            if line is None or line.ended:
+                until = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
+                line = self._adopt(self._dial(peer, address, until), peer)
+                self._lines[peer] = line
+            return line
+        finally:
+            lock.release()
+
+    def _dial(self, peer: str, address: NngAddress, deadline: float) -> _nng.Wire:
+        url, question = (address.tcp, _TCP) if peer in self._by_tcp else (address.local, _LOCAL)
+        if url is None:
+            raise LaneUnavailable(self.name, f"{peer!r} does not listen for other hosts")
+        for attempt in range(_ATTEMPTS):  # the other end may hang up on strangers, and be in doubt about us
+            wire: _nng.Wire | None = None
+            try:
+                where = _nng.ask(url, question, deadline).decode("ascii")
+                wire = _nng.Wire()
+                wire.dial(where, deadline)
+                left = max(0.001, deadline - time.monotonic())
+                _handshake.offer(Channel(wire), self._secret, self._rank, left)
+                return wire
+            except (OSError, ValueError, _handshake.Refused) as error:
+                if wire is not None:
+                    wire.close()
+                hung_up = isinstance(error, (_handshake.HungUp, ConnectionResetError))
+                if not hung_up or attempt == _ATTEMPTS - 1:
+                    raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
+        raise AssertionError("unreachable")
+
+    def _adopt(self, wire: _nng.Wire, peer: str | None) -> Line:
+        line = Line(wire, peer, self._forget)
+        with self._lock:
+            if self._closed:
+                wire.close()
+                raise LaneUnavailable(self.name, "this member has left the group")
+            for fd in (wire.recv_fd, wire.gone_fd):
+                self._by_fd[fd] = line
+                self._epoll.register(fd, select.EPOLLIN)
+        return line
+
+    def _forget(self, line: Line) -> None:
+        with self._lock:
+            for fd in (line.wire.recv_fd, line.wire.gone_fd):
+                self._by_fd.pop(fd, None)
+                with contextlib.suppress(OSError, ValueError):
+                    self._epoll.unregister(fd)
+            if line.peer is not None and self._lines.get(line.peer) is line:
+                del self._lines[line.peer]
+
+    # --- the reader ------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        assert self._door is not None
+        while not self._closed:
+            for fd, _ in self._epoll.poll():
+                if fd == self._door.fd:
+                    self._door.answer(self._at_door)
+                elif (line := self._by_fd.get(fd)) is not None:
+                    for frame in line.read():
+                        self._request(line, frame.call, frame.message)
+        self._free()
+
+    def _request(self, line: Line, number: int, message: Message) -> None:
+        work = self._serve(message, lambda answer: line.reply(number, answer, REPLY_PATIENCE_S))
+        if work is not None:
+            self._spawn(work)
+
+    def _at_door(self, question: bytes) -> bytes | None:
+        if question not in (_LOCAL, _TCP) or (question == _TCP and self._tcp_host is None):
+            return None
+        try:
+            wire = _nng.Wire()
+        except (OSError, RayTorchRpcError) as error:
+            logger.warning("%s cannot accept a connection: %s", self._me, error)
+            return None
+        try:
+            where = wire.listen(_local_url() if question == _LOCAL else _tcp_url(self._tcp_host or ""))
+        except OSError as error:
+            wire.close()
+            logger.warning("%s cannot accept a connection: %s", self._me, error)
+            return None
+        with self._lock:
+            crowded = len(self._proving) >= _HANDSHAKES
+            oldest = next(iter(self._proving)) if crowded else None
+            if oldest is not None:
+                del self._proving[oldest]
+            self._proving[wire] = None
+        if oldest is not None:  # strangers who say nothing must not keep members out
+            oldest.hang_up()
+        threading.Thread(
+            target=self._prove, args=(wire,), name=f"raytorchrpc-{self._me}-handshake", daemon=True
+        ).start()
+        return where.encode("ascii")
+
+    def _prove(self, wire: _nng.Wire) -> None:
+        try:
+            _handshake.accept(Channel(wire), self._secret, CONNECT_TIMEOUT_S)
+            with self._lock:
+                still = self._proving.pop(wire, True) is None
+            if not still:
+                raise _handshake.Refused("it took too long")
+            self._adopt(wire, None)
+        except (OSError, RayTorchRpcError) as error:
+            with self._lock:
+                self._proving.pop(wire, None)
+            wire.close()
+            logger.debug("%s refused a connection: %s", self._me, error)
+
+
+def _local_url() -> str:
+    return "abstract://raytorchrpc-" + os.urandom(12).hex()
+
+
+def _tcp_url(host: str) -> str:
+    return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
