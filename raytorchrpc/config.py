@@ -14,7 +14,7 @@ from raytorchrpc.errors import ConfigurationError
 ENV_PREFIX = "RAYTORCHRPC_"
 
 #: Lanes a route may be built from, in the order routing prefers them.
-KNOWN_LANES = ("socket", "shm", "cuda_ipc", "nixl", "nccl", "torchrpc")
+KNOWN_LANES = ("socket", "shm", "cuda_ipc", "nixl", "nccl", "torchrpc", "nng")
 
 
 class GroupConfig(BaseModel):

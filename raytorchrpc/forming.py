@@ -184,6 +184,7 @@ class Forming:
                 tcp_host=agent.address if elsewhere else None,
                 by_tcp=elsewhere,
                 beside=plan.beside(member),
+                nng=plan.uses(member, "nng"),
             )
             specs[member] = (spec,)
         prepared, failures = self._round.all(joining.prepare, specs, fail_fast=True)

@@ -24,6 +24,7 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.device_map import CPU, Device, gpu_pairs, way_back
 from raytorchrpc.errors import BootstrapError, LaneUnavailable, RayTorchRpcError
 from raytorchrpc.fabric import AgentIdentity, AgentSpec, Fabric, FabricPeer, process_fabric
+from raytorchrpc.lanes.absent import AbsentLane
 from raytorchrpc.lanes.base import MessageLane, PeerAddress, Pending, TensorLane
 from raytorchrpc.lanes.cuda_ipc import CudaIpcLane
 from raytorchrpc.lanes.loopback import LoopbackLane
@@ -35,7 +36,7 @@ from raytorchrpc.lanes.torchrpc import TorchRpcLane
 from raytorchrpc.member import LocalMember, current_local, set_local
 from raytorchrpc.metrics import PairStats
 from raytorchrpc.peers import Member, PeerRoad
-from raytorchrpc.routing import BESIDE, RoutePlan
+from raytorchrpc.routing import BESIDE, RoutePlan, forbidden
 from raytorchrpc.shipping import Shipper
 from raytorchrpc.topology import Endpoint
 
@@ -90,6 +91,8 @@ class JoinSpec(NamedTuple):
     """Those peers."""
     beside: tuple[str, ...]
     """Lanes for tensors alone that some route of this member uses."""
+    nng: bool
+    """Whether some route of this member uses nng."""
 
 
 class Prepared(NamedTuple):
@@ -214,15 +217,21 @@ def _prepare(instance: Any, spec: JoinSpec) -> Prepared:
 def _lanes(instance: Any, spec: JoinSpec, fabric: Fabric) -> list[MessageLane]:
     maps = {peer: dict(mapping) for peer, mapping in spec.device_maps.items()}
     one_at_a_time = instance is not None and _compat.actor_max_concurrency() == 1 and not _compat.actor_is_async()
+    by_tcp = frozenset(spec.by_tcp)
     socket_lane = SocketLane(
         spec.name,
         spec.rank,
         spec.secret,
         tcp_host=spec.tcp_host,
-        by_tcp=frozenset(spec.by_tcp),
+        by_tcp=by_tcp,
         one_at_a_time=one_at_a_time,
     )
-    return [LoopbackLane(), socket_lane, TorchRpcLane(spec.name, fabric, spec.agent.devices, maps)]
+    lanes = [LoopbackLane(), socket_lane, TorchRpcLane(spec.name, fabric, spec.agent.devices, maps)]
+    if spec.nng:
+        from raytorchrpc.lanes.nng import NngLane  # most groups do without it, and without its library
+
+        lanes.append(NngLane(spec.name, spec.rank, spec.secret, tcp_host=spec.tcp_host, by_tcp=by_tcp))
+    return lanes
 
 
 def _exposed_methods(instance: Any) -> dict[str, Any]:
@@ -286,7 +295,8 @@ def commit(instance: Any, table: Table) -> None:
     lanes = {lane.name: lane for lane in local.lanes}
     peers = [peer for peer in table.info.members if peer.rank != spec.rank]
     for lane in local.lanes:
-        lane.connect([PeerAddress(peer.name, _address(table, spec.name, peer.name, lane.name)) for peer in peers])
+        opened = [peer.name for peer in peers if lane.name != "nng" or "nng" in table.peers[peer.name].addresses]
+        lane.connect([PeerAddress(peer, _address(table, spec.name, peer, lane.name)) for peer in opened])
     for tensor_lane in local.tensor_lanes.values():
         addressed = [peer.name for peer in peers if tensor_lane.name in table.peers[peer.name].addresses]
         tensor_lane.connect([PeerAddress(peer, table.peers[peer].addresses[tensor_lane.name]) for peer in addressed])
@@ -305,10 +315,14 @@ def commit(instance: Any, table: Table) -> None:
 def _road(me: Member, peer: Member, info: GroupInfo, lanes: Mapping[str, MessageLane], opened: Set[str]) -> PeerRoad:
     """``opened``: lanes for tensors alone that both could open."""
     if peer.rank == me.rank:
-        return PeerRoad(peer, lanes["loopback"], lanes["loopback"], lanes["torchrpc"])
+        refused = forbidden(info.config, "torchrpc")
+        fabric = AbsentLane(refused) if refused else lanes["torchrpc"]
+        return PeerRoad(peer, lanes["loopback"], lanes["loopback"], fabric)
     route = info.plan.route(me.name, peer.name)
     outward = info.device_maps[me.name].get(peer.name, {})
     inward = info.device_maps[peer.name].get(me.name, {})
+    refused = route.why_not("torchrpc")
+    fabric = AbsentLane(refused) if refused else lanes["torchrpc"]
     best: dict[str, str] = {}
     for choice in route.tensor_lanes:
         best.setdefault(choice.traffic, choice.lane)
@@ -316,8 +330,8 @@ def _road(me: Member, peer: Member, info: GroupInfo, lanes: Mapping[str, Message
     return PeerRoad(
         peer,
         lanes[route.message_lane],
-        lanes["torchrpc"],
-        lanes["torchrpc"],
+        lanes[route.in_band_lane] if route.in_band_lane else fabric,
+        fabric,
         beside,
         outward,
         way_back(inward),
@@ -338,8 +352,8 @@ def _address(table: Table, me: str, peer: str, lane: str) -> Any:
 def _reach_all(local: LocalMember, table: Table, far_away: Set[str]) -> None:
     """Make sure that this member reaches the others.
 
-    Across networks everybody is asked, also over torchrpc: there one road can be blocked alone. Within a network
-    namespace nothing can lie between, so it is enough that somebody asks each listener: the neighbour in rank.
+    Across networks everybody is asked, by every lane of messages: there one road can be blocked alone. Within a
+    network namespace nothing can lie between, so it is enough that somebody asks each listener: the neighbour in rank.
     That keeps forming a group of n on one host at n questions instead of n * (n - 1) connections.
     """
     deadline = time.monotonic() + table.timeout_s
@@ -350,7 +364,8 @@ def _reach_all(local: LocalMember, table: Table, far_away: Set[str]) -> None:
         far = road.member.name in far_away
         if road.member.rank == local.me.rank or not (far or road.member.rank == neighbour):
             continue
-        for lane in {road.calls, road.fabric} if far else {road.calls}:
+        roads = {road.calls, road.tensors, road.fabric} if far else {road.calls}
+        for lane in (lane for lane in roads if not isinstance(lane, AbsentLane)):
             try:
                 pending = local.system(road, lane, serving.PING, timeout_s=table.timeout_s)
                 asked.append((road.member.name, lane.name, pending))

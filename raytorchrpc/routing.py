@@ -80,6 +80,18 @@ class PairRoute:
         return self.lanes("calls")[0].lane
 
     @property
+    def in_band_lane(self) -> str | None:
+        """The lane whose messages take CPU tensors of any size; None if all of them travel beside messages."""
+        return next((choice.lane for choice in self.lanes("cpu") if choice.lane not in BESIDE), None)
+
+    def why_not(self, lane: str) -> str | None:
+        """Why a lane carries no calls here; None if it can."""
+        if any(choice.lane == lane for choice in self.lanes("calls")):
+            return None
+        reasons = [no.reason for no in self.rejected if (no.lane, no.traffic) == (lane, "calls")]
+        return reasons[0] if reasons else "no route uses it"
+
+    @property
     def tensor_lanes(self) -> tuple[LaneChoice, ...]:
         """The lanes for CPU tensors, then those for CUDA tensors."""
         return self.lanes("cpu") + self.lanes("cuda")
@@ -118,6 +130,11 @@ class RoutePlan:
             if name in pair:
                 used |= {lanes[0].lane for traffic in TRAFFIC if (lanes := route.lanes(traffic))}
         return tuple(lane for lane in BESIDE if lane in used)
+
+    def uses(self, name: str, lane: str) -> bool:
+        """Whether messages of this member go by that lane, on any of its routes."""
+        own = (route for pair, route in self.routes.items() if name in pair)
+        return any(lane in (route.message_lane, route.in_band_lane) for route in own)
 
     def for_member(self, name: str) -> RoutePlan:
         """The part that one member needs: all agents, and only the routes that start or end at it."""
@@ -301,6 +318,11 @@ def _torchrpc_rule(pair: Pair, traffic: Traffic) -> Verdict:
     return f"torchrpc over {transport}, channel {channel}", _tensorpipe.CHANNEL_REASONS[channel]
 
 
+def _nng_rule(pair: Pair, traffic: Traffic) -> Verdict:
+    how = "ipc" if pair.a.shares(pair.b, "net") else "tcp"
+    return f"nng over {how}", "reaches every member; slower than the others"
+
+
 #: Every lane, in the order routing prefers them for each kind of traffic they carry.
 LANES: tuple[Lane, ...] = (
     Lane("socket", ("calls",), _socket_rule),
@@ -309,6 +331,7 @@ LANES: tuple[Lane, ...] = (
     Lane("nixl", ("cpu", "cuda"), _nixl_rule),
     Lane("nccl", ("cuda",), _nccl_rule),
     Lane("torchrpc", ("calls", "cpu", "cuda"), _torchrpc_rule),
+    Lane("nng", ("calls", "cpu"), _nng_rule),
 )
 
 
@@ -341,7 +364,23 @@ def plan(endpoints: Mapping[str, Endpoint], config: GroupConfig) -> RoutePlan:
             same = _same_gpus(members[a], members[b]) if first == "cuda_ipc" else ()
             routes[a, b] = PairRoute(a, b, *shared.setdefault(verdicts, verdicts), same)
             _check_carried(routes[a, b], config)
+    if not lanes["torchrpc"]:
+        warnings = (*warnings, *_left_to_nng(routes))
     return RoutePlan(agents=agents, routes=routes, warnings=warnings)
+
+
+def _left_to_nng(routes: Mapping[tuple[str, str], PairRoute]) -> tuple[str, ...]:
+    """One warning per cause."""
+    found: dict[str, str] = {}
+    for route in routes.values():
+        for no in route.rejected:
+            if no.lane == "torchrpc" and no.traffic == "cpu" and route.in_band_lane == "nng":
+                found.setdefault(
+                    no.reason,
+                    f"CPU tensors between {route.a} and {route.b} go by nng, which is slower than torchrpc: {no.reason}; "
+                    "see GroupConfig.transports and channels",
+                )
+    return tuple(found.values())
 
 
 _Verdicts = tuple[tuple[LaneChoice, ...], tuple[Rejection, ...]]
@@ -389,6 +428,11 @@ def _allowed(config: GroupConfig) -> dict[str, str | None]:
     return allowed
 
 
+def forbidden(config: GroupConfig, lane: str) -> str | None:
+    """Why the configuration leaves this lane out; None if it does not."""
+    return _allowed(config)[lane]
+
+
 def _check_carried(route: PairRoute, config: GroupConfig) -> None:
     for traffic in NEEDED:
         if not route.lanes(traffic):
@@ -425,7 +469,7 @@ def _agent_text(name: str, agent: AgentPlan) -> str:
 def _cells(route: PairRoute) -> tuple[str, str, str, str]:
     def first(traffic: Traffic) -> str:
         chosen = route.lanes(traffic)
-        return f"{chosen[0].lane} ({chosen[0].how.removeprefix('torchrpc over ')})" if chosen else "-"
+        return f"{chosen[0].lane} ({chosen[0].how.removeprefix(f'{chosen[0].lane} over ')})" if chosen else "-"
 
     preferred = [route.lanes(traffic)[:1] for traffic in TRAFFIC]
     why = "; ".join(f"{choice.traffic}: {choice.reason}" for chosen in preferred for choice in chosen)

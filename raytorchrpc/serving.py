@@ -16,7 +16,7 @@ import torch
 from raytorchrpc import _compat, execution, staging
 from raytorchrpc.autograd import in_autograd_context
 from raytorchrpc.codec import NOTHING, Codec, Encoded, encode_exception
-from raytorchrpc.errors import NotAMember, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
+from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
 from raytorchrpc.execution import Limit, Scope, Seat, Work, current_scope
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.shipping import Parcel, Shipped, Waybill, joined
@@ -172,7 +172,10 @@ class Server:
 
     def _send(self, reply: Reply, make: Callable[[], Message]) -> None:
         try:
-            reply(make())
+            try:
+                reply(make())
+            except LaneUnavailable as error:  # a kept result that no lane takes
+                reply(Message((RAISED,), encode_exception(self.codec, error)))
         except PeerLost as lost:
             logger.debug("%s could not answer a call: %s", self.name, lost)  # the caller knows
         except Exception:

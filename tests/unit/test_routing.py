@@ -422,12 +422,12 @@ def test_routing_and_the_configuration_know_the_same_lanes() -> None:
 def test_neighbours_prefer_memory_and_keep_torchrpc() -> None:
     routes = plan(neighbours(), GroupConfig())
     route = routes.route("worker_0", "worker_1")
-    assert [choice.lane for choice in route.lanes("calls")] == ["socket", "torchrpc"]
-    assert [choice.lane for choice in route.lanes("cpu")] == ["shm", "torchrpc"]
+    assert [choice.lane for choice in route.lanes("calls")] == ["socket", "torchrpc", "nng"]
+    assert [choice.lane for choice in route.lanes("cpu")] == ["shm", "torchrpc", "nng"]
     assert [choice.lane for choice in route.lanes("cuda")] == ["cuda_ipc", "torchrpc"]
     assert {no.lane for no in route.rejected} == {"nixl", "nccl"}
     assert route.message_lane == "socket"
-    assert [choice.lane for choice in route.tensor_lanes] == ["shm", "torchrpc", "cuda_ipc", "torchrpc"]
+    assert [choice.lane for choice in route.tensor_lanes] == ["shm", "torchrpc", "nng", "cuda_ipc", "torchrpc"]
 
 
 def test_one_gpu_for_two_members_is_mapped_too() -> None:
@@ -547,9 +547,41 @@ def test_tensors_can_be_left_to_torchrpc(lanes: tuple[str, ...], reason: str) ->
 def test_neighbours_need_no_torchrpc_but_others_do() -> None:
     config = GroupConfig(lanes=("-torchrpc",))
     route = plan(neighbours(), config).route("worker_0", "worker_1")
-    assert {choice.lane for choice in route.choices} == {"socket", "shm", "cuda_ipc"}
+    assert {choice.lane for choice in route.choices} == {"socket", "shm", "cuda_ipc", "nng"}
+    config = GroupConfig(lanes=("-torchrpc", "-nng"))
     with pytest.raises(ConfigurationError, match=r"CPU tensors between worker_0 and worker_1 \(shm: different hosts"):
         plan(clusters.two_hosts(), config)
+
+
+def test_nng_takes_the_tensors_of_hosts_without_torchrpc() -> None:
+    routes = plan(clusters.two_hosts(), GroupConfig(lanes=("-torchrpc",)))
+    route = routes.route("worker_0", "worker_1")
+    assert (route.message_lane, lane(route, "cpu"), route.in_band_lane) == ("socket", "nng", "nng")
+    assert route.lanes("cpu")[0].how == "nng over tcp"
+    assert "torchrpc" in (route.why_not("torchrpc") or "")
+    assert routes.uses("worker_0", "nng")
+    assert not any("nng" in text for text in routes.warnings)  # it was asked for
+
+
+@pytest.mark.parametrize("values", [{"transports": ("shm",)}, {"channels": ("cma",)}])
+def test_nng_takes_what_torchrpc_cannot_and_a_warning_says_so(values: dict[str, Any]) -> None:
+    routes = plan(clusters.two_hosts(), GroupConfig(**values))
+    assert lane(routes.route("worker_0", "worker_1"), "cpu") == "nng"
+    assert [text for text in routes.warnings if "go by nng" in text and "TensorPipe" in text]
+
+
+def test_nng_is_not_opened_where_nothing_prefers_it() -> None:
+    routes = plan(neighbours(), GroupConfig())
+    assert [choice.lane for choice in routes.route("worker_0", "worker_1").lanes("cpu")] == ["shm", "torchrpc", "nng"]
+    assert not routes.uses("worker_0", "nng")
+    assert routes.route("worker_0", "worker_1").why_not("torchrpc") is None
+
+
+def test_nng_backs_shared_memory_where_torchrpc_is_forbidden() -> None:
+    route = plan(neighbours(), GroupConfig(lanes=("socket", "shm", "nng"))).route("worker_0", "worker_1")
+    assert (lane(route, "cpu"), route.in_band_lane) == ("shm", "nng")
+    route = plan(neighbours(), GroupConfig(lanes=("socket", "shm"))).route("worker_0", "worker_1")
+    assert (lane(route, "cpu"), route.in_band_lane) == ("shm", None)
 
 
 def test_a_member_opens_the_lanes_that_its_own_routes_prefer() -> None:
@@ -671,12 +703,11 @@ def test_forced_ibv_that_may_fail_is_a_warning() -> None:
         ),
         ({"channels": ("cuda_ipc",)}, "channels: .* has no 'cuda_ipc'; it has: cma, mpt_uv, basic"),
         ({"transports": ()}, "transports is empty"),
-        ({"lanes": ("-torchrpc",)}, "nothing can carry CPU tensors between worker_0 and worker_1 .*forbidden by lanes"),
-        ({"lanes": ("-torchrpc", "-shm", "-nixl")}, "no lane for CPU tensors; allow one of: shm, nixl, torchrpc"),
-        ({"lanes": ("shm", "cuda_ipc")}, "leaves no lane for calls; allow one of: socket, torchrpc"),
-        ({"lanes": ("-torchrpc", "-socket")}, "leaves no lane for calls; allow one of: socket, torchrpc"),
-        ({"transports": ("shm",)}, "nothing can carry CPU tensors between worker_0 and worker_1"),
-        ({"channels": ("cma",)}, "nothing can carry CPU tensors .* no TensorPipe channel"),
+        ({"lanes": ("-torchrpc", "-nng")}, "nothing can carry CPU tensors between worker_0 and worker_1 .*forbidden by"),
+        ({"lanes": ("socket",)}, "leaves no lane for CPU tensors; allow one of: shm, nixl, torchrpc, nng"),
+        ({"lanes": ("shm", "cuda_ipc")}, "leaves no lane for calls; allow one of: socket, torchrpc, nng"),
+        ({"transports": ("shm",), "lanes": ("-nng",)}, "nothing can carry CPU tensors between worker_0 and worker_1"),
+        ({"channels": ("cma",), "lanes": ("-nng",)}, "nothing can carry CPU tensors .* no TensorPipe channel"),
     ],
 )
 def test_a_configuration_that_cannot_carry_is_refused(values: dict[str, Any], said: str) -> None:
@@ -692,6 +723,8 @@ def test_a_configuration_that_cannot_carry_is_refused(values: dict[str, Any], sa
         (("torchrpc",), "torchrpc", "torchrpc", "not among lanes"),
         (("socket", "torchrpc"), "socket", "torchrpc", None),
         (("socket", "shm"), "socket", "shm", None),
+        (("nng",), "nng", "nng", "not among lanes"),
+        (("-socket", "-torchrpc"), "nng", "nng", "forbidden by lanes"),
     ],
 )
 def test_lanes_can_be_forced_and_forbidden(
@@ -705,7 +738,7 @@ def test_lanes_can_be_forced_and_forbidden(
 
 def test_calls_fall_through_to_torchrpc() -> None:
     route = plan(clusters.two_hosts(), GroupConfig()).route("worker_0", "worker_1")
-    assert [choice.lane for choice in route.lanes("calls")] == ["socket", "torchrpc"]
+    assert [choice.lane for choice in route.lanes("calls")] == ["socket", "torchrpc", "nng"]
 
 
 # -- nccl ----------------------------------------------------------------------------------------------------

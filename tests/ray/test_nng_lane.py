@@ -1,0 +1,170 @@
+"""Groups whose members reach each other by nng, over ipc and over TCP, as users see them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import ray
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc import member
+from raytorchrpc.forming import Forming
+from raytorchrpc.group import Group
+from tests.ray.actors import Latch, Peer
+from tests.ray.conftest import Spawn
+
+TIMEOUT_S = 60
+CONFIG = rtr.GroupConfig(lanes=("nng",))
+
+
+def form(actors: dict[str, Any], apart: bool) -> Group:
+    """``apart``: as if every member had a network namespace of its own, so that they reach each other by TCP."""
+    if not apart:
+        return rtr.init_group(actors, config=CONFIG)
+    forming = Forming("default", CONFIG, actors, time.monotonic() + TIMEOUT_S, TIMEOUT_S)
+    probes = {}
+    for number, (name, probe) in enumerate(forming.probe().items()):
+        namespaces = {**probe.endpoint.namespaces, "net": f"net:[{number}]"}
+        probes[name] = probe._replace(endpoint=probe.endpoint.model_copy(update={"namespaces": namespaces}))
+    plan, maps = forming.decide(probes)
+    return Group(forming.commit(probes, forming.prepare(probes, plan, maps), plan, maps), actors)
+
+
+@pytest.fixture(scope="module", params=["ipc", "tcp"])
+def group(request: pytest.FixtureRequest, spawn_for_module: Spawn) -> Iterator[tuple[Group, list[Any], str]]:
+    actors = [spawn_for_module(NngPeer, max_concurrency=2) for _ in range(2)]
+    with form(dict(zip("ab", actors, strict=True)), apart=request.param == "tcp") as group:
+        yield group, actors, request.param
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> None:
+    """Here one group serves most tests."""
+
+
+class NngPeer(Peer):
+    """Does what it is told."""
+
+    @rtr.method
+    def echo(self, value: Any) -> Any:
+        return value
+
+    @rtr.method
+    def fail(self, text: str) -> None:
+        raise KeyError(text)
+
+    @rtr.method
+    def die(self) -> None:
+        os._exit(1)
+
+    def lost(self, latch: Latch) -> tuple[str, float]:
+        """How a call that the peer is in ends when the peer does."""
+        held = rtr.rpc_async("b").hold(latch)
+        dying = rtr.rpc_async("b").die()
+        start = time.monotonic()
+        kinds = {type(future.exception(TIMEOUT_S)).__name__ for future in (held, dying)}
+        return "/".join(kinds), time.monotonic() - start
+
+
+def in_actor(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
+    return ray.get(actor.run.remote(function, *args), timeout=TIMEOUT_S)
+
+
+def test_the_road_is_named(group: tuple[Group, list[Any], str]) -> None:
+    formed, actors, kind = group
+    text = formed.explain("a", "b")
+    assert f"calls: nng (nng over {kind})" in text
+    assert f"CPU tensors: nng (nng over {kind})" in text
+    assert f"nng ({kind})" in str(formed.routes())
+    in_actor(actors[0], large)
+    rows = {(row.caller, row.lane): row for row in formed.stats()}
+    assert {lane for caller, lane in rows if caller == "a"} == {"nng"}
+    assert rows["a", "nng"].bytes_out > 40_000_000 and rows["a", "nng"].calls > 0
+
+
+def large() -> None:
+    tensor = torch.arange(10_000_000, dtype=torch.int32)
+    assert torch.equal(rtr.rpc_sync("b").echo(tensor), tensor)
+
+
+def test_values_and_errors(group: tuple[Group, list[Any], str]) -> None:
+    in_actor(group[1][0], values_body)
+
+
+def values_body() -> None:
+    peer = rtr.rpc_sync("b")
+    assert peer.double(21) == 42
+    assert peer.who()[1] != os.getpid()
+    small, array = torch.ones(3, requires_grad=True), numpy.arange(500_000).reshape(2, -1)
+    got = peer.echo({"small": small, "array": array, "none": None, "empty": torch.empty(0, 3)})
+    assert torch.equal(got["small"], small) and got["small"].requires_grad
+    assert numpy.array_equal(got["array"], array)
+    got["array"][0, 0] = -1  # private, and may be written
+    assert array[0, 0] == 0 and got["none"] is None and got["empty"].shape == (0, 3)
+    with pytest.raises(KeyError, match="what was said"):
+        peer.fail("what was said")
+    futures = [rtr.rpc_async("b").double(torch.full((50_000,), number)) for number in range(50)]
+    assert [int(future.result(TIMEOUT_S)[0]) for future in futures] == [2 * number for number in range(50)]
+
+
+def test_what_needs_torchrpc_is_refused(group: tuple[Group, list[Any], str]) -> None:
+    in_actor(group[1][0], refused_body)
+
+
+def refused_body() -> None:
+    for target in ("a", "b"):  # oneself too
+        with pytest.raises(rtr.LaneUnavailable, match=r"not among lanes=\('nng',\).*allow it in GroupConfig.lanes"):
+            rtr.remote(target).double(1)
+    with torch.distributed.autograd.context(), pytest.raises(rtr.LaneUnavailable, match="distributed autograd"):
+        rtr.rpc_sync("b").double(1)
+    assert rtr.rpc_sync("b").double(1) == 2
+
+
+def test_a_peer_that_dies_is_lost_at_once(group: tuple[Group, list[Any], str], spawn: Spawn, tmp_path: Any) -> None:
+    actors = {"a": spawn(NngPeer, max_concurrency=2), "b": spawn(NngPeer, max_concurrency=2)}
+    latch = Latch.make(tmp_path / "latch")
+    formed = rtr.init_group(actors, name="another", config=CONFIG) if group[2] == "ipc" else form(actors, apart=True)
+    try:
+        kinds, seconds = ray.get(actors["a"].lost.remote(latch), timeout=TIMEOUT_S)
+    finally:
+        latch.open_for_all()
+        formed.shutdown()
+    assert kinds == "PeerLost" and seconds < 2
+
+
+def test_nothing_of_nng_is_opened_where_no_route_uses_it(spawn: Spawn) -> None:
+    actors = [spawn(NngPeer) for _ in range(2)]
+    with rtr.init_group(actors, name="without"):
+        assert in_actor(actors[0], nng_threads) == []
+    with rtr.init_group(actors, name="with", config=CONFIG):
+        assert len(in_actor(actors[0], nng_threads)) == 1
+    assert in_actor(actors[0], nng_threads) == []
+
+
+def nng_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.endswith("-nng")]
+
+
+def test_without_torchrpc_large_tensors_back_up_shared_memory_with_nng(spawn: Spawn) -> None:
+    actors = dict(zip("ab", [spawn(NngPeer) for _ in range(2)], strict=True))
+    config = rtr.GroupConfig(lanes=("socket", "shm", "nng"), shm_bytes=1 << 20)
+    with rtr.init_group(actors, name="another", config=config) as formed:
+        in_actor(actors["a"], large)
+        lanes = {row.lane for row in formed.stats() if row.caller == "a"}
+    assert lanes == {"nng"}
+    with rtr.init_group(actors, name="another", config=rtr.GroupConfig(lanes=("socket", "shm"), shm_bytes=1 << 20)):
+        in_actor(actors["a"], no_room)
+
+
+def no_room() -> None:
+    assert member.process_member().road("b").tensors.name == "torchrpc"
+    with pytest.raises(rtr.LaneUnavailable, match="not among lanes"):
+        rtr.rpc_sync("b").echo(torch.ones(10_000_000))
+    assert rtr.rpc_sync("b").double(1) == 2
