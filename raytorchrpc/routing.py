@@ -377,8 +377,8 @@ def _left_to_nng(routes: Mapping[tuple[str, str], PairRoute]) -> tuple[str, ...]
             if no.lane == "torchrpc" and no.traffic == "cpu" and route.in_band_lane == "nng":
                 found.setdefault(
                     no.reason,
-                    f"CPU tensors between {route.a} and {route.b} go by nng, which is slower than torchrpc: {no.reason}; "
-                    "see GroupConfig.transports and channels",
+                    f"CPU tensors between {route.a} and {route.b} go by nng, which is slower than torchrpc: "
+                    f"{no.reason}; see GroupConfig.transports and channels",
                 )
     return tuple(found.values())
 

@@ -45,6 +45,11 @@ def check_process() -> None:
         raise LaneUnavailable("nng", "this process was forked from one that uses nng, which does not survive a fork")
 
 
+def forked() -> bool:
+    """Whether nng is another process's: its eventfds and epoll sets are then that one's too, and not to be touched."""
+    return _forked
+
+
 def _after_fork() -> None:
     # nng's threads are not in the child, and closing a socket there waits for them for ever.
     global _forked
@@ -189,6 +194,8 @@ class Wire:
 
     def hang_up(self) -> None:
         """Wake everybody who waits on this wire; it carries nothing more."""
+        if _forked:
+            return
         with self._closing:
             self._gone = True
             if self.gone_fd >= 0:

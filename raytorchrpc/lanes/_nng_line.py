@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from raytorchrpc.codec import Encoded
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes import _frames
 from raytorchrpc.lanes._nng import Wire
@@ -110,7 +111,7 @@ class Line:
 
     def call(self, message: Message, deadline: float) -> NngPending:
         """Send a request. Raises LaneUnavailable, PeerLost, RpcTimeout."""
-        _check(message)
+        check_carried(message.body)
         pending = NngPending()
         with self._state:
             if self._ended is not None:
@@ -128,7 +129,7 @@ class Line:
 
     def reply(self, number: int, message: Message, patience_s: float) -> None:
         """Answer a request. Raises LaneUnavailable, PeerLost, RpcTimeout; ``patience_s`` is for each piece."""
-        _check(message)
+        check_carried(message.body)
 
         def until() -> float:
             return time.monotonic() + patience_s
@@ -189,11 +190,11 @@ class Line:
             self.wire.close()
 
 
-def _check(message: Message) -> None:
-    """What cannot travel here is refused before a byte has."""
-    if message.body.rrefs:
+def check_carried(body: Encoded) -> None:
+    """Raise LaneUnavailable for what cannot travel here, before a byte of it does."""
+    if body.rrefs:
         raise LaneUnavailable("nng", "it carries no RRefs; allow torchrpc in GroupConfig.lanes")
-    if any(not tensor.is_cpu for tensor in message.body.tensors):
+    if any(not tensor.is_cpu for tensor in body.tensors):
         raise LaneUnavailable("nng", "it carries CPU tensors only; move them there, or allow a lane for CUDA tensors")
 
 

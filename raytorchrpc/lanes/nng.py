@@ -7,19 +7,23 @@ before anything is served. One thread reads all wires of a member; methods run o
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import os
 import select
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
+from raytorchrpc.codec import NOTHING, Encoded
+from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes import _handshake, _nng
-from raytorchrpc.lanes._nng_line import Channel, Line
-from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
+from raytorchrpc.lanes._nng_line import Channel, Line, check_carried
+from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Reply, Serve, Spawn
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,9 @@ REPLY_PATIENCE_S = 10.0
 #: Wires being proved at a time; for one more, the oldest is hung up on.
 _HANDSHAKES = 16
 _ATTEMPTS = 3
+#: Values that an NngServer sends at a time.
+_SERVING = 4
+_SERVER = "the process that offers values"
 #: What a peer asks for at the door.
 _LOCAL, _TCP = b"raytorchrpc/1 local", b"raytorchrpc/1 tcp"
 
@@ -79,9 +86,12 @@ class NngLane(MessageLane):
             door.close()
             raise LaneUnavailable(self.name, f"cannot listen: {error}") from error
         self._epoll.register(door.fd, select.EPOLLIN)
+        self._start_reader()
+        return NngAddress(local, tcp)
+
+    def _start_reader(self) -> None:
         self._reader = threading.Thread(target=self._read, name=f"raytorchrpc-{self._me}-nng", daemon=True)
         self._reader.start()
-        return NngAddress(local, tcp)
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
         for peer in peers:
@@ -89,6 +99,7 @@ class NngLane(MessageLane):
             self._connecting.setdefault(peer.peer, threading.Lock())
 
     def call(self, peer: str, message: Message, timeout_s: float, *, attended: bool = False) -> Pending:
+        _nng.check_process()
         deadline = time.monotonic() + timeout_s
         line = self._lines.get(peer)
         if line is None or line.ended:
@@ -98,10 +109,12 @@ class NngLane(MessageLane):
     def disconnect(self, peer: str) -> None:
         self._addresses.pop(peer, None)
         line = self._lines.pop(peer, None)
-        if line is not None:
+        if line is not None and not _nng.forked():
             line.end("it was removed from the group")
 
     def close(self) -> None:
+        if _nng.forked():
+            return
         with self._lock:
             if self._closed:
                 return
@@ -128,7 +141,6 @@ class NngLane(MessageLane):
     # --- connections -----------------------------------------------------------------------------------------
 
     def _connect(self, peer: str, deadline: float) -> Line:
-        _nng.check_process()
         address = self._addresses.get(peer)
         if address is None or self._closed:
             raise LaneUnavailable(self.name, f"{peer!r} is not a peer (any more)")
@@ -189,11 +201,11 @@ class NngLane(MessageLane):
     # --- the reader ------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        assert self._door is not None
+        door = self._door
         while not self._closed:
             for fd, _ in self._epoll.poll():
-                if fd == self._door.fd:
-                    self._door.answer(self._at_door)
+                if door is not None and fd == door.fd:
+                    door.answer(self._at_door)
                 elif (line := self._by_fd.get(fd)) is not None:
                     for frame in line.read():
                         self._request(line, frame.call, frame.message)
@@ -244,6 +256,89 @@ class NngLane(MessageLane):
                 self._proving.pop(wire, None)
             wire.close()
             logger.debug("%s refused a connection: %s", self._me, error)
+
+
+# --- values for processes that are no members ------------------------------------------------------------------
+
+
+class OfferAddress(NamedTuple):
+    """Where offered values are; picklable."""
+
+    nng: NngAddress
+    network: str
+    """The host's boot and network namespace: who shares them takes the local road."""
+
+
+class NngServer:
+    """Offers values under keys to any process that has the secret, a member or not. Thread-safe."""
+
+    def __init__(self, name: str, secret: bytes, *, tcp_host: str | None) -> None:
+        """``name``: for threads and logs. ``tcp_host``: address to listen on for other hosts, None for none."""
+        self._lane = NngLane(name, -1, secret, tcp_host=tcp_host, by_tcp=frozenset())
+        self._workers = concurrent.futures.ThreadPoolExecutor(_SERVING, f"raytorchrpc-{name}-offers")
+        self._offers: dict[str, Encoded] = {}
+
+    def open(self) -> OfferAddress:
+        """Start to listen; returns the address for ``fetch``. Raises LaneUnavailable."""
+        return OfferAddress(self._lane.open(self._serve, self._spawn), _network())
+
+    def offer(self, key: str, value: Encoded) -> None:
+        """Let anybody fetch this value, any number of times, until ``withdraw``. Its tensors are on the CPU and must
+        not change meanwhile: each fetch sends what they hold then. Raises LaneUnavailable for what cannot be sent.
+        """
+        check_carried(value)
+        self._offers[key] = value
+
+    def withdraw(self, key: str) -> None:
+        """Let go of a value; fetches under way still get it."""
+        self._offers.pop(key, None)
+
+    def close(self) -> None:
+        """Leave nothing behind. Fetches under way fail with PeerLost. Idempotent."""
+        self._lane.close()
+        self._workers.shutdown(wait=False)
+        self._offers.clear()
+
+    def _spawn(self, work: Callable[[], None]) -> None:
+        self._workers.submit(work)
+
+    def _serve(self, message: Message, reply: Reply) -> Callable[[], None]:
+        value = self._offers.get(message.header[0])
+        answer = Message((False,), NOTHING) if value is None else Message((True,), value)
+        return partial(_answer, reply, answer)
+
+
+def _answer(reply: Reply, message: Message) -> None:
+    try:
+        reply(message)
+    except RayTorchRpcError as error:
+        logger.debug("a fetched value was not taken: %s", error)
+
+
+def fetch(address: OfferAddress, secret: bytes, key: str, timeout_s: float) -> Encoded:
+    """Get a value that an NngServer offers; its tensors are private copies. Works in any process; blocks.
+
+    Raises LaneUnavailable if nothing is offered under this key (any more), PeerLost, RpcTimeout.
+    """
+    deadline = time.monotonic() + timeout_s
+    near = address.network == _network()
+    lane = NngLane("fetch", -1, secret, tcp_host=None, by_tcp=frozenset() if near else frozenset({_SERVER}))
+    try:
+        lane._start_reader()
+        lane.connect([PeerAddress(_SERVER, address.nng)])
+        pending = lane.call(_SERVER, Message((key,), NOTHING), timeout_s)
+        if not pending.wait(deadline - time.monotonic()):
+            raise RpcTimeout(f"{key!r} did not arrive within {timeout_s:g} s")
+        message = pending.take()
+    finally:
+        lane.close()
+    if not message.header[0]:
+        raise LaneUnavailable("nng", f"nothing is offered under {key!r} (any more)")
+    return message.body
+
+
+def _network() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
 
 
 def _local_url() -> str:

@@ -703,7 +703,10 @@ def test_forced_ibv_that_may_fail_is_a_warning() -> None:
         ),
         ({"channels": ("cuda_ipc",)}, "channels: .* has no 'cuda_ipc'; it has: cma, mpt_uv, basic"),
         ({"transports": ()}, "transports is empty"),
-        ({"lanes": ("-torchrpc", "-nng")}, "nothing can carry CPU tensors between worker_0 and worker_1 .*forbidden by"),
+        (
+            {"lanes": ("-torchrpc", "-nng")},
+            "nothing can carry CPU tensors between worker_0 and worker_1 .*forbidden by",
+        ),
         ({"lanes": ("socket",)}, "leaves no lane for CPU tensors; allow one of: shm, nixl, torchrpc, nng"),
         ({"lanes": ("shm", "cuda_ipc")}, "leaves no lane for calls; allow one of: socket, torchrpc, nng"),
         ({"transports": ("shm",), "lanes": ("-nng",)}, "nothing can carry CPU tensors between worker_0 and worker_1"),

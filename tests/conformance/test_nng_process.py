@@ -1,0 +1,170 @@
+"""The nng lane and the process around it: values for those who are no members, forks, and the end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from raytorchrpc.codec import Codec
+from raytorchrpc.errors import LaneUnavailable, PeerLost
+from raytorchrpc.lanes.nng import NngServer, OfferAddress, fetch
+from tests.conformance import peers
+from tests.conformance.peers import SECRET
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def server() -> Iterator[NngServer]:
+    server = NngServer("a", SECRET, tcp_host="127.0.0.1")
+    yield server
+    server.close()
+
+
+def elsewhere(address: OfferAddress) -> OfferAddress:
+    """As another host sees it."""
+    return address._replace(network="another host")
+
+
+def fetched(address: OfferAddress) -> tuple[float, list[int], str]:
+    """In a process that is no member."""
+    value = Codec().decode(*fetch(address, SECRET, "key", 20))
+    value["weights"] += 1
+    return float(value["weights"].sum()), value["array"].tolist(), value["name"]
+
+
+@pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
+def test_a_process_that_is_no_member_fetches_a_value(server: NngServer, tcp: bool) -> None:
+    address = server.open()
+    weights = torch.zeros(3_000_000)
+    server.offer("key", Codec().encode({"weights": weights, "array": numpy.arange(3), "name": "x"}))
+    stranger = peers.Process()
+    try:
+        for _ in range(2):
+            got = stranger.run(fetched, elsewhere(address) if tcp else address)
+            assert got == (3_000_000.0, [0, 1, 2], "x")
+    finally:
+        stranger.kill()
+    assert not weights.any()
+
+
+def test_what_is_not_offered_and_who_may_not(server: NngServer) -> None:
+    address = server.open()
+    value = Codec().encode(torch.arange(4))
+    server.offer("key", value)
+    assert torch.equal(Codec().decode(*fetch(address, SECRET, "key", 10)), torch.arange(4))
+    with pytest.raises(LaneUnavailable, match="'other'"):
+        fetch(address, SECRET, "other", 10)
+    with pytest.raises(PeerLost, match="secret"):
+        fetch(address, b"another secret", "key", 10)
+    with pytest.raises(LaneUnavailable, match="CPU"):
+        server.offer("meta", value._replace(tensors=[torch.empty(1, device="meta")]))
+    server.withdraw("key")
+    with pytest.raises(LaneUnavailable, match="'key'"):
+        fetch(address, SECRET, "key", 10)
+    server.close()
+    with pytest.raises(PeerLost):
+        fetch(address, SECRET, "key", 10)
+
+
+def test_many_fetch_at_once_and_nothing_is_left(server: NngServer) -> None:
+    address = server.open()
+    fetch_one(address, server)  # what is made once is made now
+    before = peers.open_things()
+    wrong: list[object] = []
+
+    def fetcher(number: int) -> None:
+        try:
+            fetch_one(address, server, number)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=fetcher, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert wrong == []
+
+    def same_but_workers() -> bool:
+        (threads, descriptors), (threads_before, descriptors_before) = peers.open_things(), before
+        return {name for name in threads - threads_before if "offers" not in name} == set() and len(descriptors) <= len(
+            descriptors_before
+        )
+
+    assert peers.wait_until(same_but_workers, 5), peers.open_things()
+
+
+def fetch_one(address: OfferAddress, server: NngServer, number: int = 0) -> None:
+    server.offer(f"{number}", Codec().encode(torch.full((500_000,), number)))
+    value = Codec().decode(*fetch(address, SECRET, f"{number}", 20))
+    assert value.eq(number).all()
+
+
+# --- the process ---------------------------------------------------------------------------------------------
+
+
+ENDS = """
+import sys, threading
+import torch
+from tests.conformance import peers
+from tests.conformance.peers import EMPTY, Message, Node, PeerAddress, answer
+
+a, b = Node("nng over tcp", "a", 0), Node("nng over tcp", "b", 1)
+a.lane.connect([PeerAddress("b", b.address)])
+answer(a.lane.call("b", Message(("echo",), EMPTY), 20))
+held = a.lane.call("b", Message(("hold",), EMPTY), 20)
+threading.Thread(target=held.wait, args=(20,), daemon=True).start()
+print("ready", flush=True)
+"""
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+
+def test_a_process_ends_with_its_lanes_open_and_calls_under_way() -> None:
+    ran = run(ENDS + "sys.exit(3)")
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("ready\n", "", 3)
+
+
+FORKS = """
+import gc, os, signal, sys
+from raytorchrpc.errors import LaneUnavailable
+
+def child(end):
+    global a, b
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    signal.alarm(20)
+    try:
+        a.lane.call("c", Message(("echo",), EMPTY), 5)
+    except LaneUnavailable as error:
+        said = str(error)
+    a.lane.disconnect("b")
+    a.lane.close()
+    del a.lane, a
+    b.lane.close()
+    del b.lane, b
+    gc.collect()
+    assert "fork" in said, said
+    end(7)
+
+codes = child(os._exit), child(sys.exit)
+answer(a.lane.call("b", Message(("echo",), EMPTY), 20))
+print(codes)
+"""
+
+
+def test_a_forked_child_neither_hangs_nor_harms_its_parent() -> None:
+    ran = run(ENDS + "a.lane.connect([PeerAddress('c', b.address)])" + FORKS)
+    assert ran.stdout == "ready\n(7, 7)\n", ran.stderr
+    assert "panic" not in ran.stderr
