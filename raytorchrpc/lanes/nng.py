@@ -231,11 +231,16 @@ class NngLane(MessageLane):
             logger.warning("%s cannot accept a connection: %s", self._me, error)
             return None
         with self._lock:
+            closed = self._closed
             crowded = len(self._proving) >= _HANDSHAKES
             oldest = next(iter(self._proving)) if crowded else None
             if oldest is not None:
                 del self._proving[oldest]
-            self._proving[wire] = None
+            if not closed:
+                self._proving[wire] = None
+        if closed:  # close() has hung up on all the others already
+            wire.close()
+            return None
         if oldest is not None:  # strangers who say nothing must not keep members out
             oldest.hang_up()
         threading.Thread(
