@@ -207,12 +207,14 @@ class _Job:
         self.kind = message.header[0]
         self.context = _compat.current_autograd_context()
         self.label = f"{server.name}.{method}"
+        self.seat: Seat | None = None
 
     def admit(self, seat: Seat | None) -> Work | None:
         if self.note.is_coroutine or (self.server.is_async and not self.note.concurrent):
             self._start_on_loop(seat, seat)
             return None
-        return partial(self._work, seat)
+        self.seat = seat
+        return self._work
 
     def spawn(self, work: Work) -> None:
         self.server.workers.submit(work)
@@ -223,19 +225,24 @@ class _Job:
         else:
             self._run(seat)
 
-    def _work(self, seat: Seat | None) -> None:
-        """Run, then whoever is next in line for the seat, on the same thread."""
-        following: tuple[Any, Work] | None = None
+    def _work(self) -> None:
+        """Run, then all who are next in line for the seat, on the same thread. The line may be of any length."""
+        job: Any = self
+        while job is not None:
+            job = job._take_turn()
+
+    def _take_turn(self) -> Any:
+        """Returns the job that comes next, if this thread is to run it; only jobs like this one need a thread."""
+        seat, following = self.seat, None
         if seat is None:
             self._run(None)
-            return
+            return None
         seat.owner = threading.get_ident()
         try:
             self._run(seat)
         finally:
             following = seat.gate.pass_on(seat)
-        if following is not None:
-            following[1]()
+        return following and following[0]
 
     def _start_on_loop(self, seat: Seat | None, to_leave: Seat | None) -> None:
         loop = _compat.actor_event_loop(self.note.concurrency_group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -109,6 +110,21 @@ def test_direct_calls_are_served_in_the_order_they_came(members: Members, latch:
 
     counts = members.in_("caller", check)
     assert counts == list(range(counts[0], counts[0] + 20))
+
+
+def test_a_long_line_of_calls_waits_for_one_method(members: Members, latch: MakeLatch) -> None:
+    """Far longer than Python lets functions call each other."""
+    gate, line = latch(), 3 * sys.getrecursionlimit()
+
+    def check() -> list[int]:
+        staying = rtr.rpc_async("other").hold(gate)
+        held = gate.await_arrival()
+        futures = [rtr.rpc_async("other").double(number) for number in range(line)]
+        gate.release(held)
+        staying.wait()
+        return [future.wait() for future in futures]
+
+    assert members.in_("caller", check) == [2 * number for number in range(line)]
 
 
 def test_a_method_that_raises_or_is_late_gives_its_turn_up(members: Members) -> None:
