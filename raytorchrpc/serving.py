@@ -21,7 +21,7 @@ from raytorchrpc.execution import Limit, Scope, Seat, Work, current_scope
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.shipping import Parcel, Shipped, Waybill, joined
 from raytorchrpc.streams import hand_over
-from raytorchrpc.workers import Workers
+from raytorchrpc.workers import Alarms, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +44,14 @@ KEPT = 2
 
 class _Kept(NamedTuple):
     message: Message
-    until: float
+    fetched: Callable[[], None]
+    """Prevents that it is dropped."""
 
 
 class Roads(Protocol):
     """The ways to the other members, by rank: what a server needs of its member."""
+
+    alarms: Alarms
 
     def ship_back(self, rank: int, body: Encoded, share: bool) -> Shipped | None:
         """Lay a result's tensors out beside its message; None if it cannot be done. ``share``: see calls.method."""
@@ -146,19 +149,20 @@ class Server:
     # --- results that another lane has to carry ------------------------------------------------------------
 
     def keep(self, message: Message, seconds: float) -> int:
-        """Keep a result for the caller to fetch; dropped after ``seconds``."""
-        now = time.monotonic()
-        for number, kept in list(self._outbox.items()):
-            if kept.until < now:
-                self._outbox.pop(number, None)
+        """Keep a result for the caller to fetch; dropped after ``seconds``, as callers may have lost interest."""
         number = next(self._numbers)
-        self._outbox[number] = _Kept(message, now + seconds)
+        fetched = self.roads.alarms.at(time.monotonic() + seconds, partial(self._drop, number))
+        self._outbox[number] = _Kept(message, fetched)
         return number
+
+    def _drop(self, number: int) -> None:
+        self._outbox.pop(number, None)
 
     def _take(self, number: int) -> Message:
         kept = self._outbox.pop(number, None)
         if kept is None:
             raise RpcTimeout(f"the result was kept for {self.name!r}'s caller until its deadline, and dropped")
+        kept.fetched()
         return kept.message
 
     def refuse(self, kind: int, error: BaseException, reply: Reply) -> None:

@@ -1,0 +1,77 @@
+"""What a server keeps for its callers, and for how long."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from raytorchrpc.codec import NOTHING, Codec
+from raytorchrpc.errors import RpcTimeout
+from raytorchrpc.lanes.base import Message
+from raytorchrpc.serving import FETCH, OK, Server
+from raytorchrpc.workers import Alarms, Workers
+from tests.conformance.peers import wait_until
+
+
+@pytest.fixture
+def alarms() -> Iterator[Alarms]:
+    made = Alarms("test")
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def server(alarms: Alarms) -> Server:
+    roads: Any = SimpleNamespace(alarms=alarms)
+    return Server("callee", "1", None, {}, Codec(), Workers("test"), roads)
+
+
+def a_result() -> tuple[Message, weakref.ref[torch.Tensor]]:
+    tensor = torch.ones(3)
+    return Message((OK,), NOTHING._replace(tensors=[tensor])), weakref.ref(tensor)
+
+
+def fetch(server: Server, number: int) -> Message:
+    """What the caller that asks for it is answered."""
+    answers: list[Message] = []
+    work = server.serve(SimpleNamespace(), Message((FETCH, 0, "1", number), NOTHING), answers.append)  # type: ignore[arg-type]
+    assert work is not None
+    work()
+    (answer,) = answers
+    return answer
+
+
+def test_a_result_that_nobody_fetches_is_dropped_though_no_other_is_kept(server: Server) -> None:
+    message, alive = a_result()
+    number = server.keep(message, 0.02)
+    del message
+    assert wait_until(lambda: gc.collect() >= 0 and alive() is None, 5)
+    error = server.codec.decode(*fetch(server, number).body)[0]
+    assert isinstance(error, RpcTimeout)
+
+
+def test_a_result_that_was_fetched_leaves_nothing(server: Server, alarms: Alarms) -> None:
+    message, alive = a_result()
+    number = server.keep(message, 3600)
+    assert fetch(server, number) is message
+    del message
+    gc.collect()
+    assert alive() is None
+    for _ in range(200):
+        fetch(server, server.keep(a_result()[0], 3600))
+    assert len(alarms._heap) < 100
+
+
+def test_what_is_kept_at_the_end_of_the_group_is_dropped(server: Server) -> None:
+    message, alive = a_result()
+    server.keep(message, 3600)
+    del message
+    server.close()
+    gc.collect()
+    assert alive() is None
