@@ -9,15 +9,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+#: A worker that had nothing to do for so long ends (seconds): one burst is not to cost its threads for ever.
+_IDLE_S = 30.0
+
 
 class Workers:
-    """Daemon threads that run methods: made when none is idle, kept after. Hot path.
+    """Daemon threads that run methods: made when none is idle, kept for a while after. Hot path.
 
     Daemons, because a method that never returns must not keep the process from ending.
     """
 
-    def __init__(self, name: str, limit: int = 512) -> None:
-        self._name, self._limit = name, limit
+    def __init__(self, name: str, limit: int = 512, idle_s: float = _IDLE_S) -> None:
+        """``limit``: threads at most. ``idle_s``: seconds without a task after which one ends."""
+        self._name, self._limit, self._idle_s = name, limit, idle_s
         self._tasks: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = 0  # threads waiting for a task, less the tasks waiting for a thread
@@ -42,7 +46,18 @@ class Workers:
             self._tasks.put((function, args))  # under the lock: not behind what stop() puts there
 
     def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while True:
+            try:
+                task = self._tasks.get(timeout=self._idle_s)
+            except queue.Empty:
+                with self._lock:
+                    if not self._tasks.empty():  # submitted just now, with this thread counted as idle
+                        continue
+                    self._threads -= 1
+                    self._idle -= 1
+                    return
+            if task is None:
+                return
             function, args = task
             function(*args)
             del task, function, args  # an idle worker keeps no tensor alive

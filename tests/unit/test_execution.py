@@ -425,6 +425,30 @@ def test_an_idle_worker_is_used_again(workers: Workers, request: pytest.FixtureR
     assert all(thread.daemon for thread in worker_threads(request.node.name))
 
 
+def test_workers_without_work_end_and_new_ones_come_when_needed(request: pytest.FixtureRequest) -> None:
+    workers = Workers(request.node.name, limit=4, idle_s=0.05)
+    for _ in range(3):
+        everybody = threading.Barrier(5)
+        for _ in range(4):
+            workers.submit(everybody.wait, PATIENCE_S)
+        everybody.wait(PATIENCE_S)  # so four ran at once
+        for thread in worker_threads(request.node.name):
+            thread.join(PATIENCE_S)
+        assert worker_threads(request.node.name) == []
+    workers.stop()
+
+
+def test_no_task_is_lost_while_idle_workers_end() -> None:
+    workers = Workers("coming and going", limit=2, idle_s=0.0)  # each ends as soon as it finds nothing
+    done: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in range(2000):
+        workers.submit(done.put, number)
+        if number % 3 == 0:
+            assert done.get(timeout=PATIENCE_S) >= 0
+    assert all(done.get(timeout=PATIENCE_S) >= 0 for _ in range(2000 - 667))
+    workers.stop()
+
+
 def test_an_idle_worker_keeps_nothing_of_its_task(workers: Workers) -> None:
     class Large:
         pass
