@@ -627,6 +627,9 @@ def test_gpu_work_is_in_order_and_memory_is_let_go(kind: str) -> None:
         unwanted, _ = pair.send(_several_large)
         pair.b.run(_discard, unwanted)
         assert pair.a.run(_all_let_go)
+        failing, _ = pair.send(_several_large)
+        pair.b.run(_fail_to_fetch, failing)
+        assert pair.a.run(_all_let_go)
     finally:
         pair.kill()
 
@@ -641,6 +644,11 @@ def _slow_then_export(number: int) -> Any:
 def _fetch_at_once(sent: Any, number: int) -> None:
     (arrived,) = tensors().lane.fetch("a", *sent)
     assert bool((arrived == number).all())
+
+
+def _fail_to_fetch(descriptor: Any) -> None:
+    with pytest.raises(IndexError):
+        tensors().lane.fetch("a", descriptor, [])  # it does not know what to make room for
 
 
 def _finish() -> None:
