@@ -169,12 +169,18 @@ class Future(Generic[T]):
 
     def wait(self) -> T:
         """Block until the result is there, or the call's own deadline; return it or raise what the call raised."""
-        return self._get(self._call.remaining())
+        try:
+            return self._get(self._call.remaining())
+        finally:
+            del self  # see _get
 
     def result(self, timeout: float | None = None) -> T:
         """As ``wait``, but at most ``timeout`` seconds. Then RpcTimeout is raised and the call goes on: ask again."""
         remaining = self._call.remaining()
-        return self._get(remaining if timeout is None else min(timeout, remaining))
+        try:
+            return self._get(remaining if timeout is None else min(timeout, remaining))
+        finally:
+            del self  # see _get
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the call raised, or None if it returned. Blocks like ``result``, raises RpcTimeout like it."""
@@ -222,15 +228,23 @@ class Future(Generic[T]):
                 yield from woken
             finally:
                 deadline.cancel()
-        return self._get(0)
+        try:
+            return self._get(0)
+        finally:
+            del self  # see _get
 
     def _get(self, timeout_s: float) -> T:
         self._settle(timeout_s)
         assert self._outcome is not None
         value, error = self._outcome
-        if error is not None:
+        if error is None:
+            return value  # type: ignore[no-any-return]
+        try:
             raise error
-        return value  # type: ignore[no-any-return]
+        finally:
+            # Its traceback holds these frames and the caller's, with all their tensors. Did it hold itself too, by way
+            # of this Future, they would live until garbage is collected, and tensors do not make Python collect it.
+            del self, error
 
     def _settle(self, timeout_s: float) -> None:
         if self._outcome is not None:
@@ -271,9 +285,9 @@ class _Sync(_Proxy):
     __slots__ = ()
 
     def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-        local = process_member()
-        call = local.call(self._target, _name, args, kwargs, self._timeout, attended=True, share=self._share)
-        return Future(call).wait()
+        # No variable for the call: it may hold what is raised, whose traceback holds this frame.
+        send = process_member().call
+        return Future(send(self._target, _name, args, kwargs, self._timeout, attended=True, share=self._share)).wait()
 
 
 class _Async(_Proxy):

@@ -101,7 +101,7 @@ class CallUnderWay:
                 try:
                     self._fetch = self._begin_fetch()
                 except Exception as error:
-                    self._error = error
+                    self._error = error.with_traceback(None)  # it would hold this call, which holds it
             return self._fetch
 
     def _begin_fetch(self) -> Pending:
@@ -115,11 +115,11 @@ class CallUnderWay:
 
     def outcome(self) -> tuple[Any, BaseException | None]:
         """Unpack the result, once it is there: (value, None) or (None, what was raised). To be called once."""
+        final = self._final()
+        if final is None:
+            return self._failed()
         size, came_by, error, value = 0, self._sent_by, None, None
         try:
-            final = self._final()
-            if final is None:
-                raise self._error or RuntimeError
             message = final.take()
             self._taken = True
             message.adopt()
@@ -139,7 +139,7 @@ class CallUnderWay:
             else:
                 error = decode_exception(self._local.codec, body, self.label)
         except RpcTimeout:
-            error = RpcTimeout(f"{self.label} did not answer by its deadline; it may still run there")
+            error = self._late()
         except RayTorchRpcError as failure:
             error = failure
         except Exception as failure:  # the result's own unpickling code
@@ -151,7 +151,20 @@ class CallUnderWay:
     def expire(self) -> tuple[None, RpcTimeout]:
         """The outcome of a call whose deadline has passed."""
         self._count(0, self._sent_by, failed=True)
-        return None, RpcTimeout(f"{self.label} did not answer by its deadline; it may still run there")
+        return None, self._late()
+
+    def _late(self) -> RpcTimeout:
+        return RpcTimeout(f"{self.label} did not answer by its deadline; it may still run there")
+
+    def _failed(self) -> tuple[None, Exception]:
+        """The outcome of a call whose lane brought no result. Not raised here: the traceback would hold the call."""
+        error = self._error
+        if isinstance(error, RpcTimeout):
+            error = self._late()
+        elif not isinstance(error, RayTorchRpcError):
+            error = SerializationError(f"the answer of {self.label} cannot be read here: {error!r}")
+        self._count(0, self._sent_by, failed=True)
+        return None, error
 
     def __del__(self) -> None:
         # Nobody asked for the result, or not in time: what it brings beside the message has to be given back.

@@ -1,0 +1,115 @@
+"""A call that failed keeps nothing alive once its exception is dropped, though no garbage is collected."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from raytorchrpc import serving
+from raytorchrpc.calls import Future
+from raytorchrpc.codec import NOTHING, Codec, encode_exception
+from raytorchrpc.errors import PeerLost, RpcTimeout
+from raytorchrpc.lanes.base import Message, Pending
+from raytorchrpc.metrics import CallCounters
+from raytorchrpc.shipping import Shipped
+from raytorchrpc.underway import CallUnderWay
+
+CODEC = Codec()
+
+
+class Answered(Pending):
+    """Has its outcome already, or never gets one."""
+
+    def __init__(self, outcome: Message | Exception | None) -> None:
+        self.outcome = outcome
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.outcome is not None
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        if self.outcome is not None:
+            callback()
+
+    def take(self) -> Message:
+        if isinstance(self.outcome, Message):
+            return self.outcome
+        assert self.outcome is not None
+        raise self.outcome
+
+
+def under_way(outcome: Message | Exception | None) -> Future[Any]:
+    lane: Any = SimpleNamespace(name="lane")
+    road: Any = SimpleNamespace(member=SimpleNamespace(name="peer", rank=1), calls=lane, tensors=lane)
+    local: Any = SimpleNamespace(codec=CODEC, counters=CallCounters(), shipper=None, note_weight=None)
+    deadline = float("inf") if outcome is not None else 0.0
+    shipped = Shipped(NOTHING, (), ())
+    return Future(CallUnderWay(local, road, "method", lane, Answered(outcome), 0.0, deadline, None, shipped))
+
+
+def outcomes() -> dict[str, tuple[Message | Exception | None, type[Exception]]]:
+    raised = Message((serving.RAISED,), encode_exception(CODEC, KeyError("on purpose")))
+    return {
+        "raised by the method": (raised, KeyError),
+        "peer lost": (PeerLost("peer", "it went away"), PeerLost),
+        "late, says the lane": (RpcTimeout("late"), RpcTimeout),
+        "late": (None, RpcTimeout),
+    }
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+Make = Callable[[], Future[Any]]
+
+# No frame here may hold the Future: that would be the caller's own circle.
+ASK: dict[str, Callable[[Make], Any]] = {
+    "wait": lambda make: make().wait(),
+    "result": lambda make: make().result(5),
+    "await": lambda make: _awaited(make).send(None),  # it is done: no loop is asked, which would hold the exception
+}
+
+
+async def _awaited(make: Make) -> Any:
+    return await make()
+
+
+@pytest.mark.parametrize("ask", ASK)
+@pytest.mark.parametrize("how", outcomes())
+def test_what_its_caller_held_dies_with_the_exception(how: str, ask: str) -> None:
+    expected = outcomes()[how][1]
+    futures: list[weakref.ref[Any]] = []
+
+    def make() -> Future[Any]:
+        future = under_way(outcomes()[how][0])
+        futures.append(weakref.ref(future))
+        return future
+
+    def caller() -> weakref.ref[torch.Tensor]:
+        held_by_the_frame = torch.ones(3)
+        with contextlib.suppress(expected):
+            ASK[ask](make)
+        return weakref.ref(held_by_the_frame)
+
+    tensor = caller()
+    assert tensor() is None
+    assert futures[0]() is None
+
+
+def test_a_failed_future_raises_the_same_again() -> None:
+    future = under_way(outcomes()["raised by the method"][0])
+    for _ in range(2):
+        with pytest.raises(KeyError, match="on purpose"):
+            future.wait()
+    assert isinstance(future.exception(), KeyError)
