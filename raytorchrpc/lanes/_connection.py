@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 #: A caller that reads looks at its deadline this often (seconds).
 SLICE_S = 1
+#: For the rest of a request whose deadline passed in the middle (seconds); a peer that does not take it is given up.
+FINISH_S = 10.0
+_NOT_TAKEN = "it did not take the data in time"
 _IOV_MAX = 1024
 _AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
@@ -135,11 +138,16 @@ class Connection:
             self._pending.pop(pending.call, None)
 
     def send(self, buffers: list[Any], deadline: float) -> None:
-        """Send one frame whole. Raises PeerLost; a frame that cannot be finished in time ends the connection."""
+        """Send one frame. Raises PeerLost, and RpcTimeout for a request of which nothing has gone by its deadline.
+
+        If half of a request has gone by then, it returns, and a thread of its own sends the rest: the connection has
+        other calls, which half a frame would cost theirs. A reply that is not taken in time ends the connection.
+        """
         if not self._sending.acquire(False) and not self._sending.acquire(
             timeout=max(0.0, deadline - time.monotonic())
         ):
-            raise RpcTimeout(f"the road to {self.peer or 'the caller'} was busy until the deadline")
+            raise self._busy()
+        rest: list[memoryview] = []
         try:
             try:
                 if len(buffers) == 1:
@@ -149,30 +157,53 @@ class Connection:
             except BlockingIOError:
                 sent = 0
             if len(buffers) > 1 or sent < len(buffers[0]):
-                self._send_rest(buffers, sent, deadline)
-        except (OSError, TimeoutError) as error:
-            reason = "it did not take the data in time" if isinstance(error, TimeoutError) else str(error)
-            self.end(reason)
-            raise PeerLost(self.peer or "the caller", reason) from error
+                parts = [memoryview(part).cast("B") for part in buffers]
+                size = sum(map(len, parts))
+                rest = self._send_rest(parts, sent, deadline)
+                if rest and self.accepted:
+                    raise TimeoutError(_NOT_TAKEN)
+                if sum(map(len, rest)) == size:
+                    rest = []
+                    raise self._busy()
+        except OSError as error:  # so is a TimeoutError
+            self.end(str(error))
+            raise PeerLost(self.peer or "the caller", self._ended or str(error)) from error
         finally:
-            self._sending.release()
+            if not rest:
+                self._sending.release()
+        if rest:
+            copies = [memoryview(bytes(part)) for part in rest]  # the caller may change his tensors from now on
+            threading.Thread(target=self._finish, args=(copies,), name="raytorchrpc-rest", daemon=True).start()
 
-    def _send_rest(self, buffers: list[Any], sent: int, deadline: float) -> None:
+    def _busy(self) -> RpcTimeout:
+        return RpcTimeout(f"the road to {self.peer or 'the caller'} was busy until the deadline")
+
+    def _send_rest(self, parts: list[memoryview], sent: int, deadline: float) -> list[memoryview]:
+        """Go on sending after ``sent`` bytes; returns what is left at the deadline. Raises OSError."""
         poll = select.poll()
         poll.register(self.fd, select.POLLOUT)
-        parts = [memoryview(part).cast("B") for part in buffers]
-        while parts:
+        while True:
             while parts and sent >= len(parts[0]):
                 sent -= len(parts.pop(0))
             if not parts:
-                return
+                return parts
             parts[0] = parts[0][sent:]
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise TimeoutError
+                return parts
             try:
                 sent = self.sock.sendmsg(parts[:_IOV_MAX], (), _AT_ONCE)
             except BlockingIOError:
                 sent = 0
+
+    def _finish(self, rest: list[memoryview]) -> None:
+        """Send the rest of a request that is late, for which ``_sending`` is held."""
+        try:
+            if self._send_rest(rest, 0, time.monotonic() + FINISH_S):
+                self.end(_NOT_TAKEN)
+        except OSError as error:
+            self.end(str(error))
+        finally:
+            self._sending.release()
 
     # Reading.
 

@@ -399,6 +399,50 @@ def _standing_peer_body() -> None:
 
 
 @each(*SOCKETS)
+def test_a_message_that_is_late_in_the_middle_costs_the_other_calls_nothing(fresh: Pair) -> None:
+    """It arrives whole in the end, and as it was when it was sent."""
+    fresh.run(_begin_held_body)
+    assert fresh.b.process.pid is not None
+    os.kill(fresh.b.process.pid, signal.SIGSTOP)
+    try:
+        fresh.run(_late_in_the_middle_body)
+    finally:
+        os.kill(fresh.b.process.pid, signal.SIGCONT)
+    fresh.b.run(peers.release_held, 1)
+    fresh.run(_answered_after_all_body)
+    fresh.b.run(_kept_as_sent_body)
+
+
+_under_way: list[Pending] = []
+
+
+def _begin_held_body() -> None:
+    _under_way.append(send("hold"))
+
+
+def _late_in_the_middle_body() -> None:
+    tensor = torch.ones(30_000_000, dtype=torch.uint8)
+    start = time.monotonic()
+    late = send("keep", tensor, timeout_s=0.2)
+    assert not late.wait(0.05)
+    with pytest.raises(RpcTimeout, match="busy until the deadline"):
+        send("echo", timeout_s=0.2)  # nothing of this one goes, behind half of the other
+    assert time.monotonic() - start < 2
+    tensor.fill_(7)
+    _under_way.append(late)
+
+
+def _answered_after_all_body() -> None:
+    assert [answer(pending).header for pending in _under_way] == [("released",), ("kept",)]
+    assert ask("echo", payload=b"x").body.payload == b"x"
+
+
+def _kept_as_sent_body() -> None:
+    (message,) = node().served
+    assert bool((message.body.tensors[0] == 1).all())
+
+
+@each(*SOCKETS)
 def test_a_short_deadline_is_kept_while_another_call_connects_to_a_peer_that_stands_still(fresh: Pair) -> None:
     assert fresh.b.process.pid is not None
     os.kill(fresh.b.process.pid, signal.SIGSTOP)
