@@ -124,14 +124,14 @@ def soak(calls: int, seed: int = 1, rounds: int = 20, progress: Callable[[str], 
         started = time.monotonic()
         left = [*_round(made, first, 64 * seed)]
         before = _held(made)
-        progress(_line(first, started, before))
+        progress(_line(first, started, before, _scores(made)))
         each = (calls - first) // rounds
         for number in range(1, rounds + 1):
             left += _round(made, each, 64 * seed + number)
             after = _held(made)
-            progress(_line(first + number * each, started, after))
+            scores = _scores(made)
+            progress(_line(first + number * each, started, after, scores))
         seconds = time.monotonic() - started
-        scores = ray.get([actor.score.remote() for actor in made.values()], timeout=SETTLE_S)
     return Verdict(
         calls=sum(score[0] for score in scores),
         seconds=seconds,
@@ -154,7 +154,11 @@ def _held(made: dict[str, Any]) -> dict[str, Held]:
     return dict(zip(made, ray.get([actor.held.remote() for actor in made.values()], timeout=SETTLE_S), strict=True))
 
 
-def _line(calls: int, started: float, now: dict[str, Held]) -> str:
+def _scores(made: dict[str, Any]) -> list[tuple[int, int, list[str]]]:
+    return ray.get([actor.score.remote() for actor in made.values()], timeout=SETTLE_S)
+
+
+def _line(calls: int, started: float, now: dict[str, Held], scores: list[tuple[int, int, list[str]]]) -> str:
     def each(of: Callable[[Held], float]) -> str:
         return "/".join(f"{of(held):g}" for held in now.values())
 
@@ -163,7 +167,7 @@ def _line(calls: int, started: float, now: dict[str, Held]) -> str:
         f"anonymous {each(lambda held: round(held.anonymous / MIB, 1))} MiB, "
         f"pss {each(lambda held: round(held.pss / MIB))} MiB, "
         f"fds {each(lambda held: held.fds)}, threads {each(lambda held: held.threads)}, "
-        f"objects {each(lambda held: held.objects)}"
+        f"objects {each(lambda held: held.objects)}, wrong {sum(score[1] for score in scores)}"
     )
 
 
