@@ -29,6 +29,8 @@ class Pair:
     agent_b: AgentPlan
     named: tuple[str, ...] = ()
     """Lanes that the configuration asks for by name."""
+    tcp: bool = False
+    """It wants TCP even where Unix sockets could be used."""
 
 
 #: Why a lane cannot carry something (str), or how it does and why (tuple).
@@ -46,6 +48,8 @@ class Lane:
 
 def _socket_rule(pair: Pair, traffic: Traffic) -> Verdict:
     a, b = pair.a, pair.b
+    if pair.tcp:
+        return "tcp socket", "asked for by always_tcp"
     if a.shares(b, "net"):  # Linux's abstract socket names belong to the network namespace, not to the files
         return "unix socket", "same host and network namespace"
     why = "same host, different network namespaces" if a.same_host(b) else "different hosts"
@@ -154,7 +158,7 @@ def _torchrpc_rule(pair: Pair, traffic: Traffic) -> Verdict:
 
 
 def _nng_rule(pair: Pair, traffic: Traffic) -> Verdict:
-    how = "ipc" if pair.a.shares(pair.b, "net") else "tcp"
+    how = "ipc" if pair.a.shares(pair.b, "net") and not pair.tcp else "tcp"
     return f"nng over {how}", "reaches every member; slower than the others"
 
 

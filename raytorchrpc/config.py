@@ -50,6 +50,9 @@ class GroupConfig(BaseModel):
     interface: str | None = None
     """Network interface torchrpc listens on; None takes the one that holds the Ray node's address."""
 
+    always_tcp: bool = False
+    """The socket and nng lanes use TCP also between members that Unix sockets could join: to see what that costs."""
+
     transports: tuple[str, ...] | None = None
     """TensorPipe transports, forced on every member; None lets routing choose from evidence."""
 

@@ -169,7 +169,11 @@ class Forming:
                 devices=tuple(sorted(devices)),
             )
             endpoint = probes[member].endpoint
-            elsewhere = tuple(peer for peer, probe in probes.items() if not probe.endpoint.same_network(endpoint))
+            elsewhere = tuple(
+                peer
+                for peer, probe in probes.items()
+                if peer != member and (self.config.always_tcp or not probe.endpoint.same_network(endpoint))
+            )
             spec = JoinSpec(
                 group=self.name,
                 generation=self.generation,

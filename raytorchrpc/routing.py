@@ -200,7 +200,8 @@ def plan(endpoints: Mapping[str, Endpoint], config: GroupConfig) -> RoutePlan:
     names = list(members)
     for index, a in enumerate(names):
         for b in names[index + 1 :]:
-            verdicts = _judge(Pair(members[a], members[b], agents[a], agents[b], config.lanes or ()), lanes)
+            pair = Pair(members[a], members[b], agents[a], agents[b], config.lanes or (), config.always_tcp)
+            verdicts = _judge(pair, lanes)
             first = next((choice.lane for choice in verdicts[0] if choice.traffic == "cuda"), None)
             same = _same_gpus(members[a], members[b]) if first == "cuda_ipc" else ()
             routes[a, b] = PairRoute(a, b, *shared.setdefault(verdicts, verdicts), same)

@@ -193,6 +193,7 @@ ROWS: tuple[Row, ...] = (
         "nng-TCP",
         "nng (pynng) over TCP",
         "nng",
+        config={"always_tcp": True},
         over="tcp",
         devices=("cpu",),
         needs=("pynng",),

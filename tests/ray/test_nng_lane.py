@@ -15,32 +15,19 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc import member
-from raytorchrpc.forming import Forming
 from raytorchrpc.group import Group
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 
 TIMEOUT_S = 60
 CONFIG = rtr.GroupConfig(lanes=("nng",))
-
-
-def form(actors: dict[str, Any], apart: bool) -> Group:
-    """``apart``: as if every member had a network namespace of its own, so that they reach each other by TCP."""
-    if not apart:
-        return rtr.init_group(actors, config=CONFIG)
-    forming = Forming("default", CONFIG, actors, time.monotonic() + TIMEOUT_S, TIMEOUT_S)
-    probes = {}
-    for number, (name, probe) in enumerate(forming.probe().items()):
-        namespaces = {**probe.endpoint.namespaces, "net": f"net:[{number}]"}
-        probes[name] = probe._replace(endpoint=probe.endpoint.model_copy(update={"namespaces": namespaces}))
-    plan, maps = forming.decide(probes)
-    return Group(forming.commit(probes, forming.prepare(probes, plan, maps), plan, maps), actors)
+CONFIGS = {"ipc": CONFIG, "tcp": rtr.GroupConfig(lanes=("nng",), always_tcp=True)}
 
 
 @pytest.fixture(scope="module", params=["ipc", "tcp"])
 def group(request: pytest.FixtureRequest, spawn_for_module: Spawn) -> Iterator[tuple[Group, list[Any], str]]:
     actors = [spawn_for_module(NngPeer, max_concurrency=2) for _ in range(2)]
-    with form(dict(zip("ab", actors, strict=True)), apart=request.param == "tcp") as group:
+    with rtr.init_group(dict(zip("ab", actors, strict=True)), config=CONFIGS[request.param]) as group:
         yield group, actors, request.param
 
 
