@@ -117,7 +117,7 @@ def refused_body() -> None:
 def test_a_peer_that_dies_is_lost_at_once(group: tuple[Group, list[Any], str], spawn: Spawn, tmp_path: Any) -> None:
     actors = {"a": spawn(NngPeer, max_concurrency=2), "b": spawn(NngPeer, max_concurrency=2)}
     latch = Latch.make(tmp_path / "latch")
-    formed = rtr.init_group(actors, name="another", config=CONFIG) if group[2] == "ipc" else form(actors, apart=True)
+    formed = rtr.init_group(actors, name="another", config=CONFIGS[group[2]])
     try:
         kinds, seconds = ray.get(actors["a"].lost.remote(latch), timeout=TIMEOUT_S)
     finally:
