@@ -141,7 +141,7 @@ def test_a_map_to_a_gpu_that_does_not_exist(spawn: Spawn, peers: list[Any]) -> N
 
 
 def test_a_cuda_tensor_without_a_mapping_names_the_device_the_peer_and_the_map() -> None:
-    on_gpu_1: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+    on_gpu_1: Any = SimpleNamespace(is_cuda=True, get_device=lambda: 1)
     with pytest.raises(rtr.LaneUnavailable, match=r"on cuda:1 has no mapping to member 'b' .*cuda:0 -> cuda:3"):
         check_mapped([torch.ones(1), on_gpu_1], "b", {0: 3}, "torchrpc")
     check_mapped([torch.ones(1), on_gpu_1], "b", {1: 0}, "torchrpc")
