@@ -18,14 +18,15 @@ LOOK_S = 100e-6 if _CORES < 8 else 400e-6
 class Patience:
     """Whether looking again has paid off of late. For one connection and one side of it; one thread at a time.
 
-    Each time it was in vain, the next tries are left out, twice as many as before: a connection that is used now
+    Each time it was in vain again, the next tries are left out, twice as many as before: a connection that is used now
     and then, or whose methods take long, costs next to nothing. With a single core it would only keep the peer from
     answering.
     """
 
-    __slots__ = ("_left_out", "_skip")
+    __slots__ = ("_left_out", "_skip", "_vain")
 
     def __init__(self) -> None:
+        self._vain = False
         self._skip = 0
         self._left_out = 0
 
@@ -42,10 +43,12 @@ class Patience:
         until = time.perf_counter() + LOOK_S
         while time.perf_counter() < until:
             if at():
-                self._skip = 0
+                self._vain, self._skip = False, 0
                 return
             os.sched_yield()
-        self._skip = min(2 * self._skip + 1, 255)
+        if self._vain:  # once is what every pause looks like
+            self._skip = min(2 * self._skip + 1, 255)
+        self._vain = True
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
