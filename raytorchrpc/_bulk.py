@@ -102,6 +102,10 @@ def _bulk(obj: Any, kind: type[Any], values: Any) -> Bulk:
         raise _NotSimple
     if any(map(_requires_grad, tensors)) or any(map(_is_nested, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
         raise _NotSimple
+    if not all(map(torch.Tensor.is_contiguous, tensors)) or any(map(vars, tensors)):
+        raise _NotSimple
+    if not all(map(torch.Tensor.data_ptr, tensors)):  # empty, which is well, or freed, which the pickler refuses
+        raise _NotSimple
     keys = tuple(obj) if kind in (dict, OrderedDict) else None
     if keys is not None and set(map(type, keys)) != {str}:
         raise _NotSimple

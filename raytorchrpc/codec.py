@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 
 from raytorchrpc._bulk import Bulk, gathered
@@ -51,13 +52,23 @@ class _Table(threading.local):
 _table = _Table()
 
 
-def _take_tensor(index: int, requires_grad: bool) -> torch.Tensor:
+def _take_tensor(index: int, requires_grad: bool, order: tuple[int, ...] | None = None) -> torch.Tensor:
     tensor = _table.tensors[index]
+    if order is not None:
+        tensor = tensor.permute(order)
     return tensor.requires_grad_() if requires_grad and not tensor.requires_grad else tensor
 
 
-def _take_parameter(index: int, requires_grad: bool) -> torch.nn.Parameter:
-    return torch.nn.Parameter(_table.tensors[index], requires_grad=requires_grad)
+def _take_as(index: int, requires_grad: bool, order: tuple[int, ...] | None, kind: type[torch.Tensor]) -> torch.Tensor:
+    tensor = _take_tensor(index, False, order)
+    if kind is torch.nn.Parameter:
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    tensor = tensor.as_subclass(kind)
+    return tensor.requires_grad_() if requires_grad and not tensor.requires_grad else tensor
+
+
+def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    vars(tensor).update(attributes)
 
 
 def _take_bulk(kind: type[Any], keys: tuple[str, ...] | None, state: dict[str, Any], start: int, count: int) -> Any:
@@ -137,29 +148,72 @@ def _lifting(base: type[Any]) -> type[Any]:
                 start = len(self.tensors)
                 self.tensors += obj.tensors if self.own else map(torch.Tensor.detach, obj.tensors)
                 return _take_bulk, (obj.kind, obj.keys, obj.state, start, len(obj.tensors))
+            if type(obj) is numpy.ndarray and obj.nbytes >= LIFT_BUFFER_BYTES and not _is_one_buffer(obj):
+                return obj.copy().__reduce_ex__(5)  # numpy would copy it too, but into the pickle
             if isinstance(obj, RREF_TYPE):
                 self.rrefs.append(obj)
                 return _take_rref, (len(self.rrefs) - 1,)
             return NotImplemented if inherited is None else inherited(self, obj)
 
         def lift(self, tensor: torch.Tensor) -> Any:
-            kind = type(tensor)
+            kind, attributes = type(tensor), vars(tensor)
             if kind is not torch.Tensor and kind is not torch.nn.Parameter:
-                return NotImplemented  # a subclass: its own __reduce__ leads back here for its parts
+                if not _is_plain(kind):
+                    return NotImplemented  # its own __reduce__ leads back here for its parts
+                tensor = tensor.as_subclass(torch.Tensor)
             if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
                 return NotImplemented  # likewise: sparse and nested tensors reduce to dense parts
-            requires_grad = tensor.requires_grad
+            requires_grad, order = tensor.requires_grad, None
             if requires_grad and self.keep_graph:
-                kind = torch.Tensor  # a Parameter made anew would cut the graph
-            elif requires_grad or not self.own:
-                tensor = tensor.detach()
+                kind = torch.Tensor if kind is torch.nn.Parameter else kind  # made anew, it would cut the graph
+            else:
+                if requires_grad or not self.own:
+                    tensor = tensor.detach()
+                if not tensor.is_contiguous():
+                    tensor, order = _in_memory_order(tensor)
             if tensor.is_conj() or tensor.is_neg():
                 tensor = tensor.resolve_conj().resolve_neg()
+            if not tensor.data_ptr() and tensor.numel():  # reading it would end the process
+                raise SerializationError(
+                    f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage was freed"
+                )
             self.tensors.append(tensor)
-            take = _take_tensor if kind is torch.Tensor else _take_parameter
-            return take, (len(self.tensors) - 1, requires_grad)
+            take: Any = _take_tensor
+            args: tuple[Any, ...] = (len(self.tensors) - 1, requires_grad)
+            if kind is not torch.Tensor:
+                take, args = _take_as, (*args, order, kind)
+            elif order is not None:
+                args = (*args, order)
+            return (take, args, dict(attributes), None, None, _set_attributes) if attributes else (take, args)
 
     return LiftingPickler
+
+
+def _is_plain(kind: type[torch.Tensor]) -> bool:
+    """Whether a subclass is a tensor with memory of its own, as any other, that leaves pickling to torch."""
+    return (
+        kind.__reduce_ex__ is torch.Tensor.__reduce_ex__ and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    )
+
+
+def _in_memory_order(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+    """A view with its dimensions as they lie in memory, and the order that leads back, if that makes it contiguous.
+
+    So a transposed or channels_last tensor is copied in one piece, and arrives with the strides it had.
+    """
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    view = tensor.permute(order).detach()  # a view of its own, not one that holds the tensor
+    if not view.is_contiguous():
+        return tensor, None
+    back = [0] * len(order)
+    for place, dimension in enumerate(order):
+        back[dimension] = place
+    return view, tuple(back)
+
+
+def _is_one_buffer(array: numpy.ndarray) -> bool:
+    """Whether numpy gives it away as it lies: contiguous, in one order or the other; or cannot, for objects in it."""
+    return bool(array.flags.c_contiguous or array.flags.f_contiguous or array.dtype.hasobject)
 
 
 def _buffer_lifter(into: list[torch.Tensor]) -> Any:
@@ -182,8 +236,6 @@ def _as_tensor(raw: memoryview) -> torch.Tensor:
         return torch.frombuffer(raw, dtype=torch.uint8)
     # Arrays from Ray's object store are read-only, and torch warns at each of them. Lanes only read what
     # they send, so hand torch the address; the array stays alive through the attribute.
-    import numpy
-
     array = numpy.frombuffer(raw, dtype=numpy.uint8)
     window = (ctypes.c_ubyte * raw.nbytes).from_address(array.ctypes.data)
     window._keep_alive = array  # type: ignore[attr-defined]

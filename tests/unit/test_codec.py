@@ -82,7 +82,7 @@ def test_every_dtype_is_lifted_without_a_copy(codec: Codec, dtype: torch.dtype) 
     assert same(through({"x": tensor})["x"], tensor)
 
 
-@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4], ids=str)
 def test_quantized_tensors_arrive_whole(dtype: torch.dtype) -> None:
     with warnings.catch_warnings():  # torch wants them gone one day
         warnings.simplefilter("ignore")
@@ -122,6 +122,76 @@ def test_every_shape_and_stride(make: Callable[[], torch.Tensor]) -> None:
     arrived = through(tensor)
     assert arrived.shape == tensor.shape
     assert torch.equal(arrived, tensor)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.arange(24).view(2, 3, 4).permute(2, 0, 1),
+        lambda: torch.arange(12.0).view(3, 4).T,
+        lambda: torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        lambda: torch.arange(240.0).view(2, 3, 4, 5, 2).to(memory_format=torch.channels_last_3d).requires_grad_(),
+        lambda: torch.nn.Parameter(torch.arange(12.0).view(3, 4).T),
+        lambda: torch.arange(12.0).view(3, 4).T.as_subclass(Marked),
+    ],
+    ids=["permuted", "transposed", "channels last", "channels last 3d", "parameter", "subclass"],
+)
+def test_a_dense_tensor_keeps_its_strides_and_is_not_copied(codec: Codec, make: Callable[[], torch.Tensor]) -> None:
+    tensor = make()
+    encoded = codec.encode(tensor)
+    assert encoded.tensors[0].is_contiguous(), "a lane would copy it element by element"
+    assert encoded.tensors[0].data_ptr() == tensor.data_ptr()
+    arrived = through(tensor)
+    assert arrived.stride() == tensor.stride()
+    assert type(arrived) is type(tensor)
+    assert torch.equal(arrived, tensor)
+
+
+def test_two_views_of_one_storage_arrive_apart_and_one_tensor_twice_as_one() -> None:
+    """As with pickle: what two views share is not told, however the lane carries them."""
+    whole = torch.arange(10.0)
+    left, right, again = through([whole[:6], whole[4:], whole.view(10)])
+    left.fill_(1)
+    assert right.tolist() == [4, 5, 6, 7, 8, 9]
+    assert again.tolist() == whole.tolist()
+
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    module[1].weight = module[0].weight
+    arrived = through(module)
+    assert arrived[1].weight is arrived[0].weight, "tied parameters stay tied"
+
+
+def test_many_tensors_together_arrive_as_each_alone(codec: Codec) -> None:
+    """A container of many is taken apart at once, if nothing in it needs more."""
+    noted, freed = torch.ones(3), torch.ones(1000)
+    noted.note = "mine"  # type: ignore[attr-defined]
+    freed.untyped_storage().resize_(0)
+    others = [torch.full((2,), float(number)) for number in range(20)]
+    turned = torch.arange(12.0).view(3, 4).T
+    assert through([*others, noted])[20].note == "mine"
+    assert through({str(index): tensor for index, tensor in enumerate([*others, turned])})["20"].stride() == (1, 4)
+    assert [tensor.shape for tensor in through([*others, torch.empty(0, 3)])[19:]] == [(2,), (0, 3)]
+    with pytest.raises(SerializationError, match="has no memory"):
+        codec.encode([*others, freed])
+
+
+def test_attributes_of_a_tensor_travel_with_it() -> None:
+    """As with pickle."""
+    tensor, parameter = torch.ones(3), torch.nn.Parameter(torch.ones(3))
+    tensor.note, parameter.partner = "mine", tensor  # type: ignore[attr-defined]
+    arrived, arrived_parameter = through([tensor, parameter])
+    assert arrived.note == "mine"
+    assert arrived_parameter.partner is arrived
+    assert isinstance(through(torch.nn.Buffer(torch.ones(3))), torch.nn.Buffer)
+
+
+def test_a_tensor_whose_storage_was_freed_is_refused(codec: Codec) -> None:
+    """As FSDP does between its uses of a parameter; a lane that read it would end the process."""
+    tensor = torch.ones(1000)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(SerializationError, match=r"shape \(1000,\) has no memory"):
+        codec.encode({"x": tensor})
+    assert codec.encode(torch.empty(0, 3)).tensors
 
 
 def test_conjugated_and_negated_views_arrive_as_what_they_show() -> None:
@@ -171,15 +241,37 @@ def test_without_keep_graph_nothing_leads_back_to_the_sender(codec: Codec) -> No
     assert all(tensor.grad_fn is None and not tensor.requires_grad for tensor in codec.encode(leaf * 2).tensors)
 
 
-def test_sparse_tensors() -> None:
-    coo = torch.eye(4).to_sparse()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "Sparse CSR tensor support is in beta state"
-        csr = torch.eye(4).to_sparse_csr()
-        assert torch.equal(through(csr).to_dense(), torch.eye(4))
-        assert through(csr).layout is torch.sparse_csr
-    assert torch.equal(through(coo).to_dense(), torch.eye(4))
-    assert through(coo).layout is torch.sparse_coo
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(4).to_sparse(),
+        lambda: torch.eye(4).to_sparse_csr(),
+        lambda: torch.eye(4).to_sparse_csc(),
+        lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+        lambda: torch.eye(4).to_sparse_bsc((2, 2)),
+        lambda: torch.sparse_coo_tensor([[0, 0, 1], [0, 0, 1]], [1.0, 2.0, 3.0], (4, 4)),
+        lambda: torch.empty(4, 4).to_sparse().to(torch.bfloat16) * 0,
+    ],
+    ids=["coo", "csr", "csc", "bsr", "bsc", "not coalesced", "nothing in it"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_sparse_tensors(make: Callable[[], torch.Tensor]) -> None:
+    tensor = make()
+    arrived = through(tensor)
+    assert (arrived.layout, arrived.dtype) == (tensor.layout, tensor.dtype)
+    if tensor.layout is torch.sparse_coo:
+        assert arrived.is_coalesced() == tensor.is_coalesced()
+    assert torch.equal(arrived.to_dense(), tensor.to_dense())
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_nested_tensors(layout: torch.layout) -> None:
+    rows = [torch.arange(6.0).view(2, 3), torch.ones(4, 3), torch.empty(0, 3)]
+    arrived = through(torch.nested.nested_tensor(rows, layout=layout))
+    assert arrived.is_nested and arrived.layout is layout
+    assert all(torch.equal(*both) for both in zip(arrived.unbind(), rows, strict=True))
 
 
 def test_meta_tensors_arrive_with_their_shape() -> None:
@@ -190,6 +282,8 @@ def test_meta_tensors_arrive_with_their_shape() -> None:
 
 class Marked(torch.Tensor):
     """A subclass with nothing of its own."""
+
+    note: str
 
 
 class Wrapping(torch.Tensor):
@@ -213,9 +307,19 @@ class Wrapping(torch.Tensor):
 
 
 def test_tensor_subclasses_keep_their_class(codec: Codec) -> None:
-    arrived = through(torch.ones(3).as_subclass(Marked))
+    marked = torch.arange(10_000.0).as_subclass(Marked)
+    marked.note = "mine"
+    encoded = codec.encode(marked)
+    assert [tensor.data_ptr() for tensor in encoded.tensors] == [marked.data_ptr()], "lifted as any other"
+    arrived = through(marked)
     assert type(arrived) is Marked
-    assert torch.equal(arrived.as_subclass(torch.Tensor), torch.ones(3))
+    assert arrived.note == "mine"
+    assert torch.equal(arrived.as_subclass(torch.Tensor), torch.arange(10_000.0))
+    arrived = through(torch.ones(3).as_subclass(Marked).requires_grad_())
+    assert type(arrived) is Marked and arrived.requires_grad and arrived.is_leaf
+    product = torch.ones(3, requires_grad=True).as_subclass(Marked) * 2
+    kept = codec.decode(*codec.encode(product, keep_graph=True))
+    assert type(kept) is Marked and kept.grad_fn is not None
 
     inner = torch.arange(100_000, dtype=torch.int8)
     encoded = codec.encode(Wrapping(inner))
@@ -256,11 +360,34 @@ def test_read_only_arrays_as_they_come_from_rays_store(codec: Codec) -> None:
     numpy.testing.assert_array_equal(encoded.tensors[0].numpy().view(expected.dtype), expected)
 
 
-def test_arrays_that_are_not_contiguous_and_small_ones_travel_in_the_payload(codec: Codec) -> None:
-    for array in (numpy.arange(2 * LARGE)[::2], numpy.arange(10), numpy.array(["a", None], dtype=object)):
+def test_small_arrays_and_arrays_of_objects_travel_in_the_payload(codec: Codec) -> None:
+    for array in (numpy.arange(10), numpy.arange(20)[::-2], numpy.array(["a", None] * LARGE, dtype=object)[::2]):
         encoded = codec.encode(array)
         assert encoded.buffers == 0
         numpy.testing.assert_array_equal(codec.decode(*encoded), array)
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        lambda array: array[::2],
+        lambda array: array[::-1],
+        lambda array: array.reshape(4, -1)[:, ::-3],
+        lambda array: array.reshape(4, 8, -1).transpose(1, 0, 2),
+        lambda array: numpy.broadcast_to(array, (2, array.size)),
+    ],
+    ids=["every other", "backwards", "backwards in rows", "transposed", "broadcast"],
+)
+def test_arrays_that_are_not_contiguous_are_copied_once_and_lifted(codec: Codec, turn: Callable[..., Any]) -> None:
+    array = turn(numpy.arange(2 * LARGE))
+    encoded = codec.encode([array, array])
+    assert encoded.buffers == 1, "it is one array, twice"
+    assert len(encoded.payload) < 400
+    first, second = codec.decode(*encoded)
+    assert first is second
+    numpy.testing.assert_array_equal(first, array)
+    first[...] = 0
+    assert array.any(), "the sender's own was written"
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "float16", "complex128", "datetime64[s]", "U5", "i4,f8"])
