@@ -30,6 +30,7 @@ class Exposed(NamedTuple):
     concurrency_group: str | None
     is_coroutine: bool
     share: bool
+    keep: bool
 
 
 def exposed(function: Any) -> Exposed | None:
@@ -41,8 +42,8 @@ def exposed(function: Any) -> Exposed | None:
 @overload
 def method(function: F, /) -> F: ...
 @overload
-def method(*, concurrent: bool = False, share: bool = False) -> Callable[[F], F]: ...
-def method(function: Any = None, /, *, concurrent: bool = False, share: bool = False) -> Any:
+def method(*, concurrent: bool = False, share: bool = False, keep: bool = False) -> Callable[[F], F]: ...
+def method(function: Any = None, /, *, concurrent: bool = False, share: bool = False, keep: bool = False) -> Any:
     """Let the other members of a group call this actor method directly.
 
     ``handle.method.remote()`` keeps working and keeps its meaning. Called either way, decorated methods keep
@@ -59,11 +60,14 @@ def method(function: Any = None, /, *, concurrent: bool = False, share: bool = F
             result. What the caller queues after it has the result comes after what the method queued; later work on
             either side is not ordered by itself: end it (``torch.cuda.current_stream().synchronize()``) before you
             tell the other. To any other caller, results are copied as without it.
+        keep: for a method that keeps what it gets, as a replay buffer does. Every tensor and array then arrives
+            in memory of its own, which costs a copy here. Without it one from another actor of the host may be a
+            view of memory that the sender shares, and holds that until it dies. No effect on ``.remote()``.
 
     Raises ConfigurationError for a generator, which cannot be called directly.
     """
     if function is None:
-        return functools.partial(method, concurrent=concurrent, share=share)
+        return functools.partial(method, concurrent=concurrent, share=share, keep=keep)
     if not inspect.isfunction(function):
         raise ConfigurationError(f"@raytorchrpc.method is for functions in a class body, not {function!r}")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -72,7 +76,7 @@ def method(function: Any = None, /, *, concurrent: bool = False, share: bool = F
             f"the generator for Ray's own streaming (.remote) without @raytorchrpc.method"
         )
     is_coroutine = inspect.iscoroutinefunction(function)
-    note = Exposed(function, concurrent, _compat.concurrency_group_of(function), is_coroutine, share)
+    note = Exposed(function, concurrent, _compat.concurrency_group_of(function), is_coroutine, share, keep)
     wrapper: Any = _gated_coroutine(note) if is_coroutine else _gated(note)
     # Ray unwraps a method to read what ray.method wrote on it; applied after ours, that is on the wrapper alone.
     wrapper.__signature__ = inspect.signature(function)
@@ -267,10 +271,15 @@ Target = Any  # ActorHandle | str | int | Member: an ActorHandle's class cannot 
 class _Proxy:
     """``proxy.method(...)`` sends the call; which verb, the subclass says."""
 
-    __slots__ = ("_share", "_target", "_timeout")
+    __slots__ = ("_keep", "_share", "_target", "_timeout")
 
-    def __init__(self, target: Target, timeout: float | None, share: bool = False) -> None:
-        self._target, self._timeout, self._share = target, timeout, share
+    def __init__(self, target: Target, timeout: float | None, share: bool = False, keep: bool = False) -> None:
+        self._target, self._timeout, self._share, self._keep = target, timeout, share, keep
+
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], attended: bool) -> CallUnderWay:
+        return process_member().call(
+            self._target, name, args, kwargs, self._timeout, attended=attended, share=self._share, keep=self._keep
+        )
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
@@ -286,15 +295,14 @@ class _Sync(_Proxy):
 
     def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
         # No variable for the call: it may hold what is raised, whose traceback holds this frame.
-        send = process_member().call
-        return Future(send(self._target, _name, args, kwargs, self._timeout, attended=True, share=self._share)).wait()
+        return Future(self._call(_name, args, kwargs, attended=True)).wait()
 
 
 class _Async(_Proxy):
     __slots__ = ()
 
     def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-        return Future(process_member().call(self._target, _name, args, kwargs, self._timeout, share=self._share))
+        return Future(self._call(_name, args, kwargs, attended=False))
 
 
 class _Remote(_Proxy):
@@ -304,7 +312,7 @@ class _Remote(_Proxy):
         return process_member().remote(self._target, _name, args, kwargs, self._timeout)
 
 
-def rpc_sync(target: Target, *, timeout: float | None = None, share: bool = False) -> Any:
+def rpc_sync(target: Target, *, timeout: float | None = None, share: bool = False, keep: bool = False) -> Any:
     """``rpc_sync(target).method(*args)`` calls a decorated method of another member and returns its value.
 
     Args:
@@ -319,20 +327,22 @@ def rpc_sync(target: Target, *, timeout: float | None = None, share: bool = Fals
             by itself: end it (``torch.cuda.current_stream().synchronize()``) before you tell the other. Anything
             else is copied as without it: for a target on another GPU, to oneself, CPU tensors, inside a distributed
             autograd context, memory that CUDA cannot share. Results: see ``method(share=True)``.
+        keep: every tensor and array of the result arrives in memory of its own, which costs a copy; for results
+            that are kept for long. See ``method`` for the same on arguments.
 
     Blocks. A call that comes back to this actor meanwhile runs on this thread. Arguments may hold tensors
     anywhere; what arrives is a private copy. Tensors of a GPU that the device map brings to the CPU are copied
     first, and this waits for that copy. Raises what the method raised, under its own type where that is
     possible (its ``__cause__`` shows the remote traceback), or a ``RayTorchRpcError``.
     """
-    return _Sync(target, timeout, share)
+    return _Sync(target, timeout, share, keep)
 
 
-def rpc_async(target: Target, *, timeout: float | None = None, share: bool = False) -> Any:
+def rpc_async(target: Target, *, timeout: float | None = None, share: bool = False, keep: bool = False) -> Any:
     """As ``rpc_sync``, but returns a ``Future`` at once. Argument tensors must not change until it is done; what
     changes in shared ones, the target sees. Waits, as that does, for copies to the CPU that the device map asks for.
     """
-    return _Async(target, timeout, share)
+    return _Async(target, timeout, share, keep)
 
 
 def remote(target: Target, *, timeout: float | None = None) -> Any:

@@ -104,11 +104,12 @@ class LocalMember:
         *,
         attended: bool = False,
         share: bool = False,
+        keep: bool = False,
     ) -> CallUnderWay:
         """Send a call; returns before its result. Raises what keeps it from being sent.
 
         ``attended``: the caller is going to wait for it at once. ``share``: CUDA tensors need not be copied for a peer
-        on the same GPU.
+        on the same GPU. ``keep``: the result's tensors shall be in memory of their own.
         """
         road = self._road_out(target)
         loop_token = execution.token_on_loop()
@@ -122,7 +123,7 @@ class LocalMember:
             shipped.cancel()
             raise
         self.counters.sent(road.member.name, shipped.lane or lane.name, body_bytes(body))
-        return CallUnderWay(self, road, method, lane, pending, started, started + budget, loop_token, shipped)
+        return CallUnderWay(self, road, method, lane, pending, started, started + budget, loop_token, shipped, keep)
 
     def _load(self, road: PeerRoad, method: str, body: Encoded, share: bool) -> tuple[MessageLane, Shipped]:
         """The lane for a call's message, and its tensors in or beside it."""

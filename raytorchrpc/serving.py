@@ -18,8 +18,8 @@ from raytorchrpc.autograd import in_autograd_context
 from raytorchrpc.codec import NOTHING, Codec, Encoded, encode_exception
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
 from raytorchrpc.execution import Limit, Scope, Seat, Work, current_scope
-from raytorchrpc.lanes.base import Message, MessageLane, Reply
-from raytorchrpc.shipping import Parcel, Shipped, Waybill, joined
+from raytorchrpc.lanes.base import Message, MessageLane, Reply, copied
+from raytorchrpc.shipping import Parcel, Shipped, Waybill, joined, owned
 from raytorchrpc.streams import hand_over
 from raytorchrpc.workers import Alarms, Workers
 
@@ -82,7 +82,7 @@ class Server:
         workers: Workers,
         roads: Roads,
     ) -> None:
-        """``methods``: name -> what ``calls.method`` noted (function, concurrent, group, coroutine)."""
+        """``methods``: name -> what ``calls.method`` noted (function, concurrent, group, coroutine, keep)."""
         self.name, self.generation = name, generation
         self.instance, self.methods, self.codec = instance, methods, codec
         self.workers = workers
@@ -326,7 +326,8 @@ class _Job:
         self.message.adopt()
         try:
             body = self.server.roads.arrived(self.caller, joined(self.message.body, self.parcels))
-            decoded = self.server.codec.decode(*body)
+            decoded = self.server.codec.decode(*(owned(body) if self.note.keep else body))
+            del body  # the method alone is to hold its arguments
             args, kwargs = decoded or ((), {})  # a call without arguments has no payload
         except RayTorchRpcError:
             raise
@@ -383,7 +384,7 @@ def snapshot(body: Encoded) -> Encoded:
         return body
     lifted = len(body.tensors) - body.buffers
     tensors = [
-        tensor.clone() if index >= lifted or not _compat.is_sole_owner(tensor) else tensor
+        copied(tensor) if index >= lifted or not _compat.is_sole_owner(tensor) else tensor
         for index, tensor in enumerate(body.tensors)
     ]
     return body._replace(tensors=tensors)

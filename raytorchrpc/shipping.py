@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from raytorchrpc import _compat
 from raytorchrpc.codec import Encoded
 from raytorchrpc.device_map import CPU, Device
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import DTYPE_NAMES, DTYPES, Export, Shape, TensorLane
+from raytorchrpc.lanes.base import DTYPE_NAMES, DTYPES, Export, Shape, TensorLane, copied
 from raytorchrpc.staging import goes_to_cpu, outbound, to_cpu
 
 logger = logging.getLogger(__name__)
@@ -87,13 +88,15 @@ class Shipper:
                     raise LaneUnavailable(kind, "")
                 whole = len(positions) == len(body.tensors)
                 tensors = body.tensors if whole else [body.tensors[position] for position in positions]
-                lane = self._lanes[name]
+                lane = self._lane(name)
                 if not lane.capabilities.takes_cuda:
                     tensors = to_cpu(tensors, devices)
                 export = (lane.share if share and kind == "cuda" else lane.export)(tensors, peer, devices)
-            except LaneUnavailable as error:
+            except BaseException as error:
                 for export in exports:
                     export.cancel()
+                if not isinstance(error, LaneUnavailable):
+                    raise
                 if name is not None:
                     self._warn(peer, name, error)
                 return None
@@ -102,6 +105,12 @@ class Shipper:
         gone = {position for positions in beside.values() for position in positions}
         left = [tensor for position, tensor in enumerate(body.tensors) if position not in gone]
         return Shipped(outbound(body._replace(tensors=left), devices), tuple(waybills), tuple(exports))
+
+    def _lane(self, name: str) -> TensorLane:
+        lane = self._lanes.get(name)
+        if lane is None:
+            raise LaneUnavailable(name, "this member has left the group")
+        return lane
 
     def _warn(self, peer: str, lane: str, error: LaneUnavailable) -> None:
         with self._lock:
@@ -146,6 +155,14 @@ class Parcel:
         if self._waybill is not None:
             with contextlib.suppress(Exception):
                 self._lane.discard(self._peer, self._waybill[3])
+
+
+def owned(body: Encoded) -> Encoded:
+    """The body with each tensor in memory of its own, so that keeping it keeps nothing of a lane's, nor of its
+    neighbours'. Copies only where that is not so yet.
+    """
+    own = [tensor if _compat.is_sole_owner(tensor) else copied(tensor) for tensor in body.tensors]
+    return body._replace(tensors=own)
 
 
 def joined(body: Encoded, parcels: Sequence[Parcel]) -> Encoded:

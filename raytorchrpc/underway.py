@@ -15,7 +15,7 @@ from raytorchrpc.errors import RayTorchRpcError, RpcTimeout, SerializationError
 from raytorchrpc.lanes.base import MessageLane, Pending
 from raytorchrpc.metrics import CallCounters
 from raytorchrpc.peers import PeerRoad
-from raytorchrpc.shipping import Shipped, Shipper, joined
+from raytorchrpc.shipping import Shipped, Shipper, joined, owned
 from raytorchrpc.workers import Alarms, Workers
 
 logger = logging.getLogger(__name__)
@@ -51,12 +51,13 @@ class CallUnderWay:
         deadline: float,
         loop_token: execution.Token | None,
         shipped: Shipped,
+        keep: bool,
     ) -> None:
         self._local, self._road, self._method = local, road, method
         self._lane, self._pending = lane, pending
         self._started, self._deadline = started, deadline
         self.loop_token = loop_token
-        self._shipped = shipped
+        self._shipped, self._keep = shipped, keep
         self._sent_by = shipped.lane or lane.name
         self._taken = False
         self._lock = threading.Lock()
@@ -131,6 +132,8 @@ class CallUnderWay:
             if message.waybills:
                 came_by = message.waybills[0][0]
                 body = joined(body, self._local.shipper.receive(self._road.member.name, message.waybills))
+            if self._keep:
+                body = owned(body)
             size = body_bytes(body)
             if message.header[0] == serving.OK:
                 if self._lane is not self._road.calls and not message.body.tensors:

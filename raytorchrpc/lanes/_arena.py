@@ -24,6 +24,7 @@ from raytorchrpc.errors import LaneUnavailable
 SLOTS = 1 << 16
 _DATA = 1 << 20
 _PAGE = 4096
+#: A slot's state. A receiver clears it; else it is set, also while the slot is in nobody's hands.
 _FREE, _TAKEN = 0, 1
 #: Up to so many slots out, each taking looks for given-back ones; beyond, only when slots or bytes have doubled.
 _SWEEP_EACH_TIME = 64
@@ -108,6 +109,7 @@ class Arena:
         self.capacity = (capacity + _PAGE - 1) // _PAGE * _PAGE
         self._shared = SharedBytes(_DATA + self.capacity)
         self._bytes = self._shared.bytes
+        self._bytes[:SLOTS] = _TAKEN
         self._base = self._bytes.ctypes.data
         self._lock = threading.Lock()
         self._holes: list[tuple[int, int]] = [(_DATA, self.capacity)]  # (offset, size), by offset
@@ -132,12 +134,15 @@ class Arena:
         return self._used
 
     def crowded(self) -> bool:
-        """Whether more than half is out."""
-        if self._used * 2 <= self.capacity:
+        """Whether more than half is out, of its bytes or of its slots."""
+        if not self._more_than_half():
             return False
         with self._lock:
             self._sweep()
-            return self._used * 2 > self.capacity
+            return self._more_than_half()
+
+    def _more_than_half(self) -> bool:
+        return self._used * 2 > self.capacity or len(self._out) * 2 > SLOTS
 
     def take(self, size: int, peer: str) -> Slot | None:
         """A slot of at least ``size`` bytes for ``peer`` to give back; None if the arena is full."""
@@ -169,13 +174,20 @@ class Arena:
         return None
 
     def _sweep(self) -> None:
-        for index in [index for index in self._out if self._bytes[index] == _FREE]:
+        for index in self._given_back():
             self._put_back(index)
         self._sweep_slots = max(_SWEEP_EACH_TIME, 2 * len(self._out))
         self._sweep_bytes = max(_SWEEP_BYTES, 2 * self._used)
 
+    def _given_back(self) -> list[int]:
+        if len(self._out) <= 4 * _SWEEP_EACH_TIME:
+            return [index for index in self._out if self._bytes[index] == _FREE]
+        cleared: list[int] = numpy.flatnonzero(self._bytes[:SLOTS] == _FREE).tolist()  # looked at all at once
+        return [index for index in cleared if index in self._out]
+
     def _put_back(self, index: int) -> None:
         slot, _ = self._out.pop(index)
+        self._bytes[index] = _TAKEN
         self._numbers.append(index)
         self._used -= slot.size
         insort(self._holes, (slot.offset, slot.size))
@@ -222,6 +234,7 @@ class PeerArena:
     def __init__(self, address: SharedAddress) -> None:
         """Raises LaneUnavailable."""
         self._bytes = map_shared(address)
+        self._pid = os.getpid()
         self._held: dict[int, weakref.ref[numpy.ndarray]] = {}
         self.span: tuple[int, int] = (self._bytes.ctypes.data, self._bytes.nbytes)
         """(address, bytes) of its mapping in this process."""
@@ -229,17 +242,21 @@ class PeerArena:
     def view(self, index: int, offset: int, size: int) -> numpy.ndarray:
         """The slot's bytes, private and writable. The slot is given back when nothing uses them any more."""
         view = self._bytes[offset : offset + size]
-        self._held[index] = weakref.ref(view, partial(_given_back, self._held, self._bytes, index))
+        self._held[index] = weakref.ref(view, partial(_given_back, self._held, self._bytes, self._pid, index))
         return view
 
     def give_back(self, index: int) -> None:
         """Give a slot back that was not used."""
-        self._bytes[index] = _FREE
+        if os.getpid() == self._pid:
+            self._bytes[index] = _FREE
 
 
-def _given_back(held: dict[int, weakref.ref[numpy.ndarray]], states: numpy.ndarray, index: int, _: object) -> None:
+def _given_back(
+    held: dict[int, weakref.ref[numpy.ndarray]], states: numpy.ndarray, pid: int, index: int, _: object
+) -> None:
     held.pop(index, None)
-    states[index] = _FREE
+    if os.getpid() == pid:  # what a forked child drops, its parent may still use
+        states[index] = _FREE
 
 
 def _advise(mapped: mmap.mmap) -> None:

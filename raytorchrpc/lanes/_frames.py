@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from raytorchrpc.codec import Encoded
-from raytorchrpc.lanes.base import DTYPE_NAMES, DTYPES, Message, view_at
+from raytorchrpc.lanes.base import DTYPE_NAMES, DTYPES, Message, numbers, view_at
 
 REQUEST, REPLY = 0, 1
 
@@ -68,7 +68,7 @@ def pack(kind: int, call: int, message: Message) -> list[Any]:
 def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
     if not tensor.numel():
         return None
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    flat = (tensor if tensor.is_contiguous() else numbers(tensor).contiguous()).view(-1).view(torch.uint8)
     return flat.numpy().data
 
 

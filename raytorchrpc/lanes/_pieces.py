@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import torch
 
-from raytorchrpc.lanes.base import Shape
+from raytorchrpc.lanes.base import UNCOPIED, Shape, numbers
 
 #: More tensors than this, each smaller than _SMALL, travel as one.
 _FEW, _SMALL = 4, 1 << 20
@@ -33,6 +33,9 @@ def pieces(kinds: Sequence[tuple[torch.dtype, int]]) -> list[tuple[int, ...]]:
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The tensors of one piece as one contiguous tensor; the tensor itself where nothing has to be done."""
+    dtype = tensors[0].dtype
+    if dtype in UNCOPIED:
+        return joined([numbers(tensor) for tensor in tensors]).view(dtype)
     if len(tensors) == 1:
         return tensors[0].contiguous()
     shapes = list(map(_shape, tensors))

@@ -7,6 +7,7 @@ another lane, the group or the member; it gets all it needs here.
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,6 +137,25 @@ DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+#: Those that torch cannot copy, at least not everywhere: it can view them as others.
+UNCOPIED = frozenset(
+    dtype
+    for name, dtype in DTYPES.items()
+    if re.fullmatch(r"u?int[1-7]|bits\w+|float4\w+|float8_e8m0fnu|complex32", name)
+)
+_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory and strides under a dtype that torch can copy (see UNCOPIED)."""
+    return tensor.view(_NUMBERS[tensor.dtype.itemsize])
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own, whatever the dtype."""
+    return numbers(tensor).clone().view(tensor.dtype) if tensor.dtype in UNCOPIED else tensor.clone()
 
 
 def view_at(source: torch.Tensor, offset: int, shape: Shape) -> torch.Tensor:

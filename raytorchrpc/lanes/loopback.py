@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
+from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn, copied
 from raytorchrpc.streams import hand_over
 
 
@@ -40,7 +40,7 @@ class LoopbackLane(MessageLane):
 
 def _private(message: Message) -> Message:
     tensors = [
-        tensor if tensor.requires_grad and not tensor.is_leaf else tensor.clone() for tensor in message.body.tensors
+        tensor if tensor.requires_grad and not tensor.is_leaf else copied(tensor) for tensor in message.body.tensors
     ]
     return message._replace(body=message.body._replace(tensors=tensors), adopt=hand_over(tensors))
 

@@ -13,7 +13,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +21,7 @@ import torch
 from raytorchrpc import staging
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes._arena import Arena, PeerArena, SharedAddress, Slot, is_gone
-from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane, view_at
+from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane, numbers, view_at
 
 _ALIGN = 64
 #: From here on a tensor has a slot of its own, so that keeping it keeps nothing else (bytes).
@@ -59,30 +59,32 @@ class ShmLane(TensorLane):
         groups = _grouped(tensors)
         slots: list[Slot] = []
         places: list[tuple[int, int]] = [(0, 0)] * len(tensors)
-        for number, (size, members) in enumerate(groups):
-            slot = self._arena.take(size, peer) or self._take_from_the_dead(size, peer)
-            if slot is None:
-                for taken in slots:
-                    self._arena.cancel(taken)
-                raise LaneUnavailable(
-                    self.name,
-                    f"the arena of {self._capacity >> 20} MiB has no room for {size} bytes: the peers still hold "
-                    f"{self._arena.used >> 20} MiB; let them clone() what they keep, or raise GroupConfig.shm_bytes",
-                )
-            slots.append(slot)
-            for index, offset in members:
-                places[index] = (number, offset)
         try:
-            for (number, offset), tensor in zip(places, tensors, strict=True):
-                self._copy(tensor, slots[number].offset + offset)
-        except LaneUnavailable:  # a GPU would not copy
+            for size, _ in groups:  # all of them before the first copy, which may turn out to be for nothing
+                slots.append(self._take(size, peer))
+            for number, (_, members) in enumerate(groups):
+                for index, offset in members:
+                    places[index] = (number, offset)
+                    self._copy(tensors[index], slots[number].offset + offset)
             staging.wait_for(tensors)
-            for taken in slots:
-                self._arena.cancel(taken)
+        except BaseException:
+            staging.wait_for(tensors)  # a GPU may still write there
+            for slot in slots:
+                self._arena.cancel(slot)
             raise
-        staging.wait_for(tensors)
         crowded = self._arena.crowded()
         return _ShmExport(self._arena, slots, (tuple((*slot,) for slot in slots), tuple(places), crowded))
+
+    def _take(self, size: int, peer: str) -> Slot:
+        slot = self._arena.take(size, peer) or self._take_from_the_dead(size, peer)
+        if slot is None:
+            raise LaneUnavailable(
+                self.name,
+                f"the arena of {self._capacity >> 20} MiB has no room for {size} bytes: the peers still hold "
+                f"{self._arena.used >> 20} MiB; use @method(keep=True) or clone() where tensors are kept, or raise "
+                f"GroupConfig.shm_bytes",
+            )
+        return slot
 
     def _take_from_the_dead(self, size: int, peer: str) -> Slot | None:
         for other, address in list(self._addresses.items()):
@@ -99,8 +101,8 @@ class ShmLane(TensorLane):
             staging.copy_out(tensor, target)
             return
         if not tensor.is_contiguous():
-            view = self._arena.tensor(offset, size).view(tensor.dtype).view(tensor.shape)
-            view.copy_(tensor)
+            strided = numbers(tensor)
+            self._arena.tensor(offset, size).view(strided.dtype).view(strided.shape).copy_(strided)
             return
         source = tensor.data_ptr()
         parts = min(self._threads, size // _PART)
@@ -109,13 +111,15 @@ class ShmLane(TensorLane):
             return
         step = -(-size // parts) + _ALIGN & -_ALIGN
         pool = self._copiers()
-        waiting = [
-            pool.submit(ctypes.memmove, target + begin, source + begin, min(step, size - begin))
-            for begin in range(step, size, step)
-        ]
-        ctypes.memmove(target, source, step)  # this thread does its share
-        for part in waiting:
-            part.result()
+        waiting: list[Future[Any]] = []
+        try:
+            for begin in range(step, size, step):
+                waiting.append(pool.submit(ctypes.memmove, target + begin, source + begin, min(step, size - begin)))
+            ctypes.memmove(target, source, step)  # this thread does its share
+        except RuntimeError as error:
+            raise LaneUnavailable(self.name, "this member leaves the group") from error
+        finally:
+            wait(waiting)  # also when this thread is interrupted: the slot may be given away again afterwards
 
     def _copiers(self) -> ThreadPoolExecutor:
         with self._lock:

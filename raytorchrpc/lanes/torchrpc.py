@@ -19,7 +19,17 @@ from raytorchrpc import _compat
 from raytorchrpc.codec import Encoded
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RemoteError, RpcTimeout
 from raytorchrpc.fabric import Fabric, FabricPeer
-from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
+from raytorchrpc.lanes.base import (
+    UNCOPIED,
+    Capabilities,
+    Message,
+    MessageLane,
+    PeerAddress,
+    Pending,
+    Serve,
+    Spawn,
+    copied,
+)
 from raytorchrpc.streams import check_mapped, hand_over
 
 
@@ -63,7 +73,7 @@ class TorchRpcLane(MessageLane):
     def call(self, peer: str, message: Message, timeout_s: float, *, attended: bool = False) -> Pending:
         worker = self._worker(peer, message.body.tensors)
         header, body = message.header, message.body
-        args = (header, body.payload, list(body.tensors), list(body.rrefs), body.buffers)
+        args = (header, body.payload, _sendable(body.tensors), list(body.rrefs), body.buffers)
         try:
             future = _compat.invoke_async(worker, _serve, args, timeout_s)
         except RuntimeError as error:
@@ -80,7 +90,7 @@ class TorchRpcLane(MessageLane):
             )
         worker = self._worker(peer, message.body.tensors)
         header, body = message.header, message.body
-        args = (header, body.payload, list(body.tensors), list(body.rrefs), body.buffers)
+        args = (header, body.payload, _sendable(body.tensors), list(body.rrefs), body.buffers)
         try:
             return rpc.remote(worker, _serve_value, args=args, timeout=timeout_s)
         except RuntimeError as error:
@@ -140,7 +150,7 @@ def _serve(
     def reply(message: Message) -> None:
         body = message.body
         try:
-            future.set_result((message.header, body.payload, list(body.tensors), list(body.rrefs), body.buffers))
+            future.set_result((message.header, body.payload, _sendable(body.tensors), list(body.rrefs), body.buffers))
         except RuntimeError as error:  # a tensor on a device that the agent was not given
             future.set_exception(error)
 
@@ -175,6 +185,11 @@ def _remote_exception(error: BaseException) -> RemoteException:
     if not usable or not isinstance(error, Exception):
         cls, text = RemoteError, "".join(traceback.format_exception(error))
     return RemoteException(text.encode("unicode_escape").decode(), cls)  # torch unescapes it
+
+
+def _sendable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    # torch sends a small part of a large storage as a clone; it ends the process if it cannot make one.
+    return [copied(tensor) if tensor.dtype in UNCOPIED else tensor for tensor in tensors]
 
 
 def _future() -> torch.futures.Future[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -9,13 +10,25 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from raytorchrpc.codec import Encoded
 from raytorchrpc.fabric import AgentSpec, FabricPeer, process_fabric
-from raytorchrpc.lanes.base import Export, Message, MessageLane, PeerAddress, Pending, Reply, Shape, TensorLane
+from raytorchrpc.lanes.base import (
+    DTYPES,
+    Export,
+    Message,
+    MessageLane,
+    PeerAddress,
+    Pending,
+    Reply,
+    Shape,
+    TensorLane,
+    numbers,
+)
 from raytorchrpc.lanes.cuda_ipc import CudaIpcLane
 from raytorchrpc.lanes.loopback import LoopbackLane
 from raytorchrpc.lanes.nccl import NcclLane
@@ -40,6 +53,7 @@ class Node:
         self.arrived = threading.Semaphore(0)
         self.meeting = threading.Barrier(2)
         self.served: list[Message] = []
+        self.peer_address: Any = None
         opened = self.lane.open(self.serve, self._spawn)
         self.address = self._torchrpc_address() if kind == "torchrpc" else opened
 
@@ -80,6 +94,9 @@ class Node:
         elif what == "keep":
             self.served.append(message)
             reply(Message(("kept",), EMPTY))
+        elif what == "sink":  # take a large one, and tell whether it came whole
+            whole = all(is_huge(tensor) for tensor in message.body.tensors)
+            reply(Message(("sunk", whole, len(message.body.payload), sum(message.body.payload[-3:])), EMPTY))
         elif what == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         else:
@@ -103,7 +120,12 @@ def begin(kind: str, name: str, rank: int, secret: bytes = SECRET) -> Any:
     return _node.address
 
 
+def own_address() -> Any:
+    return node().address
+
+
 def connect(peer: str, address: Any) -> None:
+    node().peer_address = address
     node().lane.connect([PeerAddress(peer, address)])
 
 
@@ -118,8 +140,8 @@ def send(
     return node().lane.call(peer, message, timeout_s)
 
 
-def answer(pending: Pending) -> Message:
-    assert pending.wait(PATIENCE_S), "no answer"
+def answer(pending: Pending, patience_s: float = PATIENCE_S) -> Message:
+    assert pending.wait(patience_s), "no answer"
     return pending.take()
 
 
@@ -129,8 +151,41 @@ def ask(what: str, *tensors: torch.Tensor, peer: str = "b", payload: bytes = b""
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal bit by bit (NaN too), in type and shape."""
-    raw = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b)]
+    raw = [numbers(tensor).contiguous().view(-1).view(torch.uint8) for tensor in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*raw)
+
+
+#: Every dtype of this torch release that a lane may meet. A quantized tensor never gets there: it is pickled.
+ALL_DTYPES = [dtype for name, dtype in sorted(DTYPES.items()) if not name.startswith("q")]
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Random bits; the same for the same arguments, in every process."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    count = dtype.itemsize * math.prod(shape)
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+
+
+def huge(gibibytes: float) -> torch.Tensor:
+    """Where it went wrong would show: at which multiple of 2 GiB, for one."""
+    return torch.arange(int(gibibytes * 2**30) // 4, dtype=torch.int32)
+
+
+def is_huge(tensor: torch.Tensor) -> bool:
+    """Whether it is what ``huge`` made; looks at it piece by piece, to take no memory."""
+    step = 1 << 24
+    return all(
+        torch.equal(piece, torch.arange(number * step, number * step + len(piece), dtype=torch.int32))
+        for number, piece in enumerate(tensor.split(step))
+    )
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    """Memory of a process that is in RAM, what it shares included."""
+    pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def release_held(count: int) -> None:
@@ -140,6 +195,19 @@ def release_held(count: int) -> None:
     held, node().held = node().held, []
     for reply in held:
         reply(Message(("released",), EMPTY))
+
+
+def shared_mappings() -> list[str]:
+    """What this process has mapped that has a name but is no program text: memfds, files in /dev/shm, deleted files."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = [line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6]
+    return sorted(path for path in paths if "memfd:" in path or path.startswith("/dev/") or path.endswith("(deleted)"))
+
+
+def everything_open() -> tuple[Any, ...]:
+    """All that this process could leave behind: threads, descriptors, mappings, files in shared memory."""
+    files = [name for name in os.listdir("/dev/shm") if "raytorchrpc" in name or str(os.getpid()) in name]
+    return (*open_things(), shared_mappings(), files)
 
 
 def open_things() -> tuple[set[str], set[str]]:

@@ -6,11 +6,13 @@ Two processes per lane, ``a`` and ``b``; a test's body (``_body`` functions) run
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ import torch
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Pending
 from tests.conformance import peers
-from tests.conformance.peers import PATIENCE_S, Process, answer, ask, node, same, send
+from tests.conformance.peers import ALL_DTYPES, PATIENCE_S, Process, answer, ask, node, random, same, send
 
 SOCKETS = ["socket over unix", "socket over tcp", "nng over ipc", "nng over tcp"]
 PROCESSES = [*SOCKETS, "torchrpc"]
@@ -57,6 +59,15 @@ def make_pair(kind: str) -> Pair:
     return Pair(kind, a, b)
 
 
+def join(pair: Pair, name: str, rank: int) -> Process:
+    """One more process, that knows ``b`` and is known to it."""
+    process = Process()
+    address = process.run(peers.begin, pair.kind, name, rank)
+    process.run(peers.connect, "b", pair.b.run(peers.own_address))
+    pair.b.run(peers.connect, name, address)
+    return process
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair = make_pair(request.param)
@@ -92,23 +103,18 @@ def _header_and_payload_body() -> None:
             assert list(reply.body.tensors) == []
 
 
-DTYPES = [
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
-    torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
-]  # fmt: skip
-
-
 def test_every_dtype(pair: Pair) -> None:
     pair.run(_every_dtype_body)
 
 
 def _every_dtype_body() -> None:
-    for dtype in DTYPES:
-        tensor = torch.randint(0, 2, (35 * dtype.itemsize,), dtype=torch.uint8).view(dtype).view(5, 7)
-        (arrived,) = ask("work", tensor).body.tensors
-        assert same(arrived, tensor), dtype
-    together = [torch.ones(3, dtype=dtype if dtype.itemsize > 1 else torch.int8) for dtype in DTYPES]
+    for dtype in ALL_DTYPES:
+        tensor = random((5, 7), dtype)
+        part = random((400, 400), dtype)[1:9, ::3]  # of a storage that is much larger
+        variants = [tensor, tensor.T, tensor[1::2, ::3], tensor[:0], tensor[2, 3], part]
+        arrived = ask("work", *variants).body.tensors
+        assert all(same(*both) for both in zip(arrived, variants, strict=True)), dtype
+    together = [random((3, 1 + index), dtype) for index, dtype in enumerate(ALL_DTYPES)]
     assert all(same(*both) for both in zip(ask("work", *together).body.tensors, together, strict=True))
 
 
@@ -201,6 +207,30 @@ def _large_payload_body() -> None:
     assert bytes(answer(pending).body.payload) == payload
 
 
+@pytest.mark.slow
+@each("socket over unix", "socket over tcp", "torchrpc")
+def test_a_tensor_of_more_than_2_gib(fresh: Pair) -> None:
+    fresh.run(_huge_tensor_body)
+
+
+def _huge_tensor_body() -> None:
+    reply = answer(send("sink", peers.huge(2.1), payload=b"abc", timeout_s=100), 100)
+    assert reply.header == ("sunk", True, 3, sum(b"abc"))
+
+
+@pytest.mark.slow
+@each("socket over unix", "socket over tcp", "torchrpc")
+def test_a_payload_of_more_than_2_gib(fresh: Pair) -> None:
+    """What an object without tensors makes: a dict of bytes, for one."""
+    fresh.run(_huge_payload_body)
+
+
+def _huge_payload_body() -> None:
+    size = (1 << 31) + 5
+    reply = answer(send("sink", payload=bytes(size), timeout_s=100), 100)
+    assert reply.header == ("sunk", True, size, 0)
+
+
 def test_large_messages_both_ways_at_once(pair: Pair) -> None:
     if pair.kind == "loopback":
         pair.run(_crossing_body, "b")
@@ -267,6 +297,29 @@ def _concurrent_callers_body() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+@each("socket over unix", "socket over tcp", "torchrpc")
+def test_several_processes_call_one_at_a_time_of_their_own(fresh: Pair) -> None:
+    third = join(fresh, "c", 2)
+    try:
+        callers = (fresh.a, third)
+        for number, caller in enumerate(callers):
+            caller.begin(_caller_body, number)
+        for caller in callers:
+            caller.result()
+    finally:
+        third.kill()
+
+
+def _caller_body(number: int) -> None:
+    for count in range(60):
+        tensor = torch.full((1 + count * 500,), number * 1000 + count)
+        pending = [send("work", tensor, payload=b"%d" % number) for _ in range(4)]
+        for one in pending:
+            reply = answer(one)
+            assert bytes(reply.body.payload) == b"%d" % number
+            assert same(reply.body.tensors[0], tensor)
 
 
 def test_a_request_that_blocks_keeps_no_other_from_being_served(pair: Pair) -> None:
@@ -520,6 +573,51 @@ def _large_to_the_dying_body() -> float:
     return time.monotonic() - start
 
 
+@each("socket over unix", "socket over tcp", "torchrpc")
+def test_a_caller_killed_in_the_middle_of_a_message_leaves_the_peer_as_it_was(fresh: Pair) -> None:
+    fresh.run(_warm_body)
+    assert fresh.b.process.pid is not None
+    before = peers.resident_bytes(fresh.b.process.pid)
+    os.kill(fresh.b.process.pid, signal.SIGSTOP)  # so that the message cannot arrive whole
+    try:
+        fresh.run(_begin_large_body)
+        fresh.a.process.kill()
+        fresh.a.process.join(10)
+    finally:
+        os.kill(fresh.b.process.pid, signal.SIGCONT)
+    another = join(fresh, "c", 2)
+    try:
+        another.run(_warm_body)
+        settled = lambda: peers.resident_bytes(fresh.b.process.pid or 0) < before + 60_000_000  # noqa: E731
+        assert peers.wait_until(settled, 5), "the half of a message is still there"
+    finally:
+        another.kill()
+
+
+def _begin_large_body() -> None:
+    """Returns while a message of 200 MB is on its way, and can get no further."""
+    threading.Thread(target=send, args=("work",), kwargs={"payload": bytes(200_000_000)}, daemon=True).start()
+    if node().kind != "torchrpc":
+        lane: Any = node().lane
+        connection = lane._connections["b"]
+        full = select.poll()
+        full.register(connection.fd, select.POLLOUT)
+        assert peers.wait_until(lambda: connection._sending.locked() and not full.poll(0), 10)
+    else:
+        assert peers.wait_until(lambda: _unsent_bytes() > 100_000, 10)
+
+
+def _unsent_bytes() -> int:
+    """In the send queues of this process's TCP connections."""
+    own = {
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    }
+    lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return sum(int(line[4].split(":")[0], 16) for line in lines if f"socket:[{line[9]}]" in own)
+
+
 @each(*KINDS)
 def test_an_unknown_peer_and_one_that_was_disconnected(fresh: Pair) -> None:
     fresh.run(_unknown_peer_body)
@@ -550,15 +648,23 @@ def test_close_leaves_nothing(fresh: Pair) -> None:
 
 def _close_body() -> None:
     """Everything is counted in this process: descriptors, threads."""
-    if node().kind == "torchrpc":
-        ask("echo")
-        for _ in range(2):
-            node().lane.close()
-        with pytest.raises((RayTorchRpcError, KeyError)):
-            answer(send("echo", timeout_s=2))
+    if node().kind == "torchrpc":  # its agent stays for the next group, and all that belongs to it
+        ask("echo", torch.ones(3))
+        before = peers.everything_open()
+        lane, peer = node().lane, peers.PeerAddress("b", node().peer_address)
+        for _ in range(3):
+            for _ in range(2):
+                lane.close()
+            with pytest.raises((RayTorchRpcError, KeyError)):
+                answer(send("echo", timeout_s=2))
+            lane.open(node().serve, node()._spawn)
+            lane.connect([peer])
+            ask("echo", torch.ones(3))
+        peers.wait_until(lambda: peers.everything_open() == before, 2)
+        assert peers.everything_open() == before
         return
     address, kind = node().address, node().kind
-    before = peers.open_things()
+    before = peers.everything_open()
     second = peers.Node(kind, "c", 2)
     peers.connect("c", second.address)
     second.lane.connect([peers.PeerAddress("b", address), peers.PeerAddress("c", second.address)])
@@ -578,8 +684,8 @@ def _close_body() -> None:
             pending.take()
         with pytest.raises(RayTorchRpcError):
             answer(second.lane.call("c", message, 2))
-    peers.wait_until(lambda: peers.open_things() == before, 2)
-    assert peers.open_things() == before
+    peers.wait_until(lambda: peers.everything_open() == before, 2)
+    assert peers.everything_open() == before
 
 
 @each(*SOCKETS)

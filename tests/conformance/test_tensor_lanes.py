@@ -20,13 +20,14 @@ import torch
 
 from raytorchrpc import _compat
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import PeerAddress, Shape, TensorLane
+from raytorchrpc.lanes._arena import SLOTS, Arena, PeerArena
+from raytorchrpc.lanes.base import PeerAddress, Shape, TensorLane, numbers
 from raytorchrpc.lanes.cuda_ipc import CudaIpcLane
 from raytorchrpc.lanes.nccl import NcclLane
 from raytorchrpc.lanes.nixl import NixlLane
 from raytorchrpc.lanes.shm import ShmLane
 from tests.conformance import peers
-from tests.conformance.peers import Process, export, open_things, same, tensors, wait_until
+from tests.conformance.peers import ALL_DTYPES, Process, export, open_things, random, same, tensors, wait_until
 
 MIB = 1 << 20
 needs_nixl = pytest.mark.skipif(_compat.nixl_package() is None, reason=_compat.NIXL_MISSING)
@@ -39,11 +40,6 @@ GPU_KINDS = [
 ]
 NIXL_KINDS = [pytest.param(kind, marks=needs_nixl) for kind in peers.NIXL_SETTINGS]
 KINDS = ["shm", "nccl by pipes", *NIXL_KINDS, *GPU_KINDS]
-DTYPES = [
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
-    torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
-]  # fmt: skip
 
 
 @dataclass
@@ -108,8 +104,14 @@ def fresh(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 def _export(make: Callable[..., Any], *args: Any) -> Any:
-    made = [tensor.to(tensors().device) if tensor.device.type == "cpu" else tensor for tensor in make(*args)]
-    return export(made)
+    return export([_placed(tensor) for tensor in make(*args)])
+
+
+def _placed(tensor: torch.Tensor) -> torch.Tensor:
+    """On the device of the lane; torch itself cannot bring every dtype there with every stride."""
+    if tensor.device.type == tensors().device:
+        return tensor
+    return numbers(tensor).to(tensors().device).view(tensor.dtype)
 
 
 def _fetch(sent: tuple[Any, list[Shape]], keep: str, make: Callable[..., Any], *args: Any) -> None:
@@ -149,26 +151,17 @@ def _bytes_and_threads() -> tuple[set[str], set[str], int]:
 # --- what arrives ----------------------------------------------------------------------------------------------
 
 
-def _random(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    if dtype is torch.bool:
-        return torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed)).bool()
-    count = dtype.itemsize
-    for extent in shape:
-        count *= extent
-    raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-    return raw.view(dtype).view(shape)
-
-
 def _each_dtype(index: int) -> list[torch.Tensor]:
-    return [_random((5, 7), DTYPES[index])]
+    tensor = random((5, 7), ALL_DTYPES[index])
+    return [tensor, tensor.T, tensor[1::2, ::3], tensor[:0], tensor[2, 3]]
 
 
 def _dtypes_together(repeat: int) -> list[torch.Tensor]:
-    return [_random((3, 1 + index), dtype) for index in range(repeat) for dtype in DTYPES]
+    return [random((3, 1 + index), dtype) for index in range(repeat) for dtype in ALL_DTYPES]
 
 
 def _same_shapes() -> list[torch.Tensor]:
-    return [_random((3, 5), dtype, seed) for seed in range(6) for dtype in DTYPES]
+    return [random((3, 5), dtype, seed) for seed in range(6) for dtype in ALL_DTYPES]
 
 
 def _empty() -> list[torch.Tensor]:
@@ -176,7 +169,7 @@ def _empty() -> list[torch.Tensor]:
 
 
 def _empty_among_others() -> list[torch.Tensor]:
-    return [torch.empty(0), _random((4,)), torch.empty(0, 9), _random((2, MIB)), torch.empty(0, dtype=torch.bool)]
+    return [torch.empty(0), random((4,)), torch.empty(0, 9), random((2, MIB)), torch.empty(0, dtype=torch.bool)]
 
 
 def _scalars() -> list[torch.Tensor]:
@@ -184,21 +177,21 @@ def _scalars() -> list[torch.Tensor]:
 
 
 def _views() -> list[torch.Tensor]:
-    base = _random((40, 50))
+    base = random((40, 50))
     return [base.t(), base[::2, 1::3], base[3], base[:, 4], base[1:2], base[0, 0], base]
 
 
 def _expanded() -> list[torch.Tensor]:
-    overlapping = _random((6,)).as_strided((4, 3), (1, 1))
-    return [_random((3, 1)).expand(3, 1000), torch.tensor(2.0).expand(700, 700), overlapping]
+    overlapping = random((6,)).as_strided((4, 3), (1, 1))
+    return [random((3, 1)).expand(3, 1000), torch.tensor(2.0).expand(700, 700), overlapping]
 
 
 def _large_view() -> list[torch.Tensor]:
-    return [_random((1100, 1000)).t()]
+    return [random((1100, 1000)).t()]
 
 
 def _around_one_mib() -> list[torch.Tensor]:
-    return [_random((MIB + more,), torch.uint8, more + 1) for more in (-1, 0, 1)]
+    return [random((MIB + more,), torch.uint8, more + 1) for more in (-1, 0, 1)]
 
 
 def _seventy_megabytes() -> list[torch.Tensor]:
@@ -206,7 +199,7 @@ def _seventy_megabytes() -> list[torch.Tensor]:
 
 
 def _several_large() -> list[torch.Tensor]:
-    return [_random((size,), torch.uint8, size) for size in (9 * MIB + 13, 2 * MIB, 17)]
+    return [random((size,), torch.uint8, size) for size in (9 * MIB + 13, 2 * MIB, 17)]
 
 
 def _many_small(count: int) -> list[torch.Tensor]:
@@ -214,7 +207,7 @@ def _many_small(count: int) -> list[torch.Tensor]:
     return [torch.full((1 + number % 7,), number, dtype=dtypes[number % 3]) for number in range(count)]
 
 
-@pytest.mark.parametrize("index", range(len(DTYPES)), ids=str)
+@pytest.mark.parametrize("index", range(len(ALL_DTYPES)), ids=str)
 def test_each_dtype(pair: Pair, index: int) -> None:
     pair.pass_on("", _each_dtype, index)
 
@@ -237,6 +230,78 @@ def test_dtypes_of_one_message(pair: Pair, repeat: int) -> None:
 
 def test_thousands_of_small_ones(pair: Pair) -> None:
     pair.pass_on("", _many_small, 3000)
+
+
+def test_several_threads_send_and_several_take(pair: Pair) -> None:
+    pair.a.begin(_export_from_threads, 4, 20)
+    sent = pair.a.result()
+    assert len(sent) == 80
+    pair.b.run(_fetch_in_threads, sent, 4)
+
+
+def _export_from_threads(threads: int, count: int) -> list[Any]:
+    sent: list[Any] = []
+
+    def work(thread: int) -> None:
+        for number in range(count):
+            seed = thread * count + number
+            sent.append((seed, export([tensor.to(tensors().device) for tensor in _seeded(seed)])))
+
+    _in_threads(work, threads)
+    return sent
+
+
+def _fetch_in_threads(sent: list[Any], threads: int) -> None:
+    def work(thread: int) -> None:
+        for seed, told in sent[thread::threads]:
+            arrived = tensors().lane.fetch("a", *told)
+            assert all(same(tensor.cpu(), wanted) for tensor, wanted in zip(arrived, _seeded(seed), strict=True)), seed
+
+    _in_threads(work, threads)
+
+
+def _seeded(seed: int) -> list[torch.Tensor]:
+    return [random((1 + seed * 97 % 5000,), torch.uint8, seed), random((MIB // 4,), torch.float32, seed)]
+
+
+def _in_threads(work: Callable[[int], None], count: int) -> None:
+    failed: list[BaseException] = []
+
+    def guarded(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failed, failed
+
+
+@pytest.mark.slow
+def test_a_tensor_of_more_than_2_gib() -> None:
+    pair = make_pair("shm", 6 << 30)
+    try:
+        sent = pair.a.run(_export_huge)
+        pair.b.run(_fetch_huge, sent)
+        assert pair.used() == 0
+    finally:
+        pair.kill()
+
+
+def _export_huge() -> Any:
+    return export([torch.ones(3), peers.huge(2.1)])
+
+
+def _fetch_huge(sent: Any) -> None:
+    ones, arrived = tensors().lane.fetch("a", *sent)
+    assert ones.tolist() == [1, 1, 1]
+    assert peers.is_huge(arrived)
+    arrived[-1] = 7
+    assert arrived[-1] == 7
 
 
 def test_no_tensor_at_all_needs_no_slot(shm: Pair) -> None:
@@ -336,6 +401,86 @@ def test_a_slot_goes_back_when_its_last_tensor_dies(shm: Pair) -> None:
     shm.b.run(_discard, again)
 
 
+@pytest.mark.parametrize("holder", ["storage", "parameter", "gradient", "array", "memoryview", "dlpack", "cycle"])
+def test_whatever_still_uses_the_memory_holds_the_slot(shm: Pair, holder: str) -> None:
+    sent, _ = shm.pass_on("held", _one_large)
+    shm.b.run(_hold_by, "held", holder)
+    assert shm.used() == sent[0][0][2]
+    shm.b.run(_is_still, "held")
+    shm.b.run(_let_go, "held")
+    assert shm.used() == 0
+
+
+def _one_large() -> list[torch.Tensor]:
+    return [random((2 * MIB,), torch.uint8).view(torch.float32).nan_to_num(1.0)]
+
+
+def _hold_by(keep: str, holder: str) -> None:
+    kept = tensors().kept
+    (tensor,) = kept.pop(keep)
+    held: Any = None
+    if holder == "storage":
+        held = tensor.untyped_storage()
+    elif holder == "parameter":
+        held = torch.nn.Parameter(tensor)
+    elif holder == "gradient":  # a graph keeps what it needs for going backward
+        held = torch.ones(1, requires_grad=True) * tensor
+        kept["expected"] = held.detach().clone()
+    elif holder == "array":
+        held = tensor.numpy()[10:20]
+    elif holder == "memoryview":
+        held = tensor.numpy().data
+    elif holder == "dlpack":
+        held = torch.from_dlpack(tensor)
+    else:
+        held = [tensor]
+        held.append(held)
+    kept[keep] = held
+
+
+def _is_still(keep: str) -> None:
+    held = tensors().kept[keep]
+    if isinstance(held, torch.Tensor) and held.grad_fn is not None:
+        held.sum().backward()
+        assert torch.equal(held.detach(), tensors().kept.pop("expected"))
+        return
+    if isinstance(held, torch.UntypedStorage):
+        held = torch.empty(0).set_(held, 0, (len(held) // 4,))
+    held = held[0] if isinstance(held, list) else torch.as_tensor(held).detach()
+    (wanted,) = _one_large()
+    assert torch.equal(held, wanted[10:20] if len(held) == 10 else wanted)
+
+
+def _let_go(keep: str) -> None:
+    del tensors().kept[keep]
+    gc.collect()
+
+
+def test_what_a_forked_child_drops_its_parent_still_has(shm: Pair) -> None:
+    sent, _ = shm.pass_on("forked", _one_large)
+    waiting = shm.send(_scalars)
+    shm.b.run(_fork_and_drop, "forked", waiting[0])
+    assert shm.used() == sum(slot[2] for one in (sent, waiting[0]) for slot in one[0])
+    shm.b.run(_is_the_one_large, "forked")
+    shm.b.run(_drop, "forked")
+    shm.b.run(_discard, waiting[0])
+    assert shm.used() == 0
+
+
+def _fork_and_drop(keep: str, waiting: Any) -> None:
+    """As a DataLoader's worker would."""
+    child = os.fork()
+    if not child:
+        _let_go(keep)
+        _discard(waiting)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def _is_the_one_large(keep: str) -> None:
+    assert torch.equal(tensors().kept[keep][0], _one_large()[0])
+
+
 def _keep_a_view(keep: str) -> None:
     tensors().kept[keep] = tensors().kept[keep][5:9].numpy()[1:]
 
@@ -366,6 +511,22 @@ def test_discard_and_cancel_give_back(shm: Pair) -> None:
 
 def _cancel_last() -> None:
     tensors().exports[-1].cancel()
+
+
+class _Unreadable(torch.Tensor):
+    """Its memory cannot be read: what a mistake in a lane, or an interrupt, comes to."""
+
+    def data_ptr(self) -> int:
+        raise KeyboardInterrupt
+
+
+def test_an_export_that_breaks_off_gives_back() -> None:
+    lane = ShmLane(64 * MIB, 2)
+    lane.open()
+    with pytest.raises(KeyboardInterrupt):
+        lane.export([torch.ones(5 * MIB), torch.ones(MIB).as_subclass(_Unreadable), torch.ones(3)], "b", {})
+    assert lane._arena.used == 0
+    lane.close()
 
 
 def test_a_late_cancel_takes_nobody_elses_slot() -> None:
@@ -413,6 +574,50 @@ def test_from_a_crowded_arena_the_receiver_copies(shm: Pair) -> None:
 
 def _kept_value() -> list[int]:
     return [int(value) for tensor in tensors().kept["kept"] for value in tensor.unique()]
+
+
+def _two_peers(capacity: int) -> ShmLane:
+    """A lane that is two peers of its own: one that keeps, and another."""
+    lane = ShmLane(capacity, 1)
+    address = lane.open()
+    lane.connect([PeerAddress("keeper", address), PeerAddress("other", address)])
+    return lane
+
+
+@pytest.mark.parametrize("size", [MIB, 20 * MIB])
+def test_a_peer_that_keeps_everything_does_not_keep_others_out(size: int) -> None:
+    lane = _two_peers(64 * MIB)
+    shapes = [(torch.uint8, (size,))]
+    wanted = [random((2 * MIB,), torch.uint8)]
+    kept = []
+    for number in range(80 * MIB // size):
+        sent = lane.export([torch.full((size,), number % 251, dtype=torch.uint8)], "keeper", {})
+        kept += lane.fetch("keeper", sent.descriptor, shapes)
+        arrived = lane.fetch("other", lane.export(wanted, "other", {}).descriptor, _TWO)
+        assert torch.equal(arrived[0], wanted[0])
+        del arrived
+    assert all(bool((tensor == number % 251).all()) for number, tensor in enumerate(kept))
+    lane.close()
+
+
+_TWO: list[Shape] = [(torch.uint8, (2 * MIB,))]
+
+
+def test_a_peer_that_keeps_a_crumb_of_each_message_does_not_use_up_the_slots() -> None:
+    """An arena has a number of slots, besides its bytes: with more than half of them out, receivers copy as well."""
+    arena = Arena(1 << 30)
+    taken = [arena.take(1, "keeper") for _ in range(SLOTS // 2)]
+    assert arena.used * 4 < arena.capacity
+    assert not arena.crowded()
+    assert arena.take(1, "other")
+    assert arena.crowded()
+    receiver = PeerArena(arena.address)
+    for slot in taken[:100]:
+        assert slot is not None
+        receiver.give_back(slot.number)
+    assert not arena.crowded()
+    assert arena.used == (SLOTS // 2 + 1 - 100) * 4096
+    arena.close()
 
 
 def test_what_was_given_back_is_not_crowding(shm: Pair) -> None:
@@ -516,6 +721,39 @@ def _nothing_is_left() -> bool:
     return wait_until(clean, 5)
 
 
+def test_close_leaves_the_process_as_it_was() -> None:
+    """Everything is counted: descriptors, mappings, threads."""
+    process = Process()
+    try:
+        process.run(_open_use_close)  # what torch and Python start once
+        process.run(_open_use_close)
+    finally:
+        process.kill()
+
+
+def _open_use_close() -> None:
+    before = peers.everything_open()
+    lanes = [ShmLane(64 * MIB, 4) for _ in range(2)]
+    addresses = [lane.open() for lane in lanes]
+    for lane, address in zip(lanes, reversed(addresses), strict=True):
+        lane.connect([PeerAddress("other", address)])
+    made = _several_large()
+    kept = []
+    for sender, receiver in (lanes, lanes[::-1]):
+        sent = sender.export(made, "other", {})
+        kept += receiver.fetch("other", sent.descriptor, [(tensor.dtype, tuple(tensor.shape)) for tensor in made])
+        sender.export(made, "other", {})  # which nobody fetches
+    assert len(peers.everything_open()[2]) > len(before[2]), "the mappings do not show"
+    for lane in lanes:
+        lane.close()
+    assert all(same(*both) for both in zip(kept, made * 2, strict=True))
+    kept.clear()
+    del lanes, lane, sender, receiver, sent
+    gc.collect()
+    wait_until(lambda: peers.everything_open() == before, 5)
+    assert peers.everything_open() == before
+
+
 def test_close_is_safe_to_repeat_and_ends_exports(pair: Pair) -> None:
     pair.a.run(_close_twice)
 
@@ -594,6 +832,33 @@ def test_a_full_arena_takes_back_from_the_dead() -> None:
         pair.a.run(_export, _of_size, 200 * MIB, 2)
     finally:
         pair.kill()
+
+
+def test_a_sender_killed_in_the_middle_of_its_copies_leaves_nothing_here() -> None:
+    """What it held goes with it, and with the last tensor that came from it."""
+    pair = make_pair("shm")
+    try:
+        pair.pass_on("kept", _one_large)
+        pid = pair.a.process.pid
+        assert pid is not None
+        before = peers.resident_bytes(pid)
+        pair.a.begin(_export_for_ever)
+        assert wait_until(lambda: peers.resident_bytes(pid) > before + 15 * MIB, 10), "it copies nothing"
+        pair.a.kill()
+        pair.b.run(_is_the_one_large, "kept")
+        pair.b.run(_forget, "a")
+        pair.b.run(_is_the_one_large, "kept")
+        pair.b.run(_drop, "kept")
+        assert pair.b.run(_maps_less_than, 2), "its memory is still mapped"
+    finally:
+        pair.kill()
+
+
+def _export_for_ever() -> None:
+    made = _several_large()
+    while True:
+        export(made)
+        tensors().exports.pop().cancel()
 
 
 def _reclaim() -> int:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,7 +16,7 @@ from raytorchrpc.codec import Codec, Encoded
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes import base
 from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane
-from raytorchrpc.shipping import Parcel, Shipper, joined
+from raytorchrpc.shipping import Parcel, Shipper, joined, owned
 
 
 class Box(Export):
@@ -183,6 +184,37 @@ def test_a_second_export_that_fails_takes_back_the_first() -> None:
     lanes = {"depot": Depot(), "gpu depot": Depot("no handle")}
     assert ship(Shipper(lanes), body_of(torch.ones(4), torch.empty(2, device="meta")), GPU) is None
     assert lanes["depot"].cancelled == [(1, "box")]
+
+
+class Broken(Depot):
+    """Fails as no lane should."""
+
+    name: ClassVar[str] = "broken"
+
+    def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[int, int]) -> Export:
+        raise KeyboardInterrupt
+
+
+def test_a_second_export_that_breaks_off_takes_back_the_first() -> None:
+    depot = Depot()
+    body = Encoded(b"", [torch.ones(9), torch.ones(9, device="meta")], (), 0)
+    shipper = Shipper({"depot": depot, "broken": Broken()})
+    with pytest.raises(KeyboardInterrupt):
+        shipper.ship(body, "b", {"cpu": "depot", "meta": "broken"}, {}, 0)
+    assert len(depot.cancelled) == depot.exported == 1
+
+
+def test_what_is_kept_gets_memory_of_its_own_and_is_copied_only_for_that() -> None:
+    mine, shared = torch.ones(5), torch.arange(10.0)
+    array = torch.from_numpy(numpy.ones(3))
+    body = Encoded(b"", [mine, shared[:5], shared[5:], array, torch.ones(2, dtype=torch.uint8).view(torch.int4)], (), 0)
+    addresses = [tensor.data_ptr() for tensor in body.tensors]
+    assert joined(body, []).tensors is body.tensors
+    kept = owned(body).tensors
+    assert [one.data_ptr() == address for one, address in zip(kept, addresses, strict=True)][:4] == [True] + 3 * [False]
+    shared.zero_()
+    assert kept[1].tolist() + kept[2].tolist() == list(range(10))
+    assert kept[4].dtype is torch.int4 and kept[4].view(torch.uint8).tolist() == [1, 1]
 
 
 def test_cancelling_takes_back_every_export() -> None:
