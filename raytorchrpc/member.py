@@ -242,6 +242,8 @@ class LocalMember:
         self.server.close()
         self.workers.stop()
         self.alarms.stop()
+        # Their memory goes now, and not when the garbage collector finds this member, which is part of cycles.
+        self.tensor_lanes, self.shipper = {}, Shipper({})
 
 
 def _whole(body: Encoded, devices: Mapping[Device, Device]) -> Shipped:

@@ -122,7 +122,7 @@ class Shipper:
 
     def receive(self, peer: str, waybills: Sequence[Waybill]) -> list[Parcel]:
         """Take charge of what came beside a message; to be called for every message that has any."""
-        return [Parcel(self._lanes[waybill[0]], peer, waybill) for waybill in waybills]
+        return [Parcel(self._lane(waybill[0]), peer, waybill) for waybill in waybills]
 
 
 class Parcel:

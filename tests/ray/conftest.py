@@ -25,6 +25,7 @@ Spawn = Callable[..., Any]
 def cluster() -> Iterator[None]:
     """A Ray of eight CPUs and two GPUs, which are numbers here: nothing checks that they exist."""
     ray.init(
+        address="local",  # whatever cluster this machine has already
         num_cpus=8,
         num_gpus=2,
         object_store_memory=200 * 1024**2,

@@ -58,6 +58,16 @@ class Buffer(Store):
     def now(self) -> int:
         return os.getpid()
 
+    def ask(self, target: str) -> None:
+        """Have a result arrive, and take it later."""
+        self.asked = rtr.rpc_async(target).echo(torch.ones(LARGE))
+        assert wait_until(self.asked.done, 10)
+
+    def take_asked(self) -> str:
+        with pytest.raises(rtr.LaneUnavailable) as caught:
+            self.asked.wait()
+        return str(caught.value)
+
 
 class AsyncBuffer(Buffer):
     """The same on an event loop."""
@@ -392,13 +402,28 @@ def test_what_a_killed_member_held_comes_back(spawn: Spawn, actors: list[Any], f
     assert in_actor(actors[0], fill) >= 24 * MIB
     in_actor(actors[0], go_on)
     assert "torchrpc" not in bytes_by_lane(group, "a", "b"), "the arena was full of what a dead member held"
-    group.shutdown()
     for actor in actors:
-        assert in_actor(actor, _no_shared_memory), "the memory of a member that was killed is still mapped"
+        in_actor(actor, gc.disable)
+    try:
+        group.shutdown()
+        for actor in actors:
+            assert in_actor(actor, _no_shared_memory), "the memory of a member that was killed is still mapped"
+    finally:
+        for actor in actors:
+            in_actor(actor, gc.enable)
+
+
+def test_a_result_that_nobody_took_before_the_group_ended_is_refused(
+    actors: list[Any], form: Callable[..., rtr.Group]
+) -> None:
+    group = form()
+    ray.get(actors[0].ask.remote("b"), timeout=60)
+    group.shutdown()
+    assert "has left the group" in ray.get(actors[0].take_asked.remote(), timeout=60)
 
 
 def _no_shared_memory() -> bool:
-    gc.collect()
+    """Without a garbage collection: what is gigabytes may not wait for one."""
     return wait_until(lambda: not any("raytorchrpc" in path for path in shared_mappings()), 5)
 
 
@@ -430,4 +455,5 @@ def test_a_tensor_of_more_than_2_gib(actors: list[Any], form: Callable[..., rtr.
     assert bytes_by_lane(group, "a", "b")["shm"][0] > 2 << 30
     assert all_given_back(actors)
     group.shutdown()
+    assert in_actor(actors[0], _no_shared_memory)
     assert in_actor(actors[0], lambda: wait_until(lambda: resident_bytes() < 1 << 30, 5))
