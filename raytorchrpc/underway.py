@@ -51,7 +51,7 @@ class CallUnderWay:
         deadline: float,
         loop_token: execution.Token | None,
         shipped: Shipped,
-        keep: bool,
+        keep: bool = False,
     ) -> None:
         self._local, self._road, self._method = local, road, method
         self._lane, self._pending = lane, pending
@@ -171,7 +171,7 @@ class CallUnderWay:
 
     def __del__(self) -> None:
         # Nobody asked for the result, or not in time: what it brings beside the message has to be given back.
-        if not self._taken:
+        if not self._taken and self._error is None:
             with contextlib.suppress(Exception):
                 shipper, peer, pending = self._local.shipper, self._road.member.name, self._pending
                 pending.add_done_callback(lambda: _give_back(shipper, peer, pending))
@@ -190,8 +190,13 @@ class CallUnderWay:
 
 
 def _give_back(shipper: Shipper, peer: str, pending: Pending) -> None:
-    with contextlib.suppress(RayTorchRpcError):  # it failed: nothing came
-        shipper.receive(peer, pending.take().waybills).clear()
+    try:
+        message = pending.take()
+    except RayTorchRpcError as error:  # it failed: nothing came
+        error.__traceback__ = None  # nobody else has seen it; its frames lead to the call, which leads to it
+        return
+    with contextlib.suppress(RayTorchRpcError):
+        shipper.receive(peer, message.waybills).clear()
 
 
 def _call_back(callback: Callable[[Any], object], argument: Any) -> None:

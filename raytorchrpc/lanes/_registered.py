@@ -20,7 +20,7 @@ import torch
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes._cuda_driver import driver
 from raytorchrpc.lanes._nixl import LANE, Agent, Registered
-from raytorchrpc.lanes.base import view_at
+from raytorchrpc.lanes.base import numbers, view_at
 
 _SMALLEST = 1 << 16
 _ALIGN = 64
@@ -201,7 +201,8 @@ def lay_out(
                 if tensor.is_contiguous():
                     ctypes.memmove(block.memory.address + offset, tensor.data_ptr(), tensor.nbytes)
                 else:
-                    view_at(flat, offset, (tensor.dtype, tuple(tensor.shape))).copy_(tensor)
+                    strided = numbers(tensor)
+                    view_at(flat, offset, (strided.dtype, tuple(strided.shape))).copy_(strided)
     except BaseException:
         for block in blocks:
             pool.give(block)

@@ -24,6 +24,10 @@ from raytorchrpc.underway import CallUnderWay
 CODEC = Codec()
 
 
+class Held(SimpleNamespace):
+    """One that can be looked after by a weak reference."""
+
+
 class Answered(Pending):
     """Has its outcome already, or never gets one."""
 
@@ -44,10 +48,10 @@ class Answered(Pending):
         raise self.outcome
 
 
-def under_way(outcome: Message | Exception | None) -> Future[Any]:
+def under_way(outcome: Message | Exception | None, member: Any = None) -> Future[Any]:
     lane: Any = SimpleNamespace(name="lane")
     road: Any = SimpleNamespace(member=SimpleNamespace(name="peer", rank=1), calls=lane, tensors=lane)
-    local: Any = SimpleNamespace(codec=CODEC, counters=CallCounters(), shipper=None, note_weight=None)
+    local = member or SimpleNamespace(codec=CODEC, counters=CallCounters(), shipper=None, note_weight=None)
     deadline = float("inf") if outcome is not None else 0.0
     shipped = Shipped(NOTHING, (), ())
     return Future(CallUnderWay(local, road, "method", lane, Answered(outcome), 0.0, deadline, None, shipped))
@@ -105,6 +109,21 @@ def test_what_its_caller_held_dies_with_the_exception(how: str, ask: str) -> Non
     tensor = caller()
     assert tensor() is None
     assert futures[0]() is None
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_failed_call_that_is_dropped_lets_go_of_its_member(asked: bool) -> None:
+    """Whose arena may be gigabytes."""
+    member = Held(codec=CODEC, counters=CallCounters(), shipper=None, note_weight=None)
+    gone = weakref.ref(member)
+    future = under_way(PeerLost("peer", "it went away"), member)
+    if asked:
+        error = future.exception()
+        assert error is not None
+    del future, member
+    assert gone() is None
+    if asked:
+        assert isinstance(error, PeerLost)
 
 
 def test_a_failed_future_raises_the_same_again() -> None:
