@@ -17,6 +17,7 @@ from raytorchrpc import execution
 from raytorchrpc.member import process_member
 
 _COUNTED_ELSEWHERE = ("_Alarm", "_Counter")
+_MAPPED = "raytorchrpc.lanes._cuda_shared.Mapped"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -41,7 +42,9 @@ class Held:
     outbox: int
     alarms: int
     objects: int
-    """Living instances of the package's classes, without alarms and without counters (one for each peer and lane)."""
+    """Living instances of the package's classes, but for alarms, ``mapped``, and counters (one a peer and lane)."""
+    mapped: int
+    """Segments of peers' GPU memory that the cuda_ipc lane keeps mapped."""
     by_class: Counter[str] = field(repr=False)
     gpu_allocated: int = 0
     gpu_reserved: int = 0
@@ -69,7 +72,8 @@ def held() -> Held:
         in_flight=in_flight(),
         outbox=len(member.server._outbox),
         alarms=len(member.alarms._heap),
-        objects=sum(by_class.values()),
+        objects=sum(by_class.values()) - by_class[_MAPPED],
+        mapped=by_class[_MAPPED],
         by_class=by_class,
         gpu_allocated=torch.cuda.memory_allocated() if on_gpu else 0,
         gpu_reserved=torch.cuda.memory_reserved() if on_gpu else 0,

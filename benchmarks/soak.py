@@ -19,6 +19,7 @@ import raytorchrpc as rtr
 from benchmarks._harness import start_ray
 from benchmarks._held import Held
 from benchmarks._soaking import AsyncSoaker, Soaker
+from raytorchrpc.lanes.cuda_ipc import MAPPINGS
 
 CALLS, QUICK_CALLS = 1_000_000, 20_000
 #: Threads (or tasks) of each member that call.
@@ -53,6 +54,7 @@ LIMITS = (
     Limit("results kept", lambda held: held.outbox, 0, "at rest there is none"),
     Limit("alarms", lambda held: held.alarms, 64, "cancelled ones are swept out when there are more than 64"),
     Limit("objects of the package", lambda held: held.objects, 0, "a call leaves none"),
+    Limit("GPU segments mapped", lambda held: held.mapped, MAPPINGS, "one for each that a peer's allocator has made"),
     Limit("GPU memory in use, MiB", lambda held: held.gpu_allocated, 0, "at rest nobody holds any", unit=MIB),
 )
 
