@@ -56,6 +56,16 @@ class Peer:
             roads["torchrpc"] = lambda: rpc.rpc_sync(worker, finish, args=(tensor,))
         return interleaved(roads, repeats, warmup=5)
 
+    def shared(self, peer: Any, small: int, large: int, repeats: int) -> dict[str, float]:
+        tensors = {size: torch.ones(size // 4, device="cuda") for size in (small, large)}
+        lent, copied = rtr.rpc_sync(peer, share=True), rtr.rpc_sync(peer)
+        roads = {
+            "small": lambda: lent.take(tensors[small]),
+            "large": lambda: lent.take(tensors[large]),
+            "copied": lambda: copied.take(tensors[large]),
+        }
+        return interleaved(roads, repeats, warmup=5)
+
     def many(self, peer: Any, count: int, size: int, repeats: int) -> dict[str, float]:
         direct = rtr.rpc_sync(peer)
         tensors = [torch.ones(size // 4, device="cuda") for _ in range(count)]
@@ -91,6 +101,8 @@ def main(quick: bool = False) -> None:
     try:
         gpus = int(ray.cluster_resources().get("GPU", 0))
         _cpu(quick)
+        if gpus:
+            _shared()
         if gpus >= 2:
             _cuda(quick)
         else:
@@ -117,6 +129,21 @@ def _cpu(quick: bool) -> None:
     ray.kill(a)
     ray.kill(b)
     show("CPU tensors, one host (medians)", rows)
+
+
+def _shared() -> None:
+    small, large = 1_250, 640_000_000
+    a, b = (Peer.options(num_gpus=0.5).remote() for _ in range(2))
+    with rtr.init_group({"a": a, "b": b}):
+        took = {road: 1e3 * seconds for road, seconds in ray.get(a.shared.remote(b, small, large, 50)).items()}
+    ray.kill(a)
+    ray.kill(b)
+    what = f"share=True, {large / 1e6:g} MB"
+    rows = [
+        Row(what, took["large"], took["small"], "ms", f"share=True, {small / 1e3:g} KB", 1.2),
+        Row(what, took["large"], took["copied"], "ms", "the same, copied"),
+    ]
+    show("CUDA tensors between two actors on one GPU (medians)", rows)
 
 
 def _cuda(quick: bool) -> None:
