@@ -391,8 +391,10 @@ def test_what_a_killed_member_held_comes_back(spawn: Spawn, actors: list[Any], f
         assert rtr.rpc_sync("d").echo(torch.ones(MIB)).sum() == MIB
         future = rtr.rpc_async("d").echo(torch.ones(MIB))
         held = used()
-        os.kill(rtr.rpc_sync("d").now(), signal.SIGKILL)
+        pid = rtr.rpc_sync("d").now()
+        os.kill(pid, signal.SIGKILL)
         future.exception(10)
+        assert wait_until(lambda: _is_over(pid), 10)  # its connections close before the last of it is gone
         return held
 
     def go_on() -> None:
@@ -411,6 +413,13 @@ def test_what_a_killed_member_held_comes_back(spawn: Spawn, actors: list[Any], f
     finally:
         for actor in actors:
             in_actor(actor, gc.enable)
+
+
+def _is_over(pid: int) -> bool:
+    try:
+        return not os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return True
 
 
 def test_a_result_that_nobody_took_before_the_group_ended_is_refused(
