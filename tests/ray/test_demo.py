@@ -36,6 +36,7 @@ def test_reaches_the_accuracy_and_shows_what_the_calls_cost(demo: Command) -> No
     assert demo.gone_within(10)
 
 
+@pytest.mark.slow
 def test_missing_the_accuracy_is_one_clear_line_and_exit_code_1(demo: Command) -> None:
     code, out, err = demo.run("--quick", "--target", "1.0", "--max-steps", "50")
     assert code == 1, out + err
@@ -43,7 +44,7 @@ def test_missing_the_accuracy_is_one_clear_line_and_exit_code_1(demo: Command) -
     assert demo.gone_within(10)
 
 
-@pytest.mark.parametrize("moment", ["Starting", "Training"])
+@pytest.mark.parametrize("moment", [pytest.param("Starting", marks=pytest.mark.slow), "Training"])
 def test_ctrl_c_leaves_no_process_behind(demo: Command, moment: str) -> None:
     process = demo.start("--target", "1.0")
     assert process.stdout is not None
