@@ -1,0 +1,229 @@
+"""Several hosts on one machine: namespaces that share nothing a process could mistake for one host.
+
+Each host has a network, mounts, processes, shared memory, a name and a boot id of its own. They meet on a bridge
+that lies in an outer namespace, so nothing of the machine's own network is touched. Everything is a descendant of
+the outer pid namespace's init, which reads a pipe that this process holds: however this process ends, so does it,
+and the kernel ends the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+#: No single step of building takes longer (seconds).
+PATIENCE_S = 20.0
+
+# The shell's own pid as the creator sees it: /proc is still the creator's here.
+_OUTER = """
+read -r pid rest < /proc/self/stat
+trap '' CHLD  # orphans that end are nobody's to wait for
+mount --make-rprivate /
+ip link set lo up
+ip link add bridge type bridge
+ip link set bridge up
+echo "$pid"
+exec cat > /dev/null
+"""
+# $1 name, $2 boot id, $3 lines of /etc/hosts, then directories to keep though they lie below /tmp.
+_HOST = """
+read -r pid rest < /proc/self/stat
+trap '' CHLD
+hostname "$1"
+boot_id=$2 names=$3
+shift 3
+mount -t proc proc /proc
+mount -t tmpfs tmpfs /dev/shm
+number=0
+for kept; do
+  number=$((number + 1))
+  mkdir "/dev/shm/$number"
+  mount --bind "$kept" "/dev/shm/$number"
+done
+mount -t tmpfs tmpfs /tmp
+number=0
+for kept; do
+  number=$((number + 1))
+  mkdir -p "$kept"
+  mount --move "/dev/shm/$number" "$kept"
+  rmdir "/dev/shm/$number"
+done
+mkdir /tmp/etc /tmp/home
+echo "$boot_id" > /tmp/etc/boot_id
+printf '%s' "$names" > /tmp/etc/hosts
+: > /tmp/etc/resolv.conf
+mount --bind /tmp/etc/boot_id /proc/sys/kernel/random/boot_id
+mount --bind /tmp/etc/hosts /etc/hosts
+# A name server that cannot be reached costs seconds at every look-up.
+if [ -e /etc/resolv.conf ]; then mount --bind /tmp/etc/resolv.conf /etc/resolv.conf; fi
+ip link set lo up
+echo "$pid"
+exec sleep infinity
+"""
+
+
+class Unavailable(Exception):
+    """This machine lets nobody build hosts here; the text is the kernel's reason."""
+
+
+class Host:
+    """One host. Commands run in it as root of it, in the repository, with this interpreter's programs first."""
+
+    def __init__(self, name: str, address: str, process: subprocess.Popen[str], init: int, user: bool) -> None:
+        self.name, self.address = name, address
+        self._process, self._init = process, init
+        spaces = ["--net", "--mount", "--pid", "--ipc", "--uts", *(["--user"] if user else [])]
+        self._enter = ["nsenter", f"--target={init}", *spaces, "sh", "-c", 'cd "$0" && exec "$@"', str(REPO)]
+
+    def start(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        """A command that goes on, with pipes for stdin, stdout and stderr (text). It ends with the host at the latest.
+
+        It leads a process group of its own, which ``stop`` ends.
+        """
+        pipe = subprocess.PIPE
+        everything = _environment() | dict(env or {})
+        return subprocess.Popen(
+            [*self._enter, *command],
+            env=everything,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, command: Sequence[str], timeout_s: float = 30.0, env: Mapping[str, str] | None = None) -> str:
+        """What the command wrote to stdout. Raises AssertionError with all it wrote if it fails or takes too long."""
+        process = self.start(command, env)
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            stop(process)
+            out, err = process.communicate(timeout=PATIENCE_S)
+            raise AssertionError(f"{self.name}: {command} took over {timeout_s:g} s\n{out}\n{err}") from None
+        assert process.returncode == 0, f"{self.name}: {command} ended with {process.returncode}\n{out}\n{err}"
+        return out
+
+    def sent_bytes(self) -> int:
+        """What this host has put on the wire so far, headers included."""
+        for line in self.run(["cat", "/proc/net/dev"]).splitlines():
+            name, _, figures = line.partition(":")
+            if name.strip() == "eth0":
+                return int(figures.split()[8])
+        raise AssertionError(f"{self.name} has no eth0")
+
+    def power_off(self) -> None:
+        """Every process of it ends at once and unasked; its end of the wire goes with it."""
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._init, signal.SIGKILL)
+            self._process.wait(PATIENCE_S)
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """End a command of ``Host.start`` and what it started, unless that left its process group."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def hosts(count: int, keep: Sequence[Path] = ()) -> Iterator[tuple[Host, ...]]:
+    """``count`` hosts on one bridge, named ``host-1`` and so on; gone when the block ends, or this process.
+
+    ``keep``: directories below /tmp that every host is to see; the others' /tmp is their own. The repository and the
+    interpreter are kept anyway. Raises Unavailable where the kernel, or a missing program, does not let it.
+    """
+    for program in ("ip", "nsenter", "unshare", "mount"):
+        if shutil.which(program) is None:
+            raise Unavailable(f"several hosts: there is no program {program!r} (packages util-linux, iproute2)")
+    outer, init, user = _outer()
+    made: list[subprocess.Popen[str]] = [outer]
+    try:
+        addresses = {f"host-{number}": f"10.77.0.{number}" for number in range(1, count + 1)}
+        names = "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in addresses.items())
+        # nsenter without --pid: the pids in what ip is told are ours.
+        network = ["nsenter", f"--target={init}", "--net", *(["--user"] if user else [])]
+        into = [*network, "--mount", "--pid"]
+        fresh = ["unshare", "--net", "--mount", "--pid", "--ipc", "--uts", "--fork"]
+        kept = [str(path) for path in dict.fromkeys((REPO, *_interpreter(), *keep)) if path.is_relative_to("/tmp")]
+        built = []
+        for name, address in addresses.items():
+            what = [name, str(uuid.uuid4()), names, *kept]
+            made.append(_popen([*into, *fresh, "sh", "-euc", _HOST, "sh", *what], stdin=subprocess.DEVNULL))
+            pid = _pid(made[-1])
+            wire = f"wire-{len(made) - 1}"
+            _call([*network, "ip", "link", "add", wire, "type", "veth", "peer", "name", "eth0", "netns", str(pid)])
+            _call([*network, "ip", "link", "set", wire, "master", "bridge", "up"])
+            host = Host(name, address, made[-1], pid, user)
+            host.run(["ip", "address", "add", f"{address}/24", "dev", "eth0"])
+            host.run(["ip", "link", "set", "eth0", "up"])
+            built.append(host)
+        yield tuple(built)
+    finally:
+        assert outer.stdin is not None
+        outer.stdin.close()  # its init ends, and every process in its pid namespace and in those within
+        for process in made:
+            process.wait(PATIENCE_S)
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+
+
+def _outer() -> tuple[subprocess.Popen[str], int, bool]:
+    """The namespace around all hosts: its process, its init's pid, and whether it took a user namespace."""
+    reasons = []
+    for user in (False, True):
+        mapped = ["--user", "--map-root-user"] if user else []
+        process = _popen(["unshare", *mapped, "--net", "--mount", "--pid", "--fork", "sh", "-euc", _OUTER])
+        try:
+            return process, _pid(process), user
+        except Unavailable as unavailable:
+            reasons.append(str(unavailable))
+            assert process.stdin is not None
+            process.stdin.close()
+    raise Unavailable("several hosts: " + "; in a user namespace: ".join(reasons))
+
+
+def _popen(command: Sequence[str], stdin: int = subprocess.PIPE) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=stdin, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def _pid(process: subprocess.Popen[str]) -> int:
+    """What an init says once it is ready. Raises Unavailable with what it says instead."""
+    assert process.stdout is not None and process.stderr is not None
+    deadline = time.monotonic() + PATIENCE_S
+    ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+    line = process.stdout.readline() if ready else ""
+    if line.strip().isdigit():
+        return int(line)
+    stop(process)
+    _, err = process.communicate(timeout=PATIENCE_S)
+    raise Unavailable(" / ".join(err.split("\n")).strip(" /") or "no answer")
+
+
+def _call(command: Sequence[str]) -> None:
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S)
+    if done.returncode:
+        raise Unavailable(f"several hosts: {' '.join(command[-8:])}: {done.stderr.strip()}")
+
+
+def _interpreter() -> tuple[Path, ...]:
+    return Path(sys.prefix), Path(sys.base_prefix)
+
+
+def _environment() -> dict[str, str]:
+    """Nothing of this machine's Ray, and no home that hosts would share."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY", "PYTEST"))}
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', os.defpath)}"
+    return kept | {"PATH": programs, "PYTHONPATH": str(REPO), "HOME": "/tmp/home", "RAY_USAGE_STATS_ENABLED": "0"}
