@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -82,7 +81,7 @@ class Host:
     def __init__(self, name: str, address: str, process: subprocess.Popen[str], init: int, user: bool) -> None:
         self.name, self.address = name, address
         self._process, self._init = process, init
-        spaces = ["--net", "--mount", "--pid", "--ipc", "--uts", *(["--user"] if user else [])]
+        spaces = ["--net", "--mount", "--pid", "--ipc", "--uts", *_user(user)]
         self._enter = ["nsenter", f"--target={init}", *spaces, "sh", "-c", 'cd "$0" && exec "$@"', str(REPO)]
 
     def start(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
@@ -136,6 +135,17 @@ def stop(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def read_line(process: subprocess.Popen[str], timeout_s: float) -> str:
+    """The next line of its stdout. Raises AssertionError, with its stderr, if none comes; it is ended then."""
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], timeout_s)
+    if line := process.stdout.readline() if ready else "":
+        return line
+    stop(process)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    raise AssertionError(f"no line within {timeout_s:g} s, or the end\n{out}\n{err}")
+
+
 @contextmanager
 def hosts(count: int, keep: Sequence[Path] = ()) -> Iterator[tuple[Host, ...]]:
     """``count`` hosts on one bridge, named ``host-1`` and so on; gone when the block ends, or this process.
@@ -152,7 +162,7 @@ def hosts(count: int, keep: Sequence[Path] = ()) -> Iterator[tuple[Host, ...]]:
         addresses = {f"host-{number}": f"10.77.0.{number}" for number in range(1, count + 1)}
         names = "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in addresses.items())
         # nsenter without --pid: the pids in what ip is told are ours.
-        network = ["nsenter", f"--target={init}", "--net", *(["--user"] if user else [])]
+        network = ["nsenter", f"--target={init}", "--net", *_user(user)]
         into = [*network, "--mount", "--pid"]
         fresh = ["unshare", "--net", "--mount", "--pid", "--ipc", "--uts", "--fork"]
         kept = [str(path) for path in dict.fromkeys((REPO, *_interpreter(), *keep)) if path.is_relative_to("/tmp")]
@@ -179,6 +189,11 @@ def hosts(count: int, keep: Sequence[Path] = ()) -> Iterator[tuple[Host, ...]]:
                     stream.close()
 
 
+def _user(user: bool) -> list[str]:
+    """For nsenter, which would otherwise set groups: not allowed without root."""
+    return ["--user", "--preserve-credentials"] if user else []
+
+
 def _outer() -> tuple[subprocess.Popen[str], int, bool]:
     """The namespace around all hosts: its process, its init's pid, and whether it took a user namespace."""
     reasons = []
@@ -201,15 +216,10 @@ def _popen(command: Sequence[str], stdin: int = subprocess.PIPE) -> subprocess.P
 
 def _pid(process: subprocess.Popen[str]) -> int:
     """What an init says once it is ready. Raises Unavailable with what it says instead."""
-    assert process.stdout is not None and process.stderr is not None
-    deadline = time.monotonic() + PATIENCE_S
-    ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-    line = process.stdout.readline() if ready else ""
-    if line.strip().isdigit():
-        return int(line)
-    stop(process)
-    _, err = process.communicate(timeout=PATIENCE_S)
-    raise Unavailable(" / ".join(err.split("\n")).strip(" /") or "no answer")
+    try:
+        return int(read_line(process, PATIENCE_S))
+    except AssertionError as error:
+        raise Unavailable("; ".join(str(error).split("\n")[2:]).strip("; ") or "no answer") from None
 
 
 def _call(command: Sequence[str]) -> None:
