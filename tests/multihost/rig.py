@@ -54,7 +54,8 @@ number=0
 for kept; do
   number=$((number + 1))
   mkdir -p "$kept"
-  mount --move "/dev/shm/$number" "$kept"
+  mount --bind "/dev/shm/$number" "$kept"
+  umount "/dev/shm/$number"
   rmdir "/dev/shm/$number"
 done
 mkdir /tmp/etc /tmp/home

@@ -1,0 +1,31 @@
+"""``raytorchrpc bench --hosts``: the command itself, run on one of two hosts, measures what crosses the wire."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from raytorchrpc.bench.results import Run
+from tests.multihost.rig import Host
+
+pytestmark = [pytest.mark.multihost, pytest.mark.timeout(240)]
+
+ROWS = ("auto", "torchrpc-TCP", "nng-TCP", "ray", "bare-socket")
+SIZE = 10_000_000
+
+
+def test_bench_measures_between_two_hosts(two_hosts: tuple[Host, Host]) -> None:
+    a, b = two_hosts
+    command = [sys.executable, "-m", "raytorchrpc.cli", "bench", "--device=cpu", f"--rows={','.join(ROWS)},shm"]
+    command += [f"--sizes={SIZE}", "--budget=90", f"--address={a.address}:6379", "--json=/tmp/run.json"]
+    before = a.sent_bytes()
+    a.run([*command, "--hosts", a.address, b.name], 150, {"RAY_AUTH_MODE": "disabled"})
+    sent = a.sent_bytes() - before
+    result = Run.model_validate_json(a.run(["cat", "/tmp/run.json"]))
+    assert result.scope == "two hosts"
+    cells = {cell.row: cell for cell in result.cells}
+    for row in ROWS:
+        assert cells[row].median_s is not None, cells[row].reason
+    assert cells["shm"].reason == "works only within one host"
+    assert sent > SIZE * sum(cells[row].samples for row in ROWS), "every sample of every row crossed"
