@@ -1,0 +1,79 @@
+"""The rig itself: what it leaves behind, which is nothing, however its creator ends."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.multihost.rig import REPO, Unavailable, hosts, read_line
+
+pytestmark = pytest.mark.multihost
+
+TIMEOUT_S = 20.0
+_CREATOR = """
+from tests.multihost.rig import hosts
+with hosts(2) as (a, b):
+    left = b.start(["sh", "-c", "setsid sleep 1000 & echo; wait"])
+    left.stdout.readline()
+    print(a._init, b._init, left.pid, flush=True)
+    input()
+"""
+
+
+def wires() -> set[str]:
+    return set(os.listdir("/sys/class/net"))
+
+
+@pytest.fixture(autouse=True)
+def hosts_can_be_built() -> None:
+    try:
+        with hosts(1):
+            pass
+    except Unavailable as unavailable:
+        pytest.skip(str(unavailable))
+
+
+def test_a_creator_that_is_killed_takes_every_process_along() -> None:
+    before = wires()
+    pipe = subprocess.PIPE
+    creator = subprocess.Popen([sys.executable, "-c", _CREATOR], cwd=REPO, stdin=pipe, stdout=pipe, text=True)
+    watched: list[int] = []
+    try:
+        watched = [os.pidfd_open(int(pid)) for pid in read_line(creator, TIMEOUT_S).split()]
+        assert len(watched) == 3 and wires() == before
+        creator.send_signal(signal.SIGKILL)
+        for fd in watched:
+            assert select.select([fd], [], [], TIMEOUT_S)[0], "it outlived its creator"
+    finally:
+        creator.kill()
+        creator.communicate(timeout=TIMEOUT_S)
+        for fd in watched:
+            os.close(fd)
+
+
+def test_hosts_end_with_the_block_and_what_ran_in_them_too() -> None:
+    with hosts(2) as (a, b):
+        running = a.start(["sleep", "1000"])
+        b.power_off()
+        with pytest.raises(AssertionError, match=r"host-1: .* took over 0.1 s"):
+            a.run(["sleep", "1000"], timeout_s=0.1)
+        with pytest.raises(AssertionError, match=r"host-1: .* ended with 3\nout\n\nerr"):
+            a.run(["sh", "-c", "echo out; echo err >&2; exit 3"])
+    running.communicate(timeout=TIMEOUT_S)
+    assert running.returncode != 0
+
+
+def test_a_directory_below_tmp_is_seen_only_if_it_is_kept() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        (Path(folder) / "file").write_text("kept")
+        with hosts(1) as (a,):
+            assert "kept" not in a.run(["sh", "-c", f"cat {folder}/file || :"])
+        with hosts(1, keep=[Path(folder)]) as (a,):
+            assert a.run(["cat", f"{folder}/file"]) == "kept"
