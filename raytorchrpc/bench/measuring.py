@@ -30,8 +30,9 @@ _LEAD_IN_S = 0.02
 _TOGETHER = 0.5
 #: The least patience with one answer, in seconds; samples that are expected to take long get ten times that.
 _PATIENCE_S = 15.0
-#: Of the time that is left, what one row at one size may take if it is that slow.
+#: Of the time that is left, what one row at one size may take if it is that slow; the last ones may take more.
 _GREED = 0.2
+_GREED_OF_LAST = 0.8
 
 OUT_OF_TIME = "the time budget was used up"
 
@@ -52,6 +53,7 @@ class Measuring:
         self.cells: list[Cell] = []
         self._via: dict[int, str | None] = {}
         self._done: set[tuple[str, str, int]] = set()
+        self._greed = _GREED
 
     def run(self) -> None:
         """Take every sample there is time and memory for; a row that fails keeps its figures so far."""
@@ -108,7 +110,7 @@ class Measuring:
         counts = []
         for track in tracks:
             count = min(most, int(share / _seconds(track, size)))
-            if count < FEWEST and FEWEST * _seconds(track, size) > self._left() * _GREED:
+            if count < FEWEST and FEWEST * _seconds(track, size) > self._left() * self._greed:
                 self._note(track, size, reason=f"one takes about {_seconds(track, size):.2g} s: {OUT_OF_TIME}")
                 continue
             counts.append((track, max(FEWEST, count)))
@@ -125,10 +127,11 @@ class Measuring:
             for index, size in enumerate(sizes):
                 done = steps - (len(waiting) + 1) * len(sizes) + index
                 self._say(f"{show_size(size)}: {track.row.name}", number + len(sizes) * done / steps)
+                left = (1 + sum(other.alive for other in waiting)) * (len(sizes) - index)
+                self._greed = max(_GREED, _GREED_OF_LAST / left)
                 if not self._warm_up(track, size):
                     continue
-                left = 1 + sum(other.alive for other in waiting)
-                for _, count in self._counts([track], size, self._left() / (left * (len(sizes) - index))):
+                for _, count in self._counts([track], size, self._left() / left):
                     seconds: list[float] = []
                     self._guarded(track, size, seconds, count)
                     self._note(track, size, seconds, self._via.get(id(track)))
@@ -204,7 +207,7 @@ class Measuring:
         if self._left() <= 0:
             return OUT_OF_TIME
         expected = track.expected(size)
-        if expected is not None and expected * (FEWEST + 2) > self._left() * _GREED:
+        if expected is not None and expected * (FEWEST + 2) > self._left() * self._greed:
             return f"one may take {expected:.2g} s, and the time budget leaves {self._left():.0f} s"
         return None
 
