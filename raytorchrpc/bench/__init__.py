@@ -11,5 +11,6 @@
 | ``results``, ``fit``, ``published`` | what came out, as data; the line through it; the field's published figures |
 | ``tables``, ``markdown``, ``plots`` | what came out, for people |
 
-A sample is one tensor one way and an acknowledgement: a call with a tensor argument that returns None.
+A sample is one tensor one way and an acknowledgement: a call with a tensor argument that returns None. The actors of
+every row, those for comparison too, have the environment of ``raytorchrpc.runtime_env()``.
 """

@@ -385,6 +385,25 @@ def test_a_row_with_a_large_constant_cost_is_not_taken_for_a_slow_one(monkeypatc
     assert all(cells["constant", size].samples >= FEWEST for size in (1000, 10**6, 10**8))
 
 
+def test_a_large_first_size_tells_how_long_a_larger_one_takes(monkeypatch: Any) -> None:
+    cells, _, _ = measured(
+        monkeypatch,
+        lambda clock, log: [Scripted(a_row("steady"), clock, log, 0.0, per_byte=1e-9)],
+        sizes=(40_000_000, 640_000_000),
+        budget=60,
+    )
+    assert cells["steady", 640_000_000].samples >= FEWEST
+
+
+def test_the_last_row_may_use_the_time_that_is_left(monkeypatch: Any) -> None:
+    def rows(clock: list[float], log: list[str]) -> list[Track]:
+        return [Scripted(a_row("fast"), clock, log, 0.1), Scripted(a_row("slow"), clock, log, 3.0)]
+
+    cells, _, _ = measured(monkeypatch, rows, sizes=(10**9,), budget=30, room=6 * 10**9)
+    assert cells["fast", 10**9].samples >= FEWEST
+    assert cells["slow", 10**9].samples >= FEWEST
+
+
 def test_a_size_that_turns_out_slow_ends_with_one_sample(monkeypatch: Any) -> None:
     def rows(clock: list[float], log: list[str]) -> list[Track]:
         return [Scripted(a_row("cliff"), clock, log, 0.0, per_byte=1e-7)]
