@@ -19,6 +19,8 @@ def ray_session(address: str | None, cpus: int) -> Iterator[None]:
 
     Raises ConnectionError where no cluster answers at ``address``.
     """
+    if address is not None:
+        _check_answers(address)  # before anything that would have to be undone: this process may use a Ray already
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
@@ -26,7 +28,6 @@ def ray_session(address: str | None, cpus: int) -> Iterator[None]:
             with _ctrl_c_held_back():
                 ray.init("local", num_cpus=cpus, include_dashboard=False, **quiet)
         else:
-            _check_answers(address)
             ray.init(address, **quiet)
         yield
     finally:

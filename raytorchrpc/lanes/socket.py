@@ -150,7 +150,7 @@ class SocketLane(MessageLane):
             if self._closed:
                 return
             self._closed = True
-        os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._bell, 1)  # under the lock: the last listener to see it closes the bell
         for listener in self._listening_sockets.values():
             listener.close()
         with self._lock:

@@ -359,7 +359,7 @@ def _export_then_change(make: Callable[[], list[torch.Tensor]]) -> Any:
     tensors().kept["changing"] = made = [tensor.to(tensors().device) for tensor in make()]
     sent = export(made)
     for tensor in made:
-        if tensor.is_cpu:  # a GPU reads later
+        if tensor.is_cpu and "cpu" in tensors().lane.capabilities.devices:  # what stands for a GPU is read later
             tensor.zero_()
     return sent
 
