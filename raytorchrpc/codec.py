@@ -11,7 +11,7 @@ import io
 import pickle
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -118,15 +118,19 @@ class Codec:
         tensors: Sequence[torch.Tensor] = (),
         rrefs: Sequence[Any] = (),
         buffers: int = 0,
+        load: Callable[..., Any] = pickle.loads,
     ) -> Any:
-        """Put an object together again; it takes the given tensors as they are, without a copy."""
+        """Put an object together again; it takes the given tensors as they are, without a copy.
+
+        ``load``: see ``placed``.
+        """
         if not payload:
             return None
         split = len(tensors) - buffers
         outer = _table.tensors, _table.rrefs
         _table.tensors, _table.rrefs = tensors, rrefs
         try:
-            return pickle.loads(payload, buffers=[tensor.numpy().data for tensor in tensors[split:]])
+            return load(payload, buffers=[tensor.numpy().data for tensor in tensors[split:]])
         finally:
             _table.tensors, _table.rrefs = outer
 
@@ -240,6 +244,82 @@ def _as_tensor(raw: memoryview) -> torch.Tensor:
     window = (ctypes.c_ubyte * raw.nbytes).from_address(array.ctypes.data)
     window._keep_alive = array  # type: ignore[attr-defined]
     return torch.frombuffer(window, dtype=torch.uint8)
+
+
+# --- an object with other tensors in it ------------------------------------------------------------------
+
+
+class _Anything(type):
+    """Stands for whatever an object is made of, while only its tensors are of interest. No user's code runs."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls
+
+    def __setitem__(cls, key: Any, value: Any) -> None: ...
+    def __setstate__(cls, state: Any) -> None: ...
+    def append(cls, value: Any) -> None: ...
+    def extend(cls, values: Any) -> None: ...
+    def add(cls, value: Any) -> None: ...
+
+
+class _Thing(metaclass=_Anything):
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls
+
+
+class _Outline(pickle.Unpickler):
+    """Makes nothing, and notes in which order each tensor's dimensions are to be put."""
+
+    def __init__(self, encoded: Encoded) -> None:
+        super().__init__(io.BytesIO(encoded.payload), buffers=[bytearray()] * encoded.buffers)
+        self.orders: dict[int, tuple[int, ...]] = {}
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        return self._note if (module, name) in _TAKING else _Thing
+
+    def _note(self, index: int, requires_grad: bool, order: tuple[int, ...] | None = None, *rest: Any) -> Any:
+        if order is not None:
+            self.orders[index] = order
+        return _Thing
+
+
+_TAKING = {(function.__module__, function.__name__) for function in (_take_tensor, _take_as)}
+
+
+def orders(encoded: Encoded) -> dict[int, tuple[int, ...]]:
+    """By place in ``encoded.tensors``, how the dimensions of a tensor have to be permuted to be as they were; without
+    those that are so already. Makes no object, and runs none of its code.
+    """
+    outline = _Outline(encoded)
+    if encoded.payload:
+        outline.load()
+    return outline.orders
+
+
+class _Placing(pickle.Unpickler):
+    """Puts given tensors into an object as they are, instead of what was made of those that were lifted."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        return _PLACING.get((module, name)) or super().find_class(module, name)
+
+
+def _place(index: int, *rest: Any) -> torch.Tensor:
+    return _table.tensors[index]
+
+
+def _no_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    """They stay what they are."""
+
+
+_PLACING: dict[tuple[str, str], Any] = {
+    **dict.fromkeys(_TAKING, _place),
+    (_set_attributes.__module__, _set_attributes.__name__): _no_attributes,
+}
+
+
+def placed(payload: bytes, *, buffers: Sequence[Any]) -> Any:
+    """For ``Codec.decode(load=...)``: the tensors it is given are in the object that it returns, these very ones."""
+    return _Placing(io.BytesIO(payload), buffers=buffers).load()
 
 
 # --- exceptions ------------------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raytorchrpc import _compat
+from raytorchrpc import _compat, forking
 from raytorchrpc.codec import Encoded
 from raytorchrpc.device_map import CPU, Device
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.base import DTYPE_NAMES, DTYPES, Export, Shape, TensorLane, copied
-from raytorchrpc.staging import goes_to_cpu, outbound, to_cpu
+from raytorchrpc.staging import fill, goes_to_cpu, outbound, to_cpu
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Shipper:
                     self._warn(peer, name, error)
                 return None
             exports.append(export)
-            waybills.append((name, None if whole else tuple(positions), _runs(tensors), export.descriptor))
+            waybills.append((name, None if whole else tuple(positions), runs_of(tensors), export.descriptor))
         gone = {position for positions in beside.values() for position in positions}
         left = [tensor for position, tensor in enumerate(body.tensors) if position not in gone]
         return Shipped(outbound(body._replace(tensors=left), devices), tuple(waybills), tuple(exports))
@@ -135,16 +135,27 @@ class Parcel:
         self._waybill: Waybill | None = waybill
         self._descriptor = waybill[3]
 
-    def unpack(self) -> tuple[tuple[int, ...] | None, list[torch.Tensor]]:
-        """Fetch, on the thread that will use the tensors; returns them with their positions (None: all of the body)."""
-        waybill, self._waybill = self._waybill, None
-        if waybill is None:
+    @property
+    def contents(self) -> tuple[tuple[int, ...] | None, list[Shape]]:
+        """What is in it: positions in the body (None: all of it), dtypes and shapes."""
+        if self._waybill is None:
             raise LaneUnavailable(self._lane.name, "these tensors have been fetched already")
-        _, positions, runs, descriptor = waybill
-        shapes: list[Shape] = []
-        for name, shape, count in runs:
-            shapes += [(DTYPES[name], shape)] * count
-        return positions, self._lane.fetch(self._peer, descriptor, shapes)
+        _, positions, runs, _ = self._waybill
+        return positions, shapes_of(runs)
+
+    def unpack(
+        self, into: Sequence[torch.Tensor | None] | None = None
+    ) -> tuple[tuple[int, ...] | None, list[torch.Tensor]]:
+        """Fetch, on the thread that will use the tensors; returns them with their positions (None: all of the body).
+
+        ``into``: for each tensor of the body, one to be filled and returned instead, or None.
+        """
+        positions, shapes = self.contents
+        self._waybill = None
+        if into is None:
+            return positions, self._lane.fetch(self._peer, self._descriptor, shapes)
+        mine = into if positions is None else [into[position] for position in positions]
+        return positions, fill(mine, self._lane.fetch(self._peer, self._descriptor, shapes, mine))
 
     def used(self) -> None:
         """The method that was called with these has returned, on this thread."""
@@ -152,7 +163,7 @@ class Parcel:
 
     def __del__(self) -> None:
         # A reply that comes after its caller gave up is dropped in many places; only its end is one place.
-        if self._waybill is not None:
+        if self._waybill is not None and not forking.forked():  # then it is the parent's
             with contextlib.suppress(Exception):
                 self._lane.discard(self._peer, self._waybill[3])
 
@@ -165,13 +176,32 @@ def owned(body: Encoded) -> Encoded:
     return body._replace(tensors=own)
 
 
-def joined(body: Encoded, parcels: Sequence[Parcel]) -> Encoded:
+def kinds(body: Encoded, parcels: Sequence[Parcel]) -> list[Shape]:
+    """What all the tensors of a body are, before any is fetched."""
+    beside: dict[int, Shape] = {}
+    for parcel in parcels:
+        positions, shapes = parcel.contents
+        if positions is None:
+            return shapes
+        beside.update(zip(positions, shapes, strict=True))
+    stayed = iter([(tensor.dtype, tuple(tensor.shape)) for tensor in body.tensors])
+    total = len(beside) + len(body.tensors)
+    return [beside[place] if place in beside else next(stayed) for place in range(total)]
+
+
+def filled(body: Encoded, parcels: Sequence[Parcel], into: Sequence[torch.Tensor | None]) -> Encoded:
+    """As ``joined``, with each tensor copied into the one of ``into`` in its place, where there is one."""
+    body = joined(body, parcels, into)
+    return body._replace(tensors=fill(into, body.tensors))  # what stayed in the message
+
+
+def joined(body: Encoded, parcels: Sequence[Parcel], into: Sequence[torch.Tensor | None] | None = None) -> Encoded:
     """The body with all its tensors in their places. Blocks as long as fetching does."""
     if not parcels:
         return body
     beside: dict[int, torch.Tensor] = {}
     for parcel in parcels:
-        positions, tensors = parcel.unpack()
+        positions, tensors = parcel.unpack(into)
         if positions is None:
             return body._replace(tensors=tensors)
         beside.update(zip(positions, tensors, strict=True))
@@ -201,7 +231,16 @@ def _by_kind(tensors: Sequence[torch.Tensor], devices: Mapping[Any, Device]) -> 
     return dict(kinds)
 
 
-def _runs(tensors: Sequence[torch.Tensor]) -> Runs:
+def shapes_of(runs: Runs) -> list[Shape]:
+    """The reverse of ``runs_of``."""
+    shapes: list[Shape] = []
+    for name, shape, count in runs:
+        shapes += [(DTYPES[name], shape)] * count
+    return shapes
+
+
+def runs_of(tensors: Sequence[torch.Tensor]) -> Runs:
+    """What the tensors are, in few words if they are alike."""
     if len(tensors) >= _MANY and len(set(map(_dtype, tensors))) == 1:
         shapes = list(map(_shape, tensors))
         if shapes.count(shapes[0]) == len(shapes):

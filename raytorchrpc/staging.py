@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 
+from raytorchrpc import _compat
 from raytorchrpc.codec import Encoded
 from raytorchrpc.device_map import CPU, Device
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes._cuda_driver import driver
+from raytorchrpc.lanes.base import numbers
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,9 @@ logger = logging.getLogger(__name__)
 PART = 16 << 20
 #: Tensors below this are copied together, through memory that torch keeps locked for that (bytes).
 _SMALL = 32 << 20
+#: Every copy of torch's knows these; the bits of others are copied as numbers. So are float16's: a GPU that copies many
+#: at once makes float32 of them on the way, and other NaNs of some NaNs.
+_COMMON = frozenset({torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool})
 
 
 def pieces(offset: int, size: int, part: int = PART) -> Iterator[tuple[int, int]]:
@@ -233,6 +238,41 @@ def _to_gpu(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch
     if read:
         _under_way.append((stream.record_event(), read))
     return arrived
+
+
+def fill(targets: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The targets, now with what the tensors hold, and the tensors themselves where there is no target.
+
+    Blocks for copies to the CPU; those to a GPU are queued on this thread's current stream. None requires grad.
+    """
+    on_gpu: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for target, tensor in zip(targets, tensors, strict=True):
+        if target is None or target is tensor or not tensor.numel():
+            continue
+        pair = (target, tensor) if tensor.dtype in _COMMON else (numbers(target), numbers(tensor))
+        if target.is_cuda and tensor.is_cuda:
+            on_gpu.setdefault(pair[0].dtype, []).append(pair)
+        elif target.is_cuda and tensor.is_cpu:
+            _fill_gpu(*pair)
+        else:
+            pair[0].copy_(pair[1])
+    for pairs in on_gpu.values():
+        _compat.copy_all([target for target, _ in pairs], [tensor for _, tensor in pairs])
+    return [tensor if target is None else target for target, tensor in zip(targets, tensors, strict=True)]
+
+
+def _fill_gpu(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    if not target.is_contiguous() or not tensor.is_contiguous():
+        target.copy_(_to_gpu([tensor], target.device)[0])  # the strides are its GPU's work
+        return
+    region = _regions.find(tensor.data_ptr(), tensor.nbytes)
+    if region is None:
+        target.copy_(tensor, non_blocking=True)  # see _to_gpu
+        return
+    sweep()
+    stream = torch.cuda.current_stream(target.device)
+    _copy_in(target, tensor.data_ptr(), region, stream)
+    _under_way.append((stream.record_event(), [tensor]))
 
 
 def _copy_in(made: torch.Tensor, source: int, region: Region, stream: torch.cuda.Stream) -> None:

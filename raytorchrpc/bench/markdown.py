@@ -17,8 +17,9 @@ _HEAD = """\
 Every transport between two actors, timed side by side. A sample is one tensor one way and an acknowledgement: a call
 with a tensor argument that returns None. The tensor's bytes are at the other end, and complete, before the
 acknowledgement leaves; the first of every size is looked at there. Figures are medians in milliseconds, with half the
-interquartile range. Rows take turns in blocks of ten, so that the machine's drift hits all alike; sizes that the
-machine cannot hold for all rows at once are measured row by row. `per op` and `bandwidth` are the line
+interquartile range. Rows take turns in blocks of ten, so that the machine's drift hits all alike; a block of quick
+samples begins with one to ten that do not count (about 5 ms), as caches are cold after the others' turns. Sizes that
+the machine cannot hold for all rows at once are measured row by row. `per op` and `bandwidth` are the line
 `time = per_op + bytes / bandwidth` through a row's medians (least squares on the relative error), and the last column
 says how far the worst of them lies from it.
 

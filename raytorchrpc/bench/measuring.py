@@ -24,8 +24,11 @@ BLOCK = 10
 FEWEST = 3
 #: (bytes up to which, samples at most).
 _REPEATS = ((2_000_000, 100), (50_000_000, 30), (math.inf, 10))
-#: A block of samples shorter than this begins with one that does not count: after another row's turn caches are cold.
+#: A block of samples shorter than this begins with some that do not count: after another row's turn caches are cold.
 _LEAD_IN_S = 0.02
+#: How long, about, and how many at most: a small call's first four are up to ten times slower than the rest.
+_LEAD_IN_FOR_S = 0.005
+_LEAD_IN_MOST = 10
 #: Of the memory there is, what rows may hold together while they take turns.
 _TOGETHER = 0.5
 #: The least patience with one answer, in seconds; samples that are expected to take long get ten times that.
@@ -171,7 +174,7 @@ class Measuring:
     def _guarded(self, track: Track, size: int, seconds: list[float], count: int) -> None:
         try:
             with self._turn(track):
-                lead = 1 if _seconds(track, size) < _LEAD_IN_S else 0
+                lead = lead_in(_seconds(track, size))
                 expected = _seconds(track, size) * (count + lead)
                 if expected > self._left():
                     return
@@ -252,6 +255,11 @@ class Measuring:
 
     def _say(self, text: str, steps: float) -> None:
         self._tell(text, steps / max(1, len(self._options.sizes)))
+
+
+def lead_in(seconds: float) -> int:
+    """Samples of a block that do not count, by the time one took at the warm-up."""
+    return min(_LEAD_IN_MOST, max(1, round(_LEAD_IN_FOR_S / seconds))) if seconds < _LEAD_IN_S else 0
 
 
 def _seconds(track: Track, size: int) -> float:

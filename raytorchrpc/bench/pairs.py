@@ -87,6 +87,8 @@ def start(name: str, rows: Sequence[Row], cuda: bool, placement: Placement) -> P
     row = rows[0]
     alone = bool(row.options.get("alone"))
     gpus = (placement.gpus[0], placement.gpus[0]) if row.one_gpu else placement.gpus
+    if row.options.get("transport") == rtr.rdt.TRANSPORT:
+        rtr.rdt.enable()  # Ray brings transports to the actors that are made from then on
     ends = []
     for rank in range(1 if alone else 2):
         # What a user is told to start actors with, for all rows alike: those for comparison gain by it too.
@@ -178,7 +180,7 @@ def _open(pair: Pair, row: Row, site: Site, timeout_s: float) -> None:
     if row.road == "group" and pair.group is None:
         pair.group = _form(pair, row, site, timeout_s)
     if row.road == "rdt":
-        _open_rdt(pair, row, timeout_s)
+        _open_rdt(pair, row, site, timeout_s)
         return
     met = None
     for rank, end in enumerate(pair.ends):
@@ -214,27 +216,34 @@ def _form(pair: Pair, row: Row, site: Site, timeout_s: float) -> rtr.Group:
     return group
 
 
-def _open_rdt(pair: Pair, row: Row, timeout_s: float) -> None:
+def _open_rdt(pair: Pair, row: Row, site: Site, timeout_s: float) -> None:
     transport = row.options["transport"]
+    if transport == rtr.rdt.TRANSPORT:
+        pair.group = _form(pair, row, site, timeout_s)
     if transport in ("gloo", "nccl"):
-        from ray.experimental.collective import create_collective_group
+        collective_group([pair.a, pair.b], transport, timeout_s)
 
-        failures: list[Exception] = []
 
-        def create() -> None:
-            try:
-                create_collective_group([pair.a, pair.b], backend=transport)
-            except Exception as error:  # alpha: whatever it raises is the row's reason
-                failures.append(error)
+def collective_group(actors: Sequence[Any], backend: str, timeout_s: float) -> None:
+    """What Ray's own two-sided transports need before the first transfer. Raises Failed."""
+    from ray.experimental.collective import create_collective_group
 
-        # It has no deadline of its own.
-        creating = threading.Thread(target=create, name="bench-rdt", daemon=True)
-        creating.start()
-        creating.join(timeout_s)
-        if creating.is_alive():
-            raise Stuck(f"its collective group was not there within {timeout_s:.0f} s")
-        if failures:
-            raise Failed(one_line(failures[0])) from failures[0]
+    failures: list[Exception] = []
+
+    def create() -> None:
+        try:
+            create_collective_group(list(actors), backend=backend)
+        except Exception as error:  # alpha: whatever it raises is the row's reason
+            failures.append(error)
+
+    # It has no deadline of its own.
+    creating = threading.Thread(target=create, name="bench-rdt", daemon=True)
+    creating.start()
+    creating.join(timeout_s)
+    if creating.is_alive():
+        raise Stuck(f"its collective group was not there within {timeout_s:.0f} s")
+    if failures:
+        raise Failed(one_line(failures[0])) from failures[0]
 
 
 def _both(pair: Pair, what: str, row: Row, timeout_s: float) -> None:

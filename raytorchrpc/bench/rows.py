@@ -232,6 +232,7 @@ ROWS: tuple[Row, ...] = (
         needs=("two GPUs", "NCCL"),
         options={"transport": "nccl"},
     ),
+    _peer("ray-rdt-torchrpc", "rdt", "Ray Direct Transport over raytorchrpc", options={"transport": "TORCHRPC"}),
     _peer("ray-rdt-nixl", "rdt", "Ray Direct Transport over NIXL", needs=("nixl",), options={"transport": "nixl"}),
     _peer(
         "ray-rdt-cuda-ipc",

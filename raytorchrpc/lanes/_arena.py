@@ -8,6 +8,8 @@ a message and without waking anybody.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import mmap
 import os
 import threading
@@ -19,6 +21,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
+from raytorchrpc import forking
 from raytorchrpc.errors import LaneUnavailable
 
 SLOTS = 1 << 16
@@ -26,9 +29,15 @@ _DATA = 1 << 20
 _PAGE = 4096
 #: A slot's state. A receiver clears it; else it is set, also while the slot is in nobody's hands.
 _FREE, _TAKEN = 0, 1
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 #: Up to so many slots out, each taking looks for given-back ones; beyond, only when slots or bytes have doubled.
 _SWEEP_EACH_TIME = 64
 _SWEEP_BYTES = 64 << 20
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 
 
 class SharedAddress(NamedTuple):
@@ -38,6 +47,11 @@ class SharedAddress(NamedTuple):
     fd: int
     name: str
     size: int
+
+    @property
+    def tag(self) -> str:
+        """Short, and another for any other memory that a member shares or has shared."""
+        return self.name[-8:]
 
 
 def is_gone(address: SharedAddress) -> bool:
@@ -78,11 +92,8 @@ class SharedBytes:
 
 def map_shared(address: SharedAddress) -> numpy.ndarray:
     """The bytes of a peer's SharedBytes. Raises LaneUnavailable if this process may not, or cannot, map them."""
-    path = f"/proc/{address.pid}/fd/{address.fd}"
     try:
-        if address.name not in os.readlink(path):
-            raise LaneUnavailable("shm", "another process has that pid now")
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = _opened(address)
         try:
             mapped = mmap.mmap(fd, address.size)
         finally:
@@ -91,6 +102,13 @@ def map_shared(address: SharedAddress) -> numpy.ndarray:
         raise LaneUnavailable("shm", f"cannot map the peer's memory: {error}") from error
     _advise(mapped)
     return numpy.frombuffer(mapped, dtype=numpy.uint8)
+
+
+def _opened(address: SharedAddress) -> int:
+    path = f"/proc/{address.pid}/fd/{address.fd}"
+    if address.name not in os.readlink(path):
+        raise LaneUnavailable("shm", "another process has that pid now")
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 
 class Slot(NamedTuple):
@@ -233,11 +251,22 @@ class PeerArena:
 
     def __init__(self, address: SharedAddress) -> None:
         """Raises LaneUnavailable."""
+        self._address = address
         self._bytes = map_shared(address)
         self._pid = os.getpid()
         self._held: dict[int, weakref.ref[numpy.ndarray]] = {}
         self.span: tuple[int, int] = (self._bytes.ctypes.data, self._bytes.nbytes)
         """(address, bytes) of its mapping in this process."""
+        forking.inherited(self)
+
+    def after_fork(self) -> tuple[()]:
+        """See forking.Heirloom. What this process writes from now on, its parent is not to see."""
+        with contextlib.suppress(OSError, LaneUnavailable):  # the owner is gone: nothing to map it from
+            fd = _opened(self._address)
+            private = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+            _libc.mmap(*self.span, mmap.PROT_READ | mmap.PROT_WRITE, private, fd, 0)
+            os.close(fd)
+        return ()
 
     def view(self, index: int, offset: int, size: int) -> numpy.ndarray:
         """The slot's bytes, private and writable. The slot is given back when nothing uses them any more."""

@@ -45,7 +45,10 @@ class Channel(Protocol):
         """Begin to send these, which are contiguous and complete. Keeps their memory until sent. Raises Broken."""
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Begin to receive into these, which are from ``room``. Raises Broken."""
+        """Begin to receive into these, which are contiguous: from ``room``, or given to ``follow``. Raises Broken."""
+
+    def follow(self, tensors: Sequence[torch.Tensor]) -> None:
+        """What the calling thread has queued so far comes before what is begun next; these are its own tensors."""
 
     def mark(self) -> Mark:
         """Behind everything begun; to be asked for when settled. Raises Broken."""
@@ -59,12 +62,18 @@ class Channel(Protocol):
     def abort(self) -> None:
         """Give up what is under way and let go of everything, in the background. Idempotent; never waits or raises."""
 
+    def over(self) -> bool:
+        """After ``abort``: whether nothing is going to be written any more. Never waits."""
+
 
 class Carrier(Protocol):
     """The library, in this process. Thread-safe."""
 
     def open(self, devices: Sequence[int]) -> Mapping[int, str]:
         """Get ready; returns what tells each device from every other in the world. Raises LaneUnavailable."""
+
+    def device(self, index: int) -> torch.device:
+        """As which torch knows a device."""
 
     def mark(self, device: int) -> Mark:
         """Behind what the calling thread has queued on this device so far."""

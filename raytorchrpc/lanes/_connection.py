@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from raytorchrpc.errors import PeerLost, RpcTimeout
 from raytorchrpc.lanes import _frames
 from raytorchrpc.lanes._patience import Patience
-from raytorchrpc.lanes.base import Message, Pending
+from raytorchrpc.lanes._pending import SettledPending
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +44,25 @@ class Listeners(Protocol):
         """It has ended."""
 
 
+#: A host that is gone without a word (power, cable, a firewall that forgot us) costs its connections after this
+#: (seconds): nothing else would ever tell an idle one, and Linux goes on for 15 minutes with data that nobody
+#: acknowledges. A network that is back within five seconds costs nothing: the kernel sends again after at most that
+#: long again, well before. An idle connection asks after 5 s, then every 2 s. Linux counts a peer that lives but reads
+#: nothing the same way, so that one loses the connection too, but only once its buffers are full.
+SILENCE_S = 15
+_ASK_AFTER_S, _ASK_EVERY_S = 5, 2
+
+
 def tune(sock: socket.socket) -> None:
     """Settings of a proved socket."""
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ASK_AFTER_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_EVERY_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, (SILENCE_S - _ASK_AFTER_S) // _ASK_EVERY_S)
+        # It bounds data that is not acknowledged, and takes the place of TCP_KEEPCNT for an idle connection.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(SLICE_S))
 
 
@@ -167,7 +181,8 @@ class Connection:
                     raise self._busy()
         except OSError as error:  # so is a TimeoutError
             self.end(str(error))
-            raise PeerLost(self.peer or "the caller", self._ended or str(error)) from error
+            # Nobody runs a part of a request.
+            raise PeerLost(self.peer or "the caller", self._ended or str(error), may_have_run=False) from error
         finally:
             if not rest:
                 self._sending.release()
@@ -290,6 +305,11 @@ class Connection:
             look()
         return requests
 
+    def after_fork(self) -> None:
+        """See forking.Heirloom. The calls under way are the parent's: here they never end."""
+        self._state, self._sending = threading.Lock(), threading.Lock()
+        self._ended = "this process was forked"
+
     def end(self, reason: str) -> None:
         """Close; every call under way fails with PeerLost."""
         with self._state:
@@ -317,66 +337,35 @@ def _why(error: Exception) -> str:
     return f"connection broke: {error}"
 
 
-class SocketPending(Pending):
+class SocketPending(SettledPending):
     """One call under way on a connection."""
 
-    __slots__ = ("_callbacks", "_connection", "_deadline", "_error", "_message", "call", "done")
+    __slots__ = ("_connection", "_deadline", "call")
 
-    def __init__(self, connection: Connection, deadline: float) -> None:
+    def __init__(self, connection: Connection, deadline: float, settled: Callable[[], None] | None = None) -> None:
+        super().__init__(settled, connection._state)
         self._connection = connection
         self._deadline = deadline
-        self._message: Message | None = None
-        self._error: Exception | None = None
-        self._callbacks: list[Callable[[], None]] = []
         self.call = 0
-        self.done = False
-
-    def settle(self, message: Message | None, error: Exception | None) -> None:
-        """Complete the call. From one thread only, once."""
-        self._message, self._error = message, error
-        connection = self._connection
-        with connection._state:
-            self.done = True
-            callbacks, self._callbacks = self._callbacks, []
-            connection._called_back -= bool(callbacks)
-        for callback in callbacks:
-            try:
-                callback()
-            except Exception:  # must not cost the other calls of the connection theirs
-                logger.exception("a callback of a finished call raised")
 
     def wait(self, timeout_s: float) -> bool:
         if self.done:
             return True
         connection = self._connection
-        if connection.take_reading():
-            connection.keep_to_oneself()
-            try:
-                if timeout_s > 0:
-                    connection.read_until(self, time.monotonic() + timeout_s)
-                else:
-                    connection.read(socket.MSG_DONTWAIT)
-            finally:
-                connection.give_reading(lazily=True)
-            return self.done
-        if timeout_s <= 0:
-            return False
-        arrived = threading.Lock()
-        arrived.acquire()
-        self.add_done_callback(arrived.release)
-        return arrived.acquire(timeout=timeout_s)
+        if not connection.take_reading():
+            return super().wait(timeout_s)
+        connection.keep_to_oneself()
+        try:
+            if timeout_s > 0:
+                connection.read_until(self, time.monotonic() + timeout_s)
+            else:
+                connection.read(socket.MSG_DONTWAIT)
+        finally:
+            connection.give_reading(lazily=True)
+        return self.done
 
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        with self._connection._state:
-            if not self.done:
-                self._connection._called_back += not self._callbacks
-                self._callbacks.append(callback)
-                self._connection._let_listeners()
-                return
-        callback()
-
-    def take(self) -> Message:
-        if self._error is not None:
-            raise self._error
-        assert self._message is not None
-        return self._message
+    def _listened(self, begins: bool) -> None:
+        connection = self._connection
+        connection._called_back += 1 if begins else -1
+        if begins:
+            connection._let_listeners()

@@ -16,6 +16,7 @@ import time
 import weakref
 from typing import Any, NamedTuple
 
+from raytorchrpc import forking
 from raytorchrpc.lanes import _handshake
 
 #: Time for a connection to be made and proved (seconds), at most.
@@ -135,7 +136,7 @@ class Control:
 
 def listen(tcp_host: str | None) -> tuple[list[socket.socket], ControlAddress]:
     """Start to listen. Raises OSError."""
-    unix = "raytorchrpc-control-" + os.urandom(12).hex()
+    unix = f"{forking.ABSTRACT}control-{os.urandom(12).hex()}"
     listeners = [_listener(socket.AF_UNIX, "\0" + unix)]
     if tcp_host is None:
         return listeners, ControlAddress(unix, None)
@@ -173,7 +174,10 @@ def dial(address: ControlAddress, by_tcp: bool, secret: bytes, rank: int, deadli
         family, where = _family(address.tcp[0]), address.tcp
     until = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
     for attempt in range(_ATTEMPTS):  # the other end may hang up on strangers, and be in doubt about us
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:  # no descriptor left
+            raise Gone(f"no connection to it: {error}") from error
         try:
             left = max(0.001, until - time.monotonic())
             sock.settimeout(left)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from raytorchrpc import forking
 from raytorchrpc.lanes._cuda_driver import driver
 from raytorchrpc.lanes.base import Shape
 
@@ -36,6 +37,8 @@ class Mapped:
         self.pointer, self.device = pointer, device
 
     def __del__(self) -> None:
+        if forking.forked():
+            return
         with contextlib.suppress(Exception):  # this may be the end of the process
             torch.cuda.synchronize(self.device)  # rare: a copy out of it may be under way
             with driver().on(self.device.index):
@@ -53,6 +56,8 @@ class Loan:
         self._over = over
 
     def __del__(self) -> None:
+        if forking.forked():  # what this process drops, its parent may still use
+            return
         with contextlib.suppress(Exception):  # likewise
             self._over()
 

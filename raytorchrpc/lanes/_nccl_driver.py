@@ -211,6 +211,9 @@ class NcclCarrier(Carrier):
         library()
         return {index: str(getattr(torch.cuda.get_device_properties(index), "uuid", "")) for index in devices}
 
+    def device(self, index: int) -> torch.device:
+        return torch.device("cuda", index)
+
     def mark(self, device: int) -> Mark:
         return _EventMark(torch.cuda.current_stream(device))
 
@@ -227,6 +230,7 @@ class NcclChannel(Channel):
     def __init__(self, ticket: bytes, end: int, device: int) -> None:
         self._end, self._device = end, device
         self._lock = threading.Lock()
+        self._last: Mark | None = None
         self._stream = _streams.take(device)
         try:
             self._comm: ctypes.c_void_p | None = library().join(ticket, end, device)
@@ -256,6 +260,11 @@ class NcclChannel(Channel):
     def receive(self, tensors: Sequence[torch.Tensor]) -> None:
         self._move(tensors)
 
+    def follow(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+
     def _move(self, tensors: Sequence[torch.Tensor]) -> None:
         stream: int = self._stream.cuda_stream
         self._with_comm(lambda comm: library().move(comm, self._end, tensors, stream))
@@ -279,6 +288,10 @@ class NcclChannel(Channel):
             name = "raytorchrpc-nccl-abort"
             threading.Thread(target=self._let_go, args=(comm,), name=name, daemon=True).start()
 
+    def over(self) -> bool:
+        return self._last is not None and self._last.reached()
+
     def _let_go(self, comm: ctypes.c_void_p) -> None:
         library().abort(comm)
+        self._last = self.mark()
         _streams.give_back(self._device, self._stream)

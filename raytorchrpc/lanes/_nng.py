@@ -21,6 +21,7 @@ from typing import Any
 import pynng
 from pynng import ffi, lib
 
+from raytorchrpc import forking
 from raytorchrpc.errors import LaneUnavailable
 
 #: Largest message that is handed to nng, so the most that a stranger can make it hold at a time (bytes). What is
@@ -88,7 +89,7 @@ class Wire:
         self._gone = False
         self._met: int | None = None
         self._closing = threading.Lock()
-        self.gone_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self.gone_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable once the connection is lost or ``hang_up`` was called; what had arrived can still be received."""
         try:
             more = {"recv_buffer_size": _QUEUE, "send_buffer_size": _QUEUE} if kind is pynng.Pair0 else {}
@@ -98,6 +99,8 @@ class Wire:
         except BaseException:
             os.close(self.gone_fd)
             raise
+        self._addresses: list[forking.Address] = []
+        forking.inherited(self)
         self._sock.add_pre_pipe_connect_cb(self._connected)
         self._sock.add_post_pipe_remove_cb(self._disconnected)
 
@@ -122,10 +125,13 @@ class Wire:
 
     def listen(self, url: str) -> str:
         """Wait for the one peer; returns the URL that it can dial. Raises OSError."""
-        return _listen(self._sock, url)
+        where = _listen(self._sock, url)
+        self._addresses += forking.addresses_in(where)
+        return where
 
     def dial(self, url: str, deadline: float) -> None:
         """Connect. Raises OSError, TimeoutError; the wire can only be closed then."""
+        self._addresses += forking.addresses_in(url)
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
         def attempt() -> None:
@@ -210,11 +216,17 @@ class Wire:
         if fd >= 0:
             os.close(fd)
 
+    def after_fork(self) -> list[forking.Address]:
+        """See forking.Heirloom; ``_after_fork`` sees to the rest."""
+        return self._addresses
+
 
 class Door:
     """Where anybody may ask for a wire, in a few bytes."""
 
     def __init__(self) -> None:
+        self._addresses: list[forking.Address] = []
+        forking.inherited(self)
         self._sock = _socket(pynng.Rep0, recv_max_size=_ASKED)
         self._pipes: dict[int, Any] = {}  # oldest first
         self._sock.add_pre_pipe_connect_cb(self._came)
@@ -231,7 +243,13 @@ class Door:
 
     def listen(self, url: str) -> str:
         """Also listen here; returns the URL to dial. Raises OSError."""
-        return _listen(self._sock, url)
+        where = _listen(self._sock, url)
+        self._addresses += forking.addresses_in(where)
+        return where
+
+    def after_fork(self) -> list[forking.Address]:
+        """See forking.Heirloom."""
+        return self._addresses
 
     def answer(self, how: Callable[[bytes], bytes | None]) -> None:
         """Answer all who ask now; ``how`` returns None for what is not a question. Never blocks."""

@@ -14,7 +14,8 @@ from raytorchrpc.codec import Encoded
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes import _frames
 from raytorchrpc.lanes._nng import Wire
-from raytorchrpc.lanes.base import Message, Pending
+from raytorchrpc.lanes._pending import SettledPending
+from raytorchrpc.lanes.base import Message
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class Line:
         self._assembly = _Assembly()
         self._sending = threading.Lock()
         self._state = threading.Lock()
-        self._pending: dict[int, NngPending] = {}
+        self._pending: dict[int, SettledPending] = {}
         self._calls = 0
         self._ended: str | None = None
 
@@ -109,10 +110,10 @@ class Line:
         """Whether it can carry nothing more."""
         return self._ended is not None
 
-    def call(self, message: Message, deadline: float) -> NngPending:
+    def call(self, message: Message, deadline: float, settled: Callable[[], None] | None = None) -> SettledPending:
         """Send a request. Raises LaneUnavailable, PeerLost, RpcTimeout."""
         check_carried(message.body)
-        pending = NngPending()
+        pending = SettledPending(settled)
         with self._state:
             if self._ended is not None:
                 raise PeerLost(self.peer or "?", self._ended, may_have_run=False)
@@ -150,7 +151,7 @@ class Line:
             self._sending.release()
         # Half of a message may be on its way, and nothing can follow it.
         self.end(reason)
-        raise PeerLost(self.peer or "the caller", reason)
+        raise PeerLost(self.peer or "the caller", reason, may_have_run=False)
 
     def read(self) -> list[_frames.Frame]:
         """Take what arrived, without blocking: completes the calls whose replies came, returns the requests."""
@@ -196,48 +197,3 @@ def check_carried(body: Encoded) -> None:
         raise LaneUnavailable("nng", "it carries no RRefs; allow torchrpc in GroupConfig.lanes")
     if any(not tensor.is_cpu for tensor in body.tensors):
         raise LaneUnavailable("nng", "it carries CPU tensors only; move them there, or allow a lane for CUDA tensors")
-
-
-class NngPending(Pending):
-    """One call under way."""
-
-    __slots__ = ("_callbacks", "_done", "_error", "_lock", "_message")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._message: Message | None = None
-        self._error: Exception | None = None
-        self._done = False
-        self._callbacks: list[Callable[[], None]] = []
-
-    def settle(self, message: Message | None, error: Exception | None) -> None:
-        """Complete the call, once."""
-        with self._lock:
-            self._message, self._error, self._done = message, error, True
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            try:
-                callback()
-            except Exception:  # must not cost the other calls of the line theirs
-                logger.exception("a callback of a finished call raised")
-
-    def wait(self, timeout_s: float) -> bool:
-        if self._done or timeout_s <= 0:
-            return self._done
-        arrived = threading.Lock()
-        arrived.acquire()
-        self.add_done_callback(arrived.release)
-        return arrived.acquire(timeout=timeout_s)
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._done:
-                self._callbacks.append(callback)
-                return
-        callback()
-
-    def take(self) -> Message:
-        if self._error is not None:
-            raise self._error
-        assert self._message is not None
-        return self._message

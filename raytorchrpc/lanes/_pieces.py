@@ -54,6 +54,14 @@ def room(shapes: Sequence[Shape], device: torch.device) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
+def given(
+    piece: Sequence[int], into: Sequence[torch.Tensor | None] | None, device: torch.device
+) -> torch.Tensor | None:
+    """The receiver's own tensor, if a piece can arrive in it just as it is."""
+    target = into[piece[0]] if into is not None and len(piece) == 1 else None
+    return target if target is not None and target.device == device and target.is_contiguous() else None
+
+
 def split(tensor: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
     """The tensors of one piece."""
     if len(shapes) == 1:

@@ -29,6 +29,8 @@ FETCH, JOIN, DISCARD, GO, NO = range(5)
 _SPIN_S, _STEP, _LONGEST_STEP_S = 0.0005, 32, 0.001
 #: What is being sent when a lane closes has this long to get there (seconds).
 _LAST_S = 1.0
+#: What is being received into somebody's own memory when it fails has this long to end.
+_OVER_S = 10.0
 
 
 def wait(done: Callable[[], bool], control: Control | None, deadline: float) -> None:
@@ -71,9 +73,17 @@ class Receiving:
         self._channels: dict[tuple[int, int], Channel] = {}
 
     def fetch(
-        self, number: int, source: int, target: int, pieces: Sequence[Sequence[Shape]], deadline: float
+        self,
+        number: int,
+        source: int,
+        target: int,
+        pieces: Sequence[Sequence[Shape]],
+        deadline: float,
+        into: Sequence[torch.Tensor | None] | None = None,
     ) -> tuple[list[torch.Tensor], Channel]:
         """One export's pieces, whole. Blocks until they are here.
+
+        ``into``: for each piece, where it is to arrive, or None. Nothing is written there after this has raised.
 
         Raises LaneUnavailable if nothing moved and all is well; after anything else this has to be ended.
         """
@@ -81,13 +91,15 @@ class Receiving:
             raise Late
         try:
             channel = self._channels.get((source, target)) or self._join(source, target, deadline)
-            room = channel.room(pieces)
-            filled = [tensor for tensor in room if tensor.nbytes]
+            room = _room(channel, pieces, into)
             self.control.send((FETCH, number, source, target), deadline)
             self._heed(deadline)
-            channel.receive(filled)
-            wait(channel.settled, self.control, deadline)
-            mark = channel.mark()
+            try:
+                mark = self._receive(channel, room, into, deadline)
+            except BaseException:
+                if into is not None:
+                    _leave_alone(channel)
+                raise
         finally:
             self._turn.release()
 
@@ -96,8 +108,27 @@ class Receiving:
             channel.settled()  # raises if it broke: that too lets the mark be reached
             return reached
 
-        wait(arrived, self.control, deadline)
+        try:
+            wait(arrived, self.control, deadline)
+        except BaseException:
+            if into is not None:
+                _leave_alone(channel)
+            raise
         return room, channel
+
+    def _receive(
+        self,
+        channel: Channel,
+        room: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor | None] | None,
+        deadline: float,
+    ) -> Mark:
+        given = [tensor for tensor in into or () if tensor is not None]
+        if given:
+            channel.follow(given)
+        channel.receive([tensor for tensor in room if tensor.nbytes])
+        wait(channel.settled, self.control, deadline)
+        return channel.mark()
 
     def _join(self, source: int, target: int, deadline: float) -> Channel:
         ticket = self._carrier.ticket()
@@ -129,6 +160,25 @@ class Receiving:
         self.control.close()
         for channel in list(self._channels.values()):
             channel.abort()
+
+
+def _room(
+    channel: Channel, pieces: Sequence[Sequence[Shape]], into: Sequence[torch.Tensor | None] | None
+) -> list[torch.Tensor]:
+    """Where each piece is to arrive."""
+    if into is None:
+        return channel.room(pieces)
+    made = iter(channel.room([piece for piece, given in zip(pieces, into, strict=True) if given is None]))
+    return [next(made) if given is None else given for given in into]
+
+
+def _leave_alone(channel: Channel) -> None:
+    """The memory that it was to fill is its owner's again."""
+    channel.abort()
+    try:
+        wait(channel.over, None, time.monotonic() + _OVER_S)
+    except Late:
+        logger.warning("a transfer that failed has not ended within %g s; it may still write into buffers", _OVER_S)
 
 
 class Sending:

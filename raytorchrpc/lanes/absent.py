@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn
 
 from raytorchrpc.errors import LaneUnavailable
@@ -34,7 +34,15 @@ class AbsentLane(MessageLane):
     def connect(self, peers: Sequence[PeerAddress]) -> None:
         """Nothing to do."""
 
-    def call(self, peer: str, message: Message, timeout_s: float, *, attended: bool = False) -> Pending:
+    def call(
+        self,
+        peer: str,
+        message: Message,
+        timeout_s: float,
+        *,
+        attended: bool = False,
+        settled: Callable[[], None] | None = None,
+    ) -> Pending:
         self._refuse()
 
     def remote(self, peer: str, message: Message, timeout_s: float) -> Any:

@@ -107,11 +107,28 @@ class MessageLane(ABC):
     def connect(self, peers: Sequence[PeerAddress]) -> None:
         """Make these peers reachable. May connect lazily; a peer that is gone shows at the first call."""
 
+    def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> Any:
+        """From now on these are the peers that TCP leads to, and ``tcp_host`` is where they reach this member.
+
+        Returns the lane's address if that has changed by it, else None. Raises LaneUnavailable.
+        """
+        return None
+
     @abstractmethod
-    def call(self, peer: str, message: Message, timeout_s: float, *, attended: bool = False) -> Pending:
+    def call(
+        self,
+        peer: str,
+        message: Message,
+        timeout_s: float,
+        *,
+        attended: bool = False,
+        settled: Callable[[], None] | None = None,
+    ) -> Pending:
         """Send a request. Returns before the reply.
 
         ``attended``: the caller is going to wait at once, on this thread; a lane may spare itself other arrangements.
+        ``settled``: called when the call is over: answered, however late, or lost. Short; from any thread; perhaps also
+        if this raises.
 
         The tensors in ``message`` belong to the lane until the call is done and must not change meanwhile.
         Raises LaneUnavailable if nothing was sent and nothing can be, for instance for a CUDA tensor
@@ -216,6 +233,10 @@ class TensorLane(ABC):
     def connect(self, peers: Sequence[PeerAddress]) -> None:
         """Learn of these peers; what is costly waits for the first fetch."""
 
+    def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> Any:
+        """See MessageLane."""
+        return None
+
     @abstractmethod
     def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any]) -> Export:
         """Lay out all tensors of one message for ``peer``. The caller may drop them afterwards; it may change CPU
@@ -236,8 +257,16 @@ class TensorLane(ABC):
         return self.export(tensors, peer, devices)
 
     @abstractmethod
-    def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+    def fetch(
+        self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
+    ) -> list[torch.Tensor]:
         """Get the tensors, in the thread that will use them. Once for each descriptor.
+
+        ``into``: for each tensor, one of that dtype and shape that is to hold it, or None; on any device, with any
+        strides, without autograd. What the lane can bring there without a copy in between, it does, after the work that
+        this thread has queued on it, and returns that tensor. Otherwise it returns one of its own, which the caller
+        copies and drops. When this has returned or raised, nothing but what is queued on this thread's streams writes
+        there any more.
 
         Raises LaneUnavailable or PeerLost.
         """
@@ -245,6 +274,11 @@ class TensorLane(ABC):
     def used(self, peer: str, descriptor: Any) -> None:  # noqa: B027 - matters where memory is shared
         """The method that was called with these has returned. To be called on its thread, before the answer: CUDA work
         that it queued precedes what the sender queues after the answer.
+        """
+
+    def settle(self, device: int) -> None:  # noqa: B027 - matters where receivers copy by themselves
+        """What this thread queues from now on, on its current stream of that GPU, comes after the copies of all that
+        was exported from there and has been fetched. Does not wait for the GPU.
         """
 
     @abstractmethod

@@ -86,6 +86,7 @@ class CudaIpcLane(TensorLane):
         """Likewise: recorded after a copy; with its place in this member's page."""
         self._handles: dict[int, bytes] = {}
         self._pages: dict[str, numpy.ndarray] = {}
+        """By their tags: a peer that was restarted has another."""
         self._events: dict[bytes, torch.cuda.Event] = {}
         self._mapped: OrderedDict[bytes, Mapped] = OrderedDict()
         self._alive: WeakValueDictionary[bytes, Mapped] = WeakValueDictionary()
@@ -110,7 +111,7 @@ class CudaIpcLane(TensorLane):
         return self._export(tensors, peer, devices, shared=False)
 
     def share(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any]) -> Export:
-        self._page_of(peer)  # while it can be mapped: the peer may give back after it left
+        self._page_of(peer, self._tag_of(peer))  # while it can be mapped: the peer may give back after it left
         return self._export(tensors, peer, devices, shared=True)
 
     def _export(
@@ -132,7 +133,7 @@ class CudaIpcLane(TensorLane):
             kept = [tensor for tensor, *_ in placed]
             number, out, ready = self._set_out(peer, kept, source, shared)
         places = tuple(tuple(place) for _, *place in placed)
-        return _IpcExport(self, number, out, (number, devices[source], ready, places, shared))
+        return _IpcExport(self, number, out, (number, devices[source], ready, places, shared, self._page.address.tag))
 
     def _set_out(self, peer: str, kept: Sequence[torch.Tensor], source: int, shared: bool) -> tuple[int, _Out, bytes]:
         """Keep the tensors; returns their number, and the handle of the event after which they may be read."""
@@ -212,8 +213,15 @@ class CudaIpcLane(TensorLane):
                 out = self._out.pop(number)
                 out.flag = flag
                 released.append(out)
-        for out in released:
-            self._free_after_copy(out)
+            for out in released:
+                self._free_after_copy(out)
+
+    def settle(self, device: int) -> None:
+        self.tidy()
+        with self._lock:  # whoever tidies at the same time has queued its part as well
+            freeing = self._freeing.get(device)
+            if freeing is not None:
+                self._current(device)[0].wait_stream(freeing)
 
     def finish(self, number: int, out: _Out) -> None:
         """The call is over: what this thread queues from now on comes after the receiver's copy."""
@@ -247,7 +255,8 @@ class CudaIpcLane(TensorLane):
         """The receiver's event at that place; None if it is gone, and all its work with it."""
         begin = _HANDLES + place * HANDLE_BYTES
         try:
-            handle = self._page_of(out.peer)[begin : begin + HANDLE_BYTES].tobytes()
+            tag = out.address.tag if out.address is not None else ""
+            handle = self._page_of(out.peer, tag)[begin : begin + HANDLE_BYTES].tobytes()
             return self._opened(handle, out.tensors[0].device.index)
         except (LaneUnavailable, RuntimeError):  # it has left, and waited for its GPUs first
             return None
@@ -287,10 +296,12 @@ class CudaIpcLane(TensorLane):
 
     # --- receiving -----------------------------------------------------------------------------------------
 
-    def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape]) -> list[torch.Tensor]:
-        number, target, ready, places, shared = descriptor
+    def fetch(
+        self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
+    ) -> list[torch.Tensor]:
+        number, target, ready, places, shared, tag = descriptor
         device = torch.device("cuda", target)
-        flags = self._page_of(peer)
+        flags = self._page_of(peer, tag)
         with driver().on(target):
             # On the user's own stream: its memory is there, and what it queues next needs the data anyway.
             stream, raw = self._current(target)
@@ -298,7 +309,7 @@ class CudaIpcLane(TensorLane):
                 mapped = [self._map(handle, device) if size else None for handle, _, size, _ in places]
                 self._opened(ready, target).wait(stream)
                 if not shared:
-                    arrived = self._copy(mapped, places, shapes, device, raw)
+                    arrived = self._copy(mapped, places, shapes, into, device, raw)
                     flags[number] = _COPIED + self._record_copied(target, stream, raw)
                     return arrived
                 # Made ready now: giving back can happen in the middle of anything, and may take no lock.
@@ -317,12 +328,20 @@ class CudaIpcLane(TensorLane):
             ]
 
     def _copy(
-        self, mapped: Sequence[Mapped | None], places: Any, shapes: Sequence[Shape], device: torch.device, stream: int
+        self,
+        mapped: Sequence[Mapped | None],
+        places: Any,
+        shapes: Sequence[Shape],
+        into: Sequence[torch.Tensor | None] | None,
+        device: torch.device,
+        stream: int,
     ) -> list[torch.Tensor]:
         arrived: dict[int, torch.Tensor] = {}
         for mapping, (_, offset, size, piece) in zip(mapped, places, strict=True):
             mine = [shapes[index] for index in piece]
-            tensor = _pieces.room(mine, device)
+            tensor = _pieces.given(piece, into, device)
+            if tensor is None:
+                tensor = _pieces.room(mine, device)
             if mapping is not None:
                 driver().copy(tensor.data_ptr(), mapping.pointer + offset, size, stream)
             arrived.update(zip(piece, _pieces.split(tensor, mine), strict=True))
@@ -341,8 +360,8 @@ class CudaIpcLane(TensorLane):
         flags[number] = _COPIED + self._record_copied(index, returning, returning.cuda_stream)
 
     def used(self, peer: str, descriptor: Any) -> None:
-        number, target, _, _, shared = descriptor
-        page = self._page_of(peer) if shared else None
+        number, target, _, _, shared, tag = descriptor
+        page = self._page_of(peer, tag) if shared else None
         if page is not None and page[number] == _OUT:  # it keeps some of them
             page[_USES + number] = 1 + self._record_copied(target, *self._current(target))
 
@@ -384,19 +403,24 @@ class CudaIpcLane(TensorLane):
             event = self._events[handle] = torch.cuda.Event.from_ipc_handle(torch.device("cuda", device), handle)  # type: ignore[no-untyped-call]
         return event
 
-    def _page_of(self, peer: str) -> numpy.ndarray:
-        """A peer's shared page: the flags of its exports, then the handles of its events."""
-        page = self._pages.get(peer)
+    def _tag_of(self, peer: str) -> str:
+        address = self._peers.get(peer)
+        if address is None:
+            raise LaneUnavailable(self.name, f"member {peer!r} is not known here, or gone")
+        return address.tag
+
+    def _page_of(self, peer: str, tag: str) -> numpy.ndarray:
+        """The shared page of one process of a peer: the flags of its exports, then the handles of its events."""
+        page = self._pages.get(tag)
         if page is None:
-            address = self._peers.get(peer)
-            if address is None:
-                raise LaneUnavailable(self.name, f"member {peer!r} is not known here, or gone")
-            page = self._pages[peer] = map_shared(address)
+            if self._tag_of(peer) != tag:  # in its next process's page the numbers are of other tensors
+                raise LaneUnavailable(self.name, f"the process of member {peer!r} that sent these tensors is gone")
+            page = self._pages[tag] = map_shared(self._peers[peer])
         return page
 
     def discard(self, peer: str, descriptor: Any) -> None:
         with contextlib.suppress(LaneUnavailable):  # the peer is gone
-            self._page_of(peer)[descriptor[0]] = _UNUSED
+            self._page_of(peer, descriptor[-1])[descriptor[0]] = _UNUSED
 
     # --- the end ---------------------------------------------------------------------------------------------
 
@@ -408,8 +432,8 @@ class CudaIpcLane(TensorLane):
             kept = [number for number in of_peer if self._out[number].shared and not dead]
             for number in set(of_peer).difference(kept):
                 del self._out[number]
-        if not kept:
-            self._pages.pop(peer, None)
+        if not kept and address is not None:
+            self._pages.pop(address.tag, None)
 
     def close(self) -> None:
         with self._lock:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+from raytorchrpc.lanes._pending import SettledPending
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn, copied
 from raytorchrpc.streams import hand_over
 
@@ -24,9 +24,17 @@ class LoopbackLane(MessageLane):
     def connect(self, peers: Sequence[PeerAddress]) -> None:
         """Nothing to do."""
 
-    def call(self, peer: str, message: Message, timeout_s: float, *, attended: bool = False) -> Pending:
-        pending = LocalPending()
-        work = self._serve(_private(message), lambda reply: pending.complete(_private(reply)))
+    def call(
+        self,
+        peer: str,
+        message: Message,
+        timeout_s: float,
+        *,
+        attended: bool = False,
+        settled: Callable[[], None] | None = None,
+    ) -> Pending:
+        pending = SettledPending(settled)
+        work = self._serve(_private(message), lambda reply: pending.settle(_private(reply)))
         if work is not None:
             self._spawn(work)
         return pending
@@ -43,39 +51,3 @@ def _private(message: Message) -> Message:
         tensor if tensor.requires_grad and not tensor.is_leaf else copied(tensor) for tensor in message.body.tensors
     ]
     return message._replace(body=message.body._replace(tensors=tensors), adopt=hand_over(tensors))
-
-
-class LocalPending(Pending):
-    """A Pending that is completed by calling ``complete``, once, from any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._message: Message | None = None
-        self._callbacks: list[Callable[[], None]] = []
-
-    def complete(self, message: Message) -> None:
-        """Hand over the reply."""
-        with self._lock:
-            self._message = message
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
-
-    def wait(self, timeout_s: float) -> bool:
-        if self._message is not None or timeout_s <= 0:
-            return self._message is not None
-        arrived = threading.Lock()
-        arrived.acquire()
-        self.add_done_callback(arrived.release)
-        return arrived.acquire(timeout=timeout_s)
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        with self._lock:
-            if self._message is None:
-                self._callbacks.append(callback)
-                return
-        callback()
-
-    def take(self) -> Message:
-        assert self._message is not None
-        return self._message

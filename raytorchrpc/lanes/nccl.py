@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import itertools
 import logging
 import math
 import os
+import random
 import select
 import socket
 import threading
@@ -26,6 +28,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from raytorchrpc import forking
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes import _control, _handshake, _pieces
 from raytorchrpc.lanes._carrier import Broken, Carrier
@@ -36,8 +39,10 @@ from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilitie
 
 logger = logging.getLogger(__name__)
 
-#: Connections being proved at a time; one more is hung up on.
+#: Connections being proved at a time; for one more, the oldest is hung up on.
 _HANDSHAKES = 16
+#: Between attempts to accept where descriptors have run out (seconds).
+_BREATH_S = 0.05
 #: The lane's own thread waits this long, at most, for a peer that is to be told something (seconds).
 _PATIENCE_S = 1.0
 
@@ -85,12 +90,13 @@ class NcclLane(TensorLane):
         self._dialing: dict[str, threading.Lock] = {}
         self._receiving: dict[str, Receiving] = {}
         self._sending: set[Sending] = set()
-        self._proving = 0
-        self._numbers = itertools.count()
+        self._proving: dict[socket.socket, None] = {}  # oldest first
+        # What an earlier process of this member sent, and a peer still gives up, is none of these.
+        self._numbers = itertools.count(random.SystemRandom().getrandbits(48))
         self._kept: dict[int, Kept] = {}
         self._unwanted: collections.deque[tuple[str, int]] = collections.deque()
         self._listeners: list[socket.socket] = []
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK)  # wakes the lane's own thread
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes the lane's own thread
         self._closed = False
 
     def __del__(self) -> None:
@@ -105,7 +111,19 @@ class NcclLane(TensorLane):
         except OSError as error:
             raise LaneUnavailable(self.name, f"cannot listen: {error}") from error
         self._thread("attendant", self._attend)
-        return NcclAddress(self._rank, control, dict(self._identities))
+        self._address = NcclAddress(self._rank, control, dict(self._identities))
+        forking.inherited(self)
+        return self._address
+
+    def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
+        # Who came from another host after this lane was opened for one host only is reached by torchrpc.
+        self._by_tcp = by_tcp
+
+    def after_fork(self) -> list[forking.Address]:
+        """See forking.Heirloom. What is under way there is the parent's, and CUDA does not survive a fork."""
+        closed, self._closed = self._closed, True
+        known = [] if closed else [self._address, *self._peers.values()]
+        return [address.control.tcp for address in known if address.control.tcp is not None]
 
     def _thread(self, what: str, work: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=work, args=args, name=f"raytorchrpc-{self._me}-nccl-{what}", daemon=True).start()
@@ -176,7 +194,7 @@ class NcclLane(TensorLane):
             return
         finally:
             with self._lock:
-                self._proving -= 1
+                self._proving.pop(sock, None)
         sending = Sending(control, self._carrier, self._timeout_s, partial(self._take, rank))
         with self._lock:
             self._sending.add(sending)
@@ -195,19 +213,22 @@ class NcclLane(TensorLane):
 
     # --- receiving -----------------------------------------------------------------------------------------
 
-    def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+    def fetch(
+        self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
+    ) -> list[torch.Tensor]:
         number, source, target, sizes = descriptor
         deadline = time.monotonic() + self._timeout_s
         kinds = [(dtype, dtype.itemsize * math.prod(extents)) for dtype, extents in shapes]
         places = _pieces.pieces(kinds)
         expected = [sum(kinds[index][1] for index in place) for place in places]
         pieces = [[shapes[index] for index in place] for place in places]
+        own = None if into is None else [_pieces.given(place, into, self._carrier.device(target)) for place in places]
         try:
             if tuple(size for size in expected if size) != tuple(sizes):
                 raise LaneUnavailable(self.name, f"{peer!r} packs tensors in another way; run one release everywhere")
             way = self._way(peer, deadline)
             try:
-                room, channel = way.fetch(number, source, target, pieces, deadline)
+                room, channel = way.fetch(number, source, target, pieces, deadline, own)
             except (LaneUnavailable, torch.OutOfMemoryError):
                 raise  # nothing was posted
             except BaseException:
@@ -301,15 +322,18 @@ class NcclLane(TensorLane):
     def _let_in(self, listener: socket.socket) -> None:
         try:
             sock, _ = listener.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                threading.Event().wait(_BREATH_S)  # else poll would tell of it at once again
             return
         with self._lock:
-            crowded = self._proving >= _HANDSHAKES
-            self._proving += not crowded
-        if crowded:
-            sock.close()
-        else:
-            self._thread("sender", self._serve, sock)
+            oldest = next(iter(self._proving)) if len(self._proving) >= _HANDSHAKES else None
+            if oldest is not None:  # strangers who say nothing must not keep members out
+                del self._proving[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread wakes, and closes it
+            self._proving[sock] = None
+        self._thread("sender", self._serve, sock)
 
     def _tell_unwanted(self) -> None:
         while self._unwanted and not self._closed:

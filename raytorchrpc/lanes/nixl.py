@@ -6,12 +6,17 @@ there. CUDA tensors: the receiver reads out of the sender's allocation into one 
 NIXL knows no CUDA streams. The sender therefore waits, before it tells of a tensor, until the GPU has produced it.
 The receiver lets tensors arrive in memory of a stream on which nothing is ever queued: torch hands such memory out only
 when whatever used it last has run, so no work of the receiver's has to be waited for.
+
+Nothing is read straight into tensors that the receiver gives to be filled: they are copied out of that memory. A read
+that is given up, at its deadline for one, cannot be called back and may still write; then it writes where nobody looks.
+Host memory of the receiver's would have to be registered first too, which takes longer than the copy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,7 +85,8 @@ class NixlLane(TensorLane):
         self._settings = dict(settings or {})
         self._lock = threading.Condition()
         self._links: dict[str, _Link] = {}
-        self._numbers = itertools.count(1)
+        # What an earlier process of this member sent, and a peer still gives up, is none of these.
+        self._numbers = itertools.count(random.SystemRandom().getrandbits(48))
         self._out: dict[int, _Out] = {}
         self._given_up: list[tuple[Read, _Link, Any]] = []
         """Reads that nobody waits for any more, with the memory that they may still write."""
@@ -235,7 +241,9 @@ class NixlLane(TensorLane):
 
     # --- receiving -----------------------------------------------------------------------------------------
 
-    def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+    def fetch(
+        self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
+    ) -> list[torch.Tensor]:
         agent, link = self._known(peer)
         number, target, places, members = descriptor
         self._collect(agent)
@@ -244,7 +252,9 @@ class NixlLane(TensorLane):
                 self._meet(agent, link)
                 self._learn(agent, link, places)
                 if target is None:
-                    return self._fetch_cpu(agent, link, number, places, members, shapes)
+                    # What is copied out at once is not kept for long.
+                    crowded = (into is None or any(one is None for one in into)) and self._pool.crowded()
+                    return self._fetch_cpu(agent, link, number, places, members, shapes, crowded)
                 return self._fetch_cuda(agent, link, number, target, places, members, shapes)
             except _GivenUp as error:
                 raise PeerLost(peer, str(error)) from error
@@ -287,8 +297,8 @@ class NixlLane(TensorLane):
         places: Sequence[Place],
         members: Sequence[Sequence[tuple[int, int]]],
         shapes: Sequence[Shape],
+        crowded: bool,
     ) -> list[torch.Tensor]:
-        crowded = self._pool.crowded()
         blocks: list[Block] = []
         try:
             for place in places:

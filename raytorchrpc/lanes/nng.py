@@ -14,11 +14,13 @@ import os
 import select
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
+from raytorchrpc import forking
 from raytorchrpc.codec import NOTHING, Encoded
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes import _handshake, _nng
@@ -71,7 +73,7 @@ class NngLane(MessageLane):
         self._reader: threading.Thread | None = None
         self._closed = False
         self._epoll = select.epoll()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK)
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
 
     # --- the interface -------------------------------------------------------------------------------------
@@ -87,7 +89,19 @@ class NngLane(MessageLane):
             raise LaneUnavailable(self.name, f"cannot listen: {error}") from error
         self._epoll.register(door.fd, select.EPOLLIN)
         self._start_reader()
-        return NngAddress(local, tcp)
+        self._address = NngAddress(local, tcp)
+        return self._address
+
+    def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> NngAddress | None:
+        self._by_tcp = by_tcp
+        if tcp_host is None or self._tcp_host is not None or self._door is None:
+            return None
+        try:
+            self._address = self._address._replace(tcp=self._door.listen(_tcp_url(tcp_host)))
+        except OSError as error:
+            raise LaneUnavailable(self.name, f"cannot listen on {tcp_host}: {error}") from error
+        self._tcp_host = tcp_host
+        return self._address
 
     def _start_reader(self) -> None:
         self._reader = threading.Thread(target=self._read, name=f"raytorchrpc-{self._me}-nng", daemon=True)
@@ -98,13 +112,21 @@ class NngLane(MessageLane):
             self._addresses[peer.peer] = peer.address
             self._connecting.setdefault(peer.peer, threading.Lock())
 
-    def call(self, peer: str, message: Message, timeout_s: float, *, attended: bool = False) -> Pending:
+    def call(
+        self,
+        peer: str,
+        message: Message,
+        timeout_s: float,
+        *,
+        attended: bool = False,
+        settled: Callable[[], None] | None = None,
+    ) -> Pending:
         _nng.check_process()
         deadline = time.monotonic() + timeout_s
         line = self._lines.get(peer)
         if line is None or line.ended:
             line = self._connect(peer, deadline)
-        return line.call(message, deadline)
+        return line.call(message, deadline, settled)
 
     def disconnect(self, peer: str) -> None:
         self._addresses.pop(peer, None)
@@ -281,17 +303,21 @@ class NngServer:
         """``name``: for threads and logs. ``tcp_host``: address to listen on for other hosts, None for none."""
         self._lane = NngLane(name, -1, secret, tcp_host=tcp_host, by_tcp=frozenset())
         self._workers = concurrent.futures.ThreadPoolExecutor(_SERVING, f"raytorchrpc-{name}-offers")
-        self._offers: dict[str, Encoded] = {}
+        self._offers: dict[str, Encoded | Callable[[], Encoded]] = {}
 
     def open(self) -> OfferAddress:
         """Start to listen; returns the address for ``fetch``. Raises LaneUnavailable."""
         return OfferAddress(self._lane.open(self._serve, self._spawn), _network())
 
-    def offer(self, key: str, value: Encoded) -> None:
+    def offer(self, key: str, value: Encoded | Callable[[], Encoded]) -> None:
         """Let anybody fetch this value, any number of times, until ``withdraw``. Its tensors are on the CPU and must
         not change meanwhile: each fetch sends what they hold then. Raises LaneUnavailable for what cannot be sent.
+
+        A function is called for each fetch, on a thread of the server's, and returns the value; what it raises, the
+        fetch raises as LaneUnavailable.
         """
-        check_carried(value)
+        if not callable(value):
+            check_carried(value)
         self._offers[key] = value
 
     def withdraw(self, key: str) -> None:
@@ -308,12 +334,18 @@ class NngServer:
         self._workers.submit(work)
 
     def _serve(self, message: Message, reply: Reply) -> Callable[[], None]:
-        value = self._offers.get(message.header[0])
-        answer = Message((False,), NOTHING) if value is None else Message((True,), value)
-        return partial(_answer, reply, answer)
+        return partial(_answer, reply, self._offers.get(message.header[0]))
 
 
-def _answer(reply: Reply, message: Message) -> None:
+def _answer(reply: Reply, offered: Encoded | Callable[[], Encoded] | None) -> None:
+    message = Message((False, ""), NOTHING)
+    try:
+        if offered is not None:
+            value = offered() if callable(offered) else offered
+            check_carried(value)
+            message = Message((True,), value)
+    except Exception as error:
+        message = Message((False, f"{type(error).__name__}: {error}"), NOTHING)
     try:
         reply(message)
     except RayTorchRpcError as error:
@@ -325,21 +357,62 @@ def fetch(address: OfferAddress, secret: bytes, key: str, timeout_s: float) -> E
 
     Raises LaneUnavailable if nothing is offered under this key (any more), PeerLost, RpcTimeout.
     """
-    deadline = time.monotonic() + timeout_s
-    near = address.network == _network()
-    lane = NngLane("fetch", -1, secret, tcp_host=None, by_tcp=frozenset() if near else frozenset({_SERVER}))
+    line = _Fetching(address, secret)
     try:
-        lane._start_reader()
-        lane.connect([PeerAddress(_SERVER, address.nng)])
-        pending = lane.call(_SERVER, Message((key,), NOTHING), timeout_s)
+        return line.fetch(key, timeout_s)
+    finally:
+        line.close()
+
+
+class _Fetching:
+    """A connection to one NngServer, made when it is first needed."""
+
+    def __init__(self, address: OfferAddress, secret: bytes) -> None:
+        near = address.network == _network()
+        by_tcp: frozenset[str] = frozenset() if near else frozenset({_SERVER})
+        self._lane = NngLane("fetch", -1, secret, tcp_host=None, by_tcp=by_tcp)
+        self._lane._start_reader()
+        self._lane.connect([PeerAddress(_SERVER, address.nng)])
+        self.close = self._lane.close
+
+    def fetch(self, key: str, timeout_s: float) -> Encoded:
+        deadline = time.monotonic() + timeout_s
+        pending = self._lane.call(_SERVER, Message((key,), NOTHING), timeout_s)
         if not pending.wait(deadline - time.monotonic()):
             raise RpcTimeout(f"{key!r} did not arrive within {timeout_s:g} s")
         message = pending.take()
-    finally:
-        lane.close()
-    if not message.header[0]:
-        raise LaneUnavailable("nng", f"nothing is offered under {key!r} (any more)")
-    return message.body
+        if not message.header[0]:
+            raise LaneUnavailable("nng", message.header[1] or f"nothing is offered under {key!r} (any more)")
+        return message.body
+
+
+class NngClient:
+    """Fetches again and again, as ``fetch`` does, and keeps the connections that it made last. Thread-safe."""
+
+    def __init__(self, connections: int = 16) -> None:
+        """``connections``: most to keep; a thread and three descriptors each."""
+        self._most = connections
+        self._open: OrderedDict[tuple[OfferAddress, bytes], _Fetching] = OrderedDict()  # oldest first
+        self._lock = threading.Lock()
+
+    def fetch(self, address: OfferAddress, secret: bytes, key: str, timeout_s: float) -> Encoded:
+        """See the function of that name."""
+        evicted = None
+        with self._lock:
+            line = self._open.pop((address, secret), None) or _Fetching(address, secret)
+            self._open[address, secret] = line
+            if len(self._open) > self._most:
+                _, evicted = self._open.popitem(last=False)
+        if evicted is not None:
+            evicted.close()
+        try:
+            return line.fetch(key, timeout_s)
+        except (PeerLost, RpcTimeout):  # it is gone, or so slow that a new connection can only be better
+            with self._lock:
+                if self._open.get((address, secret)) is line:
+                    del self._open[address, secret]
+            line.close()
+            raise
 
 
 def _network() -> str:
@@ -347,7 +420,7 @@ def _network() -> str:
 
 
 def _local_url() -> str:
-    return "abstract://raytorchrpc-" + os.urandom(12).hex()
+    return f"abstract://{forking.ABSTRACT}{os.urandom(12).hex()}"
 
 
 def _tcp_url(host: str) -> str:

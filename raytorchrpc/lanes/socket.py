@@ -9,6 +9,7 @@ method keeps nobody from being heard. A caller that waits reads its own connecti
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+from raytorchrpc import forking
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
 from raytorchrpc.lanes import _frames, _handshake
 from raytorchrpc.lanes._connection import Connection, SocketPending, tune
@@ -40,6 +42,9 @@ ATTEND_S = 0.001
 _SPARE_LISTENERS = 4
 #: Connections being proved at a time; for one more, the oldest is hung up on.
 _HANDSHAKES = 16
+#: Between attempts to accept where descriptors have run out (seconds).
+_BREATH_S = 0.05
+_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _ATTEMPTS = 3
 _READ = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 
@@ -88,7 +93,8 @@ class SocketLane(MessageLane):
         self._proving: dict[socket.socket, None] = {}  # oldest first
         self._closed = False
         self._epoll = select.epoll()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK)  # level-triggered: once rung, every listener hears it
+        # Level-triggered: once rung, every listener hears it.
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
         self._watched: list[Connection] = []
         self._timer = Timer(ATTEND_S)
@@ -98,14 +104,24 @@ class SocketLane(MessageLane):
 
     def open(self, serve: Serve, spawn: Spawn) -> SocketAddress:
         self._serve, self._spawn = serve, spawn
-        unix = "raytorchrpc-" + os.urandom(12).hex()
+        unix = forking.ABSTRACT + os.urandom(12).hex()
         self._listen(socket.AF_UNIX, "\0" + unix)
-        tcp = None
-        if self._tcp_host is not None:
-            family = socket.AF_INET6 if ":" in self._tcp_host else socket.AF_INET
-            tcp = self._listen(family, (self._tcp_host, 0)).getsockname()[:2]
+        self._address = SocketAddress(unix, None if self._tcp_host is None else self._listen_tcp(self._tcp_host))
+        forking.inherited(self)
         self._add_listener()
-        return SocketAddress(unix, tcp)
+        return self._address
+
+    def _listen_tcp(self, host: str) -> tuple[str, int]:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        bound: tuple[str, int] = self._listen(family, (host, 0)).getsockname()[:2]
+        return bound
+
+    def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> SocketAddress | None:
+        self._by_tcp = by_tcp
+        if tcp_host is None or self._address.tcp is not None:
+            return None
+        self._address = self._address._replace(tcp=self._listen_tcp(tcp_host))
+        return self._address
 
     def _listen(self, family: int, address: Any) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -125,12 +141,20 @@ class SocketLane(MessageLane):
             self._addresses[peer.peer] = peer.address
             self._connecting.setdefault(peer.peer, threading.Lock())
 
-    def call(self, peer: str, message: Message, timeout_s: float, *, attended: bool = False) -> Pending:
+    def call(
+        self,
+        peer: str,
+        message: Message,
+        timeout_s: float,
+        *,
+        attended: bool = False,
+        settled: Callable[[], None] | None = None,
+    ) -> Pending:
         deadline = time.monotonic() + timeout_s
         connection = self._connections.get(peer)
         if connection is None or connection.ended:
             connection = self._connect(peer, deadline)
-        pending = SocketPending(connection, deadline)
+        pending = SocketPending(connection, deadline, settled)
         connection.begin(pending, attended)
         try:
             connection.send(_frames.pack(_frames.REQUEST, pending.call, message), deadline)
@@ -162,6 +186,22 @@ class SocketLane(MessageLane):
         self._connections.clear()
         self._retire(0)  # frees epoll and bell if no listener is left to do it
 
+    def after_fork(self) -> list[forking.Address]:
+        """See forking.Heirloom."""
+        closed, self._closed = self._closed, True
+        self._lock = threading.Lock()
+        for connection in self._by_fd.values():
+            connection.after_fork()
+        self._connections.clear()
+        bell, self._bell = self._bell, -1
+        if bell >= 0:
+            # This process's descriptors alone: the set itself, and what is in it, are the parent's.
+            self._epoll.close()
+            self._timer.close()
+            os.close(bell)
+        known = [] if closed else [self._address, *self._addresses.values()]
+        return [address.tcp for address in known if address.tcp is not None]
+
     # --- connections -----------------------------------------------------------------------------------------
 
     def _connect(self, peer: str, deadline: float) -> Connection:
@@ -192,7 +232,10 @@ class SocketLane(MessageLane):
             family, where = socket.AF_UNIX, "\0" + address.unix  # type: ignore[assignment]
         until = time.monotonic() + patience
         for attempt in range(_ATTEMPTS):  # the other end may hang up on strangers, and be in doubt about us
-            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                sock = socket.socket(family, socket.SOCK_STREAM)
+            except OSError as error:  # no descriptor left
+                raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
             try:
                 left = max(0.001, until - time.monotonic())
                 sock.settimeout(left)
@@ -347,8 +390,10 @@ class SocketLane(MessageLane):
     def _welcome(self, listener: socket.socket) -> None:
         try:
             sock, _ = listener.accept()
-        except OSError:
+        except OSError as error:
             sock = None
+            if error.errno in _NO_ROOM:
+                self._breathe()
         self.arm(listener.fileno())
         if sock is None:
             return
@@ -363,6 +408,12 @@ class SocketLane(MessageLane):
         threading.Thread(
             target=self._prove, args=(sock,), name=f"raytorchrpc-{self._me}-handshake", daemon=True
         ).start()
+
+    def _breathe(self) -> None:
+        """No descriptor is left for a connection that waits to be accepted, so epoll would tell of it at once again."""
+        if self._idle == 0:
+            self._add_listener()
+        threading.Event().wait(_BREATH_S)
 
     def _prove(self, sock: socket.socket) -> None:
         try:

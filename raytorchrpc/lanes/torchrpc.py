@@ -39,6 +39,8 @@ class _Served(NamedTuple):
     devices: list[int | str | torch.device]
 
 
+#: Who waits does so by the deadline; torch itself would say that a call is over whose arguments the peer still holds.
+_NO_LIMIT = 0.0
 _served: _Served | None = None  # what a request that arrives in this process goes to; emptied by close()
 
 
@@ -70,14 +72,24 @@ class TorchRpcLane(MessageLane):
         self._rpc_names.update({peer.peer: peer.address.name for peer in peers})
         self._fabric.meet([peer.address for peer in peers])
 
-    def call(self, peer: str, message: Message, timeout_s: float, *, attended: bool = False) -> Pending:
+    def call(
+        self,
+        peer: str,
+        message: Message,
+        timeout_s: float,
+        *,
+        attended: bool = False,
+        settled: Callable[[], None] | None = None,
+    ) -> Pending:
         worker = self._worker(peer, message.body.tensors)
         header, body = message.header, message.body
         args = (header, body.payload, _sendable(body.tensors), list(body.rrefs), body.buffers)
         try:
-            future = _compat.invoke_async(worker, _serve, args, timeout_s)
+            future = _compat.invoke_async(worker, _serve, args, _NO_LIMIT)
         except RuntimeError as error:
             raise _translate(error, peer, sent=False) from error
+        if settled is not None:
+            future.add_done_callback(lambda _: settled())
         return _TorchPending(future, peer)
 
     def remote(self, peer: str, message: Message, timeout_s: float) -> Any:

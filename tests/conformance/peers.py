@@ -151,7 +151,8 @@ def ask(what: str, *tensors: torch.Tensor, peer: str = "b", payload: bytes = b""
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal bit by bit (NaN too), in type and shape."""
-    raw = [numbers(tensor).contiguous().view(-1).view(torch.uint8) for tensor in (a, b)]
+    fresh = torch.contiguous_format  # one element may lie with any stride, and counts as contiguous
+    raw = [numbers(tensor).clone(memory_format=fresh).view(-1).view(torch.uint8) for tensor in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*raw)
 
 

@@ -48,6 +48,9 @@ class PipeCarrier(Carrier):
     def open(self, devices: Sequence[int]) -> Mapping[int, str]:
         return dict.fromkeys(devices, self.identity)
 
+    def device(self, index: int) -> torch.device:
+        return torch.device("cpu")
+
     def mark(self, device: int) -> Mark:
         mark = PipeMark(reached=not self.busy)
         self.marks.append(mark)
@@ -76,7 +79,7 @@ class PipeChannel(Channel):
         self._given_up = threading.Event()
         self._sock = listener or socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._work: queue.SimpleQueue[tuple[str, Sequence[torch.Tensor]] | PipeMark | None] = queue.SimpleQueue()
-        self._joined = threading.Event()
+        self._joined, self._ended = threading.Event(), threading.Event()
         self._broken = ""
         threading.Thread(target=self._run, name="pipe", daemon=True).start()
 
@@ -100,6 +103,7 @@ class PipeChannel(Channel):
             while not self._work.empty():  # as on a GPU: what was aborted lets the stream go on
                 if isinstance(item := self._work.get(), PipeMark):
                     item.event.set()
+            self._ended.set()
 
     def _move(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -134,6 +138,12 @@ class PipeChannel(Channel):
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> None:
         self._begin(("receive", list(tensors)))
+
+    def follow(self, tensors: Sequence[torch.Tensor]) -> None:
+        pass
+
+    def over(self) -> bool:
+        return self._ended.is_set()
 
     def mark(self) -> Mark:
         mark = PipeMark()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
 import time
@@ -163,3 +164,40 @@ def test_close_hangs_up_on_those_who_have_proved_nothing_yet(member: Node) -> No
             lambda: not any(thread.name.startswith("raytorchrpc-b") for thread in threading.enumerate()), 2
         )
         assert gone
+
+
+def test_a_member_without_descriptors_takes_no_processor(member: Node) -> None:
+    """A connection that cannot be accepted waits, and is accepted when there is room again."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    family = socket.AF_INET if member.kind == "socket over tcp" else socket.AF_UNIX
+    with socket.socket(family) as sock:
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        try:
+            sock.settimeout(5)
+            sock.connect(member.address.tcp if family == socket.AF_INET else "\0" + member.address.unix)
+            before = time.process_time()
+            threading.Event().wait(0.5)
+            assert time.process_time() - before < 0.2
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        _handshake.offer(sock, peers.SECRET, 0, 5)
+
+
+def test_a_caller_without_descriptors_is_told_and_calls_again(member: Node) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    friend = rightful(member)
+    try:
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        try:
+            with pytest.raises(PeerLost, match="Too many open files") as caught:
+                echo(friend)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert not caught.value.may_have_run
+        echo(friend)
+    finally:
+        friend.lane.close()

@@ -387,7 +387,7 @@ def _make_and_drop(count: int) -> None:
 
 def test_a_slot_goes_back_when_its_last_tensor_dies(shm: Pair) -> None:
     sent, _ = shm.pass_on("all", _around_one_mib)  # two slots of their own, one small
-    (one, two, small), _, crowded = sent
+    (one, two, small), _, crowded, _ = sent
     assert not crowded
     assert shm.used() == one[2] + two[2] + small[2]
     shm.b.run(_keep_only, "all", 1)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from raytorchrpc.bench.fit import fit
 from raytorchrpc.bench.markdown import document
-from raytorchrpc.bench.measuring import FEWEST, Measuring
+from raytorchrpc.bench.measuring import FEWEST, Measuring, lead_in
 from raytorchrpc.bench.options import Options, make_options, parse_size, show_size
 from raytorchrpc.bench.pairs import Failed, Pair, Stuck, Track
 from raytorchrpc.bench.published import published, published_curve, published_sizes
@@ -173,8 +173,18 @@ def runs(where: Site, device: Device) -> set[str]:
 
 
 ANYWHERE = {"torchrpc", "torchrpc-TCP", "nng-TCP", "nixl", "ray", "ray-zero-copy", "ray-rdt-gloo", "ray-rdt-nixl"}
-ANYWHERE |= {"auto", "socket", "bare-torchrpc", "bare-nng", "bare-socket", "bare-socket-x4", "memcpy"}
-CUDA_ANYWHERE = {"auto", "torchrpc", "torchrpc-TCP", "nixl", "ray", "ray-zero-copy", "ray-rdt-nixl", "bare-torchrpc"}
+ANYWHERE |= {
+    "ray-rdt-torchrpc",
+    "auto",
+    "socket",
+    "bare-torchrpc",
+    "bare-nng",
+    "bare-socket",
+    "bare-socket-x4",
+    "memcpy",
+}
+CUDA_ANYWHERE = {"auto", "torchrpc", "torchrpc-TCP", "nixl", "ray", "ray-zero-copy", "bare-torchrpc"}
+CUDA_ANYWHERE |= {"ray-rdt-nixl", "ray-rdt-torchrpc"}
 TWO_GPUS = {"nccl-TCP", "ray-rdt-nccl", "bare-nccl"}
 ONE_HOST_GPU = {"cuda-shared-tensor", "ray-rdt-cuda-ipc", "gpu-copy"}
 
@@ -575,3 +585,11 @@ def test_no_figure_at_all_is_a_failure(tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, ["bench", "--from", str(tmp_path / "empty.json")])
     assert ran.exit_code == 1
     assert ran.stderr == "raytorchrpc bench: not a single figure came out; the reasons are above\n"
+
+
+COLD_STARTS = [(1e-5, 10), (5e-4, 10), (2e-3, 2), (1e-2, 1), (0.02, 0), (3.0, 0)]
+
+
+@pytest.mark.parametrize(("one_takes_s", "skipped"), COLD_STARTS)
+def test_quick_samples_start_warm_and_slow_ones_are_not_wasted(one_takes_s: float, skipped: int) -> None:
+    assert lead_in(one_takes_s) == skipped

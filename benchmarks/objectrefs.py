@@ -1,0 +1,180 @@
+"""Ray's own line, ``ray.get(b.consume.remote(a.produce.remote()))``, timed in the driver, by every road for tensors:
+Ray Direct Transport over this package (TORCHRPC), Gloo, NCCL, NIXL and CUDA IPC, and Ray's object store.
+
+All roads alike: each has two actors of its own, started with ``runtime_env()``; ``produce`` returns tensors that its
+actor made before and keeps, so that neither allocating nor filling them is timed; ``consume`` reads from what came and
+returns a number. What came is compared with what was sent once for each size, untimed.
+
+"empty" is a one-sided transport that moves nothing: the time that Ray's machinery takes by itself, below which no
+transport gets.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import ray
+import torch
+
+import raytorchrpc as rtr
+from benchmarks._harness import Row, interleaved, show, start_ray
+from benchmarks._roads import EmptyTransport, Load, Road
+
+OURS, PLAIN, EMPTY = "TORCHRPC", "plain Ray", "empty"
+#: Bytes -> repeats.
+CPU_SIZES = {20_000: 200, 1_250_000: 100, 40_000_000: 20}
+CUDA_SIZES = {1_250: 100, 20_000: 100, 1_250_000: 100, 10_000_000: 60, 40_000_000: 40, 640_000_000: 20}
+CUDA_SIZES |= {1_250_000_000: 10}
+SHARED_SIZES = {1_250_000: 60, 640_000_000: 20}
+MANY = 1000, 4_000
+"""Tensors in one object, and bytes of each."""
+MANY_REPEATS = 20
+#: CUDA tensors that Ray's object store is to carry with ``--quick``: one of 1.25 GB takes it seconds.
+QUICK_STORE = 40_000_000
+
+
+def main(quick: bool = False) -> None:
+    ray.experimental.register_tensor_transport("EMPTY", ["cpu", "cuda"], EmptyTransport, torch.Tensor)
+    rtr.rdt.enable()
+    start_ray()
+    try:
+        _cpu(quick)
+        gpus = _gpus()
+        if len(gpus) == 1 or (gpus and not quick):
+            _one_gpu(quick)
+        if len(gpus) > 1:
+            _two_gpus(quick, gpus)
+        else:
+            print(f"  CUDA tensors between two GPUs: not run, there are {len(gpus)}")
+    finally:
+        ray.shutdown()
+
+
+def _cpu(quick: bool) -> None:
+    zero_copy = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
+    roads = [
+        Road(OURS, "TORCHRPC"),
+        Road(PLAIN, None),
+        Road("Ray, zero-copy tensors", None, env=zero_copy),
+        Road("RDT gloo", "GLOO"),
+        _nixl(),
+        Road(EMPTY, "EMPTY", moves=False),
+    ]
+
+    def target(load: Load, peer: str) -> float | None:
+        if load.number > 1:
+            return 0.3 if peer == "RDT nixl" else None
+        return {(20_000, PLAIN): 1.5, (40_000_000, PLAIN): 0.3, (40_000_000, "RDT gloo"): 0.7}.get((load.size, peer))
+
+    loads = {Load("cpu", size): repeats for size, repeats in CPU_SIZES.items()}
+    loads[Load("cpu", MANY[1], MANY[0])] = MANY_REPEATS
+    _compare("CPU tensors by ObjectRef, one host (medians)", roads, loads, target, quick)
+
+
+def _two_gpus(quick: bool, gpus: Sequence[str]) -> None:
+    roads = [
+        Road(OURS, "TORCHRPC"),
+        Road("RDT nccl", "NCCL"),
+        _nixl(),
+        Road(PLAIN, None, most=QUICK_STORE if quick else None),
+        Road(EMPTY, "EMPTY", moves=False),
+    ]
+
+    def target(load: Load, peer: str) -> float | None:
+        if load.number > 1:
+            return 0.3 if peer == "RDT nixl" else None
+        return {"RDT nccl": 0.6 if load.size == 640_000_000 else 0.8, "RDT nixl": 0.6}.get(peer)
+
+    loads = {Load("cuda", size): repeats for size, repeats in CUDA_SIZES.items()}
+    loads[Load("cuda", MANY[1], MANY[0])] = MANY_REPEATS
+    _compare("CUDA tensors by ObjectRef between two GPUs (medians)", roads, loads, target, quick, gpus=gpus[:2])
+
+
+def _one_gpu(quick: bool) -> None:
+    roads = [Road(OURS, "TORCHRPC"), Road("RDT cuda_ipc", "CUDA_IPC"), Road(EMPTY, "EMPTY", moves=False)]
+    loads = {Load("cuda", size): repeats for size, repeats in SHARED_SIZES.items()}
+    title = "CUDA tensors by ObjectRef between two actors on one GPU (medians)"
+    _compare(title, roads, loads, lambda load, peer: None, quick, one_gpu=True)
+
+
+def _nixl() -> Road:
+    missing = importlib.util.find_spec("nixl") is None
+    return Road("RDT nixl", "NIXL", obstacle="not installed: pip install 'raytorchrpc[nixl]'" if missing else None)
+
+
+def _gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them."""
+    visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+    return visible or [str(index) for index in range(torch.cuda.device_count())]
+
+
+def _compare(
+    title: str,
+    roads: Sequence[Road],
+    loads: Mapping[Load, int],
+    target: Callable[[Load, str], float | None],
+    quick: bool,
+    gpus: Sequence[str | None] = (None, None),
+    one_gpu: bool = False,
+) -> None:
+    """Every road at every load, in turns; then the tables."""
+    device = next(iter(loads)).device
+    reasons: dict[str, list[str]] = {}
+    took: dict[Load, dict[str, float]] = {}
+    living = [road for road in roads if road.obstacle is None]
+    try:
+        for road in living:
+            # Of one GPU only, the four or six actors take shares that fit on it, so that Ray puts them all there.
+            road.start(device, gpus, share=0.1 if one_gpu or gpus[0] is not None else 0)
+        with ThreadPoolExecutor(len(living)) as pool:
+            list(pool.map(lambda road: road.open(device, one_gpu), living))
+        for load, repeats in loads.items():
+            runs = {}
+            for road in roads:
+                if (reason := road.prepare(load)) is None:
+                    runs[road.name] = road.send
+                else:
+                    reasons.setdefault(f"{road.name}: {reason}", []).append(str(load))
+            medians = interleaved(runs, max(3, repeats // 3) if quick else repeats) if runs else {}
+            broken = {road.name for road in roads if road.obstacle is not None}
+            took[load] = {name: seconds for name, seconds in medians.items() if name not in broken}
+            for road in living:
+                road.drop()
+    finally:
+        for road in living:
+            road.end()
+    _show(title, [road.name for road in roads], took, target)
+    for load, seconds in took.items():
+        if EMPTY in seconds and PLAIN in seconds:
+            floor = seconds[EMPTY] / seconds[PLAIN]
+            print(f"  {load}: Ray's machinery alone ({EMPTY}) takes {floor:.2f} x {PLAIN}")
+    for reason, where in reasons.items():
+        print(f"  {reason} ({'everywhere' if len(where) == len(loads) else ', '.join(where)})")
+
+
+def _show(
+    title: str,
+    names: Sequence[str],
+    took: Mapping[Load, Mapping[str, float]],
+    target: Callable[[Load, str], float | None],
+) -> None:
+    print(f"\n{title}: milliseconds")
+    print("  " + " " * 14 + "".join(f"{name:>24}" for name in names))
+    for load, seconds in took.items():
+        cells = (f"{seconds[name] * 1e3:.4g}" if name in seconds else "-" for name in names)
+        print(f"  {load!s:<14}" + "".join(f"{cell:>24}" for cell in cells))
+    rows = [
+        Row(f"{load.device}, {load}", seconds[OURS] * 1e3, seconds[peer] * 1e3, "ms", peer, target(load, peer))
+        for load, seconds in took.items()
+        if OURS in seconds
+        for peer in names
+        if peer != OURS and peer in seconds
+    ]
+    show(f"{title}: {OURS} against the others", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Between actors: results received into buffers on GPUs, and across from and to the CPU.
+
+``a`` and ``b`` are on one GPU, ``h`` has none; ``c`` is on another GPU, where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc import member
+
+pytestmark = pytest.mark.gpu
+
+#: Elements of float32: above and below what travels in a message, and what travels alone.
+LARGE, SMALL = 3_000_000, 1000
+_LATE = 100_000_000
+
+
+@ray.remote
+class Source:
+    """Gives tensors."""
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+    @rtr.method
+    def filled(self, device: str, value: float, *sizes: int) -> list[torch.Tensor]:
+        if device == "cuda":
+            torch.cuda._sleep(_LATE)  # the data is not there yet when this returns
+        return [torch.full((size,), value + number, device=device) for number, size in enumerate(sizes)]
+
+    @rtr.method(share=True)
+    def shared(self, value: float, *sizes: int) -> list[torch.Tensor]:
+        return [torch.full((size,), value + number, device="cuda") for number, size in enumerate(sizes)]
+
+
+@pytest.fixture(scope="module")
+def actors() -> Iterator[dict[str, Any]]:
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    halves = [Source.options(num_gpus=0.5).remote() for _ in range(2)]
+    ray.get([actor.run.remote(int, 0) for actor in halves], timeout=60)
+    made = {"a": halves[0], "b": halves[1], "h": Source.options(num_gpus=0).remote()}
+    if torch.cuda.device_count() > 1:
+        made["c"] = Source.options(num_gpus=1).remote()
+    with rtr.init_group(made):
+        yield made
+    ray.shutdown()
+
+
+def in_actor(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
+    return ray.get(actor.run.remote(function, *args), timeout=120)
+
+
+def check(peer: str, from_device: str, buffer_device: str, sizes: tuple[int, ...], strided: bool) -> None:
+    """The same buffers, again and again, with work of this stream's own before and behind."""
+    wide = [torch.zeros(size, 2, device=buffer_device) for size in sizes]
+    buffers = [tensor[:, 1] if strided else tensor[:, 1].contiguous() for tensor in wide]
+    for value in range(8):
+        torch.cuda._sleep(_LATE // 10)
+        for buffer in buffers:
+            buffer.fill_(-1.0)
+        result = rtr.rpc_sync(peer, into=buffers).filled(from_device, float(value), *sizes)
+        assert all(tensor is buffer for tensor, buffer in zip(result, buffers, strict=True))
+        for number, buffer in enumerate(buffers):
+            assert bool((buffer == value + number).all()), (value, number)
+    if strided:
+        assert not any(tensor[:, 0].any() for tensor in wide)
+
+
+SIZES = [(LARGE,), (SMALL,), (SMALL, LARGE, 0, LARGE + 1), (SMALL,) * 300]
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("sizes", SIZES, ids=len)
+@pytest.mark.parametrize(("from_device", "to"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
+def test_on_one_gpu(actors: dict[str, Any], from_device: str, to: str, sizes: tuple[int, ...], strided: bool) -> None:
+    in_actor(actors["a"], check, "b", from_device, to, sizes, strided)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("sizes", SIZES, ids=len)
+@pytest.mark.parametrize(("from_device", "to"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
+def test_on_two_gpus(actors: dict[str, Any], from_device: str, to: str, sizes: tuple[int, ...], strided: bool) -> None:
+    in_actor(actors["a"], check, "c", from_device, to, sizes, strided)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_from_a_member_without_a_gpu(actors: dict[str, Any], strided: bool) -> None:
+    for sizes in SIZES:
+        in_actor(actors["a"], check, "h", "cpu", "cuda", sizes, strided)
+
+
+def test_to_oneself(actors: dict[str, Any]) -> None:
+    for from_device, to in (("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")):
+        in_actor(actors["a"], check, "a", from_device, to, (SMALL, LARGE), False)
+
+
+def test_out_of_shared_memory_of_one_gpu(actors: dict[str, Any]) -> None:
+    in_actor(actors["a"], take_shared)
+    assert in_actor(actors["b"], nothing_is_out), "the memory is the sender's again"
+
+
+def take_shared() -> None:
+    for sizes in SIZES:
+        buffers = [torch.zeros(size, device="cuda") for size in sizes]
+        for value in range(5):
+            rtr.rpc_sync("b", into=buffers).shared(float(value), *sizes)
+            assert all(bool((buffer == value + number).all()) for number, buffer in enumerate(buffers))
+        member.kept = buffers  # type: ignore[attr-defined]
+
+
+def nothing_is_out() -> bool:
+    from tests.conformance.peers import wait_until
+
+    lane: Any = member.process_member().tensor_lanes["cuda_ipc"]
+    return wait_until(lambda: not lane._out, 5)
+
+
+def test_a_mismatch_changes_no_buffer(actors: dict[str, Any]) -> None:
+    in_actor(actors["a"], mismatch)
+    assert in_actor(actors["b"], nothing_is_out)
+
+
+def mismatch() -> None:
+    buffers = [torch.zeros(LARGE, device="cuda"), torch.zeros(3, device="cuda")]
+    with pytest.raises(rtr.ConfigurationError, match="buffer 1 of into= is float32"):
+        rtr.rpc_sync("b", into=buffers).filled("cuda", 1.0, LARGE, 4)
+    assert not any(buffer.any() for buffer in buffers)

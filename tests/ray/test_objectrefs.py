@@ -1,0 +1,433 @@
+"""ObjectRefs by the group's lanes: what members, and others, get of what an actor made, and how long it is kept."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import raytorchrpc as rtr
+from tests.ray.actors import Latch
+from tests.ray.conftest import Spawn
+from tests.ray.ref_actors import AsyncRefPeer, RefPeer, Stranger, total_in_task
+
+LIMIT_S = 10
+
+
+def get(ref: Any, timeout: float = LIMIT_S) -> Any:
+    return ray.get(ref, timeout=timeout)
+
+
+def ready(ref: Any) -> Any:
+    """The ref, once it may go inside a container."""
+    rtr.rdt.wait(ref, timeout=LIMIT_S)
+    return ref
+
+
+def eventually(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not what():
+        assert time.monotonic() < deadline, "it did not come to that"
+
+
+@pytest.fixture(scope="module")
+def actors(spawn_for_module: Spawn) -> dict[str, Any]:
+    return {
+        "a": spawn_for_module(RefPeer),
+        "b": spawn_for_module(RefPeer),
+        "c": spawn_for_module(RefPeer),
+        "s": spawn_for_module(AsyncRefPeer),
+        "t": spawn_for_module(RefPeer, max_concurrency=4),
+    }
+
+
+@pytest.fixture(scope="module")
+def stranger(spawn_for_module: Spawn) -> Any:
+    return spawn_for_module(Stranger)
+
+
+@pytest.fixture
+def members(actors: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    with rtr.init_group(actors):
+        yield actors
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept(actors: dict[str, Any]) -> Iterator[None]:
+    """After each test every source has let go of what it made."""
+    yield
+    gc.collect()
+    for name in "abct":
+        eventually(lambda name=name: get(actors[name].held.remote()) == 0)
+    eventually(lambda: rtr.rdt.held() == 0)
+
+
+# --- before any group ------------------------------------------------------------------------------------------
+
+
+class TestWithoutAGroup:
+    def test_actors_get_each_others_tensors(self, actors: dict[str, Any]) -> None:
+        assert get(actors["b"].total.remote(actors["a"].ones.remote(100_000))) == 100_000
+
+    def test_the_driver_gets_them(self, actors: dict[str, Any]) -> None:
+        assert torch.equal(get(actors["a"].ones.remote(70_000)), torch.ones(70_000))
+        assert torch.equal(get(actors["s"].ones.remote(7)), torch.ones(7))
+
+    def test_what_the_driver_puts(self, actors: dict[str, Any], stranger: Any) -> None:
+        ref = ray.put({"x": torch.ones(5)}, _tensor_transport="TORCHRPC")
+        assert get(actors["a"].look.remote(lambda value: value["x"].sum().item(), ref)) == 5
+        own = ray.put(torch.ones(3), _tensor_transport="TORCHRPC")
+        assert get(stranger.get.remote([own])) == 3
+        assert torch.equal(ray.get(own), torch.ones(3))
+
+    def test_a_group_that_is_formed_after_the_object_was_made(self, actors: dict[str, Any]) -> None:
+        ref = ready(actors["a"].ones.remote(100_000))
+        with rtr.init_group({"a": actors["a"], "b": actors["b"]}, name="later") as group:
+            assert get(actors["b"].total.remote(ref)) == 100_000
+            assert pulled(group) == {("b", "a")}
+        assert get(actors["b"].total.remote(ref)) == 100_000  # and ended before it is wanted again
+
+    def test_a_source_that_left_while_the_receiver_still_believes_in_it(self, actors: dict[str, Any]) -> None:
+        with rtr.init_group({"a": actors["a"], "b": actors["b"]}, name="half gone"):
+            ref = ready(actors["a"].ones.remote(100_000))
+            get(actors["a"].run.remote(leave))
+            assert get(actors["b"].total.remote(ref)) == 100_000
+
+
+def leave() -> None:
+    from raytorchrpc import joining
+
+    info = joining.group_info()
+    assert info is not None
+    joining.leave(None, info.generation)
+
+
+def pulled(group: rtr.Group) -> set[tuple[str, str]]:
+    """Who called whom in the group."""
+    return {(row.caller, row.peer) for row in group.stats() if row.calls}
+
+
+# --- between members -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [1, 5000, 3_000_000])
+@pytest.mark.parametrize(("source", "receiver"), ["ab", "as", "sa", "st", "ta"])
+def test_a_member_gets_what_another_made(members: dict[str, Any], source: str, receiver: str, numel: int) -> None:
+    assert get(members[receiver].total.remote(members[source].ones.remote(numel))) == numel
+
+
+def test_it_goes_by_the_group(members: dict[str, Any]) -> None:
+    def carried() -> int:
+        rows = rtr.get_group().stats()
+        return sum(row.bytes_in for row in rows if (row.caller, row.peer, row.lane) == ("b", "c", "shm"))
+
+    before = carried()
+    assert get(members["b"].total.remote(members["c"].ones.remote(1_000_000))) == 1_000_000
+    assert carried() - before >= 4_000_000
+
+
+def test_several_refs_of_one_task(members: dict[str, Any]) -> None:
+    refs = [members[name].ones.remote(50_000) for name in "acst" for _ in range(3)]
+    assert get(members["b"].total.remote(*refs)) == 600_000
+
+
+def test_several_refs_at_one_get(members: dict[str, Any]) -> None:
+    refs = [ready(members[name].ones.remote(50_000)) for name in "acst" for _ in range(3)]
+    assert get(members["b"].get.remote(total_of, refs)) == 600_000
+
+
+def total_of(tensors: Any) -> float:
+    return float(sum(tensor.sum() for tensor in (tensors.values() if isinstance(tensors, dict) else tensors)))
+
+
+def test_refs_inside_containers(members: dict[str, Any]) -> None:
+    refs = {"x": ready(members["a"].ones.remote(5)), "y": ready(members["s"].ones.remote(100_000))}
+    assert get(members["b"].get.remote(total_of, refs)) == 100_005
+    assert get(members["s"].get.remote([refs["x"]])) == 5
+
+
+def test_a_ref_passed_on_to_a_third_actor(members: dict[str, Any]) -> None:
+    # By who borrows it, inside a container: as an argument of its own Ray takes it from its owner only.
+    ref = ready(members["a"].ones.remote(100_000))
+    assert get(members["b"].pass_on.remote([ref], members["s"])) == 100_000
+    assert get(members["c"].total.remote(ref)) == 100_000
+
+
+def test_one_ref_for_several_actors_and_the_one_that_made_it(members: dict[str, Any]) -> None:
+    ref = members["a"].ones.remote(100_000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # Ray's, for an object that returns to where it was made
+        results = [members[name].total.remote(ref) for name in "abcstbb"]
+        assert get(results) == [100_000] * 7
+    assert get(members["a"].get.remote(total_of, [ref])) == 100_000
+
+
+def test_actors_use_it_among_themselves(members: dict[str, Any]) -> None:
+    assert get(members["b"].use.remote(members["a"], 100_000)) == 100_000
+    assert get(members["s"].use.remote(members["a"], 100_000)) == 100_000
+
+
+def test_a_threaded_actor_gets_and_makes_several_at_a_time(members: dict[str, Any]) -> None:
+    made = [members["t"].ones.remote(20_000 + index) for index in range(20)]
+    assert get([members["b"].total.remote(ref) for ref in made]) == [20_000 + index for index in range(20)]
+    wanted = [ready(members["a"].ones.remote(20_000 + index)) for index in range(20)]
+    assert get([members["t"].get.remote(total_of, [ref]) for ref in wanted]) == [20_000 + i for i in range(20)]
+
+
+@pytest.mark.parametrize("source", ["a", "s"])
+def test_a_source_that_is_busy_still_serves(
+    members: dict[str, Any], stranger: Any, source: str, latch: Callable[[], Latch]
+) -> None:
+    ref = ready(members[source].ones.remote(100_000))
+    door = latch()
+    busy = members[source].busy.remote(door)
+    held = door.await_arrival()
+    try:
+        assert get(members["b"].total.remote(ref)) == 100_000
+        assert get(stranger.get.remote([ref])) == 100_000
+    finally:
+        door.release(held)
+    get(busy)
+
+
+def test_put_in_a_member(members: dict[str, Any], stranger: Any) -> None:
+    (ref,) = get(members["a"].put.remote(100_000))
+    assert get(members["b"].total.remote(ref)) == 100_000
+    assert get(stranger.get.remote([ref])) == 100_000
+    assert ray.get(ref).sum() == 100_000
+
+
+def test_a_direct_call_returns_the_tensors_themselves(members: dict[str, Any]) -> None:
+    direct = members["b"].run.remote(lambda: rtr.rpc_sync("a").ones(100_000).sum().item())
+    assert get(direct) == 100_000
+
+
+# --- everybody else --------------------------------------------------------------------------------------------
+
+
+def test_a_task_and_an_actor_outside(members: dict[str, Any], stranger: Any) -> None:
+    ref = ready(members["a"].ones.remote(1_000_000))
+    assert get(total_in_task.remote([ref])) == 1_000_000
+    assert get(stranger.get.remote([ref, ref])) == 2_000_000
+    assert torch.equal(ray.get(ref), torch.ones(1_000_000))
+
+
+def test_a_driver_that_takes_part(actors: dict[str, Any]) -> None:
+    pair = {"a": actors["a"], "b": actors["b"]}
+    with rtr.init_group(pair, name="with driver", include_driver=True) as group:
+        assert get(actors["a"].ones.remote(1_000_000)).sum() == 1_000_000
+        put = ray.put(torch.ones(1_000_000), _tensor_transport="TORCHRPC")
+        assert get(actors["b"].total.remote(put)) == 1_000_000
+        assert {("driver", "a"), ("b", "driver")} <= pulled(group)
+
+
+# --- what tensors there are ------------------------------------------------------------------------------------
+
+
+def kinds() -> dict[str, Any]:
+    torch.manual_seed(0)
+    base = torch.randn(40, 50)
+    dtypes = [
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+        torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn,
+    ]  # fmt: skip
+    return {
+        **{str(dtype): base.to(dtype) for dtype in dtypes},
+        "scalar": torch.tensor([3.5])[0],
+        "no elements": torch.empty(0, 3),
+        "transposed": base.t(),
+        "strided": base[::2, 1::3],
+        "view": base[3],
+        "expanded": torch.ones(1, 5).expand(7, 5),
+        "conjugate": base.to(torch.complex64).conj(),
+        "large": torch.randn(400_000),
+        "wants grad": torch.randn(4, requires_grad=True),
+        "has a graph": torch.randn(4, requires_grad=True) * 2,
+    }
+
+
+def test_any_dense_tensor(members: dict[str, Any]) -> None:
+    expected = plain(kinds())
+    ref = members["a"].make.remote(kinds)
+    for received in (plain(get(ref)), get(members["b"].look.remote(plain, ref))):
+        assert received.keys() == expected.keys()
+        for name, (dtype, tensor) in expected.items():
+            assert received[name][0] == dtype, name
+            assert torch.equal(received[name][1], tensor), name
+
+
+def plain(value: dict[str, Any]) -> dict[str, Any]:
+    """Only what Ray itself can carry: it fails at some dtypes."""
+    found = {}
+    for name, tensor in value.items():
+        data = tensor.detach().resolve_conj().contiguous()
+        found[name] = (
+            str(tensor.dtype),
+            data.clone() if data.is_complex() or not data.dim() else data.view(torch.uint8).clone(),
+        )
+    return found
+
+
+def twice() -> Any:
+    tensor = torch.arange(10)
+    return {"one": tensor, "same": tensor, "view": tensor[2:], "text": "beside", "none": []}
+
+
+def test_one_tensor_twice_in_an_object_and_things_beside_it(members: dict[str, Any]) -> None:
+    ref = members["a"].make.remote(twice)
+    seen = get(members["b"].look.remote(lambda v: (v["one"] is v["same"], v["view"].tolist(), v["text"]), ref))
+    assert seen == (True, list(range(2, 10)), "beside")
+
+
+@pytest.mark.parametrize("nothing", [[], {}, "text", 3, None])
+def test_objects_without_tensors(members: dict[str, Any], nothing: Any) -> None:
+    ref = members["a"].make.remote(lambda: nothing)
+    assert get(ref) == nothing
+    assert get(members["b"].look.remote(lambda value: value, ref)) == nothing
+
+
+def test_a_thousand_small_tensors(members: dict[str, Any]) -> None:
+    ref = members["a"].make.remote(lambda: [torch.full((64,), float(index)) for index in range(1000)])
+    assert get(members["b"].look.remote(sums, ref)) == 64 * 499_500
+    assert sums(get(ref)) == 64 * 499_500
+
+
+def sums(tensors: list[torch.Tensor]) -> float:
+    return float(torch.stack(tensors).sum())
+
+
+# --- targets ---------------------------------------------------------------------------------------------------
+
+
+def into_buffers(refs: list[Any]) -> tuple[bool, float]:
+    buffers = [torch.zeros(5), torch.zeros(300_000)]
+    ray.experimental.set_target_for_ref(refs[0], buffers)
+    received = ray.get(refs[0])
+    same = all(one is other for one, other in zip(received, buffers, strict=True))
+    return same, float(sum(buffer.sum() for buffer in buffers))
+
+
+def pair() -> list[torch.Tensor]:
+    return [torch.ones(5), torch.ones(300_000, requires_grad=True)]
+
+
+def test_the_receivers_own_buffers_are_filled(members: dict[str, Any]) -> None:
+    ref = ready(members["a"].make.remote(pair))
+    assert get(members["b"].run.remote(into_buffers, [ref])) == (True, 300_005)
+    assert into_buffers([ref]) == (True, 300_005)
+
+
+def wrong_buffers(refs: list[Any]) -> str:
+    wrong = [torch.zeros(5), torch.zeros(7)]
+    ray.experimental.set_target_for_ref(refs[0], wrong)
+    with pytest.raises(ValueError, match="Shape of tensor_buffer"):
+        ray.get(refs[0])
+    ray.experimental.set_target_device_for_ref(refs[0], "cpu")
+    return str(ray.get(refs[0])[1].device)
+
+
+def test_buffers_that_do_not_fit_and_a_target_device(members: dict[str, Any]) -> None:
+    ref = ready(members["a"].make.remote(pair))
+    assert get(members["b"].run.remote(wrong_buffers, [ref])) == "cpu"
+
+
+# --- how long tensors are kept ---------------------------------------------------------------------------------
+
+
+def test_a_source_keeps_its_tensors_as_long_as_there_are_refs(members: dict[str, Any]) -> None:
+    ref = members["a"].state.remote()
+    other = ready(ref)
+    assert get(members["b"].total.remote(ref)) == 0
+    assert get(members["a"].held.remote()) == 1
+    with pytest.raises(TimeoutError, match="not freed"):
+        get(members["a"].overwrite_when_freed.remote(1.0, 0.2))
+    del ref, other
+    get(members["a"].overwrite_when_freed.remote(2.0, LIMIT_S))
+    assert get(members["b"].total.remote(members["a"].state.remote())) == 20_000
+
+
+def test_what_a_consumer_got_is_its_own(members: dict[str, Any]) -> None:
+    ref = members["a"].make.remote(pair)
+    got = ray.get(ref)
+    del ref
+    eventually(lambda: get(members["a"].held.remote()) == 0)
+    assert sum(tensor.sum() for tensor in got) == 300_005
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------
+
+
+def test_a_method_that_fails(members: dict[str, Any]) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("on purpose")
+
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        get(members["b"].total.remote(members["a"].make.remote(fail)))
+    assert get(members["b"].total.remote(members["a"].ones.remote(3))) == 3
+
+
+def test_a_source_that_stands_still(members: dict[str, Any]) -> None:
+    refs = [ready(members["c"].ones.remote(100_000)) for _ in range(2)]
+    pid = get(members["c"].pid.remote())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(ray.exceptions.GetTimeoutError):
+            ray.get(refs[0], timeout=0.5)
+        waiting = members["b"].run.remote(get_soon, [refs[1]])
+        assert get(waiting) == "GetTimeoutError"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert get(members["b"].total.remote(*refs)) == 200_000
+    assert get(members["c"].pid.remote()) == pid
+
+
+def get_soon(refs: list[Any]) -> str:
+    try:
+        ray.get(refs, timeout=0.5)
+    except ray.exceptions.GetTimeoutError as error:
+        return type(error).__name__
+    return "it came"
+
+
+def test_a_source_that_is_dead(spawn: Spawn, actors: dict[str, Any]) -> None:
+    mortal = spawn(RefPeer)
+    with rtr.init_group({"mortal": mortal, "b": actors["b"], "c": actors["c"]}, name="of a mortal"):
+        refs = [ready(mortal.ones.remote(100_000)) for _ in range(3)]
+        os.kill(get(mortal.pid.remote()), signal.SIGKILL)
+        with pytest.raises(ray.exceptions.ActorDiedError):
+            get(mortal.pid.remote())
+        begun = time.monotonic()
+        told = "did not arrive from member 'mortal' of group 'of a mortal': it is gone, or cannot be reached"
+        with pytest.raises(rtr.TransferFailed, match=told) as raised:
+            get(actors["b"].total.remote(refs[0]))
+        assert refs[0].hex() in str(raised.value)
+        with pytest.raises(rtr.TransferFailed, match=told):
+            get(refs[1])
+        with pytest.raises(rtr.TransferFailed, match=told):
+            get(actors["b"].get.remote(total_of, [refs[2]]))
+        assert time.monotonic() - begun < 10
+        assert get(actors["b"].total.remote(actors["c"].ones.remote(100_000))) == 100_000
+
+
+def test_actors_that_are_restarted(spawn: Spawn) -> None:
+    first, second = (spawn(RefPeer, max_restarts=1, max_task_retries=1) for _ in range(2))
+    with rtr.init_group({"first": first, "second": second}):
+        lost = ready(first.ones.remote(100_000))
+        kept = ready(second.ones.remote(100_000))
+        pid = get(first.pid.remote())
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: get(first.pid.remote()) != pid)
+        with pytest.raises(rtr.TransferFailed, match="it is gone"):
+            get(second.total.remote(lost))
+    with rtr.init_group({"first": first, "second": second}) as group:
+        assert get(first.total.remote(kept)) == 100_000
+        assert get(second.total.remote(first.ones.remote(100_000))) == 100_000
+        assert pulled(group) >= {("first", "second"), ("second", "first")}

@@ -1,0 +1,76 @@
+"""ObjectRefs by the group's lanes where Ray itself is set up otherwise: each test is a program of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+PATIENCE = """
+import os, signal, time
+import ray
+import raytorchrpc as rtr
+from tests.ray.ref_actors import RefPeer
+
+ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+a, b, c = (RefPeer.options(num_cpus=0).remote() for _ in range(3))
+with rtr.init_group({"a": a, "b": b, "c": c}):
+    pids = ray.get([actor.pid.remote() for actor in (a, b)])
+    refs = [a.ones.remote(100_000) for _ in range(3)]
+    rtr.rdt.wait(*refs)
+    os.kill(pids[0], signal.SIGSTOP)
+    begun = time.monotonic()
+    failed = b.total.remote(refs[0])
+    for get in (lambda: ray.get(failed), lambda: ray.get(refs[1])):
+        try:
+            get()
+        except rtr.TransferFailed as error:
+            print(type(error).__name__, "member 'a' of group 'default'" in str(error), "within 2.4 s" in str(error))
+    took = time.monotonic() - begun
+    print("in time" if took < 8 else took)
+    print(ray.get(b.total.remote(c.ones.remote(100_000))))
+    os.kill(pids[0], signal.SIGCONT)
+    print(ray.get(b.total.remote(refs[2])), ray.get(b.total.remote(a.ones.remote(5))))
+    print([actor_pid == ray.get(actor.pid.remote()) for actor, actor_pid in zip((a, b), pids)])
+ray.shutdown()
+"""
+
+QUIET = """
+import sys
+import raytorchrpc as rtr
+from ray.experimental.rdt import util
+print("TORCHRPC" in util.transport_manager_info, "raytorchrpc._rdt_transport" in sys.modules)
+rtr.rdt.enable()
+print("TORCHRPC" in util.transport_manager_info)
+"""
+
+
+def run(program: str, **environ: str) -> list[str]:
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT), **environ},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()
+
+
+def test_a_hung_transfer_ends_before_ray_ends_it_and_no_actor_dies() -> None:
+    assert run(PATIENCE, RAY_rdt_fetch_fail_timeout_milliseconds="3000") == [
+        "RayTaskError(TransferFailed) True True",
+        "TransferFailed True True",
+        "in time",
+        "100000.0",
+        "100000.0 5.0",
+        "[True, True]",
+    ]
+
+
+def test_nothing_is_registered_unless_asked_for() -> None:
+    assert run(QUIET) == ["False False", "True"]

@@ -1,0 +1,191 @@
+"""Which buffer takes which tensor of a result, and what is refused before any is changed."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from raytorchrpc import _compat
+from raytorchrpc.codec import Codec, Encoded, orders
+from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.filling import Buffers
+
+CODEC = Codec(_compat.cloudpickler())
+
+
+def receive(obj: Any, *buffers: torch.Tensor, keep: bool = False) -> Any:
+    return Buffers(buffers).receive(CODEC, private(CODEC.encode(obj)), [], "b.get", keep)[1]
+
+
+def private(body: Encoded) -> Encoded:
+    """As after a journey."""
+    return body._replace(tensors=[tensor.clone() for tensor in body.tensors])
+
+
+class Odd:
+    """With state of every kind, and code that must run once."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        self.state: Any = {"t": torch.arange(6.0).view(2, 3).T, "set": {1, (2, 3)}, "more": [torch.ones(2)]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        type(self).made += 1
+        vars(self).update(state)
+
+
+def test_the_result_holds_the_buffers_in_the_order_of_its_tensors() -> None:
+    named = collections.OrderedDict((str(number), torch.full((number,), float(number))) for number in range(9))
+    obj = {"first": torch.ones(2), "rest": (named, [torch.zeros(3, 2), 5]), "last": torch.tensor(7)}
+    buffers = [torch.ones(2), *[torch.empty(number) for number in range(9)], torch.ones(3, 2), torch.tensor(0)]
+    result = receive(obj, *buffers)
+    found = [result["first"], *result["rest"][0].values(), result["rest"][1][0], result["last"]]
+    assert all(tensor is buffer for tensor, buffer in zip(found, buffers, strict=True))
+    assert (buffers[9].tolist(), buffers[-1].item(), result["rest"][1][1]) == ([8.0] * 8, 7, 5)
+
+
+def test_whatever_it_is_made_of_is_made_once() -> None:
+    local = {"closure": lambda: 3}
+    obj = [
+        Odd(),
+        local,
+        collections.deque([torch.zeros(1)]),
+        collections.Counter("ab"),
+        frozenset([1]),
+        ValueError("x"),
+    ]
+    buffers = [torch.zeros(3, 2), torch.zeros(2), torch.ones(1)]
+    before = Odd.made
+    result = receive(obj, *buffers)
+    assert Odd.made == before + 1
+    assert result[0].state["t"] is buffers[0] and result[0].state["more"][0] is buffers[1]
+    assert buffers[0].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    assert (result[0].state["set"], result[1]["closure"](), result[2][0] is buffers[2]) == ({1, (2, 3)}, 3, True)
+
+
+def test_the_order_of_dimensions_is_read_without_making_anything() -> None:
+    before = Odd.made
+    locked = CODEC.encode([torch.ones(2, 3).T, Odd(), threading.Lock, torch.ones(2, 3)])
+    assert orders(locked) == {0: (1, 0), 1: (1, 0)}
+    assert Odd.made == before
+    assert orders(CODEC.encode(None)) == {}
+
+
+@pytest.mark.parametrize("turned", ["tensor", "buffer", "both"])
+def test_dimensions_meet_by_their_place_and_not_by_how_they_lie(turned: str) -> None:
+    square = torch.arange(9.0).view(3, 3)
+    sent = square.T if turned != "buffer" else square
+    buffer = torch.zeros(3, 3)
+    receive(sent, buffer.T if turned != "tensor" else buffer)
+    shown = buffer.T if turned != "tensor" else buffer
+    assert torch.equal(shown, sent)
+
+
+def test_channels_last() -> None:
+    sent = torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    for buffer in (torch.zeros(2, 3, 4, 5), torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)):
+        strides = buffer.stride()
+        assert receive(sent, buffer) is buffer
+        assert torch.equal(buffer, sent) and buffer.stride() == strides
+
+
+def test_a_tensor_that_is_there_twice_counts_once() -> None:
+    tensor, buffer = torch.ones(3), torch.zeros(3)
+    result = receive([tensor, tensor], buffer)
+    assert result[0] is result[1] is buffer
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_arrays_do_not_count(keep: bool) -> None:
+    array, buffer = numpy.arange(10_000.0), torch.zeros(4)
+    result = receive({"array": array, "tensor": torch.ones(4), "small": array[:3]}, buffer, keep=keep)
+    assert result["tensor"] is buffer and buffer.sum() == 4
+    assert (result["array"] == array).all() and (result["small"] == array[:3]).all()
+
+
+def test_a_buffer_keeps_what_it_is() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.tag = "mine"  # type: ignore[attr-defined]
+    plain = torch.zeros(3)
+    theirs = torch.nn.Parameter(torch.ones(3))
+    theirs.tag = "theirs"  # type: ignore[attr-defined]
+    result = receive([torch.ones(3), theirs], parameter, plain)
+    assert result[0] is parameter and result[1] is plain
+    assert (parameter.requires_grad, parameter.is_leaf, parameter.tag) == (True, True, "mine")  # type: ignore[attr-defined]
+    assert (plain.requires_grad, vars(plain)) == (False, {})
+    assert parameter.tolist() == plain.tolist() == [1.0] * 3
+
+
+def test_autograd_knows_that_a_buffer_was_changed() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    loss = (parameter * parameter).sum()
+    receive(torch.zeros(3), parameter)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def test_a_buffer_made_under_inference_mode() -> None:
+    with torch.inference_mode():
+        buffer = torch.zeros(3)
+    leaf = torch.zeros(2, requires_grad=True)
+    receive([torch.ones(3), torch.ones(2)], buffer, leaf)
+    assert (buffer.tolist(), leaf.tolist(), leaf.requires_grad) == ([1.0] * 3, [1.0] * 2, True)
+
+
+def test_a_result_without_tensors_takes_no_buffer() -> None:
+    assert receive({"a": 1}) == {"a": 1}
+    assert receive(None) is None
+    with pytest.raises(ConfigurationError, match="has 0 tensors, and into= 1"):
+        receive(None, torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("sent", "buffers", "said"),
+    [
+        ([torch.ones(3)], [], "has 1 tensors, and into= 0"),
+        ([torch.ones(3)], [torch.zeros(3), torch.zeros(3)], "has 1 tensors, and into= 2"),
+        ([torch.ones(3), torch.ones(3, 2)], [torch.zeros(3), torch.zeros(2, 3)],
+         r"tensor 1 of it is float32 \(3, 2\), and buffer 1 of into= is float32 \(2, 3\)"),
+        ([torch.ones(2), torch.ones(3, 2).T], [torch.zeros(2), torch.zeros(3, 2)],
+         r"tensor 1 of it is float32 \(2, 3\), and buffer 1 of into= is float32 \(3, 2\)"),
+        ([torch.ones(3), torch.ones(4)], [torch.zeros(3), torch.zeros(4, dtype=torch.float64)],
+         r"tensor 1 of it is float32 \(4,\), and buffer 1 of into= is float64 \(4,\)"),
+        ([torch.ones(3), torch.ones(())], [torch.zeros(3), torch.zeros(1)], r"float32 \(\), and buffer 1"),
+    ],
+)  # fmt: skip
+def test_what_does_not_match_is_named_and_nothing_changes(
+    sent: list[torch.Tensor], buffers: list[torch.Tensor], said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=rf"the result of b\.get does not fit: .*{said}"):
+        receive(sent, *buffers)
+    assert all(not buffer.any() for buffer in buffers)
+
+
+def test_a_buffer_that_lost_its_memory_since_the_call() -> None:
+    buffers = Buffers([torch.zeros(3), given := torch.zeros(3)])
+    given.untyped_storage().resize_(0)
+    with pytest.raises(ConfigurationError, match="buffer 1 of into= has no memory"):
+        buffers.receive(CODEC, CODEC.encode([torch.ones(3), torch.ones(3)]), [], "b.get", False)
+
+
+@pytest.mark.parametrize(
+    ("into", "said"),
+    [
+        (torch.zeros(2), "into= is a list or a tuple of tensors, not a Tensor"),
+        ({"a": torch.zeros(2)}, "not a dict"),
+        ([torch.zeros(2), None], "buffer 1 of into= is a NoneType, not a tensor"),
+        ([torch.zeros(3, 1).expand(3, 2)], "buffer 0 of into= is expanded"),
+        ([torch.eye(2).to_sparse()], "no dense tensor"),
+        ([torch.empty(2, device="meta")], "no dense tensor"),
+        ([torch.zeros(2, dtype=torch.complex64).conj()], "conjugated"),
+    ],
+)
+def test_what_cannot_be_filled_is_refused_at_the_call(into: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        Buffers(into)

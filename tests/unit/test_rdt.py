@@ -1,0 +1,172 @@
+"""Ray Direct Transport without Ray's processes: what is kept, and pulls that do not get what they ask for."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc import _rdt_pull, _rdt_source, _rdt_transport
+from raytorchrpc._rdt_pull import Pull
+from raytorchrpc._rdt_source import Source
+from raytorchrpc.codec import Codec, Encoded
+from raytorchrpc.lanes.nng import NngServer
+
+SECRET = b"s" * 32
+
+
+@pytest.fixture
+def server() -> Iterator[NngServer]:
+    server = NngServer("elsewhere", SECRET, tcp_host=None)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def elsewhere(server: NngServer) -> Source:
+    """As if another process had the tensors."""
+    return Source("node", 1, b"another process", "actor 'x'", server.open(), SECRET)
+
+
+@pytest.fixture
+def stuck() -> Iterator[threading.Event]:
+    """Set when the test is over."""
+    over = threading.Event()
+    yield over
+    over.set()
+
+
+def value(*tensors: torch.Tensor) -> Encoded:
+    return Codec().encode((list(tensors), []), own=True)
+
+
+def test_a_pull_at_the_door(server: NngServer, elsewhere: Source) -> None:
+    server.offer("object", lambda: value(torch.ones(3), torch.zeros(100_000)))
+    one, two = Pull("object", elsewhere, False).wait(10)
+    assert torch.equal(one, torch.ones(3)) and torch.equal(two, torch.zeros(100_000))
+    target = torch.empty(3), torch.empty(100_000)
+    filled = Pull("object", elsewhere, False, target).wait(10)
+    assert filled[0] is target[0] and torch.equal(target[0], torch.ones(3))
+
+
+def test_what_is_not_there_and_what_cannot_be_had(server: NngServer, elsewhere: Source) -> None:
+    with pytest.raises(rtr.TransferFailed, match=r"object gone did not arrive from actor 'x': .*nothing is offered"):
+        Pull("gone", elsewhere, False).wait(10)
+
+    def fail() -> Encoded:
+        raise MemoryError("no room")
+
+    server.offer("object", fail)
+    with pytest.raises(rtr.TransferFailed, match="MemoryError: no room") as raised:
+        Pull("object", elsewhere, False).wait(10)
+    assert (raised.value.object_id, raised.value.source) == ("object", "actor 'x'")
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert (str(again), again.object_id) == (str(raised.value), "object")
+
+
+def test_a_source_that_is_gone(server: NngServer, elsewhere: Source) -> None:
+    server.offer("object", value(torch.ones(3)))
+    Pull("object", elsewhere, False).wait(10)
+    server.close()
+    begun = time.monotonic()
+    with pytest.raises(rtr.TransferFailed, match="it is gone, or cannot be reached"):
+        Pull("object", elsewhere, False).wait(10)
+    with pytest.raises(rtr.TransferFailed, match="no door"):
+        Pull("object", elsewhere._replace(door=None), False).wait(10)
+    assert time.monotonic() - begun < 5
+
+
+def test_a_pull_that_is_aborted_or_not_awaited(server: NngServer, elsewhere: Source, stuck: threading.Event) -> None:
+    def never() -> Encoded:
+        stuck.wait(30)
+        return value()
+
+    server.offer("object", never)
+    server.offer("other", value(torch.ones(3)))
+    pull = Pull("object", elsewhere, False)
+    with pytest.raises(TimeoutError, match="has not arrived within"):
+        pull.wait(0.05)
+    _rdt_pull.abort("other")
+    threading.Timer(0.05, _rdt_pull.abort, ["object"]).start()
+    with pytest.raises(rtr.TransferFailed, match="Ray aborted the transfer"):
+        pull.wait(None)
+    assert torch.equal(Pull("other", elsewhere, False).wait(10)[0], torch.ones(3))
+
+
+def test_a_pull_ends_before_ray_gives_it_up(
+    server: NngServer, elsewhere: Source, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray._private import ray_constants
+
+    monkeypatch.setattr(ray_constants, "RDT_FETCH_FAIL_TIMEOUT_SECONDS", 0.5)
+
+    def never() -> Encoded:
+        stuck.wait(30)
+        return value()
+
+    server.offer("object", never)
+    begun = time.monotonic()
+    with pytest.raises(rtr.TransferFailed, match=r"within 0\.4 s"):
+        Pull("object", elsewhere, False).wait(None)
+    assert 0.3 < time.monotonic() - begun < 0.5 + 0.5
+
+
+def test_what_is_kept_is_kept_until_it_is_dropped() -> None:
+    tensor = torch.ones(1000)
+    alive = weakref.ref(tensor.untyped_storage())
+    before = rtr.rdt.held()
+    _rdt_source.keep("mine", [tensor])
+    here = _rdt_source.here("node", "127.0.0.1", "this process")
+    outside = here._replace(process=b"another")
+    del tensor
+    assert rtr.rdt.held() == before + 1
+    assert Pull("mine", here, False).wait(1)[0].sum() == 1000
+    pull = Pull("mine", here, False)
+    _rdt_source.drop("mine")
+    assert rtr.rdt.held() == before
+    with pytest.raises(rtr.TransferFailed, match="its last ObjectRef was dropped"):
+        pull.wait(1)
+    with pytest.raises(rtr.TransferFailed, match="nothing is offered"):
+        Pull("mine", outside, False).wait(10)
+    with pytest.raises(LookupError, match="restarted"):
+        _rdt_source.tensors_of("mine", b"an earlier process")
+    del pull
+    gc.collect()
+    assert alive() is None
+
+
+def test_the_door_gives_what_is_kept() -> None:
+    _rdt_source.here("node", "127.0.0.1", "this process")
+    _rdt_source.keep("mine", [torch.arange(100_000), torch.empty(0, 3)])
+    try:
+        here = _rdt_source.here("node", "127.0.0.1", "this process")._replace(process=b"another")
+        large, empty = Pull("mine", here, False).wait(10)
+        assert torch.equal(large, torch.arange(100_000)) and empty.shape == (0, 3)
+        with pytest.raises(rtr.TransferFailed, match="cannot be reached"):
+            Pull("mine", here._replace(secret=b"x" * 32), False).wait(10)
+    finally:
+        _rdt_source.drop("mine")
+
+
+def test_metadata_of_many_tensors_is_small() -> None:
+    kinds = [(torch.Size([64]), torch.float32)] * 1000
+    source = Source("node", 1, b"p" * 16, "actor 'x'", None, SECRET)
+    meta = _rdt_transport.ObjectMeta(kinds, "cpu", source, False, (("float32", (64,), 1000),))
+    text = pickle.dumps(meta)
+    assert len(text) < 500
+    assert pickle.loads(text) == meta
+
+
+def test_tensors_that_are_nowhere_are_refused_and_not_kept() -> None:
+    before = rtr.rdt.held()
+    transport = _rdt_transport.TorchRpcTransport()
+    with pytest.raises(rtr.ConfigurationError, match="carries tensors on cpu and cuda, not on meta: move them"):
+        transport.extract_tensor_transport_metadata("object", [torch.ones(1), torch.ones(1, device="meta")])
+    assert rtr.rdt.held() == before

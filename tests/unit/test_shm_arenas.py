@@ -1,0 +1,94 @@
+"""Slots of the shm lane where a peer's arena cannot be mapped, or is not the one they were in."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes.base import PeerAddress
+from raytorchrpc.lanes.shm import ShmLane
+
+SIZE = 1 << 20
+
+
+def lane() -> ShmLane:
+    made = ShmLane(16 << 20, 1)
+    made.address = made.open()  # type: ignore[attr-defined]
+    return made
+
+
+def shapes(tensor: torch.Tensor) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    return [(tensor.dtype, tuple(tensor.shape))]
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def used(sender: ShmLane) -> int:
+    sender._arena.crowded()
+    with sender._arena._lock:
+        sender._arena._sweep()
+    return sender._arena.used
+
+
+@pytest.mark.parametrize("how", ["fetch", "discard"])
+def test_what_could_not_be_mapped_is_given_back_later(how: str) -> None:
+    sender, receiver = lane(), lane()
+    try:
+        receiver.connect([PeerAddress("s", sender.address)])  # type: ignore[attr-defined]
+        tensor = torch.arange(SIZE // 8)
+        lost = sender.export([tensor], "r", {})
+        with no_descriptors():
+            if how == "discard":
+                receiver.discard("s", lost.descriptor)
+            else:
+                with pytest.raises(LaneUnavailable, match="cannot map"):
+                    receiver.fetch("s", lost.descriptor, shapes(tensor))
+        assert used(sender) == SIZE
+        following = sender.export([tensor], "r", {})
+        (arrived,) = receiver.fetch("s", following.descriptor, shapes(tensor))
+        assert torch.equal(arrived, tensor)
+        assert used(sender) == SIZE
+        del arrived
+        assert used(sender) == 0
+    finally:
+        receiver.close()
+        sender.close()
+
+
+def test_what_an_earlier_process_sent_is_not_looked_for_in_the_next_ones_memory() -> None:
+    earlier, later, receiver = lane(), lane(), lane()
+    try:
+        receiver.connect([PeerAddress("s", earlier.address)])  # type: ignore[attr-defined]
+        old, new = torch.zeros(SIZE // 8), torch.ones(SIZE // 8)
+        stale = [earlier.export([old], "r", {}) for _ in range(2)]
+        receiver.disconnect("s")
+        receiver.connect([PeerAddress("s", later.address)])  # type: ignore[attr-defined]
+        fresh = [later.export([new], "r", {}) for _ in range(2)]
+        with pytest.raises(LaneUnavailable, match="is gone"):
+            receiver.fetch("s", stale[0].descriptor, shapes(old))
+        receiver.discard("s", stale[1].descriptor)
+        assert used(later) == 2 * new.nbytes, "their slots have the same numbers"
+        for export in fresh:
+            (arrived,) = receiver.fetch("s", export.descriptor, shapes(new))
+            assert torch.equal(arrived, new)
+            del arrived
+        assert used(later) == 0
+    finally:
+        for one in (receiver, earlier, later):
+            one.close()
