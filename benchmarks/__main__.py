@@ -4,33 +4,48 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import calls, forming, huge_pages, soak, tensors, tutorial
+from benchmarks import calls, forming, huge_pages, objectrefs, scale, soak, tensors, tutorial
 from benchmarks._harness import machine
 
 ALL = {
     "calls": calls.main,
     "forming": forming.main,
     "huge_pages": huge_pages.main,
+    "objectrefs": objectrefs.main,
     "tensors": tensors.main,
     "tutorial": tutorial.main,
 }
 
 
+#: Those with options of their own, which only run when they are named.
+NAMED = ("scale", "soak")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(ALL)}, soak; all but soak if none is given")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join((*ALL, *NAMED))}; if none is given: {', '.join(ALL)}")
     parser.add_argument("--quick", action="store_true", help="fewer repeats and sizes")
     parser.add_argument(
         "--calls", type=int, help=f"of the soak; {soak.CALLS} unless given, {soak.QUICK_CALLS} if quick"
     )
+    sizes = ",".join(str(size) for size in scale.SIZES)
+    parser.add_argument("--members", default=sizes, help="of scale: how many in each group, with commas between")
+    parser.add_argument("--markdown", help="of scale: the document to write")
+    parser.add_argument("--json", help="of scale: where to keep the figures")
+    parser.add_argument("--from-json", help="of scale: kept figures, instead of measuring")
+    parser.add_argument("--hosts-json", help="of scale: figures of groups on several hosts")
     options = parser.parse_args()
     for name in options.names:
-        if name not in ALL and name != "soak":
-            parser.error(f"unknown benchmark {name!r}; known: {', '.join(ALL)}, soak")
+        if name not in ALL and name not in NAMED:
+            parser.error(f"unknown benchmark {name!r}; known: {', '.join((*ALL, *NAMED))}")
     print(machine())
     for name in options.names or ALL:
         if name == "soak":
             soak.main(quick=options.quick, calls=options.calls)
+        elif name == "scale":
+            members = [int(size) for size in options.members.split(",")]
+            members = members[:2] if options.quick else members
+            scale.main(members, options.markdown, options.json, options.from_json, options.hosts_json)
         else:
             ALL[name](quick=options.quick)
 

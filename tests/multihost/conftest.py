@@ -1,59 +1,99 @@
-"""Two hosts with one Ray between them, for all tests here."""
+"""Hosts with one Ray between them, for all tests here."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from tests.multihost.rig import Host, Unavailable, hosts
 
 #: Ray's own start on a host (seconds): about four, more on a busy machine.
-START_S = 60.0
+START_S = 90.0
 STORE_BYTES = 400_000_000
-_QUIET = {
-    "RAY_AUTH_MODE": "disabled",
-    # A lost host is noticed in seconds instead of half a minute.
-    "RAY_health_check_initial_delay_ms": "0",
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "10",
-}
 
 
-def start_ray(head: Host, *others: Host, store_bytes: int = STORE_BYTES) -> str:
-    """One cluster over these hosts; returns its address."""
-    common = ["--num-cpus=4", f"--object-store-memory={store_bytes}", "--disable-usage-stats"]
-    first = ["--head", "--port=6379", "--include-dashboard=false"]
+def start_ray(*hosts: Host, store_bytes: int = STORE_BYTES, failures: int = 10, cpus: int = 4) -> str:
+    """One cluster over these hosts, the first its head; returns its address.
+
+    ``failures``: health checks in a row, one every half second, by which Ray gives up a host that is silent: each
+    waits for a second, so the default outlasts a partition of some seconds. An actor is placed by the resources that
+    hosts have: one of the host's own name, and "away" on all but the head.
+    """
+    settings = {
+        "RAY_AUTH_MODE": "disabled",
+        # A lost host is noticed in seconds instead of half a minute.
+        "RAY_health_check_initial_delay_ms": "0",
+        "RAY_health_check_period_ms": "500",
+        "RAY_health_check_timeout_ms": "1000",
+        "RAY_health_check_failure_threshold": str(failures),
+    }
+    common = [f"--num-cpus={cpus}", f"--object-store-memory={store_bytes}", "--disable-usage-stats"]
+    head, *others = hosts
     address = f"{head.address}:6379"
-    head.run(["ray", "start", *first, f"--node-ip-address={head.address}", *common], START_S, _QUIET)
-    for host in others:
-        joining = ["ray", "start", f"--address={address}", f"--node-ip-address={host.address}", *common]
-        host.run(joining, START_S, _QUIET)
+
+    def command(host: Host, *words: str, **resources: int) -> list[str]:
+        own = [f"--node-ip-address={host.address}", f"--resources={json.dumps({host.name: 1000, **resources})}"]
+        return ["ray", "start", *words, *own, *common]
+
+    head.run(command(head, "--head", "--port=6379", "--include-dashboard=false"), START_S, settings)
+    joining = {host: host.start(command(host, f"--address={address}", away=1000), settings) for host in others}
+    for host, process in joining.items():
+        out, err = process.communicate(timeout=START_S)
+        assert process.returncode == 0, f"{host.name}: Ray did not start\n{out}\n{err}"
     return address
 
 
-def build() -> Iterator[tuple[Host, Host]]:
-    """Skips, with the kernel's reason, where hosts cannot be built."""
-    made = hosts(2)
+@contextmanager
+def cluster(
+    count: int, user: bool | None = None, own_name: str | None = None, **options: Any
+) -> Iterator[tuple[Host, ...]]:
+    """Hosts with one Ray over them (see ``hosts`` and ``start_ray``). Raises Unavailable where none can be built."""
+    with hosts(count, user=user, own_name=own_name) as made:
+        start_ray(*made, **options)
+        yield made
+
+
+@contextmanager
+def given(count: int, **options: Any) -> Iterator[tuple[Host, ...]]:
+    """As ``cluster``; skips, with the kernel's reason, where hosts cannot be built."""
+    made = cluster(count, **options)
     try:
-        a, b = made.__enter__()
+        built = made.__enter__()
     except Unavailable as unavailable:
         pytest.skip(str(unavailable))
     try:
-        start_ray(a, b)
-        yield a, b
+        yield built
     finally:
         made.__exit__(None, None, None)
 
 
 @pytest.fixture(scope="session")
-def two_hosts() -> Iterator[tuple[Host, Host]]:
+def two_hosts() -> Iterator[tuple[Host, ...]]:
     """Nobody may break these."""
-    yield from build()
+    with given(2) as built:
+        yield built
 
 
 @pytest.fixture
-def doomed_hosts() -> Iterator[tuple[Host, Host]]:
-    """One test's own."""
-    yield from build()
+def doomed_hosts() -> Iterator[tuple[Host, ...]]:
+    """One test's own: it may break them."""
+    with given(2, failures=3) as built:
+        yield built
+
+
+@pytest.fixture(scope="module")
+def three_hosts() -> Iterator[tuple[Host, ...]]:
+    """Tests may pull their cables and kill processes, and leave the hosts as they were. Ray gives no host up."""
+    with given(3, failures=100, cpus=1) as built:
+        yield built
+
+
+@pytest.fixture
+def doomed_three() -> Iterator[tuple[Host, ...]]:
+    """As ``doomed_hosts``, three of them."""
+    with given(3, failures=3, cpus=1) as built:
+        yield built

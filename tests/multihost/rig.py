@@ -4,6 +4,8 @@ Each host has a network, mounts, processes, shared memory, a name and a boot id 
 that lies in an outer namespace, so nothing of the machine's own network is touched. Everything is a descendant of
 the outer pid namespace's init, which reads a pipe that this process holds: however this process ends, so does it,
 and the kernel ends the rest.
+
+Faults are methods of a host, or of the network: a power cut, a pulled cable, a slow wire, a network in two parts.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -70,18 +73,67 @@ ip link set lo up
 echo "$pid"
 exec sleep infinity
 """
+_KILL = """
+import os, select, sys, time
+pid = int(sys.argv[1])
+end = os.pidfd_open(pid)
+now = time.monotonic()
+os.kill(pid, 9)
+assert select.select([end], [], [], 20)[0]
+print(now)
+"""
 
 
 class Unavailable(Exception):
     """This machine lets nobody build hosts here; the text is the kernel's reason."""
 
 
+class Network:
+    """What lies between the hosts: a bridge, and one wire to each of them."""
+
+    def __init__(self, init: int, user: bool) -> None:
+        # nsenter without --pid: the pids in what ip is told are ours.
+        self.enter = ("nsenter", f"--target={init}", "--net", *_user(user))
+        self._bridges = 1
+
+    def wire(self, number: int, pid: int) -> str:
+        """Lay a wire to the host whose init this is; returns its name at the bridge."""
+        name = f"wire-{number}"
+        self.ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+        self.ip("link", "set", name, "master", "bridge", "up")
+        return name
+
+    def ip(self, *words: str) -> None:
+        """Run ``ip`` here. Raises Unavailable with what it says."""
+        _call([*self.enter, "ip", *words])
+
+    def partition(self, *parts: Sequence[Host]) -> None:
+        """The hosts of each part reach each other and nobody else; nothing tells them so. Hosts not named stay with
+        the first part.
+        """
+        for number, part in enumerate(parts[1:], start=1):
+            if number == self._bridges:
+                self.ip("link", "add", f"bridge-{number}", "type", "bridge")
+                self.ip("link", "set", f"bridge-{number}", "up")
+                self._bridges += 1
+            for host in part:
+                self.ip("link", "set", host.wire, "master", f"bridge-{number}")
+
+    def heal(self, *hosts: Host) -> None:
+        """These are with the rest again."""
+        for host in hosts:
+            self.ip("link", "set", host.wire, "master", "bridge")
+
+
 class Host:
     """One host. Commands run in it as root of it, in the repository, with this interpreter's programs first."""
 
-    def __init__(self, name: str, address: str, process: subprocess.Popen[str], init: int, user: bool) -> None:
-        self.name, self.address = name, address
+    def __init__(
+        self, name: str, address: str, process: subprocess.Popen[str], init: int, network: Network, user: bool
+    ) -> None:
+        self.name, self.address, self.network = name, address, network
         self._process, self._init = process, init
+        self.wire = network.wire(int(name.rpartition("-")[2]), init)
         spaces = ["--net", "--mount", "--pid", "--ipc", "--uts", *_user(user)]
         self._enter = ["nsenter", f"--target={init}", *spaces, "sh", "-c", 'cd "$0" && exec "$@"', str(REPO)]
 
@@ -122,12 +174,40 @@ class Host:
                 return int(figures.split()[8])
         raise AssertionError(f"{self.name} has no eth0")
 
-    def power_off(self) -> None:
-        """Every process of it ends at once and unasked; its end of the wire goes with it."""
+    def power_off(self) -> float:
+        """Every process of it ends at once and unasked; its end of the wire goes with it.
+
+        As the kernel closes the sockets, peers may still hear of it. If they are to hear nothing at all, pull the cable
+        first. Returns when (``time.monotonic``, which all hosts of a machine share).
+        """
+        began = time.monotonic()
         if self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self._init, signal.SIGKILL)
             self._process.wait(PATIENCE_S)
+        return began
+
+    def kill(self, pid: int) -> float:
+        """SIGKILL to one process of it, by its pid there; returns when, once the kernel has closed all it had open."""
+        return float(self.run([sys.executable, "-ISc", _KILL, str(pid)]))
+
+    def pull_cable(self) -> float:
+        """Nothing leaves or reaches it any more, and nobody is told; returns when."""
+        began = time.monotonic()
+        self.network.ip("link", "set", self.wire, "down")
+        return began
+
+    def plug_in(self) -> None:
+        """Undo ``pull_cable``."""
+        self.network.ip("link", "set", self.wire, "up")
+
+    def limit_rate(self, megabits: int) -> None:
+        """Its wire carries so many megabits a second, in each direction. Raises Unavailable where the kernel cannot."""
+        limit = ["root", "tbf", "rate", f"{megabits}mbit", "burst", "256kb", "latency", "50ms"]
+        if shutil.which("tc") is None:
+            raise Unavailable("a slow wire: there is no program 'tc' (package iproute2)")
+        _call([*self.network.enter, "tc", "qdisc", "replace", "dev", self.wire, *limit])
+        _call([*self._enter, "tc", "qdisc", "replace", "dev", "eth0", *limit])
 
 
 def stop(process: subprocess.Popen[str]) -> None:
@@ -148,34 +228,34 @@ def read_line(process: subprocess.Popen[str], timeout_s: float) -> str:
 
 
 @contextmanager
-def hosts(count: int, keep: Sequence[Path] = ()) -> Iterator[tuple[Host, ...]]:
+def hosts(
+    count: int, keep: Sequence[Path] = (), *, user: bool | None = None, own_name: str | None = None
+) -> Iterator[tuple[Host, ...]]:
     """``count`` hosts on one bridge, named ``host-1`` and so on; gone when the block ends, or this process.
 
     ``keep``: directories below /tmp that every host is to see; the others' /tmp is their own. The repository and the
-    interpreter are kept anyway. Raises Unavailable where the kernel, or a missing program, does not let it.
+    interpreter are kept anyway. ``user``: whether to use a user namespace, which needs no root; None tries without one
+    first. ``own_name``: what each host's /etc/hosts says of its own name, as Debian's installer writes 127.0.1.1; None
+    for its address on the wire. Raises Unavailable where the kernel, or a missing program, does not let it.
     """
     for program in ("ip", "nsenter", "unshare", "mount"):
         if shutil.which(program) is None:
             raise Unavailable(f"several hosts: there is no program {program!r} (packages util-linux, iproute2)")
-    outer, init, user = _outer()
+    outer, init, in_user = _outer((False, True) if user is None else (user,))
     made: list[subprocess.Popen[str]] = [outer]
     try:
         addresses = {f"host-{number}": f"10.77.0.{number}" for number in range(1, count + 1)}
-        names = "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in addresses.items())
-        # nsenter without --pid: the pids in what ip is told are ours.
-        network = ["nsenter", f"--target={init}", "--net", *_user(user)]
-        into = [*network, "--mount", "--pid"]
+        network = Network(init, in_user)
+        into = [*network.enter, "--mount", "--pid"]
         fresh = ["unshare", "--net", "--mount", "--pid", "--ipc", "--uts", "--fork"]
         kept = [str(path) for path in dict.fromkeys((REPO, *_interpreter(), *keep)) if path.is_relative_to("/tmp")]
         built = []
         for name, address in addresses.items():
+            known = addresses | ({name: own_name} if own_name else {})
+            names = "".join(f"{where} {who}\n" for who, where in {"localhost": "127.0.0.1", **known}.items())
             what = [name, str(uuid.uuid4()), names, *kept]
             made.append(_popen([*into, *fresh, "sh", "-euc", _HOST, "sh", *what], stdin=subprocess.DEVNULL))
-            pid = _pid(made[-1])
-            wire = f"wire-{len(made) - 1}"
-            _call([*network, "ip", "link", "add", wire, "type", "veth", "peer", "name", "eth0", "netns", str(pid)])
-            _call([*network, "ip", "link", "set", wire, "master", "bridge", "up"])
-            host = Host(name, address, made[-1], pid, user)
+            host = Host(name, address, made[-1], _pid(made[-1]), network, in_user)
             host.run(["ip", "address", "add", f"{address}/24", "dev", "eth0"])
             host.run(["ip", "link", "set", "eth0", "up"])
             built.append(host)
@@ -195,19 +275,22 @@ def _user(user: bool) -> list[str]:
     return ["--user", "--preserve-credentials"] if user else []
 
 
-def _outer() -> tuple[subprocess.Popen[str], int, bool]:
-    """The namespace around all hosts: its process, its init's pid, and whether it took a user namespace."""
+def _outer(ways: Sequence[bool]) -> tuple[subprocess.Popen[str], int, bool]:
+    """The namespace around all hosts: its process, its init's pid, and whether it took a user namespace.
+
+    ``ways``: whether to use one, to be tried in this order.
+    """
     reasons = []
-    for user in (False, True):
+    for user in ways:
         mapped = ["--user", "--map-root-user"] if user else []
         process = _popen(["unshare", *mapped, "--net", "--mount", "--pid", "--fork", "sh", "-euc", _OUTER])
         try:
             return process, _pid(process), user
         except Unavailable as unavailable:
-            reasons.append(str(unavailable))
+            reasons.append(("in a user namespace: " if user else "") + str(unavailable))
             assert process.stdin is not None
             process.stdin.close()
-    raise Unavailable("several hosts: " + "; in a user namespace: ".join(reasons))
+    raise Unavailable("several hosts: " + "; ".join(reasons))
 
 
 def _popen(command: Sequence[str], stdin: int = subprocess.PIPE) -> subprocess.Popen[str]:

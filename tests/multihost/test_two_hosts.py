@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from tests.multihost.rig import Host, read_line, stop
+from tests.multihost.conftest import given
+from tests.multihost.rig import Host
+from tests.multihost.session import Driver, driver
 
 pytestmark = [pytest.mark.multihost, pytest.mark.timeout(240)]
 
-TIMEOUT_S = 60.0
 Hosts = tuple[Host, Host]
-
-
-class Driver:
-    """A driver on a host: answers tasks with JSON."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-
-    def answer(self) -> Any:
-        return json.loads(read_line(self._process, TIMEOUT_S))
-
-    def ask(self, name: str, *args: Any) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([name, *args]) + "\n")
-        self._process.stdin.flush()
-        return self.answer()
-
-
-@contextmanager
-def driver(host: Host, name: str) -> Iterator[Driver]:
-    command = [sys.executable, "-m", "tests.multihost.drivers", name]
-    process = host.start(command, {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": f"{host.address}:6379"})
-    try:
-        yield Driver(process)
-    finally:
-        try:
-            process.communicate(timeout=TIMEOUT_S)  # closes its stdin: it ends the group and then itself
-        finally:
-            stop(process)
 
 
 def test_hosts_share_nothing_that_says_one_host(two_hosts: Hosts) -> None:
@@ -70,6 +37,14 @@ def test_calls_and_tensors_between_two_hosts(two_hosts: Hosts) -> None:
         assert asked.ask("call") == [42, "host-2", "b"]
         _check_tensor(a, b, asked)
         assert asked.ask("stats")["torchrpc"] > 10_000_000
+
+
+@pytest.mark.parametrize("how", [{"own_name": "127.0.1.1"}, {"user": True}], ids=["debian", "without-root"])
+def test_a_group_where_hosts_take_their_own_name_for_loopback_and_where_nobody_is_root(how: dict[str, Any]) -> None:
+    with given(2, **how) as (a, b), driver(a, "usual") as asked:
+        assert asked.answer()["members"] == 2
+        assert asked.ask("call") == [42, "host-2", "b"]
+        _check_tensor(a, b, asked)
 
 
 def test_nng_alone_between_two_hosts(two_hosts: Hosts) -> None:

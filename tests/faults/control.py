@@ -1,0 +1,190 @@
+"""One connection from each member's process to the test: commands go in, moments and results come out.
+
+It belongs to the test alone and has nothing to do with the package or Ray, so it works while those are being broken.
+Made when the process starts and kept: a member without a spare descriptor still has it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+#: Whoever waits at a moment goes on after this, if nobody lets him (seconds).
+HOLD_S = 30.0
+
+
+class Died(Exception):
+    """The process ended before it answered."""
+
+
+class Remote:
+    """The test's end: one process of a member."""
+
+    def __init__(self, sock: socket.socket, hello: dict[str, Any], moment: Callable[[str, Remote], None]) -> None:
+        self.name: str = hello["name"]
+        self.pid: int = hello["pid"]
+        self.born = time.monotonic()
+        self.died: float | None = None
+        self._sock, self._moment = sock, moment
+        self._lock = threading.Lock()
+        self._asked: dict[int, Future[Any]] = {}
+        self._count = 0
+
+    def ask(self, command: str, **arguments: Any) -> Future[Any]:
+        """Have it do something, on a thread of its own; the future fails with Died if it ends before."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._count += 1
+            number = self._count
+            if self.died is not None:
+                future.set_exception(Died(self.name))
+                return future
+            self._asked[number] = future
+        self._say({"ask": number, "command": command, "arguments": arguments})
+        return future
+
+    def release(self, moment: str) -> None:
+        """Let it go on."""
+        self._say({"go": moment})
+
+    def _say(self, what: dict[str, Any]) -> None:
+        try:
+            with self._lock:
+                self._sock.sendall(json.dumps(what).encode() + b"\n")
+        except OSError:
+            return  # its reader finds out
+
+    def read(self, lines: Any) -> None:
+        """Until the process ends."""
+        try:
+            for line in lines:
+                said = json.loads(line)
+                if "at" in said:
+                    self._moment(said["at"], self)
+                elif (future := self._asked.pop(said["re"], None)) is not None:
+                    if "error" in said:
+                        future.set_exception(AssertionError(f"{self.name}: {said['error']}"))
+                    else:
+                        future.set_result(said["result"])
+        except (OSError, ValueError):
+            pass  # in the middle of a line
+        with self._lock:
+            self.died = time.monotonic()
+            asked, self._asked = self._asked, {}
+        self._sock.close()
+        for future in asked.values():
+            future.set_exception(Died(self.name))
+
+
+class Board:
+    """The test's end of them all."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._changed = threading.Condition()
+        self.remotes: dict[str, Remote] = {}
+        """The latest process of each member."""
+        self._moments: dict[str, Remote] = {}
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(self.path)
+        self._socket.listen(64)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._read, args=(sock,), daemon=True).start()
+
+    def _read(self, sock: socket.socket) -> None:
+        with sock.makefile("rb") as lines:
+            remote = Remote(sock, json.loads(lines.readline()), self._came)
+            with self._changed:
+                self.remotes[remote.name] = remote
+                self._changed.notify_all()
+            remote.read(lines)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _came(self, moment: str, remote: Remote) -> None:
+        with self._changed:
+            self._moments[moment] = remote
+            self._changed.notify_all()
+
+    def await_moment(self, moment: str, seconds: float) -> Remote | None:
+        """Whose process has come to it; None after so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: moment in self._moments, seconds)
+            return self._moments.pop(moment, None)
+
+    def await_process(self, name: str, other_than: int, seconds: float) -> Remote | None:
+        """A living process of this member with another pid; None after so many seconds."""
+
+        def there() -> bool:
+            remote = self.remotes.get(name)
+            return remote is not None and remote.pid != other_than and remote.died is None
+
+        with self._changed:
+            return self.remotes[name] if self._changed.wait_for(there, seconds) else None
+
+    def await_end(self, remote: Remote, seconds: float) -> bool:
+        """Whether its process has ended."""
+        with self._changed:
+            return self._changed.wait_for(lambda: remote.died is not None, seconds)
+
+    def close(self) -> None:
+        """Members that are connected stay so until they end."""
+        self._socket.close()
+
+
+class Control:
+    """The member's end. Commands are methods of ``target`` that the test names."""
+
+    def __init__(self, path: str, name: str, target: Any) -> None:
+        self._target = target
+        self._sock = socket.socket(socket.AF_UNIX)
+        self._sock.connect(path)
+        self._lock = threading.Lock()
+        self._held: dict[str, threading.Event] = {}
+        self._say({"name": name, "pid": os.getpid()})
+        threading.Thread(target=self._listen, name="test-control", daemon=True).start()
+
+    def moment(self, key: str, hold: bool) -> None:
+        """Tell that it has come; ``hold``: and wait until the test lets go."""
+        event = self._held[key] = threading.Event()
+        self._say({"at": key})
+        if hold:
+            event.wait(HOLD_S)
+        self._held.pop(key, None)
+
+    def _say(self, what: dict[str, Any]) -> None:
+        with self._lock:
+            self._sock.sendall(json.dumps(what).encode() + b"\n")
+
+    def _listen(self) -> None:
+        with self._sock.makefile("rb") as lines:
+            for line in lines:
+                said = json.loads(line)
+                if "go" in said:
+                    if (event := self._held.get(said["go"])) is not None:
+                        event.set()
+                    continue
+                threading.Thread(target=self._do, args=(said,), name="test-command", daemon=True).start()
+
+    def _do(self, said: dict[str, Any]) -> None:
+        answer: dict[str, Any] = {"re": said["ask"]}
+        try:
+            answer["result"] = getattr(self._target, said["command"])(**said["arguments"])
+        except BaseException:
+            answer["error"] = traceback.format_exc()
+        self._say(answer)

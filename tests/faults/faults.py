@@ -1,0 +1,123 @@
+"""What may happen to a group, as data: who is struck, how, and at which moment of which call.
+
+``at`` names a moment of one call that is made for the purpose: the fault strikes when the member has told that the
+moment has come, and never after a guess at how long something takes.
+
+- ``idle``: no call, and before the others begin theirs.
+- ``sending``: the member pickles the arguments of its own call. ``mid-transfer``: it has, and the bytes are leaving.
+- ``receiving``: it takes a call's arguments apart. ``executing``: it is in the method.
+- ``replying``: it has pickled the result, and the bytes are leaving.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Moment = Literal["idle", "sending", "mid-transfer", "receiving", "executing", "replying"]
+MOMENTS: tuple[Moment, ...] = ("idle", "sending", "mid-transfer", "receiving", "executing", "replying")
+#: At these the member is the one that makes the call.
+AS_CALLER = ("sending", "mid-transfer")
+
+KB, MB = 1_000, 1_000_000
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One. A member has one at a time."""
+
+    member: str
+
+
+@dataclass(frozen=True)
+class Kill(Fault):
+    """SIGKILL. Ray restarts the actor."""
+
+    at: Moment = "idle"
+    bytes: int = 8
+    """Of the tensor in the call."""
+
+
+@dataclass(frozen=True)
+class Stop(Fault):
+    """SIGSTOP, and SIGCONT after so many seconds, whatever happened meanwhile."""
+
+    seconds: float
+    at: Moment = "idle"
+    bytes: int = 8
+
+
+@dataclass(frozen=True)
+class ArenaFull(Fault):
+    """The others keep what this member has sent them, until its shared memory has no room left for their calls."""
+
+
+@dataclass(frozen=True)
+class FdLimit(Fault):
+    """It may open so many more descriptors (RLIMIT_NOFILE), while the load runs."""
+
+    spare: int
+
+
+@dataclass(frozen=True)
+class Garbage(Fault):
+    """Bytes of no meaning, from so many connections to each socket it listens on."""
+
+    connections: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Silence(Fault):
+    """So many connections to each socket it listens on that say nothing, while the load runs."""
+
+    connections: int
+
+
+Draw = Callable[[random.Random, str], Fault]
+
+
+def _call_of(draw: random.Random) -> tuple[Moment, int]:
+    moment = draw.choice(MOMENTS)
+    large = moment in ("mid-transfer", "replying") or draw.random() < 0.3
+    return moment, draw.choice((8 * MB, 40 * MB)) if large else draw.choice((8, 20 * KB, 300 * KB))
+
+
+def _kill(draw: random.Random, member: str) -> Fault:
+    return Kill(member, *_call_of(draw))
+
+
+def _stop(draw: random.Random, member: str) -> Fault:
+    return Stop(member, draw.choice((0.2, 0.8, 2.5)), *_call_of(draw))
+
+
+#: How often in a hundred, and what.
+TABLE: tuple[tuple[int, Draw], ...] = (
+    (45, _kill),
+    (20, _stop),
+    (8, lambda draw, member: ArenaFull(member)),
+    (9, lambda draw, member: FdLimit(member, draw.randrange(4))),
+    (9, lambda draw, member: Garbage(member, draw.randrange(1, 20), draw.getrandbits(30))),
+    (9, lambda draw, member: Silence(member, draw.randrange(1, 40))),
+)
+
+
+def random_faults(seed: int, count: int, members: Sequence[str], never_killed: str = "") -> list[tuple[Fault, ...]]:
+    """``count`` faults in rounds of one to three, which strike different members at once. The same for one seed."""
+    draw = random.Random(seed)
+    rounds: list[tuple[Fault, ...]] = []
+    while count > 0:
+        struck = draw.sample(members, min(count, draw.choice((1, 1, 2, 3))))
+        rounds.append(tuple(_one(draw, member, never_killed) for member in struck))
+        count -= len(struck)
+    return rounds
+
+
+def _one(draw: random.Random, member: str, never_killed: str) -> Fault:
+    while True:
+        (chosen,) = draw.choices([of for _, of in TABLE], [weight for weight, _ in TABLE])
+        fault = chosen(draw, member)
+        if not (isinstance(fault, Kill) and member == never_killed):
+            return fault

@@ -1,0 +1,76 @@
+"""What must be true of calls, and of processes, whatever happened to the group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tests.faults.worker import RETRIES
+
+#: After its deadline a call may last so much longer (seconds), and whatever its process stood still besides.
+SLACK_S = 1.0
+MIB = 1 << 20
+#: Descriptors that torchrpc's agent does not give back for a peer that left, once it has been called.
+FDS_OF_A_LEFT_PEER = 4
+#: Descriptors of the torchrpc connections to five peers, which are made when shared memory has first had no room.
+FDS_OF_TORCHRPC = 5 * 8
+ANONYMOUS = 24 * MIB
+THREADS = 24
+
+
+class Rest(NamedTuple):
+    """What a process held when it was first looked at, and how many members had been killed by then."""
+
+    left: dict[str, Any]
+    parted: int
+
+
+def judge_calls(
+    outcomes: Sequence[Sequence[Any]], lags: Mapping[str, Sequence[Sequence[float]]], lines: Sequence[str]
+) -> tuple[list[str], Counter[str], int]:
+    """(violations, verdicts, calls with retry= that ran again), from what callers saw and callees noted."""
+    violations: list[str] = []
+    runs = Counter(line.split()[0] for line in lines)
+    verdicts: Counter[str] = Counter()
+    for caller, call, kind, target, began, ended, timeout, verdict, may_have_run, text in outcomes:
+        where = f"{caller} -> {target} {kind} {call}"
+        verdicts[verdict if not verdict.startswith("other") else "other"] += 1
+        if verdict.startswith("other"):
+            violations.append(f"{where}: {verdict}")
+        still = sum(max(0.0, min(ended, up) - max(began, since)) for since, up in lags.get(caller, ()))
+        if ended - began > timeout + SLACK_S + still:
+            violations.append(f"{where}: LATE: {ended - began:.2f} s, its deadline {timeout} s ({verdict}: {text})")
+        if verdict == "ok" and not runs[call]:
+            violations.append(f"{where}: answered, and ran nowhere")
+        if verdict == "PeerLost" and may_have_run is False and kind != "relay" and runs[call]:
+            violations.append(f"{where}: RAN, although: {text}")
+    repeated = 0
+    for call, count in runs.items():
+        if call.endswith("-again"):
+            repeated += count > 1
+            if count > 1 + RETRIES:
+                violations.append(f"{call} ran {count} times")
+        elif count > 1:
+            violations.append(f"{call}: EXECUTED TWICE ({count} times)")
+    return violations, verdicts, repeated
+
+
+def judge_rest(first: Rest, now: Mapping[str, Any], parted: int) -> list[str]:
+    """What a process holds that it did not hold at first; so many members were killed meanwhile."""
+    before, found = first.left, []
+    if now["restless"]:
+        found.append(f"RESTLESS: {now['restless']}")
+    for what, allowed in (
+        ("fds", FDS_OF_A_LEFT_PEER * parted + FDS_OF_TORCHRPC),
+        ("threads", THREADS),
+        ("arena", 0),
+        ("under way", 0),
+        ("anonymous", ANONYMOUS),
+    ):
+        grew = now[what] - before[what]
+        if grew > allowed:
+            detail = {"fds": now["open"], "threads": now["names"]}.get(what, "")
+            was = before["open"] if what == "fds" else ""
+            found.append(f"LEAK: {what} grew by {grew} ({before[what]} -> {now[what]}) {was} {detail}")
+    return found

@@ -1,0 +1,33 @@
+"""A Ray for the fault suite, in tests and outside of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Read by Ray when it starts; nothing here may report anything to anybody.
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+import ray
+
+
+@contextmanager
+def ray_here() -> Iterator[None]:
+    """One that runs already is used, and left as it is."""
+    if ray.is_initialized():
+        yield
+        return
+    ray.init(
+        address="local",
+        num_cpus=8,
+        object_store_memory=200 * 1024**2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        configure_logging=False,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()

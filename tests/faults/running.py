@@ -1,0 +1,338 @@
+"""A group of six under load, the faults that strike it, and what must be true afterwards."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+
+import raytorchrpc as rtr
+from tests.faults import garbage
+from tests.faults.control import Board, Died, Remote
+from tests.faults.faults import AS_CALLER, MB, ArenaFull, Fault, FdLimit, Garbage, Kill, Silence, Stop
+from tests.faults.judging import Rest, judge_calls, judge_rest
+from tests.faults.worker import AsyncWorker, Worker
+
+NAMES = ("c0", "c1", "c2", "c3", "c4", "c5")
+#: The settings by which each lane carries the group's calls and tensors.
+LANES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "tcp": {"always_tcp": True},
+    "torchrpc": {"lanes": ("torchrpc",)},
+    "nng": {"lanes": ("nng",)},
+    "nixl": {"lanes": ("socket", "nixl", "torchrpc")},
+}
+#: Nothing here is meant to last so long; what does, hangs (seconds).
+PATIENCE_S = 90.0
+REJOIN_S = 120.0
+STAGED_S = 5.0
+
+
+class Change(NamedTuple):
+    """As the group told it, and when."""
+
+    at: float
+    kind: str
+    members: tuple[str, ...]
+
+
+@dataclass
+class Struck:
+    """One fault, and what it led to; times in seconds."""
+
+    fault: Fault
+    landed: bool = True
+    """The moment came."""
+    detected: float | None = None
+    """From the kill until the group said so."""
+    caller_told: float | None = None
+    """From the kill until the pending call to the member had failed."""
+    rejoined: float | None = None
+    born: float | None = None
+    """From the kill until Ray had the next process run."""
+
+
+@dataclass
+class Report:
+    """What many rounds came to."""
+
+    struck: list[Struck] = field(default_factory=list)
+    verdicts: Counter[str] = field(default_factory=Counter)
+    violations: list[str] = field(default_factory=list)
+    repeated: int = 0
+    """Calls with retry= that ran more than once, as they may."""
+    seconds: float = 0.0
+
+
+class Running:
+    """The group. Use ``running``."""
+
+    def __init__(self, group: rtr.Group, actors: dict[str, Any], board: Board, log: Path, seed: int) -> None:
+        self.group, self.actors, self.board, self.log = group, actors, board, log
+        self.report = Report()
+        self.changes: list[Change] = []
+        self._changed = threading.Condition()
+        self._seed, self._rounds = seed, 0
+        self._draw = random.Random(seed)
+        self.remotes: dict[str, Remote] = {}
+        self._rest: dict[int, Rest] = {}
+        self._judged_lines = 0
+        group.on_change(self._note)
+        for name in actors:
+            remote = board.await_process(name, -1, PATIENCE_S)
+            assert remote is not None, f"{name} never came up"
+            self.remotes[name] = remote
+
+    def _note(self, change: Any) -> None:
+        with self._changed:
+            self.changes.append(Change(time.monotonic(), change.kind, change.members))
+            self._changed.notify_all()
+
+    def _await_change(self, member: str, kinds: tuple[str, ...], since: float, seconds: float) -> float | None:
+        """When it was told, or None."""
+
+        def told() -> float | None:
+            for change in self.changes:
+                if change.at >= since and change.kind in kinds and member in change.members:
+                    return change.at
+            return None
+
+        with self._changed:
+            self._changed.wait_for(lambda: told() is not None, seconds)
+            return told()
+
+    # --- one round --------------------------------------------------------------------------------------------------
+
+    def round(self, faults: Sequence[Fault], least: int = 12) -> list[Struck]:
+        """Load, strike, wait until the group is whole, and judge. Violations are added to the report."""
+        self._rounds += 1
+        began = time.monotonic()
+        number = self._seed * 100_000 + self._rounds
+        struck = [Struck(fault) for fault in faults]
+        before = dict(self.remotes)
+        outcomes: list[list[Any]] = []
+        lags: dict[str, list[Any]] = {}
+        with ExitStack() as healing:
+            early = [one for one in struck if getattr(one.fault, "at", "idle") == "idle"]
+            for one in early:
+                self._strike(one, number, healing, outcomes)
+            loads = {
+                name: remote.ask("load", seed=number, peers=[peer for peer in NAMES if peer != name], least=least,
+                                 threads=2)
+                for name, remote in before.items()
+            }  # fmt: skip
+            strikers = [
+                threading.Thread(target=self._strike, args=(one, number, healing, outcomes), daemon=True)
+                for one in struck
+                if one not in early
+            ]
+            for striker in strikers:
+                striker.start()
+            for striker in strikers:
+                striker.join(PATIENCE_S)
+                if striker.is_alive():
+                    self._violated(f"round {number}: a fault could not be made: {faults}")
+            for remote in before.values():
+                remote.ask("enough")
+            for name, load in loads.items():
+                answer = self.answered(load, f"round {number}: load of {name}", before[name])
+                if answer is not None:
+                    outcomes += [[name, *outcome] for outcome in answer["outcomes"]]
+                    lags[name] = answer["lags"]
+        self._gather(struck, before, number)
+        self.report.struck += struck
+        self.calm(number)
+        self._judge(outcomes, lags, number)
+        self.report.seconds += time.monotonic() - began
+        return struck
+
+    def _violated(self, what: str) -> None:
+        self.report.violations.append(what)
+
+    def answered(self, future: Future[Any], what: str, remote: Remote, seconds: float = PATIENCE_S) -> Any:
+        """Its result; None if the process ended. Neither in time: a hang, and all stacks are written."""
+        try:
+            return future.result(seconds)
+        except Died:
+            return None
+        except TimeoutError:
+            self._violated(f"HANG: {what} (pid {remote.pid}; see {self.log}.{remote.name}.stacks)")
+            with suppress(ProcessLookupError):
+                os.kill(remote.pid, signal.SIGUSR1)
+        except AssertionError as error:
+            self._violated(f"{what}: {error}")
+        return None
+
+    # --- striking ---------------------------------------------------------------------------------------------------
+
+    def _strike(self, one: Struck, number: int, healing: ExitStack, outcomes: list[list[Any]]) -> None:
+        try:
+            self._struck(one, number, healing, outcomes)
+        except Exception as error:
+            self._violated(f"round {number}: {one.fault}: {error!r}")
+
+    def _struck(self, one: Struck, number: int, healing: ExitStack, outcomes: list[list[Any]]) -> None:
+        fault = one.fault
+        remote = self.remotes[fault.member]
+        peers = [name for name in NAMES if name != fault.member]
+        if isinstance(fault, (Kill, Stop)):
+            if fault.at == "idle":
+                self._signal(one, remote, healing)
+                return
+            call = f"{number}-staged-{fault.member}"
+            other = self._draw.choice(peers)
+            caller, callee = (fault.member, other) if fault.at in AS_CALLER else (other, fault.member)
+            asked = self.remotes[caller].ask(
+                "stage", call=call, target=callee, at=fault.at, size=fault.bytes, timeout=STAGED_S
+            )
+            if self.board.await_moment(call, STAGED_S + 2) is None:
+                one.landed = False  # the call was struck by another fault before
+            else:
+                self._signal(one, remote, healing)
+            self.board.remotes[fault.member].release(call)
+            outcome = self.answered(asked, f"round {number}: {call} by {caller}", self.remotes[caller])
+            if outcome is not None:
+                outcomes.append([caller, *outcome])
+                if isinstance(fault, Kill) and remote.died is not None and outcome[6] == "PeerLost":
+                    one.caller_told = max(0.0, outcome[4] - remote.died)
+        elif isinstance(fault, ArenaFull):
+            for peer in peers:
+                healing.callback(lambda peer=peer: self.board.remotes[peer].ask("drop"))
+            self.answered(remote.ask("fill", peers=peers, size=8 * MB), f"round {number}: {fault}", remote)
+        elif isinstance(fault, FdLimit):
+            self.answered(remote.ask("limit", spare=fault.spare), f"round {number}: {fault}", remote)
+            healing.callback(lambda: self.answered(remote.ask("unlimit"), "unlimit", remote))
+        elif isinstance(fault, Garbage):
+            told = garbage.told_of(self.doors(fault.member)[0], garbage.secret(self.group))
+            garbage.throw_many(self.doors(fault.member), fault.seed, fault.connections, told)
+        elif isinstance(fault, Silence):
+            for door in self.doors(fault.member):
+                for _ in range(fault.connections):
+                    sock: socket.socket = healing.enter_context(door.dial())
+                    assert sock.fileno() >= 0
+
+    def doors(self, member: str) -> list[garbage.Door]:
+        """Those that ask for the secret."""
+        return [door for door in garbage.doors(self.group, member) if door.lane != "torchrpc"]
+
+    def _signal(self, one: Struck, remote: Remote, healing: ExitStack) -> None:
+        if isinstance(one.fault, Kill):
+            os.kill(remote.pid, signal.SIGKILL)
+            if not self.board.await_end(remote, PATIENCE_S):
+                self._violated(f"{remote.name} (pid {remote.pid}) is there after SIGKILL")
+            return
+        assert isinstance(one.fault, Stop)
+        os.kill(remote.pid, signal.SIGSTOP)
+
+        def go_on() -> None:
+            with suppress(ProcessLookupError):
+                os.kill(remote.pid, signal.SIGCONT)
+
+        timer = threading.Timer(one.fault.seconds, go_on)
+        timer.start()
+        healing.callback(timer.join)
+
+    # --- afterwards -------------------------------------------------------------------------------------------------
+
+    def _gather(self, struck: Sequence[Struck], before: dict[str, Remote], number: int) -> None:
+        """Who was killed is back, and nobody else was lost."""
+        killed = {one.fault.member: one for one in struck if isinstance(one.fault, Kill) and one.landed}
+        for name, remote in before.items():
+            if name not in killed:
+                if remote.died is not None:
+                    self._violated(f"round {number}: SURVIVOR LOST: {name} (pid {remote.pid}); {struck}")
+                    killed[name] = Struck(Kill(name))
+                continue
+            one, died = killed[name], remote.died or time.monotonic()
+            lost = self._await_change(name, ("lost",), died - 1, PATIENCE_S)
+            one.detected = None if lost is None else max(0.0, lost - died)
+            if lost is None:
+                self._violated(f"round {number}: nobody said that {name} was lost")
+        for name, one in killed.items():
+            remote, died = before[name], before[name].died or time.monotonic()
+            there = self.board.await_process(name, remote.pid, REJOIN_S)
+            back = self._await_change(name, ("back",), died, REJOIN_S)
+            if there is None or back is None:
+                self._violated(f"round {number}: {name} did not come back: {there} {back}")
+                raise RuntimeError(f"{name} did not come back; {self.report.violations}")
+            self.remotes[name] = there
+            one.born, one.rejoined = there.born - died, back - died
+
+    def calm(self, number: int) -> None:
+        """The group is whole: everybody reaches everybody."""
+        try:
+            self.group.wait_ready(REJOIN_S)
+        except rtr.RayTorchRpcError as error:
+            self._violated(f"round {number}: {error}")
+        asked = {
+            name: remote.ask("everybody", label=f"{number}-calm", peers=[n for n in NAMES if n != name], timeout=15)
+            for name, remote in self.remotes.items()
+        }
+        for name, future in asked.items():
+            for outcome in self.answered(future, f"round {number}: calm calls of {name}", self.remotes[name]) or ():
+                if outcome[6] != "ok":
+                    self._violated(f"round {number}: in the calm, {name}: {outcome}")
+
+    def _judge(self, outcomes: list[list[Any]], lags: dict[str, list[Any]], number: int) -> None:
+        lines = self.log.read_text().splitlines()
+        fresh, self._judged_lines = lines[self._judged_lines :], len(lines)
+        violations, verdicts, repeated = judge_calls(outcomes, lags, fresh)
+        self.report.violations += [f"round {number}: {text}" for text in violations]
+        self.report.verdicts.update(verdicts)
+        self.report.repeated += repeated
+
+    def rest(self) -> None:
+        """Everybody comes to rest; survivors hold what they held before."""
+        asked = {name: remote.ask("left", seconds=15) for name, remote in self.remotes.items()}
+        for name, future in asked.items():
+            remote = self.remotes[name]
+            left = self.answered(future, f"rest of {name}", remote, 60)
+            if left is None:
+                continue
+            parted = sum(isinstance(one.fault, Kill) for one in self.report.struck)
+            first = self._rest.setdefault(remote.pid, Rest(left, parted))
+            self.report.violations += [
+                f"{name} (pid {remote.pid}): {text}" for text in judge_rest(first, left, parted - first.parted)
+            ]
+
+
+@contextmanager
+def running(directory: Path, seed: int, road: str = "default", **config: Any) -> Iterator[Running]:
+    """A group of six restartable actors (three that run one method at a time, two threaded, one async); Ray runs.
+
+    ``road``: of ``LANES``; ``config``: other settings of the group.
+    """
+    board = Board(directory / f"board-{seed}")
+    log = directory / f"log-{seed}"
+    log.touch()
+    actors = {}
+    for place, name in enumerate(NAMES):
+        cls = ray.remote(AsyncWorker if place == 5 else Worker)
+        concurrency = {3: 4, 4: 4}.get(place)
+        options = {"num_cpus": 0, "max_restarts": -1, **({"max_concurrency": concurrency} if concurrency else {})}
+        actors[name] = cls.options(**options).remote(name, board.path, str(log))
+    settings = {"shm_bytes": 80 << 20, "rpc_timeout_s": 10, **LANES[road], **config}
+    try:
+        with rtr.init_group(
+            actors, name=f"faults-{seed}", config=rtr.GroupConfig(**settings), timeout_s=PATIENCE_S
+        ) as group:
+            run = Running(group, actors, board, log, seed)
+            run.calm(0)
+            run.rest()
+            yield run
+    finally:
+        for actor in actors.values():
+            ray.kill(actor)
+        board.close()

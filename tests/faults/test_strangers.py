@@ -1,0 +1,70 @@
+"""Who does not have the group's secret, at every socket of a group that works: no member ends, none serves them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+
+from raytorchrpc.lanes.base import PeerAddress
+from raytorchrpc.lanes.nccl import NcclLane
+from tests.conformance.peers import SECRET
+from tests.conformance.pipes import PipeCarrier
+from tests.faults.garbage import Door, recorded
+from tests.faults.running import running
+from tests.faults.strangers import GROUPS, besiege, doors_of, send, told_about
+
+pytestmark = pytest.mark.timeout(300)
+
+MESSAGES = 3_000
+
+
+@pytest.mark.parametrize("lane", GROUPS)
+def test_garbage_at_every_socket_harms_nobody(cluster: None, tmp_path: Path, lane: str) -> None:
+    with running(tmp_path, 1, **GROUPS[lane]) as run:
+        doors = doors_of(run, [lane])
+        assert {door.kind for door in doors} == {f"{lane} over unix", f"{lane} over tcp"}
+        siege = besiege(run, doors, MESSAGES, seed=1, processes=2)
+    assert siege.violations == [], told_about(lane, siege)
+    assert sum(siege.sent.values()) >= 0.9 * MESSAGES, siege.failed
+    assert siege.verdicts["ok"] >= 100
+
+
+@pytest.fixture
+def nccl() -> Iterator[list[NcclLane]]:
+    """Two members' ends of the nccl lane, with a carrier that needs no GPU."""
+    lanes = [
+        NcclLane(name, rank, SECRET, (0,), carrier=PipeCarrier(name), timeout_s=20, tcp_host="127.0.0.1")
+        for rank, name in enumerate("ab")
+    ]
+    addresses = [lane.open() for lane in lanes]
+    lanes[0].connect([PeerAddress("b", addresses[1])])
+    lanes[1].connect([PeerAddress("a", addresses[0])])
+    yield lanes
+    for lane in lanes:
+        lane.close()
+
+
+def test_garbage_at_the_sockets_of_the_nccl_lane_harms_nobody(nccl: list[NcclLane]) -> None:
+    a, b = nccl
+    control = b._peers["a"].control
+    assert control.tcp is not None
+    doors = [Door("a", "nccl", control.unix), Door("a", "nccl", control.tcp)]
+    told = recorded(doors[0], SECRET)
+    slowest, fetched = 0.0, 0
+    with get_context("spawn").Pool(1) as pool:
+        sending = pool.apply_async(send, (doors, 1, MESSAGES, told))
+        while not sending.ready() or not fetched:
+            start, tensor = time.monotonic(), torch.full((10,), fetched)
+            export = a.export([tensor], "b", {0: 0})
+            assert torch.equal(b.fetch("a", export.descriptor, [(tensor.dtype, (10,))])[0], tensor)
+            slowest, fetched = max(slowest, time.monotonic() - start), fetched + 1
+        report = sending.get(1)
+    assert sum(report["sent"].values()) >= 0.9 * MESSAGES, report["failed"]
+    assert report["heard"] <= 65
+    assert slowest < 5
+    assert not a._kept or len(a._kept) == 1

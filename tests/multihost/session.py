@@ -1,0 +1,66 @@
+"""A driver on one of the hosts, asked from outside: a line of JSON in, a line of JSON out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.multihost.rig import Host, read_line, stop
+
+TIMEOUT_S = 60.0
+
+
+def allowed(seconds: float) -> float:
+    """What is promised of a machine that has cores to spare, in seconds; so much more as there are processes to run."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+class Driver:
+    """Answers tasks."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def answer(self, timeout_s: float = TIMEOUT_S) -> Any:
+        return json.loads(read_line(self._process, timeout_s))
+
+    def ask(self, name: str, *args: Any, timeout_s: float = TIMEOUT_S) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([name, *args]) + "\n")
+        self._process.stdin.flush()
+        return self.answer(timeout_s)
+
+    # --- of ``tests.multihost.wandering`` ---------------------------------------------------------------------
+
+    def await_news(self, *kinds: str, timeout_s: float = TIMEOUT_S) -> tuple[str, list[str], str, float]:
+        """The next change of one of these kinds: (kind, members, cause, when)."""
+        until = time.monotonic() + timeout_s
+        while True:
+            change = self.ask("news", max(0.0, until - time.monotonic()))
+            assert change is not None, f"no news of {kinds} within {timeout_s:g} s"
+            if change[0] in kinds:
+                return change
+
+
+@contextmanager
+def driver(host: Host, name: str, head: Host | None = None, module: str = "drivers") -> Iterator[Driver]:
+    """``python -m tests.multihost.<module> <name>`` on this host; ``head``: where Ray's is, if elsewhere."""
+    command = [sys.executable, "-m", f"tests.multihost.{module}", name]
+    process = host.start(command, {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": f"{(head or host).address}:6379"})
+    try:
+        yield Driver(process)
+    finally:
+        try:
+            process.communicate(timeout=TIMEOUT_S)  # closes its stdin: it ends the group and then itself
+        except subprocess.TimeoutExpired:
+            stop(process)
+            process.communicate(timeout=TIMEOUT_S)
+            raise
+        finally:
+            stop(process)

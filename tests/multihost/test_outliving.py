@@ -1,0 +1,230 @@
+"""A group over several hosts outlives processes, hosts and cables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.multihost.conftest import given
+from tests.multihost.rig import Host
+from tests.multihost.session import Driver, allowed, driver
+
+pytestmark = [pytest.mark.multihost, pytest.mark.timeout(300)]
+
+Hosts = tuple[Host, ...]
+
+#: What docs/failure-model.md promises (seconds): a process's death and a host's are noticed, an actor that Ray has
+#: restarted is back.
+DEATH_S, POWER_S, REJOIN_S = 0.2, 1.0, 3.0
+
+
+@pytest.fixture(scope="module")
+def on_first(three_hosts: Hosts) -> Iterator[Driver]:
+    with driver(three_hosts[0], "serve", module="wandering") as asked:
+        yield asked
+
+
+@pytest.fixture
+def asked(on_first: Driver) -> Iterator[Driver]:
+    yield on_first
+    on_first.ask("end")
+
+
+def test_a_process_that_is_killed_elsewhere_is_missed_at_once(three_hosts: Hosts, asked: Driver) -> None:
+    a, b, c = three_hosts
+    asked.ask("form", {"a": a.name, "b": b.name, "c": c.name})
+    asked.ask("endure", "a", "b")
+    asked.ask("endure", "c", "b")
+    killed = b.kill(asked.ask("members")["b"][2])
+    _, members, cause, told = asked.await_news("lost")
+    assert members == ["b"], cause
+    assert told - killed < allowed(DEATH_S)
+    for caller in ("a", "c"):
+        how, when = asked.ask("ended", caller, "b")
+        assert how == "PeerLost"
+        assert when - killed < allowed(DEATH_S)
+    _, members, _, back = asked.await_news("back")
+    where, name, rank, _, born = asked.ask("ask", "a", "b", "about")
+    assert (where, name, rank) == (b.name, "b", 1)
+    assert back - born < allowed(REJOIN_S)
+    assert asked.ask("send", "c", "b", 1_000_000) is True
+
+
+def test_a_host_that_loses_its_power(doomed_three: Hosts) -> None:
+    """Ray believes in its actors for seconds; whoever formed the group, and the callers, do not."""
+    a = doomed_three[0]
+    with driver(a, "serve", module="wandering") as asked:
+        asked.ask("form", {"a": a.name, "b": "away", "c": "away"})
+        where = {name: asked.ask("ask", "a", name, "about")[0] for name in "bc"}
+        lost = next(host for host in doomed_three if host.name == where["b"])
+        names = sorted(name for name, host in where.items() if host == lost.name)
+        asked.ask("endure", "a", "b")
+        off = lost.power_off()
+        how, when = asked.ask("ended", "a", "b")
+        assert how == "PeerLost" and when - off < allowed(POWER_S)
+        gone: dict[str, float] = {}
+        while len(gone) < len(names):
+            _, members, _, told = asked.await_news("lost")
+            gone.update(dict.fromkeys(members, told - off))
+        assert sorted(gone) == names and max(gone.values()) < allowed(POWER_S)
+        back: dict[str, float] = {}
+        while len(back) < len(names):
+            _, members, _, when = asked.await_news("back")
+            back.update(dict.fromkeys(members, when))
+        for name in names:
+            host, again, rank, _, born = asked.ask("ask", "a", name, "about")
+            assert host != lost.name and (again, rank) == (name, "abc".index(name))
+            assert back[name] - born < allowed(REJOIN_S), "after Ray had it again"
+        others = [name for name in "abc" if name != "b"]
+        for other in others:
+            assert asked.ask("send", other, "b", 3_000_000) and asked.ask("send", "b", other, 3_000_000)
+        asked.ask("wait_ready", 1)
+
+
+def test_a_host_that_falls_silent_as_its_connections_close(doomed_three: Hosts) -> None:
+    """No new connection can be made, and Ray says for a long time that all is well."""
+    a, b, c = doomed_three
+    with driver(a, "serve", module="wandering") as asked:
+        asked.ask("form", {"a": a.name, "b": b.name, "c": c.name})
+        asked.ask("endure", "a", "b")
+        pid = asked.ask("members")["b"][2]
+        raylet = b.run(["pgrep", "-x", "raylet"]).strip()
+        b.run(["kill", "-STOP", raylet])  # so that Ray hears nothing of the death
+        killed = b.kill(pid)
+        b.pull_cable()
+        _, members, cause, told = asked.await_news("lost")
+        assert members == ["b"] and told - killed < allowed(POWER_S), cause
+        assert asked.ask("state", "b") == "ALIVE"
+        assert asked.ask("ended", "a", "b")[0] == "PeerLost"
+        assert asked.ask("attempt", "c", "b", 5.0).startswith("PeerLost")
+
+
+def test_a_pulled_cable_costs_a_call_its_deadline(three_hosts: Hosts, asked: Driver) -> None:
+    a, b, c = three_hosts
+    asked.ask("form", {"a": a.name, "b": b.name, "c": c.name})
+    asked.ask("endure", "a", "b", 3.0)
+    try:
+        pulled = b.pull_cable()
+        how, when = asked.ask("ended", "a", "b")
+        assert how in ("RpcTimeout", "PeerLost") and when - pulled < 4
+        assert asked.ask("attempt", "c", "b", 1.0).startswith(("RpcTimeout", "PeerLost"))
+        assert asked.ask("attempt", "c", "a", 1.0) == "", "the others go on"
+    finally:
+        b.plug_in()
+    asked.ask("wait_ready", 30)
+    assert asked.ask("attempt", "a", "b", 20.0) == ""
+    assert {name: seat[1] for name, seat in asked.ask("members").items()} == {"a": 0, "b": 0, "c": 0}
+
+
+def test_a_partition_of_five_seconds_costs_nobody(three_hosts: Hosts, asked: Driver) -> None:
+    a, b, c = three_hosts
+    asked.ask("form", {"a": a.name, "b": b.name, "c": c.name, "d": c.name})
+    asked.ask("endure", "a", "c")
+    before = asked.ask("members")
+    a.network.partition([a, b], [c])
+    began = time.monotonic()
+    try:
+        assert asked.ask("attempt", "a", "b", 5.0) == "" and asked.ask("attempt", "b", "a", 5.0) == ""
+        assert asked.ask("news", began + 5 - time.monotonic()) is None, "nobody was lost"
+    finally:
+        a.network.heal(c)
+    for caller, target in (("a", "c"), ("c", "a"), ("b", "d"), ("d", "c")):
+        assert asked.ask("attempt", caller, target, 10.0) == ""
+    assert asked.ask("members") == before
+    assert asked.ask("send", "a", "c", 1_000_000) is True
+
+
+@pytest.mark.slow
+def test_a_partition_that_outlasts_the_connections(three_hosts: Hosts, asked: Driver) -> None:
+    """Whoever cannot be reached is lost to the others, and back, the same as before, once it can be."""
+    a, b, c = three_hosts
+    asked.ask("form", {"a": a.name, "b": b.name, "c": c.name})
+    for caller, target in (("a", "c"), ("b", "c"), ("c", "a")):
+        assert asked.ask("send", caller, target, 1_000_000) is True
+    asked.ask("endure", "a", "c")
+    before = asked.ask("members")
+    cut = time.monotonic()
+    a.network.partition([a, b], [c])
+    try:
+        _, members, cause, told = asked.await_news("lost")
+        assert members == ["c"] and told - cut < 20, cause
+        how, when = asked.ask("ended", "a", "c")
+        assert how == "PeerLost" and when - cut < 20
+        assert asked.ask("attempt", "b", "c", 5.0).startswith("PeerLost")
+        assert asked.ask("attempt", "b", "a", 5.0) == ""
+    finally:
+        a.network.heal(c)
+    healed = time.monotonic()
+    _, members, _, back = asked.await_news("back")
+    assert members == ["c"] and back - healed < 10
+    assert asked.ask("members") == before, "the same process"
+    for caller, target in (("a", "c"), ("b", "c"), ("c", "a"), ("c", "b")):
+        assert asked.ask("attempt", caller, target, 10.0) == ""
+        assert asked.ask("send", caller, target, 1_000_000) is True
+    asked.ask("wait_ready", 1)
+
+
+def test_who_missed_a_change_catches_up(three_hosts: Hosts, asked: Driver) -> None:
+    """While the third host is cut off, a member of the second ends and comes back, one is removed and one is added."""
+    a, b, c = three_hosts
+    asked.ask("form", {"a": a.name, "b": b.name, "c": c.name, "r": b.name})
+    assert asked.ask("attempt", "c", "b", 5.0) == ""
+    pid = asked.ask("members")["b"][2]
+    a.network.partition([a, b], [c])
+    try:
+        b.kill(pid)
+        assert asked.await_news("lost")[1] == ["b"]
+        _, members, _, back = asked.await_news("back")
+        born = asked.ask("ask", "a", "b", "about")[4]
+        assert members == ["b"] and back - born < allowed(REJOIN_S)
+        asked.ask("remove", ["r"])
+        assert asked.ask("attempt", "a", "b", 5.0) == ""
+    finally:
+        a.network.heal(c)
+    asked.ask("caught_up", "c", 20)
+    assert asked.ask("view", "c") == asked.ask("view", "a") == [["a", 0, 0], ["b", 1, 1], ["c", 2, 0]]
+    for caller, target in (("c", "b"), ("b", "c"), ("a", "c")):
+        assert asked.ask("attempt", caller, target, 10.0) == ""
+        assert asked.ask("send", caller, target, 1_000_000) is True
+
+
+def test_a_member_on_another_host_joins_a_group_of_one_host(three_hosts: Hosts, asked: Driver) -> None:
+    a, b, _ = three_hosts
+    asked.ask("form", {"a": a.name, "b": a.name})
+    assert asked.ask("attempt", "a", "b", 5.0) == ""
+    assert asked.ask("add", {"c": b.name}) == [2]
+    for caller, target in (("a", "c"), ("c", "a"), ("c", "b"), ("b", "c"), ("a", "b")):
+        assert asked.ask("attempt", caller, target, 5.0) == ""
+        assert asked.ask("send", caller, target, 2_000_000) is True
+    killed = b.kill(asked.ask("members")["c"][2])
+    _, members, _, told = asked.await_news("lost")
+    assert members == ["c"] and told - killed < allowed(DEATH_S)
+    asked.await_news("back")
+    assert asked.ask("send", "b", "c", 2_000_000) is True
+
+
+def test_the_driver_may_be_on_another_host_than_everybody(three_hosts: Hosts) -> None:
+    a, b, _ = three_hosts
+    with driver(a, "serve", module="wandering") as asked:
+        asked.ask("form", {"x": b.name, "y": b.name})
+        asked.ask("endure", "x", "y")
+        killed = b.kill(asked.ask("members")["y"][2])
+        _, members, _, told = asked.await_news("lost")
+        assert members == ["y"] and told - killed < allowed(DEATH_S)
+        assert asked.ask("ended", "x", "y")[0] == "PeerLost"
+        back = asked.await_news("back")[3]
+        host, _, rank, _, born = asked.ask("ask", "x", "y", "about")
+        assert (host, rank) == (b.name, 1) and back - born < allowed(REJOIN_S)
+        assert asked.ask("send", "x", "y", 1_000_000) is True
+
+
+@pytest.mark.slow
+def test_sixteen_members_on_four_hosts() -> None:
+    with given(4, cpus=1) as built, driver(built[0], "serve", module="wandering") as asked:
+        took = asked.ask("exercise", [host.name for host in built], 4, timeout_s=200.0)
+        print("\n16 members on 4 hosts, seconds:", {step: round(seconds, 3) for step, seconds in took.items()})
+        assert took["lost"] < allowed(1)
+        assert took["rejoin"] < allowed(REJOIN_S)
+        assert took["shutdown"] < allowed(5)

@@ -1,0 +1,205 @@
+"""A driver whose members are lost and come back, on this host or another: ``python -m tests.multihost.wandering NAME``.
+
+It answers each line of stdin, a list of a task's name and its arguments in JSON, with a line on stdout. Times are of
+``time.monotonic``, which all hosts of one machine share.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import ActorUnavailableError, RayTaskError
+
+import raytorchrpc as rtr
+from benchmarks import scale_steps
+
+TIMEOUT_S = 60.0
+
+
+@ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=8)
+class Wanderer:
+    """A member; Ray restarts it where it was, or elsewhere if that host is gone."""
+
+    def __init__(self) -> None:
+        self._entered = threading.Semaphore(0)
+        self._born = time.monotonic()
+
+    @rtr.method(concurrent=True)
+    def double(self, value: Any) -> Any:
+        return value * 2
+
+    @rtr.method(concurrent=True)
+    def about(self) -> tuple[str, str, int, int, float]:
+        """(host, name, rank, pid, when it was ready)."""
+        me = rtr.current_member()
+        return os.uname().nodename, me.name, me.rank, os.getpid(), self._born
+
+    @rtr.method(concurrent=True)
+    def hold(self) -> None:
+        """Stay until the process ends."""
+        self._entered.release()
+        threading.Event().wait(TIMEOUT_S)
+
+    @rtr.method(concurrent=True)
+    def held(self) -> bool:
+        """Returns once somebody more is in ``hold``."""
+        return self._entered.acquire(timeout=TIMEOUT_S)
+
+    def ask(self, target: Any, method: str, args: tuple[Any, ...], timeout: float) -> Any:
+        return getattr(rtr.rpc_sync(target, timeout=timeout), method)(*args)
+
+    def send(self, target: Any, count: int, timeout: float) -> bool:
+        tensor = torch.arange(count, dtype=torch.int32)
+        return torch.equal(rtr.rpc_sync(target, timeout=timeout).double(tensor), tensor * 2)
+
+    def endure(self, target: Any, timeout: float) -> tuple[str, float]:
+        """What a call ends with that the target never answers, and when."""
+        try:
+            rtr.rpc_sync(target, timeout=timeout).hold()
+        except rtr.RayTorchRpcError as error:
+            return type(error).__name__, time.monotonic()
+        return "", time.monotonic()
+
+    def view(self) -> list[tuple[str, int, int]]:
+        return [(member.name, member.rank, member.incarnation) for member in rtr.get_group().members]
+
+
+class Tasks:
+    """What the driver can be asked to do."""
+
+    def __init__(self) -> None:
+        self._actors: dict[str, Any] = {}
+        self._group: rtr.Group | None = None
+        self._news: queue.Queue[Any] = queue.Queue()
+        self._enduring: dict[str, Any] = {}
+
+    def form(self, places: dict[str, str], config: dict[str, Any] | None = None) -> list[str]:
+        """Members by name, each on a host by its name; "away" is any host but Ray's head."""
+        self._group = rtr.init_group(
+            self._spawn(places), config=rtr.GroupConfig(rpc_timeout_s=TIMEOUT_S, **(config or {}))
+        )
+        self._group.on_change(
+            lambda change: self._news.put([change.kind, change.members, change.cause, time.monotonic()])
+        )
+        return [member.name for member in self._group.members]
+
+    def _spawn(self, places: dict[str, str]) -> dict[str, Any]:
+        made = {name: Wanderer.options(resources={place: 0.001}).remote() for name, place in places.items()}
+        self._actors.update(made)
+        return made
+
+    def add(self, places: dict[str, str]) -> list[int]:
+        return [member.rank for member in self._group.add(self._spawn(places))]
+
+    def remove(self, names: list[str]) -> None:
+        self._group.remove(names)
+
+    def end(self) -> float:
+        """Of the group and its actors; returns the seconds that ``shutdown`` took."""
+        began = time.monotonic()
+        if self._group is not None:
+            self._group.shutdown()
+        took = time.monotonic() - began
+        for actor in self._actors.values():
+            ray.kill(actor)
+        self.__init__()
+        return took
+
+    def members(self) -> dict[str, tuple[int, int, int]]:
+        """(rank, incarnation, pid) by name."""
+        return {member.name: (member.rank, member.incarnation, member.pid) for member in self._group.members}
+
+    def news(self, timeout: float) -> Any:
+        """The next change, or None if there is none in time."""
+        try:
+            return self._news.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def wait_ready(self, timeout: float) -> None:
+        self._group.wait_ready(timeout)
+
+    def ask(self, caller: str, target: str, method: str, *args: Any) -> Any:
+        return self._have(caller, "ask", target, method, args, TIMEOUT_S)
+
+    def attempt(self, caller: str, target: str, timeout: float) -> str:
+        """The error that a call ends with, or ""."""
+        try:
+            self._have(caller, "ask", target, "double", (1,), timeout)
+        except RayTaskError as error:
+            return f"{type(error.cause).__name__}: {error.cause}"
+        return ""
+
+    def send(self, caller: str, target: str, count: int) -> bool:
+        return self._have(caller, "send", target, count, TIMEOUT_S)
+
+    def endure(self, caller: str, target: str, timeout: float = TIMEOUT_S) -> None:
+        """Have a call under way that only a fault, or its deadline, ends; returns when the target is in it."""
+        self._enduring[f"{caller} {target}"] = self._actors[caller].endure.remote(target, timeout)
+        assert self.ask(caller, target, "held")
+
+    def ended(self, caller: str, target: str) -> tuple[str, float]:
+        """How that call ended, and when."""
+        return self._get(self._enduring.pop(f"{caller} {target}"))
+
+    def view(self, name: str) -> list[tuple[str, int, int]]:
+        return self._have(name, "view")
+
+    def caught_up(self, name: str, timeout: float) -> None:
+        """Block until that member knows what the driver knows of the group."""
+        known = [(member.name, member.rank, member.incarnation) for member in self._group.members]
+        until = time.monotonic() + timeout
+        while self.view(name) != known:
+            assert time.monotonic() < until, f"{name} does not know the group as it is"
+
+    def exercise(self, hosts: list[str], each: int) -> dict[str, float]:
+        """The steps of ``benchmarks.scale_steps`` with so many members on each host."""
+        cls = ray.remote(num_cpus=0, max_restarts=-1)(scale_steps.Member)
+        places = [{host: 0.001} for _ in range(each) for host in hosts]
+        members = [cls.options(resources=place).remote() for place in places]
+        self._actors.update({f"scale-{rank}": member for rank, member in enumerate(members)})
+        return scale_steps.exercise(members)
+
+    def state(self, name: str) -> str:
+        """What Ray says of an actor."""
+        from raytorchrpc import _compat
+
+        return _compat.actor_state(_compat.actor_id_of(self._actors[name])).state
+
+    def _have(self, name: str, method: str, *args: Any) -> Any:
+        """By Ray, which takes a while to find its own way again after a network was cut."""
+        until = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                return self._get(getattr(self._actors[name], method).remote(*args))
+            except ActorUnavailableError:
+                if time.monotonic() > until:
+                    raise
+
+    def _get(self, reference: Any) -> Any:
+        return ray.get(reference, timeout=TIMEOUT_S)
+
+
+def serve() -> None:
+    # Ray writes to stdout when an actor dies.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    ray.init("auto", log_to_driver=False, logging_level="ERROR")
+    tasks = Tasks()
+    for line in sys.stdin:
+        name, *args = json.loads(line)
+        print(json.dumps(getattr(tasks, name)(*args)), file=answers, flush=True)
+    tasks.end()
+
+
+if __name__ == "__main__":
+    importlib.import_module("tests.multihost.wandering").serve()
