@@ -4,6 +4,7 @@ Ray stays in charge of scheduling, placement, restarts and jobs. ``init_group(ac
 into a group whose members call each other without it. Importing this changes no environment and no logging.
 """
 
+from raytorchrpc import rdt
 from raytorchrpc.calls import Future, method, remote, rpc_async, rpc_sync
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.device_map import DeviceMap
@@ -12,11 +13,13 @@ from raytorchrpc.errors import (
     ConfigurationError,
     LaneUnavailable,
     NotAMember,
+    PeerBusy,
     PeerLost,
     RayTorchRpcError,
     RemoteError,
     RpcTimeout,
     SerializationError,
+    TransferFailed,
 )
 from raytorchrpc.group import Group, get_group, init_group
 from raytorchrpc.member import current_member
@@ -35,15 +38,18 @@ __all__ = [
     "LaneUnavailable",
     "Member",
     "NotAMember",
+    "PeerBusy",
     "PeerLost",
     "RayTorchRpcError",
     "RemoteError",
     "RpcTimeout",
     "SerializationError",
+    "TransferFailed",
     "current_member",
     "get_group",
     "init_group",
     "method",
+    "rdt",
     "remote",
     "rpc_async",
     "rpc_sync",

@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -149,6 +149,11 @@ def _holders(tensor: torch.Tensor) -> tuple[int, int]:
 @functools.cache
 def _holders_of_a_new_one() -> tuple[int, int]:
     return _holders(torch.empty(1))
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """``copy_`` for each pair, on a GPU in one kernel for many."""
+    torch._foreach_copy_(targets, sources)
 
 
 # --- torch: distributed autograd ---------------------------------------------------------------------------
@@ -301,6 +306,36 @@ def actor_is_dead(actor_id: str) -> bool:
     return bool(actors(actor_id).get("State") == "DEAD")
 
 
+class ActorState(NamedTuple):
+    """What Ray knows of an actor."""
+
+    state: str
+    """ALIVE, RESTARTING, DEAD, PENDING_CREATION or DEPENDENCIES_UNREADY."""
+    pid: int
+    """Of its last process."""
+    node_id: str
+    """Where that was: hosts with pid namespaces of their own can have equal pids."""
+    cause: str
+    """Of its last death, if Ray tells one."""
+
+
+def actor_state(actor_id: str) -> ActorState:
+    """Asks Ray's control store, about a millisecond. An actor that it has forgotten is DEAD."""
+    from ray._private.state import actors
+
+    found = actors(actor_id)
+    if not found:
+        return ActorState("DEAD", 0, "", "Ray knows no such actor any more")
+    where, cause = found["Address"]["NodeID"], _death_cause(found.get("DeathCause"))
+    return ActorState(found["State"], int(found["Pid"]), where, cause)
+
+
+def _death_cause(cause: Any) -> str:
+    died = getattr(cause, "actor_died_error_context", None)
+    text = " ".join(str(getattr(died, "error_message", "") or "").split())
+    return text.partition(" Some common causes")[0]
+
+
 def inherited_env_vars() -> dict[str, str]:
     """``env_vars`` that Ray gives every actor started from here, asked or not: those of the job, or of this worker."""
     import ray
@@ -312,6 +347,41 @@ def inherited_env_vars() -> dict[str, str]:
     # A submitted job's entrypoint has them there until ray.init() takes them up.
     submitted = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("runtime_env") or {}
     return dict(submitted.get("env_vars") or {})
+
+
+def returns_by(method: Any, transport: str) -> Any:
+    """The actor method, marked so that Ray keeps the tensors that it returns for this tensor transport."""
+    import ray
+
+    return ray.method(tensor_transport=transport)(method)
+
+
+def register_transport(name: str, devices: Sequence[str], manager: type[Any], data_type: type[Any]) -> None:
+    """Make a tensor transport known to Ray in this process, if it is not: Ray also brings it to actors made here."""
+    from ray.experimental.rdt import util
+
+    if name not in util.transport_manager_info:
+        util.register_tensor_transport(name, list(devices), manager, data_type)
+
+
+def may_receive(actor: Any) -> bool:
+    """Whether Ray receives tensors for this actor beside its tasks, and not behind them."""
+    return bool(getattr(actor, "_ray_enable_tensor_transport", True))
+
+
+def transfer_timeout_s() -> float:
+    """When Ray gives up a transfer of tensors (``RAY_rdt_fetch_fail_timeout_milliseconds``)."""
+    from ray._private import ray_constants
+
+    return float(ray_constants.RDT_FETCH_FAIL_TIMEOUT_SECONDS)
+
+
+def wait_for_transport_metadata(ref: Any, timeout_s: float) -> bool:
+    """Block until the owner of an ObjectRef, which is this process, knows where its tensors are; False: not in time."""
+    manager = _worker().rdt_manager
+    if not manager.is_managed_object(ref.hex()):
+        return True
+    return manager.wait_for_tensor_transport_metadata(ref.hex(), timeout_s) is not None
 
 
 def cloudpickler() -> type[Any]:

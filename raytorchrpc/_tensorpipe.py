@@ -59,11 +59,12 @@ def plan_agents(members: Members, config: GroupConfig) -> tuple[dict[str, AgentP
     warnings = _Warnings()
     transports = _plan_transports(members, config, warnings)
     agents = {}
+    shared: dict[AgentPlan, AgentPlan] = {}  # most read the same; one copy keeps what members are told small
     for name, endpoint in members.items():
         others = [other for other in members.values() if other is not endpoint]
         interface, address = _listener(endpoint, others, config, warnings)
         channels = _channels(endpoint, others, transports[name], warnings)
-        agents[name] = AgentPlan(
+        agent = AgentPlan(
             interface=interface,
             address=address,
             transports=_used(transports[name], config.transports),
@@ -71,6 +72,7 @@ def plan_agents(members: Members, config: GroupConfig) -> tuple[dict[str, AgentP
             notes=_notes(transports[name], config.transports) + _notes(channels, config.channels),
             small_pages=_small_pages(endpoint),
         )
+        agents[name] = shared.setdefault(agent, agent)
         if "shm" in agents[name].transports:
             _check_shm(endpoint, others, warnings)
     return agents, warnings.texts()

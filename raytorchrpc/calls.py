@@ -6,14 +6,17 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
-from raytorchrpc import _compat, execution
+import torch
+
+from raytorchrpc import _compat, execution, forking, rdt
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError, RpcTimeout
 from raytorchrpc.execution import current_scope
 from raytorchrpc.member import process_member
+from raytorchrpc.retrying import RetriedCall
 from raytorchrpc.underway import CallUnderWay
 
 T = TypeVar("T")
@@ -31,6 +34,9 @@ class Exposed(NamedTuple):
     is_coroutine: bool
     share: bool
     keep: bool
+    frozen: bool = False
+    """For a method of the package's own: nobody changes its results, so they are not copied before they are sent."""
+    retry: int = 0
 
 
 def exposed(function: Any) -> Exposed | None:
@@ -42,8 +48,19 @@ def exposed(function: Any) -> Exposed | None:
 @overload
 def method(function: F, /) -> F: ...
 @overload
-def method(*, concurrent: bool = False, share: bool = False, keep: bool = False) -> Callable[[F], F]: ...
-def method(function: Any = None, /, *, concurrent: bool = False, share: bool = False, keep: bool = False) -> Any:
+def method(
+    *, concurrent: bool = False, share: bool = False, keep: bool = False, objectref: bool = False, retry: int = 0
+) -> Callable[[F], F]: ...
+def method(
+    function: Any = None,
+    /,
+    *,
+    concurrent: bool = False,
+    share: bool = False,
+    keep: bool = False,
+    objectref: bool = False,
+    retry: int = 0,
+) -> Any:
     """Let the other members of a group call this actor method directly.
 
     ``handle.method.remote()`` keeps working and keeps its meaning. Called either way, decorated methods keep
@@ -63,11 +80,17 @@ def method(function: Any = None, /, *, concurrent: bool = False, share: bool = F
         keep: for a method that keeps what it gets, as a replay buffer does. Every tensor and array then arrives
             in memory of its own, which costs a copy here. Without it one from another actor of the host may be a
             view of memory that the sender shares, and holds that until it dies. No effect on ``.remote()``.
+        objectref: the tensors of what ``handle.method.remote()`` returns stay in this actor until somebody gets them,
+            and then go straight there by the group's lanes; see ``raytorchrpc.rdt``. No effect on direct calls.
+        retry: for a method that may run more than once (an idempotent one): a direct call whose member is lost waits
+            for its return, within the call's own deadline, and is sent again, at most so many times. 0: the caller
+            gets PeerLost. No effect on ``.remote()``, which has Ray's own ``max_task_retries``.
 
-    Raises ConfigurationError for a generator, which cannot be called directly.
+    Raises ConfigurationError for a generator, which cannot be called directly, and for a bad ``retry``.
     """
     if function is None:
-        return functools.partial(method, concurrent=concurrent, share=share, keep=keep)
+        options = {"concurrent": concurrent, "share": share, "keep": keep, "objectref": objectref, "retry": retry}
+        return functools.partial(method, **options)
     if not inspect.isfunction(function):
         raise ConfigurationError(f"@raytorchrpc.method is for functions in a class body, not {function!r}")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -76,30 +99,44 @@ def method(function: Any = None, /, *, concurrent: bool = False, share: bool = F
             f"the generator for Ray's own streaming (.remote) without @raytorchrpc.method"
         )
     is_coroutine = inspect.iscoroutinefunction(function)
-    note = Exposed(function, concurrent, _compat.concurrency_group_of(function), is_coroutine, share, keep)
-    wrapper: Any = _gated_coroutine(note) if is_coroutine else _gated(note)
+    group = _compat.concurrency_group_of(function)
+    note = Exposed(function, concurrent, group, is_coroutine, share, keep, retry=_repeats(retry))
+    wrapper: Any = (_gated_coroutine if is_coroutine else _gated)(note, objectref)
     # Ray unwraps a method to read what ray.method wrote on it; applied after ours, that is on the wrapper alone.
     wrapper.__signature__ = inspect.signature(function)
     del wrapper.__wrapped__
     setattr(wrapper, _MARK, note)
+    if objectref:
+        rdt.enable()  # Ray knows no other transports when it looks at the class
+        wrapper = _compat.returns_by(wrapper, rdt.TRANSPORT)
     return wrapper
+
+
+def _repeats(retry: Any) -> int:
+    if isinstance(retry, bool) or not isinstance(retry, int) or retry < 0:
+        raise ConfigurationError(f"retry= is how often a call may be sent again, 0 or more; not {retry!r}")
+    return retry
 
 
 # The wrappers take the user's module name from functools.wraps, so Ray may pickle them by value: their bodies
 # may mention only what can be imported, and no state of this module.
 
 
-def _gated(note: Exposed) -> Callable[..., Any]:
+def _gated(note: Exposed, objectref: bool) -> Callable[..., Any]:
     @functools.wraps(note.function)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if objectref:
+            rdt.enable()  # Ray tells an actor of its transports when it is made, and not again when it is restarted
         return _take_turn(note, self, args, kwargs)
 
     return wrapper
 
 
-def _gated_coroutine(note: Exposed) -> Callable[..., Any]:
+def _gated_coroutine(note: Exposed, objectref: bool) -> Callable[..., Any]:
     @functools.wraps(note.function)
     async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if objectref:
+            rdt.enable()
         return await _take_turn_on_loop(note, self, args, kwargs)
 
     return wrapper
@@ -162,14 +199,16 @@ class Future(Generic[T]):
     The result is unpickled once, by whoever asks first, in that thread (and on its CUDA stream). Thread-safe.
     """
 
-    def __init__(self, call: CallUnderWay) -> None:
+    def __init__(self, call: CallUnderWay | RetriedCall) -> None:
         self._call = call
         self._lock = threading.Lock()
         self._outcome: tuple[Any, BaseException | None] | None = None
 
     def done(self) -> bool:
         """Whether ``result`` would return or raise at once. Never blocks."""
-        return self._outcome is not None or self._call.wait(0) or self._call.remaining() == 0
+        if self._outcome is not None or forking.forked():
+            return True
+        return self._call.wait(0) or self._call.remaining() == 0
 
     def wait(self) -> T:
         """Block until the result is there, or the call's own deadline; return it or raise what the call raised."""
@@ -199,6 +238,7 @@ class Future(Generic[T]):
         A call is done also when its deadline has passed. The callback may block and may make calls. What it
         raises is logged.
         """
+        forking.check_process()
         first = threading.Lock()
 
         def run() -> None:
@@ -253,6 +293,7 @@ class Future(Generic[T]):
     def _settle(self, timeout_s: float) -> None:
         if self._outcome is not None:
             return
+        forking.check_process()  # the answer comes to the parent
         arrived = execution.wait_serving(self._call, max(timeout_s, 0))
         if not arrived and self._call.remaining() > 0:
             raise RpcTimeout(f"{self._call.label} has not answered within {timeout_s:.3g} s")
@@ -265,20 +306,43 @@ class Future(Generic[T]):
         return f"<raytorchrpc.Future {self._call.label} {state}>"
 
 
+#: Tensors to receive a result into: a list or a tuple.
+Into = Sequence[torch.Tensor] | None
 Target = Any  # ActorHandle | str | int | Member: an ActorHandle's class cannot be imported without Ray
 
 
 class _Proxy:
     """``proxy.method(...)`` sends the call; which verb, the subclass says."""
 
-    __slots__ = ("_keep", "_share", "_target", "_timeout")
+    __slots__ = ("_into", "_keep", "_retry", "_share", "_target", "_timeout")
 
-    def __init__(self, target: Target, timeout: float | None, share: bool = False, keep: bool = False) -> None:
-        self._target, self._timeout, self._share, self._keep = target, timeout, share, keep
+    def __init__(
+        self,
+        target: Target,
+        timeout: float | None,
+        share: bool = False,
+        keep: bool = False,
+        into: Into = None,
+        retry: int | None = None,
+    ) -> None:
+        self._target, self._timeout = target, timeout
+        self._share, self._keep, self._into = share, keep, into
+        self._retry = None if retry is None else _repeats(retry)
 
-    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], attended: bool) -> CallUnderWay:
+    def _call(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], attended: bool
+    ) -> CallUnderWay | RetriedCall:
         return process_member().call(
-            self._target, name, args, kwargs, self._timeout, attended=attended, share=self._share, keep=self._keep
+            self._target,
+            name,
+            args,
+            kwargs,
+            self._timeout,
+            attended=attended,
+            share=self._share,
+            keep=self._keep,
+            into=self._into,
+            retry=self._retry,
         )
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -312,7 +376,15 @@ class _Remote(_Proxy):
         return process_member().remote(self._target, _name, args, kwargs, self._timeout)
 
 
-def rpc_sync(target: Target, *, timeout: float | None = None, share: bool = False, keep: bool = False) -> Any:
+def rpc_sync(
+    target: Target,
+    *,
+    timeout: float | None = None,
+    share: bool = False,
+    keep: bool = False,
+    into: Into = None,
+    retry: int | None = None,
+) -> Any:
     """``rpc_sync(target).method(*args)`` calls a decorated method of another member and returns its value.
 
     Args:
@@ -329,20 +401,44 @@ def rpc_sync(target: Target, *, timeout: float | None = None, share: bool = Fals
             autograd context, memory that CUDA cannot share. Results: see ``method(share=True)``.
         keep: every tensor and array of the result arrives in memory of its own, which costs a copy; for results
             that are kept for long. See ``method`` for the same on arguments.
+        into: a list or tuple of tensors (buffers) to receive the result's dense tensors into, in the order in which
+            these appear in it; one that is there twice counts once, numpy arrays do not count. The result holds the
+            buffers themselves (``result[0] is into[0]``), with the attributes and ``requires_grad`` that they have.
+            Number, shapes and dtypes have to match: else ConfigurationError names what does not, before any buffer is
+            changed. Buffers may have any strides, be on any device and require grad (none is recorded), but must not
+            overlap. They are filled when the result is taken, by the thread that takes it: here before this returns,
+            with ``rpc_async`` in ``wait``, ``result``, ``exception`` or ``await``, which blocks while CPU buffers are
+            filled. Copies to a GPU are queued on that thread's current stream, as torch's own are. Nothing else writes
+            into buffers, before or afterwards. A result that cannot be fetched to its end (``PeerLost``) may have
+            changed any part of them; an error of the method, or a deadline that passes without an answer, none.
+            CPU tensors take one copy out of shared memory, which the sender has back when this returns. A result's
+            CUDA tensors of 1 MiB and more, or all if it has no more than four, go straight into buffers that are
+            contiguous and on the GPU where they arrive (not by nixl); others take a copy more there. ConfigurationError
+            inside a distributed autograd context.
+        retry: how often the call may be sent again if the target is lost: it waits, within its deadline, for the
+            restarted actor. None: as often as ``method(retry=...)`` says, which is never unless it says so.
 
     Blocks. A call that comes back to this actor meanwhile runs on this thread. Arguments may hold tensors
     anywhere; what arrives is a private copy. Tensors of a GPU that the device map brings to the CPU are copied
     first, and this waits for that copy. Raises what the method raised, under its own type where that is
     possible (its ``__cause__`` shows the remote traceback), or a ``RayTorchRpcError``.
     """
-    return _Sync(target, timeout, share, keep)
+    return _Sync(target, timeout, share, keep, into, retry)
 
 
-def rpc_async(target: Target, *, timeout: float | None = None, share: bool = False, keep: bool = False) -> Any:
+def rpc_async(
+    target: Target,
+    *,
+    timeout: float | None = None,
+    share: bool = False,
+    keep: bool = False,
+    into: Into = None,
+    retry: int | None = None,
+) -> Any:
     """As ``rpc_sync``, but returns a ``Future`` at once. Argument tensors must not change until it is done; what
     changes in shared ones, the target sees. Waits, as that does, for copies to the CPU that the device map asks for.
     """
-    return _Async(target, timeout, share, keep)
+    return _Async(target, timeout, share, keep, into, retry)
 
 
 def remote(target: Target, *, timeout: float | None = None) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -45,7 +45,19 @@ class GroupConfig(BaseModel):
     of what it may use. Memory is taken as it is needed and kept warm until the group ends."""
 
     copy_threads: Annotated[int, Field(ge=1, le=64)] | None = None
-    """Threads that share the copy of a large CPU tensor; None takes half the cores, at most 4."""
+    """Threads that share the copy of a large CPU tensor; None takes half the cores, 2 to 4."""
+
+    max_calls_in_flight: Annotated[int, Field(ge=1)] = 10_000
+    """Calls that a member may have under way to one peer: sent, and not answered. ``when_full`` says what happens to
+    one more."""
+
+    max_bytes_in_flight: Annotated[int, Field(ge=1)] | None = None
+    """Bytes of their arguments, likewise; None takes a quarter of the memory that the member may use. A larger call
+    goes when nothing else is under way."""
+
+    when_full: Literal["block", "reject"] = "block"
+    """``block``: the caller's thread waits until something has been answered, by the call's deadline at most; on an
+    event loop, which must not wait, the call is rejected. ``reject``: PeerBusy at once."""
 
     interface: str | None = None
     """Network interface torchrpc listens on; None takes the one that holds the Ray node's address."""

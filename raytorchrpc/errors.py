@@ -78,8 +78,38 @@ class PeerLost(RayTorchRpcError, ConnectionError):
         self.may_have_run = may_have_run
 
 
+class PeerBusy(RayTorchRpcError):
+    """As much is under way to that member as ``GroupConfig`` allows; nothing has been sent.
+
+    Attributes:
+        peer: the member's name.
+        calls: how many calls to it wait for an answer.
+        bytes: of their arguments.
+    """
+
+    def __init__(self, message: str, peer: str, calls: int, bytes: int) -> None:
+        super().__init__(message)
+        self.peer = peer
+        self.calls = calls
+        self.bytes = bytes
+
+
 class RpcTimeout(RayTorchRpcError, TimeoutError):
     """A call's deadline passed before its result arrived. The call may still run to its end there."""
+
+
+class TransferFailed(RayTorchRpcError):
+    """The tensors of an ObjectRef did not arrive. The actors at both ends go on; the next transfer can work.
+
+    Attributes:
+        object_id: hex id of the object, as in ``ObjectRef.hex()``.
+        source: who has, or had, its tensors.
+    """
+
+    def __init__(self, object_id: str, source: str, cause: str) -> None:
+        super().__init__(f"the tensors of object {object_id} did not arrive from {source}: {cause}")
+        self.object_id = object_id
+        self.source = source
 
 
 class RemoteError(RayTorchRpcError):

@@ -233,11 +233,13 @@ class Limit:
     Work that a method leaves behind (a task, a thread) inherits its context, and outlives its deadline.
     """
 
-    __slots__ = ("at", "over")
+    __slots__ = ("allowances", "at", "over")
 
     def __init__(self, at: float) -> None:
         self.at = at
         self.over = False
+        self.allowances: dict[int, Any] = {}
+        """By peer's rank, for the calls made on behalf of this one; see ``allowance``."""
 
 
 class Scope(NamedTuple):
@@ -268,8 +270,9 @@ current_scope: ContextVar[Scope] = ContextVar("raytorchrpc_scope", default=NO_SC
 class Waitable(Protocol):
     """What a wait is for: a call under way."""
 
-    loop_token: Token | None
-    """In the path of the call, if it was made on an event loop."""
+    @property
+    def loop_token(self) -> Token | None:
+        """In the path of the call, if it was made on an event loop."""
 
     def wait(self, timeout_s: float) -> bool:
         """Block until done, at most ``timeout_s``; whether it is done."""

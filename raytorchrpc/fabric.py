@@ -9,6 +9,7 @@ unless it needs something an agent can only be given at its start.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
 import threading
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from raytorchrpc import _compat
+from raytorchrpc import _compat, forking
 from raytorchrpc.errors import BootstrapError, LaneUnavailable
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,15 @@ class Fabric:
         self._agents_started += 1
         if self._agents_started == 1:
             atexit.register(self._stop_at_exit)
+            forking.inherited(self)
+
+    def after_fork(self) -> list[forking.Address]:
+        """See forking.Heirloom. The agent is never freed here: its end would wait for threads that are not here."""
+        self._lock = threading.Lock()
+        if self._agent is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
+        urls = (self._url, *(peer.url for peer in self._peers.values()))
+        return [address for url in urls for address in forking.addresses_in(url)]
 
     def meet(self, peers: Sequence[FabricPeer]) -> None:
         """Make these peers callable. Quick: connections are opened by the first call."""

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import random
 import re
-import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
-from raytorchrpc import _compat, device_map, joining, routing
-from raytorchrpc.config import GroupConfig
-from raytorchrpc.device_map import DeviceMap
+from raytorchrpc import _compat, joining
 from raytorchrpc.errors import BootstrapError, ConfigurationError, RayTorchRpcError
-from raytorchrpc.fabric import AgentSpec
-from raytorchrpc.joining import GroupInfo, JoinSpec, Owner, Prepared, Probe, Table
-from raytorchrpc.peers import Member
+from raytorchrpc.joining import GroupInfo, Owner, Prepared, Probe
+from raytorchrpc.roster import Roster
 
-#: torchrpc ids are 16-bit and signed.
-_WORKER_IDS = range(1, 2**15)
 #: While an actor restarts, it is asked again this often (seconds).
 _RESTART_POLL_S = 0.05
 #: The name of a driver that takes part.
@@ -93,31 +86,27 @@ class Round:
 
 
 class Forming:
-    """A group on its way: the steps of ``init_group``."""
+    """A group on its way, or members on their way into one: the steps of ``init_group``, of ``Group.add`` and of a
+    restarted actor's return.
+    """
 
-    def __init__(
-        self,
-        name: str,
-        config: GroupConfig,
-        participants: dict[str, Any],
-        deadline: float,
-        timeout_s: float,
-    ) -> None:
-        self.name, self.config, self.participants = name, config, participants
-        self.generation = uuid.uuid4().hex[:12]
+    def __init__(self, roster: Roster, participants: dict[str, Any], deadline: float, timeout_s: float) -> None:
+        """``participants``: who is to come in, by name. ``roster``: who is there already."""
+        self.participants = participants
+        self.roster = roster
         self.timeout_s = timeout_s
         self.deadline = deadline
-        self.owner = current_owner()
         self._round = Round(participants, deadline)
+        self._attempt = uuid.uuid4().hex[:12]
 
-    def probe(self) -> dict[str, Probe]:
-        """Ask every process what it is. Changes nothing there."""
+    def probe(self) -> None:
+        """Ask every process what it is, and decide routes and device maps. Changes nothing there."""
         arguments = {member: (member,) for member in self.participants}
         found, failures = self._round.all(joining.probe, arguments, fail_fast=True, retry_restarting=True)
         self._raise("could not be asked to join", failures)
         probes: dict[str, Probe] = {member: found[member] for member in self.participants}
         self._refuse_taken(probes)
-        return probes
+        self.roster = self.roster.admit(self.participants, probes)
 
     def _refuse_taken(self, probes: Mapping[str, Probe]) -> None:
         taken = {member: probe for member, probe in probes.items() if probe.group is not None}
@@ -134,110 +123,40 @@ class Forming:
             )
 
     def _is_gone(self, owner: Owner, dead_jobs: frozenset[str]) -> bool:
-        if owner.job in dead_jobs:
-            return True
-        return owner.actor is not None and _compat.actor_is_dead(owner.actor)
+        if owner.actor is not None:  # a detached one outlives its job
+            return _compat.actor_is_dead(owner.actor)
+        return owner.job in dead_jobs
 
-    def decide(self, probes: Mapping[str, Probe]) -> tuple[routing.RoutePlan, dict[str, DeviceMap]]:
-        """Routes and device maps, from the evidence alone."""
-        endpoints = {member: probe.endpoint for member, probe in probes.items()}
-        maps = device_map.resolve(self.config, list(endpoints), endpoints)
-        return routing.plan(endpoints, self.config), maps
-
-    def prepare(
-        self, probes: Mapping[str, Probe], plan: routing.RoutePlan, maps: Mapping[str, DeviceMap]
-    ) -> dict[str, Prepared]:
+    def prepare(self) -> dict[str, Prepared]:
         """Have every member listen."""
-        ids, renew = _worker_ids(probes)
-        rpc_names = {member: self._rpc_name(member, probe) for member, probe in probes.items()}
-        secret = secrets.token_bytes(32)
-        specs: dict[str, tuple[JoinSpec]] = {}
-        for rank, (member, agent) in enumerate(plan.agents.items()):
-            pairs = {peer: device_map.gpu_pairs(maps[member].for_peer(peer)) for peer in plan.agents}
-            outgoing = {peer: mapping for peer, mapping in pairs.items() if mapping}
-            devices = {gpu for mapping in outgoing.values() for gpu in mapping}
-            devices |= {gpu for other in maps.values() for gpu in device_map.gpu_pairs(other.for_peer(member)).values()}
-            agent_spec = AgentSpec(
-                name=rpc_names[member],
-                worker_id=ids[member],
-                interface=agent.interface,
-                transports=agent.transports,
-                channels=agent.channels,
-                threads=self.config.torchrpc_threads,
-                timeout_s=self.config.rpc_timeout_s,
-                device_maps={rpc_names[peer]: mapping for peer, mapping in outgoing.items()},
-                devices=tuple(sorted(devices)),
-            )
-            endpoint = probes[member].endpoint
-            elsewhere = tuple(
-                peer
-                for peer, probe in probes.items()
-                if peer != member and (self.config.always_tcp or not probe.endpoint.same_network(endpoint))
-            )
-            spec = JoinSpec(
-                group=self.name,
-                generation=self.generation,
-                replaces=probes[member].generation,
-                name=member,
-                rank=rank,
-                config=self.config,
-                agent=agent_spec,
-                renew_agent=member in renew,
-                device_maps=outgoing,
-                secret=secret,
-                tcp_host=agent.address if elsewhere else None,
-                by_tcp=elsewhere,
-                beside=plan.beside(member),
-                nng=plan.uses(member, "nng"),
-            )
-            specs[member] = (spec,)
+        specs = {member: (self.roster.spec(member, self._attempt),) for member in self.participants}
         prepared, failures = self._round.all(joining.prepare, specs, fail_fast=True)
         self._raise("could not start", failures)
         return prepared
 
     def commit(
         self,
-        probes: Mapping[str, Probe],
+        info: GroupInfo,
         prepared: Mapping[str, Prepared],
-        plan: routing.RoutePlan,
-        maps: Mapping[str, DeviceMap],
-    ) -> GroupInfo:
-        """Have every member meet the others."""
-        members = tuple(
-            Member(
-                rank=rank,
-                name=member,
-                actor_id=_actor_id(handle),
-                node_id=probes[member].node_id,
-                pid=probes[member].pid,
-                rpc_name=prepared[member].agent.name,
-                worker_id=prepared[member].agent.worker_id,
-            )
-            for rank, (member, handle) in enumerate(self.participants.items())
-        )
-        texts = {member: {str(peer): mapping for peer, mapping in maps[member].to_dict().items()} for member in maps}
-        info = GroupInfo(self.name, self.generation, self.owner, members, self.config, plan, texts)
+        away: Mapping[str, str] | None = None,
+        silent: Collection[str] = (),
+    ) -> None:
+        """Have every member meet the others. ``prepared``: of everybody in the roster. ``away``, ``silent``: who of
+        them is not there, see Table.
+        """
         left = max(1.0, self.deadline - time.monotonic())
-        tables = {
-            member: (Table(info._replace(plan=plan.for_member(member)), prepared, left),)
-            for member in self.participants
-        }
+        tables = {}
+        for member in self.participants:
+            table = self.roster.table(member, info, prepared, left)
+            tables[member] = (table._replace(away=dict(away or {}), silent=tuple(silent)),)
         _, failures = self._round.all(joining.commit, tables, fail_fast=True)
         self._raise("could not reach the others", failures)
-        return info
 
     def roll_back(self) -> None:
         """Undo what was begun. A member that is stuck is told too, and undoes it when it gets to it."""
         patience = time.monotonic() + min(5.0, self.timeout_s)
-        arguments = {member: (self.generation,) for member in self.participants}
-        Round(self.participants, patience).all(joining.leave, arguments)
-
-    def _rpc_name(self, member: str, probe: Probe) -> str:
-        if probe.agent is not None:
-            return probe.agent.name
-        actor = _actor_id(self.participants[member])
-        # No colon: torch's RemoteModule takes "name/device" and reads a colon as "rank:".
-        return f"rtr-{actor}" if actor else f"rtr-driver-{probe.node_id[:12]}-{probe.pid}"
+        arguments = {member: (self._attempt,) for member in self.participants}
+        Round(self.participants, patience).all(joining.give_up, arguments)
 
     def _raise(self, what: str, failures: Mapping[str, Exception]) -> None:
         if not failures:
@@ -246,8 +165,10 @@ class Forming:
         cause = next(iter(failures.values()))
         if isinstance(cause, ConfigurationError):
             raise cause
+        coming_in = any(name not in self.participants for name in self.roster.seats)
+        begun = "did not take them in" if coming_in else "was not formed"
         raise BootstrapError(
-            f"group {self.name!r} was not formed: {len(failures)} of {len(self.participants)} {what}: {reasons}",
+            f"group {self.roster.name!r} {begun}: {len(failures)} of {len(self.participants)} {what}: {reasons}",
             members=tuple(failures),
         ) from cause
 
@@ -266,7 +187,17 @@ def current_owner() -> Owner:
     return Owner(context.get_job_id(), context.get_actor_id())
 
 
-def participants_of(actors: Any, include_driver: bool) -> dict[str, Any]:
+def current_session() -> tuple[str, ...]:
+    """Names this process's present connection to Ray; empty if there is none. A job's id alone is the same again in the
+    next cluster that a process starts.
+    """
+    if not ray.is_initialized():
+        return ()
+    context = ray.get_runtime_context()
+    return context.get_job_id(), context.get_node_id(), context.get_actor_id() or ""
+
+
+def participants_of(actors: Any, include_driver: bool, first_rank: int = 0) -> dict[str, Any]:
     """Members by name, in rank order; the driver's handle is None. Raises ConfigurationError."""
     if not ray.is_initialized():
         raise ConfigurationError("call ray.init() before init_group")
@@ -283,7 +214,7 @@ def participants_of(actors: Any, include_driver: bool) -> dict[str, Any]:
             raise ConfigurationError(
                 f"{label} is not an actor handle but {handle!r}; pass what Class.remote() or ray.get_actor() returns"
             )
-        member = _generated_name(handle, rank) if given is None else given
+        member = _generated_name(handle, first_rank + rank) if given is None else given
         _check_member_name(member, label)
         actor_id = _compat.actor_id_of(handle)
         if actor_id in seen:
@@ -311,27 +242,3 @@ def _check_member_name(name: Any, label: str) -> None:
         raise ConfigurationError(
             f"{label}: {name!r} cannot name a member; use up to 64 letters, digits or '_.:-', not digits alone"
         )
-
-
-def _actor_id(handle: Any) -> str | None:
-    return None if handle is None else _compat.actor_id_of(handle)
-
-
-def _worker_ids(probes: Mapping[str, Probe]) -> tuple[dict[str, int], set[str]]:
-    """An id for every member, unique in the group, and who has to give its present one up.
-
-    A running agent keeps its own. The others get random ones, because distributed autograd keeps a process's
-    first id for life and must not meet it again in a later group.
-    """
-    ids: dict[str, int] = {}
-    renew: set[str] = set()
-    used = {probe.autograd_id for probe in probes.values()}
-    for member, probe in probes.items():
-        if probe.agent is not None and probe.agent.worker_id not in ids.values():
-            ids[member] = probe.agent.worker_id
-        elif probe.agent is not None:
-            renew.add(member)
-    free = [number for number in _WORKER_IDS if number not in used and number not in ids.values()]
-    missing = [member for member in probes if member not in ids]
-    ids.update(zip(missing, random.SystemRandom().sample(free, len(missing)), strict=True))
-    return ids, renew

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError
 
-from raytorchrpc import _compat, device_map, joining, routing
+from raytorchrpc import _compat, device_map, forking, joining, routing
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
-from raytorchrpc.forming import Forming, Round, current_owner, participants_of
+from raytorchrpc.forming import current_session, participants_of
 from raytorchrpc.joining import GroupInfo
-from raytorchrpc.member import MAX_TIMEOUT_S
+from raytorchrpc.keeping import Keeper, find_detached, form, form_detached
+from raytorchrpc.member import MAX_TIMEOUT_S, current_local
 from raytorchrpc.metrics import GroupStats
+from raytorchrpc.news import Change
 from raytorchrpc.peers import Member
 
 logger = logging.getLogger(__name__)
@@ -33,13 +33,23 @@ class Group:
     """A set of Ray actors that can call each other directly. Made by ``init_group``; a context manager.
 
     Picklable: a copy in another process shows the same members and routes; only the original, in the
-    process that formed the group, can end it.
+    process that formed the group, can end it. Of a detached group, every ``get_group`` in a driver is an original.
     """
 
-    def __init__(self, info: GroupInfo, participants: Mapping[str, Any] | None = None) -> None:
-        """``participants``: by member name, the actor handle (None for this driver); None for a mere view."""
-        self._info = info
-        self._participants = participants
+    def __init__(self, info: GroupInfo, keeper: Keeper | None = None) -> None:
+        """``keeper``: looks after it, for the process that formed it; None for a mere view."""
+        self._first_info = info
+        self._keeper = keeper
+        self._session = () if keeper is None else current_session()
+
+    @property
+    def _info(self) -> GroupInfo:
+        if self._keeper is not None:
+            return self._keeper.info
+        known, own = self._first_info, joining.group_info()
+        if own is None or own.generation != known.generation or own.members == known.members:
+            return known
+        return own  # a member hears of every change, but knows only its own routes
 
     @property
     def name(self) -> str:
@@ -70,18 +80,21 @@ class Group:
         return self._info.plan.explain(self._member(a).name, self._member(b).name)
 
     def device_map(self, a: Any, b: Any) -> dict[device_map.Device, device_map.Device]:
-        """Where a's tensors arrive on b: {a's gpu: b's gpu}, each as that process numbers its own, or "cpu"."""
-        return dict(self._info.device_maps[self._member(a).name].get(self._member(b).name, {}))
+        """Where a's tensors arrive on b: {a's gpu: b's gpu}, each as that process numbers its own, or "cpu".
+
+        ConfigurationError in a member that is neither: it knows only its own maps and routes.
+        """
+        info, first, second = self._info, self._member(a).name, self._member(b).name
+        if first != second:
+            info.plan.route(first, second)
+        return dict(info.device_maps.get(first, {}).get(second, {}))
 
     def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> GroupStats:
         """Calls, bytes and seconds by pair and lane, since the group began; ``print`` it for a table.
 
         Asks every member through Ray: one that is busy in a method is listed in ``missing`` after ``timeout_s``.
         """
-        participants = self._own("stats")
-        asked = Round(participants, time.monotonic() + timeout_s)
-        rows, failures = asked.all(joining.stats, {name: (self.generation,) for name in participants})
-        return GroupStats((row for name in participants for row in rows.get(name, [])), tuple(failures))
+        return self._own("stats").stats(timeout_s)
 
     def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
         """End the group; the actors live on and can join another. Idempotent, never raises.
@@ -89,21 +102,72 @@ class Group:
         Blocks until every member has left, at most ``timeout_s``: a member that is busy in a method Ray runs
         one at a time leaves when it gets to it. Calls under way fail with PeerLost, or still complete.
         """
-        participants = self._own("shutdown")
-        if _groups.get(self.name) is self:
-            del _groups[self.name]
-        if not ray.is_initialized():
-            return
-        asked = Round(participants, time.monotonic() + timeout_s)
-        _, failures = asked.all(joining.leave, {name: (self.generation,) for name in participants})
-        busy = [name for name, error in failures.items() if isinstance(error, TimeoutError)]
-        if busy:
-            logger.warning("group %r: %s will leave after what they run now", self.name, ", ".join(busy))
+        if forking.forked():
+            return  # the group is the parent's
+        keeper = self._own("shutdown")
+        name = self._first_info.name
+        if _groups.get(name) is self:
+            del _groups[name]
+        keeper.end(timeout_s)
 
-    def _own(self, what: str) -> Mapping[str, Any]:
-        if self._participants is None:
+    # --- members come and go -----------------------------------------------------------------------------------
+
+    def add(self, actors: Sequence[Any] | Mapping[str, Any], *, timeout_s: float = 60) -> tuple[Member, ...]:
+        """Take more actors in, while calls go on; returns their ``Member``s. They get the next ranks.
+
+        Blocks until everybody can call them. ``actors`` and errors as for ``init_group``; if it fails, nothing has
+        changed. CUDA tensors to and from them do not go by torchrpc, whose device maps are fixed when its agents
+        start; every other lane is open to them.
+        """
+        keeper = self._own("add")
+        _check_timeout(timeout_s)
+        names = keeper.add(actors, timeout_s)
+        return tuple(member for member in self.members if member.name in names)
+
+    def remove(self, actors: Sequence[Any], *, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
+        """Let members go (handles, names, ranks or Members), while calls go on among the others. The actors live on.
+
+        Blocks until the others know. Calls under way to the leaving members, and from them, fail with PeerLost. Their
+        ranks are not given to others. A member that is busy in a method that Ray runs leaves when it gets to it.
+        """
+        keeper = self._own("remove")
+        _check_timeout(timeout_s)
+        if isinstance(actors, (str, ActorHandle, Member)) or not isinstance(actors, Sequence):
+            raise ConfigurationError(f"remove takes a list of members, not {actors!r}")
+        names = [self._member(actor).name for actor in actors]
+        keeper.remove(names, timeout_s)
+
+    def on_change(self, callback: Callable[[Change], object]) -> Callable[[], None]:
+        """Call ``callback(change)`` whenever members are lost, come back, die for good, are added or removed.
+
+        On one thread of the group's own, in order; it may block, and what it raises is logged. Returns what ends it.
+        ConfigurationError for a detached group, whose changes happen in another process.
+        """
+        return self._own("on_change").listen(callback)
+
+    def wait_ready(self, timeout_s: float = 60) -> None:
+        """Block until every member can be called: those that were lost are back, or dead for good and out of the group.
+
+        In a member it waits for the others to be back. Raises BootstrapError naming who is away after ``timeout_s``.
+        """
+        _check_timeout(timeout_s)
+        local = current_local()
+        if self._keeper is not None:
+            away = self._keeper.wait_ready(timeout_s)
+        elif local is not None and local.generation == self.generation:
+            ready = local.await_everybody(time.monotonic() + timeout_s)
+            away = {} if ready else {name: absence.cause for name, absence in local.absent().items()}
+        else:
+            raise NotAMember("Group.wait_ready() works in the process that formed the group, and in its members")
+        if away:
+            reasons = "; ".join(f"{name!r}: {cause}" for name, cause in away.items())
+            raise BootstrapError(f"not back within {timeout_s:g} s: {reasons}", members=tuple(away))
+
+    def _own(self, what: str) -> Keeper:
+        forking.check_process()
+        if self._keeper is None:
             raise NotAMember(f"Group.{what}() works in the process that called init_group; this is a copy")
-        return self._participants
+        return self._keeper
 
     def _member(self, target: Any) -> Member:
         if isinstance(target, Member):
@@ -143,13 +207,18 @@ _groups: dict[str, Group] = {}  # formed by this process and not shut down
 
 
 def get_group(name: str = "default") -> Group:
-    """The group this process belongs to, or has formed. Raises NotAMember, naming those there are."""
+    """The group this process belongs to, or has formed, or a detached one of the cluster that this process is connected
+    to. Raises NotAMember, naming those there are.
+    """
+    forking.check_process()
     _forget_ended_sessions()
     if name in _groups:
         return _groups[name]
     info = joining.group_info()
     if info is not None and info.name == name:
         return Group(info)
+    if (keeper := find_detached(name)) is not None:
+        return Group(keeper.info, keeper)
     known = sorted({*_groups, *([info.name] if info else [])})
     raise NotAMember(f"this process is in no group {name!r} (known here: {', '.join(known) or 'none'})")
 
@@ -160,6 +229,7 @@ def init_group(
     name: str = "default",
     config: GroupConfig | None = None,
     include_driver: bool = False,
+    detached: bool = False,
     timeout_s: float = 60,
 ) -> Group:
     """Join living Ray actors into a group whose members call each other directly.
@@ -170,6 +240,10 @@ def init_group(
         name: of the group, for ``get_group``.
         config: settings; None reads ``RAYTORCHRPC_*`` from the environment (``GroupConfig.from_env``).
         include_driver: makes this process a member too (the last rank, named "driver").
+        detached: has the group looked after by a small actor of its own, a detached one, and not by this process. So it
+            goes on when this process has ended: restarted actors still come back, and any later driver of the cluster
+            gets the group with ``get_group(name)`` and can change or end it. Its members should be detached actors,
+            as Ray ends others with their driver. Without ``shutdown`` it stays as long as the cluster.
         timeout_s: seconds until BootstrapError names the member that did not answer. A sync actor answers
             between its methods.
 
@@ -179,38 +253,29 @@ def init_group(
     Raises ConfigurationError for a request that cannot work (empty, duplicates, no handle, a bad device map)
     and BootstrapError for members that are dead, busy, taken or unreachable.
     """
+    forking.check_process()
     config = GroupConfig.from_env() if config is None else config
     if not isinstance(config, GroupConfig):
         raise ConfigurationError(f"config is a GroupConfig, not {config!r}")
+    if detached and include_driver:
+        raise ConfigurationError(
+            "a detached group outlives the driver, which can then be no member: leave out include_driver or detached"
+        )
     participants = participants_of(actors, include_driver)
     _check_name(name)
     _check_timeout(timeout_s)
     device_map.given_maps(config, list(participants))
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            info = _form(Forming(name, config, participants, deadline, timeout_s))
-            break
-        except BootstrapError as error:
-            # An actor that went away for a restart after it was asked comes back as another process: begin again.
-            if not isinstance(error.__cause__, ActorUnavailableError) or time.monotonic() >= deadline:
-                raise
+    forming = form_detached if detached else form
+    keeper = forming(name, config, participants, timeout_s)
+    try:
+        info = keeper.info
+        group = _groups[name] = Group(info, keeper)
+    except BaseException:
+        keeper.end(SHUTDOWN_TIMEOUT_S)
+        raise
     for warning in info.plan.warnings:
         logger.warning("group %r: %s", name, warning)
-    group = _groups[name] = Group(info, participants)
     return group
-
-
-def _form(forming: Forming) -> GroupInfo:
-    """One attempt; leaves nothing behind if it fails."""
-    probes = forming.probe()
-    plan, maps = forming.decide(probes)
-    try:
-        prepared = forming.prepare(probes, plan, maps)
-        return forming.commit(probes, prepared, plan, maps)
-    except BaseException:
-        forming.roll_back()
-        raise
 
 
 def _check_timeout(timeout_s: Any) -> None:
@@ -230,7 +295,7 @@ def _check_name(name: Any) -> None:
 
 def _forget_ended_sessions() -> None:
     """Drop groups of a Ray session that is over: their actors are gone."""
-    owner = current_owner() if ray.is_initialized() else None
-    for name, group in list(_groups.items()):
-        if group._info.owner != owner:
-            del _groups[name]
+    session = current_session()
+    for group in list(_groups.values()):
+        if group._session != session:
+            group.shutdown()

@@ -12,13 +12,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Set
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import ray
 
-from raytorchrpc import _compat, serving, topology
+from raytorchrpc import _compat, rdt, serving, topology
 from raytorchrpc.calls import exposed
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.device_map import CPU, Device, gpu_pairs, way_back
@@ -30,12 +32,12 @@ from raytorchrpc.lanes.cuda_ipc import CudaIpcLane
 from raytorchrpc.lanes.loopback import LoopbackLane
 from raytorchrpc.lanes.nccl import NcclLane
 from raytorchrpc.lanes.nixl import NixlLane
-from raytorchrpc.lanes.shm import ShmLane, default_capacity
+from raytorchrpc.lanes.shm import ShmLane, default_capacity, default_threads
 from raytorchrpc.lanes.socket import SocketLane
 from raytorchrpc.lanes.torchrpc import TorchRpcLane
-from raytorchrpc.member import LocalMember, current_local, set_local
+from raytorchrpc.member import Absence, LocalMember, current_local, set_local
 from raytorchrpc.metrics import PairStats
-from raytorchrpc.peers import Member, PeerRoad
+from raytorchrpc.peers import Member, PeerRoad, process_token
 from raytorchrpc.routing import BESIDE, RoutePlan, forbidden
 from raytorchrpc.shipping import Shipper
 from raytorchrpc.topology import Endpoint
@@ -73,6 +75,10 @@ class JoinSpec(NamedTuple):
 
     group: str
     generation: str
+    attempt: str
+    """Names this way into it, which may be given up."""
+    incarnation: int
+    """Of this member, as Member.incarnation."""
     replaces: str | None
     """The generation of a group without an owner, which the member is to leave first."""
     name: str
@@ -102,6 +108,8 @@ class Prepared(NamedTuple):
     url: str
     addresses: Mapping[str, Any]
     """By lane."""
+    retries: Mapping[str, int]
+    """By decorated method, where it is above 0: how often a call to it may be repeated."""
 
 
 class GroupInfo(NamedTuple):
@@ -124,6 +132,10 @@ class Table(NamedTuple):
     peers: Mapping[str, Prepared]
     """By member name."""
     timeout_s: float
+    away: Mapping[str, str] = {}
+    """Who cannot be called for now, and why."""
+    silent: tuple[str, ...] = ()
+    """Who has not answered of late: the way to these is not tried."""
 
 
 class _Preparing(NamedTuple):
@@ -131,10 +143,16 @@ class _Preparing(NamedTuple):
     local: LocalMember
 
 
-_changing = threading.RLock()  # in a threaded actor ``leave`` may come while ``prepare`` or ``commit`` runs
+class _Joined(NamedTuple):
+    spec: JoinSpec
+    table: Table
+
+
+changing = threading.RLock()  # in a threaded actor ``leave`` may come while ``prepare`` or ``commit`` runs
 _preparing: _Preparing | None = None
-_info: GroupInfo | None = None
-_cancelled: set[str] = set()
+_joined: _Joined | None = None
+#: Attempts, and generations, for which this process may still be asked to prepare; the latest will do.
+_given_up: deque[str] = deque(maxlen=64)
 
 
 def probe(instance: Any, name: str) -> Probe:
@@ -143,15 +161,20 @@ def probe(instance: Any, name: str) -> Probe:
     wants_gpu = _asked_for_gpu(instance)
     local, fabric = current_local(), process_fabric()
     return Probe(
-        endpoint=topology.probe(name=name, node_ip=_node_ip(), wants_gpu=wants_gpu),
+        endpoint=endpoint(name, wants_gpu),
         node_id=context.get_node_id(),
         pid=os.getpid(),
         group=local.group if local else None,
         generation=local.generation if local else None,
-        owner=_info.owner if _info else None,
+        owner=_joined.table.info.owner if _joined else None,
         agent=fabric.identity,
         autograd_id=_compat.autograd_id(),
     )
+
+
+def endpoint(name: str, wants_gpu: bool = False) -> Endpoint:
+    """What this process is and has."""
+    return topology.probe(name=name, node_ip=_node_ip(), wants_gpu=wants_gpu)
 
 
 def _asked_for_gpu(instance: Any) -> bool:
@@ -168,13 +191,13 @@ def _node_ip() -> str:
 
 def prepare(instance: Any, spec: JoinSpec) -> Prepared:
     """Start listening for a group that is forming. Raises BootstrapError; then nothing is left of it."""
-    with _changing:
+    with changing:
         return _prepare(instance, spec)
 
 
 def _prepare(instance: Any, spec: JoinSpec) -> Prepared:
     global _preparing
-    if spec.generation in _cancelled:
+    if spec.attempt in _given_up or spec.generation in _given_up:
         raise BootstrapError(f"group {spec.group!r} was given up before {spec.name!r} could prepare")
     if (stale := current_local()) is not None:
         if stale.generation != spec.replaces:
@@ -196,22 +219,18 @@ def _prepare(instance: Any, spec: JoinSpec) -> Prepared:
         pid=os.getpid(),
         rpc_name=identity.name,
         worker_id=identity.worker_id,
+        incarnation=spec.incarnation,
     )
-    local = LocalMember(spec.group, spec.generation, me, spec.config, instance, _exposed_methods(instance))
-    addresses = {}
+    max_bytes = spec.config.max_bytes_in_flight or default_capacity()
+    methods = _exposed_methods(instance)
+    local = LocalMember(spec.group, spec.generation, me, spec.config, instance, methods, max_bytes)
     _preparing = _Preparing(spec, local)  # from here on ``leave`` undoes it
-    tensor_lanes = _tensor_lanes(spec)
-    for tensor_lane in tensor_lanes:
-        try:
-            addresses[tensor_lane.name] = tensor_lane.open()
-        except LaneUnavailable as error:
-            logger.warning("%s: %s; tensors go by torchrpc", spec.name, error)
-            continue
-        local.tensor_lanes[tensor_lane.name] = tensor_lane
+    addresses = open_tensor_lanes(spec, local)
     for lane in _lanes(instance, spec, fabric):
         local.lanes.append(lane)
         addresses[lane.name] = lane.open(partial(local.server.serve, lane), local.workers.submit)
-    return Prepared(identity, url, addresses)
+    retries = {name: note.retry for name, note in local.server.methods.items() if note.retry}
+    return Prepared(identity, url, addresses, retries)
 
 
 def _lanes(instance: Any, spec: JoinSpec, fabric: Fabric) -> list[MessageLane]:
@@ -228,10 +247,15 @@ def _lanes(instance: Any, spec: JoinSpec, fabric: Fabric) -> list[MessageLane]:
     )
     lanes = [LoopbackLane(), socket_lane, TorchRpcLane(spec.name, fabric, spec.agent.devices, maps)]
     if spec.nng:
-        from raytorchrpc.lanes.nng import NngLane  # most groups do without it, and without its library
-
-        lanes.append(NngLane(spec.name, spec.rank, spec.secret, tcp_host=spec.tcp_host, by_tcp=by_tcp))
+        lanes.append(nng_lane(spec))
     return lanes
+
+
+def nng_lane(spec: JoinSpec) -> MessageLane:
+    """Not open yet."""
+    from raytorchrpc.lanes.nng import NngLane  # most groups do without it, and without its library
+
+    return NngLane(spec.name, spec.rank, spec.secret, tcp_host=spec.tcp_host, by_tcp=frozenset(spec.by_tcp))
 
 
 def _exposed_methods(instance: Any) -> dict[str, Any]:
@@ -247,11 +271,24 @@ def _exposed_methods(instance: Any) -> dict[str, Any]:
     return found
 
 
-def _tensor_lanes(spec: JoinSpec) -> list[TensorLane]:
+def open_tensor_lanes(spec: JoinSpec, local: LocalMember) -> dict[str, Any]:
+    """Open those of ``spec.beside`` that this member has not open yet; returns their addresses."""
+    addresses = {}
+    for lane in _tensor_lanes(spec, [name for name in spec.beside if name not in local.tensor_lanes]):
+        try:
+            addresses[lane.name] = lane.open()
+        except LaneUnavailable as error:
+            logger.warning("%s: %s; tensors go by torchrpc", spec.name, error)
+            continue
+        local.tensor_lanes[lane.name] = lane
+    return addresses
+
+
+def _tensor_lanes(spec: JoinSpec, names: Sequence[str]) -> list[TensorLane]:
     lanes: list[TensorLane] = []
-    for name in spec.beside:
+    for name in names:
         if name == "shm":
-            threads = spec.config.copy_threads or max(1, min(4, (os.cpu_count() or 1) // 2))
+            threads = spec.config.copy_threads or default_threads()
             lanes.append(ShmLane(spec.config.shm_bytes or default_capacity(), threads))
         elif name == "cuda_ipc":
             lanes.append(CudaIpcLane(spec.agent.devices))
@@ -279,73 +316,138 @@ def _ucx_settings(spec: JoinSpec) -> dict[str, str]:
     """UCX reads for anybody who reaches its TCP ports, so it opens them only where the lane was asked for by name."""
     if "nixl" not in (spec.config.lanes or ()):
         return {"TLS": "^tcp"}
-    here = topology.probe(node_ip=_node_ip(), wants_gpu=False)
+    here = endpoint(spec.name)
     rdma = any(port.state == "ACTIVE" for hca in here.hcas for port in hca.ports)
     return {} if rdma or not spec.agent.interface else {"NET_DEVICES": spec.agent.interface}
 
 
 def commit(instance: Any, table: Table) -> None:
     """Meet the peers, prove that each answers, then become a member. Raises BootstrapError naming who does not."""
-    global _preparing, _info
+    global _preparing, _joined
     preparing = _preparing
     if preparing is None or preparing.spec.generation != table.info.generation:
         raise BootstrapError(f"group {table.info.name!r} was given up while it formed")
     spec, local = preparing
-    local.me = table.info.members[spec.rank]
-    lanes = {lane.name: lane for lane in local.lanes}
-    peers = [peer for peer in table.info.members if peer.rank != spec.rank]
-    for lane in local.lanes:
-        opened = [peer.name for peer in peers if lane.name != "nng" or "nng" in table.peers[peer.name].addresses]
-        lane.connect([PeerAddress(peer, _address(table, spec.name, peer, lane.name)) for peer in opened])
-    for tensor_lane in local.tensor_lanes.values():
-        addressed = [peer.name for peer in peers if tensor_lane.name in table.peers[peer.name].addresses]
-        tensor_lane.connect([PeerAddress(peer, table.peers[peer].addresses[tensor_lane.name]) for peer in addressed])
-    local.shipper = Shipper(local.tensor_lanes)
     for peer in table.info.members:
-        both = local.tensor_lanes.keys() & table.peers[peer.name].addresses.keys()
-        local.know(_road(local.me, peer, table.info, lanes, both))
+        if peer.name == spec.name:
+            local.me = peer
+    local.shipper = Shipper(local.tensor_lanes)
+    meet_peers(local, table, [peer for peer in table.info.members if peer.name != spec.name])
+    local.know(road_to(local, local.me, table))
+    for name, cause in table.away.items():
+        local.miss(local.road(name).member.rank, Absence(cause, for_good=False))
     _reach_all(local, table, frozenset(spec.by_tcp))
-    with _changing:
+    with changing:
         if _preparing is not preparing:
             raise BootstrapError(f"group {table.info.name!r} was given up while it formed")
         set_local(local)
-        _preparing, _info = None, table.info
+        _preparing, _joined = None, _Joined(spec, table)
+    rdt.enable_where_possible()  # also in actors that Ray restarted, or that another actor made
 
 
-def _road(me: Member, peer: Member, info: GroupInfo, lanes: Mapping[str, MessageLane], opened: Set[str]) -> PeerRoad:
-    """``opened``: lanes for tensors alone that both could open."""
+def meet_peers(local: LocalMember, table: Table, peers: Sequence[Member]) -> None:
+    """Make these callable. Quick: connections are made by the first call."""
+    for lane in local.lanes:
+        known = [peer.name for peer in peers if lane.name != "nng" or "nng" in table.peers[peer.name].addresses]
+        lane.connect([PeerAddress(peer, _address(table, local.me.name, peer, lane.name)) for peer in known])
+    for tensor_lane in local.tensor_lanes.values():
+        addresses = {peer.name: table.peers[peer.name].addresses.get(tensor_lane.name) for peer in peers}
+        tensor_lane.connect([PeerAddress(peer, address) for peer, address in addresses.items() if address is not None])
+    for peer in peers:
+        local.know(road_to(local, peer, table))
+
+
+def road_to(local: LocalMember, peer: Member, table: Table) -> PeerRoad:
+    """How messages of this member reach ``peer``, or itself."""
+    me, info, prepared = local.me, table.info, table.peers[peer.name]
+    lanes = {lane.name: lane for lane in local.lanes}
+    token = process_token(info.generation, peer.rank, peer.incarnation)
     if peer.rank == me.rank:
         refused = forbidden(info.config, "torchrpc")
         fabric = AbsentLane(refused) if refused else lanes["torchrpc"]
-        return PeerRoad(peer, lanes["loopback"], lanes["loopback"], fabric)
+        return PeerRoad(peer, lanes["loopback"], lanes["loopback"], fabric, token=token)
     route = info.plan.route(me.name, peer.name)
-    outward = info.device_maps[me.name].get(peer.name, {})
-    inward = info.device_maps[peer.name].get(me.name, {})
+    outward = info.device_maps.get(me.name, {}).get(peer.name, {})
+    inward = info.device_maps.get(peer.name, {}).get(me.name, {})
     refused = route.why_not("torchrpc")
     fabric = AbsentLane(refused) if refused else lanes["torchrpc"]
     best: dict[str, str] = {}
     for choice in route.tensor_lanes:
         best.setdefault(choice.traffic, choice.lane)
-    beside = {kind: lane for kind, lane in best.items() if lane in BESIDE and lane in opened}
+    opened = local.tensor_lanes.keys() & prepared.addresses.keys()
     return PeerRoad(
         peer,
         lanes[route.message_lane],
         lanes[route.in_band_lane] if route.in_band_lane else fabric,
         fabric,
-        beside,
+        {kind: lane for kind, lane in best.items() if lane in BESIDE and lane in opened},
         outward,
         way_back(inward),
         inward.get(CPU),
         frozenset(route.same_gpus_from(me.name)),
+        token,
+        prepared.retries,
         same_clock=me.node_id == peer.node_id,
     )
+
+
+def extend(local: LocalMember, spec: JoinSpec, table: Table) -> Prepared:
+    """Open what those who come in need and this member has not open yet; returns all its addresses."""
+    before = table.peers[spec.name]
+    addresses = {**before.addresses, **open_tensor_lanes(spec, local)}
+    if spec.nng and not any(lane.name == "nng" for lane in local.lanes):
+        lane = nng_lane(spec)
+        addresses[lane.name] = lane.open(partial(local.server.serve, lane), local.workers.submit)
+        local.lanes.append(lane)
+    everything: list[MessageLane | TensorLane] = [*local.lanes, *local.tensor_lanes.values()]
+    for each in everything:
+        changed = each.reach(spec.tcp_host, frozenset(spec.by_tcp))
+        if changed is not None:
+            addresses[each.name] = changed
+    return before._replace(addresses=addresses)
+
+
+def rejoined(spec: JoinSpec, table: Table, prepared: Prepared) -> None:
+    """Somebody has come in: remember the group as it is now. ``table`` may hold only what is new."""
+    global _joined
+    if _joined is not None:
+        table = _merged(_joined.table, table)
+    _joined = _Joined(spec, table._replace(peers={**table.peers, spec.name: prepared}))
+
+
+def _merged(known: Table, news: Table) -> Table:
+    """What was known, and in its place what the news says of those in it."""
+    before, now = known.info, news.info
+    coming = {member.name for member in now.members}
+    members = sorted((*(m for m in before.members if m.name not in coming), *now.members), key=lambda m: m.rank)
+    agents = {**before.plan.agents, **now.plan.agents}
+    plan = replace(
+        before.plan,
+        agents={member.name: agents[member.name] for member in members},
+        routes={**before.plan.routes, **now.plan.routes},
+    )
+    maps = {name: dict(now.device_maps.get(name, {})) for name in agents}
+    for name, row in before.device_maps.items():
+        if name not in coming:
+            maps[name] = {**{peer: pairs for peer, pairs in row.items() if peer not in coming}, **maps.get(name, {})}
+    info = now._replace(members=tuple(members), plan=plan, device_maps=maps)
+    return news._replace(info=info, peers={**known.peers, **news.peers})
+
+
+def removed(names: Sequence[str]) -> None:
+    """They have left: remember the group without them."""
+    global _joined
+    if _joined is not None:
+        info = _joined.table.info
+        left = info._replace(members=tuple(member for member in info.members if member.name not in names))
+        _joined = _joined._replace(table=_joined.table._replace(info=left))
 
 
 def _address(table: Table, me: str, peer: str, lane: str) -> Any:
     prepared = table.peers[peer]
     if lane != "torchrpc":
         return prepared.addresses[lane]
-    inverse = {its: mine for mine, its in gpu_pairs(table.info.device_maps[peer].get(me, {})).items()}
+    inverse = {its: mine for mine, its in gpu_pairs(table.info.device_maps.get(peer, {}).get(me, {})).items()}
     return FabricPeer(prepared.agent.name, prepared.agent.worker_id, prepared.url, inverse)
 
 
@@ -359,8 +461,11 @@ def _reach_all(local: LocalMember, table: Table, far_away: Set[str]) -> None:
     deadline = time.monotonic() + table.timeout_s
     asked: list[tuple[str, str, Pending]] = []
     silent: dict[str, str] = {}
-    neighbour = (local.me.rank + 1) % len(table.info.members)
-    for road in local.roads:
+    left_out = {*table.away, *table.silent}
+    roads_to = [road for road in local.roads if road.member.name not in left_out]
+    ranks = [road.member.rank for road in roads_to]
+    neighbour = ranks[(ranks.index(local.me.rank) + 1) % len(ranks)]
+    for road in roads_to:
         far = road.member.name in far_away
         if road.member.rank == local.me.rank or not (far or road.member.rank == neighbour):
             continue
@@ -383,23 +488,42 @@ def _reach_all(local: LocalMember, table: Table, far_away: Set[str]) -> None:
         raise BootstrapError(f"{local.me.name!r} cannot reach {reasons}", members=(local.me.name, *silent))
 
 
-def leave(instance: Any, generation: str) -> None:
-    """Leave that generation of a group, formed or forming; a later ``prepare`` for it is refused. Idempotent."""
-    with _changing:
-        _leave(generation)
+def leave(instance: Any, generation: str, for_good: bool = False) -> None:
+    """Leave that generation of a group, formed or forming. Idempotent.
+
+    ``for_good``: that generation is over; a way into it that is begun elsewhere and gets here later is refused.
+    """
+    if for_good:
+        _given_up.append(generation)
+    with changing:
+        _leave(lambda spec: spec.generation == generation)
 
 
-def _leave(generation: str) -> None:
-    global _preparing, _info
-    _cancelled.add(generation)
-    if _preparing is not None and _preparing.spec.generation == generation:
+def give_up(instance: Any, attempt: str) -> None:
+    """Leave what came of that attempt to join; a later ``prepare`` for it is refused. Idempotent."""
+    with changing:
+        _given_up.append(attempt)
+        _leave(lambda spec: spec.attempt == attempt)
+
+
+def _leave(meant: Callable[[JoinSpec], bool]) -> None:
+    global _preparing, _joined
+    if _preparing is not None and meant(_preparing.spec):
         preparing, _preparing = _preparing, None
-        preparing.local.leave()
+        _part(preparing.local)
     local = current_local()
-    if local is not None and local.generation == generation:
+    if local is not None and _joined is not None and meant(_joined.spec):
         set_local(None)
-        _info = None
+        _joined = None
+        _part(local)
+
+
+def _part(local: LocalMember) -> None:
+    try:
         local.leave()
+    except BaseException:  # Ctrl-C, in a driver: it is not to leave half of it behind
+        local.leave()
+        raise
 
 
 def stats(instance: Any, generation: str) -> list[PairStats]:
@@ -412,4 +536,4 @@ def stats(instance: Any, generation: str) -> list[PairStats]:
 
 def group_info() -> GroupInfo | None:
     """The group this process is in."""
-    return _info
+    return _joined.table.info if _joined else None

@@ -7,19 +7,22 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from raytorchrpc import _compat, execution, serving, staging
+from raytorchrpc import _compat, execution, forking, serving, staging
+from raytorchrpc.allowance import Allowances
 from raytorchrpc.codec import NOTHING, Codec, Encoded
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.device_map import CPU, Device
-from raytorchrpc.errors import ConfigurationError, NotAMember, RpcTimeout, SerializationError
+from raytorchrpc.errors import ConfigurationError, NotAMember, PeerLost, RpcTimeout, SerializationError
 from raytorchrpc.execution import current_scope
+from raytorchrpc.filling import Buffers
 from raytorchrpc.lanes.base import Message, MessageLane, Pending, TensorLane
 from raytorchrpc.metrics import CallCounters
-from raytorchrpc.peers import Member, PeerRoad
+from raytorchrpc.peers import Member, PeerRoad, process_token
+from raytorchrpc.retrying import RetriedCall
 from raytorchrpc.shipping import Parcel, Shipped, Shipper, Waybill
 from raytorchrpc.streams import check_mapped
 from raytorchrpc.underway import CallUnderWay, body_bytes
@@ -29,6 +32,17 @@ logger = logging.getLogger(__name__)
 
 #: The longest deadline of a call, as for ``GroupConfig.rpc_timeout_s``.
 MAX_TIMEOUT_S = 86400
+
+
+#: A peer that a call was lost to, and that nobody says is gone, is tried again after this (seconds).
+_MISSED_AFTER_S = 2.0
+
+
+class Absence(NamedTuple):
+    """Why a peer cannot be called."""
+
+    cause: str
+    for_good: bool
 
 
 class LocalMember:
@@ -42,15 +56,19 @@ class LocalMember:
         config: GroupConfig,
         instance: Any,
         methods: Mapping[str, Any],
+        max_bytes: int,
     ) -> None:
-        """``methods``: name -> what ``calls.method`` noted."""
+        """``methods``: name -> what ``calls.method`` noted. ``max_bytes``: under way to one peer at most."""
         self.group, self.generation, self.me, self.config = group, generation, me, config
+        self.allowances = Allowances(config, max_bytes)
         self.codec = Codec(_compat.cloudpickler())
         self.counters = CallCounters()
         self.workers = Workers(f"raytorchrpc-{me.name}")
         self.alarms = Alarms(f"raytorchrpc-{me.name}")
         self.shipper = Shipper({})
-        self.server = serving.Server(me.name, generation, instance, methods, self.codec, self.workers, self)
+        self.strangers: Set[int] = frozenset()
+        token = process_token(generation, me.rank, me.incarnation)
+        self.server = serving.Server(me.name, token, instance, methods, self.codec, self.workers, self)
         self.lanes: list[MessageLane] = []
         self.tensor_lanes: dict[str, TensorLane] = {}
         self._roads: dict[int, PeerRoad] = {}
@@ -58,16 +76,81 @@ class LocalMember:
         self._heavy: set[tuple[int, str]] = set()
         """Methods whose last result needed another lane than its call: they go there at once."""
         self._left = False
+        self.step = 0
+        """The last change of the group that has taken effect here."""
+        self._absent: dict[int, Absence] = {}
+        self._changed = threading.Condition()
+        """Told when ``_absent`` or the roads change."""
 
     # --- peers ---------------------------------------------------------------------------------------------
 
     def know(self, road: PeerRoad) -> None:
-        """Add a peer (or this member itself)."""
+        """Add a peer (or this member itself), or replace what was known of it."""
         peer = road.member
-        self._roads[peer.rank] = road
-        self._ranks[peer.name] = self._ranks[peer.rank] = peer.rank
-        if peer.actor_id is not None:
-            self._ranks[_compat.key_of_actor(peer.actor_id)] = peer.rank
+        with self._changed:
+            self._roads[peer.rank] = road
+            self._ranks[peer.name] = self._ranks[peer.rank] = peer.rank
+            if peer.actor_id is not None:
+                self._ranks[_compat.key_of_actor(peer.actor_id)] = peer.rank
+            self._changed.notify_all()
+
+    def miss(self, rank: int, absence: Absence) -> None:
+        """A peer is away: calls to it fail at once, and those that can be repeated wait for it."""
+        with self._changed:
+            self._absent[rank] = absence
+            self._heavy = {known for known in self._heavy if known[0] != rank}
+            self._changed.notify_all()
+
+    def welcome(self, rank: int) -> None:
+        """A peer can be called (again)."""
+        with self._changed:
+            self._absent.pop(rank, None)
+            self._changed.notify_all()
+
+    def forget(self, rank: int) -> None:
+        """A peer was removed: it is a member no longer, and nothing it asks is served."""
+        with self._changed:
+            self._roads.pop(rank, None)
+            self._absent.pop(rank, None)
+            self._ranks = {key: known for key, known in self._ranks.items() if known != rank}
+            self.strangers = self.strangers | {rank}
+            self._changed.notify_all()
+
+    def absent(self) -> dict[str, Absence]:
+        """Who is away, by name."""
+        with self._changed:
+            return {self._roads[rank].member.name: absence for rank, absence in self._absent.items()}
+
+    def await_everybody(self, until: float) -> bool:
+        """Block until nobody is away; False at ``until``."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._absent, max(0.0, until - time.monotonic()))
+
+    def incarnation(self, target: Any) -> int:
+        """See retrying.Returns."""
+        return self.road(target).member.incarnation
+
+    def await_return(self, target: Any, after: int, until: float) -> bool:
+        """See retrying.Returns."""
+        peer = self.road(target).member
+        rank = peer.rank
+        patience = time.monotonic() + _MISSED_AFTER_S
+        with self._changed:
+            while True:
+                if self._left or rank not in self._roads:
+                    raise PeerLost(peer.name, "it was removed from the group", may_have_run=False)
+                absence, road = self._absent.get(rank), self._roads[rank]
+                if absence is None and road.member.incarnation > after:
+                    return True
+                if absence is not None and absence.for_good:
+                    raise PeerLost(road.member.name, absence.cause, may_have_run=False)
+                now = time.monotonic()
+                # Nobody says that it is gone: perhaps only the connection broke.
+                if absence is None and now >= patience:
+                    return True
+                if now >= until:
+                    return False
+                self._changed.wait(min(until, patience) - now if absence is None else until - now)
 
     @property
     def roads(self) -> tuple[PeerRoad, ...]:
@@ -105,25 +188,70 @@ class LocalMember:
         attended: bool = False,
         share: bool = False,
         keep: bool = False,
-    ) -> CallUnderWay:
+        into: Sequence[torch.Tensor] | None = None,
+        retry: int | None = None,
+    ) -> CallUnderWay | RetriedCall:
         """Send a call; returns before its result. Raises what keeps it from being sent.
 
         ``attended``: the caller is going to wait for it at once. ``share``: CUDA tensors need not be copied for a peer
-        on the same GPU. ``keep``: the result's tensors shall be in memory of their own.
+        on the same GPU. ``keep``: the result's tensors shall be in memory of their own. ``into``: tensors that the
+        result's are to be received into, in their order; see ``calls.rpc_sync``. ``retry``: how often it may be sent
+        again to a peer that was lost; None: as often as the method says.
         """
-        road = self._road_out(target)
+        buffers = None if into is None else _buffers(into)
+        road = self._road_to(target)
+        repeats = road.retries.get(method, 0) if retry is None else retry
+        if not repeats:
+            return self._call(road, method, args, kwargs, timeout, share, keep, buffers, attended=attended)
+
+        def send(seconds: float) -> CallUnderWay:
+            return self._call(self._road_to(target), method, args, kwargs, seconds, share, keep, buffers)
+
+        budget = self._budget(f"{road.member.name}.{method}", timeout)
+        return RetriedCall(self, target, f"{road.member.name}.{method}", send, budget, repeats)
+
+    def _call(
+        self,
+        road: PeerRoad,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float | None,
+        share: bool,
+        keep: bool,
+        buffers: Buffers | None,
+        *,
+        attended: bool = False,
+    ) -> CallUnderWay:
+        self._check_there(road)
         loop_token = execution.token_on_loop()
         header, body, budget = self._request(serving.CALL, road, method, args, kwargs, timeout, loop_token)
-        lane, shipped = self._load(road, method, body, share)
-        started = time.monotonic()
+        size = body_bytes(body)
+        ticket, waited_s = self.allowances.take(road.member, method, size, budget)
+        shipped: Shipped | None = None
         try:
+            if waited_s:
+                if self._left:
+                    raise NotAMember(f"this process has left group {self.group!r} (it was shut down)")
+                self._check_there(road)
+                budget = max(0.001, budget - waited_s)
+                header = (*header[:5], budget, *header[6:])
+            lane, shipped = self._load(road, method, body, share)
+            started = time.monotonic()
             message = Message(header, shipped.body, waybills=shipped.waybills)
-            pending = lane.call(road.member.name, message, budget, attended=attended)
+            pending = lane.call(road.member.name, message, budget, attended=attended, settled=ticket.give_back)
         except BaseException:
-            shipped.cancel()
+            ticket.give_back()
+            if shipped is not None:
+                shipped.cancel()
             raise
-        self.counters.sent(road.member.name, shipped.lane or lane.name, body_bytes(body))
-        return CallUnderWay(self, road, method, lane, pending, started, started + budget, loop_token, shipped, keep)
+        self.counters.sent(road.member.name, shipped.lane or lane.name, size)
+        until = started + budget
+        return CallUnderWay(self, road, method, lane, pending, started, until, loop_token, shipped, keep, buffers)
+
+    def _check_there(self, road: PeerRoad) -> None:
+        if self._absent and (absence := self._absent.get(road.member.rank)) is not None:
+            raise PeerLost(road.member.name, absence.cause, may_have_run=False)
 
     def _load(self, road: PeerRoad, method: str, body: Encoded, share: bool) -> tuple[MessageLane, Shipped]:
         """The lane for a call's message, and its tensors in or beside it."""
@@ -146,7 +274,7 @@ class LocalMember:
         in_band = road.calls.capabilities.in_band_bytes or 0
         return self.shipper.ship(body, road.member.name, road.beside, devices, in_band, share)
 
-    def ship_back(self, rank: int, body: Encoded, share: bool) -> Shipped | None:
+    def ship_back(self, rank: int, body: Encoded, share: bool, frozen: bool) -> Shipped | None:
         """See serving.Roads."""
         road = self._roads[rank]
         devices = road.devices_back
@@ -155,7 +283,8 @@ class LocalMember:
         share = share and _on_one_gpu(body, devices, road.same_gpus)
         # What stays on GPUs is copied later, from where it is.
         later = any(tensor.is_cuda and not staging.goes_to_cpu(tensor, devices) for tensor in body.tensors)
-        return self._ship(road, serving.snapshot(body) if later and not share else body, devices, share)
+        snapshot = later and not share and not frozen
+        return self._ship(road, serving.snapshot(body) if snapshot else body, devices, share)
 
     def staged_back(self, rank: int, body: Encoded) -> Encoded:
         """See serving.Roads."""
@@ -180,7 +309,7 @@ class LocalMember:
         self, target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
     ) -> Any:
         """Send a call whose result stays there; returns torch's RRef to it."""
-        road = self._road_out(target)
+        road = self._road_to(target)
         header, body, budget = self._request(serving.REMOTE, road, method, args, kwargs, timeout)
         lane: Any = road.fabric
         rref = lane.remote(road.member.name, Message(header, staging.outbound(body, road.devices)), budget)
@@ -189,10 +318,10 @@ class LocalMember:
 
     def system(self, road: PeerRoad, lane: MessageLane, kind: int, *fields: Any, timeout_s: float) -> Pending:
         """Send a request of the group's own over the given lane."""
-        header = (kind, self.me.rank, self.generation, *fields)
+        header = (kind, self.me.rank, road.token, *fields)
         return lane.call(road.member.name, Message(header, NOTHING), timeout_s)
 
-    def _road_out(self, target: Any) -> PeerRoad:
+    def _road_to(self, target: Any) -> PeerRoad:
         if self._left:
             raise NotAMember(f"this process has left group {self.group!r} (it was shut down)")
         return self.road(target)
@@ -208,11 +337,7 @@ class LocalMember:
         loop_token: execution.Token | None = None,
     ) -> tuple[tuple[Any, ...], Encoded, float]:
         scope = current_scope.get()
-        budget = self.config.rpc_timeout_s if timeout is None else _seconds(timeout)
-        if scope.deadline is not None:
-            budget = min(budget, scope.deadline - time.monotonic())
-        if budget <= 0:
-            raise RpcTimeout(f"no time left to call {road.member.name}.{method}: the deadline has passed")
+        budget = self._budget(f"{road.member.name}.{method}", timeout)
         until = time.monotonic() + budget if road.same_clock else None
         context = _compat.current_autograd_context()
         try:
@@ -223,7 +348,17 @@ class LocalMember:
                 f"an argument of {road.member.name}.{method} cannot be pickled: {error}"
             ) from error
         path = scope.path if loop_token is None else (*scope.path, loop_token)
-        return (kind, self.me.rank, self.generation, method, path, budget, until), body, budget
+        return (kind, self.me.rank, road.token, method, path, budget, until), body, budget
+
+    def _budget(self, label: str, timeout: float | None) -> float:
+        """Seconds until the deadline of a call that is made now."""
+        budget = self.config.rpc_timeout_s if timeout is None else _seconds(timeout)
+        deadline = current_scope.get().deadline
+        if deadline is not None:
+            budget = min(budget, deadline - time.monotonic())
+        if budget <= 0:
+            raise RpcTimeout(f"no time left to call {label}: the deadline has passed")
+        return budget
 
     def note_weight(self, rank: int, method: str, heavy: bool) -> None:
         """Remember whether a method's results need the lane for tensors."""
@@ -232,9 +367,19 @@ class LocalMember:
         else:
             self._heavy.discard((rank, method))
 
+    def after_fork(self) -> tuple[()]:
+        """See forking.Heirloom."""
+        global _local, _parents
+        if _local is self:
+            _local, _parents = None, self
+            forking.forked_from(f"member {self.me.name!r} of group {self.group!r}")
+        return ()
+
     def leave(self) -> None:
         """Stop serving and calling. Idempotent, bounded, never raises."""
-        self._left = True
+        with self._changed:
+            self._left = True
+            self._changed.notify_all()
         everything: list[MessageLane | TensorLane] = [*self.lanes, *self.tensor_lanes.values()]
         for lane in everything:
             with contextlib.suppress(Exception):
@@ -244,6 +389,15 @@ class LocalMember:
         self.alarms.stop()
         # Their memory goes now, and not when the garbage collector finds this member, which is part of cycles.
         self.tensor_lanes, self.shipper = {}, Shipper({})
+
+
+def _buffers(into: Sequence[torch.Tensor]) -> Buffers:
+    if _compat.current_autograd_context() != _compat.NO_CONTEXT:
+        raise ConfigurationError(
+            "into= cannot be used inside a distributed autograd context: a result there has a history, which a buffer "
+            "cannot take; leave into= out and copy what arrives"
+        )
+    return Buffers(into)
 
 
 def _whole(body: Encoded, devices: Mapping[Device, Device]) -> Shipped:
@@ -268,6 +422,8 @@ def _seconds(timeout: Any) -> float:
 # --- the one membership of this process ------------------------------------------------------------------
 
 _local: LocalMember | None = None
+_parents: LocalMember | None = None
+"""In a forked child: never used and never freed, as that could wait for threads that are not here."""
 _local_lock = threading.Lock()
 
 
@@ -275,6 +431,7 @@ def process_member() -> LocalMember:
     """This process's membership. Raises NotAMember, with the remedy, where there is none."""
     local = _local
     if local is None:
+        forking.check_process()
         raise NotAMember(
             "this process is in no group: call raytorchrpc.init_group([...]) with this actor first; a driver takes "
             "part with init_group(..., include_driver=True)"
@@ -292,6 +449,8 @@ def set_local(local: LocalMember | None) -> None:
     global _local
     with _local_lock:
         _local = local
+    if local is not None:
+        forking.inherited(local)
 
 
 def current_member() -> Member:

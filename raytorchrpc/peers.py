@@ -23,6 +23,8 @@ class Member:
     """Its name in torch's own API: ``torch.distributed.rpc.rpc_sync(member.rpc_name, ...)``."""
     worker_id: int
     """Its torchrpc id; unique in the group, never used again for another process."""
+    incarnation: int = 0
+    """How often its actor has come back into the group after a restart."""
 
     def __repr__(self) -> str:
         return f"Member(rank={self.rank}, name={self.name!r}, pid={self.pid}, node_id={self.node_id[:8]!r})"
@@ -49,5 +51,14 @@ class PeerRoad:
     """The GPU of this process on which CPU arguments of the peer's calls arrive; None leaves them on the CPU."""
     same_gpus: frozenset[tuple[int, int]] = frozenset()
     """(index here, index there) of each GPU that both processes use."""
+    token: str = ""
+    """Names the very process: what is meant for an earlier or later incarnation is refused."""
+    retries: Mapping[str, int] = field(default_factory=dict)
+    """By method: how often a call may be repeated there, if the member is lost and comes back."""
     same_clock: bool = False
     """Both are on one node, so ``time.monotonic`` is the same on both: a deadline need not wait to be read."""
+
+
+def process_token(generation: str, rank: int, incarnation: int) -> str:
+    """Names one member's present process in requests to it."""
+    return f"{generation}.{rank}.{incarnation}"

@@ -12,7 +12,7 @@ What each lane can do between two members, ``_lane_rules`` says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from raytorchrpc import _tensorpipe
@@ -122,20 +122,33 @@ class RoutePlan:
     def beside(self, name: str) -> tuple[str, ...]:
         """Lanes for tensors alone that some route of this member prefers."""
         used = set()
-        for pair, route in self.routes.items():
-            if name in pair:
-                used |= {lanes[0].lane for traffic in TRAFFIC if (lanes := route.lanes(traffic))}
+        for route in self._kinds_of(name):
+            used |= {lanes[0].lane for traffic in TRAFFIC if (lanes := route.lanes(traffic))}
         return tuple(lane for lane in BESIDE if lane in used)
 
     def uses(self, name: str, lane: str) -> bool:
         """Whether messages of this member go by that lane, on any of its routes."""
-        own = (route for pair, route in self.routes.items() if name in pair)
-        return any(lane in (route.message_lane, route.in_band_lane) for route in own)
+        return any(lane in (route.message_lane, route.in_band_lane) for route in self._kinds_of(name))
 
     def for_member(self, name: str) -> RoutePlan:
         """The part that one member needs: all agents, and only the routes that start or end at it."""
-        own = {pair: route for pair, route in self.routes.items() if name in pair}
-        return replace(self, routes=own)
+        return replace(self, routes=self._own(name))
+
+    def for_arrivals(self, name: str, coming: Collection[str]) -> RoutePlan:
+        """The part that is new to one member when others come in: their agents, its own, and its routes to them."""
+        agents = {member: self.agents[member] for member in (name, *coming)}
+        return replace(self, agents=agents, routes=self._own(name, coming), warnings=())
+
+    def _kinds_of(self, name: str) -> Iterable[PairRoute]:
+        """One route of this member for each set of choices that it has."""
+        return {id(route.choices): route for route in self._own(name).values()}.values()
+
+    def _own(self, name: str, others: Iterable[str] | None = None) -> dict[tuple[str, str], PairRoute]:
+        """The routes of one member, without a look at those of others: they are many more."""
+        pairs = (
+            pair for other in (self.agents if others is None else others) for pair in ((name, other), (other, name))
+        )
+        return {pair: route for pair in pairs if (route := self.routes.get(pair)) is not None}
 
     def explain(self, a: str, b: str) -> str:
         """Several lines of text: the lanes between a and b with reasons, what was rejected, both agents."""
@@ -180,12 +193,18 @@ class RoutePlan:
             raise ConfigurationError(f"no member {name!r}; members: {', '.join(self.agents)}")
 
 
-def plan(endpoints: Mapping[str, Endpoint], config: GroupConfig) -> RoutePlan:
+def plan(
+    endpoints: Mapping[str, Endpoint],
+    config: GroupConfig,
+    known: tuple[Mapping[str, Endpoint], RoutePlan] | None = None,
+) -> RoutePlan:
     """Decide every route of a group.
 
     Args:
         endpoints: what each member published, by name, in rank order.
         config: ``lanes``, ``transports``, ``channels`` and ``interface`` override what evidence says.
+        known: an earlier plan with the same ``config``, and the endpoints that it was made of. Routes between members
+            whose endpoints are the same objects, and whose agents have not changed, are taken from it.
 
     Raises ConfigurationError if the configuration leaves calls or CPU tensors without a lane or names
     what this torch build does not have, BootstrapError (naming the members) for torch releases that differ.
@@ -194,17 +213,22 @@ def plan(endpoints: Mapping[str, Endpoint], config: GroupConfig) -> RoutePlan:
     _check_torch(members)
     lanes = _allowed(config)
     agents, warnings = _tensorpipe.plan_agents(members, config)
+    before, decided = known or ({}, RoutePlan({}, {}))
+    as_before = {
+        name for name in members if before.get(name) is endpoints[name] and decided.agents.get(name) == agents[name]
+    }
+    judge = _Judge(members, agents, config, lanes)
     routes: dict[tuple[str, str], PairRoute] = {}
-    # Most pairs read the same; sharing one copy keeps the plan's pickle small.
-    shared: dict[_Verdicts, _Verdicts] = {}
     names = list(members)
     for index, a in enumerate(names):
         for b in names[index + 1 :]:
-            pair = Pair(members[a], members[b], agents[a], agents[b], config.lanes or (), config.always_tcp)
-            verdicts = _judge(pair, lanes)
+            if a in as_before and b in as_before and (route := decided.routes.get((a, b))) is not None:
+                routes[a, b] = route
+                continue
+            verdicts = judge.verdicts(a, b)
             first = next((choice.lane for choice in verdicts[0] if choice.traffic == "cuda"), None)
             same = _same_gpus(members[a], members[b]) if first == "cuda_ipc" else ()
-            routes[a, b] = PairRoute(a, b, *shared.setdefault(verdicts, verdicts), same)
+            routes[a, b] = PairRoute(a, b, *verdicts, same)
             _check_carried(routes[a, b], config)
     if not lanes["torchrpc"]:
         warnings = (*warnings, *_left_to_nng(routes))
@@ -226,6 +250,47 @@ def _left_to_nng(routes: Mapping[tuple[str, str], PairRoute]) -> tuple[str, ...]
 
 
 _Verdicts = tuple[tuple[LaneChoice, ...], tuple[Rejection, ...]]
+#: Stand for the names of a pair's members in what is decided once for many pairs; no member's name contains them.
+_A, _B = "\ue000", "\ue001"
+#: No lane's rule looks at these.
+_OWN = frozenset({"name", "pid", "shm_free_bytes"})
+
+
+class _Judge:
+    """Decides once for all pairs whose members have published the same: that is most, and it keeps plans small."""
+
+    def __init__(
+        self,
+        members: Mapping[str, Endpoint],
+        agents: Mapping[str, AgentPlan],
+        config: GroupConfig,
+        lanes: Mapping[str, str | None],
+    ) -> None:
+        self._members, self._agents, self._config, self._lanes = members, agents, config, lanes
+        kinds: dict[tuple[str, AgentPlan], int] = {}
+        self._kinds = {
+            name: kinds.setdefault((endpoint.model_dump_json(exclude=set(_OWN)), agents[name]), len(kinds))
+            for name, endpoint in members.items()
+        }
+        self._found: dict[tuple[int, int], tuple[_Verdicts, bool]] = {}
+        self._shared: dict[_Verdicts, _Verdicts] = {}
+
+    def verdicts(self, a: str, b: str) -> _Verdicts:
+        key = self._kinds[a], self._kinds[b]
+        if key not in self._found:
+            first = self._members[a].model_copy(update={"name": _A})
+            second = self._members[b].model_copy(update={"name": _B})
+            named = self._config.lanes or ()
+            pair = Pair(first, second, self._agents[a], self._agents[b], named, self._config.always_tcp)
+            verdicts = _judge(pair, self._lanes)
+            personal = any(sign in no.reason for no in verdicts[1] for sign in (_A, _B))
+            self._found[key] = self._shared.setdefault(verdicts, verdicts), personal
+        verdicts, personal = self._found[key]
+        if not personal:
+            return verdicts
+        choices, rejected = verdicts
+        filled = choices, tuple(replace(no, reason=no.reason.replace(_A, a).replace(_B, b)) for no in rejected)
+        return self._shared.setdefault(filled, filled)
 
 
 def _judge(pair: Pair, lanes: Mapping[str, str | None]) -> _Verdicts:

@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -25,7 +25,7 @@ from raytorchrpc.workers import Alarms, Workers
 
 logger = logging.getLogger(__name__)
 
-# Kinds of request. A header is (kind, caller's rank, generation, ...).
+# Kinds of request. A header is (kind, caller's rank, token of the process it is meant for, ...).
 CALL = 0
 """Run a method, answer with its result: (..., method, path, seconds left, deadline by the clock of a common node)."""
 REMOTE = 1
@@ -34,12 +34,20 @@ PING = 2
 """Answer."""
 FETCH = 3
 """Answer with a result that was kept in the outbox: (..., number)."""
+WATCH = 4
+"""Never answered: the caller hears by it that this process has ended."""
+ASK = 5
+"""Run a function of this package, (function, arguments) in the body, on a thread of the member's own."""
 
 # How a reply begins.
 OK = 0
 RAISED = 1
 KEPT = 2
 """The result has tensors that this lane cannot carry: fetch it over another, by the number that follows."""
+
+
+#: Methods of the package's own that every member serves: name -> an ``Exposed``, as for ``Server``.
+own_methods: dict[str, Any] = {}
 
 
 class _Kept(NamedTuple):
@@ -52,9 +60,13 @@ class Roads(Protocol):
     """The ways to the other members, by rank: what a server needs of its member."""
 
     alarms: Alarms
+    strangers: Set[int]
+    """Ranks of those who were removed."""
 
-    def ship_back(self, rank: int, body: Encoded, share: bool) -> Shipped | None:
-        """Lay a result's tensors out beside its message; None if it cannot be done. ``share``: see calls.method."""
+    def ship_back(self, rank: int, body: Encoded, share: bool, frozen: bool) -> Shipped | None:
+        """Lay a result's tensors out beside its message; None if it cannot be done. ``share``: see calls.method.
+        ``frozen``: nobody here changes them.
+        """
 
     def staged_back(self, rank: int, body: Encoded) -> Encoded:
         """A result that nothing of is laid out: its CUDA tensors that are to arrive on the CPU, copied there."""
@@ -75,15 +87,15 @@ class Server:
     def __init__(
         self,
         name: str,
-        generation: str,
+        token: str,
         instance: Any,
         methods: Mapping[str, Any],
         codec: Codec,
         workers: Workers,
         roads: Roads,
     ) -> None:
-        """``methods``: name -> what ``calls.method`` noted (function, concurrent, group, coroutine, keep)."""
-        self.name, self.generation = name, generation
+        """``methods``: name -> what ``calls.method`` noted (function, concurrent, group, coroutine, keep, frozen)."""
+        self.name, self.token = name, token
         self.instance, self.methods, self.codec = instance, methods, codec
         self.workers = workers
         self.roads = roads
@@ -95,14 +107,20 @@ class Server:
     def serve(self, lane: MessageLane, message: Message, reply: Reply) -> Work | None:
         """Take a request; returns the work it needs a thread for, if any. A reply is work too: its taker may stand
         still."""
-        kind, caller, generation = message.header[:3]
+        kind, caller, token = message.header[:3]
         try:
             # First of all: a request that is refused gives back what it brought.
             parcels = self.roads.receive(caller, message.waybills) if message.waybills else []
-            if generation != self.generation:
+            if token != self.token:
                 raise PeerLost(self.name, "it belongs to another generation of the group", may_have_run=False)
+            if caller in self.roads.strangers:
+                raise NotAMember(f"the caller was removed from the group of {self.name!r}")
             if kind == PING:
                 return partial(self._send, reply, lambda: Message((OK,), NOTHING))
+            if kind == WATCH:
+                return None
+            if kind == ASK:
+                return partial(self._ask, message, reply)
             if kind == FETCH:
                 kept = self._take(message.header[3])
                 kept.adopt()
@@ -117,8 +135,16 @@ class Server:
             refusal = self._refusal(kind, error)
             return partial(self._send, reply, lambda: refusal)
 
+    def _ask(self, message: Message, reply: Reply) -> None:
+        try:
+            function, arguments = self.codec.decode(*message.body)
+            answer = Message((OK,), self.codec.encode(function(*arguments)))
+        except Exception as error:
+            answer = self._refusal(ASK, error)
+        self._send(reply, lambda: answer)
+
     def _exposed(self, name: str) -> Any:
-        note = self.methods.get(name)
+        note = self.methods.get(name) or own_methods.get(name)
         if note is not None:
             return note
         if self.instance is None:
@@ -329,6 +355,9 @@ class _Job:
             decoded = self.server.codec.decode(*(owned(body) if self.note.keep else body))
             del body  # the method alone is to hold its arguments
             args, kwargs = decoded or ((), {})  # a call without arguments has no payload
+        except PeerLost as lost:
+            cause = f"it could not fetch the arguments: {lost.cause}"
+            raise PeerLost(self.server.name, cause, may_have_run=False) from lost
         except RayTorchRpcError:
             raise
         except Exception as error:
@@ -340,7 +369,8 @@ class _Job:
         if self.kind == REMOTE:
             return NOTHING
         try:
-            return self.server.codec.encode(result, keep_graph=self.context != _compat.NO_CONTEXT)
+            keep_graph = self.context != _compat.NO_CONTEXT
+            return self.server.codec.encode(result, keep_graph=keep_graph, own=self.note.frozen)
         except SerializationError as error:
             raise SerializationError(f"the result of {self.label} cannot be pickled: {error}") from error
 
@@ -356,9 +386,10 @@ class _Job:
             if body.tensors:
                 body = self.server.roads.staged_back(self.caller, body)
             kept_graph = any(tensor.requires_grad for tensor in body.tensors)
-            self.reply(Message((OK,), body if can.copies_at_once or kept_graph else snapshot(body)))
+            self.reply(Message((OK,), body if can.copies_at_once or kept_graph else self._snapshot(body)))
             return
-        shipped = None if body.rrefs else self.server.roads.ship_back(self.caller, body, self.note.share)
+        note = self.note
+        shipped = None if body.rrefs else self.server.roads.ship_back(self.caller, body, note.share, note.frozen)
         if shipped is not None:
             try:
                 self.reply(Message((OK,), shipped.body, waybills=shipped.waybills))
@@ -367,10 +398,16 @@ class _Job:
                 if not isinstance(error, PeerLost):
                     raise
             return
-        body = snapshot(self.server.roads.staged_back(self.caller, body))
+        body = self._snapshot(self.server.roads.staged_back(self.caller, body))
         left = max(1.0, (self.scope.deadline or 0.0) - time.monotonic())
         number = self.server.keep(Message((OK,), body, hand_over(body.tensors)), left)
         self.reply(Message((KEPT, number), NOTHING))
+
+    def _snapshot(self, body: Encoded) -> Encoded:
+        # A lane that reads CUDA tensors later cannot be told when they may change again: those are copied even so.
+        if self.note.frozen and not any(tensor.is_cuda for tensor in body.tensors):
+            return body
+        return snapshot(body)
 
 
 def snapshot(body: Encoded) -> Encoded:

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from raytorchrpc import execution, serving
+from raytorchrpc import execution, forking, serving
 from raytorchrpc.codec import Codec, Encoded, decode_exception
-from raytorchrpc.errors import RayTorchRpcError, RpcTimeout, SerializationError
+from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
+from raytorchrpc.filling import Buffers
 from raytorchrpc.lanes.base import MessageLane, Pending
 from raytorchrpc.metrics import CallCounters
 from raytorchrpc.peers import PeerRoad
@@ -52,12 +53,13 @@ class CallUnderWay:
         loop_token: execution.Token | None,
         shipped: Shipped,
         keep: bool = False,
+        into: Buffers | None = None,
     ) -> None:
         self._local, self._road, self._method = local, road, method
         self._lane, self._pending = lane, pending
         self._started, self._deadline = started, deadline
         self.loop_token = loop_token
-        self._shipped, self._keep = shipped, keep
+        self._shipped, self._keep, self._into = shipped, keep, into
         self._sent_by = shipped.lane or lane.name
         self._taken = False
         self._lock = threading.Lock()
@@ -114,6 +116,19 @@ class CallUnderWay:
         number = message.header[1]
         return self._local.system(self._road, self._lane, serving.FETCH, number, timeout_s=max(0.001, self.remaining()))
 
+    def lost(self) -> PeerLost | None:
+        """Why the peer was lost meanwhile, if it was; only once ``wait`` has returned True. Takes nothing."""
+        final = self._final()
+        if final is None:
+            return self._error if isinstance(self._error, PeerLost) else None
+        try:
+            final.take()
+        except PeerLost as lost:
+            return lost.with_traceback(None)
+        except RayTorchRpcError:
+            return None
+        return None
+
     def outcome(self) -> tuple[Any, BaseException | None]:
         """Unpack the result, once it is there: (value, None) or (None, what was raised). To be called once."""
         final = self._final()
@@ -131,14 +146,21 @@ class CallUnderWay:
                 came_by = self._lane.name
             if message.waybills:
                 came_by = message.waybills[0][0]
-                body = joined(body, self._local.shipper.receive(self._road.member.name, message.waybills))
-            if self._keep:
-                body = owned(body)
+            into = self._into if message.header[0] == serving.OK else None
+            if into is not None:
+                parcels = self._local.shipper.receive(self._road.member.name, message.waybills)
+                body, value = into.receive(self._local.codec, body, parcels, self.label, self._keep)
+            else:
+                if message.waybills:
+                    body = joined(body, self._local.shipper.receive(self._road.member.name, message.waybills))
+                if self._keep:
+                    body = owned(body)
             size = body_bytes(body)
             if message.header[0] == serving.OK:
                 if self._lane is not self._road.calls and not message.body.tensors:
                     self._local.note_weight(self._road.member.rank, self._method, heavy=False)
-                value = self._local.codec.decode(*body)
+                if into is None:
+                    value = self._local.codec.decode(*body)
             else:
                 error = decode_exception(self._local.codec, body, self.label)
         except RpcTimeout:
@@ -171,7 +193,7 @@ class CallUnderWay:
 
     def __del__(self) -> None:
         # Nobody asked for the result, or not in time: what it brings beside the message has to be given back.
-        if not self._taken and self._error is None:
+        if not self._taken and self._error is None and not forking.forked():  # then it is the parent's
             with contextlib.suppress(Exception):
                 shipper, peer, pending = self._local.shipper, self._road.member.name, self._pending
                 pending.add_done_callback(lambda: _give_back(shipper, peer, pending))
@@ -186,7 +208,7 @@ class CallUnderWay:
 
     def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
         """Run a user's callback on a worker."""
-        self._local.workers.submit(_call_back, callback, argument)
+        self._local.workers.submit(call_back, callback, argument)
 
 
 def _give_back(shipper: Shipper, peer: str, pending: Pending) -> None:
@@ -199,7 +221,8 @@ def _give_back(shipper: Shipper, peer: str, pending: Pending) -> None:
         shipper.receive(peer, message.waybills).clear()
 
 
-def _call_back(callback: Callable[[Any], object], argument: Any) -> None:
+def call_back(callback: Callable[[Any], object], argument: Any) -> None:
+    """Run a user's callback; what it raises is logged."""
     try:
         callback(argument)
     except BaseException:

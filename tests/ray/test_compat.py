@@ -124,6 +124,37 @@ def test_the_class_name_of_a_handle(peers: list[Any], grouped: Any) -> None:
     assert _compat.actor_class_name(grouped) == "GroupedPeer"
 
 
+def test_a_transport_is_known_to_ray_and_to_the_methods_that_return_by_it() -> None:
+    """ray.experimental.rdt.util.transport_manager_info and register_tensor_transport, ray.method(tensor_transport=...):
+    without them no ObjectRef takes the group's lanes."""
+    from ray.experimental.rdt import util
+
+    rtr.rdt.enable()
+    rtr.rdt.enable()
+    assert util.is_one_sided_transport(rtr.rdt.TRANSPORT)
+    assert all(util.device_match_transport(device, rtr.rdt.TRANSPORT) for device in ("cpu", "cuda"))
+
+    class Maker:
+        @rtr.method(objectref=True)
+        def make(self) -> None:
+            pass
+
+    assert ray.remote(Maker).__ray_metadata__.method_meta.method_name_to_tensor_transport == {"make": "TORCHRPC"}
+
+
+def test_when_ray_gives_up_a_transfer_is_known() -> None:
+    """ray._private.ray_constants.RDT_FETCH_FAIL_TIMEOUT_SECONDS: without it Ray's error may come before ours."""
+    assert _compat.transfer_timeout_s() == 60
+
+
+def test_an_owner_can_wait_until_it_knows_where_tensors_are(cluster: None) -> None:
+    """worker.rdt_manager, its is_managed_object and wait_for_tensor_transport_metadata: without them a ref that was
+    made just now cannot go inside a container."""
+    rtr.rdt.enable()
+    ref = ray.put(b"no tensors"), ray.put([1], _tensor_transport=rtr.rdt.TRANSPORT)
+    assert [_compat.wait_for_transport_metadata(one, 5) for one in ref] == [True, True]
+
+
 def test_a_class_that_ray_brought_by_value_is_the_same_to_our_codec(spawn: Spawn) -> None:
     """ray.cloudpickle.CloudPickler: another cloudpickle's copy of the class would be a stranger to isinstance."""
 
@@ -207,3 +238,11 @@ def test_a_driver_that_died_is_known_and_its_group_keeps_nobody(spawn: Spawn) ->
         assert time.monotonic() < deadline, "the dead driver is not reported"
     with rtr.init_group({"x": left[0], "y": left[1]}):
         assert ray.get(left[0].call.remote("y", "double", 21)) == 42
+
+
+def test_a_handle_says_whether_its_actor_may_receive_tensors(spawn: Spawn) -> None:
+    """ActorHandle._ray_enable_tensor_transport: without it nothing warns of an actor that waits for what it blocks."""
+    kinds = [ray.remote(max_restarts=0)(Peer), ray.remote(enable_tensor_transport=True)(Peer)]
+    handles = [spawn(kind) for kind in kinds]
+    assert all(hasattr(handle, "_ray_enable_tensor_transport") for handle in handles)
+    assert [_compat.may_receive(handle) for handle in handles] == [False, True]

@@ -102,6 +102,14 @@ def test_an_autograd_context_can_be_entered_on_another_thread(seen: dict[str, An
     assert seen["contexts"] == [none, True, none, True, none, True, [3.0, 3.0], none]
 
 
+def test_many_tensors_are_copied_by_one_call() -> None:
+    """torch._foreach_copy_: without it every tensor of a result that is received into buffers takes a kernel."""
+    targets = [torch.zeros(2, 3).T, torch.zeros(4, dtype=torch.int64)]
+    sources = [torch.arange(6.0).view(3, 2), torch.arange(4)]
+    _compat.copy_all(targets, sources)
+    assert [target.tolist() for target in targets] == [source.tolist() for source in sources]
+
+
 def test_a_tensor_that_nobody_else_holds_is_told_from_one_that_is_shared() -> None:
     """torch._C._storage_Use_Count of the storage's _cdata: without it every result is copied, or, worse, none
     is and the next method changes what the caller gets."""

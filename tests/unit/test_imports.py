@@ -15,13 +15,18 @@ PACKAGE = Path(__file__).parents[2] / "raytorchrpc"
 FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
-#: Anybody may import these: data and errors, and the one file with private names.
-COMMON = {"errors", "config", "metrics", "_compat"}
+#: Anybody may import these: data and errors, what a fork needs, and the one file with private names.
+COMMON = {"errors", "config", "metrics", "_compat", "forking"}
 #: What a room may import besides. A room that is not here may import COMMON only: say here what a new one needs.
 MAY_IMPORT = {
-    "__init__": {"calls", "device_map", "group", "member", "peers", "runtime_env"},
-    "group": {"device_map", "forming", "joining", "member", "peers", "routing"},
-    "forming": {"device_map", "fabric", "joining", "peers", "routing"},
+    "__init__": {"calls", "device_map", "group", "member", "peers", "rdt", "runtime_env"},
+    "group": {"device_map", "forming", "joining", "keeping", "member", "news", "peers", "routing"},
+    "keeping": {"forming", "joining", "news", "roster", "supervision"},
+    "supervision": {"forming", "joining", "lines", "membership", "news", "peers", "roster"},
+    "lines": {"codec", "lanes.base", "lanes.socket", "serving"},
+    "membership": {"joining", "lanes.base", "member"},
+    "forming": {"joining", "peers", "roster"},
+    "roster": {"device_map", "fabric", "joining", "membership", "peers", "routing", "topology"},
     "joining": {
         "calls",
         "device_map",
@@ -29,18 +34,23 @@ MAY_IMPORT = {
         "lanes",
         "member",
         "peers",
+        "rdt",
         "routing",
         "serving",
         "shipping",
         "topology",
     },
-    "calls": {"execution", "member", "underway"},
+    "calls": {"execution", "member", "rdt", "retrying", "underway"},
+    "retrying": {"execution", "underway", "workers"},
     "member": {
+        "allowance",
         "codec",
         "device_map",
         "execution",
+        "filling",
         "lanes.base",
         "peers",
+        "retrying",
         "serving",
         "shipping",
         "staging",
@@ -48,12 +58,14 @@ MAY_IMPORT = {
         "underway",
         "workers",
     },
-    "underway": {"codec", "execution", "lanes.base", "peers", "serving", "shipping", "workers"},
+    "underway": {"codec", "execution", "filling", "lanes.base", "peers", "serving", "shipping", "workers"},
+    "filling": {"codec", "lanes.base", "shipping"},
+    "allowance": {"execution", "peers"},
     "peers": {"device_map", "lanes.base"},
     "codec": {"_bulk"},
     "serving": {"autograd", "codec", "execution", "lanes.base", "shipping", "staging", "streams", "workers"},
     "shipping": {"codec", "device_map", "lanes.base", "staging"},
-    "staging": {"codec", "device_map", "lanes._cuda_driver"},
+    "staging": {"codec", "device_map", "lanes._cuda_driver", "lanes.base"},
     "streams": {"device_map"},
     "routing": {"_lane_rules", "_tensorpipe", "device_map", "topology"},
     "_lane_rules": {"_rdma", "_tensorpipe", "device_map", "topology"},
@@ -63,7 +75,21 @@ MAY_IMPORT = {
     "topology": {"_sysfs"},
     "cli": {"", "__version__", "bench", "cli", "group", "routing", "topology"},
     "bench": {"", "__version__", "_rdma", "bench", "topology"},
-    "rdt": {"group", "member", "lanes.base", "codec"},
+    "rdt": {"_rdt_source", "_rdt_transport"},
+    "_rdt_transport": {"_rdt_pull", "_rdt_source", "lanes.base", "rdt", "shipping"},
+    "_rdt_pull": {
+        "_rdt_source",
+        "codec",
+        "execution",
+        "lanes.nng",
+        "member",
+        "peers",
+        "retrying",
+        "staging",
+        "underway",
+        "workers",
+    },
+    "_rdt_source": {"calls", "codec", "lanes.nng", "member", "serving", "streams"},
 }
 #: A lane may import these: never another lane, only the private files (lanes/_x) that it needs.
 LANES_MAY_IMPORT = {"codec", "streams", "lanes.base"}
@@ -71,9 +97,10 @@ LANES_MAY_IMPORT = {"codec", "streams", "lanes.base"}
 LANE_EXTRAS = {
     "torchrpc": {"fabric"},
     "socket": {"lanes._patience", "lanes._connection", "lanes._frames", "lanes._handshake"},
-    "_connection": {"lanes._patience", "lanes._frames"},
+    "_connection": {"lanes._patience", "lanes._pending", "lanes._frames"},
     "nng": {"lanes._handshake", "lanes._nng", "lanes._nng_line"},
-    "_nng_line": {"lanes._frames", "lanes._nng"},
+    "_nng_line": {"lanes._frames", "lanes._nng", "lanes._pending"},
+    "loopback": {"lanes._pending"},
     "shm": {"lanes._arena", "staging"},
     "cuda_ipc": {"lanes._arena", "lanes._cuda_driver", "lanes._cuda_shared", "lanes._pieces"},
     "_cuda_shared": {"lanes._cuda_driver"},

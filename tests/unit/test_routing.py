@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from raytorchrpc import routing
+from raytorchrpc._lane_rules import Pair
 from raytorchrpc.config import KNOWN_LANES, GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.routing import LANES, PairRoute, RoutePlan, Traffic, plan
@@ -286,6 +288,29 @@ def test_both_sides_reach_the_same_answer(case: Case) -> None:
         there, back = forward.route(a, b), backward.route(b, a)
         assert (there.choices, there.rejected) == (back.choices, back.rejected)
         assert forward.route(b, a) is there
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_is_decided_for_many_pairs_at_once_is_what_each_pair_would_get(case: Case) -> None:
+    cluster, config = case.cluster(), GroupConfig()
+    routes = plan(cluster, config)
+    lanes = {lane.name: None for lane in LANES}
+    for a, b in itertools.combinations(cluster, 2):
+        alone = routing._judge(Pair(cluster[a], cluster[b], routes.agents[a], routes.agents[b]), lanes)
+        assert (routes.route(a, b).choices, routes.route(a, b).rejected) == alone
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_plan_made_of_an_earlier_one_is_the_same_plan(case: Case) -> None:
+    before = case.cluster()
+    first = plan(before, GroupConfig())
+    names = list(before)
+    now = {**before, names[0]: before[names[0]].model_copy(update={"pid": 4711})}
+    assert plan(now, GroupConfig(), (before, first)) == plan(now, GroupConfig())
+    fewer = {name: before[name] for name in names[1:]}
+    assert plan(fewer, GroupConfig(), (before, first)) == plan(fewer, GroupConfig())
+    more = plan(before, GroupConfig(), (fewer, plan(fewer, GroupConfig())))
+    assert more == first
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

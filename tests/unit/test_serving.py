@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from raytorchrpc.calls import Exposed
 from raytorchrpc.codec import NOTHING, Codec
 from raytorchrpc.errors import RpcTimeout
-from raytorchrpc.lanes.base import Message
-from raytorchrpc.serving import FETCH, OK, Server
+from raytorchrpc.lanes.base import Capabilities, Message
+from raytorchrpc.serving import CALL, FETCH, OK, Server
 from raytorchrpc.workers import Alarms, Workers
 from tests.conformance.peers import wait_until
 
@@ -28,7 +29,7 @@ def alarms() -> Iterator[Alarms]:
 
 @pytest.fixture
 def server(alarms: Alarms) -> Server:
-    roads: Any = SimpleNamespace(alarms=alarms)
+    roads: Any = SimpleNamespace(strangers=frozenset(), alarms=alarms)
     return Server("callee", "1", None, {}, Codec(), Workers("test"), roads)
 
 
@@ -75,3 +76,26 @@ def test_what_is_kept_at_the_end_of_the_group_is_dropped(server: Server) -> None
     server.close()
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_result_that_nobody_changes_is_sent_as_it_is(alarms: Alarms, frozen: bool) -> None:
+    state = torch.ones(3)
+    note = Exposed(lambda instance: [state], True, None, False, False, False, frozen)
+    roads: Any = SimpleNamespace(
+        strangers=frozenset(),
+        alarms=alarms,
+        arrived=lambda rank, body: body,
+        check_back=lambda rank, tensors: None,
+        staged_back=lambda rank, body: body,
+    )
+    server = Server("callee", "1", None, {"method": note}, Codec(), Workers("test"), roads)
+    takes_later = Capabilities(in_band_bytes=None, in_band_cuda=True, copies_at_once=False, rrefs=True)
+    lane: Any = SimpleNamespace(capabilities=takes_later)
+    answers: list[Message] = []
+    work = server.serve(lane, Message((CALL, 0, "1", "method", (), 5.0, None), NOTHING), answers.append)
+    assert work is not None
+    work()
+    (answer,) = answers
+    assert answer.header == (OK,)
+    assert (answer.body.tensors[0].data_ptr() == state.data_ptr()) is frozen

@@ -1,0 +1,135 @@
+"""A member's side of changes in its group: who comes, who is away for now, who is gone.
+
+Each function is run here by whoever looks after the group (see ``supervision``), on a thread of the member's own, so
+that a member which is busy in a method learns of it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from raytorchrpc import joining
+from raytorchrpc.errors import NotAMember
+from raytorchrpc.joining import JoinSpec, Prepared, Table
+from raytorchrpc.lanes.base import MessageLane, TensorLane
+from raytorchrpc.member import Absence, LocalMember, current_local
+
+_JOINING = Absence("it has not joined yet", for_good=False)
+
+
+class Arrival(NamedTuple):
+    """What a member is told when others come in."""
+
+    spec: JoinSpec
+    """Its own, as they need it."""
+    table: Table
+    """Of those who come in and of itself; of everybody for ``catch_up``."""
+    names: tuple[str, ...]
+    """Who comes in, for the first time or again."""
+
+
+class Loss(NamedTuple):
+    """One member that is away."""
+
+    name: str
+    incarnation: int
+    cause: str
+    for_good: bool
+
+
+def meet(generation: str, step: int, arrival: Arrival) -> Prepared:
+    """Get ready for them and learn their addresses; ``welcome`` makes them callable. Returns one's own addresses."""
+    with _taking(generation, step) as local:
+        return _meet(local, arrival)
+
+
+def welcome(generation: str, step: int, names: Sequence[str]) -> None:
+    """They are members now."""
+    with _taking(generation, step) as local:
+        _welcome(local, names)
+
+
+def catch_up(generation: str, step: int, arrival: Arrival, away: Sequence[Loss]) -> Prepared:
+    """For a member that has missed some of these: the group as it is now, and who is away."""
+    with _taking(generation, step) as local:
+        known = {road.member.name: road.member for road in local.roads}
+        members = {member.name: member for member in arrival.table.info.members}
+        _remove(local, [name for name in known if name not in members])
+        late = [
+            name
+            for name, member in members.items()
+            if name not in known or known[name].incarnation < member.incarnation or name in arrival.names
+        ]
+        prepared = _meet(local, arrival._replace(names=tuple(name for name in late if name != local.me.name)))
+        missing = {loss.name for loss in away}
+        _welcome(local, [name for name in members if name not in missing])
+        _lose(local, away)
+        return prepared
+
+
+def lose(generation: str, step: int, losses: Sequence[Loss]) -> None:
+    """They are away: calls under way to them fail, later ones fail at once, what they held is taken back."""
+    with _taking(generation, step) as local:
+        _lose(local, losses)
+
+
+def remove(generation: str, step: int, names: Sequence[str]) -> None:
+    """They are members no longer."""
+    with _taking(generation, step) as local:
+        _remove(local, names)
+
+
+@contextmanager
+def _taking(generation: str, step: int) -> Iterator[LocalMember]:
+    """Changes take effect one at a time and in order. What comes late, as after a broken network, is refused: whoever
+    sent it has had no answer, and sends the group as it is then (``catch_up``).
+    """
+    local = current_local()
+    if local is None or local.generation != generation:
+        raise NotAMember(f"this process has left generation {generation} of the group")
+    with joining.changing:
+        if step <= local.step:
+            raise NotAMember(f"a later change than {step} has taken effect already")
+        local.step = step
+        yield local
+
+
+def _meet(local: LocalMember, arrival: Arrival) -> Prepared:
+    prepared = joining.extend(local, arrival.spec, arrival.table)
+    coming = [member for member in arrival.table.info.members if member.name in arrival.names]
+    for member in coming:
+        local.miss(member.rank, _JOINING)
+        _part(local, member.name)
+    joining.meet_peers(local, arrival.table, coming)
+    joining.rejoined(arrival.spec, arrival.table, prepared)
+    return prepared
+
+
+def _welcome(local: LocalMember, names: Sequence[str]) -> None:
+    for name in names:
+        local.welcome(local.road(name).member.rank)
+
+
+def _lose(local: LocalMember, losses: Sequence[Loss]) -> None:
+    for loss in losses:
+        member = local.road(loss.name).member
+        if member.incarnation == loss.incarnation:
+            local.miss(member.rank, Absence(loss.cause, loss.for_good))
+            _part(local, loss.name)
+    joining.removed([loss.name for loss in losses if loss.for_good])
+
+
+def _remove(local: LocalMember, names: Sequence[str]) -> None:
+    for name in names:
+        rank = local.road(name).member.rank
+        local.forget(rank)
+        _part(local, name)
+    joining.removed(names)
+
+
+def _part(local: LocalMember, name: str) -> None:
+    everything: list[MessageLane | TensorLane] = [*local.lanes, *local.tensor_lanes.values()]
+    for lane in everything:
+        lane.disconnect(name)

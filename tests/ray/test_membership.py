@@ -1,0 +1,204 @@
+"""Members come and go: added, removed, killed, restarted; the others go on."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost
+from raytorchrpc.membership import Loss, lose
+from tests.ray.actors import Latch
+from tests.ray.conftest import Spawn
+from tests.ray.returning import Returning, StartsWhenTold
+
+News = queue.Queue[Any]
+
+
+def listened(group: rtr.Group) -> News:
+    news: News = queue.Queue()
+    group.on_change(news.put)
+    return news
+
+
+def await_death(news: News) -> None:
+    """Until Ray has given somebody up; before that it may only be known to be lost."""
+    while news.get(timeout=10).kind != "dead":
+        pass
+
+
+def ask(handle: Any, target: Any, method: str, *args: Any, **options: Any) -> Any:
+    return ray.get(handle.call.remote(target, method, args, options), timeout=30)
+
+
+def kill(handle: Any) -> int:
+    pid: int = ray.get(handle.pid.remote())
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def test_a_restarted_actor_is_back_by_itself(spawn: Spawn) -> None:
+    a, b, c = (spawn(Returning, max_restarts=-1) for _ in range(3))
+    with rtr.init_group({"a": a, "b": b, "c": c}) as group:
+        before = group.members[1]
+        news = listened(group)
+        assert ask(a, "b", "count") == (before.pid, 1)
+        assert ask(b, a, "count")[1] == 1
+        started = time.monotonic()
+        kill(b)
+        lost = news.get(timeout=10)
+        assert (lost.kind, lost.members) == ("lost", ("b",))
+        back = news.get(timeout=20)
+        assert (back.kind, back.members) == ("back", ("b",))
+        assert time.monotonic() - started < 15
+        after = group.members[1]
+        assert (after.name, after.rank, after.incarnation) == ("b", 1, 1)
+        assert after.pid != before.pid and after.worker_id != before.worker_id
+        for caller in (a, c, b):
+            assert ask(caller, "b", "count")[0] == after.pid, "by name"
+            assert ask(caller, b, "count")[0] == after.pid, "by the old handle"
+            assert ask(caller, 1, "count")[0] == after.pid, "by rank"
+        large = torch.arange(3_000_000)
+        assert torch.equal(ask(a, "b", "double", large), large * 2)
+        assert torch.equal(ask(b, "c", "double", large), large * 2)
+        assert ray.get([one.view.remote() for one in (a, b, c)]) == [(("a", 0, 0), ("b", 1, 1), ("c", 2, 0))] * 3
+        group.wait_ready(1)
+
+
+def test_a_call_under_way_fails_and_a_later_one_names_the_cause(spawn: Spawn, tmp_path: Path) -> None:
+    latch = Latch.make(tmp_path / "latch")
+    a, b = spawn(Returning), spawn(Returning)
+    with rtr.init_group({"a": a, "b": b}) as group:
+        news = listened(group)
+        call = a.call.remote("b", "hold", (latch,))
+        held = latch.await_arrival()
+        kill(b)
+        with pytest.raises(PeerLost, match="'b'") as lost:
+            ray.get(call, timeout=10)
+        assert lost.value.may_have_run
+        await_death(news)
+        with pytest.raises(PeerLost, match="its actor died") as refused:
+            ask(a, "b", "count")
+        assert not refused.value.may_have_run
+        assert [member.name for member in group.members] == ["a"]
+        group.wait_ready(1)
+        latch.release(held)
+
+
+def test_a_call_that_may_be_repeated_waits_for_the_return(spawn: Spawn, tmp_path: Path) -> None:
+    a, b = spawn(Returning, max_restarts=-1), spawn(Returning, max_restarts=-1)
+    with rtr.init_group({"a": a, "b": b}) as group:
+        before = group.members[1].pid
+        assert ask(a, "b", "die_once", str(tmp_path / "first")) != before
+        with pytest.raises(PeerLost):
+            ask(a, "b", "die_once", str(tmp_path / "second"), retry=0)
+        group.wait_ready(20)
+        assert ask(a, "b", "count")[1] == 1, "a call without retry= is not repeated"
+
+
+def test_a_call_that_may_be_repeated_ends_by_its_deadline(spawn: Spawn) -> None:
+    a, b = spawn(Returning), spawn(Returning)
+    with rtr.init_group({"a": a, "b": b}) as group:
+        news = listened(group)
+        kill(b)
+        await_death(news)
+        with pytest.raises(PeerLost, match="its actor died"):
+            ask(a, "b", "double", torch.ones(3), timeout=20)
+
+
+def test_who_comes_back_need_not_wait_for_another_that_is_away(spawn: Spawn, tmp_path: Path) -> None:
+    """Its neighbours are those whom it asks whether they can be reached, and one of them is still gone."""
+    latch = Latch.make(tmp_path / "latch")
+    a, b = spawn(Returning), spawn(Returning, max_restarts=-1)
+    c = spawn(StartsWhenTold, latch, str(tmp_path / "marker"), max_restarts=-1)
+    with rtr.init_group({"a": a, "b": b, "c": c}) as group:
+        news = listened(group)
+        pids = ray.get([one.pid.remote() for one in (b, c)])
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        while news.get(timeout=20)[:2] != ("back", ("b",)):
+            pass
+        held = latch.await_arrival()
+        assert ask(a, "b", "count")[1] == 1 and ask(b, "a", "count")[1] == 1
+        with pytest.raises(PeerLost, match="'c'"):
+            ask(b, "c", "count")
+        latch.release(held)
+        group.wait_ready(20)
+        for caller, target in ((a, "c"), (b, "c"), (c, "b")):
+            assert ask(caller, target, "count")
+
+
+def test_a_change_that_comes_late_is_refused(spawn: Spawn) -> None:
+    """As the network delivers it when it has been broken; whoever sent it tells everything anew."""
+    a, b = spawn(Returning), spawn(Returning)
+    with rtr.init_group({"a": a, "b": b}, include_driver=True) as group:
+        group.remove([b])
+        loss = Loss("a", 0, "long ago", for_good=False)
+        with pytest.raises(NotAMember, match="a later change"):
+            lose(group.generation, 1, [loss])
+        assert rtr.rpc_sync("a").count()[1] == 1
+        lose(group.generation, 100, [loss])
+        with pytest.raises(PeerLost, match="long ago"):
+            rtr.rpc_sync("a").count()
+
+
+def test_members_are_added_while_calls_go_on(spawn: Spawn, tmp_path: Path) -> None:
+    latch = Latch.make(tmp_path / "latch")
+    a, b, c, d = (spawn(Returning) for _ in range(4))
+    with rtr.init_group({"a": a, "b": b}) as group:
+        call = a.call.remote("b", "hold", (latch,))
+        held = latch.await_arrival()
+        assert [member.name for member in group.add({"c": c})] == ["c"]
+        (added,) = group.add([d])
+        assert (added.name, added.rank) == ("returning_3", 3)
+        large = torch.arange(2_000_000)
+        for caller, target in ((b, "c"), (c, "b"), (c, d), (d, "a")):
+            assert torch.equal(ask(caller, target, "double", large), large * 2)
+        latch.release(held)
+        assert ray.get(call, timeout=10) == "released"
+        assert len(group) == 4
+        with pytest.raises(ConfigurationError, match="a member 'c' already"):
+            group.add({"c": d})
+        with pytest.raises(ConfigurationError, match="as 'c'"):
+            group.add({"e": c})
+    with pytest.raises(NotAMember):
+        ask(c, "a", "count")
+
+
+def test_an_addition_that_fails_changes_nothing(spawn: Spawn) -> None:
+    a, b, other = spawn(Returning), spawn(Returning), spawn(Returning)
+    ray.kill(other)
+    with rtr.init_group({"a": a, "b": b}) as group:
+        with pytest.raises(BootstrapError, match="'c'"):
+            group.add({"c": other}, timeout_s=10)
+        assert len(group) == 2
+        assert ask(a, "b", "count")[1] == 1
+
+
+def test_members_are_removed_while_calls_go_on(spawn: Spawn, tmp_path: Path) -> None:
+    latch = Latch.make(tmp_path / "latch")
+    a, b, c = (spawn(Returning) for _ in range(3))
+    with rtr.init_group({"a": a, "b": b, "c": c}) as group:
+        news = listened(group)
+        call = a.call.remote("b", "hold", (latch,))
+        held = latch.await_arrival()
+        ask(c, "b", "count")
+        group.remove([c])
+        assert news.get(timeout=5) == ("removed", ("c",), "")
+        with pytest.raises(NotAMember, match="not in group"):
+            ask(b, "c", "count")
+        with pytest.raises(NotAMember, match="in no group"):
+            ask(c, "b", "count")
+        latch.release(held)
+        assert ray.get(call, timeout=10) == "released"
+        assert [member.name for member in group.members] == ["a", "b"]
+        (again,) = group.add({"c": c})
+        assert (again.rank, ask(b, "c", "count")[1]) == (3, 1)

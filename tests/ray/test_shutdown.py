@@ -1,0 +1,320 @@
+"""A group ends in any order, in any state, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import raytorchrpc as rtr
+from tests.ray.actors import Latch, Peer
+from tests.ray.conftest import Spawn
+from tests.ray.returning import Returning, StartsWhenTold
+from tests.ray.scripts import Script
+
+#: What a driver does with its group; each prints "fine" at the end of what it checks.
+ENDS = {
+    "it just ends": """
+        start()
+        group = rtr.init_group(actors(), include_driver=True)
+        rtr.rpc_sync(0).double(1)
+        print("fine")
+    """,
+    "Ray stops first": """
+        start()
+        group = rtr.init_group(actors(), include_driver=True)
+        rtr.rpc_sync(0).double(1)
+        ray.shutdown()
+        began = time.monotonic()
+        group.shutdown()
+        assert time.monotonic() - began < 5
+        try:
+            rtr.current_member()
+        except rtr.NotAMember:
+            assert settle(lambda: not ours()), ours()
+            print("fine")
+    """,
+    "Ray stops and nobody ends the group": """
+        start()
+        group = rtr.init_group(actors(), include_driver=True)
+        ray.shutdown()
+        print("fine")
+    """,
+    "another Ray is started meanwhile": """
+        start()
+        old = rtr.init_group(actors(), include_driver=True)
+        ray.shutdown()
+        start()
+        with rtr.init_group(actors(), include_driver=True):
+            assert rtr.rpc_sync(0).double(4) == 8
+            old.shutdown()
+            assert rtr.rpc_sync(1).double(4) == 8
+        assert settle(lambda: not ours()), ours()
+        print("fine")
+    """,
+    "at exit, before Ray": """
+        start()
+        group = rtr.init_group(actors(), include_driver=True)
+        rtr.rpc_sync(0).double(1)
+        atexit.register(group.shutdown)
+        print("fine")
+    """,
+    "at exit, after Ray": """
+        atexit.register(lambda: group.shutdown())
+        start()
+        atexit.register(ray.shutdown)
+        group = rtr.init_group(actors(), include_driver=True)
+        print("fine")
+    """,
+    "the group is dropped": """
+        start()
+        group = rtr.init_group(actors())
+        del group
+        gc.collect()
+        assert len(rtr.get_group()) == 2
+        rtr.get_group().shutdown()
+        assert settle(lambda: not ours()), ours()
+        print("fine")
+    """,
+    "the handles are dropped": """
+        start()
+        made = actors()
+        pids = [ray.get(one.run.remote(os.getpid)) for one in made]
+        group = rtr.init_group(made)
+        del made
+        gc.collect()
+        for pid in pids:
+            os.kill(pid, 0)
+        group.shutdown()
+
+        def gone():
+            return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+        assert settle(gone), "the ended group keeps its actors alive"
+        assert len(group) == 2
+        print("fine")
+    """,
+    "twice, and two at a time": """
+        start()
+        made = actors(4)
+        for _ in range(2):
+            with rtr.init_group(made[:2]), rtr.init_group(made[2:], name="other"):
+                assert ray.get(made[0].call.remote(1, "double", 4)) == 8
+                assert ray.get(made[2].call.remote(1, "double", 4)) == 8
+        assert settle(lambda: not ours()), ours()
+        print("fine")
+    """,
+    "with dead members": """
+        start()
+        made = actors(3)
+        group = rtr.init_group(made, include_driver=True)
+        for one in made[:2]:
+            os.kill(ray.get(one.run.remote(os.getpid)), signal.SIGKILL)
+        began = time.monotonic()
+        group.shutdown()
+        assert time.monotonic() - began < 8
+        assert settle(lambda: not ours()), ours()
+        print("fine")
+    """,
+    "with a member that stands still": """
+        start()
+        made = actors(2)
+        group = rtr.init_group(made)
+        pid = ray.get(made[0].run.remote(os.getpid))
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        group.shutdown(timeout_s=2)
+        assert time.monotonic() - began < 8
+        os.kill(pid, signal.SIGKILL)
+        print("fine")
+    """,
+    "Ctrl-C at any moment": """
+        import random
+
+        class Interrupted(KeyboardInterrupt):
+            pass
+
+        def interrupt(*_):
+            raise Interrupted
+
+        start()
+        made = actors(3, cls=Returning, max_restarts=-1)
+        ray.get([one.pid.remote() for one in made])
+        signal.signal(signal.SIGALRM, interrupt)
+        numbers, met = random.Random(1), set()
+
+        def interruptible(what, work, longest):
+            signal.setitimer(signal.ITIMER_REAL, numbers.uniform(0.001, longest))
+            try:
+                work()
+            except Interrupted:
+                met.add(what)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+
+        def calls(group):
+            while True:
+                rtr.rpc_sync(0).count()
+
+        for _ in range(8):
+            interruptible("forming", lambda: rtr.init_group(made[:2], include_driver=True), 0.3)
+            try:
+                rtr.get_group().shutdown()
+            except rtr.NotAMember:
+                pass
+            group = rtr.init_group(made[:2], include_driver=True)
+            interruptible("calling", lambda: calls(group), 0.1)
+            interruptible("adding", lambda: group.add([made[2]]), 0.1)
+            interruptible("removing", lambda: group.remove([1]), 0.05)
+            interruptible("ending", group.shutdown, 0.03)
+            group.shutdown()
+            with rtr.init_group(made, include_driver=True):
+                for rank in range(3):
+                    rtr.rpc_sync(rank, timeout=10).count()
+        assert {"forming", "calling"} <= met, met
+        assert settle(lambda: not ours()), ours()
+        print("fine")
+    """,
+}
+
+
+#: Python drops an interrupt that falls into a finalizer, and that script waits for it then.
+AT_RANDOM = "Ctrl-C at any moment"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == AT_RANDOM else ()) for name in ENDS]
+)
+def test_a_driver_ends_and_leaves_nothing(name: str) -> None:
+    script = Script(ENDS[name])
+    before = set(os.listdir("/dev/shm"))
+    try:
+        code, out, err = script.run(timeout=100)
+        assert code == 0 and "fine" in out.splitlines(), err
+        assert "Traceback" not in err, err
+        assert script.gone_within(15)
+        assert not [left for left in set(os.listdir("/dev/shm")) - before if "raytorchrpc" in left]
+    finally:
+        script.end()
+
+
+@pytest.fixture
+def descriptors() -> Iterator[None]:
+    """This process has no more epoll sets and shared memory afterwards than before, and no more threads of ours: other
+    tests may have left some that end meanwhile.
+    """
+
+    def kinds() -> list[str]:
+        found = []
+        for fd in os.listdir("/proc/self/fd"):
+            try:
+                kind = os.readlink(f"/proc/self/fd/{fd}")
+            except OSError:
+                continue
+            if "eventfd" in kind or "timerfd" in kind or "memfd:raytorchrpc" in kind:
+                found.append(kind)
+        return sorted(found)
+
+    def more() -> Counter[str]:
+        return Counter([*kinds(), *ours()]) - before
+
+    before = Counter([*kinds(), *ours()])
+    yield
+    until = time.monotonic() + 5
+    while more() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not more()
+
+
+def ours() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("raytorchrpc-")]
+
+
+def test_nothing_of_a_group_is_left_in_the_driver(spawn: Spawn, descriptors: None) -> None:
+    a, b = spawn(Peer), spawn(Peer)
+    for _ in range(2):
+        with rtr.init_group({"a": a, "b": b}) as group:
+            assert ours()
+            group.on_change(lambda change: None)
+            assert ray.get(a.call.remote("b", "double", 4)) == 8
+
+
+def test_a_group_that_ends_while_a_member_comes_back(spawn: Spawn, tmp_path: Path, descriptors: None) -> None:
+    latch = Latch.make(tmp_path / "latch")
+    a = spawn(Returning)
+    b = spawn(StartsWhenTold, latch, str(tmp_path / "started"), max_restarts=1, max_task_retries=-1)
+    group = rtr.init_group({"a": a, "b": b})
+    os.kill(ray.get(b.pid.remote()), 9)
+    held = latch.await_arrival()  # its new process has begun
+    began = time.monotonic()
+    group.shutdown(timeout_s=2)
+    assert time.monotonic() - began < 8
+    latch.release(held)
+    assert ray.get(b.in_no_group.remote(), timeout=30)
+    with rtr.init_group({"a": a, "b": b}):
+        assert ray.get(a.call.remote("b", "count"), timeout=30)[1] == 1
+
+
+def test_a_callback_ends_the_group(spawn: Spawn, descriptors: None) -> None:
+    a, b = spawn(Peer), spawn(Peer)
+    group = rtr.init_group({"a": a, "b": b})
+    ended = threading.Event()
+
+    def end(change: Any) -> None:
+        group.shutdown()
+        ended.set()
+
+    group.on_change(end)
+    group.remove([b])
+    assert ended.wait(20)
+
+
+def test_who_waits_for_a_change_is_told_that_the_group_ended(
+    spawn: Spawn, latch: Callable[[], Latch], descriptors: None
+) -> None:
+    a, b, busy = spawn(Peer), spawn(Peer), spawn(Peer)
+    held = latch()
+    work = busy.busy.remote(held)
+    group = rtr.init_group({"a": a, "b": b})
+    outcomes: list[BaseException] = []
+
+    def add(name: str) -> None:
+        try:
+            group.add({name: busy}, timeout_s=5)
+        except rtr.RayTorchRpcError as error:
+            outcomes.append(error)
+
+    adding = [threading.Thread(target=add, args=(name,)) for name in ("c", "d")]
+    for thread in adding:
+        thread.start()
+    group.shutdown(timeout_s=2)
+    for thread in adding:
+        thread.join(20)
+    assert [type(error) for error in outcomes] == [rtr.BootstrapError] * 2
+    held.open()
+    ray.get(work, timeout=20)
+    with pytest.raises(rtr.NotAMember):
+        ray.get(busy.run.remote(rtr.current_member), timeout=20)
+
+
+def test_a_member_that_calls_in_its_own_atexit(spawn: Spawn, tmp_path: Path) -> None:
+    a, b = spawn(Returning), spawn(Returning)
+    with rtr.init_group({"a": a, "b": b}) as group:
+        ray.get(b.call_at_exit.remote("a", str(tmp_path / "outcome")))
+        pid = ray.get(b.pid.remote())
+        began = time.monotonic()
+        b.leave_process.remote()
+        until = began + 20
+        while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:
+            time.sleep(0.02)
+        assert not os.path.exists(f"/proc/{pid}")
+        assert (tmp_path / "outcome").read_text().startswith(("answered", "PeerLost", "RpcTimeout", "NotAMember"))
+        group.wait_ready(20)
+        assert len(group) == 1

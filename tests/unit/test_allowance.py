@@ -1,0 +1,118 @@
+"""Calls and bytes under way to one peer: what is let through, what waits, and what is given back."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from raytorchrpc.allowance import Allowance, Allowances, Ticket
+from raytorchrpc.config import GroupConfig
+from raytorchrpc.errors import PeerBusy, RpcTimeout
+from raytorchrpc.peers import Member
+
+B = Member(1, "b", None, "node", 1, "rtr-b", 1)
+
+
+def taken(allowance: Allowance, size: int) -> Ticket:
+    ticket = allowance.take(size)
+    assert ticket is not None
+    return ticket
+
+
+def test_calls_are_counted() -> None:
+    allowance = Allowance(2, 10**9)
+    first, second = taken(allowance, 0), taken(allowance, 0)
+    assert allowance.take(0) is None
+    first.give_back()
+    third = taken(allowance, 0)
+    assert allowance.take(0) is None
+    second.give_back()
+    third.give_back()
+    assert (allowance.calls, allowance.bytes) == (0, 0)
+
+
+def test_bytes_are_counted_and_a_call_above_them_goes_alone() -> None:
+    allowance = Allowance(100, 10)
+    small = taken(allowance, 4)
+    assert allowance.take(7) is None
+    taken(allowance, 6).give_back()
+    small.give_back()
+    large = taken(allowance, 1000)
+    assert allowance.take(0) is None
+    large.give_back()
+    assert (allowance.calls, allowance.bytes) == (0, 0)
+
+
+def test_a_ticket_given_back_twice_counts_once() -> None:
+    allowance = Allowance(2, 100)
+    first, _ = taken(allowance, 10), taken(allowance, 20)
+    first.give_back()
+    first.give_back()
+    assert (allowance.calls, allowance.bytes) == (1, 20)
+
+
+def test_who_waits_is_served_in_order_and_before_later_ones() -> None:
+    allowance = Allowance(10, 10)
+    first = taken(allowance, 10)
+    large, small = allowance.queue(8), allowance.queue(1)
+    assert not large.wait(0)
+    assert allowance.take(0) is None, "nobody passes those who wait"
+    first.give_back()
+    assert large.wait(5) and small.wait(5)
+    large.give_up()
+    small.give_up()
+    assert (allowance.calls, allowance.bytes) == (0, 0)
+
+
+def test_who_gave_up_is_skipped() -> None:
+    allowance = Allowance(1, 10)
+    first = taken(allowance, 1)
+    gone, stays = allowance.queue(1), allowance.queue(1)
+    gone.give_up()
+    first.give_back()
+    assert stays.wait(5)
+    assert gone.ticket is None
+    stays.give_up()
+    assert (allowance.calls, allowance.bytes) == (0, 0)
+
+
+def test_many_threads_never_exceed_it_and_leave_nothing() -> None:
+    allowances = Allowances(GroupConfig(max_calls_in_flight=3), 100)
+    inside, most = 0, 0
+    lock = threading.Lock()
+
+    def work(seed: int) -> None:
+        nonlocal inside, most
+        numbers = random.Random(seed)
+        for _ in range(200):
+            try:
+                ticket, _ = allowances.take(B, "f", numbers.randrange(60), numbers.choice([0.0, 0.001, 10]))
+            except RpcTimeout:
+                continue
+            with lock:
+                inside += 1
+                most = max(most, inside)
+            with lock:
+                inside -= 1
+            ticket.give_back()
+
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(work, seed) for seed in range(8)]:
+            done.result(60)
+    assert 1 <= most <= 3
+    assert allowances.under_way(1) == (0, 0)
+
+
+def test_when_full_it_waits_until_the_deadline_or_rejects_at_once() -> None:
+    blocking = Allowances(GroupConfig(max_calls_in_flight=1), 100)
+    blocking.take(B, "f", 1, 1)
+    with pytest.raises(RpcTimeout, match=r"b\.g was not sent by its deadline: 1 calls"):
+        blocking.take(B, "g", 1, 0.01)
+    rejecting = Allowances(GroupConfig(max_calls_in_flight=1, when_full="reject"), 100)
+    rejecting.take(B, "f", 1, 1)
+    with pytest.raises(PeerBusy, match=r"b\.g was not sent.*max_calls_in_flight \(1\)") as busy:
+        rejecting.take(B, "g", 1, 60)
+    assert (busy.value.peer, busy.value.calls, busy.value.bytes) == ("b", 1, 1)

@@ -1,0 +1,99 @@
+"""What grows with a group: what members are told when others come in, and the law that ``benchmarks scale`` fits."""
+
+from __future__ import annotations
+
+import os
+import pickle
+
+import pytest
+
+from benchmarks import _growth
+from raytorchrpc import joining
+from raytorchrpc.config import GroupConfig
+from raytorchrpc.fabric import AgentIdentity
+from raytorchrpc.joining import Owner, Prepared, Probe, Table
+from raytorchrpc.lanes.socket import SocketAddress
+from raytorchrpc.roster import Roster
+from tests.unit import clusters
+from tests.unit.clusters import Cluster
+
+
+def probes_of(cluster: Cluster, life: int = 0) -> dict[str, Probe]:
+    return {
+        name: Probe(endpoint, f"node-{endpoint.boot_id}", 1000 * life + rank, None, None, None, None, None)
+        for rank, (name, endpoint) in enumerate(cluster.items())
+    }
+
+
+def prepared_of(roster: Roster) -> dict[str, Prepared]:
+    return {
+        name: Prepared(
+            AgentIdentity(roster.rpc_name(name), seat.worker_id),
+            "tcp://10.0.0.1:1",
+            {"socket": SocketAddress(os.urandom(12).hex(), None)},
+            {},
+        )
+        for name, seat in roster.seats.items()
+    }
+
+
+def formed(cluster: Cluster) -> tuple[Roster, dict[str, Prepared]]:
+    roster = Roster("default", GroupConfig(), Owner("job", None), next(iter(cluster.values())))
+    roster = roster.admit(dict.fromkeys(cluster), probes_of(cluster))
+    return roster, prepared_of(roster)
+
+
+def same(one: Table, other: Table) -> None:
+    assert one.info.members == other.info.members
+    assert one.info.plan.agents == other.info.plan.agents
+    assert one.info.plan.routes == other.info.plan.routes
+    assert one.peers == other.peers
+    assert mapped(one) == mapped(other)
+
+
+def mapped(table: Table) -> dict[tuple[str, str], object]:
+    maps = table.info.device_maps.items()
+    return {(name, peer): pairs for name, row in maps for peer, pairs in row.items() if pairs}
+
+
+@pytest.mark.parametrize("who", ["back", "new"])
+def test_what_a_member_is_told_of_those_who_come_is_all_it_misses(who: str) -> None:
+    cluster = clusters.hosts_of(2, 4)
+    coming = ("worker_3", "worker_5")
+    first = cluster if who == "back" else {name: end for name, end in cluster.items() if name not in coming}
+    roster, prepared = formed(first)
+    known = {name: roster.table(name, roster.info(prepared), prepared, 1.0) for name in roster.seats}
+    again = roster.admit(dict.fromkeys(coming), {name: probes_of(cluster, life=1)[name] for name in coming})
+    everybody = {**prepared_of(again), **{name: prepared[name] for name in first if name not in coming}}
+    info = again.info(everybody)
+    for name in again.seats:
+        if name not in coming:
+            told = again.arrival(name, info, everybody, 1.0, coming)
+            assert {member.name for member in told.table.info.members} == set(coming)
+            same(joining._merged(known[name], told.table), again.table(name, info, everybody, 1.0))
+
+
+def test_what_a_member_is_told_does_not_grow_with_those_who_are_there() -> None:
+    told = {}
+    for hosts in (1, 8):
+        roster, prepared = formed(clusters.hosts_of(hosts, 8))
+        arrival = roster.arrival("worker_1", roster.info(prepared), prepared, 1.0, ("worker_0",))
+        told[hosts] = len(pickle.dumps(arrival._replace(spec=arrival.spec._replace(by_tcp=()))))
+    assert told[8] < 1.2 * told[1]
+
+
+@pytest.mark.parametrize(
+    ("terms", "dominant"), [((3.0, 0.0, 0.0), "constant"), ((1.0, 0.5, 0.0), "n"), ((2.0, 0.1, 0.01), "n^2")]
+)
+def test_a_law_is_found_again(terms: tuple[float, float, float], dominant: str) -> None:
+    a, b, c = terms
+    found = _growth.law({n: a + b * n + c * n * n for n in (8, 16, 32, 64)})
+    assert found[:3] == pytest.approx(terms, abs=1e-6)
+    assert found.error < 1e-6
+    assert found.dominant(1000) == dominant
+
+
+def test_a_law_has_no_negative_term() -> None:
+    found = _growth.law({8: 5.0, 16: 4.0, 32: 3.0, 64: 2.0})
+    assert min(found[:3]) >= 0
+    assert found.error > 0.1
