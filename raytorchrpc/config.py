@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 from collections.abc import Mapping
@@ -62,6 +63,11 @@ class GroupConfig(BaseModel):
     interface: str | None = None
     """Network interface torchrpc listens on; None takes the one that holds the Ray node's address."""
 
+    torchrpc_from: tuple[str, ...] = ()
+    """Further addresses or networks (CIDR) from which torchrpc's listener takes connections. It asks nobody who he is,
+    so it takes them from the members' hosts alone; ``("0.0.0.0/0", "::/0")`` is everybody. Needed where the network
+    shows a member under an address that it does not have itself (NAT)."""
+
     always_tcp: bool = False
     """The socket and nng lanes use TCP also between members that Unix sockets could join: to see what that costs."""
 
@@ -83,6 +89,16 @@ class GroupConfig(BaseModel):
             if not lane.startswith("-") and f"-{lane}" in (lanes or ()):
                 raise ValueError(f"lane {lane!r} is both asked for and forbidden")
         return lanes
+
+    @field_validator("torchrpc_from")
+    @classmethod
+    def _networks_are_valid(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
+        for text in texts:
+            try:
+                ipaddress.ip_network(text, strict=False)
+            except ValueError:
+                raise ValueError(f"{text!r} is neither an address nor a network such as 10.0.0.0/8") from None
+        return texts
 
     @field_validator("local_devices")
     @classmethod
@@ -118,7 +134,7 @@ class GroupConfig(BaseModel):
         return cls(**{**values, **overrides})
 
 
-_LIST_FIELDS = {"lanes", "local_devices", "transports", "channels"}
+_LIST_FIELDS = {"lanes", "local_devices", "transports", "channels", "torchrpc_from"}
 
 
 def _parse(variable: str, field: str, text: str) -> Any:

@@ -12,12 +12,13 @@ import atexit
 import ctypes
 import logging
 import os
+import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from raytorchrpc import _compat, forking
+from raytorchrpc import _compat, _sockfilter, forking
 from raytorchrpc.errors import BootstrapError, LaneUnavailable
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,9 @@ class AgentSpec(NamedTuple):
     device_maps: Mapping[str, DeviceDict]
     """By peer's torchrpc name: my gpu -> the peer's gpu, for arguments."""
     devices: tuple[int, ...]
+    admitted: tuple[str, ...] = ()
+    """Addresses and networks (CIDR) from which one may connect; TensorPipe itself asks nobody who he is. Empty: from
+    everywhere. The only thing here that a running agent can change."""
 
 
 class FabricPeer(NamedTuple):
@@ -76,6 +80,7 @@ class Fabric:
         self._url = ""
         self._peers: dict[str, FabricPeer] = {}
         self._workers: dict[str, Any] = {}
+        self._listeners: _sockfilter.Listeners = {}
         self._agents_started = 0
 
     @property
@@ -98,6 +103,7 @@ class Fabric:
                 self._stop()
             if self._agent is None:
                 self._start(spec)
+            self._admit(spec.admitted)
             return self._url
 
     def _start(self, spec: AgentSpec) -> None:
@@ -106,6 +112,7 @@ class Fabric:
                 "this process already runs torch.distributed.rpc on its own (init_rpc); torch allows one agent "
                 "per process: call torch.distributed.rpc.shutdown() before joining a group"
             )
+        before = _sockfilter.listening()
         try:
             with _listening_on(spec.interface):
                 self._agent, self._store, self._url = _compat.start_agent(
@@ -120,6 +127,9 @@ class Fabric:
                 )
         except (RuntimeError, ValueError) as error:
             raise BootstrapError(f"torchrpc could not start its agent: {error}") from error
+        hosts = {host for host, _ in forking.addresses_in(self._url)}
+        now = _sockfilter.listening()
+        self._listeners = {inode: fd for inode, fd in now.items() if inode not in before and _host_of(fd) in hosts}
         if _compat.init_autograd(spec.worker_id) != spec.worker_id and self._agents_started == 0:
             self._agents_started = 1  # an agent of the user's own was here first: RRefs stay with that one
         self._spec = spec
@@ -158,6 +168,23 @@ class Fabric:
                 )
                 self._peers[peer.name] = peer
                 self._workers[peer.name] = agent.get_worker_info(peer.name)
+
+    def admit(self, hosts: Sequence[str]) -> None:
+        """From now on these may connect, and nobody else; see AgentSpec.admitted. Connections that exist stay."""
+        with self._lock:
+            self._admit(hosts)
+
+    def _admit(self, hosts: Sequence[str]) -> None:
+        if not hosts or not self._listeners:
+            return
+        try:
+            _sockfilter.admit_only(self._listeners, _sockfilter.networks(hosts))
+        except OSError as error:
+            logger.warning(
+                "everybody who can route to this process can reach its torchrpc listener, which asks nobody who he is: "
+                "the kernel does not take a filter for it (%s); keep strangers off with a firewall",
+                error,
+            )
 
     def worker(self, name: str) -> Any:
         """torch's WorkerInfo of a peer. Raises LaneUnavailable for one that was never met."""
@@ -204,8 +231,17 @@ class Fabric:
         if stopper.is_alive():
             logger.warning("torchrpc's agent did not stop within %.0f s; leaving it behind", STOP_TIMEOUT_S)
         self._agent = self._store = self._spec = None
+        self._listeners = {}
         self._peers.clear()
         self._workers.clear()
+
+
+def _host_of(fd: int) -> str:
+    sock = socket.socket(fileno=fd)
+    try:
+        return str(sock.getsockname()[0])
+    finally:
+        sock.detach()
 
 
 @contextmanager

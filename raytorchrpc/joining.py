@@ -394,6 +394,7 @@ def road_to(local: LocalMember, peer: Member, table: Table) -> PeerRoad:
 def extend(local: LocalMember, spec: JoinSpec, table: Table) -> Prepared:
     """Open what those who come in need and this member has not open yet; returns all its addresses."""
     before = table.peers[spec.name]
+    process_fabric().admit(spec.agent.admitted)
     addresses = {**before.addresses, **open_tensor_lanes(spec, local)}
     if spec.nng and not any(lane.name == "nng" for lane in local.lanes):
         lane = nng_lane(spec)

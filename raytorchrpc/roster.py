@@ -129,6 +129,7 @@ class Roster:
             timeout_s=self.config.rpc_timeout_s,
             device_maps={self.rpc_name(peer): mapping for peer, mapping in outgoing.items()},
             devices=tuple(sorted(self.devices[member])),
+            admitted=(*self._addresses(), *self.config.torchrpc_from),
         )
         elsewhere = self._elsewhere(member)
         return JoinSpec(
@@ -149,6 +150,12 @@ class Roster:
             beside=self.plan.beside(member),
             nng=self.plan.uses(member, "nng"),
         )
+
+    def _addresses(self) -> list[str]:
+        """All that some member's host has: torchrpc connects from whichever leads to the peer."""
+        endpoints = [seat.probe.endpoint for seat in self.seats.values()]
+        found = {address for endpoint in endpoints for each in endpoint.interfaces for address in each.addresses}
+        return sorted({*found, *(endpoint.node_ip for endpoint in endpoints)})
 
     def _elsewhere(self, member: str) -> tuple[str, ...]:
         endpoint = self.seats[member].probe.endpoint

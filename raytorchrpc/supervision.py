@@ -201,6 +201,10 @@ class Supervisor:
                 if (task := self._tasks.get_nowait()) is not None:
                     task()
 
+    def _soon(self, task: Callable[[], None]) -> None:
+        """Have the thread run it, unless the group is over by then: its end clears what tasks look at."""
+        self._tasks.put(lambda: None if self._stopped else task())
+
     # --- the thread ------------------------------------------------------------------------------------------------
 
     def _look_after(self) -> None:
@@ -248,7 +252,7 @@ class Supervisor:
         """Returns why there is no line, if there is none."""
 
         def ended(cause: str) -> None:
-            self._tasks.put(lambda: self._suspect(name, incarnation, cause))
+            self._soon(lambda: self._suspect(name, incarnation, cause))
 
         try:
             self._lines.watch(name, ended, patience_s)
@@ -307,7 +311,7 @@ class Supervisor:
 
         def dial() -> None:
             error = self._listen_to(name, incarnation, _DIAL_S)
-            self._tasks.put(lambda: self._dialled(name, missing, error))
+            self._soon(lambda: self._dialled(name, missing, error))
 
         threading.Thread(target=dial, name=f"raytorchrpc-dial-{name}", daemon=True).start()
 
@@ -366,7 +370,7 @@ class Supervisor:
                 answers = {name: membership.catch_up(*arguments[name])}
             else:
                 answers, _ = self._lines.ask(membership.catch_up, arguments, time.monotonic() + _MEET_S)
-            self._tasks.put(lambda: self._brought_up_to_date(name, step, answers.get(name)))
+            self._soon(lambda: self._brought_up_to_date(name, step, answers.get(name)))
 
         threading.Thread(target=ask, name=f"raytorchrpc-catch-up-{name}", daemon=True).start()
 

@@ -1,17 +1,17 @@
-"""What a stranger can do to torchrpc's own listener, which asks nobody who he is; see docs/security.md.
-
-These tests tell when torch has changed it.
+"""What a stranger can do to torchrpc's own listener, which asks nobody who he is, and what keeps strangers from other
+hosts away from it; see docs/security.md. The first tests tell when torch has changed it.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -27,18 +27,36 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture
-def agent() -> Iterator[tuple[subprocess.Popen[str], tuple[str, int]]]:
+GUARDED = """
+import sys
+from raytorchrpc.fabric import AgentSpec, Fabric
+fabric = Fabric()
+spec = AgentSpec("a", 1, "lo", ("uv",), ("mpt_uv", "basic"), 4, 10.0, {}, (), admitted=("127.0.0.1",))
+print(fabric.start(spec), flush=True)
+for hosts in iter(sys.stdin.readline, ""):
+    fabric.admit(hosts.split())
+    print("admitted", flush=True)
+"""
+
+
+@contextmanager
+def _process(code: str) -> Iterator[tuple[subprocess.Popen[str], tuple[str, int]]]:
     pipe = subprocess.PIPE
     root = Path(__file__).parents[2]
     with subprocess.Popen(
-        [sys.executable, "-c", AGENT], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, cwd=root
+        [sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, cwd=root
     ) as process:
         assert process.stdout is not None
         found = re.search(r"uv://([^:;]+):(\d+)", process.stdout.readline())
         assert found is not None
         yield process, (found[1], int(found[2]))
         process.kill()
+
+
+@pytest.fixture
+def agent() -> Iterator[tuple[subprocess.Popen[str], tuple[str, int]]]:
+    with _process(AGENT) as running:
+        yield running
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(500)], ids=["http", "zeros"])
@@ -66,3 +84,31 @@ def test_a_connection_that_ends_without_a_word_ends_the_listening(
                 break
     assert refused
     assert process.poll() is None, "the process itself lives"
+
+
+def test_garbage_from_elsewhere_does_not_get_in() -> None:
+    """Every listener of the agent, its channels' too, drops what does not come from a member's host."""
+    with _process(GUARDED) as (process, where):
+        ports = {port for address, port in _listening(process.pid) if address == where[0]}
+        assert where[1] in ports and len(ports) > 1, "a channel of its own listens too"
+        for port in ports:
+            with pytest.raises(TimeoutError):
+                socket.create_connection((where[0], port), timeout=0.3, source_address=("127.0.0.7", 0))
+        assert process.poll() is None
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write("127.0.0.1 127.0.0.7\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "admitted\n"
+        socket.create_connection(where, timeout=10, source_address=("127.0.0.7", 0)).close()
+
+
+def _listening(pid: int) -> list[tuple[str, int]]:
+    """IPv4 addresses on which that process listens."""
+    own = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    found = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        words = line.split()
+        host, port = words[1].split(":")
+        if words[3] == "0A" and f"socket:[{words[9]}]" in own:
+            found.append((socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)))
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 
@@ -188,6 +189,32 @@ def test_who_missed_a_change_catches_up(three_hosts: Hosts, asked: Driver) -> No
     for caller, target in (("c", "b"), ("b", "c"), ("a", "c")):
         assert asked.ask("attempt", caller, target, 10.0) == ""
         assert asked.ask("send", caller, target, 1_000_000) is True
+
+
+def test_torchrpc_listens_to_the_hosts_of_members_alone(three_hosts: Hosts, asked: Driver) -> None:
+    a, b, c = three_hosts
+    asked.ask("form", {"a": a.name, "b": b.name})
+    where = [str(word) for word in asked.ask("ask", "a", "b", "door")]
+    assert _knock(a, where) == "let in" and _knock(c, where) == "no answer"
+    asked.ask("add", {"c": c.name})
+    assert _knock(c, where) == "let in"
+    assert asked.ask("send", "c", "b", 1_000_000) is True
+    asked.ask("remove", ["c"])
+    assert asked.ask("send", "a", "b", 1_000_000) is True
+
+
+_KNOCK = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=0.5)
+    print("let in")
+except TimeoutError:
+    print("no answer")
+"""
+
+
+def _knock(host: Host, where: list[str]) -> str:
+    return host.run([sys.executable, "-c", _KNOCK, *where]).strip()
 
 
 def test_a_member_on_another_host_joins_a_group_of_one_host(three_hosts: Hosts, asked: Driver) -> None:

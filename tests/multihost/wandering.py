@@ -21,6 +21,8 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 
 import raytorchrpc as rtr
 from benchmarks import scale_steps
+from raytorchrpc import forking
+from raytorchrpc.fabric import process_fabric
 
 TIMEOUT_S = 60.0
 
@@ -53,6 +55,12 @@ class Wanderer:
     def held(self) -> bool:
         """Returns once somebody more is in ``hold``."""
         return self._entered.acquire(timeout=TIMEOUT_S)
+
+    @rtr.method(concurrent=True)
+    def door(self) -> tuple[str, int]:
+        """Where torchrpc listens."""
+        (where,) = set(forking.addresses_in(process_fabric()._url))
+        return where
 
     def ask(self, target: Any, method: str, args: tuple[Any, ...], timeout: float) -> Any:
         return getattr(rtr.rpc_sync(target, timeout=timeout), method)(*args)

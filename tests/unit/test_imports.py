@@ -61,6 +61,7 @@ MAY_IMPORT = {
     "underway": {"codec", "execution", "filling", "lanes.base", "peers", "serving", "shipping", "workers"},
     "filling": {"codec", "lanes.base", "shipping"},
     "allowance": {"execution", "peers"},
+    "fabric": {"_sockfilter"},
     "peers": {"device_map", "lanes.base"},
     "codec": {"_bulk"},
     "serving": {"autograd", "codec", "execution", "lanes.base", "shipping", "staging", "streams", "workers"},

@@ -1,0 +1,109 @@
+"""Who may connect to a listener that does not ask."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from raytorchrpc import _sockfilter
+from raytorchrpc.config import GroupConfig
+from raytorchrpc.errors import ConfigurationError
+
+HERE = ("127.0.0.1", "::1")
+
+
+def _listen(family: socket.AddressFamily) -> socket.socket:
+    return socket.create_server(("::1" if family == socket.AF_INET6 else "127.0.0.1", 0), family=family)
+
+
+@pytest.fixture(params=[socket.AF_INET, socket.AF_INET6], ids=["ipv4", "ipv6"])
+def server(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
+    try:
+        listening = _listen(request.param)
+    except OSError as error:
+        pytest.skip(f"no such network here: {error}")
+    with listening:
+        yield listening
+
+
+def _admit(server: socket.socket, *texts: str) -> None:
+    before = {fd: inode for inode, fd in _sockfilter.listening().items()}
+    _sockfilter.admit_only({before[server.fileno()]: server.fileno()}, _sockfilter.networks(texts))
+
+
+def _gets_in(server: socket.socket, source: str | None = None, patience_s: float = 5.0) -> bool:
+    try:
+        bind = (source, 0) if source else None
+        with socket.create_connection(server.getsockname()[:2], timeout=patience_s, source_address=bind) as sock:
+            sock.sendall(b"x" * 100_000)
+            server.settimeout(patience_s)
+            with server.accept()[0] as accepted:
+                return accepted.recv(1) == b"x"
+    except TimeoutError:
+        return False
+
+
+def test_those_named_get_in_and_send_what_they_like(server: socket.socket) -> None:
+    _admit(server, "10.0.0.1", "10.0.0.0/24", "2001:db8::/32", *HERE, "192.168.7.7")
+    assert _gets_in(server)
+
+
+def test_others_do_not_until_they_are_admitted(server: socket.socket) -> None:
+    _admit(server, "10.0.0.1", "2001:db8::/32")
+    assert not _gets_in(server, patience_s=0.3)
+    _admit(server, "10.0.0.1", *HERE)
+    assert _gets_in(server)
+
+
+def test_nobody_is_named() -> None:
+    with _listen(socket.AF_INET) as server:
+        _admit(server)
+        assert not _gets_in(server, patience_s=0.3)
+
+
+@pytest.mark.parametrize("admitted", ["127.0.0.7", "127.0.0.4/30", "0.0.0.0/0"])
+def test_by_address_and_by_network(admitted: str) -> None:
+    with _listen(socket.AF_INET) as server:
+        _admit(server, admitted)
+        assert _gets_in(server, "127.0.0.7")
+        assert _gets_in(server, "127.0.0.8", patience_s=0.3) == (admitted == "0.0.0.0/0")
+
+
+def test_a_connection_that_exists_stays() -> None:
+    with _listen(socket.AF_INET) as server, socket.create_connection(server.getsockname()) as sock:
+        accepted, _ = server.accept()
+        with accepted:
+            _admit(server, "10.0.0.1")
+            sock.sendall(b"still here")
+            accepted.settimeout(5)
+            assert accepted.recv(100) == b"still here"
+
+
+def test_another_socket_that_has_got_the_number_is_left_alone() -> None:
+    with _listen(socket.AF_INET) as server:
+        (inode,) = (inode for inode, fd in _sockfilter.listening().items() if fd == server.fileno())
+        _sockfilter.admit_only({inode + 1: server.fileno()}, [])
+        assert _gets_in(server)
+
+
+def test_more_networks_than_a_kernel_takes_are_refused_aloud() -> None:
+    with _listen(socket.AF_INET) as server:
+        many = [f"10.{index >> 7}.{(index & 127) * 2}.1" for index in range(5000)]
+        with pytest.raises(OSError, match="instructions"):
+            _admit(server, *many)
+        assert _gets_in(server)
+
+
+def test_neighbours_are_told_as_one_network() -> None:
+    assert [str(net) for net in _sockfilter.networks(["10.0.0.0", "10.0.0.1", "fe80::1%eth0"])] == [
+        "10.0.0.0/31",
+        "fe80::1/128",
+    ]
+
+
+def test_what_is_no_network_is_refused_by_the_settings() -> None:
+    assert GroupConfig.from_env({"RAYTORCHRPC_TORCHRPC_FROM": "10.0.0.0/8, ::1"}).torchrpc_from == ("10.0.0.0/8", "::1")
+    with pytest.raises(ConfigurationError, match=r"'10\.0\.0' is neither an address nor a network"):
+        GroupConfig(torchrpc_from=("10.0.0",))
