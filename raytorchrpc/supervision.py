@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import queue
 import threading
 import time
@@ -17,15 +16,16 @@ from concurrent.futures import Future
 from typing import Any, Literal
 
 from raytorchrpc import _compat, forking, joining, membership
-from raytorchrpc.errors import BootstrapError, ConfigurationError, PeerLost, RayTorchRpcError
+from raytorchrpc.errors import BootstrapError, ConfigurationError, RayTorchRpcError
 from raytorchrpc.forming import Forming, Round, current_session, participants_of
 from raytorchrpc.joining import GroupInfo, Prepared
 from raytorchrpc.lines import Lines
-from raytorchrpc.membership import Arrival, Loss
+from raytorchrpc.membership import Loss
 from raytorchrpc.metrics import GroupStats
 from raytorchrpc.news import Change, News
 from raytorchrpc.peers import process_token
 from raytorchrpc.roster import Roster
+from raytorchrpc.telling import MEET_S, WORD_S, Missing, Standing, Teller
 
 logger = logging.getLogger(__name__)
 
@@ -34,50 +34,28 @@ _LOOK_S = 0.02
 _LOOK_SELDOM_S = 0.5
 #: How long members have to do what a change asks of them (seconds). One that does not catches up later.
 _CHANGE_S = 10.0
-_MEET_S = 2.0
-_WORD_S = 0.5
 #: For a new line to a member whose line ended though Ray believes in it (seconds). A host without power answers
 #: nothing, and Ray may believe in its actors for half a minute; so this is what the others wait to be told.
 _DIAL_S = 0.4
 #: How long the end of a group waits for its threads (seconds); they end by themselves.
 _STOP_S = 2.0
-#: A restarted actor that could not be taken in is tried again after this (seconds), doubled each time up to the last.
-_RETRY_S = (0.1, 5.0)
-
-
-class _Missing:
-    """A member whose process has ended, or may have."""
-
-    def __init__(self, cause: str) -> None:
-        self.cause = cause
-        self.since = self.next_look = time.monotonic()
-        self.told = False
-        """The others know."""
-        self.dialling = False
-        """A thread tries to get another line to it."""
-        self.next_dial = self.since
-        self.returning = False
-        """Ray has restarted it."""
-        self.pause_s = _RETRY_S[0]
+#: A restarted actor that could not be taken in is tried again, at most so much later (seconds) than the last time.
+_RETRY_S = 5.0
 
 
 class Supervisor:
-    """One per group. ``roster`` and ``info`` are what the group is now."""
+    """One per group."""
 
     def __init__(self, roster: Roster, info: GroupInfo, prepared: Mapping[str, Prepared]) -> None:
-        self.roster, self.info, self._prepared = roster, info, dict(prepared)
+        self._now = Standing(roster, info, dict(prepared))
         self._session = current_session()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._missing: dict[str, _Missing] = {}
         self._settled = threading.Condition()
-        """Told when ``_missing`` changes."""
-        self._step = 0
-        """Counts the changes that members are told."""
-        self._behind: dict[str, float] = {}
-        """Members that have missed some change, and when each is to be told again."""
+        """Told when somebody is missing, or no longer."""
         self._news = News(roster.name)
         self._stopped = False
         self._lines = Lines(roster.secret)
+        self._teller = Teller(self._now, self._lines, self._soon)
         names = [name for name, handle in roster.handles.items() if handle is not None]
         keeper = threading.Thread(target=self._look_after, name=f"raytorchrpc-group-{roster.name}", daemon=True)
         self._threads = (keeper, self._news.thread)
@@ -89,6 +67,16 @@ class Supervisor:
         except BaseException:
             self.stop()
             raise
+
+    @property
+    def roster(self) -> Roster:
+        """Who is in the group now."""
+        return self._now.roster
+
+    @property
+    def info(self) -> GroupInfo:
+        """What everybody knows of the group now."""
+        return self._now.info
 
     # --- what others ask for -----------------------------------------------------------------------------------
 
@@ -115,12 +103,12 @@ class Supervisor:
     def missing(self) -> dict[str, str]:
         """Who is away, and why."""
         with self._settled:
-            return {name: missing.cause for name, missing in self._missing.items()}
+            return {name: missing.cause for name, missing in self._now.missing.items()}
 
     def wait_ready(self, timeout_s: float) -> dict[str, str]:
         """Block until nobody is away, at most ``timeout_s``, or until the group ends; returns who is, and why."""
         with self._settled:
-            self._settled.wait_for(lambda: not self._missing or self._stopped, timeout_s)
+            self._settled.wait_for(lambda: not self._now.missing or self._stopped, timeout_s)
         return self.missing()
 
     def stats(self, timeout_s: float) -> GroupStats:
@@ -134,7 +122,7 @@ class Supervisor:
         """See Group.shutdown. Idempotent, never raises."""
         until = time.monotonic() + timeout_s
         self.stop()
-        roster, self.roster = self.roster, self.roster.without(self.roster.handles)  # it keeps the actors alive
+        roster, self._now.roster = self.roster, self.roster.without(self.roster.handles)  # it keeps the actors alive
         try:
             # Of an ended session there is nobody left to ask, and to try could start another one.
             asked = roster.handles if current_session() == self._session else roster.local
@@ -215,8 +203,8 @@ class Supervisor:
 
     def _work(self) -> None:
         while not self._stopped:
-            looks = [missing.next_look for missing in self._missing.values()]
-            looks += [when for name, when in self._behind.items() if name not in self._missing and when < math.inf]
+            looks = [missing.next_look for missing in self._now.missing.values()]
+            looks += self._teller.due()
             try:
                 task = self._tasks.get(timeout=max(0.0, min(looks) - time.monotonic()) if looks else None)
             except queue.Empty:
@@ -240,13 +228,13 @@ class Supervisor:
         for name in names:
             self._meet(name)
             incarnation = self.roster.seats[name].incarnation
-            if (error := self._listen_to(name, incarnation, _MEET_S)) is not None:
+            if (error := self._listen_to(name, incarnation, MEET_S)) is not None:
                 self._suspect(name, incarnation, str(error))
 
     def _meet(self, name: str) -> None:
         seat = self.roster.seats[name]
         token = process_token(self.roster.generation, seat.rank, seat.incarnation)
-        self._lines.meet(name, token, self._prepared[name].addresses["socket"])
+        self._lines.meet(name, token, self._now.prepared[name].addresses["socket"])
 
     def _listen_to(self, name: str, incarnation: int, patience_s: float) -> RayTorchRpcError | None:
         """Returns why there is no line, if there is none."""
@@ -262,20 +250,20 @@ class Supervisor:
 
     def _suspect(self, name: str, incarnation: int, cause: str) -> None:
         seat = self.roster.seats.get(name)
-        if seat is None or seat.incarnation != incarnation or name in self._missing:
+        if seat is None or seat.incarnation != incarnation or name in self._now.missing:
             return
         if not self._session_lasts():
             self.stop()
             return
         with self._settled:
-            self._missing[name] = _Missing(cause)  # looked at next, with all others of whom there is word by then
+            self._now.missing[name] = Missing(cause)  # looked at next, with all others of whom there is word by then
 
     def _look(self) -> None:
         """Ask Ray about those that are missing, and do what follows from it."""
         now = time.monotonic()
         lost: list[str] = []
         dead: list[str] = []
-        for name, missing in list(self._missing.items()):
+        for name, missing in list(self._now.missing.items()):
             if missing.next_look > now:
                 continue
             seat = self.roster.seats[name]
@@ -292,16 +280,14 @@ class Supervisor:
                 lost.append(name)
         if lost or dead:
             self._announce_losses(lost, dead)
-        back = [name for name, missing in self._missing.items() if missing.returning and missing.next_look > now]
+        back = [name for name, missing in self._now.missing.items() if missing.returning and missing.next_look > now]
         if back:
             self._bring_back(back)
-        for name, when in list(self._behind.items()):
-            if when <= now and name not in self._missing:
-                self._bring_up_to_date(name)
+        self._teller.bring_up_to_date(now)
 
     # --- lines that broke -------------------------------------------------------------------------------------------
 
-    def _dial(self, name: str, missing: _Missing, now: float) -> None:
+    def _dial(self, name: str, missing: Missing, now: float) -> None:
         """Ray says that it lives, which may be old news: try another line, on a thread that may wait."""
         if missing.dialling or now < missing.next_dial:
             return
@@ -315,15 +301,15 @@ class Supervisor:
 
         threading.Thread(target=dial, name=f"raytorchrpc-dial-{name}", daemon=True).start()
 
-    def _dialled(self, name: str, missing: _Missing, error: RayTorchRpcError | None) -> None:
+    def _dialled(self, name: str, missing: Missing, error: RayTorchRpcError | None) -> None:
         missing.dialling = False
-        if self._missing.get(name) is not missing:
+        if self._now.missing.get(name) is not missing:
             return
         if error is None:
-            if missing.told and not self._reunite(name):
+            if missing.told and not self._teller.reunite(name):
                 return
             with self._settled:
-                del self._missing[name]
+                del self._now.missing[name]
                 self._settled.notify_all()
             if missing.told:
                 self._news.put(Change("back", (name,)))
@@ -331,80 +317,16 @@ class Supervisor:
             # No connection at all, where there was one. A process that only hangs would have taken this one.
             self._announce_losses([name], [])
 
-    def _reunite(self, name: str) -> bool:
-        """It was out of reach, but has lived on: it and the others make new connections. False if it cannot yet."""
-        everybody = tuple(self.roster.seats)
-        told = self._tell(membership.catch_up, {name: (self._arrival(name, everybody), self._away(name))}, _MEET_S)
-        if name not in told:
-            return False
-        self._prepared.update(told)
-        self._behind.pop(name, None)
-        self._acquaint(name)
-        return True
-
-    def _acquaint(self, name: str) -> None:
-        """The same process as before, but the others have let go of it, or its addresses have changed."""
-        there = self._others([name])
-        arrivals = {peer: (self.roster.arrival(peer, self.info, self._prepared, _MEET_S, (name,)),) for peer in there}
-        self._prepared.update(self._tell(membership.meet, arrivals, _MEET_S))
-        self._tell(membership.welcome, {peer: ([name],) for peer in there}, _WORD_S)
-
-    def _arrival(self, name: str, coming: tuple[str, ...]) -> Arrival:
-        table = self.roster.table(name, self.info, self._prepared, _MEET_S)
-        return Arrival(self.roster.spec(name), table, coming)
-
-    # --- members that missed something ------------------------------------------------------------------------------
-
-    def _bring_up_to_date(self, name: str) -> None:
-        """Tell it how the group is now, on a thread that may wait."""
-        if name not in self.roster.seats:
-            del self._behind[name]
-            return
-        self._behind[name] = math.inf
-        self._step += 1
-        step = self._step
-        arguments = {name: (self.roster.generation, step, self._arrival(name, ()), self._away(name))}
-
-        def ask() -> None:
-            if self.roster.handles[name] is None:
-                answers = {name: membership.catch_up(*arguments[name])}
-            else:
-                answers, _ = self._lines.ask(membership.catch_up, arguments, time.monotonic() + _MEET_S)
-            self._soon(lambda: self._brought_up_to_date(name, step, answers.get(name)))
-
-        threading.Thread(target=ask, name=f"raytorchrpc-catch-up-{name}", daemon=True).start()
-
-    def _away(self, name: str) -> list[Loss]:
-        """Who of the others cannot be called."""
-        return [
-            Loss(other, self.roster.seats[other].incarnation, missing.cause, False)
-            for other, missing in self._missing.items()
-            if missing.told and other != name
-        ]
-
-    def _brought_up_to_date(self, name: str, step: int, prepared: Prepared | None) -> None:
-        if name not in self.roster.seats:
-            self._behind.pop(name, None)
-        elif prepared is None:
-            self._behind[name] = time.monotonic() + _LOOK_SELDOM_S
-        elif step != self._step:
-            self._behind[name] = 0.0  # there was another change meanwhile
-        else:
-            del self._behind[name]
-            before, self._prepared[name] = self._prepared[name], prepared
-            if prepared.addresses != before.addresses:
-                self._acquaint(name)
-
     # --- changes ----------------------------------------------------------------------------------------------------
 
     def _announce_losses(self, lost: Sequence[str], dead: Sequence[str]) -> None:
         losses = []
         for name in (*lost, *dead):
-            missing = self._missing[name]
+            missing = self._now.missing[name]
             missing.told = True
             self._lines.part(name)
             losses.append(Loss(name, self.roster.seats[name].incarnation, missing.cause, name in dead))
-        self._tell(membership.lose, {peer: (losses,) for peer in self._others(())}, _WORD_S)
+        self._teller.tell(membership.lose, {peer: (losses,) for peer in self._teller.others(())}, WORD_S)
         for loss in losses:
             logger.warning("group %r: lost %s: %s", self.roster.name, loss.name, loss.cause)
             self._news.put(Change("dead" if loss.for_good else "lost", (loss.name,), loss.cause))
@@ -413,13 +335,13 @@ class Supervisor:
 
     def _strike(self, names: Sequence[str]) -> None:
         """They are on the roster no longer."""
-        self.roster = self.roster.without(names)
+        self._now.roster = self.roster.without(names)
         for name in names:
-            self._prepared.pop(name, None)
-        self.info = self.roster.info(self._prepared)
+            self._now.prepared.pop(name, None)
+        self._now.info = self.roster.info(self._now.prepared)
         with self._settled:
             for name in names:
-                self._missing.pop(name, None)
+                self._now.missing.pop(name, None)
             self._settled.notify_all()
 
     def _bring_back(self, names: Sequence[str]) -> None:
@@ -429,9 +351,9 @@ class Supervisor:
         except RayTorchRpcError as error:
             logger.warning("group %r: %s could not come back yet: %s", self.roster.name, ", ".join(names), error)
             for name in names:
-                if (missing := self._missing.get(name)) is not None:
+                if (missing := self._now.missing.get(name)) is not None:
                     missing.next_look = time.monotonic() + missing.pause_s
-                    missing.pause_s = min(2 * missing.pause_s, _RETRY_S[1])
+                    missing.pause_s = min(2 * missing.pause_s, _RETRY_S)
 
     def _take_in(
         self, handles: dict[str, Any], deadline: float, timeout_s: float, kind: Literal["added", "back"]
@@ -442,67 +364,39 @@ class Supervisor:
         try:
             arriving = forming.prepare()
             roster = forming.roster
-            info = roster.info({**self._prepared, **arriving})
-            everybody = {**self._prepared, **arriving}
-            there = self._others(handles)
+            info = roster.info({**self._now.prepared, **arriving})
+            everybody = {**self._now.prepared, **arriving}
+            there = self._teller.others(handles)
             coming = tuple(handles)
             arrivals = {peer: (roster.arrival(peer, info, everybody, timeout_s, coming),) for peer in there}
-            met = self._tell(membership.meet, arrivals, _MEET_S)
+            met = self._teller.tell(membership.meet, arrivals, MEET_S)
             everybody.update(met)
-            away = {name: gone.cause for name, gone in self._missing.items() if gone.told and name not in handles}
-            forming.commit(info, everybody, away, {*self._missing, *self._behind}.difference(away, handles))
+            away = {name: gone.cause for name, gone in self._now.missing.items() if gone.told and name not in handles}
+            forming.commit(info, everybody, away, {*self._now.missing, *self._teller.behind}.difference(away, handles))
             self._check_lasting()
         except BaseException:
             forming.roll_back()
-            self._behind.update(dict.fromkeys(there, 0.0))  # they may know of somebody who did not come
+            self._teller.missed(there)  # they may know of somebody who did not come
             raise
-        self.roster, self.info, self._prepared = roster, info, everybody
-        for name in handles:
-            self._behind.pop(name, None)
+        self._now.roster, self._now.info, self._now.prepared = roster, info, everybody
+        self._teller.told(handles)
         self._watch([name for name, handle in handles.items() if handle is not None])
-        self._tell(membership.welcome, {peer: (list(handles),) for peer in there}, _WORD_S)
+        self._teller.tell(membership.welcome, {peer: (list(handles),) for peer in there}, WORD_S)
         with self._settled:
             for name in handles:
-                self._missing.pop(name, None)
+                self._now.missing.pop(name, None)
             self._settled.notify_all()
         self._news.put(Change(kind, tuple(handles)))
 
     def _let_go(self, names: tuple[str, ...], timeout_s: float) -> None:
         leaving = {name: self.roster.seats[name].handle for name in names}
-        there = self._others(names)
+        there = self._teller.others(names)
         for name in names:
             self._lines.part(name)
-        self._tell(membership.remove, {peer: (names,) for peer in there}, _WORD_S)
+        self._teller.tell(membership.remove, {peer: (names,) for peer in there}, WORD_S)
         asked = Round(leaving, time.monotonic() + timeout_s)
         _, failures = asked.all(joining.leave, {name: (self.roster.generation,) for name in names})
         for name, error in failures.items():
             logger.warning("group %r: %s leaves when it gets to it (%s)", self.roster.name, name, error)
         self._strike(names)
         self._news.put(Change("removed", names))
-
-    # --- telling them -------------------------------------------------------------------------------------------
-
-    def _others(self, names: Any) -> list[str]:
-        """Everybody else who is there, but those who will be told everything at once."""
-        out = {*names, *self._missing, *self._behind}
-        return [name for name in self.roster.seats if name not in out]
-
-    def _tell(
-        self, function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], patience_s: float
-    ) -> dict[str, Any]:
-        """Have ``function(generation, step, *arguments[name])`` run at each; returns what those answered who did."""
-        self._step += 1
-        change = (self.roster.generation, self._step)
-        results: dict[str, Any] = {}
-        asked = {}
-        for name, args in arguments.items():
-            if self.roster.seats[name].handle is None:
-                results[name] = function(*change, *args)
-            else:
-                asked[name] = (*change, *args)
-        answers, failures = self._lines.ask(function, asked, time.monotonic() + patience_s)
-        for name, error in failures.items():
-            self._behind[name] = time.monotonic()
-            if not isinstance(error, PeerLost):  # of that its own line tells
-                logger.info("group %r: %s did not take part in a change yet: %s", self.roster.name, name, error)
-        return {**results, **answers}
