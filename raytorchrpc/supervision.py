@@ -78,6 +78,11 @@ class Supervisor:
         """What everybody knows of the group now."""
         return self._now.info
 
+    @property
+    def prepared(self) -> Mapping[str, Prepared]:
+        """Where each member listens, by name."""
+        return self._now.prepared
+
     # --- what others ask for -----------------------------------------------------------------------------------
 
     def add(self, actors: Any, timeout_s: float) -> tuple[str, ...]:

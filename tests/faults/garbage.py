@@ -53,7 +53,7 @@ def _looking_after(group: rtr.Group) -> Supervisor:
 
 def doors(group: rtr.Group, member: str) -> list[Door]:
     """All of the package's that this member has open, torchrpc's too."""
-    prepared = _looking_after(group)._prepared[member]
+    prepared = _looking_after(group).prepared[member]
     found: list[Door] = []
     addresses = prepared.addresses
     found.append(Door(member, "socket", addresses["socket"].unix))

@@ -295,6 +295,9 @@ class Running:
 
     def rest(self) -> None:
         """Everybody comes to rest; survivors hold what they held before."""
+        for name, remote in self.remotes.items():
+            connected = remote.ask("connect", peers=[peer for peer in NAMES if peer != name])
+            self.answered(connected, f"torchrpc connections of {name}", remote)
         asked = {name: remote.ask("left", seconds=15) for name, remote in self.remotes.items()}
         for name, future in asked.items():
             remote = self.remotes[name]

@@ -15,6 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,15 @@ class Worker:
                 call = f"{label}-{self.name}-{peer}-{kind.replace(' ', '-')}"
                 outcomes.append(self._begin(call, kind, peer, peer, timeout, KINDS[kind][1], 7)())
         return outcomes
+
+    def connect(self, peers: list[str]) -> None:
+        """Have a torchrpc connection to each, as when shared memory has no room."""
+        for peer in peers:
+            tensor = payload(1, 8)
+            with suppress(rtr.LaneUnavailable):
+                rtr.remote(peer, timeout=15).check(
+                    f"{self.name}-{peer}-connects-{time.monotonic_ns()}", tensor, crc(tensor)
+                ).to_here()
 
     def fill(self, peers: list[str], size: int) -> int:
         """Have the peers keep what they get from here, until it lies in shared memory no longer. Returns how many."""
