@@ -15,6 +15,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -91,8 +92,21 @@ class Fabric:
     def start(self, spec: AgentSpec, *, renew: bool = False) -> str:
         """Have an agent that fits ``spec``, the parked one (with its own id) if it does; returns its URL.
 
-        ``renew`` starts a new one in any case. Raises BootstrapError when torch cannot start one.
+        ``renew`` starts a new one in any case. Raises BootstrapError when torch cannot start one. An interrupt
+        (Ctrl-C) ends the wait and not the start: torch would keep an agent that nobody here knows of.
         """
+        begun: Future[str] = Future()
+
+        def begin() -> None:
+            try:
+                begun.set_result(self._have(spec, renew))
+            except BaseException as error:
+                begun.set_exception(error)
+
+        threading.Thread(target=begin, name="raytorchrpc-start", daemon=True).start()
+        return begun.result()
+
+    def _have(self, spec: AgentSpec, renew: bool) -> str:
         with self._lock:
             if self._agent is not None and (renew or not _fits(self._spec, spec)):
                 logger.warning(

@@ -143,14 +143,14 @@ class RemoteKeeper:
         )
 
     def end(self, timeout_s: float) -> None:
-        actor, self._actor = self._actor, None
-        if actor is None or current_session() != self._session:
-            return
-        try:
-            _answer(self._name, actor.do.remote("end", timeout_s), timeout_s)
-        except (BootstrapError, RayError) as error:
-            logger.warning("group %r: not everybody could be told that it is over: %s", self._name, error)
-        _end(actor)
+        actor = self._actor
+        if actor is not None and current_session() == self._session:
+            try:
+                _answer(self._name, actor.do.remote("end", timeout_s), timeout_s)
+            except (BootstrapError, RayError) as error:
+                logger.warning("group %r: not everybody could be told that it is over: %s", self._name, error)
+            _end(actor)
+        self._actor = None  # last: an end that is interrupted (Ctrl-C) can be begun again
 
     def _do(self, what: str, patience_s: float, *args: Any) -> Any:
         if self._actor is None:

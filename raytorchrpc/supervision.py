@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -127,10 +127,21 @@ class Supervisor:
         """See Group.shutdown. Idempotent, never raises."""
         until = time.monotonic() + timeout_s
         self.stop()
-        roster, self._now.roster = self.roster, self.roster.without(self.roster.handles)  # it keeps the actors alive
+        told = self._dismiss(until, but=())
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # a callback may end the group
+                thread.join(min(_STOP_S, max(0.1, until - time.monotonic())))
+        self._dismiss(until, but=told)  # whom the thread was just taking in
+        # Last, so that an end which is interrupted (Ctrl-C) can be begun again. The handles keep the actors alive.
+        self._now.roster = self.roster.without(self.roster.handles)
+
+    def _dismiss(self, until: float, but: Collection[str]) -> Collection[str]:
+        """Tell them all that the group is over; returns whom."""
+        roster = self.roster
+        # Of an ended session there is nobody left to ask, and to try could start another one.
+        there = roster.handles if current_session() == self._session else roster.local
+        asked = {name: handle for name, handle in there.items() if name not in but}
         try:
-            # Of an ended session there is nobody left to ask, and to try could start another one.
-            asked = roster.handles if current_session() == self._session else roster.local
             over = {name: (roster.generation, True) for name in asked}
             _, failures = Round(asked, until).all(joining.leave, over)
             busy = [name for name, error in failures.items() if isinstance(error, TimeoutError)]
@@ -138,9 +149,7 @@ class Supervisor:
                 logger.warning("group %r: %s will leave after what they run now", roster.name, ", ".join(busy))
         except Exception:
             logger.warning("group %r: not everybody could be told that it is over", roster.name, exc_info=True)
-        for thread in self._threads:
-            if thread is not threading.current_thread():  # a callback may end the group
-                thread.join(min(_STOP_S, max(0.1, until - time.monotonic())))
+        return asked.keys()
 
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         """Call ``listener`` with every change, on a thread of the group's own; what this returns ends it."""
