@@ -2,12 +2,15 @@
 #
 #   make test ARGS="tests/unit -x"    more arguments for the program behind a target
 #   make test TESTS=                  every test, the slow and the multi-host ones too
+#   make test JOBS=0                  one test file after another
 #   make env PYTHON=python3.12        another interpreter for a new environment
 
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
 TESTS  ?= not slow and not multihost
+# Test files at a time, each with a Ray of its own: most of a test is waiting for processes to start.
+JOBS   ?= 2
 
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
@@ -27,7 +30,7 @@ demo: $(STAMP) ## train a classifier over direct calls between Ray actors, under
 	@$(BIN)/raytorchrpc demo $(ARGS)
 
 test: $(STAMP) ## run the tests (GPU tests are skipped where there is no GPU)
-	@$(BIN)/python -m pytest -m "$(TESTS)" $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(TESTS)" $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/ruff check .

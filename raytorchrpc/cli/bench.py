@@ -121,16 +121,26 @@ def _measure(options: Options, address: str | None, command: str) -> Run:
     from raytorchrpc.bench.run import measure  # here: bad options are told without loading Ray and torch
     from raytorchrpc.cli.session import ray_session
 
-    # Lanes that fall back warn; the tables say the same, and say it per size.
-    logging.getLogger("raytorchrpc").setLevel(logging.ERROR)
     began, cores = time.monotonic(), os.cpu_count() or 1
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(max(_STARTING_AT_ONCE, cores)))
     if options.hosts and address is None:
         address = os.environ.get("RAY_ADDRESS", "auto")
-    with _progress() as tell:
+    with _errors_only(), _progress() as tell:
         tell("starting Ray" if address is None else f"connecting to {address}", 0.0)
         with ray_session(address, cpus=min(_CPUS, cores)):
             return measure(options, command, tell, began=began)
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Lanes that fall back warn; the tables say the same, and say it per size."""
+    logger = logging.getLogger("raytorchrpc")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextmanager

@@ -269,6 +269,7 @@ def test_a_lane_that_closes_ends_the_fetches_under_way(ab: Stations, pool: Threa
 
 
 def test_a_lane_leaves_nothing(open_stations: Callable[..., Stations]) -> None:
+    before = set(threading.enumerate())
     a, b = open_stations().values()
     assert is_ones(b.fetch(a.export(ones())))
     running = {thread.name for thread in threading.enumerate()}
@@ -277,7 +278,8 @@ def test_a_lane_leaves_nothing(open_stations: Callable[..., Stations]) -> None:
         station.lane.close()
 
     def nobody() -> bool:
-        return not any(thread.name.startswith(("raytorchrpc-", "pipe")) for thread in threading.enumerate())
+        new = set(threading.enumerate()) - before
+        return not any(thread.name.startswith(("raytorchrpc-", "pipe")) for thread in new)
 
     assert wait_until(nobody, 5)
 

@@ -55,7 +55,7 @@ class Script(Command):
             cwd=folder,
             env={
                 **os.environ,
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
                 "COMMAND_TEST_MARK": self.mark,
                 "CLUSTER": self._address,
                 "RAY_USAGE_STATS_ENABLED": "0",

@@ -14,7 +14,12 @@ from tests.ray.conftest import Spawn
 from tests.ray.loaded import Loaded, LoadedLoop
 
 MIB = 1 << 20
-LANES = pytest.mark.parametrize("lanes", [None, ("nng",), ("torchrpc",)], ids=["socket", "nng", "torchrpc"])
+SLOW = pytest.mark.slow
+LANES = pytest.mark.parametrize(
+    "lanes",
+    [None, pytest.param(("nng",), marks=SLOW), pytest.param(("torchrpc",), marks=SLOW)],
+    ids=["socket", "nng", "torchrpc"],
+)
 Form = Callable[..., tuple[Any, Any]]
 
 

@@ -62,7 +62,8 @@ def test_two_rows_two_sizes_and_every_output(bench: Command, tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("moment", [pytest.param("starting actors", marks=pytest.mark.slow), "KB: "])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["starting actors", "KB: "])
 def test_ctrl_c_leaves_no_process_and_no_file(bench: Command, moment: str, tmp_path: Path) -> None:
     sizes = ",".join(f"{n}KB" for n in range(1, 400))
     process = bench.start(

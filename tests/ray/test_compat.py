@@ -192,6 +192,7 @@ print(rtr.runtime_env(), ray.get(look.remote()), ray.get(look.options(runtime_en
 """
 
 
+@pytest.mark.slow
 def test_a_submitted_job_may_ask_for_the_environment_that_it_has(tmp_path: Path) -> None:
     """ray._private.runtime_env.constants.RAY_JOB_CONFIG_JSON_ENV_VAR: without it ``ray.init`` in a submitted job
     refuses our ``runtime_env()``, because the job has the same variables already."""

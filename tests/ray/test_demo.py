@@ -44,7 +44,8 @@ def test_missing_the_accuracy_is_one_clear_line_and_exit_code_1(demo: Command) -
     assert demo.gone_within(10)
 
 
-@pytest.mark.parametrize("moment", [pytest.param("Starting", marks=pytest.mark.slow), "Training"])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["Starting", "Training"])
 def test_ctrl_c_leaves_no_process_behind(demo: Command, moment: str) -> None:
     process = demo.start("--target", "1.0")
     assert process.stdout is not None

@@ -16,7 +16,13 @@ from tests.ray.forked import Forker, in_child, refusal
 
 LANES = pytest.mark.parametrize(
     ("lanes", "always_tcp"),
-    [(None, False), (None, True), (("nng",), False), (("nng",), True), (("torchrpc",), False)],
+    [
+        (None, False),
+        pytest.param(None, True, marks=pytest.mark.slow),
+        pytest.param(("nng",), False, marks=pytest.mark.slow),
+        pytest.param(("nng",), True, marks=pytest.mark.slow),
+        (("torchrpc",), False),
+    ],
     ids=["socket", "socket by tcp", "nng", "nng by tcp", "torchrpc"],
 )
 

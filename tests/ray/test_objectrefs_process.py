@@ -61,6 +61,7 @@ def run(program: str, **environ: str) -> list[str]:
     return ran.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_hung_transfer_ends_before_ray_ends_it_and_no_actor_dies() -> None:
     assert run(PATIENCE, RAY_rdt_fetch_fail_timeout_milliseconds="3000") == [
         "RayTaskError(TransferFailed) True True",

@@ -38,7 +38,12 @@ def blocks() -> list[Block]:
     return found
 
 
-PROGRAMS = [pytest.param(block, id=block.where) for block in blocks() if block.language == "python"]
+# Each starts a Ray of its own: the README's runs each time, the others are slow.
+PROGRAMS = [
+    pytest.param(block, id=block.where, marks=() if block.where.startswith("README") else pytest.mark.slow)
+    for block in blocks()
+    if block.language == "python"
+]
 FRAGMENTS = [pytest.param(block, id=block.where) for block in blocks() if block.language == "py"]
 
 
