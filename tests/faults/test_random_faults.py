@@ -22,9 +22,9 @@ def test_a_seed_gives_the_same_faults() -> None:
 
 @pytest.mark.timeout(240)
 def test_some_random_faults(cluster: None, tmp_path: Path) -> None:
-    report = run_random(tmp_path, 5, 8)
+    report = run_random(tmp_path, 5, 6)
     assert report.violations == [], table(report)
-    assert sum(one.landed for one in report.struck) >= 7
+    assert sum(one.landed for one in report.struck) >= 5
 
 
 @pytest.mark.slow

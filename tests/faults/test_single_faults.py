@@ -25,8 +25,6 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
     "silence": (Silence("c0", 60),),
     "several at once": (Kill("c1", "executing"), Kill("c5", "replying", 40 * MB), Stop("c3", 1.0, "receiving")),
 }
-#: Run each time; the others are slow.
-QUICK = {"SIGKILL mid-transfer", "no descriptors left"}
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +39,10 @@ def group(request: pytest.FixtureRequest, cluster: None, tmp_path_factory: pytes
 def _cases() -> Iterator[object]:
     for lanes in LANES:
         for name in FAULTS:
-            marks = () if lanes == "default" and name in QUICK else pytest.mark.slow
-            yield pytest.param(lanes, name, marks=marks, id=f"{lanes}: {name}")
+            yield pytest.param(lanes, name, id=f"{lanes}: {name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "fault"), list(_cases()), indirect=["group"])
 def test_a_fault_costs_nobody_else_anything(group: Running, fault: str) -> None:
     struck = group.round(FAULTS[fault])

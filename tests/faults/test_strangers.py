@@ -23,9 +23,8 @@ pytestmark = pytest.mark.timeout(300)
 MESSAGES = 3_000
 
 
-@pytest.mark.parametrize(
-    "lane", [pytest.param(name, marks=pytest.mark.slow if name == "nng" else ()) for name in GROUPS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("lane", GROUPS)
 def test_garbage_at_every_socket_harms_nobody(cluster: None, tmp_path: Path, lane: str) -> None:
     with running(tmp_path, 1, **GROUPS[lane]) as run:
         doors = doors_of(run, [lane])

@@ -82,6 +82,7 @@ def test_a_receiver_that_stands_still_bounds_the_memory_at_both_ends(
     assert ray.get(a.under_way.remote()) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_call_larger_than_all_that_is_allowed_goes_alone(pair: Form) -> None:
     a, _ = pair(max_bytes_in_flight=1000)
     assert ray.get(a.flood.remote("b", "echo", 3, b"x" * 5000), timeout=30) == [b"x" * 5000] * 3
@@ -99,6 +100,7 @@ def test_rejecting_tells_at_once_and_sends_nothing(pair: Form, latch: Callable[[
     assert ray.get(a.under_way.remote()) == (0, 0)
 
 
+@pytest.mark.slow
 def test_on_an_event_loop_one_too_many_is_rejected(pair: Form) -> None:
     a, b = pair(sender=LoadedLoop, max_calls_in_flight=3)
     sent, refused, results = ray.get(a.flood.remote(b, 5), timeout=60)
@@ -113,6 +115,7 @@ def test_a_chain_that_comes_back_does_not_wait_for_itself(pair: Form, method: st
         assert ray.get(a.call.remote(target, method, ["a", "b"], 8, timeout=20), timeout=30) == 0
 
 
+@pytest.mark.slow
 def test_who_is_held_up_serves_what_comes_back(pair: Form) -> None:
     a, _ = pair(max_calls_in_flight=1)
     assert ray.get(a.flood_asking_back.remote(5), timeout=60) == [0, 2, 4, 6, 8]

@@ -239,6 +239,7 @@ def test_a_busy_member_is_named_and_the_others_are_free_at_once(peers: list[Any]
     assert_work([a, b, busy])
 
 
+@pytest.mark.slow
 def test_a_member_that_gets_busy_while_the_group_forms(spawn: Spawn, peers: list[Any], latch: MakeLatch) -> None:
     """It has answered the first question and gets stuck before the next."""
     early, late = spawn(Plain), peers[0]
@@ -351,6 +352,7 @@ def test_a_group_that_is_being_formed_cannot_take_members_of_a_formed_one(
             ray.get(third.call.remote("wanted", "double", 1, timeout=5))
 
 
+@pytest.mark.slow
 def test_a_group_whose_forming_actor_died_does_not_keep_its_members(spawn: Spawn, peers: list[Any]) -> None:
     controller = spawn(Peer)
 
@@ -420,6 +422,7 @@ def threads_of_ours() -> list[str]:
     return [thread.name for thread in threading.enumerate() if "raytorchrpc" in thread.name]
 
 
+@pytest.mark.slow
 def test_a_slow_threaded_member_that_was_rolled_back_keeps_nothing(
     spawn: Spawn, peers: list[Any], latch: MakeLatch
 ) -> None:
@@ -791,6 +794,7 @@ def test_a_result_with_a_short_patience_can_be_asked_again(pair: tuple[Any, Any]
     assert value == "released"
 
 
+@pytest.mark.slow
 def test_an_awaited_call_to_a_stuck_member_ends_at_its_deadline(
     special: dict[str, Any], peers: list[Any], latch: MakeLatch
 ) -> None:

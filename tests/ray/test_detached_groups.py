@@ -103,6 +103,7 @@ def test_the_driver_cannot_be_a_member_of_what_outlives_it(spawn: Spawn) -> None
         rtr.init_group([spawn(Peer)], detached=True, include_driver=True)
 
 
+@pytest.mark.slow
 def test_a_detached_group_that_cannot_form_leaves_nothing(spawn: Spawn) -> None:
     gone: Any = spawn(Peer)
     ray.kill(gone)

@@ -21,7 +21,7 @@ LANES = pytest.mark.parametrize(
         pytest.param(None, True, marks=pytest.mark.slow),
         pytest.param(("nng",), False, marks=pytest.mark.slow),
         pytest.param(("nng",), True, marks=pytest.mark.slow),
-        (("torchrpc",), False),
+        pytest.param(("torchrpc",), False, marks=pytest.mark.slow),
     ],
     ids=["socket", "socket by tcp", "nng", "nng by tcp", "torchrpc"],
 )

@@ -104,6 +104,7 @@ def test_a_call_that_may_be_repeated_waits_for_the_return(spawn: Spawn, tmp_path
         assert ask(a, "b", "count")[1] == 1, "a call without retry= is not repeated"
 
 
+@pytest.mark.slow
 def test_a_call_that_may_be_repeated_ends_by_its_deadline(spawn: Spawn) -> None:
     a, b = spawn(Returning), spawn(Returning)
     with rtr.init_group({"a": a, "b": b}) as group:
@@ -114,6 +115,7 @@ def test_a_call_that_may_be_repeated_ends_by_its_deadline(spawn: Spawn) -> None:
             ask(a, "b", "double", torch.ones(3), timeout=20)
 
 
+@pytest.mark.slow
 def test_who_comes_back_need_not_wait_for_another_that_is_away(spawn: Spawn, tmp_path: Path) -> None:
     """Its neighbours are those whom it asks whether they can be reached, and one of them is still gone."""
     latch = Latch.make(tmp_path / "latch")
@@ -136,6 +138,7 @@ def test_who_comes_back_need_not_wait_for_another_that_is_away(spawn: Spawn, tmp
             assert ask(caller, target, "count")
 
 
+@pytest.mark.slow
 def test_a_change_that_comes_late_is_refused(spawn: Spawn) -> None:
     """As the network delivers it when it has been broken; whoever sent it tells everything anew."""
     a, b = spawn(Returning), spawn(Returning)

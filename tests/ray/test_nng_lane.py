@@ -126,6 +126,7 @@ def test_a_peer_that_dies_is_lost_at_once(group: tuple[Group, list[Any], str], s
     assert kinds == "PeerLost" and seconds < 2
 
 
+@pytest.mark.slow
 def test_nothing_of_nng_is_opened_where_no_route_uses_it(spawn: Spawn) -> None:
     actors = [spawn(NngPeer) for _ in range(2)]
     with rtr.init_group(actors, name="without"):

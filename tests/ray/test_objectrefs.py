@@ -81,6 +81,7 @@ class TestWithoutAGroup:
         assert torch.equal(get(actors["a"].ones.remote(70_000)), torch.ones(70_000))
         assert torch.equal(get(actors["s"].ones.remote(7)), torch.ones(7))
 
+    @pytest.mark.slow
     def test_what_the_driver_puts(self, actors: dict[str, Any], stranger: Any) -> None:
         ref = ray.put({"x": torch.ones(5)}, _tensor_transport="TORCHRPC")
         assert get(actors["a"].look.remote(lambda value: value["x"].sum().item(), ref)) == 5
@@ -95,6 +96,7 @@ class TestWithoutAGroup:
             assert pulled(group) == {("b", "a")}
         assert get(actors["b"].total.remote(ref)) == 100_000  # and ended before it is wanted again
 
+    @pytest.mark.slow
     def test_a_source_that_left_while_the_receiver_still_believes_in_it(self, actors: dict[str, Any]) -> None:
         with rtr.init_group({"a": actors["a"], "b": actors["b"]}, name="half gone"):
             ref = ready(actors["a"].ones.remote(100_000))
@@ -397,6 +399,7 @@ def get_soon(refs: list[Any]) -> str:
     return "it came"
 
 
+@pytest.mark.slow
 def test_a_source_that_is_dead(spawn: Spawn, actors: dict[str, Any]) -> None:
     mortal = spawn(RefPeer)
     with rtr.init_group({"mortal": mortal, "b": actors["b"], "c": actors["c"]}, name="of a mortal"):
@@ -417,6 +420,7 @@ def test_a_source_that_is_dead(spawn: Spawn, actors: dict[str, Any]) -> None:
         assert get(actors["b"].total.remote(actors["c"].ones.remote(100_000))) == 100_000
 
 
+@pytest.mark.slow
 def test_actors_that_are_restarted(spawn: Spawn) -> None:
     first, second = (spawn(RefPeer, max_restarts=1, max_task_retries=1) for _ in range(2))
     with rtr.init_group({"first": first, "second": second}):

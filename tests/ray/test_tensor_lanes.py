@@ -211,6 +211,7 @@ def rtr_instance() -> Any:
     return member.process_member().server.instance
 
 
+@pytest.mark.slow
 def test_shm_may_be_forbidden(two: list[Any], form: Callable[..., rtr.Group]) -> None:
     group = form(two, lanes=("socket", "torchrpc"))
     assert group.routes().route("p", "q").lanes("cpu")[0].lane != "shm"
