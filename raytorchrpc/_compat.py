@@ -349,6 +349,16 @@ def inherited_env_vars() -> dict[str, str]:
     return dict(submitted.get("env_vars") or {})
 
 
+def ray_token() -> Literal["on", "off", "missing"]:
+    """Ray's token authentication in this process; ``missing``: it is on, and no token is found. Reads, makes none."""
+    from ray import _raylet
+
+    compiled: Any = _raylet
+    if compiled.get_authentication_mode() != compiled.AuthenticationMode.TOKEN:
+        return "off"
+    return "on" if compiled.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True) else "missing"
+
+
 def returns_by(method: Any, transport: str) -> Any:
     """The actor method, marked so that Ray keeps the tensors that it returns for this tensor transport."""
     import ray

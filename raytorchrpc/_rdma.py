@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 
-from raytorchrpc.topology import Endpoint, Hca
+from raytorchrpc.topology import Endpoint, Hca, HcaPort
 
 MIB = 1 << 20
 MIN_MEMLOCK_BYTES = 64 * MIB
@@ -46,7 +46,7 @@ def _ibv_obstacle(endpoint: Endpoint) -> str | None:
         return "this torch build does not have it"
     if not endpoint.hcas:
         return "no RDMA adapter"
-    obstacle = _hca_obstacle(endpoint.hcas[0])
+    obstacle = tensorpipe_obstacle(endpoint.hcas[0])
     if obstacle:
         return obstacle + ("" if len(endpoint.hcas) == 1 else _first_only(endpoint))
     if endpoint.memlock_bytes is not None and endpoint.memlock_bytes < MIN_MEMLOCK_BYTES:
@@ -65,7 +65,7 @@ def _first_only(endpoint: Endpoint) -> str:
     )
 
 
-def _hca_obstacle(hca: Hca) -> str | None:
+def tensorpipe_obstacle(hca: Hca) -> str | None:
     """Why TensorPipe cannot use this adapter: it takes port 1, GID index 0 and hop limit 1, unchecked."""
     if hca.driver == "efa":
         return f"{hca.name} is an EFA adapter, which passes for InfiniBand but fails in TensorPipe; use NCCL"
@@ -119,7 +119,7 @@ def gpudirect_obstacle(endpoint: Endpoint, ibv: bool) -> str | None:
             )
     # Each GPU takes the adapter nearest to it, so here every adapter has to work, not just the first.
     for hca in endpoint.hcas:
-        obstacle = _hca_obstacle(hca)
+        obstacle = tensorpipe_obstacle(hca)
         if obstacle:
             return f"TensorPipe pairs each GPU with its nearest adapter, unchecked, and {obstacle}"
     return None
@@ -163,14 +163,31 @@ def _rdma_alone(endpoint: Endpoint, cuda: bool) -> str | None:
 def _fabrics(endpoint: Endpoint) -> set[str]:
     """What the usable ports lead to: InfiniBand subnets, and "RoCE" (routed, so one for all)."""
     found: set[str] = set()
-    for hca in endpoint.hcas:
-        if hca.driver == "efa" or hca.verbs_device is False:
-            continue
-        for port in hca.ports:
-            if port.state != "ACTIVE":
-                continue
-            if port.link_layer == "InfiniBand":
-                found |= {str(ipaddress.IPv6Network((gid.value, 64), strict=False)) for gid in port.gids[:1]}
-            elif port.link_layer == "Ethernet" and any("v2" in gid.kind and not gid.link_local for gid in port.gids):
-                found.add("RoCE")
+    for _hca, port in usable_ports(endpoint):
+        if port.link_layer == "InfiniBand":
+            found |= {str(ipaddress.IPv6Network((gid.value, 64), strict=False)) for gid in port.gids[:1]}
+        else:
+            found.add("RoCE")
     return found
+
+
+def usable_ports(endpoint: Endpoint) -> list[tuple[Hca, HcaPort]]:
+    """The ports that NCCL and UCX can use: active, on an adapter that may be opened, on RoCE with a routed address."""
+    return [(hca, port) for hca in endpoint.hcas for port in hca.ports if port_obstacle(hca, port) is None]
+
+
+def port_obstacle(hca: Hca, port: HcaPort) -> str | None:
+    """Why NCCL and UCX cannot use this port; None where they can."""
+    if hca.driver == "efa":
+        return "an EFA adapter, which needs a plug-in"
+    if hca.verbs_device is False:
+        return "its /dev/infiniband/uverbs device may not be opened here"
+    if port.state != "ACTIVE":
+        return f"the port is {port.state}"
+    if port.link_layer == "InfiniBand":
+        return None
+    if port.link_layer != "Ethernet":
+        return f"link layer {port.link_layer}, neither InfiniBand nor RoCE"
+    if not any("v2" in gid.kind and not gid.link_local for gid in port.gids):
+        return "RoCE without a routed address: no RoCE v2 GID but link-local ones"
+    return None

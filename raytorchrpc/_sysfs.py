@@ -63,14 +63,17 @@ def memlock_bytes(root: Path) -> int | None:
     a container's root in a user namespace of its own has the bit and still meets the limit.
     """
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
+    if soft == resource.RLIM_INFINITY or may_lock_all(root):
         return None
+    return soft
+
+
+def may_lock_all(root: Path) -> bool:
+    """Whether the process has CAP_IPC_LOCK in the first user namespace."""
     status = read(root / "proc/self/status") or ""
     match = re.search(r"^CapEff:\s*([0-9a-fA-F]+)", status, re.MULTILINE)
     uid_map = (read(root / "proc/self/uid_map") or "").split()
-    if match and int(match[1], 16) >> _CAP_IPC_LOCK & 1 and uid_map == ["0", "0", str(_EVERY_UID)]:
-        return None
-    return soft
+    return bool(match and int(match[1], 16) >> _CAP_IPC_LOCK & 1 and uid_map == ["0", "0", str(_EVERY_UID)])
 
 
 def shm_free_bytes(root: Path) -> int:

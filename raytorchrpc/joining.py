@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from raytorchrpc import _compat, rdt, serving, topology
+from raytorchrpc import _compat, _nccl_env, rdt, serving, topology
 from raytorchrpc.calls import exposed
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.device_map import CPU, Device, gpu_pairs, way_back
@@ -293,6 +293,8 @@ def _tensor_lanes(spec: JoinSpec, names: Sequence[str]) -> list[TensorLane]:
         elif name == "cuda_ipc":
             lanes.append(CudaIpcLane(spec.agent.devices))
         elif name == "nccl":
+            # Also where all share a host: NCCL reads them once, and the next group may span hosts.
+            _nccl_env.apply(endpoint(spec.name), interface=spec.config.interface)
             lanes.append(
                 NcclLane(
                     spec.name,
@@ -301,7 +303,6 @@ def _tensor_lanes(spec: JoinSpec, names: Sequence[str]) -> list[TensorLane]:
                     spec.agent.devices,
                     tcp_host=spec.tcp_host,
                     by_tcp=frozenset(spec.by_tcp),
-                    interface=spec.agent.interface,
                     timeout_s=spec.config.rpc_timeout_s,
                 )
             )

@@ -93,3 +93,34 @@ def bench(
     except (RayTorchRpcError, ConnectionError) as error:
         typer.echo(f"raytorchrpc bench: {error}", err=True)
         raise typer.Exit(1) from error
+
+
+@app.command()
+def doctor(
+    cluster: Annotated[bool, typer.Option("--cluster", help="Look on every node of a Ray cluster.")] = False,
+    address: Annotated[
+        str | None, typer.Option(help="The cluster's address; RAY_ADDRESS, or the one on this machine.")
+    ] = None,
+    actors: Annotated[
+        str | None, typer.Option(help="Look inside these actors: NAME or NAMESPACE/NAME, with commas.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON, and nothing else.")] = False,
+    sysfs_root: Annotated[
+        Path | None, typer.Option(help="Look at a tree with proc, sys and dev in it instead of this machine.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings count as problems.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds that nodes and actors have to answer.")] = 60.0,
+) -> None:
+    """Say what this machine's GPUs, adapters, limits and software mean for the lanes, and what to do."""
+    from raytorchrpc.cli.doctor import run
+
+    code = run(
+        cluster=cluster,
+        address=address,
+        actors=actors,
+        as_json=json,
+        sysfs_root=sysfs_root,
+        strict=strict,
+        timeout_s=timeout,
+    )
+    raise typer.Exit(code)

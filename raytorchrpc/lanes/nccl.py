@@ -73,17 +73,16 @@ class NcclLane(TensorLane):
         *,
         tcp_host: str | None = None,
         by_tcp: frozenset[str] = frozenset(),
-        interface: str | None = None,
         timeout_s: float = 60.0,
         carrier: Carrier | None = None,
     ) -> None:
         """``devices``: local CUDA indices that tensors come from or arrive on. ``tcp_host``: address to listen on for
-        the peers ``by_tcp``. ``interface``: for NCCL to meet those peers on, unless NCCL_SOCKET_IFNAME says another.
-        ``timeout_s``: for everything that one fetch needs.
+        the peers ``by_tcp``. ``timeout_s``: for everything that one fetch needs. NCCL's own variables are the caller's
+        to set, before the first lane of the process opens.
         """
         self._me, self._rank, self._secret = me, rank, secret
         self._devices, self._tcp_host, self._by_tcp = tuple(devices), tcp_host, by_tcp
-        self._interface, self._timeout_s = interface, timeout_s
+        self._timeout_s = timeout_s
         self._carrier: Carrier = carrier or NcclCarrier()
         self._lock = threading.Lock()
         self._peers: dict[str, NcclAddress] = {}
@@ -103,8 +102,6 @@ class NcclLane(TensorLane):
         os.close(self._bell)  # not before: anybody who has the lane may ring
 
     def open(self) -> NcclAddress:
-        if self._by_tcp and self._interface:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={self._interface}")
         self._identities = self._carrier.open(self._devices)
         try:
             self._listeners, control = _control.listen(self._tcp_host)

@@ -1,0 +1,94 @@
+"""``raytorchrpc doctor``: checks what was asked for, looks, shows what was found.
+
+``run`` needs neither typer nor rich, for machines that have only the library.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from pathlib import Path
+
+from raytorchrpc import __version__
+from raytorchrpc.doctor.evidence import Evidence
+from raytorchrpc.doctor.rendering import show
+from raytorchrpc.doctor.reports import make_report
+from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
+
+DEFAULT_TIMEOUT_S = 60.0
+HEALTHY, UNHEALTHY, BAD_USAGE = 0, 1, 2
+
+
+def run(
+    *,
+    cluster: bool = False,
+    address: str | None = None,
+    actors: str | None = None,
+    as_json: bool = False,
+    sysfs_root: Path | None = None,
+    strict: bool = False,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> int:
+    """Look, print, and return the exit code: 0 healthy, 1 problems (with ``strict``, warnings too), 2 bad usage, with
+    one line on stderr.
+    """
+    try:
+        evidence = _look(cluster, address, actors, sysfs_root, timeout_s)
+    except (RayTorchRpcError, ConnectionError) as error:
+        print(f"raytorchrpc doctor: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_USAGE
+    report = make_report(evidence, __version__)
+    if as_json:
+        print(report.model_dump_json(indent=1))
+    else:
+        show(report)
+    return HEALTHY if report.healthy(strict=strict) else UNHEALTHY
+
+
+def _look(
+    cluster: bool, address: str | None, actors: str | None, sysfs_root: Path | None, timeout_s: float
+) -> list[Evidence]:
+    names = [name.strip() for name in actors.split(",") if name.strip()] if actors is not None else []
+    if actors is not None and not names:
+        raise ConfigurationError("--actors names no actor")
+    if len(set(names)) < len(names):
+        raise ConfigurationError("--actors names an actor twice")
+    if sum((cluster, bool(names), sysfs_root is not None)) > 1:
+        raise ConfigurationError("--cluster, --actors and --sysfs-root look at different things: give one")
+    if address is not None and not (cluster or names):
+        raise ConfigurationError("--address goes with --cluster or --actors")
+    if not 0 < timeout_s < math.inf:
+        raise ConfigurationError("--timeout is a number of seconds above 0")
+    # Here: bad options are told without loading Ray and torch.
+    from raytorchrpc.doctor import gathering
+
+    if sysfs_root is not None:
+        return [gathering.gather_from(sysfs_root)]
+    if not cluster and not names:
+        return [gathering.gather()]
+    return _look_elsewhere(address, names, timeout_s)
+
+
+def _look_elsewhere(address: str | None, names: list[str], timeout_s: float) -> list[Evidence]:
+    from ray.exceptions import RayError
+
+    from raytorchrpc.cli.session import ray_session
+    from raytorchrpc.doctor.cluster import look_at_actors, look_at_nodes
+
+    surroundings = os.environ.get("RAY_ADDRESS")
+    where = address or (surroundings if surroundings != "local" else None) or "auto"
+    if where == "local":
+        raise ConfigurationError("--address local would start a cluster of its own; name one that runs")
+    try:
+        with ray_session(where, cpus=0):
+            return look_at_actors(names, timeout_s) if names else look_at_nodes(timeout_s)
+    except (RayError, RuntimeError, ValueError, OSError) as error:
+        if isinstance(error, (RayTorchRpcError, ConnectionError)):
+            raise
+        raise ConfigurationError(f"no Ray cluster at {where}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

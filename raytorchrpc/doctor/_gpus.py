@@ -1,0 +1,140 @@
+"""What the driver's files, torch and NVML tell of GPUs. None of it raises for what is missing."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from raytorchrpc import _sysfs
+from raytorchrpc.doctor.evidence import GpuLink
+from raytorchrpc.topology import Gpu
+
+_NVIDIA = "0x10de"
+#: PCI classes of displays and 3D controllers, without the programming interface.
+_GPU_CLASSES = ("0x0300", "0x0302")
+_MAX_NVLINKS = 18
+
+
+@dataclass(frozen=True)
+class Nvml:
+    """What NVML said."""
+
+    state: Literal["used", "missing", "failed"] | None = None
+    cuda_driver: str | None = None
+    nvlinks: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By a GPU's UUID: other end's PCI address, or ``switch`` -> active links."""
+
+
+def driver(root: Path) -> str | None:
+    """The loaded kernel driver's version, or None."""
+    text = _sysfs.read(root / "proc/driver/nvidia/version") or ""
+    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return match[1] if match else None
+
+
+def on_the_bus(root: Path) -> tuple[str, ...]:
+    """PCI addresses of NVIDIA GPUs, whoever may use them."""
+    home = root / "sys/bus/pci/devices"
+    return tuple(
+        address
+        for address in _sysfs.listing(home)
+        if _sysfs.read(home / address / "vendor") == _NVIDIA
+        and (_sysfs.read(home / address / "class") or "").startswith(_GPU_CLASSES)
+    )
+
+
+def from_files(root: Path) -> tuple[Gpu, ...]:
+    """The GPUs that the driver's files list; the size of their memory is not in there (0)."""
+    home = root / "proc/driver/nvidia/gpus"
+    # Only the open kernel modules share GPU memory as DMA-BUFs.
+    is_open = "Open Kernel Module" in (_sysfs.read(root / "proc/driver/nvidia/version") or "")
+    gpus = []
+    for index, address in enumerate(_sysfs.listing(home)):
+        text = _sysfs.read(home / address / "information") or ""
+        facts = dict(re.findall(r"^([^:\n]+):\s*(.*?)\s*$", text, re.MULTILINE))
+        device = root / "sys/bus/pci/devices" / address
+        gpus.append(
+            Gpu(
+                index=index,
+                uuid=facts.get("GPU UUID", ""),
+                name=facts.get("Model", "NVIDIA GPU"),
+                memory_bytes=0,
+                pci_bus_id=address,
+                bar1_bytes=_sysfs.bar1_bytes(root, address),
+                resource1_present=(device / "resource1").exists() if device.exists() else None,
+                dma_buf=is_open,
+            )
+        )
+    return tuple(gpus)
+
+
+def cuda_works() -> bool | None:
+    """What torch says; None if this build has no CUDA."""
+    import torch
+
+    return bool(torch.cuda.is_available()) if torch.version.cuda else None
+
+
+def links(gpus: tuple[Gpu, ...], nvml: Nvml) -> tuple[GpuLink, ...]:
+    """Each pair of this process's GPUs."""
+    if len(gpus) < 2:
+        return ()
+    import torch
+
+    found = []
+    for a in gpus:
+        for b in gpus:
+            if a.index < b.index:
+                ways = nvml.nvlinks.get(a.uuid.removeprefix("GPU-"))
+                count = None if ways is None else ways.get(b.pci_bus_id or "", 0) + ways.get("switch", 0)
+                both_ways = (a.index, b.index), (b.index, a.index)
+                peer = all(torch.cuda.can_device_access_peer(*way) for way in both_ways)
+                found.append(GpuLink(a=a.index, b=b.index, nvlinks=count, peer_access=peer))
+    return tuple(found)
+
+
+def ask_nvml() -> Nvml:
+    """Ask NVML by way of nvidia-ml-py; nothing of it stays open."""
+    try:
+        import pynvml
+    except ImportError:
+        return Nvml("missing")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver, or not in this container
+        return Nvml("failed")
+    try:
+        version = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        nvlinks = {_text(pynvml.nvmlDeviceGetUUID(h)).removeprefix("GPU-"): _nvlinks(pynvml, h) for h in handles}
+        return Nvml("used", f"{version // 1000}.{version % 1000 // 10}", nvlinks)
+    except pynvml.NVMLError:
+        return Nvml("failed")
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _nvlinks(pynvml: Any, handle: Any) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for link in range(_MAX_NVLINKS):
+        try:
+            if not pynvml.nvmlDeviceGetNvLinkState(handle, link):
+                continue
+            remote = _text(pynvml.nvmlDeviceGetNvLinkRemotePciInfo_v2(handle, link).busId).lower()
+        except pynvml.NVMLError:  # fewer links than that, or a GPU without any
+            continue
+        domain, _, rest = remote.partition(":")
+        try:
+            kind = pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
+            switch = kind == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
+        except (pynvml.NVMLError, AttributeError):
+            switch = False
+        end = "switch" if switch else f"{domain[-4:]}:{rest}"
+        found[end] = found.get(end, 0) + 1
+    return found
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

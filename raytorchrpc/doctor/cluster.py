@@ -1,0 +1,123 @@
+"""Looks on every node of a Ray cluster, or where actors run. Needs a Ray that is initialised."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from pydantic import ValidationError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raytorchrpc.doctor.evidence import Evidence
+from raytorchrpc.errors import BootstrapError, ConfigurationError
+
+
+def look_at_nodes(timeout_s: float) -> list[Evidence]:
+    """One fresh process on each living node. Raises BootstrapError naming the nodes that did not answer in time."""
+    nodes = _living()
+    hosts = len({node["NodeManagerAddress"] for node in nodes.values()})
+    look = ray.remote(_look_in_a_process)
+    asked = {
+        name: look.options(
+            num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote(name, node["NodeManagerAddress"], hosts, timeout_s)
+        for name, node in nodes.items()
+    }
+    return _answers(asked, "node", timeout_s, "is raytorchrpc installed there?")
+
+
+def look_at_actors(names: Sequence[str], timeout_s: float) -> list[Evidence]:
+    """In each actor's own process: its environment, its limits, its GPUs. ``names``: NAME or NAMESPACE/NAME.
+
+    A sync actor answers between its methods. Raises ConfigurationError for a name that is no actor's, BootstrapError
+    for actors that did not answer in time.
+    """
+    hosts = len({node["NodeManagerAddress"] for node in _living().values()})
+    handles = {name: _actor(name) for name in names}
+    asked = {name: handle.__ray_call__.remote(_look_from_inside, name, hosts) for name, handle in handles.items()}
+    return _answers(asked, "actor", timeout_s, "a sync actor answers between its methods")
+
+
+def _living() -> dict[str, dict[str, Any]]:
+    """Nodes by host name, with part of Ray's id where two have the same."""
+    alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    names = [node["NodeManagerHostname"] for node in alive]
+    return {
+        name if names.count(name) == 1 else f"{name}-{node['NodeID'][:6]}": node
+        for name, node in zip(names, alive, strict=True)
+    }
+
+
+def _actor(name: str) -> Any:
+    namespace, _, own = name.rpartition("/")
+    try:
+        return ray.get_actor(own, namespace=namespace or None)
+    except ValueError:
+        pass
+    known = [a for a in ray.util.list_named_actors(all_namespaces=True) if a["name"] == own]
+    if not namespace and len(known) == 1:
+        return ray.get_actor(own, namespace=known[0]["namespace"])
+    if known:
+        names = ", ".join(f"{a['namespace']}/{a['name']}" for a in known)
+        raise ConfigurationError(f"no actor {name!r}; there is: {names}")
+    raise ConfigurationError(f"no actor {name!r} (only actors with a name can be asked: options(name=...))")
+
+
+def _answers(asked: dict[str, Any], kind: str, timeout_s: float, hint: str) -> list[Evidence]:
+    done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)
+    found, failed = [], []
+    for name, ref in asked.items():
+        if ref not in done:
+            failed.append(f"{kind} {name!r}: no answer within {timeout_s:g} s ({hint})")
+            continue
+        try:
+            found.append(Evidence.model_validate_json(ray.get(ref)))
+        except ray.exceptions.RayError as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            failed.append(f"{kind} {name!r}: {lines[-1].strip()}")
+        except ValidationError:
+            failed.append(f"{kind} {name!r}: its raytorchrpc is of another release")
+    if failed:
+        raise BootstrapError("; ".join(failed))
+    return found
+
+
+def _look_in_a_process(name: str, node_ip: str, hosts: int, timeout_s: float) -> str:
+    """Runs as a Ray task. A process of its own, so that CUDA does not stay in the memory of Ray's worker."""
+    answer = subprocess.run(
+        [sys.executable, "-m", "raytorchrpc.doctor._node", name, node_ip, str(hosts)],
+        env={**_as_started(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    if answer.returncode:
+        raise RuntimeError((answer.stderr.strip().splitlines() or ["ended without a word"])[-1])
+    return answer.stdout
+
+
+def _as_started(environ: Any) -> dict[str, str]:
+    """The environment with the GPUs that the node has: Ray hides them from a task that asks for none."""
+    mine = dict(environ)
+    mine.pop("CUDA_VISIBLE_DEVICES", None)
+    try:
+        with open("/proc/self/environ", encoding="utf-8", errors="replace") as file:
+            started = dict(entry.partition("=")[::2] for entry in file.read().split("\0"))
+    except OSError:
+        return mine
+    if "CUDA_VISIBLE_DEVICES" in started:
+        mine["CUDA_VISIBLE_DEVICES"] = started["CUDA_VISIBLE_DEVICES"]
+    return mine
+
+
+def _look_from_inside(instance: Any, name: str, hosts: int) -> str:
+    """Runs in the actor's process."""
+    from raytorchrpc.doctor.gathering import gather
+
+    asked: Callable[[], dict[str, list[str]]] = ray.get_runtime_context().get_accelerator_ids
+    return gather(name=name, wants_gpu=bool(asked().get("GPU")), hosts=hosts).model_dump_json()

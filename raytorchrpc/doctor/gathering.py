@@ -1,0 +1,188 @@
+"""From a running process, or from a tree of files, to ``Evidence``.
+
+A tree (``--sysfs-root``) holds what a machine has under ``/proc``, ``/sys`` and ``/dev``. Read from it are the RDMA
+adapters, the GPUs' places and windows, peer memory, the driver, the kernel, limits and capabilities
+(``proc/self/limits``, ``status``, ``uid_map``), the environment (``proc/self/environ``), NCCL's files, namespaces, and
+interfaces (``sys/class/net``) with the addresses that ``proc/net/if_inet6`` and GIDs tell. What only a running process
+can say may be in a file ``evidence.json`` at its top: a JSON object with any fields of ``Evidence``, and under
+``endpoint`` any of ``Endpoint``; so the ``evidence`` of an earlier ``--json`` will do. It wins over what was read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from raytorchrpc import _compat, _nccl_env, _sysfs, topology
+from raytorchrpc.doctor import _gpus
+from raytorchrpc.doctor.evidence import WATCHED, Evidence
+from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.topology import Endpoint, Interface
+
+LIVE = Path("/")
+_RESOLVING_S = 5.0
+
+
+def gather(*, name: str = "", node_ip: str | None = None, wants_gpu: bool = True, hosts: int = 1) -> Evidence:
+    """Look at this process and its machine. ``node_ip``: Ray's address of this node; None asks Ray.
+
+    Blocks as ``topology.probe`` does, and for as long as the machine's own name takes to resolve (5 s at most).
+    With ``wants_gpu`` CUDA is initialised in this process.
+    """
+    endpoint = topology.probe(name=name, node_ip=node_ip or _node_ip(), wants_gpu=wants_gpu)
+    cuda, nvml = _gpus.cuda_works() if wants_gpu else None, _gpus.ask_nvml()
+    return Evidence(
+        endpoint=endpoint,
+        hosts=hosts,
+        cuda_driver=nvml.cuda_driver,
+        nvml=nvml.state,
+        cuda_works=cuda,
+        links=_gpus.links(endpoint.gpus, nvml),
+        own_addresses=_own_addresses(endpoint.hostname),
+        **_from_files(LIVE, os.environ),
+        shm_total_bytes=_shm_total(LIVE),
+        ray_version=_ray_version(),
+        ray_token=_compat.ray_token(),
+    )
+
+
+def gather_from(root: Path) -> Evidence:
+    """Look at a tree of files. Raises ConfigurationError where it is none, or its ``evidence.json`` is not as it
+    should be.
+    """
+    if not (root / "sys").is_dir() and not (root / "proc").is_dir():
+        raise ConfigurationError(f"{root} has neither sys nor proc; --sysfs-root is a directory that holds them")
+    environment = _environment(root)
+    status = _sysfs.read(root / "proc/self/status") or ""
+    uid = re.search(r"^Uid:\s*(\d+)", status, re.MULTILINE)
+    probed = topology.probe(node_ip="", wants_gpu=False, root=root)
+    endpoint = probed.model_copy(
+        update={
+            "hostname": _sysfs.read(root / "proc/sys/kernel/hostname") or "",
+            "pid": 0,
+            "uid": int(uid[1]) if uid else 0,
+            "interfaces": _interfaces(root, probed),
+            "gpus": _gpus.from_files(root),
+            "memlock_bytes": _memlock(root),
+            "huge_pages": "forbidden" if _sysfs.huge_pages(root)[0] == "never" else None,
+            "torch_version": "",
+            "cuda_version": None,
+            "python_version": "",
+            "tensorpipe_transports": (),
+            "tensorpipe_channels": (),
+            "nixl": False,
+            "wants_gpu": True,
+        }
+    )
+    evidence = Evidence(endpoint=endpoint, live=False, **_from_files(root, environment))
+    text = _sysfs.read(root / "evidence.json")
+    if text is None:
+        return evidence
+    try:
+        more = json.loads(text)
+        return evidence.merged({**more, "live": False})
+    except (ValueError, TypeError, AttributeError) as error:
+        why = error.errors()[0] if isinstance(error, ValidationError) else error
+        where = ".".join(map(str, why["loc"])) + f": {why['msg']}" if isinstance(why, dict) else why
+        raise ConfigurationError(f"{root / 'evidence.json'}: {where}") from error
+
+
+def _from_files(root: Path, environ: Mapping[str, str]) -> dict[str, Any]:
+    """What is read in the same way from a machine and from a tree."""
+    return {
+        "kernel": _sysfs.read(root / "proc/sys/kernel/osrelease"),
+        "container": _container(root, environ),
+        "gpu_driver": _gpus.driver(root),
+        "pci_gpus": _gpus.on_the_bus(root),
+        "gpu_files": tuple(n for n in _sysfs.listing(root / "dev") if re.fullmatch(r"nvidia\d+", n)),
+        "environment": {name: environ[name] for name in WATCHED if name in environ},
+        "nccl": _nccl_env.chosen_values(environ, root),
+        "may_lock_all": _sysfs.may_lock_all(root),
+    }
+
+
+def _environment(root: Path) -> dict[str, str]:
+    text = _sysfs.read(root / "proc/self/environ") or ""
+    return dict(entry.partition("=")[::2] for entry in text.split("\0") if "=" in entry)
+
+
+def _memlock(root: Path) -> int | None:
+    if _sysfs.may_lock_all(root):
+        return None
+    limit = re.search(r"^Max locked memory\s+(\d+)", _sysfs.read(root / "proc/self/limits") or "", re.MULTILINE)
+    return int(limit[1]) if limit else None
+
+
+def _interfaces(root: Path, probed: Endpoint) -> tuple[Interface, ...]:
+    addresses: dict[str, dict[str, None]] = {}
+    for gid in (gid for hca in probed.hcas for port in hca.ports for gid in port.gids):
+        if gid.interface and gid.ipv4:
+            addresses.setdefault(gid.interface, {})[gid.ipv4] = None
+    for name, address in _sysfs.ipv6_addresses(root):
+        addresses.setdefault(name, {})[address] = None
+    names = dict.fromkeys([*_sysfs.listing(root / "sys/class/net"), *addresses])
+    return tuple(
+        Interface(
+            name=name,
+            addresses=tuple(addresses.get(name, ())),
+            up=_sysfs.read(root / "sys/class/net" / name / "operstate") != "down",
+        )
+        for name in names
+    )
+
+
+def _container(root: Path, environ: Mapping[str, str]) -> str | None:
+    if environ.get("KUBERNETES_SERVICE_HOST") or (root / "var/run/secrets/kubernetes.io").exists():
+        return "kubernetes"
+    if (root / ".dockerenv").exists():
+        return "docker"
+    if (root / "run/.containerenv").exists():
+        return "podman"
+    found = re.search(r"kubepods|docker|containerd|libpod|lxc", _sysfs.read(root / "proc/1/cgroup") or "")
+    return {"kubepods": "kubernetes", "libpod": "podman"}.get(found[0], found[0]) if found else None
+
+
+def _shm_total(root: Path) -> int:
+    try:
+        stat = os.statvfs(root / "dev/shm")
+    except OSError:
+        return 0
+    return stat.f_blocks * stat.f_frsize
+
+
+def _own_addresses(hostname: str) -> tuple[str, ...] | None:
+    """Asked on a thread: a name server that does not answer can take minutes, and nothing can interrupt it."""
+    found: list[tuple[str, ...]] = []
+
+    def ask() -> None:
+        try:
+            answers = socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
+        except OSError:
+            found.append(())
+        else:
+            found.append(tuple(dict.fromkeys(str(answer[4][0]) for answer in answers)))
+
+    asking = threading.Thread(target=ask, name="raytorchrpc-doctor-name", daemon=True)
+    asking.start()
+    asking.join(_RESOLVING_S)
+    return found[0] if found else None
+
+
+def _node_ip() -> str:
+    import ray.util
+
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+def _ray_version() -> str:
+    import ray
+
+    return str(ray.__version__)
