@@ -46,7 +46,7 @@ def on_the_bus(root: Path) -> tuple[str, ...]:
 
 
 def from_files(root: Path) -> tuple[Gpu, ...]:
-    """The GPUs that the driver's files list; the size of their memory is not in there (0)."""
+    """The GPUs that the driver's files list; the size of their memory is what a model's name says, else 0."""
     home = root / "proc/driver/nvidia/gpus"
     # Only the open kernel modules share GPU memory as DMA-BUFs.
     is_open = "Open Kernel Module" in (_sysfs.read(root / "proc/driver/nvidia/version") or "")
@@ -55,12 +55,13 @@ def from_files(root: Path) -> tuple[Gpu, ...]:
         text = _sysfs.read(home / address / "information") or ""
         facts = dict(re.findall(r"^([^:\n]+):\s*(.*?)\s*$", text, re.MULTILINE))
         device = root / "sys/bus/pci/devices" / address
+        size = re.search(r"(\d+)GB", facts.get("Model", ""))
         gpus.append(
             Gpu(
                 index=index,
                 uuid=facts.get("GPU UUID", ""),
                 name=facts.get("Model", "NVIDIA GPU"),
-                memory_bytes=0,
+                memory_bytes=int(size[1]) * 10**9 if size else 0,
                 pci_bus_id=address,
                 bar1_bytes=_sysfs.bar1_bytes(root, address),
                 resource1_present=(device / "resource1").exists() if device.exists() else None,
@@ -122,7 +123,7 @@ def _nvlinks(pynvml: Any, handle: Any) -> dict[str, int]:
         try:
             if not pynvml.nvmlDeviceGetNvLinkState(handle, link):
                 continue
-            remote = _text(pynvml.nvmlDeviceGetNvLinkRemotePciInfo_v2(handle, link).busId).lower()
+            remote = _text(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId).lower()
         except pynvml.NVMLError:  # fewer links than that, or a GPU without any
             continue
         domain, _, rest = remote.partition(":")

@@ -33,6 +33,8 @@ def _address(evidence: Evidence) -> list[Finding]:
             )
         ]
     name = interface_for(endpoint, endpoint.node_ip)
+    if name is None and not evidence.live and not any(i.addresses for i in endpoint.interfaces):
+        return []  # files do not tell which interface has which IPv4 address
     if name is None:
         return [
             Finding(

@@ -95,7 +95,7 @@ def _ports(endpoint: Endpoint, usable: set[str]) -> list[Finding]:
             )
         )
     others = [hca.name for hca in down if hca is not first]
-    if others:
+    if others and usable:
         found.append(
             Finding(
                 id="rdma-port-down",

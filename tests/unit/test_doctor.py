@@ -1,0 +1,283 @@
+"""What the doctor says of machines that are described file by file: the healthy ones, and one fault at a time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytorchrpc import ConfigurationError
+from raytorchrpc.doctor import Finding, examine
+from raytorchrpc.doctor.catalogue import FINDINGS
+from tests.unit.trees import CLOSED_DRIVER, HEALTHY_ENVIRONMENT, Tree, gpu_rows, laptop, public_node
+
+
+def said(findings: tuple[Finding, ...], *levels: str) -> dict[str, str]:
+    """id -> level, of those levels."""
+    return {finding.id: finding.level for finding in findings if finding.level in levels}
+
+
+def finding(findings: tuple[Finding, ...], name: str) -> Finding:
+    (found,) = (each for each in findings if each.id == name)
+    return found
+
+
+def test_the_healthy_node_of_nine_adapters_gives_no_warning(tmp_path: Path) -> None:
+    public_node(tmp_path)
+    findings = examine(tmp_path)
+    assert said(findings, "warning", "problem") == {}
+    # What TensorPipe cannot do on RoCE is no fault of the machine's.
+    assert said(findings, "note") == {"rdma-roce": "note"}
+    well = said(findings, "ok")
+    assert {
+        "gpu",
+        "rdma",
+        "rdma-gpudirect",
+        "nccl-values",
+        "memlock",
+        "fork-safety",
+        "shm",
+        "address",
+        "own-name",
+    } == set(well)
+    assert "8 x NVIDIA A100-SXM4-80GB, driver 570.124.06" in finding(findings, "gpu").seen
+    assert "9 usable port(s) on 9 adapter(s), Ethernet, 25 or 200 Gb/s" in finding(findings, "rdma").seen
+    assert "10.0.60.3, is on eth0" in finding(findings, "address").seen
+
+
+def test_a_laptop_gives_notes_at_most(tmp_path: Path) -> None:
+    laptop(tmp_path)
+    findings = examine(tmp_path)
+    assert said(findings, "warning", "problem") == {}
+    assert set(said(findings, "note")) == {"gpu-none", "rdma-none", "own-name-loopback", "address-loopback"}
+
+
+def test_a_healthy_infiniband_node_gives_not_even_a_note(tmp_path: Path) -> None:
+    tree = public_node(tmp_path)
+    for number in range(9):
+        infiniband(tree, number)
+    findings = examine(tmp_path)
+    assert said(findings, "note", "warning", "problem") == {}
+
+
+def infiniband(tree: Tree, number: int) -> None:
+    port = tree.place(f"mlx5_{number}")
+    shutil.rmtree(port)
+    tree.port(port, "InfiniBand")
+    tree.gids(port, [(0, f"fe80:0000:0000:0000:0000:0000:0000:000{number}", "IB/RoCE v1", None)])
+
+
+def bare_roce(tree: Tree) -> None:
+    """GID 0 only, as a container shows whose adapter's interface stayed outside."""
+    for number in range(9):
+        port = tree.place(f"mlx5_{number}")
+        shutil.rmtree(port / "gids")
+        shutil.rmtree(port / "gid_attrs")
+        tree.gids(port, [(0, f"fe80:0000:0000:0000:0000:0000:0000:000{number}", "IB/RoCE v1", "eth0")])
+
+
+def no_peermem(tree: Tree) -> None:
+    shutil.rmtree(tree.root / "sys/kernel/mm/memory_peers")
+
+
+def no_gpudirect(tree: Tree) -> None:
+    no_peermem(tree)
+    tree.driver(CLOSED_DRIVER)
+
+
+def small_bar1(tree: Tree) -> None:
+    for index, address, name in gpu_rows():
+        tree.gpu(index, address, name, bar1_gib=0.25)
+
+
+def without_devices(tree: Tree) -> None:
+    shutil.rmtree(tree.root / "dev/infiniband")
+
+
+def only_efa(tree: Tree) -> None:
+    shutil.rmtree(tree.root / "sys/class/infiniband")
+    tree.port(tree.hca("rdmap0s6", driver="efa"), "InfiniBand", rate="100 Gb/sec (4X EDR)")
+
+
+def in_a_container(tree: Tree, given: int) -> None:
+    tree.environment({**HEALTHY_ENVIRONMENT, "KUBERNETES_SERVICE_HOST": "10.96.0.1"})
+    shutil.rmtree(tree.root / "proc/driver/nvidia/gpus")
+    for file in tree.root.glob("dev/nvidia*"):
+        file.unlink()
+    for index, address, name in gpu_rows():
+        tree.gpu(index, address, name, given=index < given)
+
+
+def another_name_for(address: str, hosts: int) -> Callable[[Tree], None]:
+    return lambda tree: tree.say(own_addresses=[address], hosts=hosts)
+
+
+def nccl(**variables: str) -> Callable[[Tree], None]:
+    return lambda tree: tree.environment({**HEALTHY_ENVIRONMENT, **variables})
+
+
+BROKEN: dict[str, tuple[Callable[[Tree], Any], dict[str, str]]] = {
+    "first adapter down": (
+        lambda tree: tree.port(tree.place("mlx5_0"), state="1: DOWN"),
+        {"rdma-first-unusable": "warning"},
+    ),
+    "another adapter down": (
+        lambda tree: tree.port(tree.place("mlx5_4"), state="1: DOWN"),
+        {"rdma-roce": "note", "rdma-port-down": "warning"},
+    ),
+    "every adapter down": (
+        lambda tree: [tree.port(tree.place(f"mlx5_{n}"), state="1: DOWN") for n in range(9)],
+        {"rdma-first-unusable": "problem"},
+    ),
+    "RoCE with GID 0 only": (bare_roce, {"rdma-no-routed-gid": "problem"}),
+    "RoCE needs GID 3, and 0 was set": (
+        nccl(NCCL_IB_GID_INDEX="0"),
+        {"rdma-roce": "note", "nccl-value-unfit": "warning"},
+    ),
+    "RoCE v1 was set": (nccl(NCCL_IB_GID_INDEX="2"), {"rdma-roce": "note", "nccl-value-unfit": "warning"}),
+    "no nvidia-peermem": (no_peermem, {"rdma-roce": "note", "rdma-dma-buf-only": "note"}),
+    "no DMA-BUF": (lambda tree: tree.driver(CLOSED_DRIVER), {"rdma-roce": "note"}),
+    "neither": (no_gpudirect, {"rdma-roce": "note", "rdma-no-gpudirect": "warning"}),
+    "small BAR1": (small_bar1, {"rdma-roce": "note", "gpu-bar1-small": "warning"}),
+    "8 MiB to lock, not root": (
+        lambda tree: tree.process(uid=1000, ipc_lock=False, memlock="8388608"),
+        {"rdma-roce": "note", "memlock-small": "problem"},
+    ),
+    "8 MiB to lock, root without IPC_LOCK": (
+        lambda tree: tree.process(ipc_lock=False, memlock="8388608"),
+        {"rdma-roce": "note", "memlock-small": "problem"},
+    ),
+    "8 MiB to lock, root with IPC_LOCK": (lambda tree: tree.process(memlock="8388608"), {"rdma-roce": "note"}),
+    "no verbs devices": (without_devices, {"rdma-roce": "note", "rdma-no-verbs-device": "problem"}),
+    "tiny /dev/shm": (
+        lambda tree: tree.say(shm_total_bytes=64 << 20, endpoint={"shm_free_bytes": 60 << 20}),
+        {"rdma-roce": "note", "shm-small": "warning"},
+    ),
+    "own name is 127.0.1.1, one host": (
+        another_name_for("127.0.1.1", hosts=1),
+        {"rdma-roce": "note", "own-name-loopback": "note"},
+    ),
+    "own name is 127.0.1.1, two hosts": (
+        another_name_for("127.0.1.1", hosts=2),
+        {"rdma-roce": "note", "own-name-loopback": "warning"},
+    ),
+    "own name is nothing, two hosts": (
+        lambda tree: tree.say(own_addresses=[], hosts=2),
+        {"rdma-roce": "note", "own-name-unknown": "warning"},
+    ),
+    "fork safety unset": (
+        lambda tree: tree.environment({"IBV_FORK_SAFE": "1"}),
+        {"rdma-roce": "note", "fork-unsafe": "warning"},
+    ),
+    "fork safety unset, new kernel": (
+        lambda tree: [tree.environment({}), tree.kernel("6.8.0-45-generic")],
+        {"rdma-roce": "note", "fork-unsafe": "note"},
+    ),
+    "EFA": (only_efa, {"rdma-efa": "warning"}),
+    "a container with no GPU of its host's": (
+        lambda tree: in_a_container(tree, given=0),
+        {"rdma-roce": "note", "gpu-not-in-container": "warning"},
+    ),
+    "a container with one GPU of its host's": (
+        lambda tree: in_a_container(tree, given=1),
+        {"rdma-roce": "note", "gpu-partly-in-container": "note"},
+    ),
+    "InfiniBand and RoCE": (
+        lambda tree: [infiniband(tree, number) for number in range(4, 9)],
+        {"rdma-roce": "note", "rdma-link-layers-mixed": "note"},
+    ),
+    "Ray on 127.0.0.1, two hosts": (
+        lambda tree: tree.say(endpoint={"node_ip": "127.0.0.1"}, hosts=2),
+        {"rdma-roce": "note", "address-loopback": "problem"},
+    ),
+    "Ray's address on no interface": (
+        lambda tree: tree.say(endpoint={"node_ip": "203.0.113.9"}),
+        {"rdma-roce": "note", "address-unknown": "warning"},
+    ),
+    "an interface for all nodes that this one has not": (
+        nccl(TP_SOCKET_IFNAME="ens5", NCCL_SOCKET_IFNAME="=ens5"),
+        {"rdma-roce": "note", "interface-variable-wrong": "warning", "nccl-value-unfit": "warning"},
+    ),
+    "an adapter that is not there": (
+        nccl(NCCL_IB_HCA="=mlx5_bond_0"),
+        {"rdma-roce": "note", "nccl-value-unfit": "warning"},
+    ),
+    "RDMA turned off": (nccl(NCCL_IB_DISABLE="1"), {"rdma-roce": "note", "nccl-value-unfit": "warning"}),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_one_fault_gives_its_finding_and_no_other(tmp_path: Path, name: str) -> None:
+    spoil, expected = BROKEN[name]
+    spoil(public_node(tmp_path))
+    findings = examine(tmp_path)
+    assert said(findings, "note", "warning", "problem") == expected
+    for each in findings:
+        if each.level in ("warning", "problem"):
+            assert each.meaning and each.remedy, f"{each.id} does not say what it means and what to do"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name", "words"),
+    [
+        (BROKEN["first adapter down"][0], "rdma-first-unusable", "mlx5_0, is DOWN"),
+        (BROKEN["RoCE needs GID 3, and 0 was set"][0], "nccl-value-unfit", "a link-local address; 3 is the routed one"),
+        (BROKEN["RoCE v1 was set"][0], "nccl-value-unfit", "IB/RoCE v1; 3 is the routed one"),
+        (BROKEN["small BAR1"][0], "gpu-bar1-small", "BAR1 of 8 GPU(s)"),
+        (BROKEN["8 MiB to lock, not root"][0], "memlock-small", "uid 1000 may lock 8 MiB"),
+        (BROKEN["a container with one GPU of its host's"][0], "gpu-partly-in-container", "1 of the host's 8 GPUs"),
+        (BROKEN["no verbs devices"][0], "rdma-no-verbs-device", "mlx5_0, mlx5_1, mlx5_2, mlx5_3 and 5 more"),
+    ],
+)
+def test_a_finding_names_the_thing(tmp_path: Path, spoil: Callable[[Tree], Any], name: str, words: str) -> None:
+    spoil(public_node(tmp_path))
+    assert words in finding(examine(tmp_path), name).seen
+
+
+def test_ipc_lock_is_no_remedy_for_a_user_other_than_root(tmp_path: Path) -> None:
+    public_node(tmp_path).process(uid=1000, ipc_lock=False, memlock="8388608")
+    assert "IPC_LOCK alone does nothing" in finding(examine(tmp_path), "memlock-small").remedy
+
+
+def test_values_in_ncclss_own_files_are_seen(tmp_path: Path) -> None:
+    tree = public_node(tmp_path)
+    (tree.root / "etc").mkdir()
+    (tree.root / "etc/nccl.conf").write_text("# for the whole machine\nNCCL_IB_HCA=mlx4\n")
+    assert "NCCL_IB_HCA=mlx4" in finding(examine(tmp_path), "nccl-value-unfit").seen
+
+
+def test_a_folder_that_is_no_machine_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="has neither sys nor proc"):
+        examine(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "Expecting property name"),
+        ('{"hosts": "many"}', "hosts: "),
+        ('{"endpoint": {"color": 1}}', "endpoint.color"),
+    ],
+)
+def test_an_evidence_file_that_is_none_is_refused_with_its_name(tmp_path: Path, text: str, words: str) -> None:
+    tree = laptop(tmp_path)
+    (tree.root / "evidence.json").write_text(text)
+    with pytest.raises(ConfigurationError, match=f"evidence.json: .*{words}"):
+        examine(tmp_path)
+
+
+def test_this_machine_is_examined_without_an_error() -> None:
+    findings = examine()
+    assert {"torch", "ray"} <= set(said(findings, "ok"))
+    assert not [each.id for each in findings if each.id not in FINDINGS]
+
+
+def test_every_finding_is_in_the_catalogue_with_its_level(tmp_path: Path) -> None:
+    for number, (spoil, _) in enumerate(BROKEN.values()):
+        root = tmp_path / str(number)
+        spoil(public_node(root))
+        for each in examine(root):
+            assert each.level in FINDINGS[each.id][0].split(", ")

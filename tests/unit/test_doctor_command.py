@@ -1,0 +1,132 @@
+"""``raytorchrpc doctor`` as a command, without Ray: exit codes, JSON, one line for what cannot be."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from raytorchrpc.cli.app import app
+from raytorchrpc.cli.doctor import run
+from raytorchrpc.doctor import Report
+from tests.unit.trees import laptop, public_node
+
+ROOT = Path(__file__).parents[2]
+
+
+def told(capsys: pytest.CaptureFixture[str], **options: Any) -> tuple[int, str, str]:
+    code = run(**options)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_json_is_the_whole_report_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    public_node(tmp_path)
+    code, out, err = told(capsys, sysfs_root=tmp_path, as_json=True)
+    assert (code, err) == (0, "")
+    (node,) = json.loads(out)["nodes"]
+    assert node["name"] == "node-7"
+    assert node["nccl"]["NCCL_IB_GID_INDEX"]["advised"] == "3"
+    assert {"id": "gpu-links"}.keys() <= node["findings"][0].keys()
+    assert Report.model_validate_json(out).healthy()
+
+
+def test_the_evidence_of_a_report_is_an_evidence_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    public_node(tmp_path / "node")
+    _, out, _ = told(capsys, sysfs_root=tmp_path / "node", as_json=True)
+    first = json.loads(out)["nodes"][0]
+    (tmp_path / "copy/proc").mkdir(parents=True)
+    (tmp_path / "copy/evidence.json").write_text(json.dumps(first["evidence"]))
+    _, out, _ = told(capsys, sysfs_root=tmp_path / "copy", as_json=True)
+    assert json.loads(out)["nodes"][0] == first
+
+
+@pytest.mark.parametrize(("strict", "memlock", "shm", "code"), [
+    (False, "unlimited", 64 << 30, 0),
+    (True, "unlimited", 64 << 30, 0),
+    (False, "unlimited", 1 << 20, 0),
+    (True, "unlimited", 1 << 20, 1),
+    (False, "8388608", 64 << 30, 1),
+])  # fmt: skip
+def test_exit_codes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], strict: bool, memlock: str, shm: int, code: int
+) -> None:
+    tree = public_node(tmp_path)
+    tree.process(uid=1000, ipc_lock=False, memlock=memlock)
+    tree.say(shm_total_bytes=shm, endpoint={"shm_free_bytes": shm})
+    assert told(capsys, sysfs_root=tmp_path, strict=strict)[0] == code
+
+
+def test_the_text_says_what_was_seen_what_it_means_and_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    public_node(tmp_path).process(uid=1000, ipc_lock=False, memlock="8388608")
+    code, out, _ = told(capsys, sysfs_root=tmp_path)
+    assert code == 1
+    lines = [line.strip() for line in out.splitlines()]
+    at = next(number for number, line in enumerate(lines) if line.startswith("problem  memlock-small:"))
+    assert lines[at + 1].startswith("means: RDMA locks its buffers")
+    assert lines[at + 2].startswith("do: run as root with IPC_LOCK")
+    assert any(line.startswith("NCCL_IB_HCA: =mlx5_1:1,") for line in lines)
+    assert lines[-1] == "1 problem, 1 note"
+
+
+def test_a_healthy_machine_is_called_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    laptop(tmp_path)
+    code, out, _ = told(capsys, sysfs_root=tmp_path)
+    assert (code, out.splitlines()[-1]) == (0, "healthy (4 notes)")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sysfs_root": Path("/nonexistent")}, "/nonexistent has neither sys nor proc"),
+        ({"cluster": True, "sysfs_root": Path("/")}, "give one"),
+        ({"cluster": True, "actors": "a"}, "give one"),
+        ({"actors": " , "}, "names no actor"),
+        ({"actors": "a,b,a"}, "an actor twice"),
+        ({"address": "10.0.0.1:6379"}, "--address goes with --cluster or --actors"),
+        ({"cluster": True, "timeout_s": 0.0}, "--timeout is a number of seconds"),
+        ({"cluster": True, "address": "127.0.0.1:1"}, "no Ray cluster answers at 127.0.0.1:1"),
+        ({"cluster": True, "address": "local"}, "name one that runs"),
+    ],
+)
+def test_bad_usage_is_one_line_and_code_2(
+    capsys: pytest.CaptureFixture[str], options: dict[str, Any], words: str
+) -> None:
+    code, out, err = told(capsys, **options)
+    assert (code, out) == (2, "")
+    assert words in err and err.startswith("raytorchrpc doctor: ") and err.count("\n") == 1
+
+
+def test_the_options_reach_the_command(tmp_path: Path) -> None:
+    public_node(tmp_path).say(shm_total_bytes=0, endpoint={"shm_free_bytes": 0})
+    arguments = ["doctor", "--sysfs-root", str(tmp_path), "--json"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    result = CliRunner().invoke(app, [*arguments, "--strict"])
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["level"] == "warning"
+    assert CliRunner().invoke(app, ["doctor", "--actors", ""]).exit_code == 2
+
+
+WITHOUT = """
+import runpy, sys
+for name in ("rich", "typer", "click", "pynvml"):
+    sys.modules[name] = None  # as if it were not installed
+sys.argv = ["doctor", "--json", "--sysfs-root", sys.argv[1]]
+runpy.run_module("raytorchrpc.doctor", run_name="__main__")
+"""
+
+
+def test_the_module_runs_without_typer_and_rich(tmp_path: Path) -> None:
+    laptop(tmp_path)
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert json.loads(ran.stdout)["level"] == "note"
