@@ -53,6 +53,12 @@ def test_any_function_runs_on_any_actor(spawn: Spawn) -> None:
     assert inside(spawn(Plain), lambda instance: instance.double(21)) == 42
 
 
+def test_whether_token_authentication_is_on_can_be_told(cluster: None) -> None:
+    """ray._raylet.get_authentication_mode, AuthenticationMode and AuthenticationTokenLoader: without them the doctor
+    cannot say why a process is refused. A local Ray turns authentication on unless the environment says otherwise."""
+    assert _compat.ray_token() == ("on" if os.environ["RAY_AUTH_MODE"] == "token" else "off")
+
+
 def test_the_actor_in_this_process_is_found(peers: list[Any], asynchronous: Any) -> None:
     """ray._private.worker.global_worker, its .actors and .core_worker.get_actor_id: without them a method called
     through Ray does not know its gate, and direct calls run beside it."""

@@ -216,6 +216,7 @@ def test_one_fault_gives_its_finding_and_no_other(tmp_path: Path, name: str) -> 
     findings = examine(tmp_path)
     assert said(findings, "note", "warning", "problem") == expected
     for each in findings:
+        assert each.level in FINDINGS[each.id][0].split(", ")
         if each.level in ("warning", "problem"):
             assert each.meaning and each.remedy, f"{each.id} does not say what it means and what to do"
 
@@ -273,11 +274,3 @@ def test_this_machine_is_examined_without_an_error() -> None:
     findings = examine()
     assert {"torch", "ray"} <= set(said(findings, "ok"))
     assert not [each.id for each in findings if each.id not in FINDINGS]
-
-
-def test_every_finding_is_in_the_catalogue_with_its_level(tmp_path: Path) -> None:
-    for number, (spoil, _) in enumerate(BROKEN.values()):
-        root = tmp_path / str(number)
-        spoil(public_node(root))
-        for each in examine(root):
-            assert each.level in FINDINGS[each.id][0].split(", ")

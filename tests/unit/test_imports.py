@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "forming": {"joining", "peers", "roster"},
     "roster": {"device_map", "fabric", "joining", "membership", "peers", "routing", "topology"},
     "joining": {
+        "_nccl_env",
         "calls",
         "device_map",
         "fabric",
@@ -73,10 +74,15 @@ MAY_IMPORT = {
     "_lane_rules": {"_rdma", "_tensorpipe", "device_map", "topology"},
     "_tensorpipe": {"_rdma", "device_map", "topology"},
     "_rdma": {"topology"},
+    "_nccl_env": {"_rdma", "topology"},
     "device_map": {"topology"},
     "topology": {"_sysfs"},
-    "cli": {"", "__version__", "bench", "cli", "group", "routing", "topology"},
+    "cli": {"", "__version__", "bench", "cli", "doctor", "group", "routing", "topology"},
     "bench": {"", "__version__", "_rdma", "bench", "topology"},
+    "doctor": {
+        *("_lane_rules", "_nccl_env", "_rdma", "_sysfs", "_tensorpipe"),
+        *("cli.doctor", "doctor", "routing", "topology"),
+    },
     "rdt": {"_rdt_source", "_rdt_transport"},
     "_rdt_transport": {"_rdt_pull", "_rdt_source", "lanes.base", "rdt", "shipping"},
     "_rdt_pull": {
@@ -117,8 +123,8 @@ LANE_EXTRAS = {
     "_control": {"lanes._handshake"},
 }
 PRIVATE_TO_LANES = {name for name in FILES if name.startswith("lanes._") and name != "lanes.__init__"}
-WITHOUT_RAY = ("routing", "device_map", "codec", "config", "errors")
-WITHOUT_TORCH = ("routing", "device_map", "config", "errors")
+WITHOUT_RAY = ("routing", "device_map", "codec", "config", "errors", "_nccl_env", "doctor.reports")
+WITHOUT_TORCH = ("routing", "device_map", "config", "errors", "_nccl_env", "doctor.reports")
 
 
 def imported(tree: ast.AST, *, at_load: bool = False) -> Iterator[str]:
@@ -149,7 +155,7 @@ def rooms(name: str, *, at_load: bool = False) -> set[str]:
 @pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("lanes.")])
 def test_a_room_imports_only_those_below_it(name: str) -> None:
     package = name.partition(".")[0]
-    room = package if package in ("bench", "cli") else name
+    room = package if package in ("bench", "cli", "doctor") else name
     allowed = MAY_IMPORT.get(room, set()) | COMMON
     strangers = {other for other in rooms(name) if other not in allowed and other.partition(".")[0] not in allowed}
     assert not strangers, f"{name} may not import {strangers}"

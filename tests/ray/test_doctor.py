@@ -1,0 +1,79 @@
+"""``raytorchrpc doctor`` on a Ray cluster: every node, and inside actors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from raytorchrpc.doctor.cluster import look_at_actors
+from raytorchrpc.doctor.reports import make_report
+from raytorchrpc.errors import BootstrapError, ConfigurationError
+from tests.ray.actors import Latch, Peer
+from tests.ray.commands import Command
+from tests.ray.conftest import Spawn
+
+
+@pytest.fixture
+def doctor() -> Iterator[Command]:
+    doctor = Command("doctor")
+    yield doctor
+    doctor.end()
+
+
+def test_the_command_looks_on_every_node_by_a_process_of_its_own(cluster: None, doctor: Command) -> None:
+    code, out, err = doctor.run("--cluster", "--address", ray.get_runtime_context().gcs_address, "--json")
+    assert code == 0, out + err
+    report = json.loads(out)
+    (node,) = report["nodes"]
+    (known,) = ray.nodes()
+    assert node["name"] == known["NodeManagerHostname"]
+    evidence = node["evidence"]
+    assert evidence["endpoint"]["node_ip"] == known["NodeManagerAddress"]
+    assert (evidence["live"], evidence["hosts"], evidence["ray_version"]) == (True, 1, ray.__version__)
+    assert evidence["endpoint"]["pid"] != os.getpid()
+    assert report["together"] == []
+
+
+def test_actors_are_looked_at_from_inside(spawn: Spawn, latch: Callable[[], Latch]) -> None:
+    variables = {"IBV_FORK_SAFE": "1", "NCCL_IB_TIMEOUT": "23"}
+    spawn(Peer, name="learner", namespace="training", runtime_env={"env_vars": variables})
+    busy = spawn(Peer, name="busy")
+    learner, other = evidence = look_at_actors(["training/learner", "busy"], 60)
+    assert [each.endpoint.name for each in evidence] == ["training/learner", "busy"]
+    assert learner.environment["IBV_FORK_SAFE"] == "1" and "IBV_FORK_SAFE" not in other.environment
+    assert learner.nccl["NCCL_IB_TIMEOUT"] == "23"
+    assert other.endpoint.pid == ray.get(busy.run.remote(os.getpid)) != learner.endpoint.pid
+    routes = {each.id: each.seen for each in make_report(evidence, "").together}
+    assert "training/learner - busy: calls: socket (unix socket); cpu: shm" in routes["together-routes"]
+
+    (found,) = look_at_actors(["learner"], 60)  # there is one of that name, in whatever namespace
+    assert found.endpoint.pid == learner.endpoint.pid
+    with pytest.raises(ConfigurationError, match="no actor 'elsewhere/learner'; there is: training/learner"):
+        look_at_actors(["elsewhere/learner"], 60)
+    with pytest.raises(ConfigurationError, match="no actor 'trainer'"):
+        look_at_actors(["busy", "trainer"], 60)
+
+    gate = latch()
+    working = busy.busy.remote(gate)
+    with pytest.raises(BootstrapError, match=r"actor 'busy': no answer within 0.5 s \(a sync actor answers between"):
+        look_at_actors(["busy"], 0.5)
+    gate.open()
+    ray.get(working)
+
+
+def test_no_token_is_one_line_and_code_2(
+    cluster: None, doctor: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    address = ray.get_runtime_context().gcs_address
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    code, out, err = doctor.run("--cluster", "--address", address)
+    assert (code, out) == (2, ""), err
+    assert "oken" in err.splitlines()[-1] and err.splitlines()[-1].startswith("raytorchrpc doctor: ")

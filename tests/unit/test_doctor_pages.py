@@ -1,0 +1,56 @@
+"""``docs/doctor.md`` lists every finding as the code does, and ``docs/rdma.md`` names tests that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from raytorchrpc import _nccl_env
+from raytorchrpc.doctor.catalogue import FINDINGS
+
+ROOT = Path(__file__).parents[2]
+DOCTOR = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+RDMA = (ROOT / "docs" / "rdma.md").read_text(encoding="utf-8")
+_NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+
+def test_the_table_of_findings_is_that_of_the_code() -> None:
+    table = "\n".join(f"| `{name}` | {levels} | {when} |" for name, (levels, when) in FINDINGS.items())
+    assert table in DOCTOR, f"docs/doctor.md should have:\n{table}"
+
+
+def test_the_code_says_what_is_listed_and_nothing_else() -> None:
+    said = set()
+    for file in (ROOT / "raytorchrpc" / "doctor").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Finding":
+                (name,) = (keyword.value for keyword in node.keywords if keyword.arg == "id")
+                assert isinstance(name, ast.Constant), f"{file.name}: an id is written out"
+                said.add(name.value)
+    assert said == set(FINDINGS)
+
+
+def test_the_page_tells_of_every_variable_of_nccls() -> None:
+    for name in _nccl_env.VARIABLES:
+        assert re.search(rf"^\| `{name}` \|", DOCTOR, re.MULTILINE), name
+
+
+@pytest.mark.parametrize(("file", "test"), sorted(set(_NAMED.findall(RDMA + DOCTOR))))
+def test_a_test_that_is_named_exists(file: str, test: str) -> None:
+    text = (ROOT / file).read_text(encoding="utf-8")
+    assert re.search(rf"^ *def {test}\(", text, re.MULTILINE), f"{file} has no {test}"
+
+
+def test_a_finding_that_is_named_in_the_page_on_rdma_exists() -> None:
+    named = set(re.findall(r"`((?:rdma|gpu|memlock|fork|together|nccl|shm|nixl)-[a-z-]+)`", RDMA))
+    assert named and named <= set(FINDINGS)
+
+
+def test_every_hole_says_what_was_simulated_and_what_ran() -> None:
+    rows = [line for line in RDMA.splitlines() if line.startswith("| ") and "test_rdma_holes.py" in line]
+    assert len(rows) == 5
+    for row in rows:
+        assert row.split("|")[-2].strip() == "nothing", row

@@ -1,0 +1,189 @@
+"""What several nodes' evidence together shows; and how a running machine is asked."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from raytorchrpc.doctor import _gpus, gathering, together
+from raytorchrpc.doctor.evidence import Evidence, GpuLink
+from raytorchrpc.doctor.findings import Finding
+from raytorchrpc.doctor.reports import examine_evidence, make_report
+from tests.unit import clusters
+from tests.unit.clusters import Cluster, a100s, infiniband_hcas, member, public_nodes, roce_hcas, with_port
+
+
+def evidence(cluster: Cluster, **fields: Any) -> list[Evidence]:
+    return [Evidence(endpoint=endpoint, **{"hosts": len(cluster), **fields}) for endpoint in cluster.values()]
+
+
+def ids(cluster: Cluster, **fields: Any) -> dict[str, str]:
+    return {each.id: each.level for each in together.findings(evidence(cluster, **fields))}
+
+
+def one(findings: list[Finding], name: str) -> Finding:
+    (found,) = (each for each in findings if each.id == name)
+    return found
+
+
+def test_nodes_that_fit_show_their_routes_alone() -> None:
+    assert ids(public_nodes()) == {"together-routes": "ok"}
+    routes = one(together.findings(evidence(public_nodes())), "together-routes").seen
+    assert routes.startswith("worker_0 - worker_1: calls: socket (tcp socket); cpu: torchrpc (torchrpc over ibv")
+
+
+def test_different_torch_releases_form_no_group() -> None:
+    cluster = public_nodes()
+    cluster["worker_1"] = cluster["worker_1"].model_copy(update={"torch_version": "2.11.0"})
+    assert ids(cluster)["together-no-group"] == "problem"
+    assert not make_report(evidence(cluster), "1").healthy()
+
+
+def test_containers_of_one_host_with_different_gpus() -> None:
+    found = together.findings(evidence(clusters.two_pods_one_host()))
+    apart = one(found, "together-containers-apart")
+    assert apart.level == "warning" and "worker_0 and worker_1" in apart.seen and "abort" in apart.meaning
+    assert "together-containers-apart" not in ids(clusters.one_host_two_gpus())
+    assert "together-containers-apart" not in ids(clusters.two_pods_one_host(gpus=False))
+
+
+def test_rdma_on_some_nodes_only() -> None:
+    cluster = public_nodes(lambda host: (infiniband_hcas(), ())[host])
+    assert ids(cluster)["together-rdma-uneven"] == "warning"
+    assert "worker_1" in one(together.findings(evidence(cluster)), "together-rdma-uneven").seen
+
+
+def test_fabrics_that_do_not_meet() -> None:
+    for other in (roce_hcas(), infiniband_hcas("fec0:0000:0000:0001")):
+        mixed = public_nodes(lambda host, other=other: (infiniband_hcas(), other)[host])  # type: ignore[misc]
+        assert ids(mixed)["together-no-common-fabric"] == "warning"
+
+
+def test_a_gid_index_that_differs_from_host_to_host() -> None:
+    def hcas(host: int) -> Any:
+        ports = roce_hcas()[:1]
+        gids = ports[0].ports[0].gids
+        return with_port(ports, "mlx5_0", gids=tuple(g.model_copy(update={"index": g.index + 2 * host}) for g in gids))
+
+    found = one(together.findings(evidence(public_nodes(hcas))), "together-gid-index-differs")
+    assert found.level == "note" and "3 on worker_0; 5 on worker_1" in found.seen
+
+
+def test_token_authentication_on_some_nodes_only() -> None:
+    on, off = evidence(public_nodes())
+    found = together.findings([on.model_copy(update={"ray_token": "on"}), off.model_copy(update={"ray_token": "off"})])
+    assert "off on worker_1" in one(found, "together-token-uneven").seen
+
+
+def test_no_token_is_a_problem_of_the_process() -> None:
+    (alone,) = evidence(clusters.group(member()), ray_version="2.60.0", ray_token="missing")
+    assert {each.id for each in examine_evidence(alone) if each.level == "problem"} == {"ray-token-missing"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "gpu", "expected"),
+    [
+        ({"cuda_works": False, "gpu_files": ("nvidia0",), "pci_gpus": ("0000:53:00.0",)}, True, "gpu-cuda-fails"),
+        ({"gpu_files": ("nvidia0",), "pci_gpus": ("0000:53:00.0",)}, False, "gpu-torch-without-cuda"),
+        ({"pci_gpus": ("0000:53:00.0",)}, True, "gpu-driver-missing"),
+        ({"environment": {"CUDA_VISIBLE_DEVICES": ""}, "pci_gpus": ("0000:53:00.0",)}, True, "gpu-none"),
+    ],
+)
+def test_why_no_gpu_is_seen(fields: dict[str, Any], gpu: bool, expected: str) -> None:
+    endpoint = member(wants_gpu=True, cuda_version="13.0" if gpu else None)
+    assert expected in {each.id for each in examine_evidence(Evidence(endpoint=endpoint, **fields))}
+
+
+@pytest.mark.parametrize(
+    ("links", "name", "words"),
+    [
+        ([GpuLink(a=0, b=1, nvlinks=18, peer_access=True)], "gpu-links", "18 NVLinks"),
+        ([GpuLink(a=0, b=1, nvlinks=0, peer_access=True)], "gpu-links", "over PCIe"),
+        ([GpuLink(a=0, b=1, peer_access=True)], "gpu-links", "peer access between all of them"),
+        ([GpuLink(a=0, b=1, peer_access=False)], "gpu-no-peer-access", "GPUs 0-1"),
+    ],
+)
+def test_how_gpus_reach_each_other(links: list[GpuLink], name: str, words: str) -> None:
+    endpoint = member(cuda=True, gpus=a100s(2))
+    assert words in one(list(examine_evidence(Evidence(endpoint=endpoint, links=tuple(links)))), name).seen
+
+
+def test_gpus_that_were_not_asked_for_are_no_fault() -> None:
+    found = examine_evidence(Evidence(endpoint=member(), pci_gpus=("0000:53:00.0",), container="docker"))
+    assert {each.id: each.level for each in found if each.id.startswith("gpu")} == {"gpu-none": "note"}
+
+
+class Nvml:
+    """NVML of two GPUs: two links to each other, and four to a switch."""
+
+    class NVMLError(Exception):
+        pass
+
+    NVML_NVLINK_DEVICE_TYPE_SWITCH = 2
+
+    def __init__(self) -> None:
+        self.open = 0
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return 13010
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{a100s(2)[handle].uuid}"
+
+    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
+        if link >= 7:
+            raise self.NVMLError("no such link")
+        return int(link != 6)  # the seventh is there, and down
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> Any:
+        other = a100s(2)[1 - handle].pci_bus_id
+        return SimpleNamespace(busId=f"0000{other}".upper().encode() if link < 2 else b"00000000:C4:00.0")
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: int, link: int) -> int:
+        return 0 if link < 2 else 2
+
+
+def test_nvml_is_asked_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    answer = _gpus.ask_nvml()
+    assert (answer.state, answer.cuda_driver, fake.open) == ("used", "13.1", 0)
+    assert _gpus.links(a100s(2), answer) == (GpuLink(a=0, b=1, nvlinks=6, peer_access=True),)
+
+
+def test_without_nvml_cuda_alone_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a < b)
+    assert _gpus.links(a100s(2), _gpus.ask_nvml()) == (GpuLink(a=0, b=1, nvlinks=None, peer_access=False),)
+
+
+def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+
+    def getaddrinfo(*args: Any, **kwargs: Any) -> list[Any]:
+        answer.wait(30)
+        return []
+
+    monkeypatch.setattr(gathering, "_RESOLVING_S", 0.05)
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert gathering.gather(wants_gpu=False, node_ip="127.0.0.1").own_addresses is None
+    answer.set()

@@ -1,0 +1,141 @@
+"""What TensorPipe gets wrong about RDMA and GPUs, one hole to a test: how the pair is routed, what NCCL is told, and
+what the doctor says, all from the same simulated evidence. docs/rdma.md has a row for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from raytorchrpc import GroupConfig, _nccl_env
+from raytorchrpc.doctor import Evidence
+from raytorchrpc.doctor.reports import make_report
+from raytorchrpc.routing import RoutePlan, plan
+from raytorchrpc.topology import Hca
+from tests.unit import clusters
+from tests.unit.clusters import Cluster, a100s, efa_hcas, infiniband_hcas, member, public_nodes, roce_hcas, with_port
+
+DMA_BUF = tuple(gpu.model_copy(update={"dma_buf": True}) for gpu in a100s())
+
+
+def with_nixl(cluster: Cluster) -> Cluster:
+    return {name: each.model_copy(update={"nixl": True}) for name, each in cluster.items()}
+
+
+def preferred(routes: RoutePlan, traffic: Any, a: str = "worker_0", b: str = "worker_1") -> str:
+    return routes.route(a, b).lanes(traffic)[0].lane
+
+
+def findings(cluster: Cluster) -> dict[str, set[str]]:
+    """What the doctor says, worse than ok: id -> levels, on any member and of all together."""
+    report = make_report([Evidence(endpoint=e, hosts=len(cluster)) for e in cluster.values()], "")
+    every = [f for node in report.nodes for f in node.findings] + list(report.together)
+    found: dict[str, set[str]] = {}
+    for each in every:
+        if each.level != "ok":
+            found.setdefault(each.id, set()).add(each.level)
+    return found
+
+
+def both(hcas: tuple[Hca, ...]) -> Callable[[int], tuple[Hca, ...]]:
+    return lambda host: hcas
+
+
+def hidden(hcas: tuple[Hca, ...], name: str) -> tuple[Hca, ...]:
+    return tuple(h.model_copy(update={"verbs_device": False}) if h.name == name else h for h in hcas)
+
+
+FIRST_UNUSABLE = {
+    "down on both hosts": (both(with_port(infiniband_hcas(), "mlx5_0", state="DOWN")), "rdma-first-unusable"),
+    "down on one host": (
+        lambda host: with_port(infiniband_hcas(), "mlx5_0", state="DOWN") if host else infiniband_hcas(),
+        "rdma-first-unusable",
+    ),
+    "not given to the container": (both(hidden(infiniband_hcas(), "mlx5_0")), "rdma-no-verbs-device"),
+    "EFA before InfiniBand": (both((*efa_hcas(), *infiniband_hcas()[1:])), "rdma-efa"),
+}
+
+
+@pytest.mark.parametrize("name", FIRST_UNUSABLE)
+def test_several_adapters_of_which_the_first_is_unusable(name: str) -> None:
+    hcas, said = FIRST_UNUSABLE[name]
+    cluster = public_nodes(hcas)
+    routes = plan(cluster, GroupConfig())
+    assert routes.agents["worker_1"].transports == ("uv",)
+    assert "cuda_gdr" not in routes.agents["worker_1"].channels
+    assert (preferred(routes, "cuda"), preferred(routes, "cpu")) == ("nccl", "torchrpc")
+    routes = plan(with_nixl(cluster), GroupConfig())
+    assert (preferred(routes, "cuda"), preferred(routes, "cpu")) == ("nixl", "nixl")
+    told = _nccl_env.advise(cluster["worker_1"])[_nccl_env.HCA].value
+    assert told == "=" + ",".join(f"mlx5_{number}:1" for number in range(1, 9))
+    assert findings(cluster)[said] == {"warning"}
+
+
+def test_roce_that_needs_another_gid_index() -> None:
+    def hcas(host: int) -> tuple[Hca, ...]:  # the same address, at index 3 on one host and at 5 on the other
+        moved = roce_hcas()
+        for hca in moved:
+            gids = tuple(gid.model_copy(update={"index": gid.index + 2 * host}) for gid in hca.ports[0].gids)
+            moved = with_port(moved, hca.name, gids=gids)
+        return moved
+
+    cluster = public_nodes(hcas)
+    routes = plan(cluster, GroupConfig())
+    assert [routes.agents[name].transports for name in cluster] == [("uv",)] * 2
+    assert preferred(routes, "cuda") == "nccl"
+    assert preferred(plan(with_nixl(cluster), GroupConfig()), "cpu") == "nixl"
+    assert [_nccl_env.advise(each)[_nccl_env.GID].value for each in cluster.values()] == ["3", "5"]
+    assert {"rdma-roce", "together-gid-index-differs"} <= findings(cluster).keys()
+    assert not {level for levels in findings(cluster).values() for level in levels} - {"note", "warning"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "peer_memory", "cuda", "said"),
+    [
+        (DMA_BUF, False, "nccl", "rdma-dma-buf-only"),
+        (a100s(), False, "torchrpc", "rdma-no-gpudirect"),
+        (a100s(), True, "torchrpc", None),
+    ],
+    ids=["DMA-BUF only", "neither", "nvidia-peermem"],
+)
+def test_no_peer_memory_path(gpus: Any, peer_memory: bool, cuda: str, said: str | None) -> None:
+    cluster = public_nodes(gpus=gpus, peer_memory=peer_memory)
+    routes = plan(cluster, GroupConfig())
+    assert ("cuda_gdr" in routes.agents["worker_0"].channels) is peer_memory
+    assert preferred(routes, "cuda") == cuda
+    assert preferred(routes, "cpu") == "torchrpc" and routes.agents["worker_0"].transports[0] == "ibv"
+    gpudirect = {"rdma-dma-buf-only", "rdma-no-gpudirect"} & findings(cluster).keys()
+    assert gpudirect == ({said} if said else set())
+
+
+def test_containers_that_share_a_host_but_not_its_gpus() -> None:
+    """Two pods of one host with a GPU each, and a third member on another host."""
+    first, second = clusters.two_pods_one_host().values()
+    cluster = clusters.group(first, second, member(2, host=1, cuda=True, gpus=a100s(1, host=1)))
+    routes = plan(cluster, GroupConfig())
+    for pod in ("worker_0", "worker_1"):
+        assert not {"cuda_ipc", "cuda_xth", "cma"} & set(routes.agents[pod].channels)
+    # Alone on its host, and with an agent that has no such channel on any peer there.
+    assert "cuda_ipc" not in routes.agents["worker_2"].channels
+    for traffic in ("cpu", "cuda"):
+        assert preferred(routes, traffic) == "torchrpc"
+        assert preferred(routes, traffic, "worker_0", "worker_2") == "torchrpc"
+    assert findings(cluster)["together-containers-apart"] == {"warning"}
+    # With adapters in the pods, RDMA between them is TensorPipe's to use; its memory sharing still is not.
+    with_rdma = {name: each.model_copy(update={"hcas": infiniband_hcas()}) for name, each in cluster.items()}
+    agents = plan(with_rdma, GroupConfig()).agents
+    assert all("cuda_ipc" not in agent.channels and agent.transports[0] == "ibv" for agent in agents.values())
+
+
+def test_efa() -> None:
+    cluster = public_nodes(both(efa_hcas()))
+    routes = plan(cluster, GroupConfig())
+    assert routes.agents["worker_0"].transports == ("uv",)
+    assert preferred(routes, "cuda") == "torchrpc"
+    by_name = plan(cluster, GroupConfig(lanes=("socket", "shm", "cuda_ipc", "nccl", "torchrpc")))
+    assert preferred(by_name, "cuda") == "nccl"
+    advice = _nccl_env.advise(cluster["worker_0"])
+    assert [advice[name].value for name in (_nccl_env.HCA, _nccl_env.GID, _nccl_env.TIMEOUT)] == [None] * 3
+    assert findings(cluster)["rdma-efa"] == {"warning"}
