@@ -24,8 +24,7 @@ HCA, IFNAME, GID, TIMEOUT, QPS = (
 )
 VARIABLES = (IFNAME, HCA, GID, TIMEOUT, QPS)
 
-#: Whoever sets one of these chooses adapters or GIDs by other means than the variables above.
-_OTHER_WAYS = ("NCCL_IB_DISABLE", "NCCL_NET", "NCCL_NET_PLUGIN")
+#: Whoever sets one of these chooses GIDs by other means than their index.
 _OTHER_GIDS = ("NCCL_IB_ADDR_FAMILY", "NCCL_IB_ADDR_RANGE", "NCCL_IB_ROCE_VERSION_NUM")
 
 # 4.096 us x 2^20 = 4.3 s, and seven tries: 30 s, half of the time that a call has by default.
@@ -59,11 +58,11 @@ def advise(
     """
     own = own or {}
     advice = {IFNAME: _ifname(endpoint, interface)}
-    other = next((name for name in _OTHER_WAYS if own.get(name, "") not in ("", "0", "IB")), None)
+    other = _elsewhere(own)
     ports = usable_ports(endpoint)
     if other or not ports:
         if other:
-            why = f"{other}={own[other]} takes NCCL elsewhere"
+            why = f"{other} takes NCCL elsewhere"
         else:
             why = "no RDMA adapter" if not endpoint.hcas else "no RDMA adapter that NCCL could use by itself"
         return advice | {name: Advice(None, why) for name in (HCA, GID, TIMEOUT, QPS)}
@@ -150,6 +149,14 @@ def gid_index(endpoint: Endpoint, port: HcaPort) -> int | None:
 
     routed = [gid for gid in port.gids if "v2" in gid.kind and not gid.link_local]
     return min(routed, key=rank).index if routed else None
+
+
+def _elsewhere(own: Mapping[str, str]) -> str | None:
+    """What sends NCCL to something else than its own verbs; None if nothing does."""
+    if own.get("NCCL_IB_DISABLE", "0") not in ("", "0"):
+        return f"NCCL_IB_DISABLE={own['NCCL_IB_DISABLE']}"
+    net = own.get("NCCL_NET", "")
+    return None if not net or net.startswith("IB") else f"NCCL_NET={net}"
 
 
 def _ifname(endpoint: Endpoint, interface: str | None) -> Advice:

@@ -294,7 +294,8 @@ def _tensor_lanes(spec: JoinSpec, names: Sequence[str]) -> list[TensorLane]:
             lanes.append(CudaIpcLane(spec.agent.devices))
         elif name == "nccl":
             # Also where all share a host: NCCL reads them once, and the next group may span hosts.
-            _nccl_env.apply(endpoint(spec.name), interface=spec.config.interface)
+            made = _nccl_env.apply(endpoint(spec.name), interface=spec.config.interface)
+            logger.debug("%s: set for NCCL: %s", spec.name, made)
             lanes.append(
                 NcclLane(
                     spec.name,

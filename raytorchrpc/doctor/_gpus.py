@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ class Nvml:
     """What NVML said."""
 
     state: Literal["used", "missing", "failed"] | None = None
-    cuda_driver: str | None = None
+    driver: str | None = None
     nvlinks: dict[str, dict[str, int]] = field(default_factory=dict)
     """By a GPU's UUID: other end's PCI address, or ``switch`` -> active links."""
 
@@ -78,6 +79,17 @@ def cuda_works() -> bool | None:
     return bool(torch.cuda.is_available()) if torch.version.cuda else None
 
 
+def cuda_driver() -> str | None:
+    """The newest CUDA release that the driver serves, or None without one. Initialises nothing."""
+    version = ctypes.c_int()
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
+            return None
+    except OSError:
+        return None
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
 def links(gpus: tuple[Gpu, ...], nvml: Nvml) -> tuple[GpuLink, ...]:
     """Each pair of this process's GPUs."""
     if len(gpus) < 2:
@@ -107,10 +119,10 @@ def ask_nvml() -> Nvml:
     except pynvml.NVMLError:  # no driver, or not in this container
         return Nvml("failed")
     try:
-        version = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        version = _text(pynvml.nvmlSystemGetDriverVersion())
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         nvlinks = {_text(pynvml.nvmlDeviceGetUUID(h)).removeprefix("GPU-"): _nvlinks(pynvml, h) for h in handles}
-        return Nvml("used", f"{version // 1000}.{version % 1000 // 10}", nvlinks)
+        return Nvml("used", version, nvlinks)
     except pynvml.NVMLError:
         return Nvml("failed")
     finally:

@@ -54,7 +54,7 @@ FINDINGS: dict[str, tuple[str, str]] = {
     "memlock": ("ok", "with RDMA adapters: how much memory may be locked"),
     "memlock-small": ("problem", "with RDMA adapters: less than 64 MiB may be locked"),
     "fork-safety": ("ok", "with RDMA adapters: libibverbs is told to expect forks"),
-    "fork-unsafe": ("note, warning", "with RDMA adapters: it is not; a note from Linux 5.12 on"),
+    "fork-unsafe": ("note, warning", "with RDMA adapters: it is not; a note from Linux 5.13 on"),
     "shm": ("ok", "free space of /dev/shm"),
     "shm-small": ("warning", "less than 256 MiB free in /dev/shm"),
     "huge-pages": ("ok", "large CPU tensors lie in huge pages, as tried"),

@@ -38,16 +38,17 @@ def gather(*, name: str = "", node_ip: str | None = None, wants_gpu: bool = True
     With ``wants_gpu`` CUDA is initialised in this process.
     """
     endpoint = topology.probe(name=name, node_ip=node_ip or _node_ip(), wants_gpu=wants_gpu)
+    files = _from_files(LIVE, os.environ)
     cuda, nvml = _gpus.cuda_works() if wants_gpu else None, _gpus.ask_nvml()
     return Evidence(
         endpoint=endpoint,
         hosts=hosts,
-        cuda_driver=nvml.cuda_driver,
+        cuda_driver=_gpus.cuda_driver(),
         nvml=nvml.state,
         cuda_works=cuda,
         links=_gpus.links(endpoint.gpus, nvml),
         own_addresses=_own_addresses(endpoint.hostname),
-        **_from_files(LIVE, os.environ),
+        **{**files, "gpu_driver": files["gpu_driver"] or nvml.driver},
         shm_total_bytes=_shm_total(LIVE),
         ray_version=_ray_version(),
         ray_token=_compat.ray_token(),

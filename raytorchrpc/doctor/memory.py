@@ -12,8 +12,8 @@ from raytorchrpc.doctor.findings import Finding
 MIB = 1 << 20
 GIB = 1 << 30
 _FORK_SAFETY = ("IBV_FORK_SAFE", "RDMAV_FORK_SAFE")
-#: From this kernel on, a fork copies the pages that adapters use.
-_COPIES_ON_FORK = (5, 12)
+#: From this kernel on, a fork copies the pages that adapters use, and libibverbs is told so.
+_COPIES_ON_FORK = (5, 13)
 
 
 def findings(evidence: Evidence) -> list[Finding]:
@@ -64,8 +64,8 @@ def _fork(evidence: Evidence) -> list[Finding]:
             id="fork-unsafe",
             level="note" if copies else "warning",
             seen=f"not set: {' and '.join(unset)}; kernel {evidence.kernel or 'unknown'}",
-            meaning="kernels from 5.12 on copy the pages that adapters use when a process forks; libibverbs before "
-            "release 35 does not rely on it"
+            meaning="kernels from 5.13 on copy the pages that adapters use when a process forks (rdma system show "
+            "says so), and nothing more is needed"
             if copies
             else "a fork or a subprocess of a member can corrupt what its adapters write",
             remedy="start members with runtime_env=raytorchrpc.runtime_env(); a driver: export them before it starts",

@@ -136,8 +136,8 @@ class Nvml:
     def nvmlShutdown(self) -> None:
         self.open -= 1
 
-    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
-        return 13010
+    def nvmlSystemGetDriverVersion(self) -> bytes:
+        return b"580.65.06"
 
     def nvmlDeviceGetCount(self) -> int:
         return 2
@@ -166,7 +166,7 @@ def test_nvml_is_asked_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
     answer = _gpus.ask_nvml()
-    assert (answer.state, answer.cuda_driver, fake.open) == ("used", "13.1", 0)
+    assert (answer.state, answer.driver, fake.open) == ("used", "580.65.06", 0)
     assert _gpus.links(a100s(2), answer) == (GpuLink(a=0, b=1, nvlinks=6, peer_access=True),)
 
 

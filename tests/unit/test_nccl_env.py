@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from raytorchrpc import _nccl_env
+from raytorchrpc import GroupConfig, _nccl_env, joining
 from raytorchrpc._nccl_env import GID, HCA, IFNAME, QPS, TIMEOUT, advise, apply, chosen_values, matches
 from raytorchrpc.topology import Endpoint, Gid, Hca, Interface
 from tests.unit.clusters import a100s, efa_hcas, infiniband_hcas, member, roce_hcas, with_port
@@ -191,3 +193,24 @@ def test_advice_is_given_for_every_variable_with_its_reason() -> None:
         advice = advise(node(hcas))
         assert tuple(sorted(advice)) == tuple(sorted(_nccl_env.VARIABLES))
         assert all(each.reason for each in advice.values())
+
+
+def test_a_member_that_opens_the_nccl_lane_sets_them_in_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in _nccl_env.VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is as before in the end
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", "/nonexistent")
+    spec: Any = SimpleNamespace(
+        name="a",
+        rank=0,
+        secret=bytes(32),
+        agent=SimpleNamespace(devices=(0,)),
+        tcp_host=None,
+        by_tcp=(),
+        config=GroupConfig(interface="lo"),
+    )
+    (lane,) = joining._tensor_lanes(spec, ["nccl"])
+    assert (lane.name, os.environ[IFNAME]) == ("nccl", "=lo")
+    monkeypatch.setenv(IFNAME, "eth9")
+    joining._tensor_lanes(spec, ["nccl"])
+    assert os.environ[IFNAME] == "eth9"
