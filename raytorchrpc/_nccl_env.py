@@ -70,7 +70,7 @@ def advise(
     advice[HCA] = Advice(_exact(chosen), _hca_reason(endpoint, chosen, left_out))
     used = [port for port in ports if matches(own[HCA], *port)] if own.get(HCA) else chosen
     roce = [port for port in used if port[1].link_layer == "Ethernet"]
-    advice[GID] = _gid_index(endpoint, roce, own)
+    advice[GID] = _gid_index(endpoint, roce, own) if used else Advice(None, f"{HCA}={own[HCA]} takes no usable port")
     advice[TIMEOUT] = Advice(
         str(_TIMEOUT), "a packet is given up after 7 x 4.3 s = 30 s, before a call's deadline of 60 s is over"
     )

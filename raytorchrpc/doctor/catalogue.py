@@ -34,14 +34,14 @@ FINDINGS: dict[str, tuple[str, str]] = {
     # rdma
     "rdma": ("ok", "the ports that NCCL and UCX can use"),
     "rdma-none": ("note", "no RDMA adapter"),
-    "rdma-efa": ("warning", "EFA adapters"),
+    "rdma-efa": ("note, warning", "EFA adapters"),
     "rdma-no-verbs-device": (
         "warning, problem",
         "the process may not open the verbs device of some, or of any adapter",
     ),
-    "rdma-first-unusable": ("warning, problem", "the only adapter that TensorPipe opens has no active port 1"),
-    "rdma-port-down": ("warning", "another adapter has no active port"),
-    "rdma-no-routed-gid": ("warning, problem", "RoCE with link-local addresses only, on some or all adapters"),
+    "rdma-first-unusable": ("note, warning, problem", "the only adapter that TensorPipe opens has no active port 1"),
+    "rdma-port-down": ("note, warning", "another adapter has no active port"),
+    "rdma-no-routed-gid": ("note, warning, problem", "RoCE with link-local addresses only, on some or all adapters"),
     "rdma-roce": ("note", "RoCE that needs another GID index than the one TensorPipe uses"),
     "rdma-link-layers-mixed": ("note", "InfiniBand and RoCE on one machine"),
     "rdma-gpudirect": ("ok", "adapters reach GPU memory by a peer-memory client"),
@@ -52,7 +52,7 @@ FINDINGS: dict[str, tuple[str, str]] = {
     "nccl-value-unfit": ("warning", "a value of NCCL's that was set does not fit this machine"),
     # memory
     "memlock": ("ok", "with RDMA adapters: how much memory may be locked"),
-    "memlock-small": ("problem", "with RDMA adapters: less than 64 MiB may be locked"),
+    "memlock-small": ("note, problem", "with RDMA adapters: less than 64 MiB may be locked"),
     "fork-safety": ("ok", "with RDMA adapters: libibverbs is told to expect forks"),
     "fork-unsafe": ("note, warning", "with RDMA adapters: it is not; a note from Linux 5.13 on"),
     "shm": ("ok", "free space of /dev/shm"),

@@ -6,6 +6,7 @@ import re
 
 from raytorchrpc import _rdma
 from raytorchrpc._tensorpipe import SMALL_SHM_BYTES
+from raytorchrpc.doctor import rdma
 from raytorchrpc.doctor.evidence import Evidence
 from raytorchrpc.doctor.findings import Finding
 
@@ -18,7 +19,8 @@ _COPIES_ON_FORK = (5, 13)
 
 def findings(evidence: Evidence) -> list[Finding]:
     """Pure: the same evidence gives the same findings."""
-    return [*_locked(evidence), *_fork(evidence), *_shared(evidence), *_huge(evidence)]
+    of_rdma = rdma.in_proportion(evidence.endpoint, [*_locked(evidence), *_fork(evidence)])
+    return [*of_rdma, *_shared(evidence), *_huge(evidence)]
 
 
 def _locked(evidence: Evidence) -> list[Finding]:

@@ -12,7 +12,27 @@ _RDMA_LANES = ("nixl", "nccl", "torchrpc")
 
 def findings(evidence: Evidence) -> list[Finding]:
     """Pure: the same evidence gives the same findings."""
-    endpoint = evidence.endpoint
+    return in_proportion(evidence.endpoint, _findings(evidence.endpoint))
+
+
+def in_proportion(endpoint: Endpoint, found: list[Finding]) -> list[Finding]:
+    """Notes at most, where no lane would use the adapters even if all were well with them.
+
+    In many clouds a machine's plain network card is a RoCE adapter too.
+    """
+    infiniband = any(
+        port.link_layer == "InfiniBand" for hca in endpoint.hcas for port in hca.ports if hca.driver != "efa"
+    )
+    if endpoint.gpus or endpoint.nixl or infiniband:
+        return found
+    why = "no lane would use RDMA here: there is no GPU for nccl, no NIXL, and no InfiniBand for torchrpc; "
+    return [
+        f.model_copy(update={"level": "note", "meaning": why + f.meaning}) if f.level in ("warning", "problem") else f
+        for f in found
+    ]
+
+
+def _findings(endpoint: Endpoint) -> list[Finding]:
     if not endpoint.hcas:
         seen, meaning = "no RDMA adapter", "tensors between hosts go over TCP"
         return [Finding(id="rdma-none", level="note", seen=seen, meaning=meaning, lanes=_RDMA_LANES)]

@@ -63,6 +63,18 @@ def test_a_healthy_infiniband_node_gives_not_even_a_note(tmp_path: Path) -> None
     assert said(findings, "note", "warning", "problem") == {}
 
 
+def test_a_network_card_that_happens_to_be_an_rdma_adapter_gives_notes_at_most(tmp_path: Path) -> None:
+    """As in many clouds: RoCE, nothing of /dev/infiniband, 8 MiB to lock, and no GPU that would need it."""
+    tree = laptop(tmp_path)
+    port = tree.hca("mlx5_0", opened=False)
+    tree.port(port, rate="50 Gb/sec (1X HDR)")
+    tree.gids(port, [(0, "fe80:0000:0000:0000:0000:0000:0000:0001", "IB/RoCE v1", "eth0")])
+    findings = examine(tmp_path)
+    assert said(findings, "warning", "problem") == {}
+    assert {"rdma-no-verbs-device", "memlock-small", "fork-unsafe"} <= set(said(findings, "note"))
+    assert finding(findings, "memlock-small").meaning.startswith("no lane would use RDMA here")
+
+
 def infiniband(tree: Tree, number: int) -> None:
     port = tree.place(f"mlx5_{number}")
     shutil.rmtree(port)
