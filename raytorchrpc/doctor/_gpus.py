@@ -83,7 +83,7 @@ def cuda_driver() -> str | None:
     """The newest CUDA release that the driver serves, or None without one. Initialises nothing."""
     version = ctypes.c_int()
     try:
-        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) or not version.value:
             return None
     except OSError:
         return None
