@@ -76,6 +76,19 @@ def test_the_text_says_what_was_seen_what_it_means_and_what_to_do(
     assert lines[-1] == "1 problem, 1 note"
 
 
+def test_a_terminal_gets_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    public_node(tmp_path).process(uid=1000, ipc_lock=False, memlock="8388608")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    code, out, _ = told(capsys, sysfs_root=tmp_path)
+    assert code == 1
+    row = next(line for line in out.splitlines() if "memlock-small" in line)
+    assert "problem" in row and "uid 1000 may lock 8 MiB" in row
+    assert out.splitlines()[-1] == "1 problem, 1 note"
+
+
 def test_a_healthy_machine_is_called_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     laptop(tmp_path)
     code, out, _ = told(capsys, sysfs_root=tmp_path)
