@@ -6,6 +6,7 @@ into a group whose members call each other without it. Importing this changes no
 
 from raytorchrpc import rdt
 from raytorchrpc.calls import Future, method, remote, rpc_async, rpc_sync
+from raytorchrpc.collectives import ProcessGroupInfo
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.device_map import DeviceMap
 from raytorchrpc.errors import (
@@ -15,6 +16,7 @@ from raytorchrpc.errors import (
     NotAMember,
     PeerBusy,
     PeerLost,
+    ProcessGroupLost,
     RayTorchRpcError,
     RemoteError,
     RpcTimeout,
@@ -24,6 +26,7 @@ from raytorchrpc.errors import (
 from raytorchrpc.group import Group, get_group, init_group
 from raytorchrpc.member import current_member
 from raytorchrpc.peers import Member
+from raytorchrpc.process_groups import process_group, process_group_info
 from raytorchrpc.runtime_env import runtime_env
 
 __version__ = "0.1.0.dev0"
@@ -40,6 +43,8 @@ __all__ = [
     "NotAMember",
     "PeerBusy",
     "PeerLost",
+    "ProcessGroupInfo",
+    "ProcessGroupLost",
     "RayTorchRpcError",
     "RemoteError",
     "RpcTimeout",
@@ -49,6 +54,8 @@ __all__ = [
     "get_group",
     "init_group",
     "method",
+    "process_group",
+    "process_group_info",
     "rdt",
     "remote",
     "rpc_async",

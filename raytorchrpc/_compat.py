@@ -23,6 +23,7 @@ import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch._C._distributed_c10d import HashStore, Store
 from torch._C._distributed_rpc import PyRRef, TensorPipeAgent, WorkerInfo, _is_current_rpc_agent_set
+from torch.distributed import distributed_c10d
 from torch.distributed.rpc import api as rpc_api
 
 DeviceDict = Mapping[int, int]
@@ -159,6 +160,14 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 # --- torch: distributed autograd ---------------------------------------------------------------------------
 
 _autograd_id: int | None = None
+
+
+def abort_process_groups() -> None:
+    """End torch.distributed's default process group and all its subgroups, without waiting for anybody else.
+
+    ``destroy_process_group`` would wait for collectives that a lost member keeps from ending.
+    """
+    distributed_c10d._abort_process_group()
 
 
 def init_autograd(worker_id: int) -> int:

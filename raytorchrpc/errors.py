@@ -112,6 +112,13 @@ class TransferFailed(RayTorchRpcError):
         self.source = source
 
 
+class ProcessGroupLost(RayTorchRpcError, ConnectionError):
+    """This member has no torch.distributed process group now; the text says what became of it, and who makes the next.
+
+    A collective that was under way raises what torch does: a RuntimeError, or a ValueError if it begins afterwards.
+    """
+
+
 class RemoteError(RayTorchRpcError):
     """The remote method raised something that cannot be raised again here under its own type.
 

@@ -11,6 +11,7 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from raytorchrpc import _compat, device_map, forking, joining, routing
+from raytorchrpc.collectives import ProcessGroupInfo
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
 from raytorchrpc.forming import current_session, participants_of
@@ -109,6 +110,37 @@ class Group:
         if _groups.get(name) is self:
             del _groups[name]
         keeper.end(timeout_s)
+
+    def process_group(
+        self, backend: str, *, timeout_s: float = 60, collective_timeout_s: float | None = None
+    ) -> ProcessGroupInfo:
+        """Have every member make a torch.distributed process group, for collectives, DDP and FSDP among all of them.
+
+        It becomes the default process group of each member's process; a method gets it with
+        ``raytorchrpc.process_group()``. One that was made before ends. So does this one when a member of it is lost or
+        removed: then call this again. Members that are added later are not in it.
+
+        Args:
+            backend: ``"nccl"``, for CUDA tensors, needs a GPU of its own in each member; ``"gloo"``, for CPU tensors.
+            timeout_s: seconds until BootstrapError names who could not. Waits so long for members that are away, too.
+            collective_timeout_s: deadline of each collective, in seconds; None takes ``GroupConfig.rpc_timeout_s``.
+
+        Returns torch's ranks by member name: without gaps, in the order of the group's ranks. Blocks until all have
+        one, on threads of their own: methods that run there go on.
+
+        Raises ConfigurationError for an unknown backend, members without what it needs, or one that has initialised
+        torch.distributed by itself, and BootstrapError.
+        """
+        if self._keeper is None:
+            forking.check_process()
+            raise NotAMember(
+                "Group.process_group() works in the process that called init_group; a member gets its own with "
+                "raytorchrpc.process_group()"
+            )
+        _check_timeout(timeout_s)
+        collective_s = self.config.rpc_timeout_s if collective_timeout_s is None else collective_timeout_s
+        _check_timeout(collective_s)
+        return self._keeper.process_group(backend, timeout_s, collective_s)
 
     # --- members come and go -----------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from raytorchrpc import joining
+from raytorchrpc.collectives import ProcessGroupInfo
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.forming import Forming, current_owner, current_session
@@ -43,6 +44,9 @@ class Keeper(Protocol):
 
     def wait_ready(self, timeout_s: float) -> dict[str, str]:
         """Returns who is still away, and why."""
+
+    def process_group(self, backend: str, timeout_s: float, collective_s: float) -> ProcessGroupInfo:
+        """Have the members make one."""
 
     def stats(self, timeout_s: float) -> GroupStats:
         """What the members counted."""
@@ -131,6 +135,10 @@ class RemoteKeeper:
     def wait_ready(self, timeout_s: float) -> dict[str, str]:
         away: dict[str, str] = self._do("wait_ready", timeout_s, timeout_s)
         return away
+
+    def process_group(self, backend: str, timeout_s: float, collective_s: float) -> ProcessGroupInfo:
+        info: ProcessGroupInfo = self._do("process_group", timeout_s, backend, timeout_s, collective_s)
+        return info
 
     def stats(self, timeout_s: float) -> GroupStats:
         rows: GroupStats = self._do("stats", timeout_s, timeout_s)

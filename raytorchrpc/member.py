@@ -14,6 +14,7 @@ import torch
 from raytorchrpc import _compat, execution, forking, serving, staging
 from raytorchrpc.allowance import Allowances
 from raytorchrpc.codec import NOTHING, Codec, Encoded
+from raytorchrpc.collectives import Collectives
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.device_map import CPU, Device
 from raytorchrpc.errors import ConfigurationError, NotAMember, PeerLost, RpcTimeout, SerializationError
@@ -66,6 +67,7 @@ class LocalMember:
         self.workers = Workers(f"raytorchrpc-{me.name}")
         self.alarms = Alarms(f"raytorchrpc-{me.name}")
         self.shipper = Shipper({})
+        self.collectives = Collectives(me.name)
         self.strangers: Set[int] = frozenset()
         token = process_token(generation, me.rank, me.incarnation)
         self.server = serving.Server(me.name, token, instance, methods, self.codec, self.workers, self)
@@ -389,6 +391,7 @@ class LocalMember:
         self.alarms.stop()
         # Their memory goes now, and not when the garbage collector finds this member, which is part of cycles.
         self.tensor_lanes, self.shipper = {}, Shipper({})
+        self.collectives.close()
 
 
 def _buffers(into: Sequence[torch.Tensor]) -> Buffers:

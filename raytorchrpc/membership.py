@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from raytorchrpc import joining
+from raytorchrpc.collectives import Meeting, ProcessGroupInfo
 from raytorchrpc.errors import NotAMember
 from raytorchrpc.joining import JoinSpec, Prepared, Table
 from raytorchrpc.lanes.base import MessageLane, TensorLane
@@ -81,14 +82,39 @@ def remove(generation: str, step: int, names: Sequence[str]) -> None:
         _remove(local, names)
 
 
+# --- process groups: no changes of the group, so these have no step --------------------------------------------------
+
+
+def prepare_process_group(
+    generation: str, info: ProcessGroupInfo, serve_on: str | None, timeout_s: float
+) -> int | None:
+    """See Collectives.prepare."""
+    return _member_of(generation).collectives.prepare(info, serve_on, timeout_s)
+
+
+def make_process_group(generation: str, meeting: Meeting) -> None:
+    """See Collectives.make."""
+    _member_of(generation).collectives.make(meeting)
+
+
+def give_up_process_group(generation: str, number: int, cause: str) -> None:
+    """See Collectives.give_up."""
+    _member_of(generation).collectives.give_up(number, cause)
+
+
+def _member_of(generation: str) -> LocalMember:
+    local = current_local()
+    if local is None or local.generation != generation:
+        raise NotAMember(f"this process has left generation {generation} of the group")
+    return local
+
+
 @contextmanager
 def _taking(generation: str, step: int) -> Iterator[LocalMember]:
     """Changes take effect one at a time and in order. What comes late, as after a broken network, is refused: whoever
     sent it has had no answer, and sends the group as it is then (``catch_up``).
     """
-    local = current_local()
-    if local is None or local.generation != generation:
-        raise NotAMember(f"this process has left generation {generation} of the group")
+    local = _member_of(generation)
     with joining.changing:
         if step <= local.step:
             raise NotAMember(f"a later change than {step} has taken effect already")
@@ -101,6 +127,7 @@ def _meet(local: LocalMember, arrival: Arrival) -> Prepared:
     coming = [member for member in arrival.table.info.members if member.name in arrival.names]
     for member in coming:
         local.miss(member.rank, _JOINING)
+        local.collectives.lose(member.name, "it left and came back")
         _part(local, member.name)
     joining.meet_peers(local, arrival.table, coming)
     joining.rejoined(arrival.spec, arrival.table, prepared)
@@ -117,6 +144,7 @@ def _lose(local: LocalMember, losses: Sequence[Loss]) -> None:
         member = local.road(loss.name).member
         if member.incarnation == loss.incarnation:
             local.miss(member.rank, Absence(loss.cause, loss.for_good))
+            local.collectives.lose(loss.name, loss.cause)
             _part(local, loss.name)
     joining.removed([loss.name for loss in losses if loss.for_good])
 
@@ -125,6 +153,7 @@ def _remove(local: LocalMember, names: Sequence[str]) -> None:
     for name in names:
         rank = local.road(name).member.rank
         local.forget(rank)
+        local.collectives.lose(name, "it was removed from the group")
         _part(local, name)
     joining.removed(names)
 

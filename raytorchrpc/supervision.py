@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any, Literal
 
 from raytorchrpc import _compat, forking, joining, membership
+from raytorchrpc.collectives import ProcessGroupInfo
 from raytorchrpc.errors import BootstrapError, ConfigurationError, RayTorchRpcError
 from raytorchrpc.forming import Forming, Round, current_session, participants_of
 from raytorchrpc.joining import GroupInfo, Prepared
@@ -24,6 +25,7 @@ from raytorchrpc.membership import Loss
 from raytorchrpc.metrics import GroupStats
 from raytorchrpc.news import Change, News
 from raytorchrpc.peers import process_token
+from raytorchrpc.process_groups import boot, check_backend
 from raytorchrpc.roster import Roster
 from raytorchrpc.telling import MEET_S, WORD_S, Missing, Standing, Teller
 
@@ -54,6 +56,8 @@ class Supervisor:
         """Told when somebody is missing, or no longer."""
         self._news = News(roster.name)
         self._stopped = False
+        self._booting, self._booted = threading.Lock(), 0
+        """Process groups, one at a time; how many there were."""
         self._lines = Lines(roster.secret)
         self._teller = Teller(self._now, self._lines, self._soon)
         names = [name for name, handle in roster.handles.items() if handle is not None]
@@ -115,6 +119,23 @@ class Supervisor:
         with self._settled:
             self._settled.wait_for(lambda: not self._now.missing or self._stopped, timeout_s)
         return self.missing()
+
+    def process_group(self, backend: str, timeout_s: float, collective_s: float) -> ProcessGroupInfo:
+        """See Group.process_group. Not a task of the thread's: that one has to notice who is lost meanwhile."""
+        deadline = time.monotonic() + timeout_s
+        if not self._booting.acquire(timeout=timeout_s):
+            raise BootstrapError(f"group {self.roster.name!r}: another process group is being made")
+        try:
+            check_backend(backend, {})  # a wrong name need not wait for anybody
+            if away := self.wait_ready(timeout_s):
+                gone = ", ".join(f"{name} ({cause})" for name, cause in away.items())
+                raise BootstrapError(f"group {self.roster.name!r}: not back yet: {gone}", members=tuple(away))
+            self._check_lasting()
+            self._booted += 1
+            left = max(1.0, deadline - time.monotonic())
+            return boot(self.roster, self._lines, self._booted, backend, left, collective_s)
+        finally:
+            self._booting.release()
 
     def stats(self, timeout_s: float) -> GroupStats:
         """See Group.stats."""

@@ -174,3 +174,18 @@ def test_the_current_stream_has_the_name_that_cuda_knows() -> None:
     assert _compat.current_cuda_stream(0) == torch.cuda.current_stream(0).cuda_stream
     with torch.cuda.stream(other):
         assert _compat.current_cuda_stream(0) == other.cuda_stream
+
+
+def test_process_groups_can_be_ended_though_somebody_is_gone() -> None:
+    """distributed_c10d._abort_process_group: without it the end of a process group waits for members that are lost."""
+    script = """
+import torch.distributed as dist
+from raytorchrpc import _compat
+for _ in range(2):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.new_group()
+    _compat.abort_process_groups()
+    assert not dist.is_initialized()
+"""
+    ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
