@@ -16,15 +16,18 @@ START_S = 90.0
 STORE_BYTES = 400_000_000
 
 
-def start_ray(*hosts: Host, store_bytes: int = STORE_BYTES, failures: int = 10, cpus: int = 4) -> str:
+def start_ray(
+    *hosts: Host, store_bytes: int = STORE_BYTES, failures: int = 10, cpus: int = 4, token: str | None = None
+) -> str:
     """One cluster over these hosts, the first its head; returns its address.
 
     ``failures``: health checks in a row, one every half second, by which Ray gives up a host that is silent: each
     waits for a second, so the default outlasts a partition of some seconds. An actor is placed by the resources that
-    hosts have: one of the host's own name, and "away" on all but the head.
+    hosts have: one of the host's own name, and "away" on all but the head. ``token``: turns token authentication on,
+    and the job server, which listens on the head's address at port 8265.
     """
     settings = {
-        "RAY_AUTH_MODE": "disabled",
+        **({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}),
         # A lost host is noticed in seconds instead of half a minute.
         "RAY_health_check_initial_delay_ms": "0",
         "RAY_health_check_period_ms": "500",
@@ -39,7 +42,8 @@ def start_ray(*hosts: Host, store_bytes: int = STORE_BYTES, failures: int = 10, 
         own = [f"--node-ip-address={host.address}", f"--resources={json.dumps({host.name: 1000, **resources})}"]
         return ["ray", "start", *words, *own, *common]
 
-    head.run(command(head, "--head", "--port=6379", "--include-dashboard=false"), START_S, settings)
+    server = f"--dashboard-host={head.address}" if token else "--include-dashboard=false"
+    head.run(command(head, "--head", "--port=6379", server), START_S, settings)
     joining = {host: host.start(command(host, f"--address={address}", away=1000), settings) for host in others}
     for host, process in joining.items():
         out, err = process.communicate(timeout=START_S)
