@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from raytorchrpc import __version__
+from raytorchrpc.cli import manifest
 
 app = typer.Typer(
     name="raytorchrpc",
@@ -124,3 +125,6 @@ def doctor(
         timeout_s=timeout,
     )
     raise typer.Exit(code)
+
+
+app.add_typer(manifest.app, name="manifest")

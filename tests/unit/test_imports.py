@@ -101,7 +101,8 @@ MAY_IMPORT = {
     "_nccl_env": {"_rdma", "topology"},
     "device_map": {"topology"},
     "topology": {"_sysfs"},
-    "cli": {"", "__version__", "bench", "cli", "doctor", "group", "routing", "topology"},
+    "cli": {"", "__version__", "bench", "cli", "doctor", "group", "manifest", "routing", "topology"},
+    "manifest": {"manifest", "runtime_env"},
     "bench": {"", "__version__", "_rdma", "bench", "topology"},
     "doctor": {
         *("_lane_rules", "_nccl_env", "_rdma", "_sysfs", "_tensorpipe"),
@@ -179,7 +180,7 @@ def rooms(name: str, *, at_load: bool = False) -> set[str]:
 @pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("lanes.")])
 def test_a_room_imports_only_those_below_it(name: str) -> None:
     package = name.partition(".")[0]
-    room = package if package in ("bench", "cli", "doctor") else name
+    room = package if package in ("bench", "cli", "doctor", "manifest") else name
     allowed = MAY_IMPORT.get(room, set()) | COMMON
     strangers = {other for other in rooms(name) if other not in allowed and other.partition(".")[0] not in allowed}
     assert not strangers, f"{name} may not import {strangers}"

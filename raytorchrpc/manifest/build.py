@@ -1,0 +1,137 @@
+"""The objects, as plain dicts in the shape of KubeRay's ``ray.io/v1``, and their YAML."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from raytorchrpc.manifest.options import ClusterOptions, JobOptions, bytes_of
+from raytorchrpc.runtime_env import DEFAULTS
+
+_SHM = "dshm"
+#: The part of /dev/shm that Ray's object store may take; the rest is for NCCL.
+_STORE_SHARE = 0.6
+
+
+def ray_cluster(options: ClusterOptions) -> dict[str, Any]:
+    """A ``RayCluster``."""
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": {"name": options.name, "namespace": options.namespace},
+        "spec": _cluster_spec(options),
+    }
+
+
+def ray_job(options: JobOptions) -> dict[str, Any]:
+    """A ``RayJob`` with a cluster of its own, which goes when the job has ended."""
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": options.name, "namespace": options.namespace},
+        "spec": {
+            "entrypoint": options.entrypoint,
+            "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": options.ttl_s,
+            "rayClusterSpec": _cluster_spec(options),
+        },
+    }
+
+
+def to_yaml(manifest: dict[str, Any], options: ClusterOptions) -> str:
+    """With a comment at the top for what the fields cannot say."""
+    notes = "".join(f"# {line}\n" for line in _notes(options))
+    text: str = yaml.safe_dump(manifest, sort_keys=False, default_flow_style=False, width=110)
+    return notes + text
+
+
+def _notes(options: ClusterOptions) -> list[str]:
+    notes = [
+        f"Made by `raytorchrpc manifest`. The image has raytorchrpc, torch and Ray {options.ray_version}.",
+        f"/dev/shm takes up to {options.shm} of the {options.memory} of each worker; so does shared memory of the",
+        "group's members, which does not show there. See docs/kubernetes.md.",
+    ]
+    if options.rdma_resource and options.root:
+        notes += [
+            "Workers run as root: IPC_LOCK does nothing for another user, whose locked memory stays limited (8 MiB",
+            "usually), and then RDMA fails or is not used.",
+        ]
+    elif options.rdma_resource:
+        notes += [
+            "Workers do not run as root, and IPC_LOCK does nothing for them: the container runtime of every node needs",
+            "LimitMEMLOCK=infinity, or RDMA fails or is not used.",
+        ]
+    if options.host_network:
+        notes += ["Workers use the nodes' network: at most one of them fits on a node, and not beside the head."]
+    return notes
+
+
+def _cluster_spec(options: ClusterOptions) -> dict[str, Any]:
+    spec: dict[str, Any] = {"rayVersion": options.ray_version}
+    # KubeRay makes a Secret with the token and hands it to every pod, the submitter of a job included.
+    spec["authOptions"] = {"mode": options.auth}
+    spec["headGroupSpec"] = {
+        # No actors there: the head has what keeps the cluster alive.
+        "rayStartParams": {"dashboard-host": "0.0.0.0", "num-cpus": "0", "num-gpus": "0"},
+        "template": {"spec": _head_pod(options)},
+    }
+    store = int(bytes_of(options.shm) * _STORE_SHARE)
+    spec["workerGroupSpecs"] = [
+        {
+            "groupName": "workers",
+            "replicas": options.workers,
+            "minReplicas": options.workers,
+            "maxReplicas": options.workers,
+            "rayStartParams": {"object-store-memory": str(store)},
+            "template": {"spec": _worker_pod(options)},
+        }
+    ]
+    return spec
+
+
+def _head_pod(options: ClusterOptions) -> dict[str, Any]:
+    ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
+    container = {
+        "name": "ray-head",
+        "image": options.image,
+        "env": _environment(options),
+        "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
+        "resources": _resources({"cpu": str(options.head_cpus), "memory": options.head_memory}),
+    }
+    return {"containers": [container]}
+
+
+def _worker_pod(options: ClusterOptions) -> dict[str, Any]:
+    wanted = {"cpu": str(options.cpus), "memory": options.memory}
+    if options.gpus:
+        wanted["nvidia.com/gpu"] = str(options.gpus)
+    if options.rdma_resource:
+        wanted[options.rdma_resource] = str(options.rdma_count)
+    container: dict[str, Any] = {
+        "name": "ray-worker",
+        "image": options.image,
+        "env": _environment(options),
+        "resources": _resources(wanted),
+        "volumeMounts": [{"name": _SHM, "mountPath": "/dev/shm"}],
+    }
+    if options.rdma_resource:
+        container["securityContext"] = {
+            "capabilities": {"add": ["IPC_LOCK"]},
+            **({"runAsUser": 0} if options.root else {}),
+        }
+    network = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if options.host_network else {}
+    # KubeRay would mount one as large as all the memory; with a limit of its own a full one fails by itself.
+    volumes = [{"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": options.shm}}]
+    return {**network, "containers": [container], "volumes": volumes}
+
+
+def _environment(options: ClusterOptions) -> list[dict[str, str]]:
+    """In the raylet's environment, and so in every worker's before torch loads."""
+    variables = {**DEFAULTS, "RAY_AUTH_MODE": options.auth, **options.env}
+    return [{"name": name, "value": value} for name, value in variables.items()]
+
+
+def _resources(wanted: dict[str, str]) -> dict[str, dict[str, str]]:
+    """Limits and requests alike: devices take no less, and a pod with both equal is evicted last."""
+    return {"limits": dict(wanted), "requests": dict(wanted)}

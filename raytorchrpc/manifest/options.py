@@ -1,0 +1,179 @@
+"""What a user chooses about a cluster or a job, checked for what Kubernetes, KubeRay or Ray would refuse later."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from raytorchrpc.errors import ConfigurationError
+
+#: Longest names that KubeRay takes; it makes longer ones of them.
+LONGEST_CLUSTER, LONGEST_JOB = 53, 47
+
+_LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
+_RESOURCE = (
+    r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+)
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+#: What Ray and a Python with torch take at least in a container, in bytes.
+_LEAST_MEMORY = 1 << 30
+
+
+def bytes_of(quantity: str) -> int:
+    """A Kubernetes quantity of memory (``64Gi``, ``500M``) in bytes. Raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(|[kMGT]|[KMGT]i)", quantity)
+    if found is None:
+        raise ValueError(f"{quantity!r} is no size; write it like 64Gi or 500M")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+class ClusterOptions(BaseModel):
+    """For a ``RayCluster``, and for the one that a ``RayJob`` brings along. Sizes are Kubernetes quantities."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    namespace: str = "default"
+    image: str
+    """Has raytorchrpc and torch beside Ray."""
+    ray_version: str
+    """Of the image."""
+    workers: Annotated[int, Field(ge=1, le=10_000)] = 2
+    """Pods, besides the head."""
+    gpus: Annotated[int, Field(ge=0, le=64)] = 0
+    """In each worker."""
+    cpus: Annotated[int, Field(ge=1, le=1024)] = 8
+    """In each worker."""
+    memory: str = "32Gi"
+    """Of each worker, /dev/shm included."""
+    shm: str = "8Gi"
+    """Size of a worker's /dev/shm: Ray's object store lies in it, and NCCL uses it. It counts as memory of the pod."""
+    head_cpus: Annotated[int, Field(ge=1, le=1024)] = 2
+    head_memory: str = "8Gi"
+    rdma_resource: str | None = None
+    """What the device plugin of the cluster calls its RDMA adapters: ``rdma/hca_shared_devices_a``, ``rdma/ib``, ..."""
+    rdma_count: Annotated[int, Field(ge=1, le=64)] = 1
+    """In each worker."""
+    host_network: bool = False
+    """Workers use the node's network interfaces themselves."""
+    root: bool = True
+    """With RDMA, workers run as root; see ``docs/kubernetes.md``."""
+    auth: Literal["token", "disabled"] = "token"
+    env: dict[str, str] = {}
+    """More variables, on head and workers; they win over this package's own."""
+
+    def __init__(self, **values: Any) -> None:
+        # pydantic's own error takes several lines.
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            problems = (f"{'.'.join(map(str, item['loc'])) or 'options'}: {_text(item)}" for item in error.errors())
+            raise ConfigurationError("; ".join(problems)) from error
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, name: str) -> str:
+        longest = cls._longest()
+        if not re.fullmatch(_LABEL, name) or len(name) > longest:
+            raise ValueError(
+                f"{name!r} cannot be a name; use up to {longest} small letters, digits and '-', a letter first"
+            )
+        return name
+
+    @classmethod
+    def _longest(cls) -> int:
+        return LONGEST_CLUSTER
+
+    @field_validator("namespace")
+    @classmethod
+    def _namespace(cls, namespace: str) -> str:
+        if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", namespace):
+            raise ValueError(f"{namespace!r} cannot be a namespace; use small letters, digits and '-'")
+        return namespace
+
+    @field_validator("image")
+    @classmethod
+    def _image(cls, image: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][\w./:@-]*", image):
+            raise ValueError(f"{image!r} is no image; write it like registry.example/team/raytorchrpc:1.0")
+        return image
+
+    @field_validator("ray_version")
+    @classmethod
+    def _ray_version(cls, version: str) -> str:
+        found = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)\w*", version)
+        if found is None or (int(found[1]), int(found[2])) < (2, 60):
+            raise ValueError(f"{version!r} is not Ray 2.60.0 or later, which raytorchrpc needs")
+        return version
+
+    @field_validator("rdma_resource")
+    @classmethod
+    def _rdma_resource(cls, resource: str | None) -> str | None:
+        if resource is None:
+            return None
+        domain = resource.partition("/")[0]
+        own = domain == "kubernetes.io" or domain.endswith(".kubernetes.io")
+        if not re.fullmatch(_RESOURCE, resource) or own or resource == "nvidia.com/gpu":
+            raise ValueError(
+                f"{resource!r} cannot be an RDMA resource; it is called <domain>/<name>, such as "
+                f"rdma/hca_shared_devices_a or vpc.amazonaws.com/efa (kubectl describe node lists it as allocatable)"
+            )
+        return resource
+
+    @field_validator("memory", "shm", "head_memory")
+    @classmethod
+    def _size(cls, quantity: str) -> str:
+        bytes_of(quantity)
+        return quantity
+
+    @field_validator("env")
+    @classmethod
+    def _env(cls, variables: dict[str, str]) -> dict[str, str]:
+        for name in variables:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(f"{name!r} cannot be a variable")
+        if "RAY_AUTH_MODE" in variables:
+            raise ValueError("RAY_AUTH_MODE has to be the same for KubeRay: use --auth")
+        return variables
+
+    @model_validator(mode="after")
+    def _sizes(self) -> ClusterOptions:
+        memory, shm, head = bytes_of(self.memory), bytes_of(self.shm), bytes_of(self.head_memory)
+        for what, size in (("memory", memory), ("head_memory", head)):
+            if size < _LEAST_MEMORY:
+                raise ValueError(f"{what} {getattr(self, what)} is too little: Ray and torch take 1Gi at least")
+        if shm < 64 << 20:
+            raise ValueError(f"shm {self.shm} is too little: 64Mi at least")
+        if shm > memory - _LEAST_MEMORY // 2:
+            raise ValueError(
+                f"shm {self.shm} does not fit into memory {self.memory}: /dev/shm counts as memory of the pod, and "
+                f"512Mi are left for its processes at least"
+            )
+        return self
+
+
+class JobOptions(ClusterOptions):
+    """For a ``RayJob``."""
+
+    entrypoint: str
+    """A command, as for ``ray job submit``; it runs on the head."""
+    ttl_s: Annotated[int, Field(ge=0)] = 600
+    """The cluster goes so many seconds after the job has ended."""
+
+    @classmethod
+    def _longest(cls) -> int:
+        return LONGEST_JOB
+
+    @field_validator("entrypoint")
+    @classmethod
+    def _entrypoint(cls, entrypoint: str) -> str:
+        if not entrypoint.strip() or "\n" in entrypoint:
+            raise ValueError(f"{entrypoint!r} is no command")
+        return entrypoint
+
+
+def _text(item: Any) -> str:
+    text = str(item["msg"]).removeprefix("Value error, ")
+    return text if item["type"] == "value_error" else f"{text}, not {item['input']!r}"
