@@ -47,7 +47,9 @@ def runtime_env(**extra: Any) -> dict[str, Any]:
 
     Not among them: ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1``, which asks for huge pages for every allocation of the
     process and gained nothing over torch's own variable; ``RDMAV_HUGEPAGES_SAFE``, which is about hugetlbfs;
-    ``TP_SOCKET_IFNAME``, which differs from node to node: torchrpc's interface is found when a group forms.
+    ``TP_SOCKET_IFNAME``, which differs from node to node: torchrpc's interface is found when a group forms; NCCL's and
+    UCX's variables, likewise: both libraries read theirs when they first start, after torch has loaded, and where they
+    find nothing the group sets what it knows of the node. Give those that are the same everywhere in ``env_vars``.
 
     A variable keeps the value that somebody chose for it. In this order:
 
