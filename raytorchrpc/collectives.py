@@ -7,6 +7,7 @@ deadlines, and the end when somebody is gone.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import socket
@@ -84,6 +85,8 @@ class Collectives:
         """``name``: of this member."""
         self._name = name
         self._changed = threading.Condition()
+        self._making = threading.Lock()
+        """Held while torch makes one, which nothing can interrupt."""
         self._wanted: ProcessGroupInfo | None = None
         """The one that is made, or being made; None after its end."""
         self._made: _Made | None = None
@@ -120,6 +123,9 @@ class Collectives:
             ending.join(min(timeout_s, _END_S))
             if ending.is_alive():
                 raise BootstrapError(f"the process group before is still ending in {self._name!r}")
+        if not self._making.acquire(timeout=min(timeout_s, _END_S)):
+            raise BootstrapError(f"an earlier process group is still being made in {self._name!r}; it ends by itself")
+        self._making.release()
         if dist.is_initialized():
             raise ConfigurationError(
                 f"torch.distributed is initialised in {self._name!r} already, and not by this group: call "
@@ -142,11 +148,16 @@ class Collectives:
         """Make it, together with all others: blocks until each has begun, at most ``meeting.timeout_s`` or the deadline
         of a collective, whichever is later. Raises BootstrapError.
         """
+        with self._making:
+            self._make(meeting)
+
+    def _make(self, meeting: Meeting) -> None:
         info = meeting.info
         with self._changed:
             if self._wanted != info:
                 raise BootstrapError(f"process group {info.number} was given up: {self._cause}")
         leave = _environment(info.backend, meeting)
+        hook = sys.excepthook
         try:
             limit = timedelta(seconds=meeting.timeout_s)
             store: Store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
@@ -161,6 +172,8 @@ class Collectives:
         except Exception as error:  # torch's own are RuntimeError and ValueError, NCCL's DistBackendError
             leave()
             raise BootstrapError(f"{info.backend} could not start in {self._name!r}: {_first_line(error)}") from error
+        finally:
+            sys.excepthook = hook  # torch puts one of its own in front, each time
         group = dist.group.WORLD
         assert group is not None
         with self._changed:
@@ -217,6 +230,9 @@ class Collectives:
     def after_fork(self) -> list[forking.Address]:
         """See forking.Heirloom. torch's process groups do not survive a fork."""
         served = self._served
+        if served is not None:
+            # Never freed here: its end would wait for its thread, which is the parent's.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(served))
         return [(served.host, served.port)] if served is not None else []
 
 
@@ -242,7 +258,6 @@ def _environment(backend: str, meeting: Meeting) -> Callable[[], None]:
     """What gloo and NCCL read when they start, and again for every subgroup; only where the user set nothing. Without
     it gloo takes the address of the host's own name, which is often 127.0.1.1. Returns what undoes it.
     """
-    hook = sys.excepthook
     wanted = {} if meeting.interface is None else {"GLOO_SOCKET_IFNAME": meeting.interface}
     if backend == "nccl":
         _nccl_env.apply(meeting.endpoint, interface=meeting.interface)  # stays: NCCL reads it once
@@ -252,7 +267,6 @@ def _environment(backend: str, meeting: Meeting) -> Callable[[], None]:
     os.environ.update(ours)
 
     def undo() -> None:
-        sys.excepthook = hook  # torch puts one in front of it each time
         for name, value in ours.items():
             if os.environ.get(name) == value:
                 del os.environ[name]
