@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from raytorchrpc import _compat, _nccl_env, forking
+from raytorchrpc import _compat, _nccl_env, _sockfilter, forking
 from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupLost
 from raytorchrpc.topology import Endpoint
 
@@ -53,6 +53,15 @@ class ProcessGroupInfo:
     def world_size(self) -> int:
         """How many members it has."""
         return len(self.ranks)
+
+
+class Serving(NamedTuple):
+    """Where a store listens, and who may reach it: torch's asks nobody who he is."""
+
+    host: str
+    """An address of the member's own host."""
+    admitted: tuple[str, ...]
+    """Addresses and networks from which one may connect."""
 
 
 class Meeting(NamedTuple):
@@ -112,9 +121,9 @@ class Collectives:
 
     # --- for whoever formed the group --------------------------------------------------------------------------------
 
-    def prepare(self, info: ProcessGroupInfo, serve_on: str | None, timeout_s: float) -> int | None:
-        """End the one before, and see whether this process can make one. With ``serve_on``, an address of this host,
-        serve the store there; returns its port.
+    def prepare(self, info: ProcessGroupInfo, serve_on: Serving | None, timeout_s: float) -> int | None:
+        """End the one before, and see whether this process can make one. With ``serve_on``, serve the
+        store there; returns its port.
 
         Raises ConfigurationError, BootstrapError.
         """
@@ -236,13 +245,18 @@ class Collectives:
         return [(served.host, served.port)] if served is not None else []
 
 
-def _serve(host: str, timeout_s: float) -> TCPStore:
+def _serve(where: Serving, timeout_s: float) -> TCPStore:
     """A store on this address and no other: torch would listen on every one. The kernel chooses the port."""
+    host = where.host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, 0), family=family, backlog=1024)
     except OSError as error:
         raise BootstrapError(f"the process group's store cannot listen on {host}: {error}") from error
+    try:
+        _sockfilter.guard(listener, _sockfilter.networks(where.admitted))
+    except OSError as error:
+        logger.warning("everybody who can route to %s can reach the process group's store: %s", host, error)
     port: int = listener.getsockname()[1]
     return TCPStore(
         host,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from raytorchrpc import joining
-from raytorchrpc.collectives import Meeting, ProcessGroupInfo
+from raytorchrpc.collectives import Meeting, ProcessGroupInfo, Serving
 from raytorchrpc.errors import NotAMember
 from raytorchrpc.joining import JoinSpec, Prepared, Table
 from raytorchrpc.lanes.base import MessageLane, TensorLane
@@ -86,7 +86,7 @@ def remove(generation: str, step: int, names: Sequence[str]) -> None:
 
 
 def prepare_process_group(
-    generation: str, info: ProcessGroupInfo, serve_on: str | None, timeout_s: float
+    generation: str, info: ProcessGroupInfo, serve_on: Serving | None, timeout_s: float
 ) -> int | None:
     """See Collectives.prepare."""
     return _member_of(generation).collectives.prepare(info, serve_on, timeout_s)

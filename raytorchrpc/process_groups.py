@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raytorchrpc import membership
-from raytorchrpc.collectives import BACKENDS, Meeting, ProcessGroupInfo
+from raytorchrpc.collectives import BACKENDS, Meeting, ProcessGroupInfo, Serving
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.lines import Lines
 from raytorchrpc.member import process_member
@@ -75,11 +75,12 @@ def boot(
     check_backend(backend, {name: seat.probe.endpoint for name, seat in seats})
     info = ProcessGroupInfo(backend, number, {name: rank for rank, (name, _) in enumerate(seats)}, collective_s)
     server = seats[0][0]
+    agent = roster.spec(server).agent
     host = roster.plan.agents[server].address
     asking = _Asking(roster, lines, deadline)
     try:
         left = max(1.0, deadline - time.monotonic())
-        serving_on = {name: host if name == server else None for name in info.ranks}
+        serving_on = {name: Serving(host, agent.admitted) if name == server else None for name in info.ranks}
         ports = asking.all(
             membership.prepare_process_group, {name: (info, where, left) for name, where in serving_on.items()}
         )

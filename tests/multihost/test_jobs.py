@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("aiohttp", reason="jobs need ray[default]: pip install 'raytorchrpc[jobs]'")
+
 from tests.multihost.conftest import given
 from tests.multihost.rig import REPO, Host
 

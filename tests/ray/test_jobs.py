@@ -15,7 +15,7 @@ import pytest
 import raytorchrpc as rtr
 from tests.ray.heads import ROOT, Head, head
 
-pytest.importorskip("aiohttp", reason="jobs need ray[default]")
+pytest.importorskip("aiohttp", reason="jobs need ray[default]: pip install 'raytorchrpc[jobs]'")
 
 SUCCESS = re.compile(r"^JOB OK: \d members on 1 node\(s\)", re.MULTILINE)
 

@@ -46,7 +46,7 @@ MAY_IMPORT = {
     },
     "telling": {"joining", "lines", "membership", "roster"},
     "process_groups": {"collectives", "lines", "member", "membership", "roster", "topology"},
-    "collectives": {"_nccl_env", "topology"},
+    "collectives": {"_nccl_env", "_sockfilter", "topology"},
     "lines": {"codec", "lanes.base", "lanes.socket", "serving"},
     "membership": {"collectives", "joining", "lanes.base", "member"},
     "forming": {"joining", "peers", "roster"},
