@@ -115,12 +115,8 @@ def _arena() -> Any:
 
 
 def _arena_used() -> int:
-    arena = _arena()
-    if arena is None:
-        return 0
-    with arena._lock:
-        arena._sweep()
-    return int(arena.used)
+    lane: Any = process_member().tensor_lanes.get("shm")
+    return lane.used() if lane is not None else 0
 
 
 def _objects() -> Counter[str]:

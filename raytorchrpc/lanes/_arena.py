@@ -15,6 +15,7 @@ import os
 import threading
 import weakref
 from bisect import insort
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -133,6 +134,10 @@ class Arena:
         self._holes: list[tuple[int, int]] = [(_DATA, self.capacity)]  # (offset, size), by offset
         self._numbers = list(range(SLOTS - 1, -1, -1))
         self._out: dict[int, tuple[Slot, str]] = {}
+        """By number: the slot, and whose it is."""
+        self._filling: set[int] = set()
+        self._orphans: set[int] = set()
+        """Of those, whose owner is gone."""
         self._used = 0
         self._sweep_slots, self._sweep_bytes = _SWEEP_EACH_TIME, _SWEEP_BYTES
 
@@ -151,6 +156,12 @@ class Arena:
         """Bytes given away and not yet known to be back."""
         return self._used
 
+    def in_use(self) -> int:
+        """Bytes given away, after a look at what is back."""
+        with self._lock:
+            self._sweep()
+            return self._used
+
     def crowded(self) -> bool:
         """Whether more than half is out, of its bytes or of its slots."""
         if not self._more_than_half():
@@ -162,20 +173,23 @@ class Arena:
     def _more_than_half(self) -> bool:
         return self._used * 2 > self.capacity or len(self._out) * 2 > SLOTS
 
-    def take(self, size: int, peer: str) -> Slot | None:
-        """A slot of at least ``size`` bytes for ``peer`` to give back; None if the arena is full."""
+    def take(self, size: int, owner: str) -> Slot | None:
+        """A slot of at least ``size`` bytes for ``owner``, a process, to give back; None if the arena is full.
+
+        It is to be filled, and then ``filled`` or ``cancel`` to be called: until then nobody else gets it.
+        """
         wanted = max(_PAGE, (size + _PAGE - 1) // _PAGE * _PAGE)
         with self._lock:
             out = len(self._out)
             if out <= _SWEEP_EACH_TIME or out >= self._sweep_slots or self._used >= self._sweep_bytes:
                 self._sweep()
-            slot = self._carve(wanted, peer)
+            slot = self._carve(wanted, owner)
             if slot is None:
                 self._sweep()
-                slot = self._carve(wanted, peer)
+                slot = self._carve(wanted, owner)
             return slot
 
-    def _carve(self, wanted: int, peer: str) -> Slot | None:
+    def _carve(self, wanted: int, owner: str) -> Slot | None:
         if not self._numbers:
             return None
         for place, (offset, size) in enumerate(self._holes):
@@ -186,7 +200,8 @@ class Arena:
                     self._holes[place] = (offset + wanted, size - wanted)
                 slot = Slot(self._numbers.pop(), offset, wanted)
                 self._bytes[slot.number] = _TAKEN
-                self._out[slot.number] = (slot, peer)
+                self._out[slot.number] = (slot, owner)
+                self._filling.add(slot.number)
                 self._used += wanted
                 return slot
         return None
@@ -205,6 +220,8 @@ class Arena:
 
     def _put_back(self, index: int) -> None:
         slot, _ = self._out.pop(index)
+        self._filling.discard(index)
+        self._orphans.discard(index)
         self._bytes[index] = _TAKEN
         self._numbers.append(index)
         self._used -= slot.size
@@ -224,6 +241,15 @@ class Arena:
         """Those bytes, to be filled."""
         return torch.from_numpy(self._bytes[offset : offset + size])
 
+    def filled(self, slots: Sequence[Slot]) -> bool:
+        """Nobody writes there any more. False if the owner is gone: they are taken back then."""
+        with self._lock:
+            self._filling.difference_update(slot.number for slot in slots)
+            orphans = self._orphans.intersection(slot.number for slot in slots) if self._orphans else ()
+            for index in orphans:
+                self._put_back(index)
+        return not orphans
+
     def cancel(self, slot: Slot) -> None:
         """Take back a slot that was never sent."""
         with self._lock:
@@ -231,11 +257,16 @@ class Arena:
             if found is not None and found[0] is slot:  # not reclaimed, and given away again, meanwhile
                 self._put_back(slot.number)
 
-    def reclaim(self, peer: str) -> None:
-        """Take back whatever a peer that is gone still had."""
+    def reclaim(self, owner: str) -> None:
+        """Take back whatever a process that has ended still had; what is being filled for it, as soon as that is over:
+        whoever got it next would find the rest of it in his tensors.
+        """
         with self._lock:
-            for index in [index for index, (_, owner) in self._out.items() if owner == peer]:
-                self._put_back(index)
+            for index in [index for index, (_, whose) in self._out.items() if whose == owner]:
+                if index in self._filling:
+                    self._orphans.add(index)
+                else:
+                    self._put_back(index)
 
     def close(self) -> None:
         """Let go of the arena. Receivers keep what they still use: the memory goes with its last mapping."""

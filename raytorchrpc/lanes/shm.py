@@ -43,9 +43,12 @@ class ShmLane(TensorLane):
         """``capacity``: of the arena, in bytes. ``threads``: that share a large copy."""
         self._capacity, self._threads = capacity, threads
         self._peers: dict[str, PeerArena] = {}
+        """By tag: its next process has an arena of its own."""
         self._addresses: dict[str, SharedAddress] = {}
+        self._former: set[SharedAddress] = set()
+        """Of processes that are no peers any more and may still live: they give back what they hold by themselves."""
         self._owed: dict[str, list[int]] = {}
-        """Slots of peers' arenas that could not be mapped when they were to be given back (too few descriptors)."""
+        """By tag: slots of arenas that could not be mapped when they were to be given back (too few descriptors)."""
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
@@ -70,6 +73,8 @@ class ShmLane(TensorLane):
                     places[index] = (number, offset)
                     self._copy(tensors[index], slots[number].offset + offset)
             staging.wait_for(tensors)
+            if not self._arena.filled(slots):
+                raise LaneUnavailable(self.name, f"the process of member {peer!r} is gone")
         except BaseException:
             staging.wait_for(tensors)  # a GPU may still write there
             for slot in slots:
@@ -80,7 +85,14 @@ class ShmLane(TensorLane):
         return _ShmExport(self._arena, slots, descriptor)
 
     def _take(self, size: int, peer: str) -> Slot:
-        slot = self._arena.take(size, peer) or self._take_from_the_dead(size, peer)
+        if self._former:
+            self._reclaim_from_the_dead()
+        address = self._addresses.get(peer)
+        owner = peer if address is None else address.name
+        slot = self._arena.take(size, owner)
+        if slot is None:
+            self._reclaim_from_the_dead()
+            slot = self._arena.take(size, owner)
         if slot is None:
             raise LaneUnavailable(
                 self.name,
@@ -90,11 +102,11 @@ class ShmLane(TensorLane):
             )
         return slot
 
-    def _take_from_the_dead(self, size: int, peer: str) -> Slot | None:
-        for other, address in list(self._addresses.items()):
+    def _reclaim_from_the_dead(self) -> None:
+        for address in (*self._addresses.values(), *self._former):
             if is_gone(address):
-                self._arena.reclaim(other)
-        return self._arena.take(size, peer)
+                self._arena.reclaim(address.name)
+                self._former.discard(address)
 
     def _copy(self, tensor: torch.Tensor, offset: int) -> None:
         size = tensor.nbytes
@@ -169,6 +181,11 @@ class ShmLane(TensorLane):
             return target
         return view  # its GPU copies it from here
 
+    def used(self) -> int:
+        """Bytes that are with others, as far as can be known now."""
+        self._reclaim_from_the_dead()
+        return self._arena.in_use()
+
     def discard(self, peer: str, descriptor: Any) -> None:
         slots, _, _, tag = descriptor
         try:
@@ -183,32 +200,37 @@ class ShmLane(TensorLane):
         address = self._addresses.get(peer)
         if address is None:
             raise LaneUnavailable(self.name, f"member {peer!r} is not known here, or gone")
-        if address.tag != tag:  # its next process has an arena of its own, with other tensors in it
+        if address.tag != tag:
             raise LaneUnavailable(self.name, f"the process of member {peer!r} that sent these tensors is gone")
-        arena = self._peers.get(peer)
+        arena = self._peers.get(tag)
         if arena is not None:
             return arena
         with self._lock:
-            arena = self._peers.get(peer)
+            arena = self._peers.get(tag)
             if arena is None:
                 try:
                     arena = PeerArena(address)
                 except LaneUnavailable:
-                    self._owed.setdefault(peer, []).extend(slot[0] for slot in slots)
+                    self._owed.setdefault(tag, []).extend(slot[0] for slot in slots)
                     raise
-                for number in self._owed.pop(peer, ()):
+                for number in self._owed.pop(tag, ()):
                     arena.give_back(number)
-                self._peers[peer] = arena
+                self._peers[tag] = arena
                 staging.announce(*arena.span)
         return arena
 
     def disconnect(self, peer: str) -> None:
-        self._addresses.pop(peer, None)
-        self._owed.pop(peer, None)
-        arena = self._peers.pop(peer, None)
+        address = self._addresses.pop(peer, None)
+        if address is None:
+            self._arena.reclaim(peer)
+            return
+        arena = self._peers.pop(address.tag, None)
         if arena is not None:
             staging.withdraw(arena.span[0])
-        self._arena.reclaim(peer)
+        self._owed.pop(address.tag, None)
+        # One that was only removed, or is out of reach, may use what it got for as long as it likes.
+        self._former.add(address)
+        self._reclaim_from_the_dead()
 
     def close(self) -> None:
         peers, self._peers = self._peers, {}

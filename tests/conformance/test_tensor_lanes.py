@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import torch
 
 from raytorchrpc import _compat
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes._arena import SLOTS, Arena, PeerArena
+from raytorchrpc.lanes._arena import SLOTS, Arena, PeerArena, SharedAddress
 from raytorchrpc.lanes.base import PeerAddress, Shape, TensorLane, numbers
 from raytorchrpc.lanes.cuda_ipc import CudaIpcLane
 from raytorchrpc.lanes.nccl import NcclLane
@@ -136,10 +137,7 @@ def _used() -> int:
     """Bytes of the arena that peers still hold."""
     lane = tensors().lane
     assert isinstance(lane, ShmLane)
-    arena = lane._arena
-    with arena._lock:
-        arena._sweep()
-    return arena.used
+    return lane.used()
 
 
 def _bytes_and_threads() -> tuple[set[str], set[str], int]:
@@ -522,22 +520,77 @@ class _Unreadable(torch.Tensor):
 
 def test_an_export_that_breaks_off_gives_back() -> None:
     lane = ShmLane(64 * MIB, 2)
-    lane.open()
+    lane.connect([PeerAddress("self", lane.open())])
     with pytest.raises(KeyboardInterrupt):
-        lane.export([torch.ones(5 * MIB), torch.ones(MIB).as_subclass(_Unreadable), torch.ones(3)], "b", {})
+        lane.export([torch.ones(5 * MIB), torch.ones(MIB).as_subclass(_Unreadable), torch.ones(3)], "self", {})
     assert lane._arena.used == 0
     lane.close()
 
 
 def test_a_late_cancel_takes_nobody_elses_slot() -> None:
     lane = ShmLane(64 * MIB, 1)
-    lane.open()
+    lane.connect([PeerAddress("self", lane.open()), PeerAddress("gone", _of_the_dead())])
     first = lane.export([torch.ones(10)], "gone", {})
     lane.disconnect("gone")
-    second = lane.export([torch.ones(10)], "alive", {})
+    second = lane.export([torch.ones(10)], "self", {})
     assert second.descriptor[0] == first.descriptor[0]
     first.cancel()
-    assert lane._arena.used
+    assert lane.used()
+    lane.close()
+
+
+def _of_the_dead() -> SharedAddress:
+    """Where a process that has ended had an arena."""
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait(30)
+    return SharedAddress(ended.pid, 3, f"raytorchrpc-{ended.pid:024x}", 64 * MIB)
+
+
+def test_a_slot_that_is_being_filled_when_its_owner_dies_is_nobody_elses_meanwhile() -> None:
+    """Else the rest of that copy would land in the tensors of whoever got it next."""
+    arena = Arena(64 * MIB)
+    (first, second) = (arena.take(MIB, "dying"), arena.take(MIB, "dying"))
+    assert first is not None and second is not None
+    assert arena.filled([second])
+    arena.reclaim("dying")
+    assert arena.in_use() == MIB
+    others = [arena.take(MIB, "alive") for _ in range(5)]
+    assert first.offset not in [slot.offset for slot in others if slot is not None]
+    assert not arena.filled([first]), "its message need not be sent"
+    assert arena.in_use() == 5 * MIB
+    arena.close()
+
+
+def test_an_export_to_one_that_dies_meanwhile_is_refused_and_leaves_nothing() -> None:
+    lane = ShmLane(64 * MIB, 1)
+    lane.connect([PeerAddress("self", lane.open()), PeerAddress("dying", _of_the_dead())])
+
+    class Hears(torch.Tensor):
+        """Hears of the death while it is copied."""
+
+        def data_ptr(self) -> int:
+            lane.disconnect("dying")
+            return super().data_ptr()
+
+    with pytest.raises(LaneUnavailable, match="'dying' is gone"):
+        lane.export([torch.ones(MIB).as_subclass(Hears), torch.ones(MIB)], "dying", {})
+    assert lane.used() == 0
+    lane.close()
+
+
+def test_who_is_a_peer_no_longer_but_lives_keeps_what_it_has() -> None:
+    """As a member that was removed, or was out of reach for a while."""
+    lane, shapes = ShmLane(64 * MIB, 1), [(torch.uint8, (MIB,))]
+    address = lane.open()
+    lane.connect([PeerAddress("self", address)])
+    kept = lane.fetch("self", lane.export([torch.full((MIB,), 7, dtype=torch.uint8)], "self", {}).descriptor, shapes)
+    lane.disconnect("self")
+    lane.connect([PeerAddress("self", address)])
+    for _ in range(5):
+        lane.discard("self", lane.export([torch.full((MIB,), 9, dtype=torch.uint8)], "self", {}).descriptor)
+    assert bool((kept[0] == 7).all())
+    del kept
+    assert lane.used() == 0
     lane.close()
 
 
@@ -690,9 +743,7 @@ def test_many_threads_at_once() -> None:
     for thread in threads:
         thread.join(60)
     assert not failed
-    with lane._arena._lock:
-        lane._arena._sweep()
-    assert lane._arena.used == 0
+    assert lane.used() == 0
     assert lane._arena._holes == [(MIB, 64 * MIB)], "the holes have grown together again"
     lane.close()
 

@@ -211,8 +211,8 @@ class Worker:
             except Exception as error:
                 return _outcome(call, kind, target, began, due, error)
             sent = tensor if method != "give" else payload(number, size)
-            right = back == call and torch.equal(result, sent.bitwise_not_())
-            return _outcome(call, kind, target, began, due, None if right else Corrupt(f"{call}: the result"))
+            wrong = _difference(call, back, sent.bitwise_not_(), result)
+            return _outcome(call, kind, target, began, due, Corrupt(wrong) if wrong else None)
 
         return finish
 
@@ -307,6 +307,20 @@ class AsyncWorker(Worker):
         self, call: str, at: str, tensor: torch.Tensor, check: int, hook: Any
     ) -> tuple[str, torch.Tensor, Any]:
         return await asyncio.get_running_loop().run_in_executor(None, self._staged, call, at, tensor, check)
+
+
+def _difference(call: str, back: str, expected: torch.Tensor, result: torch.Tensor) -> str:
+    """Empty if it is the right answer; else what tells where the wrong one comes from: see ``payload``."""
+    if back == call and torch.equal(result, expected):
+        return ""
+    if back != call or result.shape != expected.shape:
+        return f"{call}: the answer to {back}, {tuple(result.shape)} instead of {tuple(expected.shape)}"
+    wrong = (result != expected).nonzero()[:, 0]
+    first, last = int(wrong[0]), int(wrong[-1])
+    return (
+        f"{call}: {len(wrong)} of {len(result)} wrong, from {first} to {last}: {(~result[wrong[:2]]).tolist()} ... "
+        f"{(~result[wrong[-2:]]).tolist()} instead of {(~expected[wrong[:1]]).tolist()} on"
+    )
 
 
 def _outcome(call: str, kind: str, target: str, began: float, timeout: float, error: BaseException | None) -> list[Any]:
