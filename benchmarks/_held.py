@@ -116,7 +116,7 @@ def _arena() -> Any:
 
 def _arena_used() -> int:
     lane: Any = process_member().tensor_lanes.get("shm")
-    return lane.used() if lane is not None else 0
+    return lane.in_use() if lane is not None else 0
 
 
 def _objects() -> Counter[str]:

@@ -181,7 +181,7 @@ class ShmLane(TensorLane):
             return target
         return view  # its GPU copies it from here
 
-    def used(self) -> int:
+    def in_use(self) -> int:
         """Bytes that are with others, as far as can be known now."""
         self._reclaim_from_the_dead()
         return self._arena.in_use()

@@ -137,7 +137,7 @@ def _used() -> int:
     """Bytes of the arena that peers still hold."""
     lane = tensors().lane
     assert isinstance(lane, ShmLane)
-    return lane.used()
+    return lane.in_use()
 
 
 def _bytes_and_threads() -> tuple[set[str], set[str], int]:
@@ -535,7 +535,7 @@ def test_a_late_cancel_takes_nobody_elses_slot() -> None:
     second = lane.export([torch.ones(10)], "self", {})
     assert second.descriptor[0] == first.descriptor[0]
     first.cancel()
-    assert lane.used()
+    assert lane.in_use()
     lane.close()
 
 
@@ -574,7 +574,7 @@ def test_an_export_to_one_that_dies_meanwhile_is_refused_and_leaves_nothing() ->
 
     with pytest.raises(LaneUnavailable, match="'dying' is gone"):
         lane.export([torch.ones(MIB).as_subclass(Hears), torch.ones(MIB)], "dying", {})
-    assert lane.used() == 0
+    assert lane.in_use() == 0
     lane.close()
 
 
@@ -590,7 +590,7 @@ def test_who_is_a_peer_no_longer_but_lives_keeps_what_it_has() -> None:
         lane.discard("self", lane.export([torch.full((MIB,), 9, dtype=torch.uint8)], "self", {}).descriptor)
     assert bool((kept[0] == 7).all())
     del kept
-    assert lane.used() == 0
+    assert lane.in_use() == 0
     lane.close()
 
 
@@ -743,7 +743,7 @@ def test_many_threads_at_once() -> None:
     for thread in threads:
         thread.join(60)
     assert not failed
-    assert lane.used() == 0
+    assert lane.in_use() == 0
     assert lane._arena._holes == [(MIB, 64 * MIB)], "the holes have grown together again"
     lane.close()
 

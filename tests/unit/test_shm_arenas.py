@@ -41,7 +41,7 @@ def no_descriptors() -> Iterator[None]:
 
 def used(sender: ShmLane) -> int:
     sender._arena.crowded()
-    return sender.used()
+    return sender.in_use()
 
 
 @pytest.mark.parametrize("how", ["fetch", "discard"])
