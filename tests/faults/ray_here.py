@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 # Read by Ray when it starts; nothing here may report anything to anybody.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+# Ray kills workers when the machine runs short of memory, whoever uses it: here only the faults are to kill.
+os.environ["RAY_memory_monitor_refresh_ms"] = "0"
 
 import ray
 
