@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 # Read by Ray when it starts; nothing here may report anything to anybody.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-# Ray kills workers when the machine runs short of memory, whoever uses it: here only the faults are to kill.
-os.environ["RAY_memory_monitor_refresh_ms"] = "0"
 
 import ray
 
@@ -28,6 +26,8 @@ def ray_here() -> Iterator[None]:
         log_to_driver=False,
         logging_level="ERROR",
         configure_logging=False,
+        # Ray kills workers when the machine runs short of memory, whoever uses it: here only the faults are to kill.
+        _system_config={"memory_monitor_refresh_ms": 0},
     )
     try:
         yield
