@@ -110,7 +110,10 @@ class TorchRpcLane(MessageLane):
 
     def _worker(self, peer: str, tensors: Sequence[torch.Tensor]) -> Any:
         check_mapped(tensors, peer, self._maps.get(peer, {}), self.name)
-        return self._fabric.worker(self._rpc_names[peer])
+        name = self._rpc_names.get(peer)
+        if name is None:  # lost while this message was made ready
+            raise LaneUnavailable(self.name, f"member {peer!r} is not known here, or gone")
+        return self._fabric.worker(name)
 
     def disconnect(self, peer: str) -> None:
         name = self._rpc_names.pop(peer, None)
