@@ -11,9 +11,13 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.device_map import DeviceMap
 from raytorchrpc.errors import (
     BootstrapError,
+    Closed,
     ConfigurationError,
+    Empty,
+    Full,
     LaneUnavailable,
     NotAMember,
+    NotFound,
     PeerBusy,
     PeerLost,
     ProcessGroupLost,
@@ -27,28 +31,37 @@ from raytorchrpc.group import Group, get_group, init_group
 from raytorchrpc.member import current_member
 from raytorchrpc.peers import Member
 from raytorchrpc.process_groups import process_group, process_group_info
+from raytorchrpc.queues import Queue
 from raytorchrpc.runtime_env import runtime_env
+from raytorchrpc.topics import Subscription, Topic
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "BootstrapError",
+    "Closed",
     "ConfigurationError",
     "DeviceMap",
+    "Empty",
+    "Full",
     "Future",
     "Group",
     "GroupConfig",
     "LaneUnavailable",
     "Member",
     "NotAMember",
+    "NotFound",
     "PeerBusy",
     "PeerLost",
     "ProcessGroupInfo",
     "ProcessGroupLost",
+    "Queue",
     "RayTorchRpcError",
     "RemoteError",
     "RpcTimeout",
     "SerializationError",
+    "Subscription",
+    "Topic",
     "TransferFailed",
     "current_member",
     "get_group",

@@ -37,6 +37,9 @@ class Exposed(NamedTuple):
     frozen: bool = False
     """For a method of the package's own: nobody changes its results, so they are not copied before they are sent."""
     retry: int = 0
+    service: bool = False
+    """For a method of the package's own: it is called with the member and the caller's rank instead of the actor, and
+    may return a ``services.Later``."""
 
 
 def exposed(function: Any) -> Exposed | None:

@@ -9,6 +9,7 @@ All of them survive pickling, so a member can hand one to its driver through Ray
 
 from __future__ import annotations
 
+import queue
 from typing import Any
 
 
@@ -96,6 +97,38 @@ class PeerBusy(RayTorchRpcError):
 
 class RpcTimeout(RayTorchRpcError, TimeoutError):
     """A call's deadline passed before its result arrived. The call may still run to its end there."""
+
+
+class NotFound(RayTorchRpcError, LookupError):
+    """A member has no queue, topic or weights of that name, or not that version; what it has is named."""
+
+
+class Empty(RayTorchRpcError, queue.Empty):
+    """Nothing came within the time given; the queue is still open."""
+
+
+class Full(RayTorchRpcError, queue.Full):
+    """There was no room within the time given.
+
+    Attributes:
+        accepted: how many items of the call are in the queue: the first so many. 0 but for ``put_many``.
+    """
+
+    def __init__(self, message: str, accepted: int = 0) -> None:
+        super().__init__(message)
+        self.accepted = accepted
+
+
+class Closed(RayTorchRpcError):
+    """It takes nothing any more; or, for a consumer, everything that was in it has been taken.
+
+    Attributes:
+        accepted: as for ``Full``.
+    """
+
+    def __init__(self, message: str, accepted: int = 0) -> None:
+        super().__init__(message)
+        self.accepted = accepted
 
 
 class TransferFailed(RayTorchRpcError):

@@ -24,6 +24,7 @@ from raytorchrpc.lanes.base import Message, MessageLane, Pending, TensorLane
 from raytorchrpc.metrics import CallCounters
 from raytorchrpc.peers import Member, PeerRoad, process_token
 from raytorchrpc.retrying import RetriedCall
+from raytorchrpc.services import Services
 from raytorchrpc.shipping import Parcel, Shipped, Shipper, Waybill
 from raytorchrpc.streams import check_mapped
 from raytorchrpc.underway import CallUnderWay, body_bytes
@@ -61,7 +62,9 @@ class LocalMember:
     ) -> None:
         """``methods``: name -> what ``calls.method`` noted. ``max_bytes``: under way to one peer at most."""
         self.group, self.generation, self.me, self.config = group, generation, me, config
+        self.max_bytes = max_bytes
         self.allowances = Allowances(config, max_bytes)
+        self.services = Services()
         self.codec = Codec(_compat.cloudpickler())
         self.counters = CallCounters()
         self.workers = Workers(f"raytorchrpc-{me.name}")
@@ -102,6 +105,7 @@ class LocalMember:
             self._absent[rank] = absence
             self._heavy = {known for known in self._heavy if known[0] != rank}
             self._changed.notify_all()
+        self.services.lose(rank)
 
     def welcome(self, rank: int) -> None:
         """A peer can be called (again)."""
@@ -117,6 +121,7 @@ class LocalMember:
             self._ranks = {key: known for key, known in self._ranks.items() if known != rank}
             self.strangers = self.strangers | {rank}
             self._changed.notify_all()
+        self.services.lose(rank)
 
     def absent(self) -> dict[str, Absence]:
         """Who is away, by name."""
@@ -386,6 +391,7 @@ class LocalMember:
         for lane in everything:
             with contextlib.suppress(Exception):
                 lane.close()
+        self.services.close()
         self.server.close()
         self.workers.stop()
         self.alarms.stop()

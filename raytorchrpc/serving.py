@@ -19,6 +19,7 @@ from raytorchrpc.codec import NOTHING, Codec, Encoded, encode_exception
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
 from raytorchrpc.execution import Limit, Scope, Seat, Work, current_scope
 from raytorchrpc.lanes.base import Message, MessageLane, Reply, copied
+from raytorchrpc.services import Later
 from raytorchrpc.shipping import Parcel, Shipped, Waybill, joined, owned
 from raytorchrpc.streams import hand_over
 from raytorchrpc.workers import Alarms, Workers
@@ -311,12 +312,27 @@ class _Job:
 
     def _call(self) -> None:
         args, kwargs = self._arguments()
-        result = self.note.function(self.server.instance, *args, **kwargs)
+        if self.note.service:
+            result = self.note.function(self.server.roads, self.caller, *args, **kwargs)
+        else:
+            result = self.note.function(self.server.instance, *args, **kwargs)
         del args, kwargs
+        if isinstance(result, Later):
+            # Whoever settles it may have other things to do than to send, which can take long.
+            result.add_done_callback(partial(self.server.workers.submit, self._answer_later))
+            return
         body = self._encoded(result)
         if self.kind != REMOTE:
             result = None  # what the actor still holds can be told from what only the reply holds
         self._answer(body, result)
+
+    def _answer_later(self, later: Any) -> None:
+        try:
+            self._answer(self._encoded(later.outcome()), None)
+        except BaseException as error:
+            self.server.refuse(self.kind, error, self.reply)
+        finally:
+            staging.sweep()
 
     async def _run_on_loop(self, seat: Seat | None, to_leave: Seat | None) -> None:
         current_scope.set(self.scope.inside(seat))  # a task has a context of its own: nothing to put back

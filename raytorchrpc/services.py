@@ -1,0 +1,105 @@
+"""What lives in a member beside its actor, and is served beside its methods: queues, topics, weights, by name.
+
+A service (``Exposed.service``) runs on a thread of the member's own and takes no turn of the actor's. Where it has to
+wait for something it returns a ``Later``, so no thread stands still meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, Protocol, TypeVar
+
+from raytorchrpc.errors import NotAMember, NotFound
+
+T = TypeVar("T")
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+class Later(Future[Any]):
+    """An answer that is not there yet. The request is answered as soon as somebody settles it."""
+
+    convert: Callable[[Any], Any] = staticmethod(_as_it_is)
+    """What the answer is made of the value, on the thread that sends it."""
+
+    def settle(self, value: Any, error: BaseException | None = None) -> bool:
+        """Once; False if it was settled or cancelled before. Runs the callbacks on this thread."""
+        try:
+            if error is None:
+                self.set_result(value)
+            else:
+                self.set_exception(error)
+        except InvalidStateError:
+            return False
+        return True
+
+    def outcome(self) -> Any:
+        """The answer, or what was raised; only once it is done."""
+        return self.convert(self.result(0))
+
+
+class Served(Protocol):
+    """Something that lives in a member."""
+
+    def lose(self, rank: int) -> None:
+        """That member is gone, or away: nothing is to wait for it. Quick."""
+
+    def close(self, error: Exception) -> None:
+        """This member leaves the group: whoever waits gets the error."""
+
+
+class Services:
+    """What lives in one member, by kind and name. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._served: dict[tuple[str, str], Any] = {}
+        self._closed = False
+
+    def open(self, kind: str, name: str, make: Callable[[], T]) -> T:
+        """The one of that name, made if there is none."""
+        with self._lock:
+            if self._closed:
+                raise NotAMember("this process has left the group")
+            served = self._served.get((kind, name))
+            if served is None:
+                served = self._served[kind, name] = make()
+            return served
+
+    def find(self, kind: str, name: str, me: str) -> Any:
+        """Raises NotFound, naming what there is. ``me``: this member's name, for the message."""
+        served = self._served.get((kind, name))
+        if served is None:
+            raise NotFound(
+                f"member {me!r} has no {kind} {name!r}: it was not made there, or that process was restarted since "
+                f"(there: {', '.join(sorted(self.names(kind))) or 'none'})"
+            )
+        return served
+
+    def has(self, kind: str, name: str) -> bool:
+        """Whether there is one of that name."""
+        return (kind, name) in self._served
+
+    def names(self, kind: str) -> list[str]:
+        """Of all of that kind."""
+        with self._lock:
+            return [name for of_kind, name in self._served if of_kind == kind]
+
+    def lose(self, rank: int) -> None:
+        """A member is gone, or away."""
+        with self._lock:
+            everything = list(self._served.values())
+        for served in everything:
+            served.lose(rank)
+
+    def close(self) -> None:
+        """Drop everything. Idempotent."""
+        with self._lock:
+            self._closed = True
+            everything, self._served = list(self._served.values()), {}
+        for served in everything:
+            served.close(NotAMember("this process has left the group (it was shut down)"))

@@ -1,0 +1,369 @@
+"""Bounded queues between actors."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+import queue as standard
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import ray
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc import member
+from tests.conformance.peers import wait_until
+from tests.ray.actors import AsyncPeer, Latch, Peer
+from tests.ray.conftest import Spawn
+from tests.ray.test_tensor_lanes import MIB, in_actor, used
+
+LARGE = 2 * MIB  # elements of float32
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> None:
+    """Here one group serves most tests."""
+
+
+class AsyncWorker(AsyncPeer):
+    async def arun(self, function: Any, *args: Any) -> Any:
+        """``await function(*args)`` on the loop."""
+        return await function(*args)
+
+
+@pytest.fixture(scope="module")
+def actors(spawn_for_module: Spawn) -> dict[str, Any]:
+    made = {name: spawn_for_module(Peer) for name in ("home", "a", "b")}
+    return {**made, "asynchronous": spawn_for_module(AsyncWorker)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
+    with rtr.init_group(actors, config=rtr.GroupConfig(shm_bytes=128 * MIB)) as group:
+        yield group
+
+
+@pytest.fixture
+def queue(request: pytest.FixtureRequest) -> Any:
+    """One in ``home``; made here, in a driver that is in no group."""
+    return rtr.Queue(request.node.name, home="home", maxsize=8)
+
+
+def put_all(queue: rtr.Queue, items: list[Any]) -> None:
+    for item in items:
+        queue.put(item)
+    queue.close()
+
+
+def all_of(queue: rtr.Queue, batch: int = 1) -> list[Any]:
+    return list(queue.items(batch=batch))
+
+
+def same(one: Any, other: Any) -> bool:
+    return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
+
+
+@pytest.mark.parametrize("producer", ["home", "a"])
+@pytest.mark.parametrize("consumer", ["home", "b"])
+def test_anything_crosses_in_order(actors: dict[str, Any], request: Any, producer: str, consumer: str) -> None:
+    queue = rtr.Queue(request.node.name, home="home", maxsize=50)
+
+    def put() -> None:
+        tensor, array = torch.arange(1.0 * LARGE), numpy.arange(LARGE)
+        queue.put({"tensor": tensor.view(-1, 2).T, "array": array, "tag": "x"})
+        tensor.zero_()
+        array[:] = 0
+        queue.put_many([None, 7, tensor[:3], array[:2]])
+        queue.close()
+
+    def get() -> None:
+        first, *rest = queue
+        assert same(first["tensor"], torch.arange(1.0 * LARGE).view(-1, 2).T)
+        assert same(first["array"], numpy.arange(LARGE)) and first["tag"] == "x"
+        first["tensor"].fill_(3)
+        assert rest[:2] == [None, 7] and same(rest[2], torch.zeros(3)) and same(rest[3], numpy.zeros(2, dtype=int))
+
+    in_actor(actors[producer], put)
+    in_actor(actors[consumer], get)
+
+
+def test_many_producers_and_consumers(actors: dict[str, Any], request: Any) -> None:
+    queue = rtr.Queue(request.node.name, home="home", maxsize=5, producers=2)
+
+    def produce(name: str) -> None:
+        for begin in range(0, 60, 20):
+            queue.put_many([(name, number) for number in range(begin, begin + 20)])
+        queue.close()
+
+    def consume() -> list[Any]:
+        taken: list[Any] = []
+
+        def extend(batch: int) -> None:
+            taken.extend(queue.items(batch=batch))
+
+        threads = [threading.Thread(target=extend, args=(batch,)) for batch in (1, 4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return taken
+
+    consumers = [actors["home"].run.remote(consume)]
+    producers = [actors[name].run.remote(produce, name) for name in ("a", "b")]
+    taken = [item for part in ray.get([*consumers, *producers], timeout=60)[:1] for item in part]
+    assert sorted(taken) == sorted((name, number) for name in ("a", "b") for number in range(60))
+
+
+def test_full_empty_and_closed(actors: dict[str, Any], queue: Any) -> None:
+    def act() -> None:
+        with pytest.raises(rtr.Empty, match="nothing came to queue"):
+            queue.get_nowait()
+        with pytest.raises(standard.Empty):
+            queue.get(timeout=0.01)
+        with pytest.raises(rtr.Full) as full:
+            queue.put_many(range(20), timeout=0.01)
+        assert full.value.accepted == 8 == queue.qsize()
+        with pytest.raises(standard.Full):
+            queue.put_nowait("too much")
+        assert queue.get_many(3) == [0, 1, 2]
+        queue.put_many([8, 9, 10])
+        queue.close()
+        with pytest.raises(rtr.Closed, match="is closed"):
+            queue.put(1)
+        assert all_of(queue, batch=3) == list(range(3, 11))
+        with pytest.raises(rtr.Closed, match="has been taken"):
+            queue.get()
+        assert queue.stats() == {
+            **{"items": 0, "bytes": 0, "put": 11, "taken": 11},
+            **{"waiting_to_put": 0, "waiting_to_get": 0, "closed": True},
+        }
+
+    in_actor(actors["a"], act)
+
+
+def test_a_queue_is_found_by_its_name(actors: dict[str, Any], request: Any) -> None:
+    name = request.node.name
+
+    def make() -> rtr.Queue:
+        return rtr.Queue(name, maxsize=3)
+
+    made = in_actor(actors["b"], make)
+    assert made.home == "b" and pickle.loads(pickle.dumps(made)).name == name
+
+    def find() -> None:
+        found = rtr.Queue.find(name)
+        assert (found.home, found.maxsize) == ("b", 3)
+        found.put_many([1, 2, 3])
+        with pytest.raises(rtr.ConfigurationError, match="with other settings"):
+            rtr.Queue(name, home="b", maxsize=4).put(4)
+        with pytest.raises(rtr.NotFound, match="no member of group 'default' has a queue 'nowhere'"):
+            rtr.Queue.find("nowhere")
+
+    in_actor(actors["a"], find)
+    assert in_actor(actors["b"], lambda: made.get_many(9)) == [1, 2, 3]
+
+
+def test_what_cannot_work_is_refused(actors: dict[str, Any], queue: Any) -> None:
+    for settings in ({"maxsize": 0}, {"max_bytes": -1}, {"producers": 1.5}):
+        with pytest.raises(rtr.ConfigurationError, match="is a whole number from 1 on"):
+            rtr.Queue("bad", home="home", **settings)  # type: ignore[arg-type]
+    with pytest.raises(rtr.ConfigurationError, match="needs a home"):
+        rtr.Queue("homeless")
+    with pytest.raises(rtr.NotAMember, match="this process is in no group"):
+        queue.put(1)
+
+    def act() -> None:
+        with pytest.raises(rtr.SerializationError, match="cannot be pickled"):
+            queue.put(threading.Lock())
+        with pytest.raises(rtr.ConfigurationError, match="timeout is a number"):
+            queue.get(timeout=-1)
+        with pytest.raises(rtr.NotAMember, match="'nobody' is not in group"):
+            rtr.Queue("q", home="nobody")
+
+    in_actor(actors["a"], act)
+
+
+def test_it_is_served_while_the_home_is_busy_and_inside_its_methods(
+    actors: dict[str, Any], queue: Any, latch: Any
+) -> None:
+    held: Latch = latch()
+    busy = actors["home"].busy.remote(held)
+    inside = held.await_arrival()
+    in_actor(actors["a"], put_all, queue, [1, 2])
+    assert in_actor(actors["b"], all_of, queue) == [1, 2]
+    held.release(inside)
+    ray.get(busy, timeout=30)
+
+
+def test_waiting_getters_keep_no_threads(actors: dict[str, Any], queue: Any) -> None:
+    def threads() -> int:
+        return threading.active_count()
+
+    def wait_for_items(count: int) -> None:
+        async def act() -> list[Any]:
+            return await asyncio.gather(*(queue.aget() for _ in range(count)))
+
+        member.task = asyncio.get_running_loop().create_task(act())  # type: ignore[attr-defined]
+
+    async def outcome() -> Any:
+        return sorted(await member.task)  # type: ignore[attr-defined]
+
+    before = in_actor(actors["home"], threads)
+    ray.get(actors["asynchronous"].run.remote(wait_for_items, 40), timeout=30)
+    assert in_actor(actors["a"], lambda: wait_until(lambda: queue.stats()["waiting_to_get"] == 40, 20))
+    assert in_actor(actors["home"], threads) < before + 10
+    in_actor(actors["a"], put_all, queue, list(range(40)))
+    assert ray.get(actors["asynchronous"].arun.remote(outcome), timeout=30) == list(range(40))
+
+
+@pytest.mark.parametrize("where", ["asynchronous", "home"])
+def test_coroutines(actors: dict[str, Any], queue: Any, request: Any, where: str) -> None:
+    here = rtr.Queue(request.node.name, home="asynchronous" if where == "asynchronous" else "home", maxsize=4)
+
+    async def act() -> list[Any]:
+        async def produce() -> None:
+            await here.aput(torch.ones(LARGE))
+            await here.aput_many(range(10))
+            await here.aclose()
+
+        producing = asyncio.create_task(produce())
+        first = await here.aget()
+        more = await here.aget_many(2)
+        rest = [item async for item in here]
+        await producing
+        with pytest.raises(rtr.Closed):
+            await here.aget()
+        return [float(first.sum()), *more, *rest]
+
+    assert ray.get(actors["asynchronous"].arun.remote(act), timeout=60) == [float(LARGE), *range(10)]
+
+
+@pytest.mark.parametrize("home", ["asynchronous", "home"])
+def test_a_cancelled_get_loses_nothing(actors: dict[str, Any], request: Any, home: str) -> None:
+    queue = rtr.Queue(request.node.name, home=home)
+
+    async def act() -> Any:
+        waiting = [asyncio.create_task(queue.aget()) for _ in range(3)]
+        await asyncio.sleep(0)
+        while (await asyncio.to_thread(queue.stats))["waiting_to_get"] < 3:
+            await asyncio.sleep(0)
+        puts = asyncio.create_task(queue.aput_many(range(3)))
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await puts
+        return sorted([await queue.aget(timeout=20) for _ in range(3)])
+
+    assert ray.get(actors["asynchronous"].arun.remote(act), timeout=60) == [0, 1, 2]
+
+
+def test_a_slow_consumer_bounds_the_memory(actors: dict[str, Any], queue: Any) -> None:
+    def put(count: int) -> int:
+        accepted = 0
+        for number in range(count):
+            try:
+                queue.put(torch.full((LARGE,), float(number)), timeout=0.01)
+            except rtr.Full:
+                break
+            accepted += 1
+        return accepted
+
+    def drain(count: int) -> None:
+        for number in range(count):
+            assert same(queue.get(), torch.full((LARGE,), float(number)))
+
+    item = 4 * LARGE
+    accepted = in_actor(actors["a"], put, 30)
+    assert accepted == 8
+    lent = in_actor(actors["a"], used)
+    assert 0 < lent <= 128 * MIB // 4 + item, "what waits may hold a quarter of the producer's arena"
+    in_actor(actors["b"], drain, accepted)
+    assert in_actor(actors["a"], lambda: wait_until(lambda: used() == 0, 20))
+    assert in_actor(actors["home"], lambda: gc.collect() >= 0 and wait_until(lambda: used() == 0, 20))
+
+
+def test_large_items_stay_where_they_arrived_if_the_home_takes_them(actors: dict[str, Any], queue: Any) -> None:
+    in_actor(actors["a"], lambda: queue.put(torch.ones(LARGE)))
+
+    def take(keep: bool) -> None:
+        member.kept = queue.get(keep=keep)  # type: ignore[attr-defined]
+
+    in_actor(actors["home"], take, False)
+    assert in_actor(actors["a"], used) >= 4 * LARGE, "no copy was made"
+    in_actor(actors["a"], lambda: queue.put(torch.ones(LARGE)))
+    in_actor(actors["home"], take, True)
+    assert in_actor(actors["a"], lambda: wait_until(lambda: used() == 0, 20))
+
+
+def test_a_get_within_a_call_ends_with_it(actors: dict[str, Any], queue: Any) -> None:
+    def outer() -> float:
+        began = time.monotonic()
+        with pytest.raises((rtr.RpcTimeout, rtr.Empty)):
+            rtr.rpc_sync("b", timeout=0.4).give(queue.get)
+        return time.monotonic() - began
+
+    assert in_actor(actors["a"], outer) < 5
+    assert in_actor(actors["a"], lambda: wait_until(lambda: queue.stats()["waiting_to_get"] == 0, 20))
+
+
+# --- deaths --------------------------------------------------------------------------------------------------
+
+
+def test_deaths(spawn: Spawn, actors: dict[str, Any], latch: Any) -> None:
+    """Of a consumer that waits, a producer that waits, and at last the home."""
+    names = ("home", "producer", "consumer", "rest")
+    members = {name: spawn(Peer) for name in names}
+    # Actors can be in one group at a time: this one is beside the module's.
+    with rtr.init_group(members, name="dying") as group:
+        queue = rtr.Queue("q", home="home", maxsize=2)
+        waits = members["consumer"].run.remote(queue.get)
+        assert in_actor(members["rest"], lambda: wait_until(lambda: queue.stats()["waiting_to_get"] == 1, 20))
+        ray.kill(members["consumer"])
+        assert in_actor(members["rest"], lambda: wait_until(lambda: queue.stats()["waiting_to_get"] == 0, 20))
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(waits, timeout=30)
+        puts = members["producer"].run.remote(queue.put_many, [torch.full((LARGE,), float(n)) for n in range(3)])
+        assert in_actor(members["rest"], lambda: wait_until(lambda: queue.stats()["waiting_to_put"] == 1, 20))
+        ray.kill(members["producer"])
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(puts, timeout=30)
+        assert wait_until(lambda: len(group.members) == 2, 20)
+        arrived = in_actor(members["rest"], lambda: [float(queue.get(timeout=20)[0]) for _ in range(3)])
+        assert arrived == [0.0, 1.0, 2.0], "what had arrived stays"
+
+        def outlive() -> str:
+            with pytest.raises(rtr.PeerLost) as lost:
+                queue.get()
+            return str(lost.value)
+
+        waits = members["rest"].run.remote(outlive)
+        assert wait_until(lambda: in_actor(members["home"], lambda: queue.stats()["waiting_to_get"] == 1), 20)
+        ray.kill(members["home"])
+        assert "it is the home of queue 'q'" in ray.get(waits, timeout=30)
+
+
+def test_a_home_that_came_back_says_that_it_has_nothing(spawn: Spawn) -> None:
+    home, other = spawn(Peer, max_restarts=1), spawn(Peer)
+    with rtr.init_group({"home": home, "other": other}, name="restarting") as group:
+        made = rtr.Queue("q", home="home")
+
+        def use() -> None:
+            made.put(1)
+            member.kept = made  # type: ignore[attr-defined]
+
+        def use_again() -> str:
+            with pytest.raises(rtr.NotFound) as error:
+                member.kept.get()  # type: ignore[attr-defined]
+            return str(error.value)
+
+        in_actor(other, use)
+        ray.kill(home, no_restart=False)
+        assert wait_until(lambda: group.members[0].incarnation == 1, 30)
+        group.wait_ready()
+        assert "has no queue 'q'" in in_actor(other, use_again)

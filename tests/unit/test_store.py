@@ -1,0 +1,236 @@
+"""What waits in queues and topics, and who waits for it: without members and messages."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from raytorchrpc._items import CHUNK_BYTES, Item, Loans, chunks, packed, put_together, taken_apart, unpacked
+from raytorchrpc._store import Outlet, Policy, Store
+from raytorchrpc.codec import Codec
+from raytorchrpc.errors import NotAMember
+from raytorchrpc.services import Later
+from raytorchrpc.workers import Alarms
+
+LONG = 20.0
+
+
+@pytest.fixture
+def alarms() -> Iterator[Alarms]:
+    made = Alarms("test")
+    yield made
+    made.stop()
+
+
+def items(*values: int, size: int = 1) -> list[Item]:
+    return [Item(bytes([value]), (), 0, size) for value in values]
+
+
+def soon() -> float:
+    return time.monotonic() + LONG
+
+
+def values(taken: Any) -> Any:
+    return [item.payload[0] for item in taken] if isinstance(taken, list) else taken
+
+
+def queue(alarms: Alarms, maxsize: int = 3, policy: Policy = "block", closes: int = 1) -> Store:
+    store = Store(alarms, closes)
+    store.add("", Outlet(maxsize, 1000, policy))
+    return store
+
+
+def test_what_is_put_is_taken_in_order_and_in_bulk(alarms: Alarms) -> None:
+    store = queue(alarms)
+    assert store.put(items(1, 2, 3), soon()) is True
+    assert values(store.take("", 1, 0)) == [1]
+    assert values(store.take("", 9, 0)) == [2, 3]
+    assert store.take("", 1, 0) is None
+
+
+def test_without_room_it_waits_first_come_first_served_and_in_time(alarms: Alarms) -> None:
+    store = queue(alarms)
+    store.put(items(1, 2, 3), 0)
+    assert store.put(items(4), 0) is None
+    first, second = store.put(items(4, 5), soon()), store.put(items(6), soon())
+    assert isinstance(first, Later) and isinstance(second, Later)
+    assert values(store.take("", 1, 0)) == [1]
+    assert not first.done() and not second.done(), "the smaller one is not let past"
+    assert values(store.take("", 1, 0)) == [2]
+    assert first.result(0) is True and not second.done()
+    assert values(store.take("", 9, 0)) == [3, 4, 5]
+    assert second.result(0) is True
+    late = store.put(items(1, 2, 3), time.monotonic() + 0.02)
+    assert isinstance(late, Later) and late.result(LONG) is None
+    assert values(store.take("", 9, 0)) == [6]
+
+
+def test_who_waits_for_an_item_gets_it(alarms: Alarms) -> None:
+    store = queue(alarms)
+    first, second = store.take("", 2, soon()), store.take("", 2, soon())
+    store.put(items(1, 2, 3), 0)
+    assert (values(first.result(0)), values(second.result(0))) == ([1, 2], [3])
+    assert store.take("", 1, time.monotonic() + 0.02).result(LONG) is None
+
+
+def test_bytes_are_bounded_and_a_larger_item_goes_alone(alarms: Alarms) -> None:
+    store = queue(alarms, maxsize=100)
+    assert store.put(items(1, size=5000), 0) is True
+    assert store.put(items(2), 0) is None
+    store.take("", 1, 0)
+    assert store.put(items(2, 3, size=500), 0) is True
+    assert store.put(items(4), 0) is None
+
+
+def test_one_message_brings_no_more_bytes_than_it_should(alarms: Alarms) -> None:
+    store = Store(alarms)
+    store.add("", Outlet(100, 1 << 40, "block"))
+    store.put(items(1, 2, 3, size=CHUNK_BYTES // 2), 0)
+    assert values(store.take("", 9, 0)) == [1, 2]
+
+
+def test_the_end(alarms: Alarms) -> None:
+    store = queue(alarms, closes=2)
+    store.put(items(1, 2, 3), 0)
+    waits = store.put(items(4), soon())
+    store.end()
+    assert store.put(items(5), 0) is None, "the other producer goes on"
+    store.end()
+    assert isinstance(waits, Later) and waits.result(0) is False
+    assert store.put(items(5), soon()) is False
+    assert values(store.take("", 9, soon())) == [1, 2, 3]
+    assert store.take("", 1, soon()) is False
+    other = queue(alarms, closes=5)
+    waiting = other.take("", 1, soon())
+    other.end(force=True)
+    assert waiting.result(0) is False
+
+
+def test_who_gave_up_takes_nothing(alarms: Alarms) -> None:
+    store = queue(alarms)
+    withdrawn, lost, cancelled = (store.take("", 1, soon(), rank, 7) for rank in (1, 2, None))
+    store.withdraw("", 1, 7)
+    store.lose(2)
+    cancelled.cancel()
+    assert withdrawn.result(0) is None and not lost.done()
+    store.put(items(1), 0)
+    assert values(store.take("", 1, 0)) == [1]
+    store.put(items(2), 0)
+    store.put_back("", items(1))
+    assert values(store.take("", 9, 0)) == [1, 2]
+    store.put(items(1, 2, 3), 0)
+    given_up = store.put(items(4), soon())
+    behind = store.put(items(5), soon())
+    assert isinstance(given_up, Later) and given_up.cancel()
+    store.take("", 1, 0)
+    assert isinstance(behind, Later) and behind.result(0) is True
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("drop_oldest", [2, 3, 4]), ("latest", [4])])
+def test_a_slow_subscriber_holds_nobody_up(alarms: Alarms, policy: Policy, kept: list[int]) -> None:
+    store = Store(alarms)
+    store.put(items(0), 0)
+    store.add("slow", Outlet(len(kept), 1000, policy, rank=1))
+    store.add("quick", Outlet(10, 1000, "block", rank=2))
+    for value in range(1, 5):
+        assert store.put(items(value), 0) is True
+    assert values(store.take("slow", 9, 0)) == kept
+    assert values(store.take("quick", 9, 0)) == [1, 2, 3, 4]
+    assert store.numbers("slow")["dropped"] == 4 - len(kept)
+
+
+def test_a_blocking_subscriber_holds_up_until_it_is_gone(alarms: Alarms) -> None:
+    store = Store(alarms)
+    store.add("slow", Outlet(1, 1000, "block", rank=1))
+    store.put(items(1), 0)
+    waits = store.put(items(2), soon())
+    asks = store.take("nobody", 1, soon())
+    assert asks is False and isinstance(waits, Later) and not waits.done()
+    store.lose(1)
+    assert waits.result(0) is True
+    assert store.numbers()["outlets"] == 0
+
+
+def test_leaving_the_group_ends_every_wait(alarms: Alarms) -> None:
+    store, full = queue(alarms), queue(alarms, maxsize=1)
+    full.put(items(1), 0)
+    waiting = [store.take("", 1, soon()), full.put(items(2), soon())]
+    for one in (store, full):
+        one.close(NotAMember("left"))
+    for later in waiting:
+        with pytest.raises(NotAMember):
+            later.result(0)
+    with pytest.raises(NotAMember):
+        store.put(items(1), 0)
+
+
+def test_many_threads_lose_nothing_and_double_nothing(alarms: Alarms) -> None:
+    store, taken, count = queue(alarms, maxsize=5, closes=4), [], 500
+
+    def produce(number: int) -> None:
+        for value in range(count):
+            outcome = store.put([Item(f"{number} {value}".encode(), (), 0, 1)], soon())
+            assert (outcome.result(LONG) if isinstance(outcome, Later) else outcome) is True
+        store.end()
+
+    def consume() -> None:
+        while True:
+            got = store.take("", 3, soon())
+            got = got.result(LONG) if isinstance(got, Later) else got
+            if got is False:
+                return
+            taken.extend(item.payload for item in got)
+
+    threads = [threading.Thread(target=produce, args=(number,)) for number in range(4)]
+    threads += [threading.Thread(target=consume) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+    assert sorted(taken) == sorted(f"{number} {value}".encode() for number in range(4) for value in range(count))
+
+
+# --- items ---------------------------------------------------------------------------------------------------
+
+
+def test_items_cross_and_are_apart() -> None:
+    codec, tensor = Codec(), torch.arange(6.0).view(2, 3)
+    given = [1, None, {"a": tensor.T, "b": tensor}, [tensor], torch.nn.Parameter(tensor), "x", (), b""]
+    apart = [taken_apart(codec, value) for value in given]
+    body = codec.encode(packed(apart), own=True)
+    body = body._replace(tensors=[tensor.clone() for tensor in body.tensors])
+    back = put_together(codec, unpacked(codec.decode(*body)))
+    assert [type(value) for value in back] == [type(value) for value in given]
+    assert torch.equal(back[2]["a"], tensor.T) and back[4].requires_grad
+    back[3][0].zero_()
+    assert torch.equal(back[2]["b"], tensor), "the same tensor in two items arrives twice"
+
+
+def test_messages_are_cut_by_number_and_by_bytes() -> None:
+    parts = [values(part) for part in map(list, chunks(items(*range(7)), 3))]
+    assert parts == [[0, 1, 2], [3, 4, 5], [6]]
+    large = items(1, 2, size=CHUNK_BYTES) + items(3, size=CHUNK_BYTES * 3) + items(4, 5)
+    assert [values(part) for part in map(list, chunks(large, 10))] == [[1], [2], [3], [4, 5]]
+    assert list(chunks([], 3)) == []
+
+
+def test_what_waits_in_a_senders_memory_is_bounded() -> None:
+    tensor, codec = torch.ones(100_000), Codec()
+    loans = Loans(limit=1_000_000)
+
+    def arrives() -> Item:
+        (item,) = unpacked(packed([taken_apart(codec, tensor)]), 1, loans)
+        return item
+
+    waiting = [arrives(), arrives(), arrives()]
+    lent = [item.tensors[0].data_ptr() == tensor.data_ptr() for item in waiting]
+    assert lent == [True, True, False], "the third would be too much, and was copied"
+    del waiting
+    gc.collect()
+    assert arrives().tensors[0].data_ptr() == tensor.data_ptr()
