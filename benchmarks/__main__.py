@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import calls, forming, huge_pages, objectrefs, scale, soak, tensors, tutorial
+from benchmarks import calls, forming, huge_pages, objectrefs, queues, scale, soak, tensors, tutorial, weights
 from benchmarks._harness import machine
 
 ALL = {
@@ -12,8 +12,10 @@ ALL = {
     "forming": forming.main,
     "huge_pages": huge_pages.main,
     "objectrefs": objectrefs.main,
+    "queues": queues.main,
     "tensors": tensors.main,
     "tutorial": tutorial.main,
+    "weights": weights.main,
 }
 
 

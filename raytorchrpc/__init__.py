@@ -34,6 +34,7 @@ from raytorchrpc.process_groups import process_group, process_group_info
 from raytorchrpc.queues import Queue
 from raytorchrpc.runtime_env import runtime_env
 from raytorchrpc.topics import Subscription, Topic
+from raytorchrpc.weights import WeightStore
 
 __version__ = "0.1.0.dev0"
 
@@ -63,6 +64,7 @@ __all__ = [
     "Subscription",
     "Topic",
     "TransferFailed",
+    "WeightStore",
     "current_member",
     "get_group",
     "init_group",

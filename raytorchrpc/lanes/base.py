@@ -256,6 +256,15 @@ class TensorLane(ABC):
         """
         return self.export(tensors, peer, devices)
 
+    def lend(self, size: int) -> torch.Tensor | None:
+        """So many bytes of this process's memory, as flat uint8, that peers can read where they are: tensors in it are
+        exported without a copy, and whoever fetches them gets a copy or fills tensors of his own.
+
+        The owner must not change it until all that was exported from it has been fetched; nobody tells it. It is lent
+        for as long as a tensor on it lives. None if this lane has no such memory, or has no room.
+        """
+        return None
+
     @abstractmethod
     def fetch(
         self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None

@@ -22,6 +22,7 @@ import torch
 from raytorchrpc import staging
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes._arena import Arena, PeerArena, SharedAddress, Slot, is_gone
+from raytorchrpc.lanes._lent import Borrower, Lender, Places
 from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane, copied, numbers, view_at
 
 _ALIGN = 64
@@ -49,6 +50,7 @@ class ShmLane(TensorLane):
         """Of processes that are no peers any more and may still live: they give back what they hold by themselves."""
         self._owed: dict[str, list[int]] = {}
         """By tag: slots of arenas that could not be mapped when they were to be given back (too few descriptors)."""
+        self._lender, self._borrower = Lender(), Borrower()
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
@@ -61,6 +63,9 @@ class ShmLane(TensorLane):
         self._addresses.update((peer.peer, peer.address) for peer in peers)
 
     def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[int, int]) -> Export:
+        lent = self._lender.places(tensors)
+        if lent is not None:
+            return _LentExport(lent)
         tensors = [tensor.contiguous() if tensor.is_cuda else tensor for tensor in tensors]
         groups = _grouped(tensors)
         slots: list[Slot] = []
@@ -83,6 +88,12 @@ class ShmLane(TensorLane):
         crowded = self._arena.crowded()
         descriptor = (tuple((*slot,) for slot in slots), tuple(places), crowded, self._arena.address.tag)
         return _ShmExport(self._arena, slots, descriptor)
+
+    def lend(self, size: int) -> torch.Tensor | None:
+        try:
+            return self._lender.make(size)
+        except LaneUnavailable:
+            return None
 
     def _take(self, size: int, peer: str) -> Slot:
         if self._former:
@@ -149,6 +160,8 @@ class ShmLane(TensorLane):
     def fetch(
         self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
     ) -> list[torch.Tensor]:
+        if len(descriptor) == 2:
+            return self._borrowed(peer, descriptor, shapes, into)
         slots, places, crowded, tag = descriptor
         arena = self._peer(peer, tag, slots)
         bases = [torch.from_numpy(arena.view(*slot)) for slot in slots]
@@ -164,6 +177,20 @@ class ShmLane(TensorLane):
         if crowded:
             bases = [base.clone() for base in bases]
         return [view_at(bases[number], offset, shape) for (number, offset), shape in zip(places, shapes, strict=True)]
+
+    def _borrowed(
+        self, peer: str, lent: Places, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None
+    ) -> list[torch.Tensor]:
+        """Copies, always: the memory stays its owner's."""
+        addresses, places = lent
+        pieces = [self._borrower.bytes_at(peer, SharedAddress(*address)) for address in addresses]
+        bases, begins = [torch.from_numpy(piece) for piece in pieces], [piece.ctypes.data for piece in pieces]
+        return [
+            target
+            if target is not None and self._filled(target, begins[number] + offset)
+            else self._left(view_at(bases[number], offset, shape), target, True)
+            for (number, offset), shape, target in zip(places, shapes, into or [None] * len(places), strict=True)
+        ]
 
     def _filled(self, target: torch.Tensor, source: int) -> bool:
         """Whether a tensor could be filled from an address as it lies there."""
@@ -187,6 +214,8 @@ class ShmLane(TensorLane):
         return self._arena.in_use()
 
     def discard(self, peer: str, descriptor: Any) -> None:
+        if len(descriptor) == 2:
+            return  # lent: there is nothing to give back
         slots, _, _, tag = descriptor
         try:
             arena = self._peer(peer, tag, slots)
@@ -221,6 +250,7 @@ class ShmLane(TensorLane):
 
     def disconnect(self, peer: str) -> None:
         address = self._addresses.pop(peer, None)
+        self._borrower.forget(peer)
         if address is None:
             self._arena.reclaim(peer)
             return
@@ -236,6 +266,8 @@ class ShmLane(TensorLane):
         peers, self._peers = self._peers, {}
         for arena in peers.values():
             staging.withdraw(arena.span[0])
+        self._borrower.forget()
+        self._lender.close()
         if hasattr(self, "_arena"):
             staging.withdraw(self._arena.span[0])
             self._arena.close()
@@ -251,6 +283,14 @@ class _ShmExport(Export):
     def cancel(self) -> None:
         for slot in self._slots:
             self._arena.cancel(slot)
+
+
+class _LentExport(Export):
+    def __init__(self, descriptor: Places) -> None:
+        self.descriptor = descriptor
+
+    def cancel(self) -> None:
+        """Nothing was taken for it."""
 
 
 def _grouped(tensors: Sequence[torch.Tensor]) -> list[tuple[int, list[tuple[int, int]]]]:

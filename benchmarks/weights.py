@@ -1,0 +1,158 @@
+"""A model's weights from one actor to others, into their own models, against ``ray.put`` and ``ray.get``."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from typing import Any
+
+import ray
+import torch
+
+import raytorchrpc as rtr
+from benchmarks._harness import Row, interleaved, show, start_ray
+
+READERS = 4
+SIZES = {10_000_000: 7, 1 << 30: 3}
+CUDA_SIZES = {10_000_000: 20, 1 << 30: 10}
+
+
+def model_of(size: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """As a transformer has: a few large tensors in each of 16 layers, and small ones."""
+    part = size // 4 // 16 // 4
+    return {
+        f"{layer}.{name}": torch.ones(count, device=device)
+        for layer in range(16)
+        for name, count in (("mlp", 2 * part), ("attention", 2 * part), ("norm", 256), ("bias", 256))
+    }
+
+
+@ray.remote(num_cpus=0)
+class End:
+    """Learner or reader."""
+
+    def load(self, size: int, device: str = "cpu") -> None:
+        self.model = model_of(size, device)
+
+    # By the store.
+
+    def publish(self, store: rtr.WeightStore) -> int:
+        return store.publish(self.model)
+
+    def pull(self, store: rtr.WeightStore, version: int) -> None:
+        store.pull(self.model, version)
+        if next(iter(self.model.values())).is_cuda:
+            torch.cuda.current_stream().synchronize()
+
+    # By Ray.
+
+    def put(self) -> list[Any]:
+        return [ray.put(self.model)]
+
+    def get(self, ref: list[Any]) -> None:
+        for name, tensor in ray.get(ref[0]).items():
+            self.model[name].copy_(tensor)
+
+    # Limits.
+
+    def copies(self, repeats: int) -> float:
+        """Seconds for one copy within this process."""
+        other = {name: tensor.clone() for name, tensor in self.model.items()}
+
+        def copy() -> None:
+            for name, tensor in self.model.items():
+                other[name].copy_(tensor)
+
+        return interleaved({"copy": copy}, repeats)["copy"]
+
+    def raw(self, size: int, repeats: int) -> float:
+        """Seconds for copies from one GPU to another, by a process that has both."""
+        source, target = model_of(size, "cuda:0"), model_of(size, "cuda:1")
+
+        def copy() -> None:
+            for name, tensor in source.items():
+                target[name].copy_(tensor, non_blocking=True)
+            torch.cuda.synchronize(1)
+
+        return interleaved({"raw": copy}, repeats)["raw"]
+
+    def pulls(self, store: rtr.WeightStore, repeats: int) -> float:
+        """Seconds for one."""
+        return interleaved({"pull": lambda: self.pull(store, 1)}, repeats)["pull"]
+
+
+def main(quick: bool = False) -> None:
+    os.environ.setdefault("RAY_ENABLE_ZERO_COPY_TORCH_TENSORS", "1")
+    start_ray()
+    try:
+        _cpu(quick)
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        if gpus >= 2:
+            cuda(quick)
+        else:
+            print(f"  CUDA rows: not run, they need two GPUs and Ray has {gpus}")
+    finally:
+        ray.shutdown()
+
+
+def _cpu(quick: bool) -> None:
+    learner, readers = End.remote(), [End.remote() for _ in range(READERS)]
+    rows = []
+    with rtr.init_group({"learner": learner, **{f"reader{number}": reader for number, reader in enumerate(readers)}}):
+        for size, repeats in SIZES.items():
+            if quick and size > 100_000_000:
+                continue
+            store = rtr.WeightStore(f"{size}", home="learner")
+            ray.get([end.load.remote(size) for end in (learner, *readers)])
+
+            def by_store(store: rtr.WeightStore = store) -> None:
+                version = ray.get(learner.publish.remote(store))
+                ray.get([reader.pull.remote(store, version) for reader in readers])
+
+            def by_ray() -> None:
+                ref = ray.get(learner.put.remote())
+                ray.get([reader.get.remote(ref) for reader in readers])
+
+            took: dict[str, list[float]] = {"store": [], "ray": []}
+            for run in (by_store, by_store, by_ray):
+                run()
+            for _ in range(repeats):
+                for name, run in (("store", by_store), ("ray", by_ray)):
+                    start = time.perf_counter()
+                    run()
+                    took[name].append(time.perf_counter() - start)
+            copy = ray.get(learner.copies.remote(3)) * 1e3
+            ms = {name: statistics.median(values) * 1e3 for name, values in took.items()}
+            what = f"CPU, {size / 1e6:.4g} MB to {READERS} actors"
+            rows.append(Row(what, ms["store"], ms["ray"], "ms", "ray.put, ray.get into the model", 0.3))
+            rows.append(Row(what, ms["store"], copy, "ms", "one copy of it within a process"))
+    for end in (learner, *readers):
+        ray.kill(end)
+    show("Weights from one actor to others of its host (medians)", rows)
+
+
+def cuda(quick: bool = False) -> list[Row]:
+    """Rows for two GPUs, each of another actor; shown, and returned."""
+    sizes = {size: repeats for size, repeats in CUDA_SIZES.items() if not quick or size < 100_000_000}
+    both = End.options(num_gpus=2).remote()
+    raw = {size: ray.get(both.raw.remote(size, repeats)) * 1e3 for size, repeats in sizes.items()}
+    ray.kill(both)
+    learner, reader = (End.options(num_gpus=1).remote() for _ in range(2))
+    rows = []
+    with rtr.init_group({"learner": learner, "reader": reader}):
+        for size, repeats in sizes.items():
+            store = rtr.WeightStore(f"{size}", home="learner")
+            ray.get([end.load.remote(size, "cuda") for end in (learner, reader)])
+            ray.get(learner.publish.remote(store))
+            took = ray.get(reader.pulls.remote(store, repeats)) * 1e3
+            target = 1.3 if size > 1e8 else None
+            rows.append(Row(f"CUDA, {size / 1e6:.4g} MB", took, raw[size], "ms", "raw copy between GPUs", target))
+    for end in (learner, reader):
+        ray.kill(end)
+    show("Weights from one GPU to another (medians)", rows)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,344 @@
+"""Weights where they are published, and where they are passed on: the side that has them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from raytorchrpc import handles
+from raytorchrpc._relays import HOME, Relays
+from raytorchrpc._snapshots import Flat, Kind, Shelf, Snapshot, equal, write
+from raytorchrpc.errors import ConfigurationError, NotFound
+from raytorchrpc.lanes.base import DTYPE_NAMES, TensorLane
+from raytorchrpc.member import LocalMember
+from raytorchrpc.services import Later
+
+KIND, MIRROR = "weight store", "mirror of weights"
+
+#: A reader that says nothing keeps its snapshot so much longer than its pull may take (seconds): a copy that began in
+#: time is not to find other weights there.
+_LINGER_S = 60.0
+
+#: What a tensor is, in a message: name, dtype's name, shape.
+Row = tuple[str, str, tuple[int, ...]]
+
+
+class Layout(NamedTuple):
+    """Which tensors a version has."""
+
+    number: int
+    names: tuple[str, ...]
+    kinds: tuple[Kind, ...]
+
+    @property
+    def rows(self) -> list[Row]:
+        """For a message."""
+        return [(name, DTYPE_NAMES[kind.dtype], kind.shape) for name, kind in zip(self.names, self.kinds, strict=True)]
+
+
+class Look(NamedTuple):
+    """What a reader is told before it pulls."""
+
+    version: int
+    lease: int
+    """0: it has that version."""
+    layout: int
+    rows: list[Row] | None
+    """None: it knows that layout."""
+    changed: list[int] | None
+    """Tensors that are not as in the version it has; None: all."""
+
+
+def shelf_of(local: LocalMember) -> Shelf:
+    """For snapshots of this member, in memory that peers on the host read where it is, if a lane has such."""
+
+    def lend(size: int) -> torch.Tensor:
+        for lane in local.tensor_lanes.values():
+            lent = lane.lend(size)
+            if lent is not None:
+                return lent
+        return torch.empty(size, dtype=torch.uint8)
+
+    return Shelf(lend, local.alarms.at)
+
+
+class Readable:
+    """What others pull tensors from, under a lease."""
+
+    def __init__(self, local: LocalMember) -> None:
+        self.shelf = shelf_of(local)
+
+    def lose(self, rank: int) -> None:
+        """See services.Served."""
+        self.shelf.lose(rank)
+
+    def close(self, error: Exception) -> None:
+        """See services.Served."""
+
+
+class Weights(Readable):
+    """The versions that one member has published. Thread-safe."""
+
+    def __init__(self, local: LocalMember, settings: tuple[int, bool]) -> None:
+        """``settings``: how many versions can be pulled; whether it is noted which tensors changed."""
+        super().__init__(local)
+        self.settings = settings
+        self._keep, self._track = settings
+        self.relays = Relays()
+        self._lanes: Mapping[str, TensorLane] = local.tensor_lanes
+        self._publishing = threading.Lock()
+        self._lock = threading.Lock()
+        self._layout: Layout | None = None
+        self._kept: OrderedDict[int, tuple[Layout, Snapshot]] = OrderedDict()
+        self._waiting: list[tuple[int, Later]] = []
+        self._broken: Exception | None = None
+
+    # --- publishing ----------------------------------------------------------------------------------------------
+
+    def publish(self, tensors: Mapping[str, torch.Tensor], version: int | None) -> int:
+        """Copy them; from then on they are the newest version. Blocks for the copy, and for nobody who reads."""
+        with self._publishing:
+            newest = self.newest
+            if version is None:
+                version = newest + 1
+            elif version <= newest:
+                raise ConfigurationError(f"version {version} is not newer than {newest}, which is published already")
+            layout = self._layout_of(tensors)
+            sources = list(tensors.values())
+            changed = self._changed(layout, sources, version)
+            flat = self.shelf.memory(layout.kinds)
+            self._write(flat, sources, changed)
+            snapshot = Snapshot(version, layout.kinds, flat, changed, self.shelf)
+            with self._lock:
+                if self._broken is not None:
+                    raise self._broken
+                self._kept[version] = layout, snapshot
+                old = [self._kept.popitem(last=False)[1][1] for _ in range(len(self._kept) - self._keep)]
+                told = [later for wanted, later in self._waiting if wanted <= version]
+                self._waiting = [(wanted, later) for wanted, later in self._waiting if wanted > version]
+            for snapshot in old:
+                self.shelf.take_off(snapshot)
+        for later in told:
+            later.settle(version)
+        return version
+
+    def _layout_of(self, tensors: Mapping[str, torch.Tensor]) -> Layout:
+        names = tuple(tensors)
+        kinds = tuple(Kind(tensor.dtype, tuple(tensor.shape), tensor.device) for tensor in tensors.values())
+        known = self._layout
+        if known is None or (known.names, known.kinds) != (names, kinds):
+            self.shelf.forget_memory()
+            known = self._layout = Layout(1 if known is None else known.number + 1, names, kinds)
+        return known
+
+    def _changed(self, layout: Layout, sources: Sequence[torch.Tensor], version: int) -> list[int]:
+        """For each tensor, the version that it was new in.
+
+        Told by comparing every bit with the version before: torch counts no writes that are made behind its back, by
+        way of ``.data``, numpy or another process.
+        """
+        with self._lock:
+            before = next(reversed(self._kept.values())) if self._kept else None
+        if not self._track or before is None or before[0] is not layout:
+            return [version] * len(sources)
+        snapshot = before[1]
+        snapshot.adopt()
+        alike = equal(sources, snapshot.flat.tensors)
+        return [old if same else version for old, same in zip(snapshot.changed, alike, strict=True)]
+
+    def _write(self, flat: Flat, sources: Sequence[torch.Tensor], changed: Sequence[int]) -> None:
+        for index in {tensor.device.index for tensor in flat.tensors if tensor.is_cuda}:
+            for lane in self._lanes.values():
+                lane.settle(index)  # those who read it before may still do so, on their GPUs
+        uses, flat.uses = flat.uses, []
+        for use in uses:
+            use()
+        stale = [place for place, stamp in enumerate(flat.stamps) if stamp != changed[place]]
+        for place in stale:
+            flat.stamps[place] = None
+        write([flat.tensors[place] for place in stale], [sources[place] for place in stale])
+        flat.stamps = list(changed)
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    @property
+    def newest(self) -> int:
+        """Version; 0 before the first."""
+        with self._lock:
+            return next(reversed(self._kept)) if self._kept else 0
+
+    def wait(self, version: int, until: float, at: Any) -> int | Later:
+        """The newest version, as soon as it is at least this; 0 at ``until``. ``at``: see workers.Alarms."""
+        with self._lock:
+            if self._broken is not None:
+                raise self._broken
+            newest = next(reversed(self._kept)) if self._kept else 0
+            if newest >= version or until <= time.monotonic():
+                return newest if newest >= version else 0
+            later = Later()
+            waits = version, later
+            self._waiting.append(waits)
+
+        def give_up() -> None:
+            with self._lock:
+                if waits in self._waiting:
+                    self._waiting.remove(waits)
+            later.settle(0)
+
+        prevent = at(until, give_up)
+        later.add_done_callback(lambda _: prevent())
+        return later
+
+    def look(self, rank: int, version: int | None, since: int | None, layout: int, seconds: float) -> Look | None:
+        """The newest version, or that one, kept for this reader; None if nothing is published yet."""
+        with self._lock:
+            if not self._kept:
+                if version is not None:
+                    raise NotFound(f"version {version} of the weights is not there: none is published yet")
+                return None
+            wanted = next(reversed(self._kept)) if version is None else version
+            found = self._kept.get(wanted)
+            if found is None:
+                there = ", ".join(map(str, self._kept))
+                raise NotFound(f"version {wanted} of the weights is not there, or no longer (there: {there})")
+            known, snapshot = found
+            if wanted == since:
+                return Look(wanted, 0, known.number, None, None)
+            number = self.shelf.lease(snapshot, rank, time.monotonic() + seconds + _LINGER_S)
+        changed = None
+        if self._track and since is not None and since < wanted and known is self._layout:
+            changed = [place for place, new in enumerate(snapshot.changed) if new > since]
+        rows = None if known.number == layout else known.rows
+        return Look(wanted, number, known.number, rows, changed)
+
+    def lose(self, rank: int) -> None:
+        """See services.Served."""
+        super().lose(rank)
+        self.relays.lose(rank)
+
+    def close(self, error: Exception) -> None:
+        """See services.Served."""
+        self.relays.close(error)
+        with self._lock:
+            self._broken = error
+            waiting, self._waiting = self._waiting, []
+            self._kept.clear()
+        for _, later in waiting:
+            later.settle(0, error)
+
+
+class Mirror(Readable):
+    """Weights that this member has pulled and passes on to others of its node. Thread-safe."""
+
+    settings = ()
+
+    def __init__(self, local: LocalMember) -> None:
+        super().__init__(local)
+        self._lock = threading.Lock()
+        self._kept: dict[str, Snapshot] = {}
+        """The newest of each sort of pull: what it asks for, as ``signature``."""
+
+    def begin(self, kinds: Sequence[Kind]) -> Flat:
+        """Memory to pull into."""
+        return self.shelf.memory(kinds)
+
+    def keep(self, signature: str, version: int, kinds: Sequence[Kind], flat: Flat) -> None:
+        """From now on others can pull it. By the thread that filled it."""
+        snapshot = Snapshot(version, kinds, flat, [version] * len(kinds), self.shelf)
+        with self._lock:
+            old = self._kept.pop(signature, None)
+            self._kept[signature] = snapshot
+        if old is not None:
+            self.shelf.take_off(old)
+
+    def look(self, rank: int, signature: str, version: int, seconds: float) -> int:
+        """A lease; 0 if it is not there (any more)."""
+        with self._lock:
+            snapshot = self._kept.get(signature)
+            if snapshot is None or snapshot.version != version:
+                return 0
+            return self.shelf.lease(snapshot, rank, time.monotonic() + seconds + _LINGER_S)
+
+
+# --- services ------------------------------------------------------------------------------------------------
+
+WAIT, LOOK, PULL, RELEASE = ("raytorchrpc.weights." + name for name in ("wait", "look", "pull", "release"))
+ADVISE, PULLED, LOOK_HERE = ("raytorchrpc.weights." + name for name in ("advise", "pulled", "look_here"))
+
+
+def weights_of(local: LocalMember, name: str) -> Weights:
+    """Raises NotFound."""
+    found: Weights = local.services.find(KIND, name, local.me.name)
+    return found
+
+
+def mirror_of(local: LocalMember, name: str) -> Mirror:
+    """Made with its first use."""
+    return local.services.open(MIRROR, name, lambda: Mirror(local))
+
+
+def _readable(local: LocalMember, name: str, mirror: bool) -> Readable:
+    return mirror_of(local, name) if mirror else weights_of(local, name)
+
+
+def _wait(local: LocalMember, caller: int, name: str, version: int, wait_s: float) -> int | Later:
+    return weights_of(local, name).wait(version, time.monotonic() + wait_s, local.alarms.at)
+
+
+def _look(
+    local: LocalMember, caller: int, name: str, version: int | None, since: int | None, layout: int, seconds: float
+) -> tuple[Any, ...] | None:
+    found = weights_of(local, name).look(caller, version, since, layout, seconds)
+    return None if found is None else tuple(found)
+
+
+def _pull(
+    local: LocalMember, caller: int, name: str, mirror: bool, lease: int, wanted: Sequence[tuple[int, str | None]]
+) -> list[torch.Tensor]:
+    return _readable(local, name, mirror).shelf.leased(lease).tensors(wanted)
+
+
+def _release(local: LocalMember, caller: int, name: str, mirror: bool, lease: int) -> None:
+    _readable(local, name, mirror).shelf.release(lease)
+
+
+def _advise(local: LocalMember, caller: int, name: str, what: tuple[Any, ...], wait_s: float) -> Any:
+    """Where this caller pulls from; see ``_relays``."""
+    advice = weights_of(local, name).relays.ask(what, _node(local, caller), caller)
+    if isinstance(advice, Later):
+        later = advice
+        prevent = local.alarms.at(time.monotonic() + wait_s, lambda: later.settle(HOME) and None)
+        later.add_done_callback(lambda _: prevent())
+    return advice
+
+
+def _pulled(local: LocalMember, caller: int, name: str, what: tuple[Any, ...], leader: int, done: bool) -> None:
+    """It has what it was to pull for its node; or will not (``done`` False); or who led does not have it any more."""
+    relays = weights_of(local, name).relays
+    (relays.done if done else relays.failed)(what, _node(local, leader), leader)
+
+
+def _look_here(local: LocalMember, caller: int, name: str, signature: str, version: int, seconds: float) -> int:
+    return mirror_of(local, name).look(caller, signature, version, seconds)
+
+
+def _node(local: LocalMember, rank: int) -> str:
+    return next((road.member.node_id for road in local.roads if road.member.rank == rank), "")
+
+
+handles.makes(KIND, lambda local, name, settings: Weights(local, settings))
+for _name, _function in (
+    (WAIT, _wait),
+    (LOOK, _look),
+    (PULL, _pull),
+    (RELEASE, _release),
+    (ADVISE, _advise),
+    (PULLED, _pulled),
+    (LOOK_HERE, _look_here),
+):
+    handles.serve(_name, _function)

@@ -1,0 +1,115 @@
+"""Weights on GPUs: published by one actor, pulled by others on the same GPU, on another, and without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import raytorchrpc as rtr
+
+pytestmark = pytest.mark.gpu
+
+#: Elements of float32: what travels with others, and what travels alone.
+SIZES = (1000, 3_000_000, 7, 500_000)
+_LATE = 50_000_000
+
+
+@ray.remote
+class End:
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+
+@pytest.fixture(scope="module")
+def actors() -> Iterator[dict[str, Any]]:
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    halves = [End.options(num_gpus=0.5).remote() for _ in range(2)]
+    ray.get([actor.run.remote(int, 0) for actor in halves], timeout=60)
+    made = {"learner": halves[0], "same": halves[1], "host": End.options(num_gpus=0).remote()}
+    if torch.cuda.device_count() > 1:
+        made["other"] = End.options(num_gpus=1).remote()
+    # The reader without a GPU gets what lies on the learner's in its own memory.
+    maps = {"host": {"learner": {"cpu": 0}}}
+    with rtr.init_group(made, config=rtr.GroupConfig(device_maps=maps)):
+        yield made
+    ray.shutdown()
+
+
+def in_actor(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
+    return ray.get(actor.run.remote(function, *args), timeout=120)
+
+
+def learn(store: rtr.WeightStore, versions: int) -> int:
+    """Weights that the GPU has not written yet when they are published, and that it changes right afterwards."""
+    model = {f"layer{number}": torch.zeros(size, device="cuda") for number, size in enumerate(SIZES)}
+    for value in range(1, versions + 1):
+        torch.cuda._sleep(_LATE // 10)
+        for tensor in model.values():
+            tensor.fill_(value)
+        store.publish(model)
+        for tensor in model.values():
+            tensor.fill_(-1)
+    torch.cuda.synchronize()
+    return versions
+
+
+def follow(store: rtr.WeightStore, device: str, versions: int, dtype: torch.dtype = torch.float32) -> int:
+    model = {f"layer{n}": torch.zeros(size, device=device, dtype=dtype) for n, size in enumerate(SIZES)}
+    version = pulls = 0
+    while version < versions:
+        version = store.pull(model, convert=dtype is not torch.float32)
+        found = {int(value) for tensor in model.values() for value in (tensor.min(), tensor.max())}
+        assert found == {version}
+        pulls += 1
+    return pulls
+
+
+def check(actors: dict[str, Any], reader: str, device: str, dtype: torch.dtype = torch.float32) -> None:
+    store = rtr.WeightStore(f"{reader} {device} {dtype}", home="learner")
+    follows = actors[reader].run.remote(follow, store, device, 30, dtype)
+    assert in_actor(actors["learner"], learn, store, 30) == 30
+    assert ray.get(follows, timeout=120) >= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_one_gpu(actors: dict[str, Any], dtype: torch.dtype) -> None:
+    check(actors, "same", "cuda", dtype)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_two_gpus(actors: dict[str, Any], dtype: torch.dtype) -> None:
+    check(actors, "other", "cuda", dtype)
+
+
+def test_by_a_member_without_a_gpu(actors: dict[str, Any]) -> None:
+    check(actors, "host", "cpu")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_in_the_learner_itself(actors: dict[str, Any], device: str) -> None:
+    store = rtr.WeightStore(f"itself {device}", home="learner")
+    assert in_actor(actors["learner"], learn, store, 3) == 3
+    assert in_actor(actors["learner"], follow, store, device, 3) == 1
+
+
+def test_only_what_has_changed(actors: dict[str, Any]) -> None:
+    store = rtr.WeightStore("changed", home="learner", track=True)
+
+    def change() -> list[int]:
+        model = {f"layer{number}": torch.ones(size, device="cuda") for number, size in enumerate(SIZES)}
+        versions = [store.publish(model)]
+        model["layer1"].data[5] = 3.0
+        return [*versions, store.publish(model)]
+
+    def see() -> list[float]:
+        model = {f"layer{number}": torch.zeros(size, device="cuda") for number, size in enumerate(SIZES)}
+        store.pull(model, since=1)
+        return [float(tensor.max()) for tensor in model.values()]
+
+    assert in_actor(actors["learner"], change) == [1, 2]
+    assert in_actor(actors["same"], see) == [0.0, 3.0, 0.0, 0.0]

@@ -1,0 +1,154 @@
+"""Publish and subscribe between actors."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc import member
+from tests.conformance.peers import wait_until
+from tests.ray.actors import Peer
+from tests.ray.conftest import Spawn
+from tests.ray.test_queues import AsyncWorker
+from tests.ray.test_tensor_lanes import MIB, in_actor
+
+LARGE = MIB  # elements of float32
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> None:
+    """Here one group serves most tests."""
+
+
+@pytest.fixture(scope="module")
+def actors(spawn_for_module: Spawn) -> dict[str, Any]:
+    made = {name: spawn_for_module(Peer) for name in ("home", "a", "b")}
+    return {**made, "asynchronous": spawn_for_module(AsyncWorker)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
+    with rtr.init_group(actors) as group:
+        yield group
+
+
+def subscribe(topic: rtr.Topic, *args: Any, **settings: Any) -> None:
+    member.subscription = topic.subscribe(*args, **settings)  # type: ignore[attr-defined]
+
+
+def subscription() -> rtr.Subscription:
+    """This actor's."""
+    found: rtr.Subscription = member.subscription  # type: ignore[attr-defined]
+    return found
+
+
+def rest() -> list[Any]:
+    return list(subscription())
+
+
+@pytest.mark.parametrize("publisher", ["home", "a"])
+def test_everybody_gets_what_comes_later_privately(actors: dict[str, Any], request: Any, publisher: str) -> None:
+    topic = rtr.Topic(request.node.name, home="home")
+    in_actor(actors[publisher], topic.publish, "nobody hears this")
+    for name in ("home", "b"):
+        in_actor(actors[name], subscribe, topic)
+
+    def publish() -> None:
+        tensor = torch.ones(LARGE)
+        topic.publish({"tensor": tensor, "tag": 1})
+        tensor.zero_()
+
+    in_actor(actors[publisher], publish)
+    in_actor(actors["a"], subscribe, topic)
+    in_actor(actors[publisher], topic.publish_many, [2, 3])
+    in_actor(actors[publisher], topic.close)
+
+    def check() -> None:
+        first, *others = subscription().items(batch=2)
+        assert bool((first["tensor"] == 1).all()) and others == [2, 3]
+        first["tensor"].fill_(5.0)
+        with pytest.raises(rtr.Closed):
+            subscription().get()
+
+    for name in ("home", "b"):
+        in_actor(actors[name], check)
+    assert in_actor(actors["a"], rest) == [2, 3]
+    with pytest.raises(rtr.Closed):
+        in_actor(actors[publisher], topic.publish, 4)
+
+
+def test_policies(actors: dict[str, Any], request: Any) -> None:
+    topic = rtr.Topic(request.node.name, home="home")
+    in_actor(actors["a"], subscribe, topic, "drop_oldest", maxsize=3)
+    in_actor(actors["b"], subscribe, topic, "latest")
+    in_actor(actors["home"], subscribe, topic, "block", maxsize=5)
+
+    def publish() -> None:
+        for number in range(5):
+            topic.publish(number)
+        with pytest.raises(rtr.Full):
+            topic.publish(5, timeout=0.01)
+
+    in_actor(actors["a"], publish)
+    assert in_actor(actors["a"], lambda: subscription().stats()["dropped"]) == 2
+    assert in_actor(actors["home"], lambda: subscription().get_many(9)) == [0, 1, 2, 3, 4]
+    in_actor(actors["a"], topic.publish, 6)
+    in_actor(actors["a"], topic.close)
+    assert in_actor(actors["a"], rest) == [3, 4, 6]
+    assert in_actor(actors["b"], rest) == [6]
+    assert in_actor(actors["home"], rest) == [6]
+    stats = in_actor(actors["a"], topic.stats)
+    assert (stats["subscribers"], stats["put"], stats["dropped"], stats["closed"]) == (3, 6, 7, True)
+
+
+def test_coroutines(actors: dict[str, Any], request: Any) -> None:
+    topic = rtr.Topic(request.node.name, home="home", publishers=2)
+
+    async def follow() -> list[Any]:
+        with await topic.asubscribe(maxsize=2) as subscribed:
+            for number in range(2):
+                await topic.apublish(number)
+            await topic.aclose()
+            return [await subscribed.aget(), *[item async for item in subscribed]]
+
+    follows = actors["asynchronous"].arun.remote(follow)
+    assert in_actor(actors["a"], lambda: wait_until(lambda: topic.stats()["put"] == 2, 20))
+    in_actor(actors["a"], topic.publish, "from another")
+    in_actor(actors["a"], topic.close)
+    assert ray.get(follows, timeout=30) == [0, 1, "from another"]
+    assert in_actor(actors["a"], topic.stats)["subscribers"] == 0
+
+
+def test_what_cannot_work_is_refused(actors: dict[str, Any], request: Any) -> None:
+    topic = rtr.Topic(request.node.name, home="home")
+
+    def act() -> None:
+        with pytest.raises(rtr.ConfigurationError, match="policy= is one of block, drop_oldest, latest"):
+            topic.subscribe("sometimes")  # type: ignore[arg-type]
+        with pytest.raises(rtr.ConfigurationError, match="maxsize= is a whole number"):
+            topic.subscribe(maxsize=0)
+        with topic.subscribe() as subscribed, pytest.raises(TypeError, match="send the Topic"):
+            pickle.dumps(subscribed)
+        with pytest.raises(rtr.Closed, match="cancelled"):
+            subscribed.get()
+
+    in_actor(actors["a"], act)
+
+
+def test_a_subscriber_that_dies_holds_nobody_up(spawn: Spawn) -> None:
+    actors = {name: spawn(Peer) for name in ("home", "publisher", "subscriber")}
+    with rtr.init_group(actors, name="dying"):
+        topic = rtr.Topic("t", home="home")
+        in_actor(actors["subscriber"], subscribe, topic, maxsize=1)
+        in_actor(actors["publisher"], topic.publish, 1)
+        waits = actors["publisher"].run.remote(topic.publish, 2)
+        assert wait_until(lambda: in_actor(actors["home"], lambda: topic.stats()["waiting_to_put"] == 1), 20)
+        ray.kill(actors["subscriber"])
+        assert ray.get(waits, timeout=30) is None
+        assert in_actor(actors["home"], topic.stats)["subscribers"] == 0

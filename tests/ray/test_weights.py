@@ -1,0 +1,335 @@
+"""Weights published by one actor and pulled by others."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+
+import raytorchrpc as rtr
+from raytorchrpc import member
+from tests.conformance.peers import wait_until
+from tests.ray.actors import AsyncPeer, Peer
+from tests.ray.conftest import Spawn
+from tests.ray.test_tensor_lanes import MIB, in_actor, used
+
+#: Elements of float32: above and below what travels in a message.
+LARGE, SMALL = MIB, 100
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> None:
+    """Here one group serves the tests."""
+
+
+class AsyncReader(AsyncPeer):
+    async def arun(self, function: Any, *args: Any) -> Any:
+        """``await function(*args)`` on the loop."""
+        return await function(*args)
+
+
+@pytest.fixture(scope="module")
+def actors(spawn_for_module: Spawn) -> dict[str, Any]:
+    made = {name: spawn_for_module(Peer) for name in ("learner", "a", "b", "c")}
+    return {**made, "asynchronous": spawn_for_module(AsyncReader)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
+    with rtr.init_group(actors, config=rtr.GroupConfig(shm_bytes=64 * MIB)) as group:
+        yield group
+
+
+def filled(value: float, sizes: tuple[int, ...] = (SMALL, LARGE, 3)) -> dict[str, torch.Tensor]:
+    made = {f"layer{number}": torch.full((size,), value) for number, size in enumerate(sizes)}
+    return {**made, "steps": torch.tensor(int(value))}
+
+
+def publish(store: rtr.WeightStore, value: float, **options: Any) -> int:
+    return store.publish(filled(value), **options)
+
+
+def holds(model: dict[str, torch.Tensor], value: float) -> bool:
+    return all(bool((tensor == value).all()) for tensor in model.values())
+
+
+def pull(store: rtr.WeightStore, value: float, **options: Any) -> int:
+    """Into a model of this actor's, which lives on."""
+    model = member.__dict__.setdefault("model", filled(-1.0))
+    version = store.pull(model, **options)
+    assert holds(model, value)
+    return version
+
+
+def store_in_learner(request: Any, **settings: Any) -> rtr.WeightStore:
+    return rtr.WeightStore(request.node.name, home="learner", **settings)
+
+
+def test_everybody_gets_the_newest_in_place(actors: dict[str, Any], request: Any) -> None:
+    store = store_in_learner(request)
+    for value in (1, 2):
+        assert in_actor(actors["learner"], publish, store, value) == value
+        pulls = [actors[name].run.remote(pull, store, value) for name in ("a", "b", "c", "learner")]
+        assert ray.get(pulls, timeout=60) == [value] * 4
+    assert in_actor(actors["a"], store.version) == 2
+    assert in_actor(actors["learner"], used) == 0, "nothing of the arena was used"
+
+
+def test_a_module_with_its_optimizer(actors: dict[str, Any], request: Any) -> None:
+    store = store_in_learner(request)
+
+    def make() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300))
+
+    def train() -> dict[str, torch.Tensor]:
+        model = make()
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 300)).square().sum().backward()
+            optimizer.step()
+            store.publish(model)
+        model.zero_grad(set_to_none=True)
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def follow() -> dict[str, torch.Tensor]:
+        model = make()
+        parameters = [parameter.data_ptr() for parameter in model.parameters()]
+        assert store.pull(model) == 3
+        assert [parameter.data_ptr() for parameter in model.parameters()] == parameters
+        assert all(parameter.requires_grad and parameter.is_leaf for parameter in model.parameters())
+        return dict(model.state_dict())
+
+    trained, followed = in_actor(actors["learner"], train), in_actor(actors["a"], follow)
+    assert all(torch.equal(trained[name], followed[name]) for name in trained)
+
+
+@pytest.mark.parametrize("sizes", [(SMALL, 7), (SMALL, LARGE, 3)], ids=["in the message", "where it was published"])
+def test_nobody_reads_two_versions(actors: dict[str, Any], request: Any, sizes: tuple[int, ...]) -> None:
+    store = rtr.WeightStore(f"torn {len(sizes)}", home="learner")
+
+    def learn(versions: int) -> int:
+        for value in range(1, versions + 1):
+            store.publish(filled(float(value), sizes))
+        return versions
+
+    def follow(versions: int) -> int:
+        model, seen, version = filled(-1.0, sizes), set(), 0
+        while version < versions:
+            version = store.pull(model)
+            assert {int(tensor.min()) for tensor in model.values()} == {version}
+            assert {int(tensor.max()) for tensor in model.values()} == {version}
+            seen.add(version)
+        return len(seen)
+
+    readers = [actors[name].run.remote(follow, 100) for name in ("a", "b", "c")]
+    assert in_actor(actors["learner"], learn, 100) == 100
+    assert all(count >= 1 for count in ray.get(readers, timeout=60))
+
+    def at_rest() -> bool:
+        weights = member.process_member().services.find(store.kind, store.name, "learner")
+        return wait_until(lambda: weights.shelf.readers == 0, 20)
+
+    assert in_actor(actors["learner"], at_rest)
+
+
+def test_only_what_has_changed(actors: dict[str, Any], request: Any) -> None:
+    store = store_in_learner(request, track=True)
+
+    def change(name: str | None, value: float) -> int:
+        model = member.__dict__.setdefault("tracked", filled(1.0))
+        if name is not None:
+            model[name].data.numpy()[:] = value
+        return store.publish(model)
+
+    def follow(since: int | None) -> tuple[int, list[float]]:
+        model = filled(-1.0)
+        version = store.pull(model, since=since)
+        return version, [float(tensor.max()) for tensor in model.values()]
+
+    in_actor(actors["learner"], change, None, 0.0)
+    assert in_actor(actors["a"], follow, None) == (1, [1.0, 1.0, 1.0, 1.0])
+    assert in_actor(actors["a"], follow, 1) == (1, [-1.0, -1.0, -1.0, -1.0]), "nothing was moved"
+    in_actor(actors["learner"], change, "layer1", 7.0)
+    in_actor(actors["learner"], change, "layer2", 8.0)
+    assert in_actor(actors["a"], follow, 2) == (3, [-1.0, -1.0, 8.0, -1.0])
+    assert in_actor(actors["a"], follow, 1) == (3, [-1.0, 7.0, 8.0, -1.0])
+    assert in_actor(actors["learner"], follow, 1) == (3, [-1.0, 7.0, 8.0, -1.0])
+    assert in_actor(actors["a"], follow, None) == (3, [1.0, 7.0, 8.0, 1.0])
+
+
+def test_conversion(actors: dict[str, Any], request: Any) -> None:
+    store = store_in_learner(request)
+    in_actor(actors["learner"], publish, store, 3)
+
+    def follow() -> None:
+        half = {name: tensor.bfloat16() for name, tensor in filled(-1.0).items() if name != "steps"}
+        half["steps"] = torch.tensor(0)
+        with pytest.raises(rtr.ConfigurationError, match=r"'layer0' is float32 as published, and bfloat16 .*convert"):
+            store.pull(half)
+        assert holds({name: tensor for name, tensor in half.items() if name != "steps"}, -1.0)
+        assert store.pull(half, convert=True) == 3
+        assert holds(half, 3.0) and half["layer1"].dtype is torch.bfloat16
+        with pytest.raises(rtr.ConfigurationError, match="'steps' is int64 as published, and float32 in the model"):
+            store.pull({**half, "steps": torch.tensor(0.0)}, convert=True)
+
+    in_actor(actors["a"], follow)
+
+
+def test_what_does_not_fit_is_named(actors: dict[str, Any], request: Any) -> None:
+    store = store_in_learner(request)
+    in_actor(actors["learner"], publish, store, 3)
+
+    def follow() -> None:
+        model = filled(-1.0)
+        wrong: dict[str, Any] = {**model, "head": torch.zeros(3), "layer2": torch.zeros(2, 2)}
+        del wrong["layer0"]
+        with pytest.raises(rtr.ConfigurationError) as error:
+            store.pull(wrong)
+        for said in (
+            "the model has no 'layer0', which was published",
+            "'layer2' is (3,) as published, and (2, 2) in the model",
+            "'head' of the model was not published",
+        ):
+            assert said in str(error.value)
+        assert holds({"layer1": wrong["layer1"]}, -1.0), "nothing was written"
+        del wrong["layer2"]
+        assert store.pull(wrong, strict=False) == 3
+        assert holds({"layer1": wrong["layer1"], "steps": wrong["steps"]}, 3.0) and not wrong["head"].any()
+        with pytest.raises(rtr.ConfigurationError, match=r"'text' of the weights .* is a str, not a tensor"):
+            store.pull({**model, "text": "x"})
+        with pytest.raises(rtr.NotFound, match="version 2 of the weights is not there"):
+            store.pull(model, version=2)
+        with pytest.raises(rtr.ConfigurationError, match="lives in member 'learner': publish there"):
+            store.publish(model)
+
+    in_actor(actors["a"], follow)
+
+
+def test_waiting_for_versions(actors: dict[str, Any], request: Any) -> None:
+    store = store_in_learner(request, keep=2)
+
+    async def follow() -> tuple[int, int, bool]:
+        model = filled(-1.0)
+        first = await store.apull(model)
+        return first, await store.await_version(3), holds(model, 1.0)
+
+    def in_vain() -> None:
+        with pytest.raises(rtr.Empty, match="version 9 was not published"):
+            store.wait(9, timeout=0.01)
+        with pytest.raises(rtr.Empty):
+            rtr.WeightStore("unpublished", home="learner").pull(filled(0.0), timeout=0.05)
+
+    waits = actors["asynchronous"].arun.remote(follow)
+    in_actor(actors["a"], in_vain)
+    in_actor(actors["learner"], publish, store, 1)
+    assert in_actor(actors["a"], pull, store, 1) == 1
+
+    def publish_more() -> None:
+        for value in (2, 3):
+            publish(store, value)
+
+    in_actor(actors["learner"], publish_more)
+    first, newest, held = ray.get(waits, timeout=60)
+    assert (first, newest) in {(1, 3), (2, 3), (3, 3)} and held is (first == 1)
+    assert in_actor(actors["a"], pull, store, 2, version=2) == 2
+
+
+def pretend(nodes: dict[str, str]) -> None:
+    """Let this member take the others for members on these nodes."""
+    local = member.process_member()
+    for road in local.roads:
+        node = nodes.get(road.member.name, road.member.node_id)
+        local.know(dataclasses.replace(road, member=dataclasses.replace(road.member, node_id=node)))
+
+
+def came_from() -> dict[str, int]:
+    """Bytes that came to this member, by peer."""
+    found: dict[str, int] = {}
+    for row in member.process_member().counters.rows(""):
+        found[row.peer] = found.get(row.peer, 0) + row.bytes_in
+    return found
+
+
+def test_one_of_each_host_pulls_and_the_others_from_it(spawn: Spawn) -> None:
+    """With simulated hosts: what is decided comes from the node ids alone."""
+    names = ("learner", "a", "b", "c", "d")
+    actors = {name: spawn(Peer) for name in names}
+    with rtr.init_group(actors, name="hosts"):
+        nodes = {"learner": "one", "a": "two", "b": "two", "c": "two", "d": "three"}
+        ray.get([actor.run.remote(pretend, nodes) for actor in actors.values()], timeout=30)
+        store = rtr.WeightStore("weights", home="learner")
+        size = 4 * LARGE
+        for value in (1, 2):
+            in_actor(actors["learner"], publish, store, value)
+            pulls = [actors[name].run.remote(pull, store, value) for name in names[1:]]
+            assert ray.get(pulls, timeout=60) == [value] * 4
+        came = {name: in_actor(actors[name], came_from) for name in names[1:]}
+        from_home = sum(came[name].get("learner", 0) for name in "abc")
+        assert 2 * size <= from_home < 3 * size, "each version crossed once for the three of them"
+        from_each_other = sum(came[name].get(other, 0) for name in "abc" for other in "abc")
+        assert 4 * size <= from_each_other < 5 * size
+        assert came["d"]["learner"] >= 2 * size
+        (leader,) = {other for name in "abc" for other in "abc" if came[name].get(other, 0) > size} or {"a"}
+        ray.kill(actors[leader])
+        (other, *_) = [name for name in "abc" if name != leader]
+        assert in_actor(actors[other], pull, store, 2) == 2
+
+
+def test_a_process_group_can_carry_them(actors: dict[str, Any], request: Any, tmp_path: Path) -> None:
+    store = store_in_learner(request)
+
+    def carry(version: int, tensors: Any) -> None:
+        for tensor in tensors:
+            dist.broadcast(tensor, 0)
+
+    def enter(rank: int) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+
+    def leave() -> None:
+        dist.destroy_process_group()
+
+    in_actor(actors["learner"], publish, store, 4)
+    ray.get([actors[name].run.remote(enter, rank) for rank, name in enumerate(("learner", "a"))], timeout=60)
+    sends = actors["learner"].run.remote(store.broadcast, carry)
+    assert in_actor(actors["a"], lambda: pull(store, 4, carry=carry)) == 4
+    assert ray.get(sends, timeout=60) == 4
+    ray.get([actors[name].run.remote(leave) for name in ("learner", "a")], timeout=60)
+
+
+def test_readers_that_die_and_a_home_that_does(spawn: Spawn) -> None:
+    actors = {name: spawn(Peer) for name in ("learner", "reader", "other")}
+    with rtr.init_group(actors, name="dying"):
+        store = rtr.WeightStore("weights", home="learner")
+        in_actor(actors["learner"], publish, store, 1)
+
+        def begin_to_read() -> int:
+            store._ready_in = None
+            local = member.process_member()
+            assert store.version() == 1
+            look = store._look(local, None, None, time.monotonic() + 60)
+            return look.lease
+
+        def readers() -> int:
+            return int(member.process_member().services.find(store.kind, "weights", "learner").shelf.readers)
+
+        assert in_actor(actors["reader"], begin_to_read)
+        assert in_actor(actors["learner"], readers) == 1
+        ray.kill(actors["reader"])
+        assert wait_until(lambda: in_actor(actors["learner"], readers) == 0, 20)
+        ray.kill(actors["learner"])
+
+        def follow() -> str:
+            with pytest.raises(rtr.PeerLost) as lost:
+                store.pull(filled(0.0))
+            return str(lost.value)
+
+        assert "it is the home of weight store 'weights'" in in_actor(actors["other"], follow)

@@ -1,0 +1,225 @@
+"""Snapshots of weights and who reads them; who pulls from whom between simulated hosts. Without members."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from raytorchrpc._published import Weights
+from raytorchrpc._relays import HOME, LEAD, Relays
+from raytorchrpc._snapshots import equal
+from raytorchrpc.errors import ConfigurationError, NotFound
+from raytorchrpc.lanes._arena import SharedAddress
+from raytorchrpc.lanes._lent import Borrower, Lender
+from raytorchrpc.services import Later
+from raytorchrpc.workers import Alarms
+from tests.conformance.peers import wait_until
+
+LONG = 20.0
+
+
+@pytest.fixture
+def alarms() -> Iterator[Alarms]:
+    made = Alarms("test")
+    yield made
+    made.stop()
+
+
+def store(alarms: Alarms, keep: int = 1, track: bool = False) -> Weights:
+    local: Any = SimpleNamespace(tensor_lanes={}, alarms=alarms)
+    return Weights(local, (keep, track))
+
+
+def model(value: float) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((3, 4), value), "count": torch.tensor(int(value)), "none": torch.empty(0, 2)}
+
+
+def read(weights: Weights, lease: int, *wanted: Any) -> list[torch.Tensor]:
+    return weights.shelf.leased(lease).tensors(wanted or [(0, None)])
+
+
+def look(weights: Weights, version: int | None = None, since: int | None = None, layout: int = 0) -> Any:
+    return weights.look(1, version, since, layout, LONG)
+
+
+def test_what_is_read_stays_as_it_is_and_memory_is_used_again(alarms: Alarms) -> None:
+    weights, addresses = store(alarms), set()
+    assert weights.publish(model(1), None) == 1
+    first = look(weights)
+    (held,) = read(weights, first.lease)
+    for value in range(2, 8):
+        weights.publish(model(value), None)
+        current = look(weights)
+        assert (current.version, bool((held == 1).all())) == (value, True)
+        (tensor,) = read(weights, current.lease)
+        assert bool((tensor == value).all())
+        addresses.add(tensor.data_ptr())
+        weights.shelf.release(current.lease)
+    assert len(addresses) == 2, "two pieces of memory take turns"
+    weights.shelf.release(first.lease)
+    weights.shelf.release(first.lease)
+    assert weights.shelf.readers == 0
+
+
+def test_versions_ascend_and_the_newest_are_kept(alarms: Alarms) -> None:
+    weights = store(alarms, keep=2)
+    assert look(weights) is None
+    with pytest.raises(NotFound, match="none is published yet"):
+        look(weights, version=3)
+    weights.publish(model(5), 5)
+    with pytest.raises(ConfigurationError, match="version 5 is not newer than 5"):
+        weights.publish(model(5), 5)
+    weights.publish(model(6), None)
+    assert look(weights, version=5).version == 5
+    weights.publish(model(9), 9)
+    with pytest.raises(NotFound, match=r"version 5 of the weights is not there, or no longer \(there: 6, 9\)"):
+        look(weights, version=5)
+    assert look(weights, since=9).lease == 0, "it is there already"
+
+
+def test_a_reader_that_is_gone_or_says_nothing_holds_nothing(alarms: Alarms, monkeypatch: Any) -> None:
+    monkeypatch.setattr("raytorchrpc._published._LINGER_S", 0.0)
+    weights = store(alarms)
+    weights.publish(model(1), None)
+    silent = weights.look(1, None, None, 0, 0.02)
+    weights.look(2, None, None, 0, LONG)
+    assert silent is not None and wait_until(lambda: weights.shelf.readers == 1, LONG)
+    with pytest.raises(NotFound, match="let go"):
+        read(weights, silent.lease)
+    weights.lose(2)
+    assert weights.shelf.readers == 0
+
+
+def test_changes_are_seen_however_they_were_made(alarms: Alarms) -> None:
+    weights = store(alarms, track=True)
+    layer = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(layer[1].parameters(), lr=0.1)
+    weights.publish({name: tensor.detach() for name, tensor in layer.state_dict().items()}, None)
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    weights.publish({name: tensor.detach() for name, tensor in layer.state_dict().items()}, None)
+    layer[0].bias.data.numpy()[1] = -0.0 if layer[0].bias[1] == 0 else 0.0
+    weights.publish({name: tensor.detach() for name, tensor in layer.state_dict().items()}, None)
+    names = list(layer.state_dict())
+
+    def changed(since: int) -> list[str]:
+        found = look(weights, since=since)
+        for name, tensor in zip(names, read(weights, found.lease, *((n, None) for n in range(4))), strict=True):
+            assert torch.equal(tensor, layer.state_dict()[name])
+        return [names[place] for place in found.changed]
+
+    assert changed(2) == ["0.bias"]
+    assert changed(1) == ["0.bias", "1.weight", "1.bias"]
+    assert look(weights, since=None).changed is None
+    weights.publish({"other": torch.ones(2)}, None)
+    assert look(weights, since=3).changed == [0], "of another model everything is new"
+
+
+def test_bits_are_compared() -> None:
+    ones = [torch.tensor([0.0, 1.0]), torch.tensor([float("nan")]), torch.tensor([1, 2]), torch.ones(2, 2).T]
+    others = [torch.tensor([-0.0, 1.0]), torch.tensor([float("nan")]), torch.tensor([1, 2]), torch.ones(2, 2)]
+    assert equal(ones, others) == [False, True, True, True]
+
+
+def test_conversion_is_made_once_for_each_version(alarms: Alarms) -> None:
+    weights = store(alarms)
+    for value in (1.5, 2.5):
+        weights.publish({"half": torch.full((8,), value, dtype=torch.float16), "single": torch.full((8,), value)}, None)
+        found = look(weights)
+        wanted = [(0, "float32"), (1, "bfloat16"), (1, None)]
+        tensors = read(weights, found.lease, *wanted)
+        assert [tensor.dtype for tensor in tensors] == [torch.float32, torch.bfloat16, torch.float32]
+        assert all(bool((tensor == value).all()) for tensor in tensors)
+        again = read(weights, found.lease, *wanted)
+        assert [tensor.data_ptr() for tensor in again] == [tensor.data_ptr() for tensor in tensors]
+        weights.shelf.release(found.lease)
+
+
+def test_waiting_for_a_version(alarms: Alarms) -> None:
+    weights = store(alarms)
+    first = weights.wait(1, time.monotonic() + LONG, alarms.at)
+    third = weights.wait(3, time.monotonic() + LONG, alarms.at)
+    in_vain = weights.wait(9, time.monotonic() + 0.02, alarms.at)
+    assert isinstance(in_vain, Later) and in_vain.result(LONG) == 0
+    weights.publish(model(1), None)
+    assert isinstance(first, Later) and first.result(0) == 1
+    assert isinstance(third, Later) and not third.done()
+    weights.publish(model(4), 4)
+    assert third.result(0) == 4
+    assert weights.wait(2, 0, alarms.at) == 4
+
+
+# --- between hosts -------------------------------------------------------------------------------------------
+
+
+def test_one_of_each_host_pulls_and_the_others_from_it() -> None:
+    relays = Relays()
+    assert relays.ask("v1", "x", 1) == LEAD
+    waiting = [relays.ask("v1", "x", rank) for rank in (2, 3)]
+    assert relays.ask("v1", "y", 4) == LEAD, "another host"
+    assert relays.ask("v2", "x", 2) == LEAD, "another version"
+    assert not any(later.done() for later in waiting if isinstance(later, Later))
+    relays.done("v1", "x", 1)
+    assert [later.result(0) for later in waiting if isinstance(later, Later)] == [1, 1]
+    assert relays.ask("v1", "x", 5) == 1
+
+
+def test_when_the_one_that_pulls_is_gone_the_next_does() -> None:
+    relays = Relays()
+    relays.ask("v1", "x", 1)
+    second, third = (relays.ask("v1", "x", rank) for rank in (2, 3))
+    assert isinstance(second, Later) and isinstance(third, Later)
+    relays.lose(1)
+    assert second.result(0) == LEAD and not third.done()
+    relays.failed("v1", "x", 1)
+    assert not third.done(), "it leads no longer"
+    relays.failed("v1", "x", 2)
+    assert third.result(0) == LEAD
+    relays.done("v1", "x", 3)
+    relays.failed("v1", "x", 3)
+    assert relays.ask("v1", "x", 4) == LEAD
+    fifth = relays.ask("v1", "x", 5)
+    assert isinstance(fifth, Later)
+    relays.lose(5)
+    assert relays.ask("v1", "x", 4) == LEAD, "it pulls the same again"
+
+
+def test_what_is_remembered_is_bounded_and_nobody_waits_for_what_is_forgotten() -> None:
+    relays = Relays()
+    relays.ask(0, "x", 1)
+    waiting = relays.ask(0, "x", 2)
+    for what in range(1, 1000):
+        relays.ask(what, "x", 1)
+    assert len(relays._rounds) < 500
+    assert isinstance(waiting, Later) and waiting.result(0) == HOME
+
+
+# --- memory that is lent ------------------------------------------------------------------------------------------
+
+
+def test_lent_memory_is_found_and_ends_with_its_last_tensor() -> None:
+    lender, borrower = Lender(), Borrower()
+    piece = lender.make(1 << 16)
+    other = lender.make(1 << 12)
+    tensors = [piece[256:512].view(torch.float32), other[:8], torch.empty(0), piece[:4]]
+    tensors[0].fill_(3)
+    found = lender.places(tensors)
+    assert found is not None
+    addresses, places = found
+    assert places[0] == (0, 256) and places[1] == (1, 0) and places[3] == (0, 0)
+    mapped = borrower.bytes_at("peer", SharedAddress(*addresses[0]))
+    assert torch.equal(torch.from_numpy(mapped)[256:512].view(torch.float32), tensors[0])
+    assert lender.places([*tensors, torch.ones(3)]) is None
+    assert lender.places([piece.view(256, 256).T]) is None, "not in one piece"
+    del piece
+    assert lender.places([tensors[0]]) is not None, "a tensor on it lives"
+    tensors.clear()
+    assert lender.places([other]) is not None and len(lender._pieces) == 1
+    borrower.forget("peer")
+    assert not borrower._mapped
+    lender.close()
