@@ -312,7 +312,11 @@ def _advise(local: LocalMember, caller: int, name: str, what: tuple[Any, ...], w
     advice = weights_of(local, name).relays.ask(what, _node(local, caller), caller)
     if isinstance(advice, Later):
         later = advice
-        prevent = local.alarms.at(time.monotonic() + wait_s, lambda: later.settle(HOME) and None)
+
+        def give_up() -> None:
+            later.settle(HOME)
+
+        prevent = local.alarms.at(time.monotonic() + wait_s, give_up)
         later.add_done_callback(lambda _: prevent())
     return advice
 

@@ -157,6 +157,7 @@ class Handle:
         self._ready_in: str | None = None
         """The process of the home that is known to have it."""
         self._known: Any = settings
+        self._begin()
         if local is not None and local.me.name == home:
             run(self._ready(local))
 
@@ -210,6 +211,9 @@ class Handle:
         return f"<raytorchrpc.{type(self).__name__} {self._name!r} in {self._home!r}>"
 
     # --- for those that derive from it -----------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """What a handle has besides, in every process anew."""
 
     def _road(self, local: LocalMember) -> PeerRoad | None:
         """To the home; None if that is this member."""

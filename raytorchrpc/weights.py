@@ -87,6 +87,8 @@ class WeightStore(Handle):
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise ConfigurationError(f"keep= is how many versions can be pulled, 1 or more; not {keep!r}")
         super().__init__(name, home, (keep, bool(track)))
+
+    def _begin(self) -> None:
         self._rows: dict[int, list[Row]] = {}
 
     # --- publishing ----------------------------------------------------------------------------------------------

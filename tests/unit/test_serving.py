@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,9 +14,10 @@ import torch
 
 from raytorchrpc.calls import Exposed
 from raytorchrpc.codec import NOTHING, Codec
-from raytorchrpc.errors import RpcTimeout
+from raytorchrpc.errors import NotFound, RpcTimeout
 from raytorchrpc.lanes.base import Capabilities, Message
-from raytorchrpc.serving import CALL, FETCH, OK, Server
+from raytorchrpc.services import Later
+from raytorchrpc.serving import CALL, FETCH, OK, RAISED, Server, own_methods
 from raytorchrpc.workers import Alarms, Workers
 from tests.conformance.peers import wait_until
 
@@ -99,3 +101,42 @@ def test_a_result_that_nobody_changes_is_sent_as_it_is(alarms: Alarms, frozen: b
     (answer,) = answers
     assert answer.header == (OK,)
     assert (answer.body.tensors[0].data_ptr() == state.data_ptr()) is frozen
+
+
+@pytest.mark.parametrize("error", [None, NotFound("nothing there")])
+def test_a_service_answers_later_and_holds_no_thread_meanwhile(
+    alarms: Alarms, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    later, given, threads = Later(), [], []
+    later.convert = lambda value: (threads.append(threading.current_thread().name), value)[1]
+
+    def service(*args: Any) -> Later:
+        given.append(args)
+        return later
+
+    note = Exposed(service, True, None, False, False, False, frozen=True, service=True)
+    monkeypatch.setitem(own_methods, "raytorchrpc.test", note)
+    roads: Any = SimpleNamespace(
+        strangers=frozenset(),
+        alarms=alarms,
+        arrived=lambda rank, body: body,
+        check_back=lambda rank, tensors: None,
+        staged_back=lambda rank, body: body,
+    )
+    workers = Workers("test")
+    server = Server("callee", "1", None, {}, Codec(), workers, roads)
+    lane: Any = SimpleNamespace(capabilities=Capabilities(None, True, True, True))
+    answers: list[Message] = []
+    body = server.codec.encode((("a", 2), {}))
+    work = server.serve(lane, Message((CALL, 7, "1", "raytorchrpc.test", (), 5.0, None), body), answers.append)
+    assert work is not None
+    work()
+    assert not answers and given == [(roads, 7, "a", 2)], "with the member and the caller's rank"
+    assert later.settle("answer", error) and not later.settle("twice")
+    assert wait_until(lambda: bool(answers), 5)
+    (answer,) = answers
+    assert answer.header == ((OK,) if error is None else (RAISED,))
+    decoded = server.codec.decode(*answer.body)
+    assert decoded == "answer" if error is None else isinstance(decoded[0], NotFound)
+    assert error is not None or threads == ["test-1"], "a worker sends it, and not whoever settled it"
+    workers.stop()
