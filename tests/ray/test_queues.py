@@ -315,55 +315,44 @@ def test_a_get_within_a_call_ends_with_it(actors: dict[str, Any], queue: Any) ->
 # --- deaths --------------------------------------------------------------------------------------------------
 
 
-def test_deaths(spawn: Spawn, actors: dict[str, Any], latch: Any) -> None:
-    """Of a consumer that waits, a producer that waits, and at last the home."""
-    names = ("home", "producer", "consumer", "rest")
-    members = {name: spawn(Peer) for name in names}
-    # Actors can be in one group at a time: this one is beside the module's.
-    with rtr.init_group(members, name="dying") as group:
-        queue = rtr.Queue("q", home="home", maxsize=2)
-        waits = members["consumer"].run.remote(queue.get)
-        assert in_actor(members["rest"], lambda: wait_until(lambda: queue.stats()["waiting_to_get"] == 1, 20))
-        ray.kill(members["consumer"])
-        assert in_actor(members["rest"], lambda: wait_until(lambda: queue.stats()["waiting_to_get"] == 0, 20))
-        with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(waits, timeout=30)
-        puts = members["producer"].run.remote(queue.put_many, [torch.full((LARGE,), float(n)) for n in range(3)])
-        assert in_actor(members["rest"], lambda: wait_until(lambda: queue.stats()["waiting_to_put"] == 1, 20))
-        ray.kill(members["producer"])
-        with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(puts, timeout=30)
-        assert wait_until(lambda: len(group.members) == 2, 20)
-        arrived = in_actor(members["rest"], lambda: [float(queue.get(timeout=20)[0]) for _ in range(3)])
-        assert arrived == [0.0, 1.0, 2.0], "what had arrived stays"
+def test_deaths(spawn: Spawn, actors: dict[str, Any], group: rtr.Group) -> None:
+    """Of a consumer that waits, a producer that waits, and at last the home, which comes back without the queue."""
+    dying = {name: spawn(Peer) for name in ("producer", "consumer")}
+    dying["other home"] = spawn(Peer, max_restarts=1)
+    group.add(dying)
+    before = len(group.members)
+    queue = rtr.Queue("q", home="other home", maxsize=2)
+    waits = dying["consumer"].run.remote(queue.get)
+    assert in_actor(actors["a"], lambda: wait_until(lambda: queue.stats()["waiting_to_get"] == 1, 20))
+    ray.kill(dying["consumer"])
+    assert in_actor(actors["a"], lambda: wait_until(lambda: queue.stats()["waiting_to_get"] == 0, 20))
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(waits, timeout=30)
+    puts = dying["producer"].run.remote(queue.put_many, [torch.full((LARGE,), float(n)) for n in range(3)])
+    assert in_actor(actors["a"], lambda: wait_until(lambda: queue.stats()["waiting_to_put"] == 1, 20))
+    ray.kill(dying["producer"])
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(puts, timeout=30)
+    assert wait_until(lambda: len(group.members) == before - 2, 20)
+    arrived = in_actor(actors["a"], lambda: [float(queue.get(timeout=20)[0]) for _ in range(3)])
+    assert arrived == [0.0, 1.0, 2.0], "what had arrived stays"
 
-        def outlive() -> str:
-            with pytest.raises(rtr.PeerLost) as lost:
-                queue.get()
-            return str(lost.value)
+    def outlive() -> str:
+        member.kept = queue  # type: ignore[attr-defined]
+        with pytest.raises(rtr.PeerLost) as lost:
+            queue.get()
+        return str(lost.value)
 
-        waits = members["rest"].run.remote(outlive)
-        assert wait_until(lambda: in_actor(members["home"], lambda: queue.stats()["waiting_to_get"] == 1), 20)
-        ray.kill(members["home"])
-        assert "it is the home of queue 'q'" in ray.get(waits, timeout=30)
+    waits = actors["a"].run.remote(outlive)
+    assert in_actor(actors["b"], lambda: wait_until(lambda: queue.stats()["waiting_to_get"] == 1, 20))
+    ray.kill(dying["other home"], no_restart=False)
+    assert "it is the home of queue 'q'" in ray.get(waits, timeout=30)
 
+    def use_again() -> str:
+        with pytest.raises(rtr.NotFound) as error:
+            member.kept.get()  # type: ignore[attr-defined]
+        return str(error.value)
 
-def test_a_home_that_came_back_says_that_it_has_nothing(spawn: Spawn) -> None:
-    home, other = spawn(Peer, max_restarts=1), spawn(Peer)
-    with rtr.init_group({"home": home, "other": other}, name="restarting") as group:
-        made = rtr.Queue("q", home="home")
-
-        def use() -> None:
-            made.put(1)
-            member.kept = made  # type: ignore[attr-defined]
-
-        def use_again() -> str:
-            with pytest.raises(rtr.NotFound) as error:
-                member.kept.get()  # type: ignore[attr-defined]
-            return str(error.value)
-
-        in_actor(other, use)
-        ray.kill(home, no_restart=False)
-        assert wait_until(lambda: group.members[0].incarnation == 1, 30)
-        group.wait_ready()
-        assert "has no queue 'q'" in in_actor(other, use_again)
+    group.wait_ready()
+    assert "has no queue 'q'" in in_actor(actors["a"], use_again)
+    group.remove(["other home"])
