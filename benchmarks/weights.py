@@ -83,10 +83,15 @@ class End:
 
 
 def main(quick: bool = False) -> None:
-    os.environ.setdefault("RAY_ENABLE_ZERO_COPY_TORCH_TENSORS", "1")
+    for peer, zero_copy in (("Ray, zero-copy tensors", "1"), ("Ray as it comes", "0")):
+        os.environ["RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"] = zero_copy
+        start_ray()
+        try:
+            _cpu(quick, peer)
+        finally:
+            ray.shutdown()
     start_ray()
     try:
-        _cpu(quick)
         gpus = int(ray.cluster_resources().get("GPU", 0))
         if gpus >= 2:
             cuda(quick)
@@ -96,7 +101,7 @@ def main(quick: bool = False) -> None:
         ray.shutdown()
 
 
-def _cpu(quick: bool) -> None:
+def _cpu(quick: bool, peer: str) -> None:
     learner, readers = End.remote(), [End.remote() for _ in range(READERS)]
     rows = []
     with rtr.init_group({"learner": learner, **{f"reader{number}": reader for number, reader in enumerate(readers)}}):
@@ -125,7 +130,7 @@ def _cpu(quick: bool) -> None:
             copy = ray.get(learner.copies.remote(3)) * 1e3
             ms = {name: statistics.median(values) * 1e3 for name, values in took.items()}
             what = f"CPU, {size / 1e6:.4g} MB to {READERS} actors"
-            rows.append(Row(what, ms["store"], ms["ray"], "ms", "ray.put, ray.get into the model", 0.3))
+            rows.append(Row(what, ms["store"], ms["ray"], "ms", f"{peer}: put, get into the model", 0.3))
             rows.append(Row(what, ms["store"], copy, "ms", "one copy of it within a process"))
     for end in (learner, *readers):
         ray.kill(end)

@@ -102,6 +102,8 @@ class Channel(Handle):
                     if not isinstance(error, Exception):  # cancelled, or interrupted
                         self._let_go(local, key, ticket, future)
                     raise
+                finally:
+                    del future  # it holds what it raised, which holds this frame
             except PeerLost as lost:
                 raise self._lost(lost) from None
             if taken:

@@ -22,7 +22,7 @@ from raytorchrpc.streams import hand_over, nothing
 CHUNK_BYTES = 32 << 20
 #: A message with fewer bytes of tensors brings them in itself, in memory of the receiver's own (bytes).
 _IN_MESSAGE = 256 * 1024
-_ATOMS = frozenset({int, float, bool, str, bytes, complex})
+_ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
 #: Several items in one message: (their pickles, how many tensors and buffers each has (None: none has any), tensors).
 Chunk = tuple[list[bytes], list[tuple[int, int]] | None, list[torch.Tensor]]
@@ -78,7 +78,7 @@ class Item(NamedTuple):
 
 def taken_apart(codec: Codec, value: Any) -> Item:
     """Raises SerializationError. The tensors are views of the value's own."""
-    if type(value) in _ATOMS:
+    if _is_simple(value):
         payload = pickle.dumps(value, 5)
         return Item(payload, (), 0, len(payload))
     payload, tensors, rrefs, buffers = codec.encode(value)
@@ -90,12 +90,25 @@ def taken_apart(codec: Codec, value: Any) -> Item:
     return Item(payload, tensors, buffers, size)
 
 
+def _is_simple(value: Any) -> bool:
+    """Whether there is nothing in it but numbers and text: then it needs no more than a plain pickle. Hot path."""
+    kind = type(value)
+    if kind is dict:
+        return _ATOMS.issuperset(map(type, value.values())) and _ATOMS.issuperset(map(type, value))
+    if kind is tuple or kind is list:
+        return _ATOMS.issuperset(map(type, value))
+    return kind in _ATOMS
+
+
 def put_together(codec: Codec, items: Sequence[Item]) -> list[Any]:
     """The values, on the thread that will use them."""
     values = []
     for payload, tensors, buffers, _, adopt, _ in items:
-        adopt()
-        values.append(codec.decode(payload, tensors, (), buffers) if tensors else codec.decode(payload))
+        if tensors:
+            adopt()
+            values.append(codec.decode(payload, tensors, (), buffers))
+        else:
+            values.append(pickle.loads(payload))
     return values
 
 

@@ -72,6 +72,18 @@ class Readable:
 
     def __init__(self, local: LocalMember) -> None:
         self.shelf = shelf_of(local)
+        self._lanes: Mapping[str, TensorLane] = local.tensor_lanes
+
+    def _memory(self, kinds: Sequence[Kind]) -> Flat:
+        """That this thread may write to."""
+        flat = self.shelf.memory(kinds)
+        for index in {tensor.device.index for tensor in flat.tensors if tensor.is_cuda}:
+            for lane in self._lanes.values():
+                lane.settle(index)  # those who read it before may still do so, on their GPUs
+        uses, flat.uses = flat.uses, []
+        for use in uses:
+            use()
+        return flat
 
     def lose(self, rank: int) -> None:
         """See services.Served."""
@@ -90,7 +102,6 @@ class Weights(Readable):
         self.settings = settings
         self._keep, self._track = settings
         self.relays = Relays()
-        self._lanes: Mapping[str, TensorLane] = local.tensor_lanes
         self._publishing = threading.Lock()
         self._lock = threading.Lock()
         self._layout: Layout | None = None
@@ -111,7 +122,7 @@ class Weights(Readable):
             layout = self._layout_of(tensors)
             sources = list(tensors.values())
             changed = self._changed(layout, sources, version)
-            flat = self.shelf.memory(layout.kinds)
+            flat = self._memory(layout.kinds)
             self._write(flat, sources, changed)
             snapshot = Snapshot(version, layout.kinds, flat, changed, self.shelf)
             with self._lock:
@@ -152,12 +163,6 @@ class Weights(Readable):
         return [old if same else version for old, same in zip(snapshot.changed, alike, strict=True)]
 
     def _write(self, flat: Flat, sources: Sequence[torch.Tensor], changed: Sequence[int]) -> None:
-        for index in {tensor.device.index for tensor in flat.tensors if tensor.is_cuda}:
-            for lane in self._lanes.values():
-                lane.settle(index)  # those who read it before may still do so, on their GPUs
-        uses, flat.uses = flat.uses, []
-        for use in uses:
-            use()
         stale = [place for place, stamp in enumerate(flat.stamps) if stamp != changed[place]]
         for place in stale:
             flat.stamps[place] = None
@@ -244,8 +249,8 @@ class Mirror(Readable):
         """The newest of each sort of pull: what it asks for, as ``signature``."""
 
     def begin(self, kinds: Sequence[Kind]) -> Flat:
-        """Memory to pull into."""
-        return self.shelf.memory(kinds)
+        """Memory to pull into, for this thread."""
+        return self._memory(kinds)
 
     def keep(self, signature: str, version: int, kinds: Sequence[Kind], flat: Flat) -> None:
         """From now on others can pull it. By the thread that filled it."""

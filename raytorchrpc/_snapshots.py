@@ -60,7 +60,8 @@ def _at(piece: torch.Tensor, offset: int, kind: Kind) -> torch.Tensor:
 
 def write(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each; on GPUs queued on this thread's streams. None requires grad."""
-    with torch.inference_mode(False), torch.no_grad():
+    # Tensors made under inference mode can only be written under it.
+    with torch.inference_mode() if any(map(torch.Tensor.is_inference, targets)) else torch.no_grad():
         staging.fill(targets, sources)
 
 

@@ -80,6 +80,7 @@ def run(steps: Steps[T]) -> T:
             try:
                 value = _waited_for(waiting)
             except BaseException as error:
+                del waiting  # it holds what it raised, which holds this frame
                 waiting = steps.throw(error)
             else:
                 waiting = steps.send(value)
@@ -89,7 +90,10 @@ def run(steps: Steps[T]) -> T:
 
 def _waited_for(waiting: Future[Any] | Later) -> Any:
     if isinstance(waiting, Future):
-        return waiting.wait()
+        try:
+            return waiting.wait()
+        finally:
+            del waiting
     execution.wait_serving(_Waiting(waiting), MAX_TIMEOUT_S)  # whoever made it sees to it that it is settled in time
     return waiting.outcome()
 
@@ -106,6 +110,7 @@ async def arun(steps: Steps[T]) -> T:
                     await asyncio.wrap_future(waiting)
                     value = waiting.outcome()
             except BaseException as error:
+                del waiting
                 waiting = steps.throw(error)
             else:
                 waiting = steps.send(value)
