@@ -16,6 +16,8 @@ from raytorchrpc._snapshots import equal
 from raytorchrpc.errors import ConfigurationError, NotFound
 from raytorchrpc.lanes._arena import SharedAddress
 from raytorchrpc.lanes._lent import Borrower, Lender
+from raytorchrpc.lanes.base import PeerAddress
+from raytorchrpc.lanes.shm import ShmLane
 from raytorchrpc.services import Later
 from raytorchrpc.workers import Alarms
 from tests.conformance.peers import wait_until
@@ -223,3 +225,33 @@ def test_lent_memory_is_found_and_ends_with_its_last_tensor() -> None:
     borrower.forget("peer")
     assert not borrower._mapped
     lender.close()
+
+
+def test_the_shm_lane_gives_copies_of_what_is_lent() -> None:
+    sender, receiver = ShmLane(16 << 20, 1), ShmLane(16 << 20, 1)
+    try:
+        receiver.connect([PeerAddress("s", sender.open())])
+        receiver.open()
+        piece = sender.lend(1 << 21)
+        assert piece is not None
+        lent = [piece[:1024].view(torch.float32).view(16, 16), piece[1 << 20 :].view(torch.int64)]
+        for tensor in lent:
+            tensor.fill_(7)
+        export = sender.export(lent, "r", {})
+        assert sender._arena.used == 0
+        shapes = [(tensor.dtype, tuple(tensor.shape)) for tensor in lent]
+        strided, whole = torch.zeros(16, 32)[:, ::2], torch.zeros(1 << 17, dtype=torch.int64)
+        first, second = receiver.fetch("s", export.descriptor, shapes, [strided, whole])
+        assert first is strided and second is whole and bool((strided == 7).all()) and bool((whole == 7).all())
+        fresh = receiver.fetch("s", export.descriptor, shapes)
+        fresh[0].zero_()
+        assert bool((lent[0] == 7).all()), "nobody else writes there"
+        receiver.discard("s", export.descriptor)
+        export.cancel()
+        own = sender.export([*lent, torch.ones(3)], "r", {})
+        assert sender._arena.used > 0, "not all of these are lent: they are copied"
+        own.cancel()
+    finally:
+        sender.close()
+        receiver.close()
+    assert bool((lent[0] == 7).all()), "the memory lives on with its tensors"
