@@ -82,7 +82,7 @@ def main(quick: bool = False) -> None:
             for what, size, count, batch, target in CASES:
                 share = RAYS_SHARE[size]
                 took: dict[str, list[float]] = {"consumer": [], "producer": [], "ray": [], "calls": []}
-                for turn in range(2 if quick else 5):
+                for turn in range(1 if quick else 3):
                     for home in ("consumer", "producer"):
                         # A large item waits where it arrived, so that its memory is used again soon.
                         maxsize = 4 if size >= 1_000_000 else 2 * max(batch, 500)

@@ -215,11 +215,11 @@ def test_waiting_getters_keep_no_threads(actors: dict[str, Any], queue: Any) -> 
         return sorted(await member.task)  # type: ignore[attr-defined]
 
     before = in_actor(actors["home"], threads)
-    ray.get(actors["asynchronous"].run.remote(wait_for_items, 40), timeout=30)
-    assert in_actor(actors["a"], lambda: wait_until(lambda: queue.stats()["waiting_to_get"] == 40, 20))
-    assert in_actor(actors["home"], threads) < before + 10
-    in_actor(actors["a"], put_all, queue, list(range(40)))
-    assert ray.get(actors["asynchronous"].arun.remote(outcome), timeout=30) == list(range(40))
+    ray.get(actors["asynchronous"].run.remote(wait_for_items, 150), timeout=30)
+    assert in_actor(actors["a"], lambda: wait_until(lambda: queue.stats()["waiting_to_get"] == 150, 20))
+    assert in_actor(actors["home"], threads) < before + 75
+    in_actor(actors["a"], put_all, queue, list(range(150)))
+    assert ray.get(actors["asynchronous"].arun.remote(outcome), timeout=30) == list(range(150))
 
 
 @pytest.mark.parametrize("where", ["asynchronous", "home"])
@@ -318,10 +318,10 @@ def test_a_get_within_a_call_ends_with_it(actors: dict[str, Any], queue: Any) ->
 def test_deaths(spawn: Spawn, actors: dict[str, Any], group: rtr.Group) -> None:
     """Of a consumer that waits, a producer that waits, and at last the home, which comes back without the queue."""
     dying = {name: spawn(Peer) for name in ("producer", "consumer")}
-    dying["other home"] = spawn(Peer, max_restarts=1)
+    dying["home2"] = spawn(Peer, max_restarts=1)
     group.add(dying)
     before = len(group.members)
-    queue = rtr.Queue("q", home="other home", maxsize=2)
+    queue = rtr.Queue("q", home="home2", maxsize=2)
     waits = dying["consumer"].run.remote(queue.get)
     assert in_actor(actors["a"], lambda: wait_until(lambda: queue.stats()["waiting_to_get"] == 1, 20))
     ray.kill(dying["consumer"])
@@ -345,7 +345,7 @@ def test_deaths(spawn: Spawn, actors: dict[str, Any], group: rtr.Group) -> None:
 
     waits = actors["a"].run.remote(outlive)
     assert in_actor(actors["b"], lambda: wait_until(lambda: queue.stats()["waiting_to_get"] == 1, 20))
-    ray.kill(dying["other home"], no_restart=False)
+    ray.kill(dying["home2"], no_restart=False)
     assert "it is the home of queue 'q'" in ray.get(waits, timeout=30)
 
     def use_again() -> str:
@@ -355,4 +355,4 @@ def test_deaths(spawn: Spawn, actors: dict[str, Any], group: rtr.Group) -> None:
 
     group.wait_ready()
     assert "has no queue 'q'" in in_actor(actors["a"], use_again)
-    group.remove(["other home"])
+    group.remove(["home2"])

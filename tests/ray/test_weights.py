@@ -318,10 +318,10 @@ def test_a_process_group_can_carry_them(actors: dict[str, Any], request: Any, tm
 
 
 def test_readers_that_die_and_a_home_that_does(spawn: Spawn, actors: dict[str, Any], group: rtr.Group) -> None:
-    dying = {name: spawn(Peer) for name in ("other learner", "reader")}
+    dying = {name: spawn(Peer) for name in ("learner2", "reader")}
     group.add(dying)
-    store = rtr.WeightStore("weights", home="other learner")
-    in_actor(dying["other learner"], publish, store, 1)
+    store = rtr.WeightStore("weights", home="learner2")
+    in_actor(dying["learner2"], publish, store, 1)
 
     def begin_to_read() -> int:
         assert store.version() == 1
@@ -331,10 +331,10 @@ def test_readers_that_die_and_a_home_that_does(spawn: Spawn, actors: dict[str, A
         return int(member.process_member().services.find(store.kind, "weights", "").shelf.readers)
 
     assert in_actor(dying["reader"], begin_to_read)
-    assert in_actor(dying["other learner"], readers) == 1
+    assert in_actor(dying["learner2"], readers) == 1
     ray.kill(dying["reader"])
-    assert wait_until(lambda: in_actor(dying["other learner"], readers) == 0, 20)
-    ray.kill(dying["other learner"])
+    assert wait_until(lambda: in_actor(dying["learner2"], readers) == 0, 20)
+    ray.kill(dying["learner2"])
 
     def follow() -> str:
         with pytest.raises(rtr.PeerLost) as lost:
