@@ -48,9 +48,12 @@ class End:
         """Seconds from the first item to the last."""
         began, taken = 0.0, 0
         while taken < count:
-            if batch == 1 or isinstance(queue, RayQueue):
+            if batch == 1:
                 queue.get()
                 taken += 1
+            elif isinstance(queue, RayQueue):  # its batches have to be there whole
+                there = min(batch, queue.qsize(), count - taken)
+                taken += len(queue.get_nowait_batch(there) if there else [queue.get()])
             else:
                 taken += len(queue.get_many(batch))
             began = began or time.perf_counter()

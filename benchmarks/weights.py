@@ -32,16 +32,16 @@ def model_of(size: int, device: str = "cpu") -> dict[str, torch.Tensor]:
 class End:
     """Learner or reader."""
 
-    def load(self, size: int, device: str = "cpu") -> None:
-        self.model = model_of(size, device)
+    def load(self, store: rtr.WeightStore | None, size: int, device: str = "cpu") -> None:
+        self.model, self.store = model_of(size, device), store
 
     # By the store.
 
-    def publish(self, store: rtr.WeightStore) -> int:
-        return store.publish(self.model)
+    def publish(self) -> int:
+        return self.store.publish(self.model)
 
-    def pull(self, store: rtr.WeightStore, version: int) -> None:
-        store.pull(self.model, version)
+    def pull(self, version: int) -> None:
+        self.store.pull(self.model, version)
         if next(iter(self.model.values())).is_cuda:
             torch.cuda.current_stream().synchronize()
 
@@ -77,9 +77,9 @@ class End:
 
         return interleaved({"raw": copy}, repeats)["raw"]
 
-    def pulls(self, store: rtr.WeightStore, repeats: int) -> float:
+    def pulls(self, repeats: int) -> float:
         """Seconds for one."""
-        return interleaved({"pull": lambda: self.pull(store, 1)}, repeats)["pull"]
+        return interleaved({"pull": lambda: self.pull(1)}, repeats)["pull"]
 
 
 def main(quick: bool = False) -> None:
@@ -109,11 +109,11 @@ def _cpu(quick: bool, peer: str) -> None:
             if quick and size > 100_000_000:
                 continue
             store = rtr.WeightStore(f"{size}", home="learner")
-            ray.get([end.load.remote(size) for end in (learner, *readers)])
+            ray.get([end.load.remote(store, size) for end in (learner, *readers)])
 
-            def by_store(store: rtr.WeightStore = store) -> None:
-                version = ray.get(learner.publish.remote(store))
-                ray.get([reader.pull.remote(store, version) for reader in readers])
+            def by_store() -> None:
+                version = ray.get(learner.publish.remote())
+                ray.get([reader.pull.remote(version) for reader in readers])
 
             def by_ray() -> None:
                 ref = ray.get(learner.put.remote())
@@ -148,9 +148,9 @@ def cuda(quick: bool = False) -> list[Row]:
     with rtr.init_group({"learner": learner, "reader": reader}):
         for size, repeats in sizes.items():
             store = rtr.WeightStore(f"{size}", home="learner")
-            ray.get([end.load.remote(size, "cuda") for end in (learner, reader)])
-            ray.get(learner.publish.remote(store))
-            took = ray.get(reader.pulls.remote(store, repeats)) * 1e3
+            ray.get([end.load.remote(store, size, "cuda") for end in (learner, reader)])
+            ray.get(learner.publish.remote())
+            took = ray.get(reader.pulls.remote(repeats)) * 1e3
             target = 1.3 if size > 1e8 else None
             rows.append(Row(f"CUDA, {size / 1e6:.4g} MB", took, raw[size], "ms", "raw copy between GPUs", target))
     for end in (learner, reader):
