@@ -7,6 +7,8 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
+# The documentation is built from sources alone, so its tools live without torch and Ray.
+VENV_DOCS ?= .venv-docs
 ARGS   ?=
 TESTS  ?= not slow and not multihost
 # Test files at a time, each with a Ray of its own: most of a test is waiting for processes to start.
@@ -15,10 +17,11 @@ JOBS   ?= 2
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV_DOCS)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint bench clean
+.PHONY: help env demo test lint docs bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-6s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -37,11 +40,14 @@ lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
+docs: $(DOCS_STAMP) ## build the documentation into site/; a broken link or a missing page is an error
+	@$(VENV_DOCS)/bin/mkdocs build --strict $(ARGS)
+
 bench: $(STAMP) ## run the benchmarks, ours and plain Ray side by side
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 clean: ## remove build output and caches (delete .venv by hand to start over)
-	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	@rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	@find raytorchrpc tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # torch comes first and alone, so that the pinned build is the one every other package finds installed.
@@ -59,4 +65,17 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) install -qq "$(TORCH)"
 	@echo "[env 3/3] installing Ray, the tools and raytorchrpc itself (about a minute)"
 	@$(PIP) install -qq -e '.[dev]' -c constraints.txt
+	@touch $@
+
+$(DOCS_STAMP): pyproject.toml constraints.txt
+	@rm -f $@
+	@if ! $(VENV_DOCS)/bin/python -m pip --version >/dev/null 2>&1; then \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "the documentation needs Python 3.11 or later; name one: make docs PYTHON=python3.12" >&2; exit 1; }; \
+	  $(PYTHON) -m venv --clear $(VENV_DOCS); \
+	fi
+	@echo "[docs] installing mkdocs-material and mkdocstrings (under a minute)"
+	@$(VENV_DOCS)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt \
+	  $$($(VENV_DOCS)/bin/python -c 'import tomllib; \
+	     print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@

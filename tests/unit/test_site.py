@@ -1,0 +1,74 @@
+"""The documentation as a site: what ``mkdocs.yml`` names is there, and what is there is named.
+
+``make docs`` builds it and is strict about links; these need none of its tools.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import raytorchrpc as rtr
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SITE: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.glob("**/*.md"))
+
+_LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
+_SHOWN = re.compile(r"^::: raytorchrpc\.(?P<name>\w+)$", re.MULTILINE)
+
+
+def named(entry: Any) -> Iterator[str]:
+    """The pages of a part of the navigation."""
+    if isinstance(entry, str):
+        yield entry
+    else:
+        for part in entry.values() if isinstance(entry, dict) else entry:
+            yield from named(part)
+
+
+def text_of(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    assert sorted(named(SITE["nav"])) == PAGES
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    shown = [name for page in PAGES if page.startswith("reference/") for name in _SHOWN.findall(text_of(page))]
+    assert sorted(shown) == sorted(rtr.__all__)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_link_stays_within_the_site(page: str) -> None:
+    """The site has docs/ alone: a link to another part of the tree would lead nowhere."""
+    for match in _LINK.finditer(text_of(page)):
+        target, _, _ = match["target"].partition("#")
+        if not target or "://" in target:
+            continue
+        aim = (DOCS / page).parent.joinpath(target).resolve()
+        assert aim.is_file() and aim.is_relative_to(DOCS), f"{page} points to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_begins_with_its_title(page: str) -> None:
+    text = re.sub(r"^<!--.*?-->\s*", "", text_of(page), flags=re.DOTALL)
+    assert text.startswith("# ")
+    outside = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert len(re.findall(r"^# ", outside, re.MULTILINE)) == 1, "one title, or the menu of the page is wrong"
+
+
+def test_nothing_is_fetched_by_who_reads_it() -> None:
+    assert SITE["theme"]["font"] is False
+    assert not {"extra_javascript", "extra_css"} & SITE.keys()
+    assert "analytics" not in SITE["extra"]
+    for page in PAGES:
+        # Material draws such diagrams with a script that it loads from elsewhere.
+        assert "```mermaid" not in text_of(page), page
