@@ -41,7 +41,7 @@ lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/mypy
 
 docs: $(DOCS_STAMP) ## build the documentation into site/; a broken link or a missing page is an error
-	@$(VENV_DOCS)/bin/mkdocs build --strict $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/mkdocs build --strict $(ARGS)
 
 bench: $(STAMP) ## run the benchmarks, ours and plain Ray side by side
 	@$(BIN)/python -m benchmarks $(ARGS)
