@@ -14,7 +14,7 @@ import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 #: Pages that run each time; an actor costs about a second, so the others are slow.
-QUICK = {"howto/calls.md", "howto/many-callers.md", "howto/parameter-server.md", "howto/tensors.md"}
+QUICK = {"howto/calls.md", "howto/many-callers.md", "howto/tensors.md"}
 
 _FENCE = re.compile(r"^<!-- run(?P<gpu> gpu)? -->\n```py\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
