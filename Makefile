@@ -1,4 +1,4 @@
-# Everything here needs only make and Python 3.10 or later: each target builds the environment it runs in.
+# Everything here needs only make and Python 3.10 or later (docs: 3.11): each target builds the environment it runs in.
 #
 #   make test ARGS="tests/unit -x"    more arguments for the program behind a target
 #   make test TESTS=                  every test, the slow and the multi-host ones too
