@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import calls, forming, huge_pages, objectrefs, queues, scale, soak, tensors, tutorial, weights
+from benchmarks import calls, forming, huge_pages, objectrefs, queues, scale, seeing, soak, tensors, tutorial, weights
 from benchmarks._harness import machine
 
 ALL = {
@@ -13,6 +13,7 @@ ALL = {
     "huge_pages": huge_pages.main,
     "objectrefs": objectrefs.main,
     "queues": queues.main,
+    "seeing": seeing.main,
     "tensors": tensors.main,
     "tutorial": tutorial.main,
     "weights": weights.main,

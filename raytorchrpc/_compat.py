@@ -415,6 +415,28 @@ def cloudpickler() -> type[Any]:
     return pickler
 
 
+_POSTS = b"raytorchrpc"
+
+
+def post(key: str, text: bytes | None) -> None:
+    """Keep a text in the cluster's key-value store, where every process of the cluster can read it; None: drop it."""
+    from ray.experimental import internal_kv
+
+    if text is None:
+        internal_kv._internal_kv_del(key, namespace=_POSTS)
+    else:
+        internal_kv._internal_kv_put(key, text, True, namespace=_POSTS)
+
+
+def posts() -> list[bytes]:
+    """Every text that is kept."""
+    from ray.experimental import internal_kv
+
+    keys = internal_kv._internal_kv_list(b"", namespace=_POSTS)
+    found = [internal_kv._internal_kv_get(key, namespace=_POSTS) for key in keys]
+    return [text for text in found if text is not None]
+
+
 # --- NIXL: which of its packages ---------------------------------------------------------------------------
 
 NIXL_MISSING = "NIXL is not installed for this torch build: pip install 'raytorchrpc[nixl]'"

@@ -80,6 +80,11 @@ class GroupConfig(BaseModel):
     torchrpc_threads: Annotated[int, Field(ge=2, le=256)] = 4
     """Size of torchrpc's own pool. It only carries messages; methods never run there."""
 
+    metrics_period_s: Annotated[float, Field(ge=0.1, le=3600)] | None = None
+    """How often, in seconds, what the members count is put where others see it: into Ray's metrics, from where the
+    node's Prometheus endpoint has it, and for ``raytorchrpc top``. None: never. It costs each member a thread, and Ray
+    a series for each pair and lane, which grows with the square of the group; so it is not on by itself."""
+
     @field_validator("lanes")
     @classmethod
     def _lanes_are_known(cls, lanes: tuple[str, ...] | None) -> tuple[str, ...] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -21,6 +22,7 @@ from raytorchrpc.member import MAX_TIMEOUT_S, current_local
 from raytorchrpc.metrics import GroupStats
 from raytorchrpc.news import Change
 from raytorchrpc.peers import Member
+from raytorchrpc.traces import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +98,26 @@ class Group:
         Asks every member through Ray: one that is busy in a method is listed in ``missing`` after ``timeout_s``.
         """
         return self._own("stats").stats(timeout_s)
+
+    def trace(self, path: str | os.PathLike[str], *, events: int = 200_000) -> Trace:
+        """Record what calls do, for Perfetto or chrome://tracing: ``with group.trace("run.json"): ...``.
+
+        Each member records its calls, the methods that it runs and tensors that travel beside messages, with the thread
+        and the time; arrows lead from calls to what they ran. When the block ends, this process fetches what was
+        recorded, within 30 s, and writes one JSON file. Times are the host's: CUDA work goes on after them. Between
+        hosts they are aligned by round trips; ``Trace.clock_error_s`` says how well.
+
+        Args:
+            path: the file to write, in a folder that exists.
+            events: each member keeps so many, about 200 bytes each, and forgets the oldest (``Trace.dropped``).
+
+        A trace takes an hour at most; members stop then by themselves. Works in the process that formed the group, and
+        for detached groups. Entering raises ConfigurationError if a trace is under way, or the folder is missing.
+        """
+        keeper = self._own("trace")
+        if isinstance(events, bool) or not isinstance(events, int) or events < 1:
+            raise ConfigurationError(f"events is how many each member keeps, 1 or more; not {events!r}")
+        return Trace(keeper, path, events)
 
     def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
         """End the group; the actors live on and can join another. Idempotent, never raises.

@@ -25,6 +25,7 @@ from raytorchrpc.calls import exposed
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.device_map import CPU, Device, gpu_pairs, way_back
 from raytorchrpc.errors import BootstrapError, LaneUnavailable, RayTorchRpcError
+from raytorchrpc.exporting import Exporter
 from raytorchrpc.fabric import AgentIdentity, AgentSpec, Fabric, FabricPeer, process_fabric
 from raytorchrpc.lanes.absent import AbsentLane
 from raytorchrpc.lanes.base import MessageLane, PeerAddress, Pending, TensorLane
@@ -342,9 +343,17 @@ def commit(instance: Any, table: Table) -> None:
     with changing:
         if _preparing is not preparing:
             raise BootstrapError(f"group {table.info.name!r} was given up while it formed")
+        if spec.config.metrics_period_s is not None:
+            local.at_end.append(_export(local, spec.config.metrics_period_s))
         set_local(local)
         _preparing, _joined = None, _Joined(spec, table)
     rdt.enable_where_possible()  # also in actors that Ray restarted, or that another actor made
+
+
+def _export(local: LocalMember, period_s: float) -> Callable[[], None]:
+    """Put into Ray's metrics what it counts, from now on; returns what ends that."""
+    exporter = Exporter(local.group, local.me.name, lambda: (local.counters.rows(local.me.name), local.under_way()))
+    return exporter.start(period_s)
 
 
 def meet_peers(local: LocalMember, table: Table, peers: Sequence[Member]) -> None:

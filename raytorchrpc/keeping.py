@@ -20,6 +20,9 @@ from raytorchrpc.metrics import GroupStats
 from raytorchrpc.news import Change
 from raytorchrpc.roster import Roster
 from raytorchrpc.supervision import Supervisor
+from raytorchrpc.trace_file import GroupTrace
+from raytorchrpc.traces import BEGIN_S, COLLECT_S
+from raytorchrpc.watching import LOOK_S, GroupLook, posted
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,15 @@ class Keeper(Protocol):
 
     def stats(self, timeout_s: float) -> GroupStats:
         """What the members counted."""
+
+    def look(self, timeout_s: float) -> GroupLook:
+        """The group as it is now."""
+
+    def begin_trace(self, capacity: int) -> None:
+        """Have the members record."""
+
+    def end_trace(self) -> GroupTrace:
+        """What they recorded."""
 
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         """Returns what ends it."""
@@ -144,6 +156,17 @@ class RemoteKeeper:
         rows: GroupStats = self._do("stats", timeout_s, timeout_s)
         return rows
 
+    def look(self, timeout_s: float) -> GroupLook:
+        seen: GroupLook = self._do("look", timeout_s, timeout_s)
+        return seen
+
+    def begin_trace(self, capacity: int) -> None:
+        self._do("begin_trace", BEGIN_S, capacity)
+
+    def end_trace(self) -> GroupTrace:
+        trace: GroupTrace = self._do("end_trace", COLLECT_S)
+        return trace
+
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         raise ConfigurationError(
             f"group {self._name!r} is looked after by a detached actor, where no callback can be called; ask "
@@ -192,6 +215,28 @@ def find_detached(name: str) -> RemoteKeeper | None:
         return RemoteKeeper(name, ray.get_actor(name, namespace=NAMESPACE))
     except (ValueError, BootstrapError):
         return None
+
+
+def look_around(name: str | None = None) -> list[GroupLook]:
+    """A look at every group of the cluster, or at those of that name, which this process can see: detached ones, and
+    those that post their looks. One that does not answer is left out. Blocks a few seconds at most.
+    """
+    named = ray.util.list_named_actors(all_namespaces=True)
+    keepers = [each["name"] for each in named if each["namespace"] == NAMESPACE and name in (None, each["name"])]
+    found: dict[str, GroupLook] = {}
+    for each in keepers:
+        try:
+            actor = ray.get_actor(each, namespace=NAMESPACE)
+            # It may be forming its group, or ending; nobody is to wait for that.
+            one: GroupLook = ray.get(actor.do.remote("look", LOOK_S), timeout=2 * LOOK_S)
+        except (RayError, ValueError, BootstrapError, TimeoutError) as error:
+            logger.debug("detached group %r: %s", each, error)
+            continue
+        found[one.generation] = one
+    for one in posted():
+        if name in (None, one.group):
+            found.setdefault(one.generation, one)
+    return sorted(found.values(), key=lambda look: (look.group, look.generation))
 
 
 def _answer(name: str, reference: Any, patience_s: float) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from raytorchrpc.retrying import RetriedCall
 from raytorchrpc.services import Services
 from raytorchrpc.shipping import Parcel, Shipped, Shipper, Waybill
 from raytorchrpc.streams import check_mapped
+from raytorchrpc.tracing import Tracer
 from raytorchrpc.underway import CallUnderWay, body_bytes
 from raytorchrpc.workers import Alarms, Workers
 
@@ -71,6 +72,10 @@ class LocalMember:
         self.alarms = Alarms(f"raytorchrpc-{me.name}")
         self.shipper = Shipper({})
         self.collectives = Collectives(me.name)
+        self.tracer: Tracer | None = None
+        """While the group is traced."""
+        self.at_end: list[Callable[[], None]] = []
+        """What ends with this membership; short, does not raise."""
         self.strangers: Set[int] = frozenset()
         token = process_token(generation, me.rank, me.incarnation)
         self.server = serving.Server(me.name, token, instance, methods, self.codec, self.workers, self)
@@ -159,6 +164,14 @@ class LocalMember:
                     return False
                 self._changed.wait(min(until, patience) - now if absence is None else until - now)
 
+    def trace(self, tracer: Tracer | None) -> None:
+        """Record what calls do from now on, or no longer."""
+        self.tracer = self.server.tracer = tracer
+
+    def under_way(self) -> dict[str, tuple[int, int]]:
+        """By peer: calls that have no answer yet, bytes of their arguments; see Allowances.under_way."""
+        return {road.member.name: self.allowances.under_way(road.member.rank) for road in self.roads}
+
     @property
     def roads(self) -> tuple[PeerRoad, ...]:
         """To everybody in the group, by rank, this member included."""
@@ -231,6 +244,8 @@ class LocalMember:
         attended: bool = False,
     ) -> CallUnderWay:
         self._check_there(road)
+        tracer = self.tracer
+        span = None if tracer is None else tracer.call(f"{road.member.name}.{method}", attended)
         loop_token = execution.token_on_loop()
         header, body, budget = self._request(serving.CALL, road, method, args, kwargs, timeout, loop_token)
         size = body_bytes(body)
@@ -243,18 +258,27 @@ class LocalMember:
                 self._check_there(road)
                 budget = max(0.001, budget - waited_s)
                 header = (*header[:5], budget, *header[6:])
+            if span is not None:
+                header = (*header, span.mark)
+                span.lap()
             lane, shipped = self._load(road, method, body, share)
             started = time.monotonic()
             message = Message(header, shipped.body, waybills=shipped.waybills)
             pending = lane.call(road.member.name, message, budget, attended=attended, settled=ticket.give_back)
-        except BaseException:
+        except BaseException as error:
             ticket.give_back()
             if shipped is not None:
                 shipped.cancel()
+            if span is not None:
+                span.end(0, error)
             raise
         self.counters.sent(road.member.name, shipped.lane or lane.name, size)
         until = started + budget
-        return CallUnderWay(self, road, method, lane, pending, started, until, loop_token, shipped, keep, buffers)
+        call = CallUnderWay(self, road, method, lane, pending, started, until, loop_token, shipped, keep, buffers)
+        if span is not None:
+            span.sent(lane.name, shipped.lane, size, started)
+            call.span = span
+        return call
 
     def _check_there(self, road: PeerRoad) -> None:
         if self._absent and (absence := self._absent.get(road.member.rank)) is not None:
@@ -387,6 +411,8 @@ class LocalMember:
         with self._changed:
             self._left = True
             self._changed.notify_all()
+        for end in self.at_end:
+            end()
         everything: list[MessageLane | TensorLane] = [*self.lanes, *self.tensor_lanes.values()]
         for lane in everything:
             with contextlib.suppress(Exception):

@@ -12,7 +12,9 @@ class PairStats:
     """Calls that one member made to another by one lane since the group began.
 
     ``bytes_out`` and ``bytes_in`` count payload and tensors; ``seconds`` adds up from the sending of each call
-    to its result, of the calls whose result was asked for.
+    to its result, of the calls whose result was asked for. ``latency[n]`` counts those of them that took less than
+    2 ** n microseconds and not less than half of that, the last one all that took longer; ``errors`` what failed ones
+    raised, by the name of its type.
     """
 
     caller: str
@@ -23,6 +25,18 @@ class PairStats:
     bytes_out: int = 0
     bytes_in: int = 0
     seconds: float = 0.0
+    errors: tuple[tuple[str, int], ...] = ()
+    latency: tuple[int, ...] = ()
+
+    @property
+    def finished(self) -> int:
+        """Calls whose result was asked for."""
+        return sum(self.latency)
+
+
+#: Places of ``PairStats.latency``: the last but one ends at 67 s.
+BUCKETS = 28
+_LAST = BUCKETS - 1
 
 
 class GroupStats(tuple[PairStats, ...]):
@@ -58,11 +72,13 @@ class GroupStats(tuple[PairStats, ...]):
 
 
 class _Counter:
-    __slots__ = ("bytes_in", "bytes_out", "calls", "failures", "seconds")
+    __slots__ = ("bytes_in", "bytes_out", "calls", "errors", "failures", "latency", "seconds")
 
     def __init__(self) -> None:
         self.calls = self.failures = self.bytes_out = self.bytes_in = 0
         self.seconds = 0.0
+        self.errors: dict[str, int] = {}
+        self.latency = [0] * BUCKETS
 
 
 class CallCounters:
@@ -79,12 +95,19 @@ class CallCounters:
             counter.calls += 1
             counter.bytes_out += size
 
-    def finished(self, peer: str, lane: str, came_by: str, size: int, seconds: float, failed: bool) -> None:
+    def finished(
+        self, peer: str, lane: str, came_by: str, size: int, seconds: float, error: BaseException | None
+    ) -> None:
         """The outcome of a call that went by ``lane`` was taken; ``size`` bytes came back, by ``came_by``."""
+        bucket = min(int(seconds * 1e6).bit_length(), _LAST)
         with self._lock:
             counter = self._counter(peer, lane)
             counter.seconds += seconds
-            counter.failures += failed
+            counter.latency[bucket] += 1
+            if error is not None:
+                counter.failures += 1
+                name = type(error).__name__
+                counter.errors[name] = counter.errors.get(name, 0) + 1
             (counter if came_by == lane else self._counter(peer, came_by)).bytes_in += size
 
     def _counter(self, peer: str, lane: str) -> _Counter:
@@ -97,6 +120,10 @@ class CallCounters:
         """A snapshot."""
         with self._lock:
             return [
-                PairStats(caller, peer, lane, c.calls, c.failures, c.bytes_out, c.bytes_in, c.seconds)
+                PairStats(
+                    *(caller, peer, lane, c.calls, c.failures, c.bytes_out, c.bytes_in, c.seconds),
+                    errors=tuple(c.errors.items()),
+                    latency=tuple(c.latency),
+                )
                 for (peer, lane), c in self._counters.items()
             ]

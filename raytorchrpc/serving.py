@@ -22,6 +22,7 @@ from raytorchrpc.lanes.base import Message, MessageLane, Reply, copied
 from raytorchrpc.services import Later
 from raytorchrpc.shipping import Parcel, Shipped, Waybill, joined, owned
 from raytorchrpc.streams import hand_over
+from raytorchrpc.tracing import ServedSpan, Tracer
 from raytorchrpc.workers import Alarms, Workers
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,8 @@ class Server:
         self.roads = roads
         self.is_async = instance is not None and _compat.actor_is_async()
         self.tasks: set[asyncio.Task[None]] = set()
+        self.tracer: Tracer | None = None
+        """While the group is traced."""
         self._outbox: dict[int, _Kept] = {}
         self._numbers = itertools.count()
 
@@ -126,10 +129,15 @@ class Server:
                 kept = self._take(message.header[3])
                 kept.adopt()
                 return partial(self._send, reply, lambda: kept)
-            method, path, budget, until = message.header[3:]
+            method, path, budget, until = message.header[3:7]
             note = self._exposed(method)
             limit = Limit(time.monotonic() + budget if until is None else until)
             job = _Job(self, lane, note, method, message, reply, Scope(path, limit), parcels)
+            tracer = self.tracer
+            if tracer is not None:
+                # A caller that is not traced, or not yet, gave no mark.
+                job.span = tracer.served(job.label, message.header[7] if len(message.header) > 7 else None)
+                job.reply = job.span.until(reply)
             return self._dispatch(job)
         except Exception as error:
             # Encoded here: the error itself leads to this frame, and by it to what the request brought.
@@ -219,6 +227,9 @@ class Server:
 
 class _Job:
     """One method call being served; see ``execution.Job``."""
+
+    span: ServedSpan | None = None
+    """If it is traced."""
 
     def __init__(
         self,
@@ -362,12 +373,16 @@ class _Job:
             self.scope.limit.over = True
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.span is not None:
+            self.span.begin()
         deadline = self.scope.deadline
         if deadline is not None and time.monotonic() > deadline:
             raise RpcTimeout(f"{self.label} waited for its turn until the deadline; it did not run")
         self.message.adopt()
         try:
             body = self.server.roads.arrived(self.caller, joined(self.message.body, self.parcels))
+            if self.parcels and self.span is not None:
+                self.span.beside("fetch", self.message.waybills[0][0])
             decoded = self.server.codec.decode(*(owned(body) if self.note.keep else body))
             del body  # the method alone is to hold its arguments
             args, kwargs = decoded or ((), {})  # a call without arguments has no payload
@@ -405,8 +420,12 @@ class _Job:
             self.reply(Message((OK,), body if can.copies_at_once or kept_graph else self._snapshot(body)))
             return
         note = self.note
+        if self.span is not None:
+            self.span.lap()
         shipped = None if body.rrefs else self.server.roads.ship_back(self.caller, body, note.share, note.frozen)
         if shipped is not None:
+            if self.span is not None and shipped.lane is not None:
+                self.span.beside("ship", shipped.lane)
             try:
                 self.reply(Message((OK,), shipped.body, waybills=shipped.waybills))
             except BaseException as error:

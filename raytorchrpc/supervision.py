@@ -28,6 +28,9 @@ from raytorchrpc.peers import process_token
 from raytorchrpc.process_groups import boot, check_backend
 from raytorchrpc.roster import Roster
 from raytorchrpc.telling import MEET_S, WORD_S, Missing, Standing, Teller
+from raytorchrpc.trace_file import GroupTrace
+from raytorchrpc.traces import Tracing
+from raytorchrpc.watching import LOOK_S, GroupLook, Post, look
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +63,14 @@ class Supervisor:
         """Process groups, one at a time; how many there were."""
         self._lines = Lines(roster.secret)
         self._teller = Teller(self._now, self._lines, self._soon)
+        self._tracing = Tracing(self._lines)
         names = [name for name, handle in roster.handles.items() if handle is not None]
         keeper = threading.Thread(target=self._look_after, name=f"raytorchrpc-group-{roster.name}", daemon=True)
-        self._threads = (keeper, self._news.thread)
+        self._threads = [keeper, self._news.thread]
+        self._post: Post | None = None
+        if roster.config.metrics_period_s is not None:
+            self._post = Post(self._look_to_post, roster.generation, roster.config.metrics_period_s)
+            self._threads.append(self._post.thread)
         try:
             self._watch(names)
             forking.inherited(self)
@@ -144,6 +152,22 @@ class Supervisor:
         rows, failures = asked.all(joining.stats, {name: (generation,) for name in participants})
         return GroupStats((row for name in participants for row in rows.get(name, [])), tuple(failures))
 
+    def look(self, timeout_s: float = LOOK_S) -> GroupLook:
+        """The group as it is now; unlike ``stats`` it asks members on threads of their own. Blocks ``timeout_s``."""
+        return look(self.roster, self._lines, self.missing(), timeout_s)
+
+    def _look_to_post(self) -> GroupLook | None:
+        return self.look() if self._session_lasts() else None
+
+    def begin_trace(self, capacity: int) -> None:
+        """See Group.trace."""
+        self._check_lasting()
+        self._tracing.begin(self.roster, capacity)
+
+    def end_trace(self) -> GroupTrace:
+        """See Group.trace."""
+        return self._tracing.end(self.roster)
+
     def end(self, timeout_s: float) -> None:
         """See Group.shutdown. Idempotent, never raises."""
         until = time.monotonic() + timeout_s
@@ -183,6 +207,8 @@ class Supervisor:
             self._settled.notify_all()
         if not stopped:
             self._tasks.put(None)
+            if self._post is not None:
+                self._post.stop()
             self._lines.close()
             self._news.stop()
 

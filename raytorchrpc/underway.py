@@ -17,6 +17,7 @@ from raytorchrpc.lanes.base import MessageLane, Pending
 from raytorchrpc.metrics import CallCounters
 from raytorchrpc.peers import PeerRoad
 from raytorchrpc.shipping import Shipped, Shipper, joined, owned
+from raytorchrpc.tracing import CallSpan
 from raytorchrpc.workers import Alarms, Workers
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,9 @@ class Caller(Protocol):
 
 class CallUnderWay:
     """What a Future needs of its call."""
+
+    span: CallSpan | None = None
+    """If it is traced."""
 
     def __init__(
         self,
@@ -146,6 +150,8 @@ class CallUnderWay:
                 came_by = self._lane.name
             if message.waybills:
                 came_by = message.waybills[0][0]
+            if message.waybills and self.span is not None:
+                self.span.lap()
             into = self._into if message.header[0] == serving.OK else None
             if into is not None:
                 parcels = self._local.shipper.receive(self._road.member.name, message.waybills)
@@ -155,6 +161,8 @@ class CallUnderWay:
                     body = joined(body, self._local.shipper.receive(self._road.member.name, message.waybills))
                 if self._keep:
                     body = owned(body)
+            if message.waybills and self.span is not None:
+                self.span.fetched(came_by)
             size = body_bytes(body)
             if message.header[0] == serving.OK:
                 if self._lane is not self._road.calls and not message.body.tensors:
@@ -170,13 +178,14 @@ class CallUnderWay:
         except Exception as failure:  # the result's own unpickling code
             error = SerializationError(f"the result of {self.label} cannot be unpickled here: {failure!r}")
             error.__cause__ = failure
-        self._count(size, came_by, failed=error is not None)
+        self._count(size, came_by, error)
         return value, error
 
     def expire(self) -> tuple[None, RpcTimeout]:
         """The outcome of a call whose deadline has passed."""
-        self._count(0, self._sent_by, failed=True)
-        return None, self._late()
+        late = self._late()
+        self._count(0, self._sent_by, late)
+        return None, late
 
     def _late(self) -> RpcTimeout:
         return RpcTimeout(f"{self.label} did not answer by its deadline; it may still run there")
@@ -188,7 +197,7 @@ class CallUnderWay:
             error = self._late()
         elif not isinstance(error, RayTorchRpcError):
             error = SerializationError(f"the answer of {self.label} cannot be read here: {error!r}")
-        self._count(0, self._sent_by, failed=True)
+        self._count(0, self._sent_by, error)
         return None, error
 
     def __del__(self) -> None:
@@ -202,9 +211,11 @@ class CallUnderWay:
         """Call ``callback``, which is short, when the deadline passes; returns what prevents it."""
         return self._local.alarms.at(self._deadline, callback)
 
-    def _count(self, size: int, came_by: str, *, failed: bool) -> None:
+    def _count(self, size: int, came_by: str, error: BaseException | None) -> None:
         elapsed = time.monotonic() - self._started
-        self._local.counters.finished(self._road.member.name, self._sent_by, came_by, size, elapsed, failed)
+        self._local.counters.finished(self._road.member.name, self._sent_by, came_by, size, elapsed, error)
+        if self.span is not None:
+            self.span.end(size, error)
 
     def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
         """Run a user's callback on a worker."""

@@ -127,4 +127,20 @@ def doctor(
     raise typer.Exit(code)
 
 
+@app.command()
+def top(
+    address: Annotated[
+        str | None, typer.Option(help="The cluster's address; RAY_ADDRESS, or the one on this machine.")
+    ] = None,
+    group: Annotated[str | None, typer.Option(help="Only groups of this name.")] = None,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one table, of one interval.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each look, and nothing else.")] = False,
+) -> None:
+    """Show what the groups of a cluster do: calls, bytes, latency and failures by pair and lane, who is away."""
+    from raytorchrpc.cli.top import run
+
+    raise typer.Exit(run(address=address, group=group, interval_s=interval, once=once, as_json=json))
+
+
 app.add_typer(manifest.app, name="manifest")

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from pathlib import Path
 
-from raytorchrpc import __version__, _compat
+from raytorchrpc import __version__
 from raytorchrpc.doctor.evidence import Evidence
 from raytorchrpc.doctor.rendering import show
 from raytorchrpc.doctor.reports import make_report
@@ -71,32 +70,8 @@ def _look(
 
 
 def _look_elsewhere(address: str | None, names: list[str], timeout_s: float) -> list[Evidence]:
-    from ray.exceptions import RayError
-
-    from raytorchrpc.cli.session import ray_session
+    from raytorchrpc.cli.session import running_cluster
     from raytorchrpc.doctor.cluster import look_at_actors, look_at_nodes
 
-    surroundings = os.environ.get("RAY_ADDRESS")
-    where = address or (surroundings if surroundings != "local" else None) or "auto"
-    if where == "local":
-        raise ConfigurationError("--address local would start a cluster of its own; name one that runs")
-    try:
-        with ray_session(where, cpus=0):
-            return look_at_actors(names, timeout_s) if names else look_at_nodes(timeout_s)
-    except (RayError, RuntimeError, ValueError, OSError) as error:
-        if isinstance(error, RayTorchRpcError):
-            raise
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        why = lines[0] if lines else type(error).__name__
-        if isinstance(error, ConnectionError):  # names the address itself
-            raise ConfigurationError(why + _hint(why)) from error
-        raise ConfigurationError(f"no Ray cluster at {where}: {why}") from error
-
-
-def _hint(why: str) -> str:
-    """Ray says of a token that is refused no more than that it could not connect."""
-    if "Failed to connect" not in why:
-        return ""
-    if _compat.ray_token() == "off":
-        return ". Token authentication is off here; if it is on there: RAY_AUTH_MODE=token, and the cluster's token"
-    return ". If something answers there, it refused this process's token"
+    with running_cluster(address):
+        return look_at_actors(names, timeout_s) if names else look_at_nodes(timeout_s)

@@ -11,6 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
+
+from raytorchrpc import _compat
+from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
 
 @contextmanager
@@ -33,6 +37,38 @@ def ray_session(address: str | None, cpus: int) -> Iterator[None]:
     finally:
         with _ctrl_c_held_back():
             ray.shutdown()
+
+
+@contextmanager
+def running_cluster(address: str | None) -> Iterator[None]:
+    """The cluster at ``address``, else the one of RAY_ADDRESS, else the one that runs on this machine.
+
+    Raises ConfigurationError, in one line, where there is none, also for what Ray raises inside the block.
+    """
+    surroundings = os.environ.get("RAY_ADDRESS")
+    where = address or (surroundings if surroundings != "local" else None) or "auto"
+    if where == "local":
+        raise ConfigurationError("--address local would start a cluster of its own; name one that runs")
+    try:
+        with ray_session(where, cpus=0):
+            yield
+    except (RayError, RuntimeError, ValueError, OSError) as error:
+        if isinstance(error, RayTorchRpcError):
+            raise
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        why = lines[0] if lines else type(error).__name__
+        if isinstance(error, ConnectionError):  # names the address itself
+            raise ConfigurationError(why + _hint(why)) from error
+        raise ConfigurationError(f"no Ray cluster at {where}: {why}") from error
+
+
+def _hint(why: str) -> str:
+    """Ray says of a token that is refused no more than that it could not connect."""
+    if "Failed to connect" not in why:
+        return ""
+    if _compat.ray_token() == "off":
+        return ". Token authentication is off here; if it is on there: RAY_AUTH_MODE=token, and the cluster's token"
+    return ". If something answers there, it refused this process's token"
 
 
 def _check_answers(address: str) -> None:

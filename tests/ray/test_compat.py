@@ -53,6 +53,18 @@ def test_any_function_runs_on_any_actor(spawn: Spawn) -> None:
     assert inside(spawn(Plain), lambda instance: instance.double(21)) == 42
 
 
+def test_a_text_is_kept_where_the_whole_cluster_reads_it(cluster: None) -> None:
+    """ray.experimental.internal_kv._internal_kv_put, _internal_kv_get, _internal_kv_list and _internal_kv_del: without
+    them ``raytorchrpc top`` sees detached groups alone."""
+    assert b"what" not in _compat.posts()
+    for _ in range(2):
+        _compat.post("a test's", b"what")
+        assert b"what" in _compat.posts()
+    _compat.post("a test's", None)
+    _compat.post("a test's", None)
+    assert b"what" not in _compat.posts()
+
+
 def test_whether_token_authentication_is_on_can_be_told(cluster: None) -> None:
     """ray._raylet.get_authentication_mode, AuthenticationMode and AuthenticationTokenLoader: without them the doctor
     cannot say why a process is refused. A local Ray turns authentication on unless the environment says otherwise."""

@@ -1,0 +1,100 @@
+"""What seeing costs an empty call: with metrics on and while it is traced, against the same call with both off.
+
+``python -m benchmarks.seeing --against FOLDER`` also takes members that run another checkout of this package, in turns
+with this one's, with everything off on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+
+import raytorchrpc as rtr
+from benchmarks._harness import Row, show, start_ray
+
+#: Calls of one pair before it is the next one's turn.
+BLOCK = 100
+
+
+class Callee:
+    @rtr.method
+    def null(self) -> None:
+        return None
+
+
+class Caller:
+    def null(self, repeats: int) -> list[float]:
+        call, seconds = rtr.rpc_sync("callee").null, []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    def runs(self) -> str:
+        return str(Path(rtr.__file__).parents[1])
+
+
+class Pair:
+    """Two actors in a group of their own."""
+
+    def __init__(self, name: str, folder: str | None = None, **config: Any) -> None:
+        """``folder``: the checkout that they run; None: this one."""
+        options: dict[str, Any] = {"num_cpus": 0}
+        if folder is not None:
+            options["runtime_env"] = {"env_vars": {"PYTHONPATH": folder}}
+        self.caller, callee = (ray.remote(cls).options(**options).remote() for cls in (Caller, Callee))
+        members = {"caller": self.caller, "callee": callee}
+        self.group = rtr.init_group(members, name=name, config=rtr.GroupConfig(**config))
+        runs = ray.get(self.caller.runs.remote())
+        if folder is not None and Path(runs) != Path(folder):
+            raise SystemExit(f"its members run {runs} and not {folder}")
+        self.seconds: list[float] = []
+        self.calls(500)
+
+    def calls(self, count: int) -> list[float]:
+        seconds: list[float] = ray.get(self.caller.null.remote(count))
+        return seconds
+
+
+def main(quick: bool = False, against: str | None = None) -> None:
+    start_ray()
+    try:
+        off, metrics = Pair("off"), Pair("metrics", metrics_period_s=1.0)
+        pairs = {"metrics_period_s=1": metrics}
+        if against is not None:
+            pairs["other checkout"] = Pair("other", folder=against)
+        took: dict[str, list[float]] = {name: [] for name in ("off", "traced", *pairs)}
+        with tempfile.TemporaryDirectory() as folder:
+            for _ in range(10 if quick else 60):
+                took["off"] += off.calls(BLOCK)
+                for name, pair in pairs.items():
+                    took[name] += pair.calls(BLOCK)
+                with off.group.trace(Path(folder) / "trace.json"):
+                    took["traced"] += off.calls(BLOCK)
+        median = {name: statistics.median(seconds) * 1e6 for name, seconds in took.items()}
+        rows = [
+            Row("empty call, metrics_period_s=1", median["metrics_period_s=1"], median["off"], "us", "all off"),
+            Row("empty call, traced", median["traced"], median["off"], "us", "all off"),
+        ]
+        if against is not None:
+            rows.append(Row("empty call, all off", median["off"], median["other checkout"], "us", against, 1.02))
+        show("What seeing costs an empty call (medians)", rows)
+        for pair in (off, *pairs.values()):
+            pair.group.shutdown()
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer calls")
+    parser.add_argument("--against", help="folder of another checkout")
+    options = parser.parse_args()
+    main(options.quick, options.against)

@@ -1,0 +1,169 @@
+"""``raytorchrpc top``: what the groups of a cluster do just now, again and again."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
+from raytorchrpc.metrics import PairStats
+
+if TYPE_CHECKING:  # it loads Ray and torch
+    from raytorchrpc.watching import GroupLook
+
+FINE, BAD_USAGE = 0, 2
+
+
+class Rate(NamedTuple):
+    """What one member did to another by one lane, between two looks."""
+
+    caller: str
+    peer: str
+    lane: str
+    calls_per_s: float
+    mb_per_s: float
+    """Out and in, in 10 ** 6 bytes."""
+    mean_ms: float | None
+    """Of the calls whose result was taken meanwhile; None if there were none."""
+    failures: int
+    """Since the group began."""
+    failures_per_s: float
+
+
+def run(*, address: str | None, group: str | None, interval_s: float, once: bool, as_json: bool) -> int:
+    """Show until Ctrl-C, or once. Returns the exit code: 0, or 2 with one line on stderr."""
+    try:
+        if not 0.1 <= interval_s < math.inf:
+            raise ConfigurationError("--interval is a number of seconds, 0.1 or more")
+        from raytorchrpc.cli.session import running_cluster  # here: a bad option is told without loading Ray
+
+        with running_cluster(address):
+            _show(group, interval_s, once, as_json)
+    except RayTorchRpcError as error:
+        print(f"raytorchrpc top: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_USAGE
+    except KeyboardInterrupt:
+        pass
+    return FINE
+
+
+def _show(name: str | None, interval_s: float, once: bool, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from raytorchrpc.keeping import look_around
+
+    first, pause = look_around(name), threading.Event()
+    if name is not None and not first:
+        raise ConfigurationError(
+            f"no group {name!r} can be seen: top sees detached groups, and others that were formed with "
+            f"GroupConfig(metrics_period_s=...)"
+        )
+    known: dict[str, tuple[GroupLook, list[Rate]]] = {look.generation: (look, []) for look in first}
+    console = Console()
+    live = None if once or as_json else Live(console=console, auto_refresh=False)
+    try:
+        if live is not None:
+            live.start()
+            live.update(tables(list(known.values())), refresh=True)
+        while True:
+            pause.wait(max([interval_s, *(look.period_s * 1.5 for look in first)]) if once else interval_s)
+            latest: dict[str, tuple[GroupLook, list[Rate]]] = {}
+            for look in look_around(name):
+                before, found = known.get(look.generation, (None, []))
+                if before is None or look.at > before.at:  # a posted one may be the same as the last time
+                    found = rates(before, look)
+                latest[look.generation] = look, found
+            known, shown = latest, list(latest.values())
+            if as_json:
+                print(json.dumps([as_data(*each) for each in shown]), flush=True)
+            elif live is None:
+                console.print(tables(shown))
+            else:
+                live.update(tables(shown), refresh=True)
+            if once:
+                return
+    finally:
+        if live is not None:
+            live.stop()
+
+
+def rates(before: GroupLook | None, now: GroupLook) -> list[Rate]:
+    """What was done between two looks at one group; a member that came back has begun to count anew."""
+    seconds = 0.0 if before is None else now.at - before.at
+    known = {(row.caller, row.peer, row.lane): row for row in before.rows} if before is not None else {}
+    found = []
+    for row in now.rows:
+        then = known.get((row.caller, row.peer, row.lane))
+        if then is None or then.calls > row.calls:
+            then = PairStats(row.caller, row.peer, row.lane)
+        finished = row.finished - then.finished
+        size = row.bytes_out + row.bytes_in - then.bytes_out - then.bytes_in
+
+        def per_s(count: float) -> float:
+            return count / seconds if seconds > 0 else 0.0
+
+        found.append(
+            Rate(
+                *(row.caller, row.peer, row.lane),
+                per_s(row.calls - then.calls),
+                per_s(size / 1e6),
+                1000 * (row.seconds - then.seconds) / finished if finished else None,
+                row.failures,
+                per_s(row.failures - then.failures),
+            )
+        )
+    return found
+
+
+def as_data(look: GroupLook, found: Sequence[Rate]) -> dict[str, Any]:
+    """For --json."""
+    return {
+        "group": look.group,
+        "generation": look.generation,
+        "members": list(look.members),
+        "away": look.away,
+        "silent": list(look.silent),
+        "pairs": [rate._asdict() for rate in found],
+        "in_flight": [one._asdict() for one in look.under_way],
+    }
+
+
+def tables(shown: Sequence[tuple[GroupLook, Sequence[Rate]]]) -> Any:
+    """One table a group, the busiest pairs first."""
+    from rich.console import Group
+    from rich.table import Table
+
+    if not shown:
+        return "no group can be seen: top sees detached groups, and those with GroupConfig(metrics_period_s=...)"
+    made = []
+    for look, found in shown:
+        missing = [f"away: {name} ({cause})" for name, cause in look.away.items()]
+        missing += [f"no answer: {name}" for name in look.silent]
+        table = Table(
+            title=f"group {look.group}, {len(look.members)} members",
+            caption="\n".join(missing) or None,
+            title_justify="left",
+            caption_justify="left",
+        )
+        for column in ("caller", "peer", "lane"):
+            table.add_column(column)
+        for column in ("calls/s", "MB/s", "mean ms", "in flight", "failed", "failed/s"):
+            table.add_column(column, justify="right")
+        under_way = {(one.caller, one.peer): one.calls for one in look.under_way}
+        for rate in sorted(found, key=lambda rate: -rate.calls_per_s):
+            table.add_row(
+                *(rate.caller, rate.peer, rate.lane),
+                f"{rate.calls_per_s:,.1f}",
+                f"{rate.mb_per_s:,.3f}",
+                "-" if rate.mean_ms is None else f"{rate.mean_ms:,.3f}",
+                str(under_way.get((rate.caller, rate.peer), 0)),
+                str(rate.failures),
+                f"{rate.failures_per_s:,.1f}",
+            )
+        made.append(table)
+    return Group(*made)

@@ -1,0 +1,91 @@
+"""From what members recorded to Chrome's trace events: one clock, arrows, tracks on which events nest."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+from raytorchrpc.trace_file import Clock, GroupTrace, chrome
+from raytorchrpc.tracing import Event, MemberTrace, Tracer
+
+
+def event(kind: str, begin: float, end: float, *, thread: int = 0, mark: int | None = None, name: str = "b.f") -> Event:
+    return Event(kind, name, begin, end, thread, mark, {})
+
+
+def member(name: str, rank: int, *events: Event, dropped: int = 0) -> MemberTrace:
+    return MemberTrace(name, rank, 100 + rank, list(events), dropped, {7: "worker"})
+
+
+def made(*members: MemberTrace, clocks: dict[str, Clock] | None = None) -> dict[str, Any]:
+    known = {one.name: Clock() for one in members} | (clocks or {})
+    result = chrome(GroupTrace("g", members, known, ()))
+    assert json.loads(json.dumps(result)) == result
+    return result
+
+
+def phase(result: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    return [one for one in result["traceEvents"] if one["ph"] == kind]
+
+
+def test_a_call_and_its_method_are_joined_by_an_arrow() -> None:
+    caller = member("a", 0, event("call", 10.0, 10.004, thread=7, mark=5))
+    callee = member("b", 1, event("serve", 10.001, 10.003, thread=7, mark=5))
+    result = made(caller, callee)
+    call, serve = phase(result, "X")
+    assert (call["pid"], call["ts"], call["dur"]) == (0, 0.0, 4000.0)
+    assert (serve["pid"], serve["ts"], serve["dur"]) == (1, 1000.0, 2000.0)
+    (start,), (finish,) = phase(result, "s"), phase(result, "f")
+    assert start["id"] == finish["id"] and finish["bp"] == "e"
+    for arrow, on in ((start, call), (finish, serve)):
+        assert [arrow[key] for key in ("pid", "tid", "ts")] == [on[key] for key in ("pid", "tid", "ts")]
+    names = {one["args"].get("name") for one in phase(result, "M")}
+    assert {"a (pid 100)", "b (pid 101)", "worker"} <= names
+
+
+def test_an_arrow_needs_both_ends() -> None:
+    result = made(member("a", 0, event("call", 1, 2, mark=5)), member("b", 1, event("serve", 1, 2, mark=6)))
+    assert not phase(result, "s") and not phase(result, "f")
+
+
+def test_clocks_of_other_hosts_are_brought_to_ours() -> None:
+    clocks = {"b": Clock(offset_s=1000.0, error_s=25e-6)}
+    caller = member("a", 0, event("call", 10.0, 10.004, thread=7, mark=5))
+    callee = member("b", 1, event("serve", 1010.001, 1010.003, thread=7, mark=5))
+    result = made(caller, callee, clocks=clocks)
+    assert [round(one["ts"]) for one in phase(result, "X")] == [0, 1000]
+    assert result["otherData"]["clock_error_us"] == {"a": 0, "b": 25.0}
+
+
+def test_what_overlaps_has_tracks_of_its_own_and_gives_them_back() -> None:
+    flights = [event("call", begin, begin + 3, mark=begin) for begin in (1, 2, 3, 4, 5, 6)]
+    result = made(member("a", 0, *flights, event("serve", 1, 9)))
+    calls = [one for one in phase(result, "X") if one["cat"] == "call"]
+    by_track: dict[int, list[tuple[float, float]]] = {}
+    for one in calls:
+        by_track.setdefault(one["tid"], []).append((one["ts"], one["ts"] + one["dur"]))
+    assert len(by_track) == 3
+    for spans in by_track.values():
+        assert all(earlier[1] <= later[0] for earlier, later in pairwise(spans))
+    assert {one["tid"] for one in phase(result, "X") if one["cat"] == "serve"}.isdisjoint(by_track)
+
+
+def test_an_empty_trace_is_a_trace() -> None:
+    assert phase(made(member("a", 0)), "X") == []
+
+
+def test_a_full_ring_forgets_the_oldest_and_says_how_many() -> None:
+    tracer = Tracer(0, 3)
+    for number in range(5):
+        tracer.call(f"b.f{number}", attended=True).end(0, None)
+    events, dropped, threads = tracer.taken()
+    assert [one.name for one in events] == ["b.f2", "b.f3", "b.f4"] and dropped == 2
+    assert list(threads) == [events[0].thread]
+    result = made(MemberTrace("a", 0, 1, events, dropped, threads))
+    assert result["otherData"]["dropped"] == {"a": 2}
+
+
+def test_no_two_members_give_the_same_mark() -> None:
+    marks = {Tracer(rank, 1).call("b.f", attended=True).mark for rank in range(300)}
+    assert len(marks) == 300
