@@ -7,6 +7,7 @@ with this one's, with everything off on both sides.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -20,6 +21,7 @@ from benchmarks._harness import Row, show, start_ray
 
 #: Calls of one pair before it is the next one's turn.
 BLOCK = 100
+HERE = str(Path(__file__).resolve().parents[1])
 
 
 class Callee:
@@ -44,18 +46,19 @@ class Caller:
 class Pair:
     """Two actors in a group of their own."""
 
-    def __init__(self, name: str, folder: str | None = None, **config: Any) -> None:
-        """``folder``: the checkout that they run; None: this one."""
-        options: dict[str, Any] = {"num_cpus": 0}
-        if folder is not None:
-            options["runtime_env"] = {"env_vars": {"PYTHONPATH": folder}}
-        self.caller, callee = (ray.remote(cls).options(**options).remote() for cls in (Caller, Callee))
-        members = {"caller": self.caller, "callee": callee}
-        self.group = rtr.init_group(members, name=name, config=rtr.GroupConfig(**config))
+    def __init__(self, name: str, folder: str = HERE, **config: Any) -> None:
+        """``folder``: the checkout that they run."""
+        options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": folder}}}
+        self.name, self.folder, self.config = name, folder, rtr.GroupConfig(**config)
+        self.caller, self.callee = (ray.remote(cls).options(**options).remote() for cls in (Caller, Callee))
+
+    def form(self) -> None:
+        """Join them; in a step of its own, so that all actors start at once."""
+        members = {"caller": self.caller, "callee": self.callee}
+        self.group = rtr.init_group(members, name=self.name, config=self.config)
         runs = ray.get(self.caller.runs.remote())
-        if folder is not None and Path(runs) != Path(folder):
-            raise SystemExit(f"its members run {runs} and not {folder}")
-        self.seconds: list[float] = []
+        if Path(runs) != Path(self.folder):
+            raise SystemExit(f"its members run {runs} and not {self.folder}")
         self.calls(500)
 
     def calls(self, count: int) -> list[float]:
@@ -64,15 +67,27 @@ class Pair:
 
 
 def main(quick: bool = False, against: str | None = None) -> None:
+    with tempfile.TemporaryDirectory() as elsewhere:
+        before = os.getcwd()
+        os.chdir(elsewhere)  # Ray has workers look for modules where the driver stands, before PYTHONPATH
+        try:
+            _measure(quick, against)
+        finally:
+            os.chdir(before)
+
+
+def _measure(quick: bool, against: str | None) -> None:
     start_ray()
     try:
         off, metrics = Pair("off"), Pair("metrics", metrics_period_s=1.0)
         pairs = {"metrics_period_s=1": metrics}
         if against is not None:
             pairs["other checkout"] = Pair("other", folder=against)
+        for pair in (off, *pairs.values()):
+            pair.form()
         took: dict[str, list[float]] = {name: [] for name in ("off", "traced", *pairs)}
         with tempfile.TemporaryDirectory() as folder:
-            for _ in range(10 if quick else 60):
+            for _ in range(15 if quick else 60):
                 took["off"] += off.calls(BLOCK)
                 for name, pair in pairs.items():
                     took[name] += pair.calls(BLOCK)

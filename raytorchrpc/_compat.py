@@ -433,7 +433,8 @@ def posts() -> list[bytes]:
     from ray.experimental import internal_kv
 
     keys = internal_kv._internal_kv_list(b"", namespace=_POSTS)
-    found = [internal_kv._internal_kv_get(key, namespace=_POSTS) for key in keys]
+    # Dropped meanwhile: Ray's annotation leaves out that there may be none.
+    found: list[bytes | None] = [internal_kv._internal_kv_get(key, namespace=_POSTS) for key in keys]
     return [text for text in found if text is not None]
 
 

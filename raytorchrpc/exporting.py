@@ -19,14 +19,14 @@ _STOP_S = 1.0
 _WHO = ("group", "member")
 _PAIR = (*_WHO, "peer", "lane")
 #: Name -> (what it is, its tags).
-COUNTERS = {
+COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "raytorchrpc_calls": ("Calls sent.", _PAIR),
     "raytorchrpc_failures": ("Calls that failed, by the type of what they raised.", (*_PAIR, "error")),
     "raytorchrpc_bytes": ("Payload and tensors of calls and results.", (*_PAIR, "direction")),
     "raytorchrpc_call_seconds_sum": ("From the sending of calls to their results.", _PAIR),
     "raytorchrpc_call_seconds_bucket": ("Calls that took at most le seconds.", (*_WHO, "lane", "le")),
 }
-GAUGES = {
+GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "raytorchrpc_calls_in_flight": ("Calls without an answer yet.", (*_WHO, "peer")),
     "raytorchrpc_bytes_in_flight": ("Bytes of their arguments.", (*_WHO, "peer")),
 }

@@ -115,8 +115,7 @@ class Group:
         for detached groups. Entering raises ConfigurationError if a trace is under way, or the folder is missing.
         """
         keeper = self._own("trace")
-        if isinstance(events, bool) or not isinstance(events, int) or events < 1:
-            raise ConfigurationError(f"events is how many each member keeps, 1 or more; not {events!r}")
+        _check_events(events)
         return Trace(keeper, path, events)
 
     def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
@@ -330,6 +329,11 @@ def init_group(
     for warning in info.plan.warnings:
         logger.warning("group %r: %s", name, warning)
     return group
+
+
+def _check_events(events: Any) -> None:
+    if isinstance(events, bool) or not isinstance(events, int) or events < 1:
+        raise ConfigurationError(f"events is how many each member keeps, 1 or more; not {events!r}")
 
 
 def _check_timeout(timeout_s: Any) -> None:
