@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,7 +56,9 @@ def test_a_group_that_does_not_post_is_not_seen(peers: list[Any]) -> None:
 
 
 @pytest.mark.slow
-def test_top_shows_a_detached_group_from_a_process_of_its_own(spawn: Spawn) -> None:
+def test_a_detached_group_is_shown_by_top_in_a_process_of_its_own_and_can_be_traced(
+    spawn: Spawn, tmp_path: Path
+) -> None:
     a, b = (spawn(Peer, lifetime="detached", name=name, namespace="top") for name in ("a", "b"))
     address = ray.get_runtime_context().gcs_address
     group = rtr.init_group({"a": a, "b": b}, name="seen", detached=True)
@@ -68,6 +71,9 @@ def test_top_shows_a_detached_group_from_a_process_of_its_own(spawn: Spawn) -> N
         assert seen["members"] == ["a", "b"] and [pair["lane"] for pair in seen["pairs"]] == ["socket"]
         code, out, err = top.run("--address", address, "--group", "absent", "--once")
         assert (code, out) == (2, "") and err.count("\n") == 1 and "metrics_period_s" in err
+        with rtr.get_group("seen").trace(tmp_path / "run.json") as trace:
+            ray.get(a.call.remote("b", "double", 4))
+        assert (trace.events, trace.missing) == (2, ())
     finally:
         top.end()
         group.shutdown()
