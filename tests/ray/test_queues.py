@@ -353,6 +353,8 @@ def test_deaths(spawn: Spawn, actors: dict[str, Any], group: rtr.Group) -> None:
             member.kept.get()  # type: ignore[attr-defined]
         return str(error.value)
 
+    # Whoever called it knows of the death before the group does.
+    assert wait_until(lambda: [m.incarnation for m in group.members if m.name == "home2"] == [1], 30)
     group.wait_ready()
     assert "has no queue 'q'" in in_actor(actors["a"], use_again)
     group.remove(["home2"])
