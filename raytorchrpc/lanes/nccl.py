@@ -39,7 +39,8 @@ from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilitie
 
 logger = logging.getLogger(__name__)
 
-#: Connections being proved at a time; for one more, the oldest is hung up on.
+#: Connections being proved at a time besides one for each peer, as all may come at once, to a member that is back for
+#: instance; for one more, the oldest is hung up on.
 _HANDSHAKES = 16
 #: Between attempts to accept where descriptors have run out (seconds).
 _BREATH_S = 0.05
@@ -324,7 +325,8 @@ class NcclLane(TensorLane):
                 threading.Event().wait(_BREATH_S)  # else poll would tell of it at once again
             return
         with self._lock:
-            oldest = next(iter(self._proving)) if len(self._proving) >= _HANDSHAKES else None
+            crowded = len(self._proving) >= _HANDSHAKES + len(self._peers)
+            oldest = next(iter(self._proving)) if crowded else None
             if oldest is not None:  # strangers who say nothing must not keep members out
                 del self._proving[oldest]
                 with contextlib.suppress(OSError):

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 10.0
 #: A reply ends its connection if no piece of it was taken for this long (seconds).
 REPLY_PATIENCE_S = 10.0
-#: Wires being proved at a time; for one more, the oldest is hung up on.
+#: Wires being proved at a time besides one for each peer, as all may come at once, to a member that is back for
+#: instance; for one more, the oldest is hung up on.
 _HANDSHAKES = 16
 _ATTEMPTS = 3
 #: Values that an NngServer sends at a time.
@@ -254,7 +255,7 @@ class NngLane(MessageLane):
             return None
         with self._lock:
             closed = self._closed
-            crowded = len(self._proving) >= _HANDSHAKES
+            crowded = len(self._proving) >= _HANDSHAKES + len(self._addresses)
             oldest = next(iter(self._proving)) if crowded else None
             if oldest is not None:
                 del self._proving[oldest]

@@ -40,7 +40,8 @@ CONNECT_TIMEOUT_S = 10.0
 ATTEND_S = 0.001
 #: Idle listeners kept; more appear while many methods run at once.
 _SPARE_LISTENERS = 4
-#: Connections being proved at a time; for one more, the oldest is hung up on.
+#: Connections being proved at a time besides one for each peer, as all may come at once, to a member that is back for
+#: instance; for one more, the oldest is hung up on.
 _HANDSHAKES = 16
 #: Between attempts to accept where descriptors have run out (seconds).
 _BREATH_S = 0.05
@@ -398,7 +399,7 @@ class SocketLane(MessageLane):
         if sock is None:
             return
         with self._lock:
-            crowded = len(self._proving) >= _HANDSHAKES
+            crowded = len(self._proving) >= _HANDSHAKES + len(self._addresses)
             oldest = next(iter(self._proving)) if crowded else None
             if oldest is not None:
                 del self._proving[oldest]

@@ -150,6 +150,20 @@ def test_connections_that_say_nothing_keep_no_member_out(member: Node) -> None:
         assert time.monotonic() - start < 3
 
 
+def test_all_members_of_a_large_group_may_come_at_once(member: Node) -> None:
+    """As to one that is back: nobody is hung up on because of the others, however slowly they prove themselves."""
+    member.lane.connect([PeerAddress(f"peer{number}", member.address) for number in range(60)])
+    with ExitStack() as stack:
+        waiting = [stack.enter_context(dial(member)) for _ in range(70)]
+        friend = rightful(member)
+        stack.callback(friend.lane.close)
+        echo(friend)
+        for sock in waiting:
+            sock.settimeout(0.001)
+            with pytest.raises(TimeoutError):
+                sock.recv(1)
+
+
 def test_close_hangs_up_on_those_who_have_proved_nothing_yet(member: Node) -> None:
     friend = rightful(member)
     echo(friend)
