@@ -88,11 +88,11 @@ def test_no_memory_on_the_receivers_gpu(pair: tuple[Any, Any], ask: Callable[[st
         return float(ray.get(a.run.remote(ask, "b", size), timeout=60))
 
     assert called(SMALL) == SMALL
-    ray.get(receiver.run.remote(limit, 100), timeout=30)
+    ray.get(receiver.run.remote(limit, 100), timeout=60)
     with pytest.raises(rtr.RayTorchRpcError, match="out of memory"):
         called(LARGE)
     assert called(SMALL) == SMALL, "what fits arrives meanwhile"
-    assert ray.get(sender.run.remote(nothing_out), timeout=30)
-    ray.get(receiver.run.remote(limit, None), timeout=30)
+    assert ray.get(sender.run.remote(nothing_out), timeout=60)
+    ray.get(receiver.run.remote(limit, None), timeout=60)
     assert called(LARGE) == LARGE
-    assert ray.get(sender.run.remote(nothing_out), timeout=30)
+    assert ray.get(sender.run.remote(nothing_out), timeout=60)

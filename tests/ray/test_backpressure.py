@@ -57,9 +57,9 @@ def test_every_end_of_a_call_makes_room_for_the_next(
         *("RpcTimeout", "returned", "returned", "returned"),
     ]
     assert ray.get(a.under_way.remote()) == (0, 0)
-    assert "lost member 'b'" in ray.get(a.lose.remote(), timeout=30)
+    assert "lost member 'b'" in ray.get(a.lose.remote(), timeout=60)
     rtr.get_group().wait_ready(30)
-    assert ray.get(a.call.remote("b", "double", 4, retry=3), timeout=30) == 8
+    assert ray.get(a.call.remote("b", "double", 4, retry=3), timeout=60) == 8
     assert ray.get(a.under_way.remote()) == (0, 0)
 
 
@@ -77,7 +77,7 @@ def test_a_receiver_that_stands_still_bounds_the_memory_at_both_ends(
     assert grown < 200 * MIB
     standing.open()
     # Those that waited for their turn beyond their deadline do not run, and make room too.
-    assert ray.get(a.call.remote("b", "double", 1), timeout=30) == 2
+    assert ray.get(a.call.remote("b", "double", 1), timeout=60) == 2
     assert ray.get(b.peak_rss.remote()) - before < 200 * MIB
     assert ray.get(a.under_way.remote()) == (0, 0)
 
@@ -85,7 +85,7 @@ def test_a_receiver_that_stands_still_bounds_the_memory_at_both_ends(
 @pytest.mark.slow
 def test_a_call_larger_than_all_that_is_allowed_goes_alone(pair: Form) -> None:
     a, _ = pair(max_bytes_in_flight=1000)
-    assert ray.get(a.flood.remote("b", "echo", 3, b"x" * 5000), timeout=30) == [b"x" * 5000] * 3
+    assert ray.get(a.flood.remote("b", "echo", 3, b"x" * 5000), timeout=60) == [b"x" * 5000] * 3
 
 
 def test_rejecting_tells_at_once_and_sends_nothing(pair: Form, latch: Callable[[], Latch]) -> None:
@@ -96,7 +96,7 @@ def test_rejecting_tells_at_once_and_sends_nothing(pair: Form, latch: Callable[[
     assert last_s < 1
     assert "PeerBusy: b.take was not sent: 3 calls with 15.0 MiB of arguments are under way to 'b'" in why
     standing.open()
-    assert ray.get(a.call.remote("b", "double", 1), timeout=30) == 2
+    assert ray.get(a.call.remote("b", "double", 1), timeout=60) == 2
     assert ray.get(a.under_way.remote()) == (0, 0)
 
 
@@ -112,7 +112,7 @@ def test_on_an_event_loop_one_too_many_is_rejected(pair: Form) -> None:
 def test_a_chain_that_comes_back_does_not_wait_for_itself(pair: Form, method: str) -> None:
     a, _ = pair(max_calls_in_flight=1)
     for target in ("a", "b"):
-        assert ray.get(a.call.remote(target, method, ["a", "b"], 8, timeout=20), timeout=30) == 0
+        assert ray.get(a.call.remote(target, method, ["a", "b"], 8, timeout=20), timeout=60) == 0
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def grouped(special: dict[str, Any]) -> Any:
 
 def inside(handle: Any, function: Callable[[Any], Any]) -> Any:
     """``function(instance)`` in the actor's process."""
-    return ray.get(handle.__ray_call__.remote(function), timeout=20)
+    return ray.get(handle.__ray_call__.remote(function), timeout=60)
 
 
 def test_any_function_runs_on_any_actor(spawn: Spawn) -> None:

@@ -31,7 +31,7 @@ class Members:
         return self.handles[member].run.remote(function, *args)
 
     def in_(self, member: str, function: Callable[..., Any], *args: Any) -> Any:
-        return ray.get(self.inside(member, function, *args), timeout=40)
+        return ray.get(self.inside(member, function, *args), timeout=60)
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_a_sync_actor_runs_one_method_at_a_time_however_it_is_called(members: Me
     direct = [members.inside(name, call_many, "a", "work", 60) for name in ("caller", "other", "b")]
     through_ray = [a.work.remote() for _ in range(60)]
     own = members.inside("c", lambda: [rtr.rpc_sync("a").work_twice() for _ in range(20)])
-    ray.get([*direct, *through_ray, own], timeout=40)
+    ray.get([*direct, *through_ray, own], timeout=60)
     assert ray.get(a.peak_so_far.remote()) == 1
 
 
@@ -90,7 +90,7 @@ def test_a_method_waits_while_another_runs(members: Members, latch: MakeLatch, h
     assert ray.wait([working], timeout=0.1) == ([], [working])
     assert members.in_("b", _call, "a", "beside") == 1  # but what is concurrent runs beside both
     gate.release(held)
-    assert ray.get([staying, working], timeout=20) == ["left", 1]
+    assert ray.get([staying, working], timeout=60) == ["left", 1]
 
 
 def _call(target: str, method: str, *args: Any) -> Any:
@@ -139,7 +139,7 @@ def test_a_method_that_raises_or_is_late_gives_its_turn_up(members: Members) -> 
     members.in_("caller", check)
     with pytest.raises(ValueError, match="on purpose"):
         ray.get(members.handles["a"].fail.remote())
-    assert ray.get(members.handles["a"].work.remote(), timeout=10) == 1
+    assert ray.get(members.handles["a"].work.remote(), timeout=60) == 1
 
 
 # --- threaded actors and concurrency groups --------------------------------------------------------------------
@@ -149,10 +149,10 @@ def test_a_threaded_actor_runs_up_to_its_max_concurrency(members: Members) -> No
     threaded = members.handles["threaded"]
     for _ in range(3):  # only three at a time meet
         direct = [members.inside(name, _call, "threaded", "meet") for name in ("caller", "other")]
-        assert len(ray.get([threaded.meet.remote(), *direct], timeout=30)) == 3
+        assert len(ray.get([threaded.meet.remote(), *direct], timeout=60)) == 3
     assert len(members.in_("caller", call_many, "threaded", "meet", 3)) == 3
     direct = [members.inside(name, call_many, "threaded", "work", 40) for name in ("caller", "other", "a")]
-    ray.get([*direct, *[threaded.work.remote() for _ in range(40)]], timeout=30)
+    ray.get([*direct, *[threaded.work.remote() for _ in range(40)]], timeout=60)
     assert 2 <= ray.get(threaded.peak_so_far.remote()) <= 3
 
 
@@ -161,20 +161,20 @@ def test_concurrency_groups_run_beside_each_other(members: Members, latch: MakeL
     staying = grouped.stay_in_io.remote(gate)
     held = gate.await_arrival()
     assert members.in_("caller", _call, "grouped", "work") == 1
-    assert ray.get(grouped.work.remote(), timeout=10) == 1
+    assert ray.get(grouped.work.remote(), timeout=60) == 1
     gate.release(held)
-    assert ray.get(staying, timeout=10) == "left io"
+    assert ray.get(staying, timeout=60) == "left io"
     staying = members.inside("caller", _call, "grouped", "stay_in_io", second)
     held = second.await_arrival()
     assert members.in_("other", _call, "grouped", "work") == 1
-    assert ray.get(grouped.work.remote(), timeout=10) == 1
+    assert ray.get(grouped.work.remote(), timeout=60) == 1
     second.release(held)
-    assert ray.get(staying, timeout=10) == "left io"
+    assert ray.get(staying, timeout=60) == "left io"
 
 
 def test_a_concurrency_group_keeps_its_own_width(members: Members) -> None:
     grouped = members.handles["grouped"]
-    assert sorted(ray.get([grouped.meet_in_io.remote() for _ in range(2)], timeout=20)) == [0, 1]
+    assert sorted(ray.get([grouped.meet_in_io.remote() for _ in range(2)], timeout=60)) == [0, 1]
 
 
 # --- chains that come back -------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_a_concurrency_group_keeps_its_own_width(members: Members) -> None:
 @pytest.mark.parametrize("start", ["direct", "ray"])
 def test_a_chain_that_comes_back_thirty_times(members: Members, start: str) -> None:
     if start == "ray":
-        path = ray.get(members.handles["a"].bounce.remote("b", 30), timeout=30)
+        path = ray.get(members.handles["a"].bounce.remote("b", 30), timeout=60)
     else:
         path = members.in_("caller", lambda: rtr.rpc_sync("a").bounce("b", 30))
     assert path == ["a", "b"] * 15 + ["a"]
@@ -192,18 +192,18 @@ def test_a_chain_that_comes_back_thirty_times(members: Members, start: str) -> N
 
 def test_many_chains_through_the_same_actors_at_once(members: Members) -> None:
     ends = [members.inside(name, lambda: rtr.rpc_sync("a").bounce("b", 10)) for name in ("caller", "other")]
-    assert ray.get(ends, timeout=40) == [["a", "b"] * 5 + ["a"]] * 2
+    assert ray.get(ends, timeout=60) == [["a", "b"] * 5 + ["a"]] * 2
 
 
 def test_a_chain_by_torchrpc_alone_needs_no_more_than_two_of_its_threads(spawn: Spawn) -> None:
     actors = {"a": spawn(Busy), "b": spawn(Busy)}
     config = rtr.GroupConfig(lanes=("torchrpc",), torchrpc_threads=2)
     with rtr.init_group(actors, name="two threads", config=config):
-        assert ray.get(actors["a"].bounce.remote("b", 30), timeout=30) == ["a", "b"] * 15 + ["a"]
+        assert ray.get(actors["a"].bounce.remote("b", 30), timeout=60) == ["a", "b"] * 15 + ["a"]
 
 
 def test_a_chain_to_itself(members: Members) -> None:
-    assert ray.get(members.handles["a"].bounce.remote("a", 5), timeout=20) == ["a"] * 6
+    assert ray.get(members.handles["a"].bounce.remote("a", 5), timeout=60) == ["a"] * 6
 
 
 def test_parallel_branches_of_one_chain_take_turns_in_the_actor_they_come_back_to(members: Members) -> None:
@@ -214,7 +214,7 @@ def test_parallel_branches_of_one_chain_take_turns_in_the_actor_they_come_back_t
 
 def test_a_method_may_call_another_of_its_own(members: Members) -> None:
     assert members.in_("caller", lambda: rtr.rpc_sync("a").work_twice()) == [1, 1]
-    assert ray.get(members.handles["a"].work_twice.remote(), timeout=10) == [1, 1]
+    assert ray.get(members.handles["a"].work_twice.remote(), timeout=60) == [1, 1]
 
 
 def test_a_concurrent_method_that_needs_a_turn_its_own_chain_holds_says_so(members: Members) -> None:
@@ -244,14 +244,14 @@ def test_coroutines_run_on_the_actors_own_loop_many_at_once(members: Members) ->
 
     direct = members.inside("caller", check)
     through_ray = [target.meet.remote(100) for _ in range(50)]
-    ray.get([direct, *through_ray], timeout=30)
+    ray.get([direct, *through_ray], timeout=60)
 
 
 def test_coroutines_come_back_to_the_loop_that_awaits(members: Members) -> None:
     for target in ("async", "narrow"):  # max_concurrency 1000, and 1
         for how in ("arun", "run", "crun"):
             handle = members.handles[target]
-            assert ray.get(getattr(handle, how).remote(_there_and_back, target, 6), timeout=20) == 7
+            assert ray.get(getattr(handle, how).remote(_there_and_back, target, 6), timeout=60) == 7
         assert members.in_("caller", lambda target: rtr.rpc_sync(target).arun(_there_and_back, target, 6), target) == 7
 
 
@@ -279,7 +279,7 @@ def test_a_blocking_call_on_a_loop_that_is_called_back_fails_with_the_remedy(
     members: Members, how: str, verb: str
 ) -> None:
     start = time.monotonic()
-    result = ray.get(getattr(members.handles["async"], how).remote(_block, "async", verb), timeout=20)
+    result = ray.get(getattr(members.handles["async"], how).remote(_block, "async", verb), timeout=60)
     assert "await rpc_async" in result
     if how != "run":
         result = members.in_("caller", lambda: getattr(rtr.rpc_sync("async"), how)(_block, "async", verb))
@@ -307,7 +307,7 @@ def test_a_blocking_call_on_a_loop_that_nobody_calls_back_works(members: Members
         return rtr.rpc_sync("other").double(4)
 
     for how in ("run", "arun"):
-        assert ray.get(getattr(members.handles["async"], how).remote(block), timeout=20) == 8
+        assert ray.get(getattr(members.handles["async"], how).remote(block), timeout=60) == 8
 
 
 def test_an_async_actor_of_one_at_a_time(members: Members, latch: MakeLatch) -> None:
@@ -317,7 +317,7 @@ def test_an_async_actor_of_one_at_a_time(members: Members, latch: MakeLatch) -> 
     waiting = members.inside("other", _call, "narrow", "double", 2)
     assert ray.wait([waiting], timeout=0.1) == ([], [waiting])
     gate.release(held)
-    assert ray.get([staying, waiting], timeout=20) == ["released", 4]
+    assert ray.get([staying, waiting], timeout=60) == ["released", 4]
 
 
 # --- many -----------------------------------------------------------------------------------------------------

@@ -53,8 +53,8 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(
         assert "forked from member 'a' of group 'default'" in text, text
         assert "make the call in the parent" in text
     ray.get(a.forget.remote(5), timeout=60)
-    assert ray.get(a.call.remote("b", "double", 21), timeout=30) == 42
-    assert ray.get(b.call.remote("a", "double", 21), timeout=30) == 42
+    assert ray.get(a.call.remote("b", "double", 21), timeout=60) == 42
+    assert ray.get(b.call.remote("a", "double", 21), timeout=60) == 42
 
 
 def test_what_a_child_writes_its_parent_does_not_see(pair: Callable[..., tuple[Any, Any]]) -> None:
@@ -65,7 +65,7 @@ def test_what_a_child_writes_its_parent_does_not_see(pair: Callable[..., tuple[A
 def test_the_workers_of_a_data_loader(pair: Callable[..., tuple[Any, Any]]) -> None:
     a, _ = pair()
     assert ray.get(a.load.remote(), timeout=60) == [[0, True], [1, True], [4, True], [9, True]]
-    assert ray.get(a.call.remote("b", "double", 21), timeout=30) == 42
+    assert ray.get(a.call.remote("b", "double", 21), timeout=60) == 42
 
 
 @LANES
@@ -109,7 +109,7 @@ def test_a_forked_child_of_the_driver_leaves_the_group_alone(spawn: Spawn) -> No
         assert not group.stats().missing
         with pytest.raises(ZeroDivisionError):
             in_child(lambda: leave_by_error(group))
-        assert ray.get(a.call.remote("b", "double", 21), timeout=30) == 42
+        assert ray.get(a.call.remote("b", "double", 21), timeout=60) == 42
 
 
 def leave_by_error(group: rtr.Group) -> None:

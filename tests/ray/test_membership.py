@@ -31,12 +31,12 @@ def listened(group: rtr.Group) -> News:
 
 def await_death(news: News) -> None:
     """Until Ray has given somebody up; before that it may only be known to be lost."""
-    while news.get(timeout=10).kind != "dead":
+    while news.get(timeout=60).kind != "dead":
         pass
 
 
 def ask(handle: Any, target: Any, method: str, *args: Any, **options: Any) -> Any:
-    return ray.get(handle.call.remote(target, method, args, options), timeout=30)
+    return ray.get(handle.call.remote(target, method, args, options), timeout=60)
 
 
 def kill(handle: Any) -> int:
@@ -54,9 +54,9 @@ def test_a_restarted_actor_is_back_by_itself(spawn: Spawn) -> None:
         assert ask(b, a, "count")[1] == 1
         started = time.monotonic()
         kill(b)
-        lost = news.get(timeout=10)
+        lost = news.get(timeout=60)
         assert (lost.kind, lost.members) == ("lost", ("b",))
-        back = news.get(timeout=20)
+        back = news.get(timeout=60)
         assert (back.kind, back.members) == ("back", ("b",))
         assert time.monotonic() - started < 15
         after = group.members[1]
@@ -82,7 +82,7 @@ def test_a_call_under_way_fails_and_a_later_one_names_the_cause(spawn: Spawn, tm
         held = latch.await_arrival()
         kill(b)
         with pytest.raises(PeerLost, match="'b'") as lost:
-            ray.get(call, timeout=10)
+            ray.get(call, timeout=60)
         assert lost.value.may_have_run
         await_death(news)
         with pytest.raises(PeerLost, match="its actor died") as refused:
@@ -126,7 +126,7 @@ def test_who_comes_back_need_not_wait_for_another_that_is_away(spawn: Spawn, tmp
         pids = ray.get([one.pid.remote() for one in (b, c)])
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        while news.get(timeout=20)[:2] != ("back", ("b",)):
+        while news.get(timeout=60)[:2] != ("back", ("b",)):
             pass
         held = latch.await_arrival()
         assert ask(a, "b", "count")[1] == 1 and ask(b, "a", "count")[1] == 1
@@ -166,7 +166,7 @@ def test_members_are_added_while_calls_go_on(spawn: Spawn, tmp_path: Path) -> No
         for caller, target in ((b, "c"), (c, "b"), (c, d), (d, "a")):
             assert torch.equal(ask(caller, target, "double", large), large * 2)
         latch.release(held)
-        assert ray.get(call, timeout=10) == "released"
+        assert ray.get(call, timeout=60) == "released"
         assert len(group) == 4
         with pytest.raises(ConfigurationError, match="a member 'c' already"):
             group.add({"c": d})
@@ -195,13 +195,13 @@ def test_members_are_removed_while_calls_go_on(spawn: Spawn, tmp_path: Path) -> 
         held = latch.await_arrival()
         ask(c, "b", "count")
         group.remove([c])
-        assert news.get(timeout=5) == ("removed", ("c",), "")
+        assert news.get(timeout=60) == ("removed", ("c",), "")
         with pytest.raises(NotAMember, match="not in group"):
             ask(b, "c", "count")
         with pytest.raises(NotAMember, match="in no group"):
             ask(c, "b", "count")
         latch.release(held)
-        assert ray.get(call, timeout=10) == "released"
+        assert ray.get(call, timeout=60) == "released"
         assert [member.name for member in group.members] == ["a", "b"]
         (again,) = group.add({"c": c})
         assert (again.rank, ask(b, "c", "count")[1]) == (3, 1)

@@ -18,7 +18,7 @@ url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
 
 def lines():
     try:
-        text = urllib.request.urlopen(url, timeout=5).read().decode()
+        text = urllib.request.urlopen(url, timeout=60).read().decode()
     except OSError:  # the agent is still starting
         return []
     return [line for line in text.splitlines() if line.startswith("ray_raytorchrpc") and 'member="a"' in line]

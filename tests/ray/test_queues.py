@@ -198,7 +198,7 @@ def test_it_is_served_while_the_home_is_busy_and_inside_its_methods(
     in_actor(actors["a"], put_all, queue, [1, 2])
     assert in_actor(actors["b"], all_of, queue) == [1, 2]
     held.release(inside)
-    ray.get(busy, timeout=30)
+    ray.get(busy, timeout=60)
 
 
 def test_waiting_getters_keep_no_threads(actors: dict[str, Any], queue: Any) -> None:
@@ -215,11 +215,11 @@ def test_waiting_getters_keep_no_threads(actors: dict[str, Any], queue: Any) -> 
         return sorted(await member.task)  # type: ignore[attr-defined]
 
     before = in_actor(actors["home"], threads)
-    ray.get(actors["asynchronous"].run.remote(wait_for_items, 150), timeout=30)
+    ray.get(actors["asynchronous"].run.remote(wait_for_items, 150), timeout=60)
     assert in_actor(actors["a"], lambda: wait_until(lambda: queue.stats()["waiting_to_get"] == 150, 20))
     assert in_actor(actors["home"], threads) < before + 75
     in_actor(actors["a"], put_all, queue, list(range(150)))
-    assert ray.get(actors["asynchronous"].arun.remote(outcome), timeout=30) == list(range(150))
+    assert ray.get(actors["asynchronous"].arun.remote(outcome), timeout=60) == list(range(150))
 
 
 @pytest.mark.parametrize("where", ["asynchronous", "home"])
@@ -327,12 +327,12 @@ def test_deaths(spawn: Spawn, actors: dict[str, Any], group: rtr.Group) -> None:
     ray.kill(dying["consumer"])
     assert in_actor(actors["a"], lambda: wait_until(lambda: queue.stats()["waiting_to_get"] == 0, 20))
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(waits, timeout=30)
+        ray.get(waits, timeout=60)
     puts = dying["producer"].run.remote(queue.put_many, [torch.full((LARGE,), float(n)) for n in range(3)])
     assert in_actor(actors["a"], lambda: wait_until(lambda: queue.stats()["waiting_to_put"] == 1, 20))
     ray.kill(dying["producer"])
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(puts, timeout=30)
+        ray.get(puts, timeout=60)
     assert wait_until(lambda: len(group.members) == before - 2, 20)
     arrived = in_actor(actors["a"], lambda: [float(queue.get(timeout=20)[0]) for _ in range(3)])
     assert arrived == [0.0, 1.0, 2.0], "what had arrived stays"
@@ -346,7 +346,7 @@ def test_deaths(spawn: Spawn, actors: dict[str, Any], group: rtr.Group) -> None:
     waits = actors["a"].run.remote(outlive)
     assert in_actor(actors["b"], lambda: wait_until(lambda: queue.stats()["waiting_to_get"] == 1, 20))
     ray.kill(dying["home2"], no_restart=False)
-    assert "it is the home of queue 'q'" in ray.get(waits, timeout=30)
+    assert "it is the home of queue 'q'" in ray.get(waits, timeout=60)
 
     def use_again() -> str:
         with pytest.raises(rtr.NotFound) as error:

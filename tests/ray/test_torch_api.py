@@ -36,7 +36,7 @@ class Members:
 
     def in_a(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run it in a's process."""
-        return ray.get(self.handles["a"].run.remote(function, *args), timeout=40)
+        return ray.get(self.handles["a"].run.remote(function, *args), timeout=60)
 
 
 @pytest.fixture(autouse=True)

@@ -270,7 +270,7 @@ def test_one_of_each_host_pulls_and_the_others_from_it(
     here = group.members[0].node_id
     try:
         nodes = {name: "two" if name in far else here for name in everybody}
-        ray.get([actor.run.remote(pretend, nodes) for actor in everybody.values()], timeout=30)
+        ray.get([actor.run.remote(pretend, nodes) for actor in everybody.values()], timeout=60)
         store, size = store_in_learner(request), 4 * LARGE
         before = {name: in_actor(far[name], came_from) for name in far}
         for value in (1, 2):
@@ -293,7 +293,7 @@ def test_one_of_each_host_pulls_and_the_others_from_it(
         assert in_actor(actors["c"], pull, store, 3) == 3, "though the one that had it is gone"
     finally:
         del everybody["leader"]
-        ray.get([actor.run.remote(pretend, dict.fromkeys(nodes, here)) for actor in everybody.values()], timeout=30)
+        ray.get([actor.run.remote(pretend, dict.fromkeys(nodes, here)) for actor in everybody.values()], timeout=60)
 
 
 def test_a_process_group_can_carry_them(actors: dict[str, Any], request: Any, tmp_path: Path) -> None:
