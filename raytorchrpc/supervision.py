@@ -387,7 +387,8 @@ class Supervisor:
             missing.told = True
             self._lines.part(name)
             losses.append(Loss(name, self.roster.seats[name].incarnation, missing.cause, name in dead))
-        self._teller.tell(membership.lose, {peer: (losses,) for peer in self._teller.others(())}, WORD_S)
+        # Not for long: one of them may stand still, and callbacks and the next loss wait for this.
+        self._teller.tell_losses(losses)
         for loss in losses:
             logger.warning("group %r: lost %s: %s", self.roster.name, loss.name, loss.cause)
             self._news.put(Change("dead" if loss.for_good else "lost", (loss.name,), loss.cause))

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 #: How long members have to get ready for others, and to take note of something (seconds).
 MEET_S = 2.0
 WORD_S = 0.5
+#: The same for a loss, of which callbacks are to hear within 0.2 s, and so much more for each member (seconds).
+_LOSS_S, _LOSS_EACH_S = 0.05, 0.01
 #: One that did not answer is told again after this (seconds).
 _AGAIN_S = 0.5
 #: A restarted actor that could not be taken in is tried again after this (seconds), doubled each time.
@@ -104,6 +106,11 @@ class Teller:
             if not isinstance(error, PeerLost):  # of that its own line tells
                 logger.info("group %r: %s did not take part in a change yet: %s", self._now.roster.name, name, error)
         return {**results, **answers}
+
+    def tell_losses(self, losses: Sequence[Loss]) -> None:
+        """One that does not take note in the time for a loss is told again, on a thread that may wait."""
+        there = self.others(())
+        self.tell(membership.lose, {peer: (losses,) for peer in there}, _LOSS_S + _LOSS_EACH_S * len(there))
 
     def reunite(self, name: str) -> bool:
         """It was out of reach, but has lived on: it and the others make new connections. False if it cannot yet."""

@@ -38,7 +38,7 @@ def judge_calls(
         verdicts[verdict if not verdict.startswith("other") else "other"] += 1
         if verdict.startswith("other"):
             violations.append(f"{where}: {verdict}")
-        still = sum(max(0.0, min(ended, up) - max(began, since)) for since, up in lags.get(caller, ()))
+        still = stood_still(lags.get(caller, ()), began, ended)
         if ended - began > timeout + SLACK_S + still:
             violations.append(f"{where}: LATE: {ended - began:.2f} s, its deadline {timeout} s ({verdict}: {text})")
         if verdict == "ok" and not runs[call]:
@@ -54,6 +54,11 @@ def judge_calls(
         elif count > 1:
             violations.append(f"{call}: EXECUTED TWICE ({count} times)")
     return violations, verdicts, repeated
+
+
+def stood_still(lags: Sequence[Sequence[float]], began: float, ended: float) -> float:
+    """For how long, between these, a process with these lags did nothing at all (seconds)."""
+    return sum(max(0.0, min(ended, up) - max(began, since)) for since, up in lags)
 
 
 def judge_rest(first: Rest, now: Mapping[str, Any], parted: int) -> list[str]:

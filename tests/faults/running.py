@@ -22,7 +22,7 @@ import raytorchrpc as rtr
 from tests.faults import garbage
 from tests.faults.control import Board, Died, Remote
 from tests.faults.faults import AS_CALLER, MB, ArenaFull, Fault, FdLimit, Garbage, Kill, Silence, Stop
-from tests.faults.judging import Rest, judge_calls, judge_rest
+from tests.faults.judging import Rest, judge_calls, judge_rest, stood_still
 from tests.faults.worker import AsyncWorker, Worker
 
 NAMES = ("c0", "c1", "c2", "c3", "c4", "c5")
@@ -55,10 +55,13 @@ class Struck:
     fault: Fault
     landed: bool = True
     """The moment came."""
+    at: float | None = None
+    """When it was killed."""
     detected: float | None = None
     """From the kill until the group said so."""
     caller_told: float | None = None
-    """From the kill until the pending call to the member had failed."""
+    """From the kill until the pending call to the member had failed, without the time that the caller stood still."""
+    caller: str = ""
     rejoined: float | None = None
     born: float | None = None
     """From the kill until Ray had the next process run."""
@@ -151,6 +154,9 @@ class Running:
                 if answer is not None:
                     outcomes += [[name, *outcome] for outcome in answer["outcomes"]]
                     lags[name] = answer["lags"]
+        for one in struck:
+            if one.at is not None and one.caller_told is not None:
+                one.caller_told -= stood_still(lags.get(one.caller, ()), one.at, one.at + one.caller_told)
         self._gather(struck, before, number)
         self.report.struck += struck
         self.calm(number)
@@ -205,8 +211,8 @@ class Running:
             outcome = self.answered(asked, f"round {number}: {call} by {caller}", self.remotes[caller])
             if outcome is not None:
                 outcomes.append([caller, *outcome])
-                if isinstance(fault, Kill) and remote.died is not None and outcome[6] == "PeerLost":
-                    one.caller_told = max(0.0, outcome[4] - remote.died)
+                if isinstance(fault, Kill) and one.at is not None and outcome[6] == "PeerLost":
+                    one.caller, one.caller_told = caller, outcome[4] - one.at
         elif isinstance(fault, ArenaFull):
             for peer in peers:
                 healing.callback(lambda peer=peer: self.board.remotes[peer].ask("drop"))
@@ -229,6 +235,7 @@ class Running:
 
     def _signal(self, one: Struck, remote: Remote, healing: ExitStack) -> None:
         if isinstance(one.fault, Kill):
+            one.at = time.monotonic()  # one clock for all processes of a host
             os.kill(remote.pid, signal.SIGKILL)
             if not self.board.await_end(remote, PATIENCE_S):
                 self._violated(f"{remote.name} (pid {remote.pid}) is there after SIGKILL")
@@ -255,13 +262,13 @@ class Running:
                     self._violated(f"round {number}: SURVIVOR LOST: {name} (pid {remote.pid}); {struck}")
                     killed[name] = Struck(Kill(name))
                 continue
-            one, died = killed[name], remote.died or time.monotonic()
-            lost = self._await_change(name, ("lost",), died - 1, PATIENCE_S)
-            one.detected = None if lost is None else max(0.0, lost - died)
+            one, died = killed[name], killed[name].at or time.monotonic()
+            lost = self._await_change(name, ("lost",), died, PATIENCE_S)
+            one.detected = None if lost is None else lost - died
             if lost is None:
                 self._violated(f"round {number}: nobody said that {name} was lost")
         for name, one in killed.items():
-            remote, died = before[name], before[name].died or time.monotonic()
+            remote, died = before[name], one.at or before[name].died or time.monotonic()
             there = self.board.await_process(name, remote.pid, REJOIN_S)
             back = self._await_change(name, ("back",), died, REJOIN_S)
             if there is None or back is None:
