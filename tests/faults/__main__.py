@@ -1,6 +1,7 @@
 """``python -m tests.faults --faults 500 --seed 1``: random faults over a running group of six; prints what came of it.
 
-Exits with 1 where anything was not as it must be.
+``--hosts 4``: the group is on so many hosts made for it on this machine, and cables are pulled, the network is parted
+and hosts lose their power too. Exits with 1 where anything was not as it must be.
 """
 
 from __future__ import annotations
@@ -12,20 +13,31 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.faults.faults import Kill, random_faults
+from tests.faults.faults import HOSTS_TABLE, TABLE, Kill, random_faults
+from tests.faults.hands import FromOutside, Hand
 from tests.faults.ray_here import ray_here
-from tests.faults.running import LANES, NAMES, Report, running
+from tests.faults.running import LANES, NAMES, NEAR, Report, running
 
 #: Rounds between two looks at what the processes hold.
 LOOK_EVERY = 5
 
 
 def run_random(
-    directory: Path, seed: int, count: int, lanes: str = "default", seconds: float = math.inf, loud: bool = False
+    directory: Path,
+    seed: int,
+    count: int,
+    lanes: str = "default",
+    seconds: float = math.inf,
+    loud: bool = False,
+    hand: Hand | None = None,
 ) -> Report:
-    """Ray runs already. Stops early where the group cannot go on, and after so many seconds."""
-    with running(directory, seed, lanes) as run:
-        rounds = random_faults(seed, count, NAMES, never_killed=NAMES[0])
+    """Ray runs already. Stops early where the group cannot go on, and after so many seconds.
+
+    ``hand``: see ``running``.
+    """
+    with running(directory, seed, lanes, hand) as run:
+        table = TABLE if hand is None else HOSTS_TABLE
+        rounds = random_faults(seed, count, NAMES, never_killed=NAMES[0], always_on=NEAR, table=table)
         for number, faults in enumerate(rounds, 1):
             known = len(run.report.violations)
             try:
@@ -74,6 +86,9 @@ def table(report: Report) -> str:
         if found:
             middle, late = found[len(found) // 2], found[int(len(found) * 0.95)]
             lines.append(f"  {what}: median {middle:.3f} s, 95 % {late:.3f} s, worst {found[-1]:.3f} s")
+    lines.append(
+        f"  no call ended more than {max(0.0, report.latest):.3f} s after its deadline and its caller's standstill"
+    )
     calls = sum(report.verdicts.values())
     lines.append(f"calls: {calls}: " + ", ".join(f"{kind} {count}" for kind, count in report.verdicts.most_common()))
     twice = sum("TWICE" in text for text in report.violations)
@@ -94,11 +109,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lanes", choices=list(LANES), default="default")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no round after so much of it")
+    parser.add_argument("--hosts", type=int, default=1, help="needs root, or user namespaces")
+    parser.add_argument("--within", type=Path, help=argparse.SUPPRESS)  # one of these hosts
     given = parser.parse_args()
-    directory = Path(tempfile.mkdtemp(prefix="faults-"))
+    if given.hosts > 1:
+        from tests.faults import on_hosts
+
+        arguments = [f"--{name}={getattr(given, name)}" for name in ("faults", "seed", "lanes", "seconds")]
+        sys.exit(on_hosts.run(Path(tempfile.mkdtemp(prefix="faults-")), given.hosts, arguments))
+    directory = given.within or Path(tempfile.mkdtemp(prefix="faults-"))
     print(f"seed {given.seed}, lanes {given.lanes}, {time.strftime('%H:%M:%S')}; notes in {directory}", flush=True)
-    with ray_here():
-        report = run_random(directory, given.seed, given.faults, given.lanes, given.seconds, loud=True)
+    hand = FromOutside(directory) if given.within else None
+    with ray_here(among_hosts=hand is not None):
+        report = run_random(directory, given.seed, given.faults, given.lanes, given.seconds, loud=True, hand=hand)
     print(table(report))
     for text in report.violations:
         print(f"  {text}")

@@ -31,6 +31,8 @@ class Remote:
     def __init__(self, sock: socket.socket, hello: dict[str, Any], moment: Callable[[str, Remote], None]) -> None:
         self.name: str = hello["name"]
         self.pid: int = hello["pid"]
+        """On its host."""
+        self.host: str = hello["host"]
         self.born = time.monotonic()
         self.died: float | None = None
         self._sock, self._moment = sock, moment
@@ -127,12 +129,12 @@ class Board:
             self._changed.wait_for(lambda: moment in self._moments, seconds)
             return self._moments.pop(moment, None)
 
-    def await_process(self, name: str, other_than: int, seconds: float) -> Remote | None:
-        """A living process of this member with another pid; None after so many seconds."""
+    def await_process(self, name: str, other_than: Remote | None, seconds: float) -> Remote | None:
+        """Another living process of this member; None after so many seconds."""
 
         def there() -> bool:
             remote = self.remotes.get(name)
-            return remote is not None and remote.pid != other_than and remote.died is None
+            return remote is not None and remote is not other_than and remote.died is None
 
         with self._changed:
             return self.remotes[name] if self._changed.wait_for(there, seconds) else None
@@ -156,7 +158,7 @@ class Control:
         self._sock.connect(path)
         self._lock = threading.Lock()
         self._held: dict[str, threading.Event] = {}
-        self._say({"name": name, "pid": os.getpid()})
+        self._say({"name": name, "pid": os.getpid(), "host": socket.gethostname()})
         threading.Thread(target=self._listen, name="test-control", daemon=True).start()
 
     def moment(self, key: str, hold: bool) -> None:

@@ -76,6 +76,32 @@ class Silence(Fault):
     connections: int
 
 
+@dataclass(frozen=True)
+class Cable(Fault):
+    """The cable of its host is pulled, and plugged in again after so many seconds; nobody is told."""
+
+    seconds: float
+    at: Moment = "idle"
+    bytes: int = 8
+
+
+@dataclass(frozen=True)
+class Partition(Fault):
+    """For so many seconds those on its host reach each other, and nobody else, nor do others reach them."""
+
+    seconds: float
+    at: Moment = "idle"
+    bytes: int = 8
+
+
+@dataclass(frozen=True)
+class PowerOff(Fault):
+    """Of its host, with all that run there. It boots again, and Ray has its actors run wherever there is room."""
+
+    at: Moment = "idle"
+    bytes: int = 8
+
+
 Draw = Callable[[random.Random, str], Fault]
 
 
@@ -102,22 +128,48 @@ TABLE: tuple[tuple[int, Draw], ...] = (
     (9, lambda draw, member: Garbage(member, draw.randrange(1, 20), draw.getrandbits(30))),
     (9, lambda draw, member: Silence(member, draw.randrange(1, 40))),
 )
+#: The same where there are several hosts; the last three strike a host.
+HOSTS_TABLE: tuple[tuple[int, Draw], ...] = (
+    (30, _kill),
+    (15, _stop),
+    (4, lambda draw, member: ArenaFull(member)),
+    (4, lambda draw, member: FdLimit(member, draw.randrange(4))),
+    (4, lambda draw, member: Garbage(member, draw.randrange(1, 20), draw.getrandbits(30))),
+    (4, lambda draw, member: Silence(member, draw.randrange(1, 40))),
+    (15, lambda draw, member: Cable(member, draw.choice(CUTS_S), *_call_of(draw))),
+    (15, lambda draw, member: Partition(member, draw.choice(CUTS_S), *_call_of(draw))),
+    (9, lambda draw, member: PowerOff(member, *_call_of(draw))),
+)
+OF_A_HOST = (Cable, Partition, PowerOff)
+#: Below five seconds nobody is lost (docs/failure-model.md).
+CUTS_S = (0.3, 1.0, 3.0)
 
 
-def random_faults(seed: int, count: int, members: Sequence[str], never_killed: str = "") -> list[tuple[Fault, ...]]:
-    """``count`` faults in rounds of one to three, which strike different members at once. The same for one seed."""
+def random_faults(
+    seed: int,
+    count: int,
+    members: Sequence[str],
+    never_killed: str = "",
+    always_on: Sequence[str] = (),
+    table: Sequence[tuple[int, Draw]] = TABLE,
+) -> list[tuple[Fault, ...]]:
+    """``count`` faults in rounds of one to three, which strike different members at once. The same for one seed.
+
+    ``always_on``: whose hosts keep their power. No two hosts are struck in one round.
+    """
     draw = random.Random(seed)
     rounds: list[tuple[Fault, ...]] = []
     while count > 0:
-        struck = draw.sample(members, min(count, draw.choice((1, 1, 2, 3))))
-        rounds.append(tuple(_one(draw, member, never_killed) for member in struck))
+        struck: list[Fault] = []
+        for member in draw.sample(members, min(count, draw.choice((1, 1, 2, 3)))):
+            while True:
+                (chosen,) = draw.choices([of for _, of in table], [weight for weight, _ in table])
+                fault = chosen(draw, member)
+                killed = isinstance(fault, Kill) and member == never_killed
+                second = isinstance(fault, OF_A_HOST) and any(isinstance(one, OF_A_HOST) for one in struck)
+                if not (killed or second or (isinstance(fault, PowerOff) and member in always_on)):
+                    break
+            struck.append(fault)
+        rounds.append(tuple(struck))
         count -= len(struck)
     return rounds
-
-
-def _one(draw: random.Random, member: str, never_killed: str) -> Fault:
-    while True:
-        (chosen,) = draw.choices([of for _, of in TABLE], [weight for weight, _ in TABLE])
-        fault = chosen(draw, member)
-        if not (isinstance(fault, Kill) and member == never_killed):
-            return fault

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,8 +12,9 @@ from tests.faults.worker import RETRIES
 #: After its deadline a call may last so much longer (seconds), and whatever its process stood still besides.
 SLACK_S = 1.0
 MIB = 1 << 20
-#: Descriptors that torchrpc's agent does not give back for a peer that left, once it has been called.
-FDS_OF_A_LEFT_PEER = 4
+#: Descriptors that torchrpc's agent does not give back for a peer that left, once it has been called: on the same host,
+#: and on another.
+FDS_OF_A_LEFT_PEER = (4, 19)
 #: Descriptors that are open for a moment in the calm too.
 FDS_SPARE = 6
 ANONYMOUS = 24 * MIB
@@ -28,9 +30,12 @@ class Rest(NamedTuple):
 
 def judge_calls(
     outcomes: Sequence[Sequence[Any]], lags: Mapping[str, Sequence[Sequence[float]]], lines: Sequence[str]
-) -> tuple[list[str], Counter[str], int]:
-    """(violations, verdicts, calls with retry= that ran again), from what callers saw and callees noted."""
+) -> tuple[list[str], Counter[str], int, float]:
+    """From what callers saw and callees noted: violations, verdicts, calls with retry= that ran again, and the most
+    that one lasted beyond its deadline (seconds).
+    """
     violations: list[str] = []
+    latest = -math.inf
     runs = Counter(line.split()[0] for line in lines)
     verdicts: Counter[str] = Counter()
     for caller, call, kind, target, began, ended, timeout, verdict, may_have_run, text in outcomes:
@@ -39,6 +44,7 @@ def judge_calls(
         if verdict.startswith("other"):
             violations.append(f"{where}: {verdict}")
         still = stood_still(lags.get(caller, ()), began, ended)
+        latest = max(latest, ended - began - timeout - still)
         if ended - began > timeout + SLACK_S + still:
             violations.append(f"{where}: LATE: {ended - began:.2f} s, its deadline {timeout} s ({verdict}: {text})")
         if verdict == "ok" and not runs[call]:
@@ -53,7 +59,7 @@ def judge_calls(
                 violations.append(f"{call} ran {count} times")
         elif count > 1:
             violations.append(f"{call}: EXECUTED TWICE ({count} times)")
-    return violations, verdicts, repeated
+    return violations, verdicts, repeated, latest
 
 
 def stood_still(lags: Sequence[Sequence[float]], began: float, ended: float) -> float:
@@ -61,13 +67,15 @@ def stood_still(lags: Sequence[Sequence[float]], began: float, ended: float) -> 
     return sum(max(0.0, min(ended, up) - max(began, since)) for since, up in lags)
 
 
-def judge_rest(first: Rest, now: Mapping[str, Any], parted: int) -> list[str]:
-    """What a process holds that it did not hold at first; so many members were killed meanwhile."""
+def judge_rest(first: Rest, now: Mapping[str, Any], parted: int, elsewhere: bool) -> list[str]:
+    """What a process holds that it did not hold at first; so many members ended meanwhile, on other hosts too if there
+    are any.
+    """
     before, found = first.left, []
     if now["restless"]:
         found.append(f"RESTLESS: {now['restless']}")
     for what, allowed in (
-        ("fds", FDS_OF_A_LEFT_PEER * parted + FDS_SPARE),
+        ("fds", FDS_OF_A_LEFT_PEER[elsewhere] * parted + FDS_SPARE),
         ("threads", THREADS),
         ("arena", 0),
         ("under way", 0),

@@ -13,10 +13,17 @@ import ray
 
 
 @contextmanager
-def ray_here() -> Iterator[None]:
-    """One that runs already is used, and left as it is."""
+def ray_here(among_hosts: bool = False) -> Iterator[None]:
+    """One that runs already is used, and left as it is. ``among_hosts``: there is one over several hosts, this too."""
     if ray.is_initialized():
         yield
+        return
+    if among_hosts:
+        ray.init("auto", log_to_driver=False, logging_level="ERROR", configure_logging=False)
+        try:
+            yield
+        finally:
+            ray.shutdown()
         return
     ray.init(
         address="local",

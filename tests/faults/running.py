@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import math
 import random
 import signal
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +21,27 @@ import ray
 import raytorchrpc as rtr
 from tests.faults import garbage
 from tests.faults.control import Board, Died, Remote
-from tests.faults.faults import AS_CALLER, MB, ArenaFull, Fault, FdLimit, Garbage, Kill, Silence, Stop
+from tests.faults.faults import (
+    AS_CALLER,
+    MB,
+    ArenaFull,
+    Cable,
+    Fault,
+    FdLimit,
+    Garbage,
+    Kill,
+    Partition,
+    PowerOff,
+    Silence,
+    Stop,
+)
+from tests.faults.hands import Hand, Here
 from tests.faults.judging import Rest, judge_calls, judge_rest, stood_still
 from tests.faults.worker import AsyncWorker, Worker
 
 NAMES = ("c0", "c1", "c2", "c3", "c4", "c5")
+#: Where there are several hosts, these are on the one of Ray's head, which keeps its power.
+NEAR = ("c0", "c1")
 #: The settings by which each lane carries the group's calls and tensors.
 LANES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -76,25 +92,31 @@ class Report:
     violations: list[str] = field(default_factory=list)
     repeated: int = 0
     """Calls with retry= that ran more than once, as they may."""
+    latest: float = -math.inf
+    """The most that a call lasted beyond its deadline (seconds)."""
     seconds: float = 0.0
 
 
 class Running:
     """The group. Use ``running``."""
 
-    def __init__(self, group: rtr.Group, actors: dict[str, Any], board: Board, log: Path, seed: int) -> None:
-        self.group, self.actors, self.board, self.log = group, actors, board, log
+    def __init__(
+        self, group: rtr.Group, actors: dict[str, Any], board: Board, log: Path, seed: int, hand: Hand
+    ) -> None:
+        self.group, self.actors, self.board, self.log, self.hand = group, actors, board, log, hand
         self.report = Report()
         self.changes: list[Change] = []
         self._changed = threading.Condition()
         self._seed, self._rounds = seed, 0
         self._draw = random.Random(seed)
         self.remotes: dict[str, Remote] = {}
-        self._rest: dict[int, Rest] = {}
+        self._rest: dict[Remote, Rest] = {}
+        self._parted = 0
+        """Processes of members that have ended."""
         self._judged_lines = 0
         group.on_change(self._note)
         for name in actors:
-            remote = board.await_process(name, -1, PATIENCE_S)
+            remote = board.await_process(name, None, PATIENCE_S)
             assert remote is not None, f"{name} never came up"
             self.remotes[name] = remote
 
@@ -157,7 +179,7 @@ class Running:
         for one in struck:
             if one.at is not None and one.caller_told is not None:
                 one.caller_told -= stood_still(lags.get(one.caller, ()), one.at, one.at + one.caller_told)
-        self._gather(struck, before, number)
+        self._gather(struck, before, number, began)
         self.report.struck += struck
         self.calm(number)
         self._judge(outcomes, lags, number)
@@ -175,8 +197,7 @@ class Running:
             return None
         except TimeoutError:
             self._violated(f"HANG: {what} (pid {remote.pid}; see {self.log}.{remote.name}.stacks)")
-            with suppress(ProcessLookupError):
-                os.kill(remote.pid, signal.SIGUSR1)
+            self.hand.signal(remote.host, remote.pid, signal.SIGUSR1)
         except AssertionError as error:
             self._violated(f"{what}: {error}")
         return None
@@ -193,7 +214,7 @@ class Running:
         fault = one.fault
         remote = self.remotes[fault.member]
         peers = [name for name in NAMES if name != fault.member]
-        if isinstance(fault, (Kill, Stop)):
+        if isinstance(fault, (Kill, Stop, Cable, Partition, PowerOff)):
             if fault.at == "idle":
                 self._signal(one, remote, healing)
                 return
@@ -211,7 +232,7 @@ class Running:
             outcome = self.answered(asked, f"round {number}: {call} by {caller}", self.remotes[caller])
             if outcome is not None:
                 outcomes.append([caller, *outcome])
-                if isinstance(fault, Kill) and one.at is not None and outcome[6] == "PeerLost":
+                if isinstance(fault, (Kill, PowerOff)) and one.at is not None and outcome[6] == "PeerLost":
                     one.caller, one.caller_told = caller, outcome[4] - one.at
         elif isinstance(fault, ArenaFull):
             for peer in peers:
@@ -230,52 +251,84 @@ class Running:
                     assert sock.fileno() >= 0
 
     def doors(self, member: str) -> list[garbage.Door]:
-        """Those that ask for the secret."""
-        return [door for door in garbage.doors(self.group, member) if door.lane != "torchrpc"]
+        """Those that ask for the secret, and that can be reached from here."""
+        near = self.remotes[member].host == socket.gethostname()
+        doors = garbage.doors(self.group, member)
+        return [door for door in doors if door.lane != "torchrpc" and (near or not isinstance(door.where, str))]
 
     def _signal(self, one: Struck, remote: Remote, healing: ExitStack) -> None:
-        if isinstance(one.fault, Kill):
-            one.at = time.monotonic()  # one clock for all processes of a host
-            os.kill(remote.pid, signal.SIGKILL)
-            if not self.board.await_end(remote, PATIENCE_S):
-                self._violated(f"{remote.name} (pid {remote.pid}) is there after SIGKILL")
-            return
-        assert isinstance(one.fault, Stop)
-        os.kill(remote.pid, signal.SIGSTOP)
+        fault, hand, host = one.fault, self.hand, remote.host
+        if isinstance(fault, Kill):
+            one.at = hand.signal(host, remote.pid, signal.SIGKILL)
+            self._await_end(remote)
+        elif isinstance(fault, Stop):
+            hand.signal(host, remote.pid, signal.SIGSTOP)
+            self._later(fault.seconds, lambda: hand.signal(host, remote.pid, signal.SIGCONT), healing)
+        elif isinstance(fault, Cable):
+            hand.do("pull", host)
+            self._later(fault.seconds, lambda: hand.do("plug in", host), healing)
+        elif isinstance(fault, Partition):
+            hand.do("part", host)
+            self._later(fault.seconds, lambda: hand.do("join", host), healing)
+        elif isinstance(fault, PowerOff):
+            one.at = hand.do("power off", host)
+            healing.callback(hand.do, "boot", host)
+            self._await_end(remote)
 
-        def go_on() -> None:
-            with suppress(ProcessLookupError):
-                os.kill(remote.pid, signal.SIGCONT)
+    def _await_end(self, remote: Remote) -> None:
+        if not self.board.await_end(remote, PATIENCE_S):
+            self._violated(f"{remote.name} (pid {remote.pid} of {remote.host}) is still there")
 
-        timer = threading.Timer(one.fault.seconds, go_on)
+    def _later(self, seconds: float, undo: Callable[[], object], healing: ExitStack) -> None:
+        def heal() -> None:
+            try:
+                undo()
+            except Exception as error:
+                self._violated(f"could not be undone: {error!r}")
+
+        timer = threading.Timer(seconds, heal)
         timer.start()
         healing.callback(timer.join)
 
     # --- afterwards -------------------------------------------------------------------------------------------------
 
-    def _gather(self, struck: Sequence[Struck], before: dict[str, Remote], number: int) -> None:
+    def _gather(self, struck: Sequence[Struck], before: dict[str, Remote], number: int, began: float) -> None:
         """Who was killed is back, and nobody else was lost."""
         killed = {one.fault.member: one for one in struck if isinstance(one.fault, Kill) and one.landed}
+        for one in struck:
+            if isinstance(one.fault, PowerOff) and one.landed:
+                host = before[one.fault.member].host
+                killed.update({name: one for name, remote in before.items() if remote.host == host})
         for name, remote in before.items():
             if name not in killed:
                 if remote.died is not None:
                     self._violated(f"round {number}: SURVIVOR LOST: {name} (pid {remote.pid}); {struck}")
                     killed[name] = Struck(Kill(name))
+                elif any(
+                    change.at > began and change.kind == "lost" and name in change.members for change in self.changes
+                ):
+                    self._violated(f"round {number}: {name} was said to be lost, and lived; {struck}")
                 continue
-            one, died = killed[name], killed[name].at or time.monotonic()
+            one = killed[name]
+            died = one.at or remote.died or time.monotonic()
             lost = self._await_change(name, ("lost",), died, PATIENCE_S)
-            one.detected = None if lost is None else lost - died
             if lost is None:
                 self._violated(f"round {number}: nobody said that {name} was lost")
+            else:
+                one.detected = max(one.detected or 0.0, lost - died)
+        self._parted += len(killed)
         for name, one in killed.items():
-            remote, died = before[name], one.at or before[name].died or time.monotonic()
-            there = self.board.await_process(name, remote.pid, REJOIN_S)
+            remote = before[name]
+            died = one.at or remote.died or time.monotonic()
+            there = self.board.await_process(name, remote, REJOIN_S)
             back = self._await_change(name, ("back",), died, REJOIN_S)
             if there is None or back is None:
                 self._violated(f"round {number}: {name} did not come back: {there} {back}")
                 raise RuntimeError(f"{name} did not come back; {self.report.violations}")
             self.remotes[name] = there
-            one.born, one.rejoined = there.born - died, back - died
+            took = there.born - died, back - died
+            if one.rejoined is None or one.born is None or took[1] - took[0] > one.rejoined - one.born:
+                one.born, one.rejoined = took
 
     def calm(self, number: int) -> None:
         """The group is whole: everybody reaches everybody."""
@@ -295,7 +348,8 @@ class Running:
     def _judge(self, outcomes: list[list[Any]], lags: dict[str, list[Any]], number: int) -> None:
         lines = self.log.read_text().splitlines()
         fresh, self._judged_lines = lines[self._judged_lines :], len(lines)
-        violations, verdicts, repeated = judge_calls(outcomes, lags, fresh)
+        violations, verdicts, repeated, latest = judge_calls(outcomes, lags, fresh)
+        self.report.latest = max(self.report.latest, latest)
         self.report.violations += [f"round {number}: {text}" for text in violations]
         self.report.verdicts.update(verdicts)
         self.report.repeated += repeated
@@ -305,24 +359,29 @@ class Running:
         for name, remote in self.remotes.items():
             connected = remote.ask("connect", peers=[peer for peer in NAMES if peer != name])
             self.answered(connected, f"torchrpc connections of {name}", remote)
+        elsewhere = len({remote.host for remote in self.remotes.values()}) > 1
         asked = {name: remote.ask("left", seconds=15) for name, remote in self.remotes.items()}
         for name, future in asked.items():
             remote = self.remotes[name]
             left = self.answered(future, f"rest of {name}", remote, 60)
             if left is None:
                 continue
-            parted = sum(isinstance(one.fault, Kill) for one in self.report.struck)
-            first = self._rest.setdefault(remote.pid, Rest(left, parted))
+            parted = self._parted
+            first = self._rest.setdefault(remote, Rest(left, parted))
             self.report.violations += [
-                f"{name} (pid {remote.pid}): {text}" for text in judge_rest(first, left, parted - first.parted)
+                f"{name} (pid {remote.pid}): {text}"
+                for text in judge_rest(first, left, parted - first.parted, elsewhere)
             ]
 
 
 @contextmanager
-def running(directory: Path, seed: int, road: str = "default", **config: Any) -> Iterator[Running]:
+def running(
+    directory: Path, seed: int, road: str = "default", hand: Hand | None = None, **config: Any
+) -> Iterator[Running]:
     """A group of six restartable actors (three that run one method at a time, two threaded, one async); Ray runs.
 
-    ``road``: of ``LANES``; ``config``: other settings of the group.
+    ``road``: of ``LANES``; ``config``: other settings of the group. ``hand``: there are several hosts, and it strikes
+    them; ``NEAR`` are here, and the others on hosts that have Ray's resource "away".
     """
     board = Board(directory / f"board-{seed}")
     log = directory / f"log-{seed}"
@@ -331,14 +390,22 @@ def running(directory: Path, seed: int, road: str = "default", **config: Any) ->
     for place, name in enumerate(NAMES):
         cls = ray.remote(AsyncWorker if place == 5 else Worker)
         concurrency = {3: 4, 4: 4}.get(place)
-        options = {"num_cpus": 0, "max_restarts": -1, **({"max_concurrency": concurrency} if concurrency else {})}
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "max_restarts": -1,
+            **({"max_concurrency": concurrency} if concurrency else {}),
+        }
+        if hand is not None and name not in NEAR:
+            options |= {"resources": {"away": 1}, "scheduling_strategy": "SPREAD"}
+        elif hand is not None:
+            options |= {"resources": {socket.gethostname(): 1}}
         actors[name] = cls.options(**options).remote(name, board.path, str(log))
     settings = {"shm_bytes": 80 << 20, "rpc_timeout_s": 10, **LANES[road], **config}
     try:
         with rtr.init_group(
             actors, name=f"faults-{seed}", config=rtr.GroupConfig(**settings), timeout_s=PATIENCE_S
         ) as group:
-            run = Running(group, actors, board, log, seed)
+            run = Running(group, actors, board, log, seed, hand or Here())
             run.calm(0)
             run.rest()
             yield run

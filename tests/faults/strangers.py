@@ -153,7 +153,7 @@ def _load(run: Running, seed: int, until: Any, siege: Siege) -> list[list[Any]]:
             outcomes += [[name, *outcome] for outcome in answer["outcomes"]]
             lags[name] = answer["lags"]
     fresh = run.log.read_text().splitlines()[lines:]
-    violations, verdicts, _ = judge_calls(outcomes, lags, fresh)
+    violations, verdicts, _, _ = judge_calls(outcomes, lags, fresh)
     ours = {outcome[1] for outcome in outcomes}
     violations += [f"{line}: a stranger's call ran" for line in fresh if line.split()[0].rstrip(">") not in ours]
     siege.violations += violations

@@ -87,9 +87,11 @@ class Worker:
         self.name = name
         self._kept: list[torch.Tensor] = []
         self._log = os.open(log, os.O_APPEND | os.O_CREAT | os.O_WRONLY)
-        # Where a hang is looked into: SIGUSR1 writes all stacks there.
+        # Where a hang or a crash is looked into: SIGUSR1 writes all stacks there, and what ends the process says why.
         self._stacks = Path(f"{log}.{name}.stacks").open("a")  # noqa: SIM115
         faulthandler.register(signal.SIGUSR1, self._stacks, all_threads=True)
+        faulthandler.enable(self._stacks)
+        os.dup2(self._stacks.fileno(), 2)
         self._enough = threading.Event()
         self._lags: list[tuple[float, float]] = []
         self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)

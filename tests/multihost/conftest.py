@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +18,14 @@ STORE_BYTES = 400_000_000
 
 
 def start_ray(
-    *hosts: Host, store_bytes: int = STORE_BYTES, failures: int = 10, cpus: int = 4, token: str | None = None
+    *hosts: Host,
+    store_bytes: int = STORE_BYTES,
+    failures: int = 10,
+    cpus: int = 4,
+    token: str | None = None,
+    head: Host | None = None,
 ) -> str:
-    """One cluster over these hosts, the first its head; returns its address.
+    """One cluster over these hosts, the first its head; returns its address. ``head``: where it is already, to join.
 
     ``failures``: health checks in a row, one every half second, by which Ray gives up a host that is silent: each
     waits for a second, so the default outlasts a partition of some seconds. An actor is placed by the resources that
@@ -33,17 +39,21 @@ def start_ray(
         "RAY_health_check_period_ms": "500",
         "RAY_health_check_timeout_ms": "1000",
         "RAY_health_check_failure_threshold": str(failures),
+        # Nobody is to be killed because the one machine that all hosts are runs short of memory.
+        "RAY_memory_monitor_refresh_ms": "0",
     }
     common = [f"--num-cpus={cpus}", f"--object-store-memory={store_bytes}", "--disable-usage-stats"]
-    head, *others = hosts
-    address = f"{head.address}:6379"
+    first = None if head else hosts[0]
+    others = hosts if head else hosts[1:]
+    address = f"{(head or hosts[0]).address}:6379"
 
     def command(host: Host, *words: str, **resources: int) -> list[str]:
         own = [f"--node-ip-address={host.address}", f"--resources={json.dumps({host.name: 1000, **resources})}"]
         return ["ray", "start", *words, *own, *common]
 
-    server = f"--dashboard-host={head.address}" if token else "--include-dashboard=false"
-    head.run(command(head, "--head", "--port=6379", server), START_S, settings)
+    if first is not None:
+        server = f"--dashboard-host={first.address}" if token else "--include-dashboard=false"
+        first.run(command(first, "--head", "--port=6379", server), START_S, settings)
     joining = {host: host.start(command(host, f"--address={address}", away=1000), settings) for host in others}
     for host, process in joining.items():
         out, err = process.communicate(timeout=START_S)
@@ -53,10 +63,10 @@ def start_ray(
 
 @contextmanager
 def cluster(
-    count: int, user: bool | None = None, own_name: str | None = None, **options: Any
+    count: int, user: bool | None = None, own_name: str | None = None, keep: Sequence[Path] = (), **options: Any
 ) -> Iterator[tuple[Host, ...]]:
     """Hosts with one Ray over them (see ``hosts`` and ``start_ray``). Raises Unavailable where none can be built."""
-    with hosts(count, user=user, own_name=own_name) as made:
+    with hosts(count, keep, user=user, own_name=own_name) as made:
         start_ray(*made, **options)
         yield made
 

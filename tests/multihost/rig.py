@@ -10,6 +10,7 @@ Faults are methods of a host, or of the network: a power cut, a pulled cable, a 
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import shutil
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -95,10 +96,11 @@ class Network:
         # nsenter without --pid: the pids in what ip is told are ours.
         self.enter = ("nsenter", f"--target={init}", "--net", *_user(user))
         self._bridges = 1
+        self._wires = itertools.count(1)
 
-    def wire(self, number: int, pid: int) -> str:
+    def wire(self, pid: int) -> str:
         """Lay a wire to the host whose init this is; returns its name at the bridge."""
-        name = f"wire-{number}"
+        name = f"wire-{next(self._wires)}"
         self.ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
         self.ip("link", "set", name, "master", "bridge", "up")
         return name
@@ -129,13 +131,22 @@ class Host:
     """One host. Commands run in it as root of it, in the repository, with this interpreter's programs first."""
 
     def __init__(
-        self, name: str, address: str, process: subprocess.Popen[str], init: int, network: Network, user: bool
+        self, name: str, address: str, boot: Callable[[], subprocess.Popen[str]], network: Network, user: bool
     ) -> None:
+        """``boot``: starts its init, which says its pid once it is ready."""
         self.name, self.address, self.network = name, address, network
-        self._process, self._init = process, init
-        self.wire = network.wire(int(name.rpartition("-")[2]), init)
-        spaces = ["--net", "--mount", "--pid", "--ipc", "--uts", *_user(user)]
-        self._enter = ["nsenter", f"--target={init}", *spaces, "sh", "-c", 'cd "$0" && exec "$@"', str(REPO)]
+        self._boot, self._user = boot, user
+        self.switch_on()
+
+    def switch_on(self) -> None:
+        """For the first time, or after ``power_off``: with nothing running, empty memory and a boot id of its own."""
+        self._process = self._boot()
+        self._init = _pid(self._process)
+        self.wire = self.network.wire(self._init)
+        spaces = ["--net", "--mount", "--pid", "--ipc", "--uts", *_user(self._user)]
+        self._enter = ["nsenter", f"--target={self._init}", *spaces, "sh", "-c", 'cd "$0" && exec "$@"', str(REPO)]
+        self.run(["ip", "address", "add", f"{self.address}/24", "dev", "eth0"])
+        self.run(["ip", "link", "set", "eth0", "up"])
 
     def start(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """A command that goes on, with pipes for stdin, stdout and stderr (text). It ends with the host at the latest.
@@ -253,12 +264,13 @@ def hosts(
         for name, address in addresses.items():
             known = addresses | ({name: own_name} if own_name else {})
             names = "".join(f"{where} {who}\n" for who, where in {"localhost": "127.0.0.1", **known}.items())
-            what = [name, str(uuid.uuid4()), names, *kept]
-            made.append(_popen([*into, *fresh, "sh", "-euc", _HOST, "sh", *what], stdin=subprocess.DEVNULL))
-            host = Host(name, address, made[-1], _pid(made[-1]), network, in_user)
-            host.run(["ip", "address", "add", f"{address}/24", "dev", "eth0"])
-            host.run(["ip", "link", "set", "eth0", "up"])
-            built.append(host)
+
+            def boot(name: str = name, names: str = names) -> subprocess.Popen[str]:
+                what = [name, str(uuid.uuid4()), names, *kept]
+                made.append(_popen([*into, *fresh, "sh", "-euc", _HOST, "sh", *what], stdin=subprocess.DEVNULL))
+                return made[-1]
+
+            built.append(Host(name, address, boot, network, in_user))
         yield tuple(built)
     finally:
         assert outer.stdin is not None
