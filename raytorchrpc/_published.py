@@ -64,7 +64,8 @@ def shelf_of(local: LocalMember) -> Shelf:
                 return lent
         return torch.empty(size, dtype=torch.uint8)
 
-    return Shelf(lend, local.alarms.at)
+    shm = local.tensor_lanes.get("shm")
+    return Shelf(lend, local.alarms.at) if shm is None else Shelf(lend, local.alarms.at, shm.move)
 
 
 class Readable:
@@ -166,7 +167,7 @@ class Weights(Readable):
         stale = [place for place, stamp in enumerate(flat.stamps) if stamp != changed[place]]
         for place in stale:
             flat.stamps[place] = None
-        write([flat.tensors[place] for place in stale], [sources[place] for place in stale])
+        write([flat.tensors[place] for place in stale], [sources[place] for place in stale], self.shelf.move)
         flat.stamps = list(changed)
 
     # --- reading -------------------------------------------------------------------------------------------------

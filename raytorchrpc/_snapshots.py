@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -18,8 +19,13 @@ _ALIGN = 64
 #: Pieces of memory that are kept for the next snapshots of one kind.
 _SPARE = 2
 
+#: From here on a tensor is worth several threads (bytes).
+_LARGE = 8 << 20
+
 #: Makes host memory that others can read where it is, if there is such.
 Lend = Callable[[int], torch.Tensor]
+#: Copies so many bytes to an address from another.
+Move = Callable[[int, int, int], None]
 
 
 class Kind(NamedTuple):
@@ -58,11 +64,25 @@ def _at(piece: torch.Tensor, offset: int, kind: Kind) -> torch.Tensor:
     return piece[offset : offset + size].view(kind.dtype).view(kind.shape)
 
 
-def write(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def write(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], move: Move) -> None:
     """Copy each; on GPUs queued on this thread's streams. None requires grad."""
+    others: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for target, source in zip(targets, sources, strict=True):
+        if target.nbytes >= _LARGE and _as_they_lie(target, source):
+            move(target.data_ptr(), source.data_ptr(), target.nbytes)
+        else:
+            others[0].append(target)
+            others[1].append(source)
+    targets, sources = others
     # Tensors made under inference mode can only be written under it.
     with torch.inference_mode() if any(map(torch.Tensor.is_inference, targets)) else torch.no_grad():
         staging.fill(targets, sources)
+
+
+def _as_they_lie(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype is not other.dtype or not (one.is_cpu and other.is_cpu):
+        return False
+    return all(tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj() for tensor in (one, other))
 
 
 def equal(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[bool]:
@@ -113,7 +133,7 @@ class Snapshot:
 
     def read(self, wanted: Sequence[tuple[int, str | None]], targets: Sequence[torch.Tensor]) -> None:
         """Copy them to tensors of this process."""
-        write(targets, self.tensors(wanted))
+        write(targets, self.tensors(wanted), self._shelf.move)
         self._used()
 
     def _used(self) -> None:
@@ -137,12 +157,18 @@ class Snapshot:
         return target
 
 
+def _move(target: int, source: int, size: int) -> None:
+    ctypes.memmove(target, source, size)
+
+
 class Shelf:
     """Snapshots, their memory, and who reads them. Thread-safe."""
 
-    def __init__(self, lend: Lend, at: Callable[[float, Callable[[], None]], Callable[[], None]]) -> None:
+    def __init__(
+        self, lend: Lend, at: Callable[[float, Callable[[], None]], Callable[[], None]], move: Move = _move
+    ) -> None:
         """``at``: see workers.Alarms."""
-        self._lend, self._at = lend, at
+        self._lend, self._at, self.move = lend, at, move
         self._lock = threading.Lock()
         self._leases: dict[int, tuple[Snapshot, int, Callable[[], None]]] = {}
         self._numbers = itertools.count(1)

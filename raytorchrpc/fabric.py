@@ -144,6 +144,7 @@ class Fabric:
         hosts = {host for host, _ in forking.addresses_in(self._url)}
         now = _sockfilter.listening()
         self._listeners = {inode: fd for inode, fd in now.items() if inode not in before and _host_of(fd) in hosts}
+        _sockfilter.notice_silence(self._listeners)
         if _compat.init_autograd(spec.worker_id) != spec.worker_id and self._agents_started == 0:
             self._agents_started = 1  # an agent of the user's own was here first: RRefs stay with that one
         self._spec = spec

@@ -33,7 +33,7 @@ from raytorchrpc.lanes.cuda_ipc import CudaIpcLane
 from raytorchrpc.lanes.loopback import LoopbackLane
 from raytorchrpc.lanes.nccl import NcclLane
 from raytorchrpc.lanes.nixl import NixlLane
-from raytorchrpc.lanes.shm import ShmLane, default_capacity, default_threads
+from raytorchrpc.lanes.shm import ShmLane, default_capacity
 from raytorchrpc.lanes.socket import SocketLane
 from raytorchrpc.lanes.torchrpc import TorchRpcLane
 from raytorchrpc.member import Absence, LocalMember, current_local, set_local
@@ -289,8 +289,7 @@ def _tensor_lanes(spec: JoinSpec, names: Sequence[str]) -> list[TensorLane]:
     lanes: list[TensorLane] = []
     for name in names:
         if name == "shm":
-            threads = spec.config.copy_threads or default_threads()
-            lanes.append(ShmLane(spec.config.shm_bytes or default_capacity(), threads))
+            lanes.append(ShmLane(spec.config.shm_bytes or default_capacity(), spec.config.copy_threads))
         elif name == "cuda_ipc":
             lanes.append(CudaIpcLane(spec.agent.devices))
         elif name == "nccl":

@@ -6,6 +6,7 @@ another lane, the group or the member; it gets all it needs here.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
 from abc import ABC, abstractmethod
@@ -264,6 +265,13 @@ class TensorLane(ABC):
         for as long as a tensor on it lives. None if this lane has no such memory, or has no room.
         """
         return None
+
+    def move(self, target: int, source: int, size: int) -> None:
+        """Copy so many bytes from one address of this process to another, with all threads that this lane has for it.
+
+        Raises LaneUnavailable once it was closed.
+        """
+        ctypes.memmove(target, source, size)
 
     @abstractmethod
     def fetch(

@@ -10,11 +10,9 @@ CUDA tensors that are to arrive on the CPU are copied into the arena by their GP
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, ClassVar
 
 import torch
@@ -22,14 +20,13 @@ import torch
 from raytorchrpc import staging
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes._arena import Arena, PeerArena, SharedAddress, Slot, is_gone
+from raytorchrpc.lanes._copier import Copier, default_threads
 from raytorchrpc.lanes._lent import Borrower, Lender, Places
 from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane, copied, numbers, view_at
 
 _ALIGN = 64
 #: From here on a tensor has a slot of its own, so that keeping it keeps nothing else (bytes).
 _OWN_SLOT = 1 << 20
-#: A copy is shared between threads in parts of at least this (bytes).
-_PART = 4 << 20
 
 
 class ShmLane(TensorLane):
@@ -40,9 +37,9 @@ class ShmLane(TensorLane):
         devices=frozenset({"cpu"}), one_sided=True, same_host=True, zero_copy=True, takes_cuda=True
     )
 
-    def __init__(self, capacity: int, threads: int) -> None:
-        """``capacity``: of the arena, in bytes. ``threads``: that share a large copy."""
-        self._capacity, self._threads = capacity, threads
+    def __init__(self, capacity: int, threads: int | None) -> None:
+        """``capacity``: of the arena, in bytes. ``threads``: that share a large copy; None: as many as are worth it."""
+        self._capacity, self._copier = capacity, Copier(threads or default_threads())
         self._peers: dict[str, PeerArena] = {}
         """By tag: its next process has an arena of its own."""
         self._addresses: dict[str, SharedAddress] = {}
@@ -52,7 +49,6 @@ class ShmLane(TensorLane):
         """By tag: slots of arenas that could not be mapped when they were to be given back (too few descriptors)."""
         self._lender, self._borrower = Lender(), Borrower()
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
 
     def open(self) -> SharedAddress:
         self._arena = Arena(self._capacity)
@@ -131,31 +127,13 @@ class ShmLane(TensorLane):
             strided = numbers(tensor)
             self._arena.tensor(offset, size).view(strided.dtype).view(strided.shape).copy_(strided)
             return
-        self._move(target, tensor.data_ptr(), size)
+        self.move(target, tensor.data_ptr(), size)
 
-    def _move(self, target: int, source: int, size: int) -> None:
-        """Copy so many bytes from one address to another."""
-        parts = min(self._threads, size // _PART)
-        if parts < 2:
-            ctypes.memmove(target, source, size)
-            return
-        step = -(-size // parts) + _ALIGN & -_ALIGN
-        pool = self._copiers()
-        waiting: list[Future[Any]] = []
+    def move(self, target: int, source: int, size: int) -> None:
         try:
-            for begin in range(step, size, step):
-                waiting.append(pool.submit(ctypes.memmove, target + begin, source + begin, min(step, size - begin)))
-            ctypes.memmove(target, source, step)  # this thread does its share
+            self._copier.move(target, source, size)
         except RuntimeError as error:
             raise LaneUnavailable(self.name, "this member leaves the group") from error
-        finally:
-            wait(waiting)  # also when this thread is interrupted: others may use that memory afterwards
-
-    def _copiers(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="raytorchrpc-copy")
-            return self._pool
 
     def fetch(
         self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
@@ -197,7 +175,7 @@ class ShmLane(TensorLane):
         if not target.is_cpu or not target.is_contiguous():
             return False
         if size := target.nbytes:
-            self._move(target.data_ptr(), source, size)
+            self.move(target.data_ptr(), source, size)
         return True
 
     def _left(self, view: torch.Tensor, target: torch.Tensor | None, crowded: bool) -> torch.Tensor:
@@ -271,8 +249,7 @@ class ShmLane(TensorLane):
         if hasattr(self, "_arena"):
             staging.withdraw(self._arena.span[0])
             self._arena.close()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)
+        self._copier.close()
 
 
 class _ShmExport(Export):
@@ -308,14 +285,6 @@ def _grouped(tensors: Sequence[torch.Tensor]) -> list[tuple[int, list[tuple[int,
     if small:
         groups.append((filled, small))
     return groups
-
-
-def default_threads() -> int:
-    """Threads that share a large copy. One core does not fill the memory's bandwidth, and both of two do: 640 MB took
-    38 ms instead of 60 there. More than four gain little.
-    """
-    cores = len(os.sched_getaffinity(0))
-    return min(cores, max(2, min(4, cores // 2)))
 
 
 def default_capacity() -> int:

@@ -84,6 +84,28 @@ def test_a_host_that_loses_its_power(doomed_three: Hosts) -> None:
         asked.ask("wait_ready", 1)
 
 
+def test_connections_from_a_host_without_power_end(doomed_three: Hosts) -> None:
+    """Those to torchrpc's listener too, which asks for nothing; its own it keeps (docs/limits.md)."""
+    a, b, _ = doomed_three
+
+    with driver(a, "serve", module="wandering") as asked:
+        asked.ask("form", {"a": a.name, "b": b.name})
+        ports = [str(port) for port in asked.ask("ask", "b", "a", "torchrpc_ports")]
+
+        def incoming() -> int:
+            lines = a.run(["ss", "-tnH", "state", "established"]).splitlines()
+            return sum(line.split()[2].rpartition(":")[2] in ports for line in lines)
+
+        assert asked.ask("send", "b", "a", 1_000_000) is True
+        assert incoming() > 0
+        b.pull_cable()  # first, so that nobody hears of it
+        b.power_off()
+        assert asked.await_news("lost")[1] == ["b"]
+        until = time.monotonic() + 30
+        while there := incoming():
+            assert time.monotonic() < until, f"{there} connections of a host without power"
+
+
 def test_a_host_that_falls_silent_as_its_connections_close(doomed_three: Hosts) -> None:
     """No new connection can be made, and Ray says for a long time that all is well."""
     a, b, c = doomed_three

@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import queue
+import socket
 import sys
 import threading
 import time
@@ -61,6 +62,15 @@ class Wanderer:
         """Where torchrpc listens."""
         (where,) = set(forking.addresses_in(process_fabric()._url))
         return where
+
+    @rtr.method(concurrent=True)
+    def torchrpc_ports(self) -> list[int]:
+        """All that its agent listens on."""
+        ports = []
+        for fd in process_fabric()._listeners.values():
+            with socket.socket(fileno=os.dup(fd)) as listener:
+                ports.append(listener.getsockname()[1])
+        return ports
 
     def ask(self, target: Any, method: str, args: tuple[Any, ...], timeout: float) -> Any:
         return getattr(rtr.rpc_sync(target, timeout=timeout), method)(*args)

@@ -160,7 +160,7 @@ LANE_EXTRAS = {
     "nng": {"lanes._handshake", "lanes._nng", "lanes._nng_line"},
     "_nng_line": {"lanes._frames", "lanes._nng", "lanes._pending"},
     "loopback": {"lanes._pending"},
-    "shm": {"lanes._arena", "lanes._lent", "staging"},
+    "shm": {"lanes._arena", "lanes._copier", "lanes._lent", "staging"},
     "_lent": {"lanes._arena"},
     "cuda_ipc": {"lanes._arena", "lanes._cuda_driver", "lanes._cuda_shared", "lanes._pieces"},
     "_cuda_shared": {"lanes._cuda_driver"},
