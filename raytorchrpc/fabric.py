@@ -12,6 +12,7 @@ import atexit
 import ctypes
 import logging
 import os
+import resource
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,12 @@ logger = logging.getLogger(__name__)
 
 #: How long a stop waits for torchrpc's threads (seconds). torch itself would wait for ever.
 STOP_TIMEOUT_S = 2.0
+
+#: Numbers of torchrpc's that no process has in a group; each uses them for itself (torch's numbers have 16 bits).
+OWN_NUMBERS = range(3 << 13, 1 << 15)
+#: What one connection of TensorPipe's to another host takes at most, and some for what is opened beside it: with the
+#: channels that are used here 19 were counted.
+_CONNECTION_FDS = 32
 
 _INTERFACE = "TP_SOCKET_IFNAME"
 
@@ -81,6 +88,13 @@ class Fabric:
         self._url = ""
         self._peers: dict[str, FabricPeer] = {}
         self._workers: dict[str, Any] = {}
+        self._unopened: dict[str, str] = {}
+        """URLs of peers that have not been called yet: to those the next call opens connections."""
+        self._renewed: set[str] = set()
+        """Peers that have a number here which is not their own."""
+        self._numbers = iter(OWN_NUMBERS)
+        self._spoilt: set[int] = set()
+        """Numbers under which the agent keeps a broken connection."""
         self._listeners: _sockfilter.Listeners = {}
         self._agents_started = 0
 
@@ -172,17 +186,46 @@ class Fabric:
                 if self._peers.get(peer.name) == peer:
                     continue
                 self._part(peer.name)
-                _compat.add_peer(
-                    agent,
-                    self._store,
-                    peer.name,
-                    peer.worker_id,
-                    peer.url,
-                    devices=spec.devices,
-                    inverse_map=peer.inverse_map,
-                )
-                self._peers[peer.name] = peer
-                self._workers[peer.name] = agent.get_worker_info(peer.name)
+                self._renewed.discard(peer.name)
+                if peer.worker_id in self._spoilt:
+                    self._renew(agent, spec, peer)
+                else:
+                    self._add(agent, spec, peer)
+
+    def _add(self, agent: Any, spec: AgentSpec, peer: FabricPeer) -> None:
+        _compat.add_peer(
+            agent,
+            self._store,
+            peer.name,
+            peer.worker_id,
+            peer.url,
+            devices=spec.devices,
+            inverse_map=peer.inverse_map,
+        )
+        self._peers[peer.name] = peer
+        self._unopened[peer.name] = peer.url
+        self._workers[peer.name] = agent.get_worker_info(peer.name)
+
+    def renew(self, name: str, broken: Any) -> None:
+        """Have the next call to a peer open new connections; ``broken``: the WorkerInfo by which they are broken.
+
+        torch keeps a broken pipe under its peer's number for ever, so the peer gets another one, in this process alone.
+        """
+        with self._lock:
+            peer, agent, spec = self._peers.get(name), self._agent, self._spec
+            if peer is None or agent is None or spec is None or self._workers.get(name) is not broken:
+                return  # it is gone, or somebody else was here before
+            self._spoilt.add(peer.worker_id)
+            self._part(name)
+            self._renew(agent, spec, peer)
+
+    def _renew(self, agent: Any, spec: AgentSpec, peer: FabricPeer) -> None:
+        number = next(self._numbers, None)
+        if number is None:
+            logger.warning("%s: connections were made anew %d times; no more", peer.name, len(OWN_NUMBERS))
+            number = peer.worker_id
+        self._renewed.add(peer.name)
+        self._add(agent, spec, peer._replace(worker_id=number))
 
     def admit(self, hosts: Sequence[str]) -> None:
         """From now on these may connect, and nobody else; see AgentSpec.admitted. Connections that exist stay."""
@@ -202,7 +245,12 @@ class Fabric:
             )
 
     def worker(self, name: str) -> Any:
-        """torch's WorkerInfo of a peer. Raises LaneUnavailable for one that was never met."""
+        """torch's WorkerInfo of a peer. Raises LaneUnavailable for one that was never met, or that cannot be called
+        for the first time just now.
+        """
+        if (url := self._unopened.get(name)) is not None:
+            _check_can_open(name, url)
+            self._unopened.pop(name, None)
         try:
             return self._workers[name]
         except KeyError:
@@ -211,6 +259,10 @@ class Fabric:
     def can_rref(self) -> bool:
         """Whether torch's RRefs work here: only as long as the first agent lives."""
         return self._agent is not None and self._agents_started == 1
+
+    def is_renewed(self, name: str) -> bool:
+        """Whether a peer's connections broke and were made anew, under a number that no other process knows."""
+        return name in self._renewed
 
     def part(self, names: Sequence[str]) -> None:
         """Forget these peers; calls under way to them end by their deadline."""
@@ -221,6 +273,7 @@ class Fabric:
     def _part(self, name: str) -> None:
         peer = self._peers.pop(name, None)
         self._workers.pop(name, None)
+        self._unopened.pop(name, None)
         if peer is not None and self._agent is not None:
             _compat.remove_peer(self._agent, peer.name, peer.worker_id)
 
@@ -249,6 +302,30 @@ class Fabric:
         self._listeners = {}
         self._peers.clear()
         self._workers.clear()
+        self._unopened.clear()
+        self._spoilt.clear()
+
+
+def _check_can_open(name: str, url: str) -> None:
+    """TensorPipe ends the process when it cannot begin a connection; raises LaneUnavailable instead."""
+    try:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        left = limit - sum(int(fd) < limit for fd in os.listdir("/proc/self/fd"))
+    except OSError:
+        left = 0  # not even for this
+    if left < _CONNECTION_FDS:
+        raise LaneUnavailable(
+            "torchrpc",
+            f"a connection to {name} takes up to {_CONNECTION_FDS} descriptors and this process has {left} left of its "
+            f"limit (ulimit -n)",
+        )
+    for host, port in forking.addresses_in(url):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, port))  # sends nothing: the kernel looks for a route
+        except OSError as error:
+            raise LaneUnavailable("torchrpc", f"there is no way to {name} at {host}: {error}") from error
 
 
 def _host_of(fd: int) -> str:

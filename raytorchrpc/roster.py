@@ -12,14 +12,14 @@ from typing import Any
 from raytorchrpc import _compat, device_map, routing
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.device_map import Device, DeviceMap
-from raytorchrpc.fabric import AgentSpec
+from raytorchrpc.fabric import OWN_NUMBERS, AgentSpec
 from raytorchrpc.joining import GroupInfo, JoinSpec, Owner, Prepared, Probe, Table
 from raytorchrpc.membership import Arrival
 from raytorchrpc.peers import Member
 from raytorchrpc.topology import Endpoint
 
 #: torchrpc ids are 16-bit and signed.
-_WORKER_IDS = range(1, 2**15)
+_WORKER_IDS = range(1, OWN_NUMBERS.start)
 
 
 @dataclass(frozen=True)

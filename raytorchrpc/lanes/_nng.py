@@ -96,8 +96,12 @@ class Wire:
             self._sock = _socket(kind, recv_max_size=CHUNK, **more)
             self.recv_fd: int = self._sock.recv_fd
             self._send_fd: int = self._sock.send_fd
-        except BaseException:
+        except BaseException as error:
             os.close(self.gone_fd)
+            if hasattr(self, "_sock"):
+                self._sock.close()
+            if isinstance(error, pynng.NNGException):  # no descriptor left, or no memory
+                raise OSError(f"nng: {str(error).lower()}") from error
             raise
         self._addresses: list[forking.Address] = []
         forking.inherited(self)

@@ -6,9 +6,12 @@ threads: the served function returns a torch Future at once and the member compl
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -41,6 +44,8 @@ class _Served(NamedTuple):
 
 #: Who waits does so by the deadline; torch itself would say that a call is over whose arguments the peer still holds.
 _NO_LIMIT = 0.0
+#: Broken connections to one peer are made anew no oftener than this (seconds).
+_RENEW_EVERY_S = 0.5
 _served: _Served | None = None  # what a request that arrives in this process goes to; emptied by close()
 
 
@@ -61,6 +66,9 @@ class TorchRpcLane(MessageLane):
         self._maps = maps
         self._rpc_names: dict[str, str] = {}
         """Torchrpc's names by member name."""
+        self._broken: dict[str, Any] = {}
+        """By member name, the WorkerInfo by which its connections broke; the member may well live."""
+        self._renewed_at: dict[str, float] = {}
 
     def open(self, serve: Serve, spawn: Spawn) -> None:
         global _served
@@ -87,10 +95,10 @@ class TorchRpcLane(MessageLane):
         try:
             future = _compat.invoke_async(worker, _serve, args, _NO_LIMIT)
         except RuntimeError as error:
-            raise _translate(error, peer, sent=False) from error
+            raise self._failed(error, peer, worker, sent=False) from error
         if settled is not None:
             future.add_done_callback(lambda _: settled())
-        return _TorchPending(future, peer)
+        return _TorchPending(future, partial(self._failed, peer=peer, worker=worker, sent=True))
 
     def remote(self, peer: str, message: Message, timeout_s: float) -> Any:
         """Like ``call``, but the result stays there: returns torch's RRef to it at once."""
@@ -101,21 +109,48 @@ class TorchRpcLane(MessageLane):
                 "agent for another group (other devices, transports or interface); restart the actor",
             )
         worker = self._worker(peer, message.body.tensors)
+        if self._fabric.is_renewed(self._rpc_names.get(peer, "")):
+            raise LaneUnavailable(
+                "torchrpc",
+                f"the connections to {peer!r} broke and were made anew, and torch's RRefs only work with the first "
+                f"ones; restart either actor",
+            )
         header, body = message.header, message.body
         args = (header, body.payload, _sendable(body.tensors), list(body.rrefs), body.buffers)
         try:
             return rpc.remote(worker, _serve_value, args=args, timeout=timeout_s)
         except RuntimeError as error:
-            raise _translate(error, peer, sent=False) from error
+            raise self._failed(error, peer, worker, sent=False) from error
 
     def _worker(self, peer: str, tensors: Sequence[torch.Tensor]) -> Any:
         check_mapped(tensors, peer, self._maps.get(peer, {}), self.name)
         name = self._rpc_names.get(peer)
         if name is None:  # lost while this message was made ready
             raise LaneUnavailable(self.name, f"member {peer!r} is not known here, or gone")
+        if self._broken and (broken := self._broken.get(peer)) is not None:
+            self._renew(peer, name, broken)
         return self._fabric.worker(name)
 
+    def _renew(self, peer: str, name: str, broken: Any) -> None:
+        """Whoever broke off may live: it had no descriptor left when it was called, or something between them hung up.
+
+        Not often: of one that is dead, whoever looks after the group tells soon.
+        """
+        now = time.monotonic()
+        if now - self._renewed_at.get(peer, -math.inf) >= _RENEW_EVERY_S:
+            self._renewed_at[peer] = now
+            self._broken.pop(peer, None)
+            self._fabric.renew(name, broken)
+
+    def _failed(self, error: RuntimeError, peer: str, worker: Any, sent: bool) -> RayTorchRpcError:
+        """What to raise for what torch raised."""
+        ours = _translate(error, peer, sent=sent)
+        if isinstance(ours, PeerLost) and peer in self._rpc_names and "has left the group" not in str(error):
+            self._broken[peer] = worker
+        return ours
+
     def disconnect(self, peer: str) -> None:
+        self._broken.pop(peer, None)
         name = self._rpc_names.pop(peer, None)
         if name is not None and peer != self._me:  # the agent, which outlives the group, knows itself for life
             self._fabric.part([name])
@@ -128,11 +163,10 @@ class TorchRpcLane(MessageLane):
 
 
 class _TorchPending(Pending):
-    __slots__ = ("_future", "_peer")
+    __slots__ = ("_failed", "_future")
 
-    def __init__(self, future: torch.futures.Future[Any], peer: str) -> None:
-        self._future = future
-        self._peer = peer
+    def __init__(self, future: torch.futures.Future[Any], failed: Callable[[RuntimeError], RayTorchRpcError]) -> None:
+        self._future, self._failed = future, failed
 
     def wait(self, timeout_s: float) -> bool:
         if self._future.done() or timeout_s <= 0:
@@ -151,7 +185,7 @@ class _TorchPending(Pending):
             # Makes this thread's CUDA streams wait for the tensors, which is why it runs here and not earlier.
             header, payload, tensors, rrefs, buffers = self._future.wait()
         except RuntimeError as error:
-            raise _translate(error, self._peer, sent=True) from error
+            raise self._failed(error) from error
         return Message(header, Encoded(payload, tensors, rrefs, buffers))
 
 

@@ -297,11 +297,12 @@ class Running:
 
     def _gather(self, struck: Sequence[Struck], before: dict[str, Remote], number: int, began: float) -> None:
         """Who was killed is back, and nobody else was lost."""
-        killed = {one.fault.member: one for one in struck if isinstance(one.fault, Kill) and one.landed}
+        killed: dict[str, Struck] = {}
         for one in struck:
             if isinstance(one.fault, PowerOff) and one.landed:
                 host = before[one.fault.member].host
                 killed.update({name: one for name, remote in before.items() if remote.host == host})
+        killed.update({one.fault.member: one for one in struck if isinstance(one.fault, Kill) and one.landed})
         for name, remote in before.items():
             if name not in killed:
                 if remote.died is not None:

@@ -1,0 +1,130 @@
+"""TensorPipe's connections: one that breaks while both processes live, and one that cannot be made just now."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc import forking
+from raytorchrpc.fabric import process_fabric
+from tests.ray.actors import Peer
+from tests.ray.conftest import Spawn
+
+LIMIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def actors(spawn_for_module: Spawn) -> dict[str, Any]:
+    return {name: spawn_for_module(Peer) for name in "ab"}
+
+
+@pytest.fixture
+def members(actors: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    with rtr.init_group(actors, config=rtr.GroupConfig(lanes=("torchrpc",))):
+        yield actors
+
+
+def inside(actor: Any, function: Any, *args: Any) -> Any:
+    return ray.get(actor.run.remote(function, *args), timeout=LIMIT_S)
+
+
+def url() -> str:
+    return str(process_fabric()._url)
+
+
+def hang_up_on(there: str) -> int:
+    """Shut the connections of this process to an agent; returns how many."""
+    cut, doors = 0, set(forking.addresses_in(there))
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry))) as sock:
+                if sock.family == socket.AF_INET and sock.getpeername()[:2] in doors:
+                    sock.shutdown(socket.SHUT_RDWR)
+                    cut += 1
+        except OSError:
+            continue
+    return cut
+
+
+def double(name: str) -> float:
+    return float(rtr.rpc_sync(name).double(torch.ones(3)).sum())
+
+
+def until_it_works(name: str) -> list[str]:
+    """The errors before a call succeeds, each once."""
+    errors: set[str] = set()
+    until = time.monotonic() + 10
+    while True:
+        try:
+            assert double(name) == 6
+            return sorted(errors)
+        except rtr.PeerLost as error:
+            errors.add(str(error))
+            assert time.monotonic() < until, errors
+
+
+def test_a_broken_connection_costs_the_calls_on_it_and_no_later_ones(members: dict[str, Any]) -> None:
+    a, b = members["a"], members["b"]
+    there = inside(b, url)
+    for _ in range(2):  # the second one breaks too
+        assert inside(a, double, "b") == 6
+        assert inside(a, hang_up_on, there) >= 1
+        errors = inside(a, until_it_works, "b")
+        assert errors and all("lost member 'b'" in error for error in errors)
+    assert inside(b, double, "a") == 6
+
+
+def test_rrefs_say_why_they_cannot_be_had_any_more(members: dict[str, Any]) -> None:
+    a, there = members["a"], inside(members["b"], url)
+    assert inside(a, double, "b") == 6
+
+    def refused() -> str:
+        hang_up_on(there)
+        until_it_works("b")
+        with pytest.raises(rtr.LaneUnavailable, match="were made anew") as raised:
+            rtr.remote("b").double(1)
+        return str(raised.value)
+
+    assert "'b'" in inside(a, refused)
+
+
+def test_without_descriptors_no_connection_is_begun(members: dict[str, Any]) -> None:
+    """TensorPipe would end the process."""
+
+    there = inside(members["b"], url)
+
+    def crowded() -> str:
+        hang_up_on(there)
+        with pytest.raises(rtr.PeerLost):
+            double("b")
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+        taken: list[int] = []
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(taken[-1] if taken else os.open(os.devnull, os.O_RDONLY)))
+        for fd in taken[-3:]:
+            os.close(fd)
+        try:
+            with pytest.raises(rtr.LaneUnavailable, match="descriptors") as raised:
+                double("b")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for fd in taken[:-3]:
+                os.close(fd)
+        until_it_works("b")
+        return str(raised.value)
+
+    assert "ulimit" in inside(members["a"], crowded)
