@@ -168,3 +168,42 @@ def test_a_forked_child_neither_hangs_nor_harms_its_parent() -> None:
     ran = run(ENDS + "a.lane.connect([PeerAddress('c', b.address)])" + FORKS)
     assert ran.stdout == "ready\n(7, 7)\n", ran.stderr
     assert "panic" not in ran.stderr
+
+
+WITHOUT_DESCRIPTORS = """
+import os, resource
+from contextlib import suppress
+from raytorchrpc.lanes._nng import Wire
+
+Wire().close()  # nng has what it needs for itself
+limit = max(map(int, os.listdir("/proc/self/fd"))) + 20
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+taken = []
+with suppress(OSError):
+    while True:
+        taken.append(os.dup(0))
+for left in range(3):
+    try:
+        Wire().close()
+        print("made with", left)
+    except OSError as error:
+        print(type(error).__name__, error)
+    os.close(taken.pop())
+while taken:
+    os.close(taken.pop())
+"""
+
+
+def test_a_wire_that_cannot_be_made_for_want_of_descriptors_is_an_os_error() -> None:
+    """And nothing that would end the thread which reads for all peers."""
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_DESCRIPTORS],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    assert len(lines) == 3 and all(line.startswith("OSError") for line in lines), lines
