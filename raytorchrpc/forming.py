@@ -90,9 +90,20 @@ class Forming:
     restarted actor's return.
     """
 
-    def __init__(self, roster: Roster, participants: dict[str, Any], deadline: float, timeout_s: float) -> None:
-        """``participants``: who is to come in, by name. ``roster``: who is there already."""
+    def __init__(
+        self,
+        roster: Roster,
+        participants: dict[str, Any],
+        deadline: float,
+        timeout_s: float,
+        tried: Mapping[str, int] | None = None,
+    ) -> None:
+        """``participants``: who is to come in, by name. ``roster``: who is there already.
+
+        ``tried``: see Roster.admit.
+        """
         self.participants = participants
+        self._tried = tried
         self.roster = roster
         self.timeout_s = timeout_s
         self.deadline = deadline
@@ -106,7 +117,7 @@ class Forming:
         self._raise("could not be asked to join", failures)
         probes: dict[str, Probe] = {member: found[member] for member in self.participants}
         self._refuse_taken(probes)
-        self.roster = self.roster.admit(self.participants, probes)
+        self.roster = self.roster.admit(self.participants, probes, self._tried)
 
     def _refuse_taken(self, probes: Mapping[str, Probe]) -> None:
         taken = {member: probe for member, probe in probes.items() if probe.group is not None}

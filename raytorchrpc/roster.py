@@ -57,8 +57,12 @@ class Roster:
     """torchrpc ids that somebody has, or had: peers keep the broken pipe of an agent that is gone under its id."""
     next_rank: int = 0
 
-    def admit(self, handles: Mapping[str, Any], probes: Mapping[str, Probe]) -> Roster:
-        """With these, new or come back, on the evidence of their probes. Raises ConfigurationError, BootstrapError."""
+    def admit(
+        self, handles: Mapping[str, Any], probes: Mapping[str, Probe], tried: Mapping[str, int] | None = None
+    ) -> Roster:
+        """With these, new or come back, on the evidence of their probes. ``tried``: incarnations of theirs that did not
+        get in, but of which some member may know. Raises ConfigurationError, BootstrapError.
+        """
         seats, used, rank = dict(self.seats), self.used_ids, self.next_rank
         used |= {probe.autograd_id for probe in probes.values() if probe.autograd_id is not None}
         ids, renew = _worker_ids(probes, used, {seat.worker_id for seat in seats.values()})
@@ -69,7 +73,7 @@ class Roster:
                 rank += 1
             seats[member] = replace(
                 before,
-                incarnation=before.incarnation + 1,
+                incarnation=max(before.incarnation, (tried or {}).get(member, -1)) + 1,
                 handle=handles[member],
                 probe=probe,
                 worker_id=ids[member],

@@ -58,6 +58,8 @@ class Supervisor:
         self._settled = threading.Condition()
         """Told when somebody is missing, or no longer."""
         self._news = News(roster.name)
+        self._tried: dict[str, int] = {}
+        """The latest incarnation of each member that could not be taken in."""
         self._stopped = False
         self._booting, self._booted = threading.Lock(), 0
         """Process groups, one at a time; how many there were."""
@@ -420,7 +422,7 @@ class Supervisor:
     def _take_in(
         self, handles: dict[str, Any], deadline: float, timeout_s: float, kind: Literal["added", "back"]
     ) -> None:
-        forming = Forming(self.roster, handles, deadline, timeout_s)
+        forming = Forming(self.roster, handles, deadline, timeout_s, self._tried)
         forming.probe()
         there: list[str] = []
         try:
@@ -438,7 +440,10 @@ class Supervisor:
             self._check_lasting()
         except BaseException:
             forming.roll_back()
-            self._teller.missed(there)  # they may know of somebody who did not come
+            self._teller.missed(there)  # they may know of somebody who did not come, and where he listened
+            self._tried.update(
+                (name, seat.incarnation) for name, seat in forming.roster.seats.items() if name in handles
+            )
             raise
         self._now.roster, self._now.info, self._now.prepared = roster, info, everybody
         self._teller.told(handles)

@@ -170,7 +170,7 @@ class Running:
                 if striker.is_alive():
                     self._violated(f"round {number}: a fault could not be made: {faults}")
             for remote in before.values():
-                remote.ask("enough")
+                remote.ask("enough", seed=number)
             for name, load in loads.items():
                 answer = self.answered(load, f"round {number}: load of {name}", before[name])
                 if answer is not None:

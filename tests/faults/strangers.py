@@ -144,7 +144,7 @@ def _load(run: Running, seed: int, until: Any, siege: Siege) -> list[list[Any]]:
     if until:
         until()
     for remote in run.remotes.values():
-        remote.ask("enough")
+        remote.ask("enough", seed=seed)
     outcomes: list[list[Any]] = []
     lags: dict[str, Any] = {}
     for name, load in loads.items():

@@ -92,7 +92,8 @@ class Worker:
         faulthandler.register(signal.SIGUSR1, self._stacks, all_threads=True)
         faulthandler.enable(self._stacks)
         os.dup2(self._stacks.fileno(), 2)
-        self._enough = threading.Event()
+        self._over: set[int] = set()
+        """Loads that may end; the word may come before the load has begun."""
         self._lags: list[tuple[float, float]] = []
         self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         threading.Thread(target=self._beat, name="test-beat", daemon=True).start()
@@ -156,11 +157,10 @@ class Worker:
 
     def load(self, seed: int, peers: list[str], least: int, threads: int, most: int = 2000) -> dict[str, Any]:
         """Call the peers until it is enough, at least and at most so often; what became of each call."""
-        self._enough.clear()
         outcomes: list[list[Any]] = []
         began = time.monotonic()
         callers = [
-            threading.Thread(target=self._call_on, args=(f"{seed}-{self.name}-{place}", peers, (least, most), outcomes))
+            threading.Thread(target=self._call_on, args=(seed, place, peers, (least, most), outcomes))
             for place in range(threads)
         ]
         for caller in callers:
@@ -169,14 +169,17 @@ class Worker:
             caller.join()
         return {"outcomes": outcomes, "lags": [lag for lag in self._lags if lag[1] > began]}
 
-    def enough(self) -> None:
-        """The load may end."""
-        self._enough.set()
+    def enough(self, seed: int) -> None:
+        """That load may end."""
+        self._over.add(seed)
 
-    def _call_on(self, label: str, peers: list[str], bounds: tuple[int, int], outcomes: list[list[Any]]) -> None:
+    def _call_on(
+        self, seed: int, place: int, peers: list[str], bounds: tuple[int, int], outcomes: list[list[Any]]
+    ) -> None:
+        label = f"{seed}-{self.name}-{place}"
         draw = random.Random(label)
         count, (least, most) = 0, bounds
-        while count < most and (count < least or not self._enough.is_set()):
+        while count < most and (count < least or seed not in self._over):
             window = []
             for _ in range(draw.choice((1, 1, 1, 6))):
                 count += 1
