@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import ray
 import torch
-import torch.distributed as dist
 from ray.exceptions import RayError, RayTaskError
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -74,12 +73,10 @@ def play(policy: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
 
 @ray.remote
 class Learner:
-    def learn(self, rollouts: rtr.Queue, weights: rtr.WeightStore, ranks: list[int], updates: int) -> list[float]:
-        rtr.process_group()  # all members have it; a part of them, by torch's ranks, makes one of its own
-        learners = dist.new_group(ranks, use_local_synchronization=True)
-        first = dist.get_rank() == ranks[0]
+    def learn(self, rollouts: rtr.Queue, weights: rtr.WeightStore, updates: int) -> list[float]:
+        first = rtr.process_group().rank() == 0
         policy = make_policy()
-        model = DistributedDataParallel(policy, process_group=learners)
+        model = DistributedDataParallel(policy)  # over the process group that the learners have
         optimizer = torch.optim.Adam(policy.parameters(), lr=0.02)
         if first:
             weights.publish(policy)
@@ -96,7 +93,6 @@ class Learner:
             returns.append(float(rollout["length"]))
         if first:
             rollouts.close(force=True)  # the collectors come to their end
-        dist.destroy_process_group(learners)
         return returns
 
 
@@ -127,11 +123,11 @@ def main(arguments: list[str] | None = None) -> Result:
     learners = {f"learner_{number}": Learner.remote() for number in range(2)}
     collectors = {f"collector_{number}": Collector.remote() for number in range(2)}
     with rtr.init_group(learners | collectors) as group:
-        ranks = [group.process_group("gloo").ranks[name] for name in learners]
+        group.process_group("gloo", members=list(learners))
         rollouts = rtr.Queue("rollouts", home="learner_0", maxsize=2)
         weights = rtr.WeightStore("policy", home="learner_0")
         playing = [actor.collect.remote(rollouts, weights, seed) for seed, actor in enumerate(collectors.values())]
-        learning = [actor.learn.remote(rollouts, weights, ranks, options.updates) for actor in learners.values()]
+        learning = [actor.learn.remote(rollouts, weights, options.updates) for actor in learners.values()]
         returns = [sum(both) / len(both) for both in zip(*ray.get(learning), strict=True)]
         given = sum(ray.get(playing))
     for update in range(0, options.updates, max(1, options.updates // 6)):

@@ -23,9 +23,7 @@ NAMES = ("async_actors", "kv_cache", "parameter_server", "pipeline_training", "r
 
 def script(name: str, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *options]
-    return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=100
-    )
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=100)
 
 
 def pipeline_autograd(*options: str) -> dict[str, Any]:
