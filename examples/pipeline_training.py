@@ -133,8 +133,7 @@ def main(arguments: list[str] | None = None) -> Result:
     difference = max(float((mine - expected).abs().max()) for mine, expected in pairs)
     at_once = [most for _, most in states]
 
-    print(f"{STAGES} stages, {options.steps} steps of {options.pieces} micro-batches")
-    print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+    print(f"{STAGES} stages, {options.pieces} micro-batches: loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     print(f"most micro-batches under way at once from stage to stage: {at_once}")
     if not difference < ROUNDING:
         sys.exit(f"pipeline_training: losses or parameters differ from those of one process by {difference:.1e}")

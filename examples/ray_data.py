@@ -7,7 +7,7 @@ single trainer that has time to iterate, it can call ``iter_torch_batches`` by i
 object store, away from it.
 
     pip install 'raytorchrpc[data]'
-    python examples/ray_data.py               # 20,000 rows, about twenty seconds
+    python examples/ray_data.py               # 8,000 rows, about twenty seconds
     python examples/ray_data.py --rows 2000   # the short form
 
 The last line says that every row was seen once in each epoch and how the loss fell. If not, the exit status is 1.
@@ -80,7 +80,7 @@ class Trainer:
 
 def main(arguments: list[str] | None = None) -> Result:
     parser = argparse.ArgumentParser(description="Feed a member from a Ray Data pipeline.")
-    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--rows", type=int, default=8_000)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch", type=int, default=128)
     options = parser.parse_args(arguments)

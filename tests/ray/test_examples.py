@@ -122,9 +122,12 @@ def test_pipeline_between_two_gpus_is_four_times_faster_than_staged() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_runs_as_it_is(name: str) -> None:
+    """In a Ray of its own, in the short form that it names."""
     if name == "ray_data" and any(find_spec(package) is None for package in ("numpy", "pandas", "pyarrow")):
         pytest.skip("Ray Data is not installed: pip install '.[data]'")
-    ran = script(name)
+    text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+    (short,) = re.findall(rf"python examples/{name}.py (.*?) +# the short form", text)
+    ran = script(name, *short.split())
     assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout + ran.stderr
     assert ran.stdout.splitlines()[-1].startswith("checked: ")
 
