@@ -146,7 +146,7 @@ def test_an_example_runs_as_it_is(name: str) -> None:
         pytest.param(
             "pipeline_training",
             (),
-            {"RAYTORCHRPC_LANES": "socket"},
+            {"RAYTORCHRPC_LANES": "socket,shm"},
             r"pipeline_training: \w+: .*torchrpc.*",
             id="an error in an actor",
         ),
