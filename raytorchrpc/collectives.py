@@ -194,6 +194,13 @@ class Collectives:
         _abort(made)
         raise BootstrapError(f"process group {info.number} was given up: {self._cause}")
 
+    def stay_out(self, info: ProcessGroupInfo) -> None:
+        """Others make one without this member: end the one before. Does not wait."""
+        cause = f"number {info.number} is among others: {', '.join(info.ranks)}"
+        self._end(cause)
+        with self._changed:
+            self._cause = cause
+
     def give_up(self, number: int, cause: str) -> None:
         """Of an attempt that failed elsewhere. Idempotent, does not wait."""
         with self._changed:

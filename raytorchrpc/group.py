@@ -133,24 +133,32 @@ class Group:
         keeper.end(timeout_s)
 
     def process_group(
-        self, backend: str, *, timeout_s: float = 60, collective_timeout_s: float | None = None
+        self,
+        backend: str,
+        *,
+        members: Sequence[Any] | None = None,
+        timeout_s: float = 60,
+        collective_timeout_s: float | None = None,
     ) -> ProcessGroupInfo:
-        """Have every member make a torch.distributed process group, for collectives, DDP and FSDP among all of them.
+        """Have members make a torch.distributed process group, for collectives, DDP and FSDP among them.
 
-        It becomes the default process group of each member's process; a method gets it with
+        It becomes the default process group of each one's process; a method gets it with
         ``raytorchrpc.process_group()``. One that was made before ends. So does this one when a member of it is lost or
         removed: then call this again. Members that are added later are not in it.
 
         Args:
             backend: ``"nccl"``, for CUDA tensors, needs a GPU of its own in each member; ``"gloo"``, for CPU tensors.
+            members: those that make it (handles, names, ranks or Members), as learners without their collectors. The
+                others then have none. None: all.
             timeout_s: seconds until BootstrapError names who could not. Waits so long for members that are away, too.
             collective_timeout_s: deadline of each collective, in seconds; None takes ``GroupConfig.rpc_timeout_s``.
 
         Returns torch's ranks by member name: without gaps, in the order of the group's ranks. Blocks until all have
         one, on threads of their own: methods that run there go on.
 
-        Raises ConfigurationError for an unknown backend, members without what it needs, or one that has initialised
-        torch.distributed by itself, and BootstrapError.
+        Raises ConfigurationError for an unknown backend, no members or the same twice, members without what it needs,
+        or one that has initialised torch.distributed by itself, NotAMember for who is not in the group, and
+        BootstrapError.
         """
         if self._keeper is None:
             forking.check_process()
@@ -161,7 +169,12 @@ class Group:
         _check_timeout(timeout_s)
         collective_s = self.config.rpc_timeout_s if collective_timeout_s is None else collective_timeout_s
         _check_timeout(collective_s)
-        return self._keeper.process_group(backend, timeout_s, collective_s)
+        names = None if members is None else self._names("process_group(members=...)", members)
+        if names is not None and not 0 < len(names) == len(set(names)):
+            raise ConfigurationError(
+                f"process_group(members=...) takes each member once, and at least one; not {names}"
+            )
+        return self._keeper.process_group(backend, timeout_s, collective_s, names)
 
     # --- members come and go -----------------------------------------------------------------------------------
 
@@ -185,10 +198,7 @@ class Group:
         """
         keeper = self._own("remove")
         _check_timeout(timeout_s)
-        if isinstance(actors, (str, ActorHandle, Member)) or not isinstance(actors, Sequence):
-            raise ConfigurationError(f"remove takes a list of members, not {actors!r}")
-        names = [self._member(actor).name for actor in actors]
-        keeper.remove(names, timeout_s)
+        keeper.remove(self._names("remove", actors), timeout_s)
 
     def on_change(self, callback: Callable[[Change], object]) -> Callable[[], None]:
         """Call ``callback(change)`` whenever members are lost, come back, die for good, are added or removed.
@@ -221,6 +231,11 @@ class Group:
         if self._keeper is None:
             raise NotAMember(f"Group.{what}() works in the process that called init_group; this is a copy")
         return self._keeper
+
+    def _names(self, what: str, actors: Any) -> list[str]:
+        if isinstance(actors, (str, ActorHandle, Member)) or not isinstance(actors, Sequence):
+            raise ConfigurationError(f"{what} takes a list of members, not {actors!r}")
+        return [self._member(actor).name for actor in actors]
 
     def _member(self, target: Any) -> Member:
         if isinstance(target, Member):

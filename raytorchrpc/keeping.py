@@ -48,8 +48,10 @@ class Keeper(Protocol):
     def wait_ready(self, timeout_s: float) -> dict[str, str]:
         """Returns who is still away, and why."""
 
-    def process_group(self, backend: str, timeout_s: float, collective_s: float) -> ProcessGroupInfo:
-        """Have the members make one."""
+    def process_group(
+        self, backend: str, timeout_s: float, collective_s: float, names: Sequence[str] | None
+    ) -> ProcessGroupInfo:
+        """Have these members, or all, make one."""
 
     def stats(self, timeout_s: float) -> GroupStats:
         """What the members counted."""
@@ -148,8 +150,10 @@ class RemoteKeeper:
         away: dict[str, str] = self._do("wait_ready", timeout_s, timeout_s)
         return away
 
-    def process_group(self, backend: str, timeout_s: float, collective_s: float) -> ProcessGroupInfo:
-        info: ProcessGroupInfo = self._do("process_group", timeout_s, backend, timeout_s, collective_s)
+    def process_group(
+        self, backend: str, timeout_s: float, collective_s: float, names: Sequence[str] | None
+    ) -> ProcessGroupInfo:
+        info: ProcessGroupInfo = self._do("process_group", timeout_s, backend, timeout_s, collective_s, names)
         return info
 
     def stats(self, timeout_s: float) -> GroupStats:

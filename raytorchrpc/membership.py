@@ -97,6 +97,11 @@ def make_process_group(generation: str, meeting: Meeting) -> None:
     _member_of(generation).collectives.make(meeting)
 
 
+def stay_out_of_process_group(generation: str, info: ProcessGroupInfo) -> None:
+    """See Collectives.stay_out."""
+    _member_of(generation).collectives.stay_out(info)
+
+
 def give_up_process_group(generation: str, number: int, cause: str) -> None:
     """See Collectives.give_up."""
     _member_of(generation).collectives.give_up(number, cause)

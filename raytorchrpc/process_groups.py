@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raytorchrpc import membership
@@ -48,7 +48,7 @@ def check_backend(backend: Any, endpoints: Mapping[str, Endpoint]) -> None:
     if without:
         raise ConfigurationError(
             f"backend 'nccl' needs a GPU in every member; none in {', '.join(without)} (an actor gets one with "
-            f"num_gpus=1 and a torch build with CUDA): use backend='gloo'"
+            f"num_gpus=1 and a torch build with CUDA): use backend='gloo', or name those that have one in members="
         )
     owners: dict[str, str] = {}
     for name, endpoint in endpoints.items():
@@ -64,16 +64,30 @@ def check_backend(backend: Any, endpoints: Mapping[str, Endpoint]) -> None:
 
 
 def boot(
-    roster: Roster, lines: Lines, number: int, backend: str, timeout_s: float, collective_s: float
+    roster: Roster,
+    lines: Lines,
+    number: int,
+    backend: str,
+    timeout_s: float,
+    collective_s: float,
+    names: Sequence[str] | None = None,
 ) -> ProcessGroupInfo:
-    """Have all members make a process group. Blocks until all have it.
+    """Have these members (None: all) make a process group. Blocks until all of them have it.
 
     Raises ConfigurationError and BootstrapError, naming who stood in the way; then nobody has one.
     """
     deadline = time.monotonic() + timeout_s
-    seats = sorted(roster.seats.items(), key=lambda item: item[1].rank)
+    everybody = sorted(roster.seats.items(), key=lambda item: item[1].rank)
+    seats = [(name, seat) for name, seat in everybody if names is None or name in names]
+    if gone := sorted(set(names or ()) - roster.seats.keys()):
+        raise BootstrapError(f"{', '.join(gone)} left the group meanwhile", members=tuple(gone))
     check_backend(backend, {name: seat.probe.endpoint for name, seat in seats})
     info = ProcessGroupInfo(backend, number, {name: rank for rank, (name, _) in enumerate(seats)}, collective_s)
+    if others := [name for name, _ in everybody if name not in info.ranks]:
+        # One that does not hear of it in time keeps at most the one before, which the others have left.
+        _Asking(roster, lines, time.monotonic() + _WORD_S).some(
+            membership.stay_out_of_process_group, dict.fromkeys(others, (info,))
+        )
     server = seats[0][0]
     agent = roster.spec(server).agent
     host = roster.plan.agents[server].address
@@ -101,7 +115,7 @@ def boot(
 
 
 class _Asking:
-    """One question to all members at once, this process included if it is one."""
+    """One question to several members at once, this process included if it is one of them."""
 
     def __init__(self, roster: Roster, lines: Lines, deadline: float) -> None:
         self._roster, self._lines, self._deadline = roster, lines, deadline
@@ -110,7 +124,7 @@ class _Asking:
         self, function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]]
     ) -> tuple[dict[str, Any], dict[str, Exception]]:
         """Results and failures by name."""
-        generation, here = self._roster.generation, self._roster.local
+        generation, here = self._roster.generation, [name for name in self._roster.local if name in arguments]
         results: dict[str, Any] = {}
         failures: dict[str, Exception] = {}
 

@@ -124,26 +124,34 @@ class Supervisor:
         with self._settled:
             return {name: missing.cause for name, missing in self._now.missing.items()}
 
-    def wait_ready(self, timeout_s: float) -> dict[str, str]:
-        """Block until nobody is away, at most ``timeout_s``, or until the group ends; returns who is, and why."""
-        with self._settled:
-            self._settled.wait_for(lambda: not self._now.missing or self._stopped, timeout_s)
-        return self.missing()
+    def wait_ready(self, timeout_s: float, names: Sequence[str] | None = None) -> dict[str, str]:
+        """Block until none of these (None: of all) is away, at most ``timeout_s``, or until the group ends; returns who
+        is, and why.
+        """
 
-    def process_group(self, backend: str, timeout_s: float, collective_s: float) -> ProcessGroupInfo:
+        def away() -> dict[str, str]:
+            return {name: cause for name, cause in self.missing().items() if names is None or name in names}
+
+        with self._settled:
+            self._settled.wait_for(lambda: not away() or self._stopped, timeout_s)
+        return away()
+
+    def process_group(
+        self, backend: str, timeout_s: float, collective_s: float, names: Sequence[str] | None = None
+    ) -> ProcessGroupInfo:
         """See Group.process_group. Not a task of the thread's: that one has to notice who is lost meanwhile."""
         deadline = time.monotonic() + timeout_s
         if not self._booting.acquire(timeout=timeout_s):
             raise BootstrapError(f"group {self.roster.name!r}: another process group is being made")
         try:
             check_backend(backend, {})  # a wrong name need not wait for anybody
-            if away := self.wait_ready(timeout_s):
+            if away := self.wait_ready(timeout_s, names):
                 gone = ", ".join(f"{name} ({cause})" for name, cause in away.items())
                 raise BootstrapError(f"group {self.roster.name!r}: not back yet: {gone}", members=tuple(away))
             self._check_lasting()
             self._booted += 1
             left = max(1.0, deadline - time.monotonic())
-            return boot(self.roster, self._lines, self._booted, backend, left, collective_s)
+            return boot(self.roster, self._lines, self._booted, backend, left, collective_s, names)
         finally:
             self._booting.release()
 

@@ -1,24 +1,109 @@
-"""The examples run as a user would run them: as scripts, in a process of their own."""
+"""The examples do what their last line says: most in this process and its Ray, some as scripts, as a user runs them."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+
+from examples import async_actors, parameter_server, pipeline_training, ray_data, rl_collectors
 
 ROOT = Path(__file__).parents[2]
+NAMES = ("async_actors", "kv_cache", "parameter_server", "pipeline_training", "ray_data", "rl_collectors")
+
+
+def script(name: str, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *options]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=100)
 
 
 def pipeline_autograd(*options: str) -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "examples" / "pipeline_autograd.py"), "--json", *options]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    ran = script("pipeline_autograd", "--json", *options)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     figures: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return figures
+
+
+# --- in this process, which has a Ray already ------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_parameter_server_learns_from_stale_gradients() -> None:
+    result = parameter_server.main(["--workers", "2", "--steps", "100"])
+    assert result.accuracy >= 0.9 and result.last_loss < result.first_loss / 2
+    assert result.staleness.total() == 200
+    assert max(result.staleness) >= 1, "the workers took turns"
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_pipeline_of_three_stages_trains_as_one_process_does() -> None:
+    result = pipeline_training.main(["--steps", "3", "--pieces", "4"])
+    assert len(result.losses) == 3 and result.difference < 1e-9
+    assert result.at_once[1] > 1, "the micro-batches went one after another"
+
+
+@pytest.mark.usefixtures("cluster")
+def test_async_actors_hold_nobody_up() -> None:
+    result = async_actors.main(["--calls", "50"])
+    assert result.together_s < result.one_by_one_s / 2
+    assert result.while_slow == 50 and result.cancelled
+    assert 0.3 <= result.deadline_s < 5
+
+
+@pytest.mark.usefixtures("cluster")
+def test_collectors_and_data_parallel_learners_raise_the_return() -> None:
+    result = rl_collectors.main(["--updates", "20"])
+    assert len(result.returns) == 20 and result.rollouts >= 40
+    assert sum(result.returns[-4:]) > 1.5 * sum(result.returns[:4])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_and_bad_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main = importlib.import_module(f"examples.{name}").main
+    with pytest.raises(SystemExit) as shown:
+        main(["--help"])
+    assert shown.value.code == 0 and "--" in capsys.readouterr().out
+    count = {"async_actors": "--calls", "ray_data": "--rows", "kv_cache": "--tokens", "rl_collectors": "--updates"}
+    with pytest.raises(SystemExit) as refused:
+        main([count.get(name, "--steps"), "0"])
+    assert refused.value.code == 2 and "error: at least" in capsys.readouterr().err
+
+
+def test_an_example_that_lacks_packages_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_data, "find_spec", lambda name: None if name == "pyarrow" else object())
+    with pytest.raises(SystemExit, match=r"^ray_data: Ray Data needs pyarrow: pip install 'raytorchrpc\[data\]'$"):
+        ray_data.main([])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_is_short_and_says_how_it_is_run(name: str) -> None:
+    text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 150
+    assert text.count(f"\n    python examples/{name}.py ") == 2, "the whole and the short form"
+    assert f"`{name}.py`" in (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+
+
+# --- as scripts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_cache_handed_over_decodes_as_one_process_does() -> None:
+    """In the Ray that RAY_ADDRESS names."""
+    address = ray.get_runtime_context().gcs_address
+    ran = script("kv_cache", "--prompts", "2", "--tokens", "8", RAY_ADDRESS=address)
+    assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout + ran.stderr
+    *before, last = ran.stdout.splitlines()
+    assert last == "checked: 2 answers of 8 tokens are those of one process"
+    assert any("shm" in line and "decode" in line for line in before), "the caches did not go by shared memory"
 
 
 def test_pipeline_gradients_equal_those_of_one_process() -> None:
@@ -32,3 +117,42 @@ def test_pipeline_between_two_gpus_is_four_times_faster_than_staged() -> None:
     assert figures["gpu"] and figures["gradients_match"]
     assert figures["device_map"] == {"0": 0}
     assert figures["ratio"] >= 4, figures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_runs_as_it_is(name: str) -> None:
+    """In a Ray of its own, in the short form that it names."""
+    if name == "ray_data" and any(find_spec(package) is None for package in ("numpy", "pandas", "pyarrow")):
+        pytest.skip("Ray Data is not installed: pip install '.[data]'")
+    text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+    (short,) = re.findall(rf"python examples/{name}.py (.*?) +# the short form", text)
+    ran = script(name, *short.split())
+    assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout + ran.stderr
+    assert ran.stdout.splitlines()[-1].startswith("checked: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options", "environ", "line"),
+    [
+        pytest.param(
+            "parameter_server",
+            ("--workers", "1", "--steps", "1"),
+            {},
+            r"parameter_server: accuracy [\d.]+%, below 90.0%",
+            id="a result that is not reached",
+        ),
+        pytest.param(
+            "pipeline_training",
+            (),
+            {"RAYTORCHRPC_LANES": "socket,shm"},
+            r"pipeline_training: \w+: .*torchrpc.*",
+            id="an error in an actor",
+        ),
+    ],
+)
+def test_what_goes_wrong_is_one_line(name: str, options: tuple[str, ...], environ: dict[str, str], line: str) -> None:
+    ran = script(name, *options, **environ)
+    assert ran.returncode == 1
+    assert re.fullmatch(line + "\n", ran.stderr), ran.stdout + ran.stderr

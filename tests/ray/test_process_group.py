@@ -145,6 +145,29 @@ def test_a_driver_takes_part(peers: list[Any]) -> None:
     assert what_is_left() == (False, [], [])
 
 
+def test_some_members_make_one_without_the_others(peers: list[Any]) -> None:
+    a, b, c = peers
+    with rtr.init_group({"a": a, "b": b, "c": c}, include_driver=True) as group:
+        info = group.process_group("gloo", members=["c", a])
+        assert (info.number, dict(info.ranks)) == (1, {"a": 0, "c": 1})
+        assert at_all((a, c), reduced, 0) == [(3.0, 3.0, 0.0)] * 2
+        for reason in (*at_all([b], why_none), why_none()):
+            assert "number 1 is among others: a, c" in reason
+        for wrong in ([], ["a", a], "a", a):
+            with pytest.raises(ConfigurationError, match=r"process_group\(members=...\) takes"):
+                group.process_group("gloo", members=wrong)
+        with pytest.raises(NotAMember, match="'x' is not in group"):
+            group.process_group("gloo", members=["x"])
+        assert at_all((a, c), reduced, 1) == [(3.0, 3.0, 1.0)] * 2, "what was refused has changed something"
+
+        assert group.process_group("gloo").world_size == 4  # all of them again
+        assert dict(group.process_group("gloo", members=[1, 2]).ranks) == {"b": 0, "c": 1}
+        assert "number 3 is among others: b, c" in at_all([a], why_none)[0]
+        group.remove([a])  # not one of them: theirs goes on
+        assert at_all((b, c), reduced, 1) == [(3.0, 3.0, 1.0)] * 2
+    assert what_is_left() == (False, [], [])
+
+
 def test_a_member_that_is_killed_and_comes_back_and_one_that_leaves(spawn: Spawn) -> None:
     a, b, c = (spawn(Peer, max_restarts=-1) for _ in range(3))
     with rtr.init_group({"a": a, "b": b, "c": c}) as group:

@@ -1,0 +1,145 @@
+"""Prefill and decode apart: one actor reads the prompts, the other one writes the answers.
+
+Reading a prompt fills a transformer's key-value cache with all its tokens at once; writing takes it token by token. The
+two load a machine differently, so they get an actor each. The decode actor asks for the cache of a prompt and names
+the place: it arrives in memory that was allocated at the start. While one answer is written, the next prompt is read.
+
+    python examples/kv_cache.py                         # six prompts, about ten seconds
+    python examples/kv_cache.py --prompts 2 --tokens 8  # the short form
+
+The last line says that one process without any cache writes the same, token by token; else the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayError, RayTaskError
+from torch import Tensor, nn
+
+import raytorchrpc as rtr
+
+LAYERS, HEADS, WIDTH, VOCABULARY, LONGEST = 3, 4, 128, 256, 512
+
+
+class Block(nn.Module):
+    """Causal attention and a small network, over the positions from ``start`` on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.network = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+        nn.init.normal_(self.project.weight, std=0.2)  # untrained, yet every answer depends on the whole prompt
+
+    def forward(self, x: Tensor, cache: Tensor, start: int) -> Tensor:
+        end = start + len(x)
+        query, *new = self.project(self.norms[0](x)).view(len(x), 3, HEADS, -1).permute(1, 2, 0, 3)
+        cache[:, :, start:end] = torch.stack(new)
+        keys, values = cache[:, :, :end]
+        visible = torch.ones(len(x), end, dtype=torch.bool).tril(start)
+        mixed = nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=visible)
+        x = x + self.out(mixed.transpose(0, 1).reshape(len(x), WIDTH))
+        return x + self.network(self.norms[1](x))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)  # the same in every process
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LONGEST, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    @torch.inference_mode()
+    def forward(self, tokens: list[int], cache: Tensor, start: int = 0) -> int:
+        """The most likely next token. ``cache`` has what comes before ``start``, and gets these tokens."""
+        x = self.tokens(torch.tensor(tokens)) + self.positions.weight[start : start + len(tokens)]
+        for block, part in zip(self.blocks, cache, strict=True):
+            x = block(x, part, start)
+        return int(self.head(x[-1]).argmax())
+
+
+def make_cache(length: int) -> Tensor:
+    return torch.empty(LAYERS, 2, HEADS, length, WIDTH // HEADS)
+
+
+@ray.remote
+class Prefill:
+    def __init__(self) -> None:
+        self.model = Transformer()
+
+    @rtr.method
+    def read(self, prompt: list[int]) -> tuple[int, Tensor]:
+        """The first token of the answer, and the cache of the prompt."""
+        cache = make_cache(len(prompt))
+        return self.model(prompt, cache), cache
+
+
+@ray.remote
+class Decode:
+    def __init__(self) -> None:
+        self.model = Transformer()
+        self.slots = [make_cache(LONGEST) for _ in range(2)]  # one is in use while the other one is being filled
+
+    def answer(self, prefill: Any, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        def ask(number: int) -> Any:
+            place = self.slots[number % 2][:, :, :, : len(prompts[number])]
+            return rtr.rpc_async(prefill, into=[place]).read(prompts[number])
+
+        answers, coming = [], ask(0)
+        for number, prompt in enumerate(prompts):
+            token, _ = coming.wait()  # the cache is in its place
+            if number + 1 < len(prompts):
+                coming = ask(number + 1)
+            answers.append([token])
+            for start in range(len(prompt), len(prompt) + tokens - 1):
+                answers[-1].append(self.model(answers[-1][-1:], self.slots[number % 2], start))
+        return answers
+
+
+def without_cache(model: Transformer, prompt: list[int], tokens: int) -> list[int]:
+    """The answer by reading everything again for each token."""
+    known = list(prompt)
+    for _ in range(tokens):
+        known.append(model(known, make_cache(len(known))))
+    return known[len(prompt) :]
+
+
+def main(arguments: list[str] | None = None) -> list[list[int]]:
+    parser = argparse.ArgumentParser(description="Hand a KV cache from a prefill actor to a decode actor.")
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=24, help="of each answer")
+    options = parser.parse_args(arguments)
+    if options.prompts < 1 or not 1 <= options.tokens <= LONGEST // 2:
+        parser.error(f"at least 1 prompt, and 1 to {LONGEST // 2} tokens")
+
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(100, LONGEST // 2, (options.prompts,), generator=generator).tolist()
+    prompts = [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    if not ray.is_initialized():  # else: whatever this process uses already
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    prefill, decode = Prefill.remote(), Decode.remote()
+    with rtr.init_group({"prefill": prefill, "decode": decode}) as group:
+        answers = ray.get(decode.answer.remote(prefill, prompts, options.tokens))
+        print(group.stats())  # the calls go by socket, caches by shared memory
+    model = Transformer()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        print(f"prompt of {len(prompt)} tokens: {answer[:5]}...")
+        if without_cache(model, prompt, options.tokens) != answer:
+            sys.exit("kv_cache: this answer differs from that of one process")
+    print(f"checked: {len(prompts)} answers of {options.tokens} tokens are those of one process")
+    return answers
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (rtr.RayTorchRpcError, RayError, ConnectionError) as error:
+        reason = error.cause if isinstance(error, RayTaskError) else error
+        sys.exit(f"kv_cache: {type(reason).__name__}: {str(reason).splitlines()[0]}")
