@@ -1,0 +1,96 @@
+"""DQN on Pong with one learner and two collectors, over each transport: seconds for 100 iterations of the learner.
+
+All transports run at the same time, but only one of them works: collectors wait while their queue is full, and the
+learners take turns, in an order that changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import statistics
+from contextlib import ExitStack
+from typing import Any
+
+import ray
+
+from benchmarks._harness import Row, show, start_ray
+
+#: DI-engine's documentation on torchrpc: Atari DQN, seconds for 100 epochs, 16 CPU cores, 32 GiB of memory, one A100.
+PUBLISHED = {"nng": 127.64, "torchrpc (TCP)": 29.3906, "torchrpc (IB)": 28.7763}
+
+TRANSPORTS = ("auto", "torchrpc", "nng", "ray")
+COLLECTORS = 2
+
+#: What is measured: the settings that differ from the example's defaults, and iterations for each turn.
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "as published: DQN as usual": (
+        {"net": "nature", "batch": 32, "every": 4, "chunk": 64, "capacity": 10_000, "warmup": 1_000},
+        100,
+    ),
+    "transport-bound: large batches, small network": (
+        {"net": "small", "batch": 1_024, "every": 1, "replay": "collectors", "capacity": 4_000, "warmup": 400},
+        100,
+    ),
+}
+
+
+def measured(settings: Any, iterations: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds for 100 iterations, by transport."""
+    from examples.atari_dqn.player import Player
+    from examples.atari_dqn.session import Session
+
+    actions = Player(settings.game, settings.seed).actions
+    took: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
+    with ExitStack() as stack:
+        sessions = {name: stack.enter_context(Session(settings, name, actions)) for name in TRANSPORTS}
+        for session in sessions.values():  # warmup, and until what has waited in the queue is gone
+            ray.get(session.train(max(10, 2 * settings.depth * settings.collectors)), timeout=300)
+        for turn in range(repeats):
+            order = TRANSPORTS[turn % len(TRANSPORTS) :] + TRANSPORTS[: turn % len(TRANSPORTS)]
+            for name in order:
+                ray.get(sessions[name].train(settings.depth * settings.collectors), timeout=300)  # what waited
+                progress = ray.get(sessions[name].train(iterations), timeout=300)
+                took[name].append(100 * progress["seconds"] / progress["done"])
+    return took
+
+
+def main(quick: bool = False) -> None:
+    if importlib.util.find_spec("ale_py") is None or importlib.util.find_spec("gymnasium") is None:
+        print("\nAtari DQN: left out, as it needs ALE: pip install 'raytorchrpc[atari]'")
+        return
+    from examples.atari_dqn.settings import Settings
+
+    start_ray()
+    rows, lines = [], []
+    try:
+        for case, (changes, iterations) in CASES.items():
+            settings = Settings(collectors=COLLECTORS, **changes)
+            took = measured(settings, iterations // 2 if quick else iterations, 2 if quick else 4)
+            medians = {name: statistics.median(values) for name, values in took.items()}
+            target = 1 / 3 if case.startswith("transport-bound") else 1.0
+            short = case.partition(":")[0]
+            rows.append(Row(f"{short}, auto", medians["auto"], medians["nng"], "s", "nng", target))
+            rows.append(Row(f"{short}, auto", medians["auto"], medians["ray"], "s", "ray", 1.0))
+            rows.append(Row(f"{short}, auto", medians["auto"], medians["torchrpc"], "s", "torchrpc", 1.0))
+            rows.append(Row(f"{short}, torchrpc", medians["torchrpc"], medians["nng"], "s", "nng"))
+            rows.append(Row(f"{short}, nng", medians["nng"], medians["ray"], "s", "ray"))
+            lines.append(case)
+            lines.append("  " + ", ".join(f"{key}={value}" for key, value in dataclasses.asdict(settings).items()))
+            for name, values in took.items():
+                each = "  ".join(f"{value:.2f}" for value in values)
+                lines.append(
+                    f"  {name:<10}{medians[name]:>8.2f} s   {medians[name] / medians['nng']:>6.2f} x nng   "
+                    f"{medians[name] / medians['ray']:>6.2f} x ray   ({each})"
+                )
+    finally:
+        ray.shutdown()
+    show(f"Atari DQN, 1 learner and {COLLECTORS} collectors: seconds for 100 iterations (medians)", rows)
+    print("\n".join(lines))
+    figures = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in PUBLISHED.items())
+    ratio = PUBLISHED["torchrpc (TCP)"] / PUBLISHED["nng"]
+    print(f"published, for 100 epochs of another machine and program: {figures} (torchrpc (TCP) = {ratio:.2f} x nng)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Train DQN on an Atari game with Ray actors, over a transport of your choice.
+
+    python -m examples.atari_dqn --out runs/pong                       # from the root of the tree
+    python -m examples.atari_dqn --out runs/pong --resume              # goes on where it stopped
+    python -m examples.atari_dqn --out runs/ray --transport ray        # the same by plain Ray
+    python -m examples.atari_dqn --out runs/gpu --device cuda --collectors 8 --transport auto
+
+Ctrl-C ends it with a checkpoint; a second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+import raytorchrpc as rtr
+
+from . import reports
+from .player import Player
+from .session import Session
+from .settings import Settings
+from .transports import TRANSPORTS
+
+#: Settings that a resumed run cannot change.
+FIXED = ("game", "net", "seed")
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    defaults = Settings()
+    parser = argparse.ArgumentParser(prog="python -m examples.atari_dqn", description="Train DQN on an Atari game.")
+    parser.add_argument("--out", type=Path, default=Path("runs/atari"), help="folder for checkpoint, log and curve")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="how frames and weights travel")
+    parser.add_argument("--iterations", type=int, default=250_000, help="updates of the network, earlier runs included")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    parser.add_argument("--report", type=int, default=500, help="iterations between two reports")
+    parser.add_argument("--checkpoint-s", type=float, default=60, help="seconds between two checkpoints, at least")
+    choices = {"net": ("small", "nature"), "replay": ("learner", "collectors"), "device": None}
+    for field in dataclasses.fields(Settings):
+        default = getattr(defaults, field.name)
+        parser.add_argument(f"--{field.name}", type=type(default), default=default, choices=choices.get(field.name))
+    options = parser.parse_args(arguments)
+    for name in ("iterations", "report", "collectors", "batch", "warmup", "every", "chunk", "depth", "sync", "target"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} is a whole number from 1 on")
+    if options.device not in ("cpu", "cuda"):
+        parser.error("--device is cpu or cuda; Ray chooses which GPU")
+    return options
+
+
+class Interrupt:
+    """Set by the first Ctrl-C (or SIGTERM); the next one ends the program as always."""
+
+    def __init__(self) -> None:
+        self.came = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _: Any) -> None:
+        self.came.set()
+        signal.signal(number, signal.default_int_handler)
+
+
+def prepared(options: argparse.Namespace) -> tuple[Settings, int, dict[str, Any] | None]:
+    """The settings, the game's actions, and the checkpoint. ValueError for what cannot work."""
+    settings = Settings(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)})
+    player = Player(settings.game, settings.seed)  # also tells whether there is such a game
+    player.close()
+    checkpoint = reports.load(options.out) if options.resume else None
+    if checkpoint is not None:
+        for name in FIXED:
+            if checkpoint[name] != getattr(settings, name):
+                raise ValueError(f"--{name} was {checkpoint[name]!r} in the run that is to go on: give the same")
+        if checkpoint["learner"]["iteration"] >= options.iterations:
+            raise ValueError(f"the checkpoint has {checkpoint['learner']['iteration']} iterations already: ask for more")
+    return settings, player.actions, checkpoint
+
+
+def run(options: argparse.Namespace) -> int:
+    settings, actions, checkpoint = prepared(options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    state = None if checkpoint is None else checkpoint["learner"]
+    life = 0 if checkpoint is None else checkpoint["life"] + 1
+    done = 0 if state is None else state["iteration"]
+    log = reports.Log(options.out, upto=done)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(runtime_env=rtr.runtime_env(), include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    if settings.device == "cuda" and not ray.cluster_resources().get("GPU"):
+        raise ValueError("--device cuda: Ray has no GPU here")
+    interrupt = Interrupt()
+
+    with Session(settings, options.transport, actions, state, life) as session:
+        print(session.routes, flush=True)
+
+        def save() -> float:
+            state = ray.get(session.learner.state.remote(), timeout=120)
+            reports.save(options.out, {"learner": state, "life": life, **{name: getattr(settings, name) for name in FIXED}})
+            reports.draw(options.out, log.rows, f"{settings.game}, DQN ({settings.net}), transport {options.transport}")
+            return time.monotonic()
+
+        saved = save() if not done else time.monotonic()
+        while done < options.iterations and not interrupt.came.is_set():
+            training, progress = session.train(min(options.report, options.iterations - done)), None
+            while progress is None:
+                if interrupt.came.is_set():
+                    ray.get(session.learner.stop.remote(), timeout=120)
+                progress = session.finished(training, timeout_s=1)
+            done = progress["iteration"]
+            if not progress["done"]:
+                break
+            per_100 = 100 * progress["seconds"] / progress["done"]
+            log.add(
+                {
+                    **progress,
+                    "seconds_per_100": per_100,
+                    "restarts": session.restarts,
+                    "transport": options.transport,
+                    "frames": 4 * progress["steps"],
+                }
+            )
+            mean = "none yet" if progress["return"] is None else f"{progress['return']:.2f}"
+            print(
+                f"iteration {done}  steps {progress['steps']}  return {mean}  loss {progress['loss']:.4f}  "
+                f"epsilon {progress['epsilon']:.2f}  {per_100:.2f} s per 100 iterations",
+                flush=True,
+            )
+            if time.monotonic() - saved > options.checkpoint_s:
+                saved = save()
+        save()
+    print(f"{'INTERRUPTED' if interrupt.came.is_set() else 'DONE'} at iteration {done}: {options.out}")
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parsed(arguments)
+    try:
+        return run(options)
+    except (ValueError, OSError, rtr.RayTorchRpcError, ray.exceptions.RayError) as error:
+        text = str(error).strip() if isinstance(error, ray.exceptions.RayTaskError) else " ".join(str(error).split())
+        print(f"atari_dqn: {text}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("atari_dqn: interrupted before its end; the last checkpoint is as it was", file=sys.stderr)
+        return 130
+    finally:
+        ray.shutdown()
