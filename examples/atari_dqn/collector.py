@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import torch
 
 from .network import SIDE, Network
@@ -16,13 +19,25 @@ class Collector:
 
     def __init__(self, settings: Settings, number: int) -> None:
         self.settings, self.number = settings, number
+        self._over = threading.Event()
+
+    def end(self) -> None:
+        """What fails from now on does so because the run is over."""
+        self._over.set()
 
     def run(self, transport: Transport, steps: int, life: int) -> None:
-        """Play and send, until sending fails as the learner is gone, or this process ends.
+        """Play and send, until the run is over or this process ends.
 
         ``steps``: of all collectors so far. ``life``: how often this was begun before, so that it does not play the same
         games again.
         """
+        try:
+            self._play(transport, steps, life)
+        except Exception:
+            if not self._over.is_set():
+                raise
+
+    def _play(self, transport: Transport, steps: int, life: int) -> None:
         settings = self.settings
         seed = seed_of(settings.seed, self.number, life)
         player = Player(settings.game, seed)
@@ -30,7 +45,7 @@ class Collector:
         send = self._send_rows if settings.replay == "learner" else self._sender_of_batches(seed)
         count = settings.chunk if settings.replay == "learner" else max(1, settings.warmup // settings.collectors)
         version = 0
-        while True:
+        while not self._over.is_set():
             version = transport.pull(policy, version)
             rows, returns = player.play(policy, count, settings.epsilon_at(steps))
             steps += count * settings.collectors  # the others are about as far
@@ -41,7 +56,7 @@ class Collector:
     def _send_rows(self, transport: Transport, about: dict[str, object], rows: Rows) -> None:
         transport.put(about, rows._asdict())
 
-    def _sender_of_batches(self, seed: int):
+    def _sender_of_batches(self, seed: int) -> Callable[[Transport, dict[str, object], Rows], None]:
         """Remembers here, and sends a batch of what is remembered."""
         settings = self.settings
         memory = Replay(1, settings.capacity // settings.collectors, SIDE, SIDE, seed)

@@ -21,7 +21,12 @@ def make_game(game: str) -> Any:
     """
     try:
         return gymnasium.make_vec(
-            f"ALE/{game}-v5", num_envs=1, num_threads=1, stack_num=1, reward_clipping=False, repeat_action_probability=0.0
+            f"ALE/{game}-v5",
+            num_envs=1,
+            num_threads=1,
+            stack_num=1,
+            reward_clipping=False,
+            repeat_action_probability=0.0,
         )
     except (gymnasium.error.Error, ValueError) as error:
         raise ValueError(f"game {game!r} is unknown to ALE: {' '.join(str(error).split())}") from error

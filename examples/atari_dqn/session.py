@@ -73,6 +73,12 @@ class Session:
             self._transport, self.routes = GroupTransport(depth), str(group.routes())
         self._steps = ray.get(self.learner.begin.remote(self._transport, self._state), timeout=START_S)
         self._runs = {self._run(number): number for number in range(settings.collectors)}
+        self._ending.callback(self._end)
+
+    def _end(self) -> None:
+        """Before the transport ends: collectors are told, so that they do not take it for a failure."""
+        told = [collector.end.remote() for collector in self.collectors]
+        ray.wait(told, num_returns=len(told), timeout=10)
 
     def _run(self, number: int) -> Any:
         return self.collectors[number].run.remote(self._transport, self._steps, self._life)

@@ -27,6 +27,7 @@ import torch
 import raytorchrpc as rtr
 
 from . import reports
+from .network import NETS
 from .player import Player
 from .session import Session
 from .settings import Settings
@@ -45,7 +46,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--report", type=int, default=500, help="iterations between two reports")
     parser.add_argument("--checkpoint-s", type=float, default=60, help="seconds between two checkpoints, at least")
-    choices = {"net": ("small", "nature"), "replay": ("learner", "collectors"), "device": None}
+    choices = {"net": NETS, "replay": ("learner", "collectors"), "device": None}
     for field in dataclasses.fields(Settings):
         default = getattr(defaults, field.name)
         parser.add_argument(f"--{field.name}", type=type(default), default=default, choices=choices.get(field.name))
@@ -82,29 +83,40 @@ def prepared(options: argparse.Namespace) -> tuple[Settings, int, dict[str, Any]
             if checkpoint[name] != getattr(settings, name):
                 raise ValueError(f"--{name} was {checkpoint[name]!r} in the run that is to go on: give the same")
         if checkpoint["learner"]["iteration"] >= options.iterations:
-            raise ValueError(f"the checkpoint has {checkpoint['learner']['iteration']} iterations already: ask for more")
+            raise ValueError(
+                f"the checkpoint has {checkpoint['learner']['iteration']} iterations already: ask for more"
+            )
     return settings, player.actions, checkpoint
 
 
 def run(options: argparse.Namespace) -> int:
     settings, actions, checkpoint = prepared(options)
     options.out.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(runtime_env=rtr.runtime_env(), include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        if settings.device == "cuda" and not ray.cluster_resources().get("GPU"):
+            raise ValueError("--device cuda: Ray has no GPU here")
+        return trained(options, settings, actions, checkpoint)
+    finally:
+        ray.shutdown()
+
+
+def trained(options: argparse.Namespace, settings: Settings, actions: int, checkpoint: dict[str, Any] | None) -> int:
+    """Train, report, and leave a checkpoint. The process's exit code."""
     state = None if checkpoint is None else checkpoint["learner"]
     life = 0 if checkpoint is None else checkpoint["life"] + 1
     done = 0 if state is None else state["iteration"]
     log = reports.Log(options.out, upto=done)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(runtime_env=rtr.runtime_env(), include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    if settings.device == "cuda" and not ray.cluster_resources().get("GPU"):
-        raise ValueError("--device cuda: Ray has no GPU here")
     interrupt = Interrupt()
-
     with Session(settings, options.transport, actions, state, life) as session:
         print(session.routes, flush=True)
 
         def save() -> float:
             state = ray.get(session.learner.state.remote(), timeout=120)
-            reports.save(options.out, {"learner": state, "life": life, **{name: getattr(settings, name) for name in FIXED}})
+            reports.save(
+                options.out, {"learner": state, "life": life, **{name: getattr(settings, name) for name in FIXED}}
+            )
             reports.draw(options.out, log.rows, f"{settings.game}, DQN ({settings.net}), transport {options.transport}")
             return time.monotonic()
 
@@ -152,5 +164,3 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("atari_dqn: interrupted before its end; the last checkpoint is as it was", file=sys.stderr)
         return 130
-    finally:
-        ray.shutdown()
