@@ -28,8 +28,8 @@ class Collector:
     def run(self, transport: Transport, steps: int, life: int) -> None:
         """Play and send, until the run is over or this process ends.
 
-        ``steps``: of all collectors so far. ``life``: how often this was begun before, so that it does not play the same
-        games again.
+        ``steps``: of all collectors so far. ``life``: how often this was begun before, so that it does not play
+        the same games again.
         """
         try:
             self._play(transport, steps, life)

@@ -16,8 +16,12 @@ from .replay import Batch, Replay, Rows
 from .settings import Settings
 from .transports import Transport
 
-#: Seconds without a frame from any collector after which the learner gives up. A collector that died is back long before.
+#: Seconds without a frame from any collector after which the learner gives up; one that died is back long before.
 PATIENCE_S = 120.0
+
+
+class Stopped(Exception):
+    """``stop`` was called."""
 
 
 class Learner:
@@ -46,11 +50,14 @@ class Learner:
         return self.steps
 
     def train(self, iterations: int) -> dict[str, Any]:
-        """So many iterations, or fewer after ``stop``; what came of them. Blocks for each item for PATIENCE_S at most."""
+        """So many iterations, or fewer after ``stop``; what came of them. Waits PATIENCE_S for each item at most."""
         began, first = time.perf_counter(), self.iteration
         losses, values = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
-        while self.iteration < first + iterations and not self._stop.is_set():
-            batch = self._drawn() if self.settings.replay == "learner" else self._received()
+        while self.iteration < first + iterations:
+            try:
+                batch = self._drawn() if self.settings.replay == "learner" else self._received()
+            except Stopped:
+                break
             loss, value = self._update(batch.to(self.device))
             losses, values = losses + loss, values + value
             self.iteration += 1
@@ -72,7 +79,7 @@ class Learner:
         }
 
     def stop(self) -> None:
-        """``train`` ends after the iteration that it is in."""
+        """``train`` ends after the update that it is in, or within a second where it waits for frames."""
         self._stop.set()
 
     def _update(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,10 +105,16 @@ class Learner:
         return Batch(**self._next()[1])
 
     def _next(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        try:
-            about, tensors = self.transport.get(PATIENCE_S)
-        except queue.Empty:
-            raise TimeoutError(f"no collector has sent anything for {PATIENCE_S:g} s") from None
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            if self._stop.is_set():
+                raise Stopped
+            try:
+                about, tensors = self.transport.get(timeout=1)
+                break
+            except queue.Empty:
+                if time.monotonic() > until:
+                    raise TimeoutError(f"no collector has sent anything for {PATIENCE_S:g} s") from None
         self.steps += about["steps"]
         self.episodes += len(about["returns"])
         self.returns = (self.returns + about["returns"])[-100:]

@@ -16,8 +16,8 @@ NETS = ("nature", "small", "tiny")
 class Network(nn.Module):
     """From four stacked grey frames, as bytes, to one value for each action.
 
-    ``nature`` is the network of Mnih et al. (2015). ``small`` sees every third pixel and has 1/50 of the arithmetic, for
-    machines without a GPU. ``tiny`` sees 49 pixels, too few to play by: it is there to measure everything else.
+    ``nature`` is the network of Mnih et al. (2015). ``small`` sees every third pixel and has 1/50 of the arithmetic,
+    for machines without a GPU. ``tiny`` sees 49 pixels, too few to play by: it is there to measure everything else.
     """
 
     def __init__(self, kind: str, actions: int) -> None:

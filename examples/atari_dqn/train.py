@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 
 import raytorchrpc as rtr
 
@@ -108,49 +107,48 @@ def trained(options: argparse.Namespace, settings: Settings, actions: int, check
     life = 0 if checkpoint is None else checkpoint["life"] + 1
     done = 0 if state is None else state["iteration"]
     log = reports.Log(options.out, upto=done)
+    fixed = {name: getattr(settings, name) for name in FIXED}
+    title = f"{settings.game}, DQN ({settings.net}), transport {options.transport}"
     interrupt = Interrupt()
     with Session(settings, options.transport, actions, state, life) as session:
         print(session.routes, flush=True)
-
-        def save() -> float:
-            state = ray.get(session.learner.state.remote(), timeout=120)
-            reports.save(
-                options.out, {"learner": state, "life": life, **{name: getattr(settings, name) for name in FIXED}}
-            )
-            reports.draw(options.out, log.rows, f"{settings.game}, DQN ({settings.net}), transport {options.transport}")
-            return time.monotonic()
-
-        saved = save() if not done else time.monotonic()
+        saved = time.monotonic()
         while done < options.iterations and not interrupt.came.is_set():
-            training, progress = session.train(min(options.report, options.iterations - done)), None
-            while progress is None:
-                if interrupt.came.is_set():
-                    ray.get(session.learner.stop.remote(), timeout=120)
-                progress = session.finished(training, timeout_s=1)
+            progress = advanced(session, min(options.report, options.iterations - done), interrupt)
             done = progress["iteration"]
-            if not progress["done"]:
-                break
-            per_100 = 100 * progress["seconds"] / progress["done"]
-            log.add(
-                {
-                    **progress,
-                    "seconds_per_100": per_100,
-                    "restarts": session.restarts,
-                    "transport": options.transport,
-                    "frames": 4 * progress["steps"],
-                }
-            )
-            mean = "none yet" if progress["return"] is None else f"{progress['return']:.2f}"
-            print(
-                f"iteration {done}  steps {progress['steps']}  return {mean}  loss {progress['loss']:.4f}  "
-                f"epsilon {progress['epsilon']:.2f}  {per_100:.2f} s per 100 iterations",
-                flush=True,
-            )
-            if time.monotonic() - saved > options.checkpoint_s:
-                saved = save()
-        save()
+            if progress["done"]:
+                log.add(reported(progress, session.restarts, options.transport))
+            if time.monotonic() - saved > options.checkpoint_s or interrupt.came.is_set() or done >= options.iterations:
+                learned = ray.get(session.learner.state.remote(), timeout=120)
+                reports.save(options.out, {"learner": learned, "life": life, **fixed})
+                reports.draw(options.out, log.rows, title)
+                saved = time.monotonic()
     print(f"{'INTERRUPTED' if interrupt.came.is_set() else 'DONE'} at iteration {done}: {options.out}")
     return 0
+
+
+def advanced(session: Session, iterations: int, interrupt: Interrupt) -> dict[str, Any]:
+    """So many iterations, or fewer if the program is interrupted."""
+    training = session.train(iterations)
+    while True:
+        if interrupt.came.is_set():
+            ray.get(session.learner.stop.remote(), timeout=120)
+        progress = session.finished(training, timeout_s=1)
+        if progress is not None:
+            return progress
+
+
+def reported(progress: dict[str, Any], restarts: int, transport: str) -> dict[str, Any]:
+    """Print a line; returns what the log says."""
+    per_100 = 100 * progress["seconds"] / progress["done"]
+    mean = "none yet" if progress["return"] is None else f"{progress['return']:.2f}"
+    print(
+        f"iteration {progress['iteration']}  steps {progress['steps']}  return {mean}  loss {progress['loss']:.4f}  "
+        f"epsilon {progress['epsilon']:.2f}  {per_100:.2f} s per 100 iterations",
+        flush=True,
+    )
+    more = {"frames": 4 * progress["steps"], "seconds_per_100": per_100, "restarts": restarts, "transport": transport}
+    return {**progress, **more}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -69,9 +69,7 @@ def test_it_trains(transport: str, tmp_path: Path) -> None:
 def test_a_run_is_resumed_by_any_transport_and_where_collectors_remember(transport: str, tmp_path: Path) -> None:
     train(tmp_path, "--iterations", "20", "--replay", "collectors", "--transport", "nng")
     before = log_of(tmp_path)
-    with open(
-        tmp_path / "log.jsonl", "a"
-    ) as file:  # as if it had been killed after a report, in the middle of the next
+    with open(tmp_path / "log.jsonl", "a") as file:  # as if killed in the middle of a later report
         file.write(json.dumps({**before[-1], "iteration": 25}) + '\n{"iteration": 3')
     printed = train(tmp_path, "--iterations", "40", "--resume", "--transport", transport)
     assert "iteration 30" in printed and "iteration 10 " not in printed
