@@ -29,6 +29,7 @@ class Learner:
 
     def __init__(self, settings: Settings, actions: int) -> None:
         self.settings, self.device = settings, torch.device(settings.device)
+        torch.set_num_threads(settings.threads)
         torch.manual_seed(settings.seed)
         self.network = Network(settings.net, actions).to(self.device)
         self.target = copy.deepcopy(self.network).requires_grad_(False)

@@ -39,7 +39,8 @@ class Batch(NamedTuple):
     ends: Tensor
 
     def to(self, device: torch.device | str) -> Batch:
-        return Batch(*(tensor.to(device, non_blocking=True) for tensor in self))
+        """Blocks until they are copied: the memory that they arrived in is its sender's again when they are dropped."""
+        return Batch(*(tensor.to(device) for tensor in self))
 
 
 class Replay:

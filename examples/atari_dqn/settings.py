@@ -14,6 +14,8 @@ class Settings:
     net: str = "nature"
     device: str = "cpu"
     """Where the learner trains; collectors play on the CPU."""
+    threads: int = 1
+    """CPU threads of the learner."""
     collectors: int = 2
     batch: int = 32
     """Transitions of one iteration."""

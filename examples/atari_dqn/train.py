@@ -50,7 +50,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         default = getattr(defaults, field.name)
         parser.add_argument(f"--{field.name}", type=type(default), default=default, choices=choices.get(field.name))
     options = parser.parse_args(arguments)
-    for name in ("iterations", "report", "collectors", "batch", "warmup", "every", "chunk", "depth", "sync", "target"):
+    counts = ("iterations", "report", "threads", "collectors", "batch", "warmup", "every", "chunk", "depth", "sync")
+    for name in (*counts, "target", "capacity", "explore"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} is a whole number from 1 on")
     if options.device not in ("cpu", "cuda"):
