@@ -118,7 +118,8 @@ def trained(options: argparse.Namespace, settings: Settings, actions: int, check
             progress = advanced(session, min(options.report, options.iterations - done), interrupt)
             done = progress["iteration"]
             if progress["done"]:
-                log.add(reported(progress, session.restarts, options.transport))
+                log.add(row_of(progress, session.restarts, options.transport))
+                show(log.rows[-1])
             if time.monotonic() - saved > options.checkpoint_s or interrupt.came.is_set() or done >= options.iterations:
                 learned = ray.get(session.learner.state.remote(), timeout=120)
                 reports.save(options.out, {"learner": learned, "life": life, **fixed})
@@ -139,17 +140,20 @@ def advanced(session: Session, iterations: int, interrupt: Interrupt) -> dict[st
             return progress
 
 
-def reported(progress: dict[str, Any], restarts: int, transport: str) -> dict[str, Any]:
-    """Print a line; returns what the log says."""
+def row_of(progress: dict[str, Any], restarts: int, transport: str) -> dict[str, Any]:
+    """What the log says."""
     per_100 = 100 * progress["seconds"] / progress["done"]
-    mean = "none yet" if progress["return"] is None else f"{progress['return']:.2f}"
-    print(
-        f"iteration {progress['iteration']}  steps {progress['steps']}  return {mean}  loss {progress['loss']:.4f}  "
-        f"epsilon {progress['epsilon']:.2f}  {per_100:.2f} s per 100 iterations",
-        flush=True,
-    )
     more = {"frames": 4 * progress["steps"], "seconds_per_100": per_100, "restarts": restarts, "transport": transport}
     return {**progress, **more}
+
+
+def show(row: dict[str, Any]) -> None:
+    mean = "none yet" if row["return"] is None else f"{row['return']:.2f}"
+    print(
+        f"iteration {row['iteration']}  steps {row['steps']}  return {mean}  loss {row['loss']:.4f}  "
+        f"epsilon {row['epsilon']:.2f}  {row['seconds_per_100']:.2f} s per 100 iterations",
+        flush=True,
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

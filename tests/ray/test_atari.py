@@ -33,7 +33,7 @@ def command(out: Path, *options: str) -> list[str]:
 
 
 def train(out: Path, *options: str) -> str:
-    ran = subprocess.run(command(out, *options), cwd=ROOT, capture_output=True, text=True, timeout=100)
+    ran = subprocess.run(command(out, *options), cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "Error" not in ran.stderr, ran.stderr
     return ran.stdout
@@ -51,9 +51,11 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("transport", ["auto", slow("torchrpc"), slow("nng"), slow("ray")])
-def test_it_trains(transport: str, tmp_path: Path) -> None:
-    printed = train(tmp_path, "--iterations", "30", "--transport", transport)
+@pytest.mark.parametrize(
+    ("transport", "collectors"), [("auto", 1), slow("auto", 2), slow("torchrpc", 2), slow("nng", 2), slow("ray", 2)]
+)
+def test_it_trains(transport: str, collectors: int, tmp_path: Path) -> None:
+    printed = train(tmp_path, "--iterations", "30", "--transport", transport, "--collectors", str(collectors))
     assert printed.splitlines()[-1] == f"DONE at iteration 30: {tmp_path}"
     log = log_of(tmp_path)
     assert [row["iteration"] for row in log] == [10, 20, 30]
