@@ -70,13 +70,15 @@ def main(quick: bool = False, cases: Iterable[str] = tuple(CASES)) -> None:
         return
     from examples.atari_dqn.settings import Settings
 
-    start_ray()
+    start_ray(
+        cpus=2 * len(TRANSPORTS) * (COLLECTORS + 1)
+    )  # numbers; all at work here are one learner and its collectors
     rows, lines = [], []
     try:
         for case in cases:
             changes, iterations = CASES[case]
             settings = Settings(collectors=COLLECTORS, **changes)
-            took = measured(settings, iterations // 2 if quick else iterations, 2 if quick else 4)
+            took = measured(settings, iterations // 2 if quick else iterations, 2 if quick else 3)
             medians = {name: statistics.median(values) for name, values in took.items()}
             target = round(1 / 3, 3) if case.startswith("transport-bound") else NO_SLOWER
             short = case.partition(":")[0]

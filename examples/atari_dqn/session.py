@@ -17,6 +17,8 @@ from .transports import LANES, GroupTransport, RayTransport
 
 #: Seconds for actors to start, for instance on nodes that a cluster has to get first.
 START_S = 300
+#: What each actor asks Ray for: a share, so that a machine with fewer cores than actors will do.
+CPUS = 0.5
 
 
 class Session:
@@ -47,9 +49,8 @@ class Session:
 
     def _start(self) -> None:
         settings = self.settings
-        # A share of a CPU: this also fits on machines with fewer cores than actors. Two threads each: what ends a run
-        # (stop, the group's end) does not wait for it.
-        each: dict[str, Any] = {"num_cpus": 0.5, "max_concurrency": 2}
+        # Two threads each: what ends a run (stop, the group's end) does not wait for it.
+        each: dict[str, Any] = {"num_cpus": CPUS, "max_concurrency": 2}
         gpus = 1 if settings.device == "cuda" else 0
         depth = settings.depth * settings.collectors
         if self._transport_name == "ray":

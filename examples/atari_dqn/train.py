@@ -28,7 +28,7 @@ import raytorchrpc as rtr
 from . import reports
 from .network import NETS
 from .player import Player
-from .session import Session
+from .session import CPUS, Session
 from .settings import Settings
 from .transports import TRANSPORTS
 
@@ -97,6 +97,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         if settings.device == "cuda" and not ray.cluster_resources().get("GPU"):
             raise ValueError("--device cuda: Ray has no GPU here")
+        wanted, has = CPUS * (settings.collectors + 1), ray.cluster_resources().get("CPU", 0)
+        if wanted > has:
+            print(f"atari_dqn: {wanted:g} CPUs are asked for and Ray has {has:g}; waiting for more", file=sys.stderr)
         return trained(options, settings, actions, checkpoint)
     finally:
         ray.shutdown()
