@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import calls, forming, huge_pages, objectrefs, queues, scale, seeing, soak, tensors, tutorial, weights
+from benchmarks import (
+    atari,
+    calls,
+    forming,
+    huge_pages,
+    objectrefs,
+    queues,
+    scale,
+    seeing,
+    soak,
+    tensors,
+    tutorial,
+    weights,
+)
 from benchmarks._harness import machine
 
 ALL = {
+    "atari": atari.main,
     "calls": calls.main,
     "forming": forming.main,
     "huge_pages": huge_pages.main,

@@ -1,0 +1,1 @@
+"""DQN on Atari games: collectors play, one learner trains; see README.md."""

@@ -1,0 +1,48 @@
+"""What a training run is made of; the same in every process of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A step is one decision of a collector: four frames of the game. An iteration is one update of the network."""
+
+    game: str = "Pong"
+    seed: int = 0
+    net: str = "nature"
+    device: str = "cpu"
+    """Where the learner trains; collectors play on the CPU."""
+    threads: int = 1
+    """CPU threads of the learner."""
+    collectors: int = 2
+    batch: int = 32
+    """Transitions of one iteration."""
+    replay: str = "learner"
+    """Who keeps the replay memory. ``learner``: collectors send each new frame once, the learner draws the batches.
+    ``collectors``: each remembers its own games and sends whole batches, one for each iteration."""
+    capacity: int = 100_000
+    """Frames that are remembered, by all memories together (7 KB each)."""
+    warmup: int = 10_000
+    """Steps, of all collectors together, before the first iteration."""
+    every: int = 4
+    """Steps for each iteration; the learner waits for them."""
+    chunk: int = 64
+    """Steps that a collector sends at a time, where the learner remembers."""
+    depth: int = 2
+    """Items that may wait in the queue, for each collector."""
+    sync: int = 20
+    """Iterations between two publications of the weights."""
+    target: int = 1_000
+    """Iterations between two updates of the target network."""
+    gamma: float = 0.99
+    rate: float = 1e-4
+    """Learning rate of Adam."""
+    explore: int = 250_000
+    """Steps until epsilon, the share of random actions, has gone from 1 to ``epsilon``."""
+    epsilon: float = 0.05
+
+    def epsilon_at(self, steps: int) -> float:
+        """The share of random actions after that many steps of all collectors."""
+        return max(self.epsilon, 1 - (1 - self.epsilon) * steps / self.explore)
