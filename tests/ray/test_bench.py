@@ -36,6 +36,7 @@ def complete(run: Run) -> None:
                 assert cell.samples >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # a busy machine starts actors slowly; else it takes ten seconds
 def test_two_rows_two_sizes_and_every_output(bench: Command, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

@@ -106,6 +106,7 @@ def test_a_cache_handed_over_decodes_as_one_process_does() -> None:
     assert any("shm" in line and "decode" in line for line in before), "the caches did not go by shared memory"
 
 
+@pytest.mark.slow
 def test_pipeline_gradients_equal_those_of_one_process() -> None:
     figures = pipeline_autograd("--rounds", "1", "--repeats", "1")
     assert figures["gradients_match"]

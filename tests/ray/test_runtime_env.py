@@ -93,6 +93,7 @@ def test_torch_heeds_it(madvise: None, started_with: Any, started_without: Any) 
     assert at_work(started_with, in_huge_pages, SIZE) >= SIZE // 2
 
 
+@pytest.mark.slow
 def test_memory_of_middle_sized_tensors_is_used_again(spawn: Spawn, started_with: Any) -> None:
     """With huge pages alone it is not, and calls with such tensors become slower."""
     huge_pages_alone = spawn(Peer, runtime_env={"env_vars": {"THP_MEM_ALLOC_ENABLE": "1"}})

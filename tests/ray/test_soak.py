@@ -15,6 +15,7 @@ def come_to_nothing(calls: int, rounds: int) -> None:
     assert verdict.grown == [], soak.table(verdict)
 
 
+@pytest.mark.slow
 def test_five_thousand_calls_of_all_kinds_leave_nothing(cluster: None) -> None:
     come_to_nothing(5_000, rounds=1)
 
