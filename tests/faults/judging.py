@@ -67,9 +67,9 @@ def stood_still(lags: Sequence[Sequence[float]], began: float, ended: float) -> 
     return sum(max(0.0, min(ended, up) - max(began, since)) for since, up in lags)
 
 
-def judge_rest(first: Rest, now: Mapping[str, Any], parted: int, elsewhere: bool) -> list[str]:
+def judge_rest(first: Rest, now: Mapping[str, Any], parted: int, elsewhere: bool, pooled: int) -> list[str]:
     """What a process holds that it did not hold at first; so many members ended meanwhile, on other hosts too if there
-    are any.
+    are any. ``pooled``: bytes of its own memory that a lane may keep for later.
     """
     before, found = first.left, []
     if now["restless"]:
@@ -79,7 +79,7 @@ def judge_rest(first: Rest, now: Mapping[str, Any], parted: int, elsewhere: bool
         ("threads", THREADS),
         ("arena", 0),
         ("under way", 0),
-        ("anonymous", ANONYMOUS),
+        ("anonymous", ANONYMOUS + pooled),
     ):
         grew = now[what] - before[what]
         if grew > allowed:

@@ -113,6 +113,8 @@ class Running:
         self._draw = random.Random(seed)
         self.remotes: dict[str, Remote] = {}
         self._rest: dict[Remote, Rest] = {}
+        self.pooled = 0
+        """What nixl may keep of memory that it has registered (bytes)."""
         self._parted = 0
         """Processes of members that have ended."""
         self._judged_lines = 0
@@ -390,7 +392,7 @@ class Running:
             first = self._rest.setdefault(remote, Rest(left, parted))
             self.report.violations += [
                 f"{name} (pid {remote.pid}): {text}"
-                for text in judge_rest(first, left, parted - first.parted, elsewhere)
+                for text in judge_rest(first, left, parted - first.parted, elsewhere, self.pooled)
             ]
 
 
@@ -426,6 +428,7 @@ def running(
             actors, name=f"faults-{seed}", config=rtr.GroupConfig(**settings), timeout_s=PATIENCE_S
         ) as group:
             run = Running(group, actors, board, log, seed, hand or Here())
+            run.pooled = settings["shm_bytes"] if road == "nixl" else 0
             run.calm(0)
             run.rest()
             yield run
