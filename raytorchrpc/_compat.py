@@ -109,14 +109,26 @@ def add_peer(
     agent._update_group_membership(
         WorkerInfo(name, worker_id),
         [torch.device("cuda", index) for index in devices],
-        {name: _devices(inverse_map)},
+        {name: _devices(inverse_map)} if inverse_map else {},
         True,
     )
 
 
-def remove_peer(agent: TensorPipeAgent, name: str, worker_id: int) -> None:
-    """Forget a peer. Its broken pipe stays cached under its id, so the id must never come back."""
-    agent._update_group_membership(WorkerInfo(name, worker_id), [], {}, False)
+def remove_peer(
+    agent: TensorPipeAgent, name: str, worker_id: int, *, devices: Sequence[int], inverse_maps: Mapping[str, DeviceDict]
+) -> None:
+    """Forget a peer. Its broken pipe stays cached under its id, so the id must never come back.
+
+    ``devices``, ``inverse_maps`` (none of them empty): what the agent keeps for those who stay; it drops the rest. It
+    takes no lock for that, and copies the maps with every answer that it sends: a map which is dropped meanwhile ends
+    the process, so there is none for a peer without GPUs.
+    """
+    agent._update_group_membership(
+        WorkerInfo(name, worker_id),
+        [torch.device("cuda", index) for index in devices],
+        {peer: _devices(inverse_map) for peer, inverse_map in inverse_maps.items()},
+        False,
+    )
 
 
 def stop_agent() -> None:

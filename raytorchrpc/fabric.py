@@ -274,8 +274,10 @@ class Fabric:
         peer = self._peers.pop(name, None)
         self._workers.pop(name, None)
         self._unopened.pop(name, None)
-        if peer is not None and self._agent is not None:
-            _compat.remove_peer(self._agent, peer.name, peer.worker_id)
+        if peer is not None and self._agent is not None and self._spec is not None:
+            kept = {other.name: other.inverse_map for other in self._peers.values() if other.inverse_map}
+            devices = self._spec.devices
+            _compat.remove_peer(self._agent, peer.name, peer.worker_id, devices=devices, inverse_maps=kept)
 
     def stop(self) -> None:
         """End the agent for good. Waits at most ``STOP_TIMEOUT_S``; a forked child does nothing."""

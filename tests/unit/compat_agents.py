@@ -77,6 +77,26 @@ def first(link: Any) -> dict[str, Any]:
     b = agent.get_worker_info("b")
     step("call", lambda: _compat.invoke_async(b, operator.add, (1, 2), 20.0).wait())
     step("call by name", lambda: rpc.rpc_sync("b", operator.add, args=(1, 2)))
+
+    def answers_while_peers_come_and_go() -> int:
+        """For each answer the agent copies its maps of all peers."""
+        over = threading.Event()
+
+        def come_and_go() -> None:
+            while not over.is_set():
+                _compat.add_peer(agent, store, "x", 13, peer_url, devices=[], inverse_map={})
+                _compat.remove_peer(agent, "x", 13, devices=[], inverse_maps={})
+
+        coming = threading.Thread(target=come_and_go)
+        coming.start()
+        try:
+            asked = (rpc.rpc_sync("b", rpc.rpc_sync, args=("a", operator.add, (1, 2))) for _ in range(200))
+            return sum(result == 3 for result in asked)
+        finally:
+            over.set()
+            coming.join()
+
+    step("answers while peers come and go", answers_while_peers_come_and_go)
     step("timeout", lambda: _error(lambda: _compat.invoke_async(b, time.sleep, (0.3,), 0.05).wait()))
     step("rref", lambda: isinstance(rpc.remote("b", operator.add, args=(1, 2)), _compat.RREF_TYPE))
     step("rref value", lambda: rpc.remote("b", operator.add, args=(1, 2)).to_here())
@@ -108,7 +128,7 @@ def first(link: Any) -> dict[str, Any]:
 
     step("contexts", contexts)
 
-    _compat.remove_peer(agent, "b", 12)
+    _compat.remove_peer(agent, "b", 12, devices=[], inverse_maps={})
     step("removed", lambda: _error(lambda: agent.get_worker_info("b")))
     link.send("end")
     _compat.stop_agent()

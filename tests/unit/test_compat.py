@@ -56,6 +56,11 @@ def test_an_agent_can_be_told_to_forget_a_peer(seen: dict[str, Any]) -> None:
     assert seen["exit code"] == 0
 
 
+def test_an_agent_answers_while_it_is_told_of_peers_and_to_forget_them(seen: dict[str, Any]) -> None:
+    """It forgets without a lock: did that change what an answer reads, the process would crash."""
+    assert seen["answers while peers come and go"] == 200
+
+
 def test_a_deadline_is_told_by_its_text(seen: dict[str, Any]) -> None:
     """Not a name but a text: the torchrpc lane knows a timeout by it; all other RuntimeErrors mean something else."""
     assert "RPC ran for more than set timeout" in seen["timeout"]
