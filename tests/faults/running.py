@@ -356,7 +356,11 @@ class Running:
         """Each of these calls all others; who failed at what."""
         asked = {
             name: self.remotes[name].ask(
-                "everybody", label=f"{number}-{label}", peers=[other for other in NAMES if other != name], timeout=15
+                "everybody",
+                group=self.group.name,
+                label=f"{number}-{label}",
+                peers=[other for other in NAMES if other != name],
+                timeout=15,
             )
             for name in names
         }

@@ -235,11 +235,11 @@ class Worker:
             error = raised
         return _outcome(call, f"staged {at}", target, began, timeout, error)
 
-    def everybody(self, label: str, peers: list[str], timeout: float) -> list[list[Any]]:
+    def everybody(self, group: str, label: str, peers: list[str], timeout: float) -> list[list[Any]]:
         """One small and one larger call to each peer: what became of them. First it waits until it knows that all are
         there: one that stood still while another came back is told again a moment after it goes on.
         """
-        rtr.get_group().wait_ready(timeout)
+        rtr.get_group(group).wait_ready(timeout)
         outcomes = []
         for peer in peers:
             for kind in ("check empty", "check beside"):
