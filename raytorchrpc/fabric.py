@@ -14,6 +14,7 @@ import logging
 import os
 import resource
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -312,6 +313,7 @@ def _check_can_open(name: str, url: str) -> None:
     """TensorPipe ends the process when it cannot begin a connection; raises LaneUnavailable instead."""
     try:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = sys.maxsize if limit == resource.RLIM_INFINITY else limit
         left = limit - sum(int(fd) < limit for fd in os.listdir("/proc/self/fd"))
     except OSError:
         left = 0  # not even for this
