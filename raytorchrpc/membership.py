@@ -53,11 +53,12 @@ def welcome(generation: str, step: int, names: Sequence[str]) -> None:
 
 
 def catch_up(generation: str, step: int, arrival: Arrival, away: Sequence[Loss]) -> Prepared:
-    """For a member that has missed some of these: the group as it is now, and who is away."""
+    """For a member that has missed some of these: the group as it is now, and who is away or dead."""
     with _taking(generation, step) as local:
         known = {road.member.name: road.member for road in local.roads}
         members = {member.name: member for member in arrival.table.info.members}
-        _remove(local, [name for name in known if name not in members])
+        dead = {loss.name for loss in away if loss.for_good}
+        _remove(local, [name for name in known if name not in members and name not in dead])
         late = [
             name
             for name, member in members.items()
@@ -66,7 +67,8 @@ def catch_up(generation: str, step: int, arrival: Arrival, away: Sequence[Loss])
         prepared = _meet(local, arrival._replace(names=tuple(name for name in late if name != local.me.name)))
         missing = {loss.name for loss in away}
         _welcome(local, [name for name in members if name not in missing])
-        _lose(local, away)
+        # One that has come and died meanwhile was never known here.
+        _lose(local, [loss for loss in away if loss.name in members or loss.name in known])
         return prepared
 
 
@@ -147,7 +149,7 @@ def _welcome(local: LocalMember, names: Sequence[str]) -> None:
 def _lose(local: LocalMember, losses: Sequence[Loss]) -> None:
     for loss in losses:
         member = local.road(loss.name).member
-        if member.incarnation == loss.incarnation:
+        if member.incarnation <= loss.incarnation:  # an earlier one has gone before
             local.miss(member.rank, Absence(loss.cause, loss.for_good))
             local.collectives.lose(loss.name, loss.cause)
             _part(local, loss.name)

@@ -403,6 +403,7 @@ class Supervisor:
             logger.warning("group %r: lost %s: %s", self.roster.name, loss.name, loss.cause)
             self._news.put(Change("dead" if loss.for_good else "lost", (loss.name,), loss.cause))
         if dead:
+            self._now.dead.update((loss.name, loss) for loss in losses if loss.for_good)
             self._strike(dead)
 
     def _strike(self, names: Sequence[str]) -> None:
@@ -454,6 +455,8 @@ class Supervisor:
             )
             raise
         self._now.roster, self._now.info, self._now.prepared = roster, info, everybody
+        for name in handles:
+            self._now.dead.pop(name, None)
         self._teller.told(handles)
         self._watch([name for name, handle in handles.items() if handle is not None])
         self._teller.tell(membership.welcome, {peer: (list(handles),) for peer in there}, WORD_S)

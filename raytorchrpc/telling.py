@@ -55,6 +55,8 @@ class Standing:
     info: GroupInfo
     prepared: dict[str, Prepared]
     missing: dict[str, Missing] = field(default_factory=dict)
+    dead: dict[str, Loss] = field(default_factory=dict)
+    """Who died for good and is on the roster no longer: for those who have missed it."""
 
 
 class Teller:
@@ -135,12 +137,13 @@ class Teller:
         return Arrival(self._now.roster.spec(name), table, coming)
 
     def _away(self, name: str) -> list[Loss]:
-        """Who of the others cannot be called."""
-        return [
+        """Who of the others cannot be called, or never again."""
+        away = [
             Loss(other, self._now.roster.seats[other].incarnation, missing.cause, False)
             for other, missing in self._now.missing.items()
             if missing.told and other != name
         ]
+        return [*away, *self._now.dead.values()]
 
     # --- who has missed something -----------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost
 from raytorchrpc.membership import Loss, lose
+from tests.conformance.peers import wait_until
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
 from tests.ray.returning import Returning, StartsWhenTold
@@ -136,6 +137,29 @@ def test_who_comes_back_need_not_wait_for_another_that_is_away(spawn: Spawn, tmp
         group.wait_ready(20)
         for caller, target in ((a, "c"), (b, "c"), (c, "b")):
             assert ask(caller, target, "count")
+
+
+def test_who_stood_still_while_others_died_learns_that_they_are_dead(spawn: Spawn) -> None:
+    """It is told of all at once, when the group has gone on without them."""
+    a, b, c, d = (spawn(Returning) for _ in range(4))
+    with rtr.init_group({"a": a, "b": b, "c": c, "d": d}) as group:
+        news = listened(group)
+        pid = ray.get(a.pid.remote())
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            for dying in (b, c):
+                kill(dying)
+                await_death(news)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        # What it knows of the group has neither of them once it has been told.
+        assert wait_until(lambda: [name for name, *_ in ray.get(a.view.remote())] == ["a", "d"], 20)
+        for name in ("b", "c"):
+            with pytest.raises(PeerLost, match=f"'{name}'.*died"):
+                ask(a, name, "count")
+        assert ask(a, "d", "count")[1] == 1
+        group.add({"b": spawn(Returning)})
+        assert ask(a, "b", "count")[1] == 1
 
 
 @pytest.mark.slow
