@@ -261,6 +261,9 @@ class NixlLane(TensorLane):
             except Lost as error:
                 link.lost = str(error)
                 raise PeerLost(peer, str(error)) from error
+            except Exception:  # no memory left here, for one: nothing has been read
+                self.discard(peer, descriptor)
+                raise
 
     @contextlib.contextmanager
     def _using(self, agent: Agent, link: _Link) -> Iterator[None]:
@@ -311,7 +314,7 @@ class NixlLane(TensorLane):
             self._read(agent, link, "cpu", spans, number, blocks)
         except _GivenUp:
             raise  # the blocks may still be written
-        except BaseException:
+        except Exception:  # an interrupt may have come before or after the read was given up: then they stay
             for block in blocks:
                 self._pool.give(block)
             raise
