@@ -1,4 +1,6 @@
-"""DQN on Pong with one learner and two collectors, over each transport: seconds for 100 iterations of the learner.
+"""DQN on Pong with one learner and its collectors, over each transport: seconds for 100 iterations of the learner.
+
+Two collectors and a learner on the CPU; where Ray has a GPU, eight collectors and a learner on that.
 
 All transports run at the same time, but only one of them works: collectors wait while their queue is full, and the
 learners take turns, in an order that changes.
@@ -21,7 +23,8 @@ from benchmarks._harness import Row, show, start_ray
 PUBLISHED = {"nng": 127.64, "torchrpc (TCP)": 29.3906, "torchrpc (IB)": 28.7763}
 
 TRANSPORTS = ("auto", "torchrpc", "nng", "ray")
-COLLECTORS = 2
+#: By where the learner trains.
+COLLECTORS = {"cpu": 2, "cuda": 8}
 
 #: What is measured: the settings that differ from the example's defaults, and iterations for each turn. Exploration is
 #: over at once, so that collectors ask their networks as they do for most of a run.
@@ -70,14 +73,15 @@ def main(quick: bool = False, cases: Iterable[str] = tuple(CASES)) -> None:
         return
     from examples.atari_dqn.settings import Settings
 
-    start_ray(
-        cpus=2 * len(TRANSPORTS) * (COLLECTORS + 1)
-    )  # numbers; all at work here are one learner and its collectors
+    # Only a number: those at work at any time are one learner and its collectors.
+    start_ray(cpus=2 * len(TRANSPORTS) * (max(COLLECTORS.values()) + 1))
+    device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
+    collectors = COLLECTORS[device]
     rows, lines = [], []
     try:
         for case in cases:
             changes, iterations = CASES[case]
-            settings = Settings(collectors=COLLECTORS, **changes)
+            settings = Settings(device=device, collectors=collectors, **changes)
             took = measured(settings, iterations // 2 if quick else iterations, 2 if quick else 3)
             medians = {name: statistics.median(values) for name, values in took.items()}
             target = round(1 / 3, 3) if case.startswith("transport-bound") else NO_SLOWER
@@ -97,7 +101,8 @@ def main(quick: bool = False, cases: Iterable[str] = tuple(CASES)) -> None:
                 )
     finally:
         ray.shutdown()
-    show(f"Atari DQN, 1 learner and {COLLECTORS} collectors: seconds for 100 iterations (medians)", rows)
+    where = f"1 learner ({device}) and {collectors} collectors"
+    show(f"Atari DQN, {where}: seconds for 100 iterations (medians)", rows)
     print("\n".join(lines))
     figures = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in PUBLISHED.items())
     ratio = PUBLISHED["torchrpc (TCP)"] / PUBLISHED["nng"]

@@ -19,6 +19,8 @@ from .transports import LANES, GroupTransport, RayTransport
 START_S = 300
 #: What each actor asks Ray for: a share, so that a machine with fewer cores than actors will do.
 CPUS = 0.5
+#: What a learner on a GPU asks for: its network needs little of one.
+GPUS = 0.25
 
 
 class Session:
@@ -51,7 +53,7 @@ class Session:
         settings = self.settings
         # Two threads each: what ends a run (stop, the group's end) does not wait for it.
         each: dict[str, Any] = {"num_cpus": CPUS, "max_concurrency": 2}
-        gpus = 1 if settings.device == "cuda" else 0
+        gpus = GPUS if settings.device == "cuda" else 0
         depth = settings.depth * settings.collectors
         if self._transport_name == "ray":
             self._transport: Any = RayTransport(depth)
