@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -11,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from raytorchrpc import execution
 from raytorchrpc._published import (
     ADVISE,
     KIND,
@@ -37,6 +39,9 @@ from raytorchrpc.services import Later
 
 #: Of one message (bytes): lanes that bring tensors in memory of their own need no more of it than this.
 _CHUNK_BYTES = 256 << 20
+#: Of the first message where one GPU reads out of another's memory, which takes none in between: while it copies these,
+#: the other message, with all the rest, is prepared (bytes).
+_FIRST_BYTES = 128 << 20
 #: Less than this is not passed on within a host: asking who has it takes as long (bytes).
 _WORTH_PASSING_ON = 1 << 20
 
@@ -294,17 +299,25 @@ class WeightStore(Handle):
     def _fetch_from(
         self, local: LocalMember, target: Any, mirror: bool, lease: int, wanted: _Wanted, until: float
     ) -> None:
-        begin = size = 0
-        count = len(wanted.targets)
-        for place in range(count):
-            size += wanted.targets[place].nbytes
-            if place + 1 < count and size + wanted.targets[place + 1].nbytes <= _CHUNK_BYTES:
-                continue
-            args = (self._name, mirror, lease, wanted.places[begin : place + 1])
+        # GPUs of this host copy them straight from the publisher's memory to the model's.
+        in_place = local.road(target).beside.get("cuda") == "cuda_ipc" and all(one.is_cuda for one in wanted.targets)
+        parts = _parts(wanted, _FIRST_BYTES if in_place else _CHUNK_BYTES, math.inf if in_place else _CHUNK_BYTES)
+
+        def begin(part: _Wanted) -> Any:
+            args = (self._name, mirror, lease, part.places)
             left = max(0.001, until - time.monotonic())
-            into = [tensor.detach() for tensor in wanted.targets[begin : place + 1]]
-            Future[Any](local.call(target, PULL, args, {}, left, into=into, attended=True, retry=0)).wait()
-            begin, size = place + 1, 0
+            return local.call(target, PULL, args, {}, left, into=part.targets, attended=True, retry=0)
+
+        call = begin(parts[0])
+        for part in parts[1:]:
+            if in_place:
+                execution.wait_serving(call, call.remaining())
+                call, before = begin(part), call
+                Future[Any](before).wait()
+            else:  # what has come is copied out of the lane's memory before more comes
+                Future[Any](call).wait()
+                call = begin(part)
+        Future[Any](call).wait()
 
     def _release(self, local: LocalMember, target: Any, mirror: bool, lease: int) -> None:
         if target == self._home and self._road(local) is None:
@@ -379,6 +392,18 @@ def _carry(carry: Carry, version: int, rows: Sequence[Row], wanted: _Wanted) -> 
         )
     with torch.no_grad():
         carry(version, wanted.targets)
+
+
+def _parts(wanted: _Wanted, first: float, others: float) -> list[_Wanted]:
+    """What goes by one message each: so many bytes, or one tensor that has more."""
+    parts: list[_Wanted] = []
+    begin = size = 0
+    for place, target in enumerate(wanted.targets):
+        if place > begin and size + target.nbytes > (others if parts else first):
+            parts.append(_Wanted(wanted.places[begin:place], wanted.targets[begin:place]))
+            begin, size = place, 0
+        size += target.nbytes
+    return [*parts, _Wanted(wanted.places[begin:], wanted.targets[begin:])]
 
 
 def _signature(look: Look, wanted: _Wanted) -> str:

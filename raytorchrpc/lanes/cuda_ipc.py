@@ -123,13 +123,16 @@ class CudaIpcLane(TensorLane):
             raise LaneUnavailable(self.name, "one message with tensors of several GPUs")
         if source not in devices:
             raise LaneUnavailable(self.name, f"cuda:{source} is not in the device map")
+        found: dict[int, tuple[int, bytes]] = {}
         with driver().on(source):
             if shared:
-                own = [self._place(tensor) for tensor in tensors]
+                own = [self._place(tensor, found) for tensor in tensors]
                 placed = [(*place, tuple(place[0].stride())) for place in own]
             else:
                 pieces = _pieces.pieces([(tensor.dtype, tensor.nbytes) for tensor in tensors])
-                placed = [(*self._place(_pieces.joined([tensors[at] for at in piece])), piece) for piece in pieces]
+                placed = [
+                    (*self._place(_pieces.joined([tensors[at] for at in piece]), found), piece) for piece in pieces
+                ]
             kept = [tensor for tensor, *_ in placed]
             number, out, ready = self._set_out(peer, kept, source, shared)
         places = tuple(tuple(place) for _, *place in placed)
@@ -157,17 +160,26 @@ class CudaIpcLane(TensorLane):
             stream = self._streams[device, raw] = torch.cuda.current_stream(device)
         return stream, raw
 
-    def _place(self, tensor: torch.Tensor) -> tuple[torch.Tensor, bytes, int, int]:
-        """(what to keep, allocation's handle, offset in it, bytes from the first element to the last)."""
+    def _place(self, tensor: torch.Tensor, found: dict[int, tuple[int, bytes]]) -> tuple[torch.Tensor, bytes, int, int]:
+        """(what to keep, allocation's handle, offset in it, bytes from the first element to the last).
+
+        ``found``: the allocations of this message's tensors so far, by the address of their storages: asking CUDA takes
+        longer than all the rest, and a model's tensors may lie in one.
+        """
         if not tensor.numel():
             return tensor, b"", 0, 0
-        try:
-            base, handle = self._allocation(tensor.data_ptr())
-        except LaneUnavailable:
-            if tensor.untyped_storage().resizable():  # torch's own memory: a copy would be no better
-                raise
-            tensor = tensor.clone()  # in memory that another process shared, which cannot be passed on
-            base, handle = self._allocation(tensor.data_ptr())
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in found:
+            try:
+                found[address] = self._allocation(address)
+            except LaneUnavailable:
+                if storage.resizable():  # torch's own memory: a copy would be no better
+                    raise
+                tensor = tensor.clone()  # in memory that another process shared, which cannot be passed on
+                address = tensor.untyped_storage().data_ptr()
+                found[address] = self._allocation(address)
+        base, handle = found[address]
         return tensor, handle, tensor.data_ptr() - base, span_of(tensor.shape, tensor.stride()) * tensor.itemsize
 
     def _allocation(self, pointer: int) -> tuple[int, bytes]:

@@ -28,7 +28,10 @@ MAY_IMPORT = {
     "_channels": {"_items", "_store", "calls", "handles", "member", "services"},
     "_store": {"_items", "services"},
     "_items": {"codec", "lanes.base", "streams"},
-    "weights": {"_published", "_relays", "_snapshots", "calls", "handles", "lanes.base", "member", "services"},
+    "weights": {
+        *("_published", "_relays", "_snapshots", "calls", "execution", "handles", "lanes.base", "member"),
+        "services",
+    },
     "_published": {"_relays", "_snapshots", "handles", "lanes.base", "member", "services", "staging"},
     "_relays": {"services"},
     "_snapshots": {"lanes.base", "staging", "streams"},
