@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -35,20 +35,23 @@ class Loans:
         """``limit``: bytes of one sender at most; what would be more is copied instead."""
         self.limit = limit
         self._out: Counter[int] = Counter()
-        self._lock = threading.RLock()  # a loan may end wherever an item dies
+        self._ended: deque[tuple[int, int]] = deque()
+        self._lock = threading.Lock()
 
     def take(self, rank: int, size: int) -> Loan | None:
         """None if it would be too much."""
         with self._lock:
+            while self._ended:
+                lender, ended = self._ended.popleft()
+                self._out[lender] -= ended
             if self._out[rank] + size > self.limit:
                 return None
             self._out[rank] += size
         return Loan(self, rank, size)
 
     def end(self, rank: int, size: int) -> None:
-        """See Loan."""
-        with self._lock:
-            self._out[rank] -= size
+        """See Loan. Only noted: an item may die in the middle of anything."""
+        self._ended.append((rank, size))
 
 
 class Loan:

@@ -333,7 +333,7 @@ def commit(instance: Any, table: Table) -> None:
     for peer in table.info.members:
         if peer.name == spec.name:
             local.me = peer
-    local.shipper = Shipper(local.tensor_lanes)
+    local.shipper = Shipper(local.tensor_lanes, local.leftovers.leave)
     meet_peers(local, table, [peer for peer in table.info.members if peer.name != spec.name])
     local.know(road_to(local, local.me, table))
     for name, cause in table.away.items():

@@ -29,7 +29,7 @@ from raytorchrpc.shipping import Parcel, Shipped, Shipper, Waybill
 from raytorchrpc.streams import check_mapped
 from raytorchrpc.tracing import Tracer
 from raytorchrpc.underway import CallUnderWay, body_bytes
-from raytorchrpc.workers import Alarms, Workers
+from raytorchrpc.workers import Alarms, Leftovers, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class LocalMember:
         self.counters = CallCounters()
         self.workers = Workers(f"raytorchrpc-{me.name}")
         self.alarms = Alarms(f"raytorchrpc-{me.name}")
+        self.leftovers = Leftovers(f"raytorchrpc-{me.name}")
         self.shipper = Shipper({})
         self.collectives = Collectives(me.name)
         self.tracer: Tracer | None = None
@@ -421,6 +422,7 @@ class LocalMember:
         self.server.close()
         self.workers.stop()
         self.alarms.stop()
+        self.leftovers.stop()
         # Their memory goes now, and not when the garbage collector finds this member, which is part of cycles.
         self.tensor_lanes, self.shipper = {}, Shipper({})
         self.collectives.close()

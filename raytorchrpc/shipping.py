@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -46,11 +46,16 @@ class Shipped(NamedTuple):
             export.cancel()
 
 
+def _at_once(function: Callable[..., object], *args: Any) -> None:
+    function(*args)
+
+
 class Shipper:
     """Splits and joins the tensors of messages. One per member; thread-safe."""
 
-    def __init__(self, lanes: Mapping[str, TensorLane]) -> None:
-        self._lanes = lanes
+    def __init__(self, lanes: Mapping[str, TensorLane], leave: Callable[..., object] = _at_once) -> None:
+        """``leave``: see workers.Leftovers; it gives up what nobody fetches."""
+        self._lanes, self._leave = lanes, leave
         self._warned: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
 
@@ -122,16 +127,16 @@ class Shipper:
 
     def receive(self, peer: str, waybills: Sequence[Waybill]) -> list[Parcel]:
         """Take charge of what came beside a message; to be called for every message that has any."""
-        return [Parcel(self._lane(waybill[0]), peer, waybill) for waybill in waybills]
+        return [Parcel(self._lane(waybill[0]), peer, waybill, self._leave) for waybill in waybills]
 
 
 class Parcel:
     """Tensors that wait to be fetched. One that nobody fetches is given up when the message is dropped."""
 
-    __slots__ = ("_descriptor", "_lane", "_peer", "_waybill")
+    __slots__ = ("_descriptor", "_lane", "_leave", "_peer", "_waybill")
 
-    def __init__(self, lane: TensorLane, peer: str, waybill: Waybill) -> None:
-        self._lane, self._peer = lane, peer
+    def __init__(self, lane: TensorLane, peer: str, waybill: Waybill, leave: Callable[..., object] = _at_once) -> None:
+        self._lane, self._peer, self._leave = lane, peer, leave
         self._waybill: Waybill | None = waybill
         self._descriptor = waybill[3]
 
@@ -165,7 +170,7 @@ class Parcel:
         # A reply that comes after its caller gave up is dropped in many places; only its end is one place.
         if self._waybill is not None and not forking.forked():  # then it is the parent's
             with contextlib.suppress(Exception):
-                self._lane.discard(self._peer, self._waybill[3])
+                self._leave(self._lane.discard, self._peer, self._waybill[3])
 
 
 def owned(body: Encoded) -> Encoded:

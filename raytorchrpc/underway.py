@@ -18,7 +18,7 @@ from raytorchrpc.metrics import CallCounters
 from raytorchrpc.peers import PeerRoad
 from raytorchrpc.shipping import Shipped, Shipper, joined, owned
 from raytorchrpc.tracing import CallSpan
-from raytorchrpc.workers import Alarms, Workers
+from raytorchrpc.workers import Alarms, Leftovers, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ class Caller(Protocol):
     counters: CallCounters
     workers: Workers
     alarms: Alarms
+    leftovers: Leftovers
     shipper: Shipper
 
     def system(self, road: PeerRoad, lane: MessageLane, kind: int, *fields: Any, timeout_s: float) -> Pending:
@@ -204,8 +205,8 @@ class CallUnderWay:
         # Nobody asked for the result, or not in time: what it brings beside the message has to be given back.
         if not self._taken and self._error is None and not forking.forked():  # then it is the parent's
             with contextlib.suppress(Exception):
-                shipper, peer, pending = self._local.shipper, self._road.member.name, self._pending
-                pending.add_done_callback(lambda: _give_back(shipper, peer, pending))
+                local = self._local
+                local.leftovers.leave(_give_back_later, local.shipper, self._road.member.name, self._pending)
 
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call ``callback``, which is short, when the deadline passes; returns what prevents it."""
@@ -220,6 +221,10 @@ class CallUnderWay:
     def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
         """Run a user's callback on a worker."""
         self._local.workers.submit(call_back, callback, argument)
+
+
+def _give_back_later(shipper: Shipper, peer: str, pending: Pending) -> None:
+    pending.add_done_callback(lambda: _give_back(shipper, peer, pending))
 
 
 def _give_back(shipper: Shipper, peer: str, pending: Pending) -> None:

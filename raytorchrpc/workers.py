@@ -1,13 +1,16 @@
-"""A member's own threads: those that run methods, and the one that watches deadlines."""
+"""A member's own threads: those that run methods, the one that watches deadlines, and the one that tidies up."""
 
 from __future__ import annotations
 
 import heapq
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 #: A worker that had nothing to do for so long ends (seconds): one burst is not to cost its threads for ever.
 _IDLE_S = 30.0
@@ -142,3 +145,37 @@ class Alarms:
             self._stopped = True
             self._heap.clear()
             self._changed.notify()
+
+
+class Leftovers:
+    """What finalizers leave to be done, on one daemon thread.
+
+    Python may run a finalizer in the middle of anything, on a thread that holds any lock: one that takes a lock can
+    wait for itself for ever.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._left: queue.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._stopped = False
+        threading.Thread(target=self._work, name=f"{name}-leftovers", daemon=True).start()
+
+    def leave(self, function: Callable[..., object], *args: Any) -> None:
+        """Have ``function(*args)`` run soon, but not after ``stop``. Takes no lock. What it raises is logged."""
+        if not self._stopped:
+            self._left.put((function, args))
+
+    def _work(self) -> None:
+        while (task := self._left.get()) is not None:
+            if self._stopped:
+                continue
+            function, args = task
+            try:
+                function(*args)
+            except Exception:
+                logger.exception("what a finalizer has left could not be done")
+            del task, function, args  # an idle thread keeps nothing alive
+
+    def stop(self) -> None:
+        """Nothing more is done. Idempotent."""
+        self._stopped = True
+        self._left.put(None)

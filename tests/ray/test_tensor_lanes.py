@@ -190,6 +190,35 @@ def test_a_result_is_a_snapshot_of_the_state(stores: list[Any], group: rtr.Group
     assert all_given_back(stores)
 
 
+def test_futures_may_be_dropped_under_any_lock(stores: list[Any], group: rtr.Group, latch: Callable[[], Latch]) -> None:
+    """Python collects garbage in the middle of anything, and what it drops takes no lock of a lane's."""
+    gate = latch()
+
+    def drop() -> str:
+        lane = member.process_member().tensor_lanes["shm"]
+        arrived = rtr.rpc_async("c").ones(LARGE)
+        assert wait_until(arrived.done, 20)
+        waiting = rtr.rpc_async("b").ones(LARGE, gate)
+        held = gate.await_arrival()
+        connection = waiting._call._pending._connection  # type: ignore[union-attr]
+        lock = threading.Lock()
+
+        def under_the_locks() -> None:
+            nonlocal arrived, waiting
+            with connection._state, connection.lane._lock, lane._lock:  # type: ignore[attr-defined]
+                del arrived, waiting
+            lock.release()
+
+        lock.acquire()
+        threading.Thread(target=under_the_locks, daemon=True).start()
+        over = lock.acquire(timeout=10)
+        gate.release(held)
+        return "over" if over else "it waits for a lock that its own thread holds"
+
+    assert in_actor(stores[0], drop) == "over"
+    assert all_given_back(stores)
+
+
 def test_what_a_member_keeps_it_keeps(stores: list[Any], group: rtr.Group) -> None:
     def send_then_change() -> int:
         tensor = torch.full((LARGE,), 3.0)

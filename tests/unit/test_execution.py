@@ -1,4 +1,4 @@
-"""Gates, seats, workers and alarms, without Ray. No test waits for time to pass."""
+"""Gates, seats, workers, alarms and leftovers, without Ray. No test waits for time to pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from raytorchrpc import execution
 from raytorchrpc.execution import Gate, Limit, Scope, Seat, Work, current_scope, wait_serving
-from raytorchrpc.workers import Alarms, Workers
+from raytorchrpc.workers import Alarms, Leftovers, Workers
 
 PATIENCE_S = 10.0
 
@@ -535,3 +535,35 @@ def test_stopped_alarms_are_silent() -> None:
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
     alarms.at(time.monotonic(), lambda: pytest.fail("it was stopped"))
+
+
+# --- leftovers -----------------------------------------------------------------------------------------------
+
+
+class Dying:
+    """Leaves something to be done."""
+
+    def __init__(self, leftovers: Leftovers, done: queue.SimpleQueue[str]) -> None:
+        self._leftovers, self._done = leftovers, done
+
+    def __del__(self) -> None:
+        self._leftovers.leave(self._done.put, threading.current_thread().name)
+
+
+def test_what_finalizers_leave_is_done_by_a_thread_of_its_own_until_the_end(
+    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    done: queue.SimpleQueue[str] = queue.SimpleQueue()
+    leftovers = Leftovers(request.node.name)
+    Dying(leftovers, done)
+    assert done.get(timeout=PATIENCE_S) == threading.current_thread().name
+    leftovers.leave(lambda: 1 / 0)
+    leftovers.leave(done.put, "after one that failed")
+    assert done.get(timeout=PATIENCE_S) == "after one that failed"
+    assert "could not be done" in caplog.text
+    leftovers.stop()
+    for thread in worker_threads(request.node.name):
+        thread.join(PATIENCE_S)
+    assert worker_threads(request.node.name) == []
+    Dying(leftovers, done)
+    assert done.empty()
