@@ -108,7 +108,7 @@ def besiege(
     context = multiprocessing.get_context("spawn")
     with context.Pool(processes) as pool:
         until = time.monotonic() + seconds
-        share = [(doors, seed * 1000 + place, messages // processes, told, until) for place in range(processes)]
+        share = [(doors, seed * 1000 + place, -(-messages // processes), told, until) for place in range(processes)]
         sending = pool.starmap_async(send, share)
         outcomes = _load(run, seed + 1, lambda: sending.wait(), siege)
         reports = sending.get(1)
@@ -228,7 +228,7 @@ def main() -> None:
         for place, name in enumerate(groups):
             config = GROUPS.get(name, {"lanes": ("torchrpc",)})
             with running(directory, given.seed + place, **config) as run:
-                messages = given.messages // len(groups)
+                messages = -(-given.messages // len(groups))
                 siege = besiege(run, doors_of(run, [name]), messages, given.seed, given.processes, given.seconds)
             print(told_about(name, siege), flush=True)
             print(json.dumps({"kinds": dict(siege.sent)}), flush=True)

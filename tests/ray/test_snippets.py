@@ -8,6 +8,7 @@ there are two GPUs. What a fragment takes for granted stands in a comment that b
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 
@@ -45,6 +46,15 @@ def test_the_fragments_of_a_page_run_in_order(page: str, gpus: bool) -> None:
     text = texts()[page]
     # As in a program: what is of __main__ travels to the actors by value.
     namespace: dict[str, object] = {"__name__": "__main__"}
+    try:
+        run(text, page, gpus, namespace)
+    finally:
+        # Its functions hold it, and it holds its actors, which hold the GPUs that the next page needs.
+        namespace.clear()
+        gc.collect()
+
+
+def run(text: str, page: str, gpus: bool, namespace: dict[str, object]) -> None:
     for match in _RUN.finditer(text):
         if match["gpu"] and not gpus:
             continue
