@@ -209,9 +209,11 @@ class Group:
         return self._own("on_change").listen(callback)
 
     def wait_ready(self, timeout_s: float = 60) -> None:
-        """Block until every member can be called: those that were lost are back, or dead for good and out of the group.
+        """Block until every member can be called by every other: those that were lost are back, or dead for good and
+        out of the group, and those that stood still meanwhile have been told.
 
-        In a member it waits for the others to be back. Raises BootstrapError naming who is away after ``timeout_s``.
+        In a member it waits for those to be back of whom it knows that they are away. Raises BootstrapError naming who
+        is not ready after ``timeout_s``.
         """
         _check_timeout(timeout_s)
         local = current_local()
@@ -224,7 +226,7 @@ class Group:
             raise NotAMember("Group.wait_ready() works in the process that formed the group, and in its members")
         if away:
             reasons = "; ".join(f"{name!r}: {cause}" for name, cause in away.items())
-            raise BootstrapError(f"not back within {timeout_s:g} s: {reasons}", members=tuple(away))
+            raise BootstrapError(f"not ready within {timeout_s:g} s: {reasons}", members=tuple(away))
 
     def _own(self, what: str) -> Keeper:
         forking.check_process()

@@ -64,7 +64,7 @@ class Supervisor:
         self._booting, self._booted = threading.Lock(), 0
         """Process groups, one at a time; how many there were."""
         self._lines = Lines(roster.secret)
-        self._teller = Teller(self._now, self._lines, self._soon)
+        self._teller = Teller(self._now, self._lines, self._soon, self._wake)
         self._tracing = Tracing(self._lines)
         names = [name for name, handle in roster.handles.items() if handle is not None]
         keeper = threading.Thread(target=self._look_after, name=f"raytorchrpc-group-{roster.name}", daemon=True)
@@ -119,22 +119,29 @@ class Supervisor:
             raise ConfigurationError("the driver stays as long as its group: use shutdown()")
         self._do(lambda: self._let_go(tuple(names), timeout_s), timeout_s + _CHANGE_S)
 
+    def _wake(self) -> None:
+        with self._settled:
+            self._settled.notify_all()
+
     def missing(self) -> dict[str, str]:
         """Who is away, and why."""
         with self._settled:
             return {name: missing.cause for name, missing in self._now.missing.items()}
 
     def wait_ready(self, timeout_s: float, names: Sequence[str] | None = None) -> dict[str, str]:
-        """Block until none of these (None: of all) is away, at most ``timeout_s``, or until the group ends; returns who
-        is, and why.
+        """Block until none of these (None: of all) is away, and all know who is there, at most ``timeout_s``, or until
+        the group ends; returns who is not ready, and why.
         """
 
-        def away() -> dict[str, str]:
-            return {name: cause for name, cause in self.missing().items() if names is None or name in names}
+        def waited_for() -> dict[str, str]:
+            behind = dict.fromkeys(tuple(self._teller.behind), "it has not taken note yet of who else is there")
+            return {
+                name: cause for name, cause in {**behind, **self.missing()}.items() if names is None or name in names
+            }
 
         with self._settled:
-            self._settled.wait_for(lambda: not away() or self._stopped, timeout_s)
-        return away()
+            self._settled.wait_for(lambda: not waited_for() or self._stopped, timeout_s)
+        return waited_for()
 
     def process_group(
         self, backend: str, timeout_s: float, collective_s: float, names: Sequence[str] | None = None

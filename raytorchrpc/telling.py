@@ -62,9 +62,15 @@ class Standing:
 class Teller:
     """Used by the one thread that looks after the group."""
 
-    def __init__(self, now: Standing, lines: Lines, soon: Callable[[Callable[[], None]], None]) -> None:
-        """``soon`` has that thread run something."""
-        self._now, self._lines, self._soon = now, lines, soon
+    def __init__(
+        self,
+        now: Standing,
+        lines: Lines,
+        soon: Callable[[Callable[[], None]], None],
+        caught_up: Callable[[], None],
+    ) -> None:
+        """``soon`` has that thread run something. ``caught_up`` is called when somebody is ``behind`` no longer."""
+        self._now, self._lines, self._soon, self._caught_up = now, lines, soon, caught_up
         self._step = 0
         """Counts the changes that members are told."""
         self._behind: dict[str, float] = {}
@@ -83,6 +89,7 @@ class Teller:
         """These know everything."""
         for name in names:
             self._behind.pop(name, None)
+        self._caught_up()
 
     def others(self, names: Collection[str]) -> list[str]:
         """Everybody else who is there, but those who will be told everything at once."""
@@ -159,7 +166,7 @@ class Teller:
 
     def _bring_up_to_date(self, name: str) -> None:
         if name not in self._now.roster.seats:
-            del self._behind[name]
+            self.told([name])
             return
         self._behind[name] = math.inf
         self._step += 1
@@ -178,13 +185,13 @@ class Teller:
 
     def _brought_up_to_date(self, name: str, step: int, prepared: Prepared | None) -> None:
         if name not in self._now.roster.seats:
-            self._behind.pop(name, None)
+            self.told([name])
         elif prepared is None:
             self._behind[name] = time.monotonic() + _AGAIN_S
         elif step != self._step:
             self._behind[name] = 0.0  # there was another change meanwhile
         else:
-            del self._behind[name]
             before, self._now.prepared[name] = self._now.prepared[name], prepared
             if prepared.addresses != before.addresses:
                 self._acquaint(name)
+            self.told([name])

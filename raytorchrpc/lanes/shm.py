@@ -10,6 +10,7 @@ CUDA tensors that are to arrive on the CPU are copied into the arena by their GP
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilitie
 _ALIGN = 64
 #: From here on a tensor has a slot of its own, so that keeping it keeps nothing else (bytes).
 _OWN_SLOT = 1 << 20
+#: Arenas of which it is remembered what is owed to them.
+_OWED = 64
 
 
 class ShmLane(TensorLane):
@@ -46,7 +49,9 @@ class ShmLane(TensorLane):
         self._former: set[SharedAddress] = set()
         """Of processes that are no peers any more and may still live: they give back what they hold by themselves."""
         self._owed: dict[str, list[int]] = {}
-        """By tag: slots of arenas that could not be mapped when they were to be given back (too few descriptors)."""
+        """By tag: slots that could not be given back yet: there were too few descriptors to map their arena, or this
+        member had not been told of the process that sent them (it stood still while that one came).
+        """
         self._lender, self._borrower = Lender(), Borrower()
         self._lock = threading.Lock()
 
@@ -57,6 +62,10 @@ class ShmLane(TensorLane):
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
         self._addresses.update((peer.peer, peer.address) for peer in peers)
+        for peer in peers:
+            if peer.address.tag in self._owed:
+                with contextlib.suppress(LaneUnavailable):
+                    self._peer(peer.peer, peer.address.tag, ())
 
     def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[int, int]) -> Export:
         lent = self._lender.places(tensors)
@@ -205,9 +214,10 @@ class ShmLane(TensorLane):
     def _peer(self, peer: str, tag: str, slots: Sequence[tuple[int, int, int]]) -> PeerArena:
         """Where these slots are. If that cannot be mapped now, they are given back as soon as it can."""
         address = self._addresses.get(peer)
-        if address is None:
-            raise LaneUnavailable(self.name, f"member {peer!r} is not known here, or gone")
-        if address.tag != tag:
+        if address is None or address.tag != tag:
+            self._owe(tag, slots)
+            if address is None:
+                raise LaneUnavailable(self.name, f"member {peer!r} is not known here, or gone")
             raise LaneUnavailable(self.name, f"the process of member {peer!r} that sent these tensors is gone")
         arena = self._peers.get(tag)
         if arena is not None:
@@ -225,6 +235,14 @@ class ShmLane(TensorLane):
                 self._peers[tag] = arena
                 staging.announce(*arena.span)
         return arena
+
+    def _owe(self, tag: str, slots: Sequence[tuple[int, int, int]]) -> None:
+        with self._lock:
+            self._owed.setdefault(tag, []).extend(slot[0] for slot in slots)
+            while len(self._owed) > _OWED:
+                del self._owed[
+                    next(iter(self._owed))
+                ]  # most are of processes that are gone, and their arenas with them
 
     def disconnect(self, peer: str) -> None:
         address = self._addresses.pop(peer, None)

@@ -81,7 +81,7 @@ def test_a_host_that_loses_its_power(doomed_three: Hosts) -> None:
         others = [name for name in "abc" if name != "b"]
         for other in others:
             assert asked.ask("send", other, "b", 3_000_000) and asked.ask("send", "b", other, 3_000_000)
-        asked.ask("wait_ready", 1)
+        asked.ask("wait_ready", 5)
 
 
 def test_connections_from_a_host_without_power_end(doomed_three: Hosts) -> None:
@@ -186,7 +186,7 @@ def test_a_partition_that_outlasts_the_connections(three_hosts: Hosts, asked: Dr
     for caller, target in (("a", "c"), ("b", "c"), ("c", "a"), ("c", "b")):
         assert asked.ask("attempt", caller, target, 10.0) == ""
         assert asked.ask("send", caller, target, 1_000_000) is True
-    asked.ask("wait_ready", 1)
+    asked.ask("wait_ready", 5)
 
 
 def test_who_missed_a_change_catches_up(three_hosts: Hosts, asked: Driver) -> None:

@@ -69,6 +69,23 @@ def test_what_could_not_be_mapped_is_given_back_later(how: str) -> None:
         sender.close()
 
 
+def test_what_came_from_one_that_was_not_known_yet_is_given_back_once_it_is() -> None:
+    """The receiver stood still while the sender's process came, and has not been told."""
+    sender, receiver = lane(), lane()
+    try:
+        tensor = torch.arange(SIZE // 8)
+        fetched, dropped = (sender.export([tensor], "r", {}) for _ in range(2))
+        with pytest.raises(LaneUnavailable, match="'s' is not known here"):
+            receiver.fetch("s", fetched.descriptor, shapes(tensor))
+        receiver.discard("s", dropped.descriptor)
+        assert used(sender) == 2 * SIZE
+        receiver.connect([PeerAddress("s", sender.address)])  # type: ignore[attr-defined]
+        assert used(sender) == 0
+    finally:
+        receiver.close()
+        sender.close()
+
+
 def test_what_an_earlier_process_sent_is_not_looked_for_in_the_next_ones_memory() -> None:
     earlier, later, receiver = lane(), lane(), lane()
     try:
