@@ -220,6 +220,15 @@ class Fabric:
             self._part(name)
             self._renew(agent, spec, peer)
 
+    def distrust(self, name: str) -> None:
+        """A peer is out of reach: connections to it that exist may be broken by the time it can be called again, so it
+        gets new ones then.
+        """
+        with self._lock:
+            peer = self._peers.get(name)
+            if peer is not None and name not in self._unopened:
+                self._spoilt.add(peer.worker_id)
+
     def _renew(self, agent: Any, spec: AgentSpec, peer: FabricPeer) -> None:
         number = next(self._numbers, None)
         if number is None:

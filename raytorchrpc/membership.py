@@ -13,6 +13,7 @@ from typing import NamedTuple
 from raytorchrpc import joining
 from raytorchrpc.collectives import Meeting, ProcessGroupInfo, Serving
 from raytorchrpc.errors import NotAMember
+from raytorchrpc.fabric import process_fabric
 from raytorchrpc.joining import JoinSpec, Prepared, Table
 from raytorchrpc.lanes.base import MessageLane, TensorLane
 from raytorchrpc.member import Absence, LocalMember, current_local
@@ -64,6 +65,8 @@ def catch_up(generation: str, step: int, arrival: Arrival, away: Sequence[Loss])
             for name, member in members.items()
             if name not in known or known[name].incarnation < member.incarnation or name in arrival.names
         ]
+        for name in known.keys() & set(arrival.names):  # this member was out of reach
+            process_fabric().distrust(known[name].rpc_name)
         prepared = _meet(local, arrival._replace(names=tuple(name for name in late if name != local.me.name)))
         missing = {loss.name for loss in away}
         _welcome(local, [name for name in members if name not in missing])
@@ -152,6 +155,7 @@ def _lose(local: LocalMember, losses: Sequence[Loss]) -> None:
         if member.incarnation <= loss.incarnation:  # an earlier one has gone before
             local.miss(member.rank, Absence(loss.cause, loss.for_good))
             local.collectives.lose(loss.name, loss.cause)
+            process_fabric().distrust(member.rpc_name)
             _part(local, loss.name)
     joining.removed([loss.name for loss in losses if loss.for_good])
 

@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "process_groups": {"collectives", "lines", "member", "membership", "roster", "topology"},
     "collectives": {"_nccl_env", "_sockfilter", "topology"},
     "lines": {"codec", "lanes.base", "lanes.socket", "serving"},
-    "membership": {"collectives", "joining", "lanes.base", "member"},
+    "membership": {"collectives", "fabric", "joining", "lanes.base", "member"},
     "forming": {"joining", "peers", "roster"},
     "roster": {"device_map", "fabric", "joining", "membership", "peers", "routing", "topology"},
     "joining": {
