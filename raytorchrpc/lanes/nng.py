@@ -380,7 +380,7 @@ class _Fetching:
         deadline = time.monotonic() + timeout_s
         pending = self._lane.call(_SERVER, Message((key,), NOTHING), timeout_s)
         if not pending.wait(deadline - time.monotonic()):
-            raise RpcTimeout(f"{key!r} did not arrive within {timeout_s:g} s")
+            raise RpcTimeout(f"{key!r} did not arrive within {timeout_s:.3g} s")
         message = pending.take()
         if not message.header[0]:
             raise LaneUnavailable("nng", message.header[1] or f"nothing is offered under {key!r} (any more)")
