@@ -121,12 +121,11 @@ def test_pipeline_gradients_equal_those_of_one_process() -> None:
 
 
 @pytest.mark.gpu(2)
-def test_pipeline_between_two_gpus_is_faster_than_staged() -> None:
-    """How much faster, against its own staged form and the published one, ``python -m benchmarks tutorial`` says."""
+def test_pipeline_between_two_gpus_is_four_times_faster_than_staged() -> None:
     figures = pipeline_autograd("--rounds", "10", "--repeats", "5")
     assert figures["gpu"] and figures["gradients_match"]
     assert figures["device_map"] == {"0": 0}
-    assert figures["ratio"] >= 1.5, figures
+    assert figures["ratio"] >= 4, figures
 
 
 @pytest.mark.slow
