@@ -16,7 +16,7 @@ from raytorchrpc import handles
 from raytorchrpc._items import Chunk, Item, Loans, chunks, packed, private, put_together, taken_apart, unpacked
 from raytorchrpc._store import ENDED, FULL, Store
 from raytorchrpc.calls import Future
-from raytorchrpc.errors import Closed, ConfigurationError, Full, PeerLost, RayTorchRpcError, SerializationError
+from raytorchrpc.errors import Closed, ConfigurationError, Full, RayTorchRpcError, SerializationError
 from raytorchrpc.handles import Handle, Steps, arun, new_ticket, patience, run
 from raytorchrpc.member import LocalMember, process_member
 from raytorchrpc.services import Later
@@ -94,18 +94,15 @@ class Channel(Handle):
         else:
             ticket = new_ticket()
             args = (self.kind, self._name, key, limit, wait_s, ticket)
+            future = self._sent(local, _TAKE, args, wait_s, keep=keep)
             try:
-                future = self._sent(local, _TAKE, args, wait_s, keep=keep)
-                try:
-                    taken = yield future
-                except BaseException as error:
-                    if not isinstance(error, Exception):  # cancelled, or interrupted
-                        self._let_go(local, key, ticket, future)
-                    raise
-                finally:
-                    del future  # it holds what it raised, which holds this frame
-            except PeerLost as lost:
-                raise self._lost(lost) from None
+                taken = yield from self._answered(future)
+            except BaseException as error:
+                if not isinstance(error, Exception):  # cancelled, or interrupted
+                    self._let_go(local, key, ticket, future)
+                raise
+            finally:
+                del future  # it holds what it raised, which holds this frame
             if taken:
                 taken = unpacked(taken)
         return put_together(local.codec, taken) if taken else taken

@@ -13,7 +13,7 @@ import torch
 from raytorchrpc import handles
 from raytorchrpc._relays import HOME, Relays
 from raytorchrpc._snapshots import Flat, Kind, Shelf, Snapshot, equal, write
-from raytorchrpc.errors import ConfigurationError, NotFound
+from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotFound
 from raytorchrpc.lanes.base import DTYPE_NAMES, TensorLane
 from raytorchrpc.member import LocalMember
 from raytorchrpc.services import Later
@@ -57,12 +57,12 @@ class Look(NamedTuple):
 def shelf_of(local: LocalMember) -> Shelf:
     """For snapshots of this member, in memory that peers on the host read where it is, if a lane has such."""
 
-    def lend(size: int) -> torch.Tensor:
+    def lend(size: int) -> torch.Tensor | None:
         for lane in local.tensor_lanes.values():
             lent = lane.lend(size)
             if lent is not None:
                 return lent
-        return torch.empty(size, dtype=torch.uint8)
+        return None
 
     shm = local.tensor_lanes.get("shm")
     return Shelf(lend, local.alarms.at) if shm is None else Shelf(lend, local.alarms.at, shm.move)
@@ -273,8 +273,9 @@ class Mirror(Readable):
 
 # --- services ------------------------------------------------------------------------------------------------
 
-WAIT, LOOK, PULL, RELEASE = ("raytorchrpc.weights." + name for name in ("wait", "look", "pull", "release"))
-ADVISE, PULLED, LOOK_HERE = ("raytorchrpc.weights." + name for name in ("advise", "pulled", "look_here"))
+WAIT, LOOK, WHOLE, PULL = ("raytorchrpc.weights." + name for name in ("wait", "look", "whole", "pull"))
+RELEASE, ADVISE, PULLED = ("raytorchrpc.weights." + name for name in ("release", "advise", "pulled"))
+LOOK_HERE = "raytorchrpc.weights.look_here"
 
 
 def weights_of(local: LocalMember, name: str) -> Weights:
@@ -297,16 +298,50 @@ def _wait(local: LocalMember, caller: int, name: str, version: int, wait_s: floa
 
 
 def _look(
-    local: LocalMember, caller: int, name: str, version: int | None, since: int | None, layout: int, seconds: float
-) -> tuple[Any, ...] | None:
-    found = weights_of(local, name).look(caller, version, since, layout, seconds)
-    return None if found is None else tuple(found)
+    local: LocalMember,
+    caller: int,
+    name: str,
+    version: int | None,
+    since: int | None,
+    layout: int,
+    seconds: float,
+    kind: str | None,
+) -> tuple[tuple[Any, ...], list[torch.Tensor]] | None:
+    """``kind``: of the device where the caller would read all of them where they are."""
+    weights = weights_of(local, name)
+    found = weights.look(caller, version, since, layout, seconds)
+    if found is None:
+        return None
+    whole = weights.shelf.leased(found.lease).whole(kind) if found.lease and kind is not None else []
+    return tuple(found), _on_the_way(local, caller, whole)
+
+
+def _on_the_way(local: LocalMember, caller: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """None of them, if a device map is missing: what is asked for next says which."""
+    try:
+        local.check_back(caller, tensors)
+    except LaneUnavailable:
+        return []
+    return tensors
 
 
 def _pull(
     local: LocalMember, caller: int, name: str, mirror: bool, lease: int, wanted: Sequence[tuple[int, str | None]]
 ) -> list[torch.Tensor]:
     return _readable(local, name, mirror).shelf.leased(lease).tensors(wanted)
+
+
+def _whole(
+    local: LocalMember,
+    caller: int,
+    name: str,
+    mirror: bool,
+    lease: int,
+    wanted: Sequence[tuple[int, str | None]],
+    kind: str,
+) -> list[torch.Tensor]:
+    """See Snapshot.wholes."""
+    return _on_the_way(local, caller, _readable(local, name, mirror).shelf.leased(lease).wholes(kind, wanted))
 
 
 def _release(local: LocalMember, caller: int, name: str, mirror: bool, lease: int) -> None:
@@ -346,6 +381,7 @@ for _name, _function in (
     (WAIT, _wait),
     (LOOK, _look),
     (PULL, _pull),
+    (WHOLE, _whole),
     (RELEASE, _release),
     (ADVISE, _advise),
     (PULLED, _pulled),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
@@ -22,8 +23,8 @@ _SPARE = 2
 #: From here on a tensor is worth several threads (bytes).
 _LARGE = 8 << 20
 
-#: Makes host memory that others can read where it is, if there is such.
-Lend = Callable[[int], torch.Tensor]
+#: Makes host memory that others can read where it is; None if there is no such.
+Lend = Callable[[int], torch.Tensor | None]
 #: Copies so many bytes to an address from another.
 Move = Callable[[int, int, int], None]
 
@@ -36,21 +37,37 @@ class Kind(NamedTuple):
     device: torch.device
 
 
+def laid_out(kinds: Sequence[Kind]) -> tuple[list[int], dict[torch.device, int]]:
+    """Where each begins in its device's piece of a ``Flat``, and how long the pieces are (bytes)."""
+    offsets, sizes = [], dict.fromkeys((kind.device for kind in kinds), 0)
+    for dtype, shape, device in kinds:
+        offsets.append(sizes[device])
+        sizes[device] += (math.prod(shape) * dtype.itemsize + _ALIGN - 1) & -_ALIGN
+    return offsets, sizes
+
+
+def converted_kinds(kinds: Sequence[Kind], dtype: torch.dtype) -> list[Kind]:
+    """The floating ones as that dtype; the others are empty there."""
+    kinds = [kind._replace(dtype=dtype) if kind.dtype.is_floating_point else kind for kind in kinds]
+    return [kind if kind.dtype is dtype else kind._replace(shape=(0,)) for kind in kinds]
+
+
 class Flat:
     """Memory for tensors of these kinds: one piece for each device."""
 
     def __init__(self, kinds: Sequence[Kind], lend: Lend) -> None:
-        offsets, sizes = [], dict.fromkeys((kind.device for kind in kinds), 0)
-        for dtype, shape, device in kinds:
-            offsets.append(sizes[device])
-            size = torch.Size(shape).numel() * dtype.itemsize
-            sizes[device] += (size + _ALIGN - 1) & -_ALIGN
+        offsets, sizes = laid_out(kinds)
+        self.whole: torch.Tensor | None = None
+        """All of it as bytes, where that is one piece which peers read where it is."""
+        pieces: dict[torch.device, torch.Tensor] = {}
         with torch.inference_mode(False):
-            pieces = {
-                device: lend(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
-                for device, size in sizes.items()
-            }
+            for device, size in sizes.items():
+                lent = lend(size) if device.type == "cpu" else None
+                pieces[device] = torch.empty(size, dtype=torch.uint8, device=device) if lent is None else lent
+                if len(sizes) == 1 and (lent is not None or device.type == "cuda"):
+                    self.whole = pieces[device]
             self.tensors = [_at(pieces[kind.device], offset, kind) for kind, offset in zip(kinds, offsets, strict=True)]
+        self.pieces = list(pieces.values())
         self.stamps: list[int | None] = [None] * len(kinds)
         """For each tensor, which state of it is there: the version that it was new in."""
         self.uses: list[Callable[[], None]] = []
@@ -58,7 +75,7 @@ class Flat:
 
 
 def _at(piece: torch.Tensor, offset: int, kind: Kind) -> torch.Tensor:
-    size = torch.Size(kind.shape).numel() * kind.dtype.itemsize
+    size = math.prod(kind.shape) * kind.dtype.itemsize
     if not size:
         return torch.empty(kind.shape, dtype=kind.dtype, device=kind.device)
     return piece[offset : offset + size].view(kind.dtype).view(kind.shape)
@@ -113,7 +130,7 @@ class Snapshot:
         self._shelf = shelf
         self._converting = threading.Lock()
         self.converted: dict[torch.dtype, Flat] = {}
-        self._adopt = [hand_over(flat.tensors)]
+        self._adopt = [hand_over(flat.pieces)]
 
     def adopt(self) -> None:
         """On the thread that is going to use the tensors."""
@@ -131,14 +148,32 @@ class Snapshot:
                 self._used()
         return found
 
+    def wholes(self, kind: str, wanted: Sequence[tuple[int, str | None]]) -> list[torch.Tensor]:
+        """Memory on that kind of device that holds these, one flat tensor for each dtype's name (None: as they are), in
+        the order in which the names appear. None of it if it cannot all be told by its place in one piece.
+        """
+        self.tensors(wanted)
+        names = dict.fromkeys(name for _, name in wanted)
+        flats = [self.flat if name is None else self.converted[DTYPES[name]] for name in names]
+        found = [flat.whole for flat in flats if flat.whole is not None and flat.whole.device.type == kind]
+        return found if len(found) == len(flats) else []
+
+    def whole(self, kind: str) -> list[torch.Tensor]:
+        """Likewise, all of them as they are."""
+        whole = self.flat.whole
+        if whole is None or whole.device.type != kind:
+            return []
+        self.adopt()
+        return [whole]
+
     def read(self, wanted: Sequence[tuple[int, str | None]], targets: Sequence[torch.Tensor]) -> None:
         """Copy them to tensors of this process."""
         write(targets, self.tensors(wanted), self._shelf.move)
         self._used()
 
     def _used(self) -> None:
-        if any(tensor.is_cuda for tensor in self.flat.tensors):
-            self.flat.uses.append(hand_over(self.flat.tensors))
+        if any(piece.is_cuda for piece in self.flat.pieces):
+            self.flat.uses.append(hand_over(self.flat.pieces))
 
     def _tensor(self, number: int, name: str | None, made: list[torch.Tensor]) -> torch.Tensor:
         tensor = self.flat.tensors[number]
@@ -180,10 +215,7 @@ class Shelf:
             spare = self._spare.get((tuple(kinds), dtype))
             if spare:
                 return spare.pop()
-        if dtype is not None:
-            kinds = [kind._replace(dtype=dtype) if kind.dtype.is_floating_point else kind for kind in kinds]
-            kinds = [kind if kind.dtype is dtype else kind._replace(shape=(0,)) for kind in kinds]
-        return Flat(kinds, self._lend)
+        return Flat(kinds if dtype is None else converted_kinds(kinds, dtype), self._lend)
 
     def forget_memory(self) -> None:
         """What is kept for the next: they are of other kinds."""

@@ -1,21 +1,71 @@
-"""Results that arrive in tensors which the caller has already: ``into=``."""
+"""Results that arrive in tensors which the caller has already: ``into=``, and a model's weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import increment_version
 
 from raytorchrpc.codec import Codec, Encoded, orders, placed
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.lanes.base import Shape
-from raytorchrpc.shipping import Parcel, filled, kinds, owned
+from raytorchrpc.lanes.base import Part, Shape
+from raytorchrpc.shipping import Parcel, filled, kinds, owned, spread
 
 _NO_MEMORY = "has no memory: its storage was freed"
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+class Receiver(Protocol):
+    """Takes the result of one call. Used at most once."""
+
+    def receive(
+        self, codec: Codec, body: Encoded, parcels: list[Parcel], label: str, keep: bool
+    ) -> tuple[Encoded, Any]:
+        """The body with the tensors that hold the result, and the result itself. Blocks as fetching does.
+
+        ``label``: of the call, for errors; ``keep``: arrays of the result have to be in memory of their own.
+        """
+
+
+class Spread:
+    """Takes a result with flat tensors, of which the caller wants parts, each in a tensor that there is already."""
+
+    def __init__(self, plan: Callable[[Any], Sequence[Sequence[Part]] | None]) -> None:
+        """``plan(result)`` says what parts of each flat tensor; None: nothing of them. It finds empty tensors in their
+        places. What it raises, the caller gets.
+        """
+        self._plan = plan
+
+    def receive(
+        self, codec: Codec, body: Encoded, parcels: list[Parcel], label: str, keep: bool
+    ) -> tuple[Encoded, Any]:
+        """See Receiver. The body that it returns has what was filled."""
+        try:
+            places: list[torch.Tensor] = [_EMPTY] * len(kinds(body, parcels))
+            value = codec.decode(*body._replace(tensors=places), load=placed)
+            parts = self._plan(value)
+            if parts is None:
+                parcels.clear()
+                return body._replace(tensors=[]), value
+            targets = [target for its in parts for _, target in its]
+            with _unrecorded(targets):
+                try:
+                    for parcel in parcels:  # one has them all, or none is needed
+                        parcel.spread(parts)
+                    if not parcels:
+                        spread(body.tensors, parts)
+                finally:
+                    increment_version(targets)  # lanes write behind autograd's back
+        except BaseException:
+            parcels.clear()  # what raises holds this frame; it is not to hold the sender's memory
+            raise
+        return body._replace(tensors=targets), value
+
+
+_EMPTY = torch.empty(0)
 
 
 class Buffers:
@@ -33,10 +83,7 @@ class Buffers:
     def receive(
         self, codec: Codec, body: Encoded, parcels: list[Parcel], label: str, keep: bool
     ) -> tuple[Encoded, Any]:
-        """Fill them with a result's tensors: the body with them, and the result that holds them.
-
-        Raises ConfigurationError if they do not match, before any is changed. Blocks as fetching does.
-        """
+        """See Receiver. Raises ConfigurationError if they do not match, before any is changed."""
         try:
             lifted = kinds(body, parcels)
             split = len(lifted) - body.buffers

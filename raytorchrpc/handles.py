@@ -244,17 +244,27 @@ class Handle:
         self, local: LocalMember, service: str, args: tuple[Any, ...], wait_s: float | None, **how: Any
     ) -> Steps[Any]:
         """What the home answers. ``wait_s``: it may take that long before it does."""
+        return (yield from self._answered(self._sent(local, service, args, wait_s, **how)))
+
+    def _answered(self, sent: Future[Any]) -> Steps[Any]:
+        """What the home answers to what was sent to it."""
         try:
-            return (yield self._sent(local, service, args, wait_s, **how))
+            return (yield sent)
         except PeerLost as lost:
             error = self._lost(lost)
+        finally:
+            del sent  # it holds what it raised, which holds this frame
         raise error
 
     def _sent(
         self, local: LocalMember, service: str, args: tuple[Any, ...], wait_s: float | None, **how: Any
     ) -> Future[Any]:
         timeout = None if wait_s is None else min(MAX_TIMEOUT_S, wait_s + GRACE_S)
-        return Future(local.call(self._home, service, args, {}, timeout, retry=0, **how))
+        try:
+            return Future(local.call(self._home, service, args, {}, timeout, retry=0, **how))
+        except PeerLost as lost:
+            error = self._lost(lost)
+        raise error
 
     def _lost(self, lost: PeerLost) -> PeerLost:
         home = f"it is the home of {self.kind} {self._name!r}; what was in it is gone if its process ended"

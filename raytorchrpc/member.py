@@ -19,7 +19,7 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.device_map import CPU, Device
 from raytorchrpc.errors import ConfigurationError, NotAMember, PeerLost, RpcTimeout, SerializationError
 from raytorchrpc.execution import current_scope
-from raytorchrpc.filling import Buffers
+from raytorchrpc.filling import Buffers, Receiver, Spread
 from raytorchrpc.lanes.base import Message, MessageLane, Pending, TensorLane
 from raytorchrpc.metrics import CallCounters
 from raytorchrpc.peers import Member, PeerRoad, process_token
@@ -209,17 +209,17 @@ class LocalMember:
         attended: bool = False,
         share: bool = False,
         keep: bool = False,
-        into: Sequence[torch.Tensor] | None = None,
+        into: Sequence[torch.Tensor] | Spread | None = None,
         retry: int | None = None,
     ) -> CallUnderWay | RetriedCall:
         """Send a call; returns before its result. Raises what keeps it from being sent.
 
         ``attended``: the caller is going to wait for it at once. ``share``: CUDA tensors need not be copied for a peer
         on the same GPU. ``keep``: the result's tensors shall be in memory of their own. ``into``: tensors that the
-        result's are to be received into, in their order; see ``calls.rpc_sync``. ``retry``: how often it may be sent
-        again to a peer that was lost; None: as often as the method says.
+        result's are to be received into, in their order (see ``calls.rpc_sync``), or what spreads them. ``retry``: how
+        often it may be sent again to a peer that was lost; None: as often as the method says.
         """
-        buffers = None if into is None else _buffers(into)
+        buffers = None if into is None else _receiver(into)
         road = self._road_to(target)
         repeats = road.retries.get(method, 0) if retry is None else retry
         if not repeats:
@@ -240,7 +240,7 @@ class LocalMember:
         timeout: float | None,
         share: bool,
         keep: bool,
-        buffers: Buffers | None,
+        buffers: Receiver | None,
         *,
         attended: bool = False,
     ) -> CallUnderWay:
@@ -428,7 +428,9 @@ class LocalMember:
         self.collectives.close()
 
 
-def _buffers(into: Sequence[torch.Tensor]) -> Buffers:
+def _receiver(into: Sequence[torch.Tensor] | Spread) -> Receiver:
+    if isinstance(into, Spread):
+        return into
     if _compat.current_autograd_context() != _compat.NO_CONTEXT:
         raise ConfigurationError(
             "into= cannot be used inside a distributed autograd context: a result there has a history, which a buffer "

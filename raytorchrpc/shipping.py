@@ -16,7 +16,7 @@ from raytorchrpc import _compat, forking
 from raytorchrpc.codec import Encoded
 from raytorchrpc.device_map import CPU, Device
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import DTYPE_NAMES, DTYPES, Export, Shape, TensorLane, copied
+from raytorchrpc.lanes.base import DTYPE_NAMES, DTYPES, Export, Part, Shape, TensorLane, copied, view_at
 from raytorchrpc.staging import fill, goes_to_cpu, outbound, to_cpu
 
 logger = logging.getLogger(__name__)
@@ -162,6 +162,17 @@ class Parcel:
         mine = into if positions is None else [into[position] for position in positions]
         return positions, fill(mine, self._lane.fetch(self._peer, self._descriptor, shapes, mine))
 
+    def spread(self, parts: Sequence[Sequence[Part]]) -> None:
+        """Fetch parts of flat tensors, likewise."""
+        _, shapes = self.contents
+        self._waybill = None
+        if self._lane.capabilities.in_parts:
+            sizes = [shape[0] for _, shape in shapes]
+            left = self._lane.spread(self._peer, self._descriptor, sizes, parts)
+            fill([target for target, _ in left], [source for _, source in left])
+        else:
+            spread(self._lane.fetch(self._peer, self._descriptor, shapes), parts)
+
     def used(self) -> None:
         """The method that was called with these has returned, on this thread."""
         self._lane.used(self._peer, self._descriptor)
@@ -179,6 +190,13 @@ def owned(body: Encoded) -> Encoded:
     """
     own = [tensor if _compat.is_sole_owner(tensor) else copied(tensor) for tensor in body.tensors]
     return body._replace(tensors=own)
+
+
+def spread(tensors: Sequence[torch.Tensor], parts: Sequence[Sequence[Part]]) -> None:
+    """Copy parts of flat uint8 tensors to where they belong."""
+    for tensor, its in zip(tensors, parts, strict=True):
+        views = [view_at(tensor, offset, (target.dtype, tuple(target.shape))) for offset, target in its]
+        fill([target for _, target in its], views)
 
 
 def kinds(body: Encoded, parcels: Sequence[Parcel]) -> list[Shape]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from raytorchrpc import execution, forking, serving
 from raytorchrpc.codec import Codec, Encoded, decode_exception
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
-from raytorchrpc.filling import Buffers
+from raytorchrpc.filling import Receiver
 from raytorchrpc.lanes.base import MessageLane, Pending
 from raytorchrpc.metrics import CallCounters
 from raytorchrpc.peers import PeerRoad
@@ -58,7 +58,7 @@ class CallUnderWay:
         loop_token: execution.Token | None,
         shipped: Shipped,
         keep: bool = False,
-        into: Buffers | None = None,
+        into: Receiver | None = None,
     ) -> None:
         self._local, self._road, self._method = local, road, method
         self._lane, self._pending = lane, pending

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-import torch
-
-from raytorchrpc import execution
+from raytorchrpc import _compat
 from raytorchrpc._published import (
     ADVISE,
     KIND,
@@ -22,42 +17,26 @@ from raytorchrpc._published import (
     PULLED,
     RELEASE,
     WAIT,
+    WHOLE,
     Look,
-    Row,
     Weights,
     mirror_of,
     weights_of,
 )
+from raytorchrpc._pulling import Carry, Known, Model, Pull, Wanted, tensors_of
 from raytorchrpc._relays import HOME, LEAD
 from raytorchrpc._snapshots import Kind
 from raytorchrpc.calls import Future
 from raytorchrpc.errors import ConfigurationError, Empty, LaneUnavailable, NotFound, PeerLost, RayTorchRpcError
+from raytorchrpc.filling import Spread
 from raytorchrpc.handles import Handle, Steps, patience, run
-from raytorchrpc.lanes.base import DTYPE_NAMES, DTYPES
 from raytorchrpc.member import LocalMember, process_member
 from raytorchrpc.services import Later
 
 #: Of one message (bytes): lanes that bring tensors in memory of their own need no more of it than this.
 _CHUNK_BYTES = 256 << 20
-#: Of the first message where one GPU reads out of another's memory, which takes none in between: while it copies these,
-#: the other message, with all the rest, is prepared (bytes).
-_FIRST_BYTES = 128 << 20
 #: Less than this is not passed on within a host: asking who has it takes as long (bytes).
 _WORTH_PASSING_ON = 1 << 20
-
-#: Moves tensors by other means than the group's lanes: ``carry(version, tensors)`` fills them at those who pull, and
-#: sends them at the one that published. A collective fits.
-Carry = Callable[[int, Sequence[torch.Tensor]], None]
-
-#: A module, or its tensors by name.
-Model = torch.nn.Module | Mapping[str, torch.Tensor]
-
-
-class _Wanted(NamedTuple):
-    """What one pull is to bring: places in the layout, as which dtypes (None: as they are), into what."""
-
-    places: list[tuple[int, str | None]]
-    targets: list[torch.Tensor]
 
 
 class WeightStore(Handle):
@@ -94,7 +73,7 @@ class WeightStore(Handle):
         super().__init__(name, home, (keep, bool(track)))
 
     def _begin(self) -> None:
-        self._rows: dict[int, list[Row]] = {}
+        self._known_layout: Known | None = None
 
     # --- publishing ----------------------------------------------------------------------------------------------
 
@@ -110,7 +89,7 @@ class WeightStore(Handle):
             raise ConfigurationError(
                 f"{self.kind} {self._name!r} lives in member {self._home!r}: publish there, or make one here"
             )
-        return self._here(local).publish(_tensors_of(model, self), version)
+        return self._here(local).publish(tensors_of(model, self._name), version)
 
     def broadcast(self, carry: Carry, version: int | None = None) -> int:
         """At the home: hand a version (None: the newest) to ``carry``, while those who pull call theirs.
@@ -193,74 +172,92 @@ class WeightStore(Handle):
         local = process_member()
         until = time.monotonic() + patience(local, timeout)
         run(self._ready(local))
-        look = self._look(local, version, None if carry is not None else since, until)
-        if not look.lease:
-            return look.version
+        pull = Pull(self._name, model, self._known_layout, convert, strict)
         try:
-            rows = self._rows.get(look.layout) if look.rows is None else look.rows
-            if rows is None:
-                raise NotFound(f"{self.kind} {self._name!r} did not say what it has; pull again")
-            self._rows = {look.layout: rows}
-            wanted = _matched(self, _tensors_of(model, self), rows, look.changed, convert, strict)
+            # What is brought has no history, whoever asks for it.
+            with _compat.autograd_context(_compat.NO_CONTEXT):
+                look = self._look(local, pull, version, None if carry is not None else since, carry is None, until)
+                if not look.lease:
+                    return look.version
+                self._known_layout = pull.known
+                wanted = pull.wanted()
+                if carry is None and wanted.targets and not pull.filled:
+                    self._fetch(local, pull, look, wanted, until)
             if carry is not None:
-                _carry(carry, look.version, rows, wanted)
-            elif wanted.targets:
-                self._fetch(local, look, wanted, rows, until)
+                pull.carry_by(carry)
         finally:
-            self._release(local, self._home, False, look.lease)
+            if pull.look is not None and pull.look.lease:
+                self._release(local, self._home, False, pull.look.lease)
         return look.version
 
     async def apull(self, model: Model, version: int | None = None, **options: Any) -> int:
         """As ``pull``, for coroutines: on a thread, and there on the default stream of a GPU."""
         return await asyncio.to_thread(self.pull, model, version, **options)
 
-    def _look(self, local: LocalMember, version: int | None, since: int | None, until: float) -> Look:
+    def _look(
+        self, local: LocalMember, pull: Pull, version: int | None, since: int | None, at_once: bool, until: float
+    ) -> Look:
+        """Ask what there is. ``at_once``: the answer is to bring it, if it can be read where it is."""
         while True:
             left = max(0.0, until - time.monotonic())
-            args = (version, since, next(iter(self._rows), 0), left)
+            args = (version, since, 0 if pull.known is None else pull.known.number, left)
             if self._road(local) is None:
                 look = self._here(local).look(local.me.rank, *args)
+                if look is not None:
+                    pull.told(look)
             else:
-                told = run(self._ask(local, LOOK, (self._name, *args), left))
-                look = None if told is None else Look(*told)
-            if look is not None:
-                return look
+                kind = self._kind_in_place(local, self._home, pull) if at_once and not pull.converts else None
+                answer = Spread(pull.plan)
+                sent = self._sent(local, LOOK, (self._name, *args, kind), left, attended=True, into=answer)
+                asked = self._answered(sent)
+                del sent  # see there
+                pull.foresee()
+                run(asked)
+            if pull.look is not None:
+                return pull.look
             self.wait(1, left)
 
     # --- moving them ---------------------------------------------------------------------------------------------
 
-    def _fetch(self, local: LocalMember, look: Look, wanted: _Wanted, rows: list[Row], until: float) -> None:
+    def _kind_in_place(self, local: LocalMember, target: Any, pull: Pull) -> str | None:
+        """Of the device where the tensors are, if a member's on such devices are read where they are."""
+        kind = pull.kind if self._is_near(local, target) else None
+        lane = None if kind is None else local.tensor_lanes.get(local.road(target).beside.get(kind, ""))
+        return kind if lane is not None and lane.capabilities.in_parts else None
+
+    def _is_near(self, local: LocalMember, target: Any) -> bool:
+        """Whether it is on this node."""
+        return local.road(target).member.node_id == local.road(local.me.rank).member.node_id
+
+    def _fetch(self, local: LocalMember, pull: Pull, look: Look, wanted: Wanted, until: float) -> None:
+        assert pull.known is not None
         if self._road(local) is None:
             self._here(local).shelf.leased(look.lease).read(wanted.places, wanted.targets)
             return
         if not self._passes_on(local, wanted):
-            self._fetch_from(local, self._home, False, look.lease, wanted, until)
+            kind = self._kind_in_place(local, self._home, pull)
+            self._fetch_from(local, self._home, False, look.lease, wanted, until, kind, pull.known)
             return
-        signature = _signature(look, wanted)
+        signature = wanted.signature(look)
         what = (look.version, signature)
         left = max(0.001, until - time.monotonic())
         advice = run(self._ask(local, ADVISE, (self._name, what, left / 2), left))
         if advice == LEAD:
-            self._lead(local, look, wanted, rows, signature, until)
-        elif advice == HOME or not self._follow(local, advice, look, wanted, signature, until):
+            self._lead(local, look, wanted, wanted.kinds(pull.known.rows), signature, until)
+        elif advice == HOME or not self._follow(local, advice, pull, look, wanted, signature, until):
             self._fetch_from(local, self._home, False, look.lease, wanted, until)
 
-    def _passes_on(self, local: LocalMember, wanted: _Wanted) -> bool:
+    def _passes_on(self, local: LocalMember, wanted: Wanted) -> bool:
         """Whether others of this host may pull the same from another host."""
-        home, here = local.road(self._home).member, local.road(local.me.rank).member.node_id
-        if home.node_id == here or sum(target.nbytes for target in wanted.targets) < _WORTH_PASSING_ON:
+        if self._is_near(local, self._home) or sum(target.nbytes for target in wanted.targets) < _WORTH_PASSING_ON:
             return False
-        return sum(road.member.node_id == here for road in local.roads) > 1
+        return sum(self._is_near(local, road.member.rank) for road in local.roads) > 1
 
     def _lead(
-        self, local: LocalMember, look: Look, wanted: _Wanted, rows: list[Row], signature: str, until: float
+        self, local: LocalMember, look: Look, wanted: Wanted, kinds: list[Kind], signature: str, until: float
     ) -> None:
         """Pull for all of this host."""
         mirror = mirror_of(local, self._name)
-        kinds = [
-            Kind(DTYPES[name or rows[place][1]], rows[place][2], target.device)
-            for (place, name), target in zip(wanted.places, wanted.targets, strict=True)
-        ]
         done = False
         try:
             flat = mirror.begin(kinds)
@@ -271,24 +268,26 @@ class WeightStore(Handle):
             self._tell(local, self._home, PULLED, (self._name, (look.version, signature), local.me.rank, done))
         lease = mirror.look(local.me.rank, signature, look.version, max(0.0, until - time.monotonic()))
         try:
-            places: list[tuple[int, str | None]] = [(number, None) for number in range(len(kinds))]
-            mirror.shelf.leased(lease).read(places, wanted.targets)
+            mirror.shelf.leased(lease).read(_all_of(wanted), wanted.targets)
         finally:
             mirror.shelf.release(lease)
 
     def _follow(
-        self, local: LocalMember, leader: int, look: Look, wanted: _Wanted, signature: str, until: float
+        self, local: LocalMember, leader: int, pull: Pull, look: Look, wanted: Wanted, signature: str, until: float
     ) -> bool:
         """Pull from the one that has it for this host; whether that worked."""
+        assert pull.known is not None
         left = max(0.001, until - time.monotonic())
         try:
             call = local.call(leader, LOOK_HERE, (self._name, signature, look.version, left), {}, left, retry=0)
             lease = Future[int](call).wait()
             if not lease:
                 return False
+            there = Known.of(look.layout, wanted.rows(pull.known.rows))
+            kind = self._kind_in_place(local, leader, pull)
             try:
-                places: list[tuple[int, str | None]] = [(number, None) for number in range(len(wanted.targets))]
-                self._fetch_from(local, leader, True, lease, wanted._replace(places=places), until)
+                wanted = wanted._replace(places=_all_of(wanted))
+                self._fetch_from(local, leader, True, lease, wanted, until, kind, there)
             finally:
                 self._release(local, leader, True, lease)
         except (PeerLost, NotFound, LaneUnavailable):
@@ -297,27 +296,29 @@ class WeightStore(Handle):
         return True
 
     def _fetch_from(
-        self, local: LocalMember, target: Any, mirror: bool, lease: int, wanted: _Wanted, until: float
+        self,
+        local: LocalMember,
+        target: Any,
+        mirror: bool,
+        lease: int,
+        wanted: Wanted,
+        until: float,
+        kind: str | None = None,
+        known: Known | None = None,
     ) -> None:
-        # GPUs of this host copy them straight from the publisher's memory to the model's.
-        in_place = local.road(target).beside.get("cuda") == "cuda_ipc" and all(one.is_cuda for one in wanted.targets)
-        parts = _parts(wanted, _FIRST_BYTES if in_place else _CHUNK_BYTES, math.inf if in_place else _CHUNK_BYTES)
+        """``kind``: of the devices at both ends, if it is read where it is; ``known``: what lies there."""
 
-        def begin(part: _Wanted) -> Any:
-            args = (self._name, mirror, lease, part.places)
+        def ask(service: str, *args: Any, into: Any) -> Any:
             left = max(0.001, until - time.monotonic())
-            return local.call(target, PULL, args, {}, left, into=part.targets, attended=True, retry=0)
+            args = (self._name, mirror, lease, *args)
+            return Future(local.call(target, service, args, {}, left, into=into, attended=True, retry=0)).wait()
 
-        call = begin(parts[0])
-        for part in parts[1:]:
-            if in_place:
-                execution.wait_serving(call, call.remaining())
-                call, before = begin(part), call
-                Future[Any](before).wait()
-            else:  # what has come is copied out of the lane's memory before more comes
-                Future[Any](call).wait()
-                call = begin(part)
-        Future[Any](call).wait()
+        if kind is not None and known is not None:
+            parts = wanted.parts(known)
+            if ask(WHOLE, wanted.places, kind, into=Spread(lambda pieces: parts if pieces else None)):
+                return
+        for chunk in wanted.chunks(_CHUNK_BYTES):  # what has come is copied out of the lane's memory before more comes
+            ask(PULL, chunk.places, into=chunk.targets)
 
     def _release(self, local: LocalMember, target: Any, mirror: bool, lease: int) -> None:
         if target == self._home and self._road(local) is None:
@@ -331,82 +332,6 @@ class WeightStore(Handle):
             local.call(target, service, args, {}, None, retry=0)
 
 
-def _tensors_of(model: Any, store: WeightStore) -> dict[str, torch.Tensor]:
-    if isinstance(model, torch.nn.Module):
-        model = model.state_dict()
-    if not isinstance(model, Mapping):
-        raise ConfigurationError(f"weights are a module or tensors by name, not a {type(model).__name__}")
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in model.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ConfigurationError(
-                f"{name!r} of the weights for {store.name!r} is a {type(tensor).__name__}, not a tensor: leave it out"
-            )
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
-            raise ConfigurationError(f"{name!r} of the weights for {store.name!r} is no dense tensor with memory")
-        found[str(name)] = tensor.detach()
-    return found
-
-
-def _matched(
-    store: WeightStore,
-    targets: Mapping[str, torch.Tensor],
-    rows: Sequence[Row],
-    changed: Sequence[int] | None,
-    convert: bool,
-    strict: bool,
-) -> _Wanted:
-    """Raises ConfigurationError, naming all that does not match."""
-    wrong: list[str] = []
-    wanted = _Wanted([], [])
-    moved = None if changed is None else set(changed)
-    for place, (name, dtype, shape) in enumerate(rows):
-        target = targets.get(name)
-        if target is None:
-            if strict:
-                wrong.append(f"the model has no {name!r}, which was published")
-            continue
-        its = DTYPE_NAMES[target.dtype]
-        may_convert = convert and target.dtype.is_floating_point and DTYPES[dtype].is_floating_point
-        if tuple(target.shape) != shape:
-            wrong.append(f"{name!r} is {shape} as published, and {tuple(target.shape)} in the model")
-        elif its != dtype and not may_convert:
-            remedy = "" if convert else " (convert=True converts floating dtypes)"
-            wrong.append(f"{name!r} is {dtype} as published, and {its} in the model{remedy}")
-        elif moved is None or place in moved:
-            wanted.places.append((place, None if its == dtype else its))
-            wanted.targets.append(target)
-    if strict:
-        published = {name for name, _, _ in rows}
-        wrong += [f"{name!r} of the model was not published" for name in targets if name not in published]
-    if wrong:
-        shown = "; ".join(wrong[:10]) + (f"; and {len(wrong) - 10} more" if len(wrong) > 10 else "")
-        raise ConfigurationError(f"the weights of {store.name!r} do not fit: {shown}")
-    return wanted
-
-
-def _carry(carry: Carry, version: int, rows: Sequence[Row], wanted: _Wanted) -> None:
-    if len(wanted.targets) != len(rows) or any(name is not None for _, name in wanted.places):
-        raise ConfigurationError(
-            "carry= brings all tensors as they were published: the model needs each of them, under the same dtype"
-        )
-    with torch.no_grad():
-        carry(version, wanted.targets)
-
-
-def _parts(wanted: _Wanted, first: float, others: float) -> list[_Wanted]:
-    """What goes by one message each: so many bytes, or one tensor that has more."""
-    parts: list[_Wanted] = []
-    begin = size = 0
-    for place, target in enumerate(wanted.targets):
-        if place > begin and size + target.nbytes > (others if parts else first):
-            parts.append(_Wanted(wanted.places[begin:place], wanted.targets[begin:place]))
-            begin, size = place, 0
-        size += target.nbytes
-    return [*parts, _Wanted(wanted.places[begin:], wanted.targets[begin:])]
-
-
-def _signature(look: Look, wanted: _Wanted) -> str:
-    """The same for pulls of one version that bring the same, to the same kind of device."""
-    text = repr((look.layout, wanted.places, [target.device.type for target in wanted.targets]))
-    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+def _all_of(wanted: Wanted) -> list[tuple[int, str | None]]:
+    """Places in a mirror: it has what was wanted, and as it was wanted."""
+    return [(number, None) for number in range(len(wanted.targets))]

@@ -23,7 +23,7 @@ import numpy
 import torch
 
 from raytorchrpc import forking
-from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.errors import LaneUnavailable, PeerLost
 
 SLOTS = 1 << 16
 _DATA = 1 << 20
@@ -91,14 +91,24 @@ class SharedBytes:
             os.close(fd)
 
 
+class Gone(LaneUnavailable):
+    """What was shared is not there any more: its process ended, or closed it."""
+
+    def lost(self, peer: str) -> PeerLost:
+        """For who was to get something out of it."""
+        return PeerLost(peer, "its process ended, or left the group, before its tensors were fetched")
+
+
 def map_shared(address: SharedAddress) -> numpy.ndarray:
-    """The bytes of a peer's SharedBytes. Raises LaneUnavailable if this process may not, or cannot, map them."""
+    """The bytes of a peer's SharedBytes. Raises LaneUnavailable if this process may not, or cannot, map them; Gone."""
     try:
         fd = _opened(address)
         try:
             mapped = mmap.mmap(fd, address.size)
         finally:
             os.close(fd)
+    except FileNotFoundError as error:
+        raise Gone("shm", f"the peer's memory is gone: {error}") from error
     except (OSError, ValueError) as error:
         raise LaneUnavailable("shm", f"cannot map the peer's memory: {error}") from error
     _advise(mapped)
@@ -108,7 +118,7 @@ def map_shared(address: SharedAddress) -> numpy.ndarray:
 def _opened(address: SharedAddress) -> int:
     path = f"/proc/{address.pid}/fd/{address.fd}"
     if address.name not in os.readlink(path):
-        raise LaneUnavailable("shm", "another process has that pid now")
+        raise Gone("shm", "another process has that pid now")
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 

@@ -199,6 +199,17 @@ class TensorCapabilities:
     """The receiver uses the memory that arrived, without a copy of its own."""
     takes_cuda: bool = False
     """CUDA tensors may be exported to arrive as CPU tensors."""
+    in_parts: bool = False
+    """It has ``spread``."""
+
+
+class Part(NamedTuple):
+    """What a tensor that is there already gets out of a flat one that comes."""
+
+    offset: int
+    """Where it begins, in bytes."""
+    target: torch.Tensor
+    """Without autograd; any strides, on any device."""
 
 
 class Export(ABC):
@@ -287,6 +298,14 @@ class TensorLane(ABC):
 
         Raises LaneUnavailable or PeerLost.
         """
+
+    def spread(
+        self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Instead of ``fetch``, for flat uint8 tensors of so many bytes: bring parts of each to where they belong, and
+        nothing else, as ``fetch`` does with ``into``. Returns those left: (target, what the caller is to copy there).
+        """
+        raise NotImplementedError
 
     def used(self, peer: str, descriptor: Any) -> None:  # noqa: B027 - matters where memory is shared
         """The method that was called with these has returned. To be called on its thread, before the answer: CUDA work

@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -25,12 +25,12 @@ import numpy
 import torch
 
 from raytorchrpc import _compat
-from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes import _pieces
-from raytorchrpc.lanes._arena import SharedAddress, SharedBytes, is_gone, map_shared
+from raytorchrpc.lanes._arena import Gone, SharedAddress, SharedBytes, is_gone, map_shared
 from raytorchrpc.lanes._cuda_driver import HANDLE_BYTES, driver
 from raytorchrpc.lanes._cuda_shared import Loan, Mapped, span_of, tensor_over
-from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane
+from raytorchrpc.lanes.base import Export, Part, PeerAddress, Shape, TensorCapabilities, TensorLane
 
 #: Mapped allocations of peers kept open, the least recently used closed beyond that.
 MAPPINGS = 256
@@ -68,7 +68,7 @@ class CudaIpcLane(TensorLane):
 
     name: ClassVar[str] = "cuda_ipc"
     capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(
-        devices=frozenset({"cuda"}), one_sided=True, same_host=True, zero_copy=False
+        devices=frozenset({"cuda"}), one_sided=True, same_host=True, zero_copy=False, in_parts=True
     )
 
     def __init__(self, devices: Sequence[int], mappings: int = MAPPINGS) -> None:
@@ -311,26 +311,18 @@ class CudaIpcLane(TensorLane):
     def fetch(
         self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
     ) -> list[torch.Tensor]:
-        number, target, ready, places, shared, tag = descriptor
+        number, target, _, places, shared, tag = descriptor
         device = torch.device("cuda", target)
-        flags = self._page_of(peer, tag)
         with driver().on(target):
-            # On the user's own stream: its memory is there, and what it queues next needs the data anyway.
-            stream, raw = self._current(target)
-            try:
-                mapped = [self._map(handle, device) if size else None for handle, _, size, _ in places]
-                self._opened(ready, target).wait(stream)
+            with self._reading(peer, descriptor) as (mapped, stream, raw):
                 if not shared:
                     arrived = self._copy(mapped, places, shapes, into, device, raw)
-                    flags[number] = _COPIED + self._record_copied(target, stream, raw)
+                    self._copied_on(peer, descriptor, stream, raw)
                     return arrived
                 # Made ready now: giving back can happen in the middle of anything, and may take no lock.
                 returning = self._returning[target]
                 self._record_copied(target, returning, returning.cuda_stream)
-            except BaseException:  # no memory left here, for one
-                stream.synchronize()
-                flags[number] = _UNUSED
-                raise
+            flags = self._page_of(peer, tag)
             loan = Loan(lambda: self._give_back(flags, number, stream))
             return [
                 torch.empty(shape[1], dtype=shape[0], device=device)
@@ -338,6 +330,57 @@ class CudaIpcLane(TensorLane):
                 else tensor_over(mapping, offset, size, shape, strides, loan)
                 for mapping, (_, offset, size, strides), shape in zip(mapped, places, shapes, strict=True)
             ]
+
+    def spread(
+        self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        _, index, _, places, _, _ = descriptor
+        copy = driver().copy
+        left: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with driver().on(index), self._reading(peer, descriptor) as (mapped, stream, raw):
+            for mapping, (_, begin, _, piece) in zip(mapped, places, strict=True):
+                if mapping is None:
+                    continue
+                for number in piece:
+                    for offset, target in parts[number]:
+                        if target.get_device() != index or not target.is_contiguous():
+                            there, target = target, torch.empty(target.shape, dtype=target.dtype, device=stream.device)
+                            left.append((there, target))
+                        if size := target.nbytes:
+                            copy(target.data_ptr(), mapping.pointer + begin + offset, size, raw)
+                    begin += sizes[number]
+            self._copied_on(peer, descriptor, stream, raw)
+        return left
+
+    @contextlib.contextmanager
+    def _reading(self, peer: str, descriptor: Any) -> Iterator[tuple[list[Mapped | None], torch.cuda.Stream, int]]:
+        """What was exported, mapped, and the stream on which it can be read from now on; given back if that fails."""
+        number, target, ready, places, _, tag = descriptor
+        try:
+            flags, device = self._page_of(peer, tag), torch.device("cuda", target)
+        except Gone as gone:
+            raise gone.lost(peer) from gone
+        # On the user's own stream: its memory is there, and what it queues next needs the data anyway.
+        stream, raw = self._current(target)
+        try:
+            mapped = [self._map(handle, device) if size else None for handle, _, size, _ in places]
+            self._opened(ready, target).wait(stream)
+            yield mapped, stream, raw
+        except BaseException as error:  # no memory left here, for one
+            stream.synchronize()
+            flags[number] = _UNUSED
+            if isinstance(error, LaneUnavailable) and self._is_dead(peer):  # CUDA could not map its memory
+                raise PeerLost(peer, f"its process ended before its tensors were fetched ({error.reason})") from error
+            raise
+
+    def _is_dead(self, peer: str) -> bool:
+        address = self._peers.get(peer)
+        return address is None or is_gone(address)
+
+    def _copied_on(self, peer: str, descriptor: Any, stream: torch.cuda.Stream, raw: int) -> None:
+        """The sender has it back after what is queued on this stream."""
+        number, target, _, _, _, tag = descriptor
+        self._page_of(peer, tag)[number] = _COPIED + self._record_copied(target, stream, raw)
 
     def _copy(
         self,

@@ -16,14 +16,25 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy
 import torch
 
 from raytorchrpc import staging
-from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes._arena import Arena, PeerArena, SharedAddress, Slot, is_gone
+from raytorchrpc.errors import LaneUnavailable, PeerLost
+from raytorchrpc.lanes._arena import Arena, Gone, PeerArena, SharedAddress, Slot, is_gone
 from raytorchrpc.lanes._copier import Copier, default_threads
 from raytorchrpc.lanes._lent import Borrower, Lender, Places
-from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane, copied, numbers, view_at
+from raytorchrpc.lanes.base import (
+    Export,
+    Part,
+    PeerAddress,
+    Shape,
+    TensorCapabilities,
+    TensorLane,
+    copied,
+    numbers,
+    view_at,
+)
 
 _ALIGN = 64
 #: From here on a tensor has a slot of its own, so that keeping it keeps nothing else (bytes).
@@ -37,7 +48,7 @@ class ShmLane(TensorLane):
 
     name: ClassVar[str] = "shm"
     capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(
-        devices=frozenset({"cpu"}), one_sided=True, same_host=True, zero_copy=True, takes_cuda=True
+        devices=frozenset({"cpu"}), one_sided=True, same_host=True, zero_copy=True, takes_cuda=True, in_parts=True
     )
 
     def __init__(self, capacity: int, threads: int | None) -> None:
@@ -64,7 +75,7 @@ class ShmLane(TensorLane):
         self._addresses.update((peer.peer, peer.address) for peer in peers)
         for peer in peers:
             if peer.address.tag in self._owed:
-                with contextlib.suppress(LaneUnavailable):
+                with contextlib.suppress(LaneUnavailable, PeerLost):
                     self._peer(peer.peer, peer.address.tag, ())
 
     def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[int, int]) -> Export:
@@ -170,7 +181,7 @@ class ShmLane(TensorLane):
     ) -> list[torch.Tensor]:
         """Copies, always: the memory stays its owner's."""
         addresses, places = lent
-        pieces = [self._borrower.bytes_at(peer, SharedAddress(*address)) for address in addresses]
+        pieces = self._lent(peer, addresses)
         bases, begins = [torch.from_numpy(piece) for piece in pieces], [piece.ctypes.data for piece in pieces]
         return [
             target
@@ -178,6 +189,31 @@ class ShmLane(TensorLane):
             else self._left(view_at(bases[number], offset, shape), target, True)
             for (number, offset), shape, target in zip(places, shapes, into or [None] * len(places), strict=True)
         ]
+
+    def _lent(self, peer: str, addresses: Sequence[tuple[Any, ...]]) -> list[numpy.ndarray]:
+        try:
+            return [self._borrower.bytes_at(peer, SharedAddress(*address)) for address in addresses]
+        except Gone as gone:
+            raise gone.lost(peer) from gone
+
+    def spread(
+        self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        if len(descriptor) == 2:
+            addresses, places = descriptor
+            bases = self._lent(peer, addresses)
+        else:
+            slots, places, _, tag = descriptor
+            arena = self._peer(peer, tag, slots)
+            bases = [arena.view(*slot) for slot in slots]
+        left: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for (number, start), its in zip(places, parts, strict=True):
+            base, begin = bases[number], bases[number].ctypes.data + start
+            for offset, target in its:
+                if not self._filled(target, begin + offset):
+                    shape = target.dtype, tuple(target.shape)
+                    left.append((target, view_at(torch.from_numpy(base), start + offset, shape)))
+        return left
 
     def _filled(self, target: torch.Tensor, source: int) -> bool:
         """Whether a tensor could be filled from an address as it lies there."""
@@ -206,7 +242,7 @@ class ShmLane(TensorLane):
         slots, _, _, tag = descriptor
         try:
             arena = self._peer(peer, tag, slots)
-        except LaneUnavailable:
+        except (LaneUnavailable, PeerLost):
             return  # the peer is gone, and its arena with it, or they are owed
         for slot in slots:
             arena.give_back(slot[0])
@@ -227,6 +263,8 @@ class ShmLane(TensorLane):
             if arena is None:
                 try:
                     arena = PeerArena(address)
+                except Gone as gone:
+                    raise gone.lost(peer) from gone
                 except LaneUnavailable:
                     self._owed.setdefault(tag, []).extend(slot[0] for slot in slots)
                     raise

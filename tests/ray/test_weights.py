@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import raytorchrpc as rtr
 from raytorchrpc import member
+from raytorchrpc._pulling import Pull
 from tests.conformance.peers import wait_until
 from tests.ray.actors import AsyncPeer, Peer
 from tests.ray.conftest import Spawn
@@ -325,7 +326,9 @@ def test_readers_that_die_and_a_home_that_does(spawn: Spawn, actors: dict[str, A
 
     def begin_to_read() -> int:
         assert store.version() == 1
-        return store._look(member.process_member(), None, None, time.monotonic() + 60).lease
+        local = member.process_member()
+        pull = Pull("weights", filled(0.0), None, False, True)
+        return store._look(local, pull, None, None, False, time.monotonic() + 60).lease
 
     def readers() -> int:
         return int(member.process_member().services.find(store.kind, "weights", "").shelf.readers)

@@ -29,9 +29,10 @@ MAY_IMPORT = {
     "_store": {"_items", "services"},
     "_items": {"codec", "lanes.base", "streams"},
     "weights": {
-        *("_published", "_relays", "_snapshots", "calls", "execution", "handles", "lanes.base", "member"),
+        *("_published", "_pulling", "_relays", "_snapshots", "calls", "filling", "handles", "member"),
         "services",
     },
+    "_pulling": {"_published", "_snapshots", "lanes.base"},
     "_published": {"_relays", "_snapshots", "handles", "lanes.base", "member", "services", "staging"},
     "_relays": {"services"},
     "_snapshots": {"lanes.base", "staging", "streams"},
