@@ -66,16 +66,22 @@ class End:
 
         return interleaved({"copy": copy}, repeats)["copy"]
 
-    def raw(self, size: int, repeats: int) -> float:
-        """Seconds for copies from one GPU to another, by a process that has both."""
+    def raw(self, size: int, repeats: int) -> dict[str, float]:
+        """Seconds for copies from one GPU to another, by a process that has both: of each tensor, of all in one."""
         source, target = model_of(size, "cuda:0"), model_of(size, "cuda:1")
+        whole = torch.cat(list(source.values()))
+        there = torch.empty_like(whole, device="cuda:1")
 
-        def copy() -> None:
+        def tensors() -> None:
             for name, tensor in source.items():
                 target[name].copy_(tensor, non_blocking=True)
             torch.cuda.synchronize(1)
 
-        return interleaved({"raw": copy}, repeats)["raw"]
+        def one() -> None:
+            there.copy_(whole, non_blocking=True)
+            torch.cuda.synchronize(1)
+
+        return interleaved({"tensors": tensors, "one": one}, repeats)
 
     def pulls(self, repeats: int) -> float:
         """Seconds for one."""
@@ -141,7 +147,7 @@ def cuda(quick: bool = False) -> list[Row]:
     """Rows for two GPUs, each of another actor; shown, and returned."""
     sizes = {size: repeats for size, repeats in CUDA_SIZES.items() if not quick or size < 100_000_000}
     both = End.options(num_gpus=2).remote()
-    raw = {size: ray.get(both.raw.remote(size, repeats)) * 1e3 for size, repeats in sizes.items()}
+    raw = {size: ray.get(both.raw.remote(size, repeats)) for size, repeats in sizes.items()}
     ray.kill(both)
     learner, reader = (End.options(num_gpus=1).remote() for _ in range(2))
     rows = []
@@ -152,7 +158,9 @@ def cuda(quick: bool = False) -> list[Row]:
             ray.get(learner.publish.remote())
             took = ray.get(reader.pulls.remote(repeats)) * 1e3
             target = 1.3 if size > 1e8 else None
-            rows.append(Row(f"CUDA, {size / 1e6:.4g} MB", took, raw[size], "ms", "raw copy between GPUs", target))
+            peers = {"tensors": "raw copies, one for each tensor", "one": "one raw copy of as many bytes"}
+            for name, peer in peers.items():
+                rows.append(Row(f"CUDA, {size / 1e6:.4g} MB", took, raw[size][name] * 1e3, "ms", peer, target))
     for end in (learner, reader):
         ray.kill(end)
     show("Weights from one GPU to another (medians)", rows)

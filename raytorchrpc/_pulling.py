@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ class Known(NamedTuple):
     rows: list[Row]
     offsets: list[int]
     """Of each, in the memory of a snapshot that has all of them on one device."""
+    kind: str | None = None
+    """See Pull, of the last one."""
 
     @staticmethod
     def of(number: int, rows: list[Row]) -> Known:
@@ -88,20 +91,31 @@ class Pull:
     """One pull into one model. Its tensors may be filled by the very answer that says what there is to pull."""
 
     def __init__(self, store: str, model: Any, known: Known | None, convert: bool, strict: bool) -> None:
-        """``known``: of the pull before. Raises ConfigurationError for what is no model."""
-        self._store, self.converts, self._strict = store, convert, strict
-        self._targets = tensors_of(model, store)
+        """``known``: of the pull before. The model is looked at when that is needed."""
+        self._store, self._model, self.converts, self._strict = store, model, convert, strict
         self.known = known
         self.filled = False
         self.look: Look | None = None
         """What was told, as soon as it was; with a lease that has to be released."""
         self._matched: Wanted | None = None
         """All of ``known``."""
+        self._parts: list[list[Part]] | None = None
+        """Of that."""
+
+    @cached_property
+    def targets(self) -> dict[str, torch.Tensor]:
+        """The model's tensors. Raises ConfigurationError for what is no model."""
+        return tensors_of(self._model, self._store)
 
     @property
+    def likely_kind(self) -> str | None:
+        """``kind``, as it was for the last pull; then the model is not looked at."""
+        return self.kind if self.known is None else self.known.kind
+
+    @cached_property
     def kind(self) -> str | None:
         """Of the device that all tensors are on, if each can be filled as it lies there; else None."""
-        tensors = list(self._targets.values())
+        tensors = list(self.targets.values())
         if len(set(map(torch.Tensor.get_device, tensors))) != 1 or not all(map(torch.Tensor.is_contiguous, tensors)):
             return None
         if any(map(torch.Tensor.is_neg, tensors)) or any(map(torch.Tensor.is_conj, tensors)):
@@ -111,38 +125,47 @@ class Pull:
         return tensors[0].device.type
 
     def foresee(self) -> None:
-        """Match with what is known, while the home is asked whether it is still so."""
-        if self.known is not None:
-            with suppress(ConfigurationError):  # should it be so, the pull says it
+        """Match the model with what is known, while the home is asked whether it is still so."""
+        with suppress(ConfigurationError):  # it is raised when that is sure
+            if self.known is not None and self.kind is not None:
                 self._matched = self._match(self.known.rows, None)
+                self._parts = self._matched.parts(self.known)
 
     def told(self, look: Look) -> None:
         """Take in what the home said. Raises NotFound."""
         self.look = look
         if look.lease and look.rows is not None:
-            self.known, self._matched = Known.of(look.layout, look.rows), None
+            self.known, self._matched, self._parts = Known.of(look.layout, look.rows), None, None
         elif look.lease and (self.known is None or self.known.number != look.layout):
             raise NotFound(f"the home of {self._store!r} did not say what it has; pull again")
 
-    def plan(self, answer: Any) -> list[list[Part]] | None:
-        """For filling.Spread, of an answer with what the home said and, if it could, all of it in one piece."""
+    def plan(self, pieces_kind: str | None, answer: Any) -> list[list[Part]] | None:
+        """For filling.Spread, of an answer with what the home said and, if it could, all of it in one piece; that is on
+        such a device.
+        """
         if answer is None:
             return None
         fields, pieces = answer
         self.told(Look(*fields))
-        wanted = self.wanted() if pieces else None
-        if wanted is None or not wanted.targets or any(name is not None for _, name in wanted.places):
+        if not pieces or self.kind != pieces_kind:
+            return None
+        wanted = self.wanted()
+        if not wanted.targets or any(name is not None for _, name in wanted.places):
             return None
         assert self.known is not None
         self.filled = True
-        return wanted.parts(self.known)
+        return wanted.parts(self.known) if self._parts is None else self._parts
 
     def wanted(self) -> Wanted:
         """What is to be brought. Raises ConfigurationError, naming all that does not match."""
         assert self.known is not None and self.look is not None
         if self._matched is None or self.look.changed is not None:
-            self._matched = self._match(self.known.rows, self.look.changed)
+            self._matched, self._parts = self._match(self.known.rows, self.look.changed), None
         return self._matched
+
+    def remembered(self) -> Known | None:
+        """For the next pull."""
+        return self.known and self.known._replace(kind=self.kind)
 
     def carry_by(self, carry: Carry) -> None:
         """Have them moved by other means. Raises ConfigurationError."""
@@ -156,7 +179,7 @@ class Pull:
             carry(self.look.version, wanted.targets)
 
     def _match(self, rows: Sequence[Row], changed: Sequence[int] | None) -> Wanted:
-        targets, convert = self._targets, self.converts
+        targets, convert = self.targets, self.converts
         wrong: list[str] = []
         wanted = Wanted([], [])
         moved = None if changed is None else set(changed)

@@ -21,16 +21,21 @@ def hand_over(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
     The user's streams then wait for the maker's, on the GPU, without blocking the CPU. ``record_stream`` keeps
     the memory from being handed out again while the user's kernels still read it.
     """
-    on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
+    # One for each storage: the allocator keeps account of nothing smaller.
+    on_gpu = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor.is_cuda}
     if not on_gpu:
         return nothing
-    made = {tensor.device: torch.cuda.current_stream(tensor.device).record_event() for tensor in on_gpu}
+    kept: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in on_gpu.values():
+        kept.setdefault(tensor.device, []).append(tensor)
+    made = {device: torch.cuda.current_stream(device).record_event() for device in kept}
 
     def adopt() -> None:
         for device, event in made.items():
-            torch.cuda.current_stream(device).wait_event(event)
-        for tensor in on_gpu:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(event)
+            for tensor in kept[device]:
+                tensor.record_stream(stream)
 
     return adopt
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar
 
 from raytorchrpc import _compat
@@ -179,8 +180,8 @@ class WeightStore(Handle):
                 look = self._look(local, pull, version, None if carry is not None else since, carry is None, until)
                 if not look.lease:
                     return look.version
-                self._known_layout = pull.known
                 wanted = pull.wanted()
+                self._known_layout = pull.remembered()
                 if carry is None and wanted.targets and not pull.filled:
                     self._fetch(local, pull, look, wanted, until)
             if carry is not None:
@@ -206,23 +207,27 @@ class WeightStore(Handle):
                 if look is not None:
                     pull.told(look)
             else:
-                kind = self._kind_in_place(local, self._home, pull) if at_once and not pull.converts else None
-                answer = Spread(pull.plan)
+                kind = None
+                if at_once and not pull.converts:
+                    kind = self._kind_in_place(local, self._home, pull.likely_kind)
+                answer = Spread(partial(pull.plan, kind))
                 sent = self._sent(local, LOOK, (self._name, *args, kind), left, attended=True, into=answer)
                 asked = self._answered(sent)
                 del sent  # see there
                 pull.foresee()
                 run(asked)
+            _ = pull.targets  # says what is wrong with the model, though perhaps nothing is to be pulled
             if pull.look is not None:
                 return pull.look
             self.wait(1, left)
 
     # --- moving them ---------------------------------------------------------------------------------------------
 
-    def _kind_in_place(self, local: LocalMember, target: Any, pull: Pull) -> str | None:
-        """Of the device where the tensors are, if a member's on such devices are read where they are."""
-        kind = pull.kind if self._is_near(local, target) else None
-        lane = None if kind is None else local.tensor_lanes.get(local.road(target).beside.get(kind, ""))
+    def _kind_in_place(self, local: LocalMember, target: Any, kind: str | None) -> str | None:
+        """That kind of device, if what a member has on such is read where it is."""
+        if kind is None or not self._is_near(local, target):
+            return None
+        lane = local.tensor_lanes.get(local.road(target).beside.get(kind, ""))
         return kind if lane is not None and lane.capabilities.in_parts else None
 
     def _is_near(self, local: LocalMember, target: Any) -> bool:
@@ -235,7 +240,7 @@ class WeightStore(Handle):
             self._here(local).shelf.leased(look.lease).read(wanted.places, wanted.targets)
             return
         if not self._passes_on(local, wanted):
-            kind = self._kind_in_place(local, self._home, pull)
+            kind = self._kind_in_place(local, self._home, pull.kind)
             self._fetch_from(local, self._home, False, look.lease, wanted, until, kind, pull.known)
             return
         signature = wanted.signature(look)
@@ -284,7 +289,7 @@ class WeightStore(Handle):
             if not lease:
                 return False
             there = Known.of(look.layout, wanted.rows(pull.known.rows))
-            kind = self._kind_in_place(local, leader, pull)
+            kind = self._kind_in_place(local, leader, pull.kind)
             try:
                 wanted = wanted._replace(places=_all_of(wanted))
                 self._fetch_from(local, leader, True, lease, wanted, until, kind, there)

@@ -215,6 +215,90 @@ def test_what_does_not_fit_is_named(actors: dict[str, Any], request: Any) -> Non
     in_actor(actors["a"], follow)
 
 
+def test_what_does_not_fit_is_not_kept_for_the_reader(actors: dict[str, Any], request: Any) -> None:
+    store = store_in_learner(request)
+    in_actor(actors["learner"], publish, store, 1)
+
+    def follow() -> None:
+        for model in (filled(0.0, (SMALL,)), {"text": "x"}, 3):
+            with pytest.raises(rtr.ConfigurationError):
+                store.pull(model)
+
+    in_actor(actors["a"], follow)
+    assert in_actor(actors["learner"], no_readers, store)
+
+
+def no_readers(store: rtr.WeightStore) -> bool:
+    shelf = member.process_member().services.find(store.kind, store.name, "").shelf
+    return wait_until(lambda: shelf.readers == 0, 20)
+
+
+def test_one_question_brings_what_lies_on_the_same_host(actors: dict[str, Any], request: Any) -> None:
+    """A pull that asked, and then had parts sent, would take several times as long between two GPUs."""
+    store = store_in_learner(request)
+    in_actor(actors["learner"], publish, store, 1)
+
+    def calls() -> int:
+        return sum(row.calls for row in member.process_member().counters.rows(""))
+
+    def follow() -> int:
+        pull(store, 1)  # opens it, and learns what it has
+        before = calls()
+        pull(store, 1)
+        return calls() - before
+
+    assert in_actor(actors["a"], follow) == 2, "a question, and word that it was read"
+
+
+def test_models_of_every_shape_by_one_handle(actors: dict[str, Any], request: Any) -> None:
+    """What a handle remembers of one pull is not taken for granted in the next."""
+    store = store_in_learner(request)
+
+    def learn(value: int, sizes: tuple[int, ...]) -> int:
+        return store.publish(filled(value, sizes))
+
+    def follow() -> None:
+        plain, value = filled(-1.0, (SMALL, LARGE)), newest()
+        assert store.pull(plain) and holds(plain, value)
+        turned = {name: torch.empty(*tensor.shape, 2, dtype=tensor.dtype)[..., 1] for name, tensor in plain.items()}
+        assert store.pull(turned) and holds(turned, value)
+        half = {"layer0": torch.zeros(SMALL).half(), "layer1": torch.zeros(LARGE).bfloat16(), "steps": torch.tensor(0)}
+        assert store.pull(half, convert=True) and holds(half, value)
+        few = {"layer1": torch.zeros(LARGE), "other": torch.zeros(3)}
+        assert store.pull(few, strict=False) and bool((few["layer1"] == value).all()) and not few["other"].any()
+        assert store.pull({"other": few["other"]}, strict=False) and not few["other"].any()
+        assert store.pull(plain) and holds(plain, value)
+        with torch.inference_mode():
+            frozen = filled(-1.0, (SMALL, LARGE))
+        assert store.pull(frozen) and holds(frozen, value)
+
+    def newest() -> float:
+        return float(store.version())
+
+    in_actor(actors["learner"], learn, 1, (SMALL, LARGE))
+    in_actor(actors["a"], follow)
+    in_actor(actors["learner"], learn, 2, (SMALL, LARGE, 5))
+    in_actor(actors["learner"], learn, 3, (SMALL, LARGE))
+    in_actor(actors["a"], follow)
+    assert in_actor(actors["learner"], no_readers, store)
+
+
+def test_inside_a_distributed_autograd_context(actors: dict[str, Any], request: Any) -> None:
+    """Weights have no history: nothing of a pull belongs to the context."""
+    store = store_in_learner(request)
+    in_actor(actors["learner"], publish, store, 1)
+
+    def follow() -> None:
+        with torch.distributed.autograd.context() as context:
+            model = filled(-1.0)
+            assert store.pull(model) == 1 and holds(model, 1)
+            half = {"layer1": torch.zeros(LARGE).bfloat16()}
+            assert store.pull(half, convert=True, strict=False) == 1 and holds(half, 1)
+            assert not torch.distributed.autograd.get_gradients(context)
+
+    in_actor(actors["a"], follow)
+
+
 def test_waiting_for_versions(actors: dict[str, Any], request: Any) -> None:
     store = store_in_learner(request, keep=2)
 
@@ -341,7 +425,7 @@ def test_readers_that_die_and_a_home_that_does(spawn: Spawn, actors: dict[str, A
 
     def follow() -> str:
         with pytest.raises(rtr.PeerLost) as lost:
-            store.pull(filled(0.0))
+            wait_until(lambda: not store.pull(filled(0.0)), 20)  # Ray says that it kills before it has
         return str(lost.value)
 
     assert "it is the home of weight store 'weights'" in in_actor(actors["a"], follow)

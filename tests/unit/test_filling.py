@@ -13,7 +13,8 @@ import torch
 from raytorchrpc import _compat
 from raytorchrpc.codec import Codec, Encoded, orders
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.filling import Buffers
+from raytorchrpc.filling import Buffers, Spread
+from raytorchrpc.lanes.base import Part
 
 CODEC = Codec(_compat.cloudpickler())
 
@@ -189,3 +190,45 @@ def test_a_buffer_that_lost_its_memory_since_the_call() -> None:
 def test_what_cannot_be_filled_is_refused_at_the_call(into: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         Buffers(into)
+
+
+def spread(obj: Any, plan: Any) -> Any:
+    return Spread(plan).receive(CODEC, private(CODEC.encode(obj)), [], "b.get", False)
+
+
+def test_parts_of_flat_tensors_are_copied_to_where_they_belong() -> None:
+    flat = torch.arange(256, dtype=torch.uint8)
+    one, other = torch.zeros(4, dtype=torch.uint8), torch.zeros(2, 3, dtype=torch.int32).T
+    versions = one._version, other._version
+    seen: list[Any] = []
+
+    def plan(result: Any) -> list[list[Part]]:
+        seen.append(result)
+        return [[Part(64, one)], [], [Part(128, other)]]
+
+    body, result = spread((5, [flat, flat + 1, flat.clone()]), plan)
+    assert one.tolist() == [64, 65, 66, 67]
+    assert torch.equal(other, flat[128:152].view(torch.int32).view(3, 2))
+    assert (one._version, other._version) != versions, "autograd notices"
+    assert body.tensors[0] is one and len(body.tensors) == 2
+    assert result is seen[0] and result[0] == 5 and [tensor.numel() for tensor in result[1]] == [0, 0, 0]
+
+
+def test_parts_that_nobody_wants_are_left() -> None:
+    assert spread((5, [torch.ones(9)]), lambda result: None)[1][0] == 5
+    assert spread(None, lambda result: None)[1] is None
+
+
+def test_parts_go_to_a_tensor_made_under_inference_mode() -> None:
+    with torch.inference_mode():
+        target = torch.zeros(4, dtype=torch.uint8)
+    spread([torch.arange(8, dtype=torch.uint8)], lambda result: [[Part(4, target)]])
+    assert target.tolist() == [4, 5, 6, 7]
+
+
+def test_what_a_plan_raises_comes_out() -> None:
+    def plan(result: Any) -> None:
+        raise ConfigurationError("it does not fit")
+
+    with pytest.raises(ConfigurationError, match="it does not fit"):
+        spread([torch.ones(9)], plan)

@@ -115,6 +115,19 @@ def test_one_byte_more_goes_beside_in_one_export() -> None:
     assert depot.exported == 1
 
 
+def test_a_lane_that_brings_no_parts_brings_the_whole() -> None:
+    depot = Depot()
+    shipper = Shipper({"depot": depot})
+    shipped = ship(shipper, body_of(torch.arange(256, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)))
+    target = torch.zeros(3, dtype=torch.int16)
+    (parcel,) = shipper.receive("a", shipped.waybills)
+    parcel.spread([[base.Part(64, target)], []])
+    assert target.tolist() == [64 + 65 * 256, 66 + 67 * 256, 68 + 69 * 256]
+    assert not depot.stored and not depot.discarded
+    with pytest.raises(LaneUnavailable, match="fetched already"):
+        parcel.spread([[], []])
+
+
 def test_every_dtype_has_a_name_that_leads_back() -> None:
     for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
         assert base.DTYPES[base.DTYPE_NAMES[dtype]] is dtype
