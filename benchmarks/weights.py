@@ -15,7 +15,7 @@ from benchmarks._harness import Row, interleaved, show, start_ray
 
 READERS = 4
 SIZES = {10_000_000: 7, 1 << 30: 3}
-CUDA_SIZES = {10_000_000: 20, 1 << 30: 10}
+CUDA_SIZES = {10_000_000: 100, 1 << 30: 50}
 
 
 def model_of(size: int, device: str = "cpu") -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 
 from raytorchrpc import staging
 from raytorchrpc.errors import NotFound
-from raytorchrpc.lanes.base import DTYPES, numbers
+from raytorchrpc.lanes.base import DTYPES, SMALL, numbers
 from raytorchrpc.streams import hand_over
 
 _ALIGN = 64
@@ -38,11 +38,16 @@ class Kind(NamedTuple):
 
 
 def laid_out(kinds: Sequence[Kind]) -> tuple[list[int], dict[torch.device, int]]:
-    """Where each begins in its device's piece of a ``Flat``, and how long the pieces are (bytes)."""
-    offsets, sizes = [], dict.fromkeys((kind.device for kind in kinds), 0)
-    for dtype, shape, device in kinds:
-        offsets.append(sizes[device])
-        sizes[device] += (math.prod(shape) * dtype.itemsize + _ALIGN - 1) & -_ALIGN
+    """Where each begins in its device's piece of a ``Flat``, and how long the pieces are (bytes).
+
+    Small ones lie together behind the others, so that a lane can bring them at once.
+    """
+    bytes_of = [math.prod(kind.shape) * kind.dtype.itemsize for kind in kinds]
+    offsets, sizes = [0] * len(kinds), dict.fromkeys((kind.device for kind in kinds), 0)
+    for place in sorted(range(len(kinds)), key=lambda place: bytes_of[place] < SMALL):
+        device = kinds[place].device
+        offsets[place] = sizes[device]
+        sizes[device] += (bytes_of[place] + _ALIGN - 1) & -_ALIGN
     return offsets, sizes
 
 

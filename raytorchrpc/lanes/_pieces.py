@@ -8,11 +8,13 @@ from operator import attrgetter
 
 import torch
 
-from raytorchrpc.lanes.base import UNCOPIED, Shape, numbers
+from raytorchrpc.lanes.base import SMALL, UNCOPIED, Part, Shape, numbers
 
 #: More tensors than this, each smaller than _SMALL, travel as one.
 _FEW, _SMALL = 4, 1 << 20
-_shape = attrgetter("shape")
+#: What lies between two small parts may be brought with them (bytes).
+_GAP = 64 << 10
+_shape, _offset = attrgetter("shape"), attrgetter("offset")
 
 
 def pieces(kinds: Sequence[tuple[torch.dtype, int]]) -> list[tuple[int, ...]]:
@@ -60,6 +62,26 @@ def given(
     """The receiver's own tensor, if a piece can arrive in it just as it is."""
     target = into[piece[0]] if into is not None and len(piece) == 1 else None
     return target if target is not None and target.device == device and target.is_contiguous() else None
+
+
+def together(parts: Sequence[Part]) -> tuple[list[Part], list[list[Part]]]:
+    """Parts of one flat tensor to be brought one by one, and those to be brought in one piece: many small ones that lie
+    side by side.
+    """
+    alone: list[Part] = []
+    runs: list[list[Part]] = []
+    end = 0
+    for part in sorted(parts, key=_offset):
+        if part.target.nbytes >= SMALL:
+            alone.append(part)
+            continue
+        if runs and part.offset - end < _GAP:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+        end = max(end, part.offset + part.target.nbytes)
+    alone += [part for run in runs if len(run) <= _FEW for part in run]
+    return alone, [run for run in runs if len(run) > _FEW]
 
 
 def split(tensor: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:

@@ -203,6 +203,10 @@ class TensorCapabilities:
     """It has ``spread``."""
 
 
+#: Parts below this take longer to ask for than to copy (bytes).
+SMALL = 256 << 10
+
+
 class Part(NamedTuple):
     """What a tensor that is there already gets out of a flat one that comes."""
 

@@ -30,7 +30,7 @@ from raytorchrpc.lanes import _pieces
 from raytorchrpc.lanes._arena import Gone, SharedAddress, SharedBytes, is_gone, map_shared
 from raytorchrpc.lanes._cuda_driver import HANDLE_BYTES, driver
 from raytorchrpc.lanes._cuda_shared import Loan, Mapped, span_of, tensor_over
-from raytorchrpc.lanes.base import Export, Part, PeerAddress, Shape, TensorCapabilities, TensorLane
+from raytorchrpc.lanes.base import Export, Part, PeerAddress, Shape, TensorCapabilities, TensorLane, view_at
 
 #: Mapped allocations of peers kept open, the least recently used closed beyond that.
 MAPPINGS = 256
@@ -342,12 +342,18 @@ class CudaIpcLane(TensorLane):
                 if mapping is None:
                     continue
                 for number in piece:
-                    for offset, target in parts[number]:
+                    alone, runs = _pieces.together(parts[number])
+                    for offset, target in alone:
                         if target.get_device() != index or not target.is_contiguous():
                             there, target = target, torch.empty(target.shape, dtype=target.dtype, device=stream.device)
                             left.append((there, target))
                         if size := target.nbytes:
                             copy(target.data_ptr(), mapping.pointer + begin + offset, size, raw)
+                    for run in runs:
+                        first, last = run[0].offset, max(offset + target.nbytes for offset, target in run)
+                        joined = torch.empty(last - first, dtype=torch.uint8, device=stream.device)
+                        copy(joined.data_ptr(), mapping.pointer + begin + first, last - first, raw)
+                        left += [(target, _part_of(joined, offset - first, target)) for offset, target in run]
                     begin += sizes[number]
             self._copied_on(peer, descriptor, stream, raw)
         return left
@@ -507,6 +513,10 @@ class CudaIpcLane(TensorLane):
         self._copied.clear()
         if hasattr(self, "_page"):
             self._page.close()
+
+
+def _part_of(flat: torch.Tensor, offset: int, target: torch.Tensor) -> torch.Tensor:
+    return view_at(flat, offset, (target.dtype, tuple(target.shape)))
 
 
 class _IpcExport(Export):

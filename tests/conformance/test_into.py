@@ -148,7 +148,14 @@ _PARTS: list[list[tuple[int, torch.dtype, tuple[int, ...]]]] = [
     [(0, torch.float32, (7, 3)), (64, torch.bfloat16, (2, 5)), (1 << 20, torch.uint8, (2 * MIB,))],
     [(128, torch.int64, (8,)), (0, torch.complex32, (2, 2)), (192, torch.int8, (0, 4))],
     [(0, torch.float64, (0,))],
-    [(3 * MIB, torch.float16, (4, 8)), (0, torch.int32, (MIB // 4,))],
+    [
+        (3 * MIB, torch.float16, (4, 8)),
+        (0, torch.int32, (MIB // 4,)),
+        # Many small ones; bools of random bytes would be none.
+        *((2 * MIB + 64 * number, dtype, (3,)) for number, dtype in enumerate(ALL_DTYPES) if dtype is not torch.bool),
+        (2 * MIB, torch.uint8, (8192,)),  # over some of these
+        (2 * MIB + (64 << 10) + 192, torch.uint8, (5,)),
+    ],
     [],
 ]
 

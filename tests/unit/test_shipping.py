@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from raytorchrpc.codec import Codec, Encoded
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes import base
+from raytorchrpc.lanes import _pieces, base
 from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane
 from raytorchrpc.shipping import Parcel, Shipper, joined, owned
 
@@ -331,3 +331,17 @@ def test_a_lane_hears_when_its_tensors_have_been_used() -> None:
 def test_a_body_without_parcels_is_taken_as_it_is() -> None:
     body = body_of(torch.ones(3))
     assert joined(body, []) is body
+
+
+def test_small_parts_that_lie_side_by_side_are_brought_at_once() -> None:
+    def part(offset: int, size: int) -> base.Part:
+        return base.Part(offset, torch.empty(size, dtype=torch.uint8))
+
+    large = [part(0, base.SMALL), part(base.SMALL, 5 * base.SMALL)]
+    begin = 6 * base.SMALL
+    near = [part(begin + 64 * number, 40) for number in range(9)]
+    over = part(begin, 64 * 9)
+    far = [part(begin + (1 << 20) * (number + 1), 40) for number in range(9)]
+    alone, runs = _pieces.together([*reversed(far), near[3], *large, over, *near[:3], *near[4:]])
+    assert alone == [*large, *far]
+    assert [sorted(run, key=id) for run in runs] == [sorted([over, *near], key=id)]
