@@ -14,8 +14,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from raytorchrpc import _compat, joining
+from raytorchrpc.admission import GroupInfo, Owner, Prepared, Probe
 from raytorchrpc.errors import BootstrapError, ConfigurationError, RayTorchRpcError
-from raytorchrpc.joining import GroupInfo, Owner, Prepared, Probe
 from raytorchrpc.roster import Roster
 
 #: While an actor restarts, it is asked again this often (seconds).

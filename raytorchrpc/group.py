@@ -12,11 +12,11 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from raytorchrpc import _compat, device_map, forking, joining, routing
+from raytorchrpc.admission import GroupInfo
 from raytorchrpc.collectives import ProcessGroupInfo
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
 from raytorchrpc.forming import current_session, participants_of
-from raytorchrpc.joining import GroupInfo
 from raytorchrpc.keeping import Keeper, find_detached, form, form_detached
 from raytorchrpc.member import MAX_TIMEOUT_S, current_local
 from raytorchrpc.metrics import GroupStats

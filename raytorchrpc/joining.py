@@ -7,136 +7,35 @@ quick and safe to repeat. A group forms in three steps, and only the last makes 
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import ray
 
-from raytorchrpc import _compat, _nccl_env, rdt, serving, topology
-from raytorchrpc.calls import exposed
-from raytorchrpc.config import GroupConfig
-from raytorchrpc.device_map import CPU, Device, gpu_pairs, way_back
-from raytorchrpc.errors import BootstrapError, LaneUnavailable, RayTorchRpcError
+from raytorchrpc import _compat, rdt, serving
+from raytorchrpc.admission import GroupInfo, JoinSpec, Prepared, Probe, Table
+from raytorchrpc.device_map import CPU, gpu_pairs, way_back
+from raytorchrpc.equipment import asked_for_gpu, endpoint, exposed_methods, message_lanes, nng_lane, open_tensor_lanes
+from raytorchrpc.errors import BootstrapError, RayTorchRpcError
 from raytorchrpc.exporting import Exporter
-from raytorchrpc.fabric import AgentIdentity, AgentSpec, Fabric, FabricPeer, process_fabric
+from raytorchrpc.fabric import FabricPeer, process_fabric
 from raytorchrpc.lanes.absent import AbsentLane
 from raytorchrpc.lanes.base import MessageLane, PeerAddress, Pending, TensorLane
-from raytorchrpc.lanes.cuda_ipc import CudaIpcLane
-from raytorchrpc.lanes.loopback import LoopbackLane
-from raytorchrpc.lanes.nccl import NcclLane
-from raytorchrpc.lanes.nixl import NixlLane
-from raytorchrpc.lanes.shm import ShmLane, default_capacity
-from raytorchrpc.lanes.socket import SocketLane
-from raytorchrpc.lanes.torchrpc import TorchRpcLane
+from raytorchrpc.lanes.shm import default_capacity
 from raytorchrpc.member import Absence, LocalMember, current_local, set_local
 from raytorchrpc.metrics import PairStats
 from raytorchrpc.peers import Member, PeerRoad, process_token
-from raytorchrpc.routing import BESIDE, RoutePlan, forbidden
+from raytorchrpc.routing import BESIDE, forbidden
 from raytorchrpc.shipping import Shipper
-from raytorchrpc.topology import Endpoint
 
 logger = logging.getLogger(__name__)
-
-
-class Owner(NamedTuple):
-    """The process that formed a group; a group outlives it only by accident."""
-
-    job: str
-    """Hex id of the Ray job."""
-    actor: str | None
-    """Hex id of the actor, if it was one; None for a driver."""
-
-
-class Probe(NamedTuple):
-    """What a process tells the driver before anything is decided."""
-
-    endpoint: Endpoint
-    node_id: str
-    pid: int
-    group: str | None
-    """The group it is in already."""
-    generation: str | None
-    """Of that group."""
-    owner: Owner | None
-    """Who formed that group."""
-    agent: AgentIdentity | None
-    autograd_id: int | None
-
-
-class JoinSpec(NamedTuple):
-    """What one member is given to prepare."""
-
-    group: str
-    generation: str
-    attempt: str
-    """Names this way into it, which may be given up."""
-    incarnation: int
-    """Of this member, as Member.incarnation."""
-    replaces: str | None
-    """The generation of a group without an owner, which the member is to leave first."""
-    name: str
-    rank: int
-    config: GroupConfig
-    agent: AgentSpec
-    renew_agent: bool
-    """Its running agent's id is taken by another member: start a new one."""
-    device_maps: Mapping[str, Mapping[int, int]]
-    """By peer's member name; what leads from GPU to GPU."""
-    secret: bytes
-    """The group's, made for this generation."""
-    tcp_host: str | None
-    """Address to listen on for peers in other network namespaces; None if there are none."""
-    by_tcp: tuple[str, ...]
-    """Those peers."""
-    beside: tuple[str, ...]
-    """Lanes for tensors alone that some route of this member uses."""
-    nng: bool
-    """Whether some route of this member uses nng."""
-
-
-class Prepared(NamedTuple):
-    """A member that listens."""
-
-    agent: AgentIdentity
-    url: str
-    addresses: Mapping[str, Any]
-    """By lane."""
-    retries: Mapping[str, int]
-    """By decorated method, where it is above 0: how often a call to it may be repeated."""
-
-
-class GroupInfo(NamedTuple):
-    """What every process knows about a group; picklable."""
-
-    name: str
-    generation: str
-    owner: Owner
-    members: tuple[Member, ...]
-    config: GroupConfig
-    plan: RoutePlan
-    device_maps: Mapping[str, Mapping[str, Mapping[Device, Device]]]
-    """By member, then by peer: local gpu or "cpu" -> peer gpu or "cpu"."""
-
-
-class Table(NamedTuple):
-    """Everything a member needs to meet its peers."""
-
-    info: GroupInfo
-    peers: Mapping[str, Prepared]
-    """By member name."""
-    timeout_s: float
-    away: Mapping[str, str] = {}
-    """Who cannot be called for now, and why."""
-    silent: tuple[str, ...] = ()
-    """Who has not answered of late: the way to these is not tried."""
 
 
 class _Preparing(NamedTuple):
@@ -159,7 +58,7 @@ _given_up: deque[str] = deque(maxlen=64)
 def probe(instance: Any, name: str) -> Probe:
     """Describe this process. Changes nothing."""
     context = ray.get_runtime_context()
-    wants_gpu = _asked_for_gpu(instance)
+    wants_gpu = asked_for_gpu(instance)
     local, fabric = current_local(), process_fabric()
     return Probe(
         endpoint=endpoint(name, wants_gpu),
@@ -171,23 +70,6 @@ def probe(instance: Any, name: str) -> Probe:
         agent=fabric.identity,
         autograd_id=_compat.autograd_id(),
     )
-
-
-def endpoint(name: str, wants_gpu: bool = False) -> Endpoint:
-    """What this process is and has."""
-    return topology.probe(name=name, node_ip=_node_ip(), wants_gpu=wants_gpu)
-
-
-def _asked_for_gpu(instance: Any) -> bool:
-    if instance is None:  # a driver sees every GPU; use those it already uses, and wake none
-        import torch
-
-        return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-    return bool(ray.get_runtime_context().get_accelerator_ids().get("GPU"))
-
-
-def _node_ip() -> str:
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def prepare(instance: Any, spec: JoinSpec) -> Prepared:
@@ -223,104 +105,15 @@ def _prepare(instance: Any, spec: JoinSpec) -> Prepared:
         incarnation=spec.incarnation,
     )
     max_bytes = spec.config.max_bytes_in_flight or default_capacity()
-    methods = _exposed_methods(instance)
+    methods = exposed_methods(instance)
     local = LocalMember(spec.group, spec.generation, me, spec.config, instance, methods, max_bytes)
     _preparing = _Preparing(spec, local)  # from here on ``leave`` undoes it
     addresses = open_tensor_lanes(spec, local)
-    for lane in _lanes(instance, spec, fabric):
+    for lane in message_lanes(instance, spec, fabric):
         local.lanes.append(lane)
         addresses[lane.name] = lane.open(partial(local.server.serve, lane), local.workers.submit)
     retries = {name: note.retry for name, note in local.server.methods.items() if note.retry}
     return Prepared(identity, url, addresses, retries)
-
-
-def _lanes(instance: Any, spec: JoinSpec, fabric: Fabric) -> list[MessageLane]:
-    maps = {peer: dict(mapping) for peer, mapping in spec.device_maps.items()}
-    one_at_a_time = instance is not None and _compat.actor_max_concurrency() == 1 and not _compat.actor_is_async()
-    by_tcp = frozenset(spec.by_tcp)
-    socket_lane = SocketLane(
-        spec.name,
-        spec.rank,
-        spec.secret,
-        tcp_host=spec.tcp_host,
-        by_tcp=by_tcp,
-        one_at_a_time=one_at_a_time,
-    )
-    lanes = [LoopbackLane(), socket_lane, TorchRpcLane(spec.name, fabric, spec.agent.devices, maps)]
-    if spec.nng:
-        lanes.append(nng_lane(spec))
-    return lanes
-
-
-def nng_lane(spec: JoinSpec) -> MessageLane:
-    """Not open yet."""
-    from raytorchrpc.lanes.nng import NngLane  # most groups do without it, and without its library
-
-    return NngLane(spec.name, spec.rank, spec.secret, tcp_host=spec.tcp_host, by_tcp=frozenset(spec.by_tcp))
-
-
-def _exposed_methods(instance: Any) -> dict[str, Any]:
-    cls = type(instance)
-    found = {}
-    for name in dir(cls) if instance is not None else ():
-        function = inspect.getattr_static(cls, name, None)  # a descriptor of the class may do anything
-        note = exposed(function)
-        if note is not None:
-            # ray.method may have been applied after ours: then the group's name is on the wrapper.
-            group = note.concurrency_group or _compat.concurrency_group_of(function)
-            found[name] = note._replace(concurrency_group=group)
-    return found
-
-
-def open_tensor_lanes(spec: JoinSpec, local: LocalMember) -> dict[str, Any]:
-    """Open those of ``spec.beside`` that this member has not open yet; returns their addresses."""
-    addresses = {}
-    for lane in _tensor_lanes(spec, [name for name in spec.beside if name not in local.tensor_lanes]):
-        try:
-            addresses[lane.name] = lane.open()
-        except LaneUnavailable as error:
-            logger.warning("%s: %s; tensors go by torchrpc", spec.name, error)
-            continue
-        local.tensor_lanes[lane.name] = lane
-    return addresses
-
-
-def _tensor_lanes(spec: JoinSpec, names: Sequence[str]) -> list[TensorLane]:
-    lanes: list[TensorLane] = []
-    for name in names:
-        if name == "shm":
-            lanes.append(ShmLane(spec.config.shm_bytes or default_capacity(), spec.config.copy_threads))
-        elif name == "cuda_ipc":
-            lanes.append(CudaIpcLane(spec.agent.devices))
-        elif name == "nccl":
-            # Also where all share a host: NCCL reads them once, and the next group may span hosts.
-            made = _nccl_env.apply(endpoint(spec.name), interface=spec.config.interface)
-            logger.debug("%s: set for NCCL: %s", spec.name, made)
-            lanes.append(
-                NcclLane(
-                    spec.name,
-                    spec.rank,
-                    spec.secret,
-                    spec.agent.devices,
-                    tcp_host=spec.tcp_host,
-                    by_tcp=frozenset(spec.by_tcp),
-                    timeout_s=spec.config.rpc_timeout_s,
-                )
-            )
-        elif name == "nixl":
-            capacity = spec.config.shm_bytes or default_capacity()
-            settings = _ucx_settings(spec)
-            lanes.append(NixlLane(capacity, spec.agent.devices, spec.config.rpc_timeout_s, settings))
-    return lanes
-
-
-def _ucx_settings(spec: JoinSpec) -> dict[str, str]:
-    """UCX reads for anybody who reaches its TCP ports, so it opens them only where the lane was asked for by name."""
-    if "nixl" not in (spec.config.lanes or ()):
-        return {"TLS": "^tcp"}
-    here = endpoint(spec.name)
-    rdma = any(port.state == "ACTIVE" for hca in here.hcas for port in hca.ports)
-    return {} if rdma or not spec.agent.interface else {"NET_DEVICES": spec.agent.interface}
 
 
 def commit(instance: Any, table: Table) -> None:

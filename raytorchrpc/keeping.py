@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from raytorchrpc import joining
+from raytorchrpc import equipment
+from raytorchrpc.admission import GroupInfo
 from raytorchrpc.collectives import ProcessGroupInfo
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.forming import Forming, current_owner, current_session
-from raytorchrpc.joining import GroupInfo
 from raytorchrpc.metrics import GroupStats
 from raytorchrpc.news import Change
 from raytorchrpc.roster import Roster
@@ -87,7 +87,7 @@ def form(name: str, config: GroupConfig, participants: dict[str, Any], timeout_s
 def _attempt(
     name: str, config: GroupConfig, participants: dict[str, Any], deadline: float, timeout_s: float
 ) -> Supervisor:
-    roster = Roster(name, config, current_owner(), joining.endpoint("supervisor"))
+    roster = Roster(name, config, current_owner(), equipment.endpoint("supervisor"))
     forming = Forming(roster, participants, deadline, timeout_s)
     forming.probe()
     try:

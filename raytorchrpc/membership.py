@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from raytorchrpc import joining
+from raytorchrpc.admission import JoinSpec, Prepared, Table
 from raytorchrpc.collectives import Meeting, ProcessGroupInfo, Serving
 from raytorchrpc.errors import NotAMember
 from raytorchrpc.fabric import process_fabric
-from raytorchrpc.joining import JoinSpec, Prepared, Table
 from raytorchrpc.lanes.base import MessageLane, TensorLane
 from raytorchrpc.member import Absence, LocalMember, current_local
 

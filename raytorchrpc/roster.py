@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raytorchrpc import _compat, device_map, routing
+from raytorchrpc.admission import GroupInfo, JoinSpec, Owner, Prepared, Probe, Table
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.device_map import Device, DeviceMap
 from raytorchrpc.fabric import OWN_NUMBERS, AgentSpec
-from raytorchrpc.joining import GroupInfo, JoinSpec, Owner, Prepared, Probe, Table
 from raytorchrpc.membership import Arrival
 from raytorchrpc.peers import Member
 from raytorchrpc.topology import Endpoint

@@ -16,10 +16,10 @@ from concurrent.futures import Future
 from typing import Any, Literal
 
 from raytorchrpc import _compat, forking, joining, membership
+from raytorchrpc.admission import GroupInfo, Prepared
 from raytorchrpc.collectives import ProcessGroupInfo
 from raytorchrpc.errors import BootstrapError, ConfigurationError, RayTorchRpcError
 from raytorchrpc.forming import Forming, Round, current_session, participants_of
-from raytorchrpc.joining import GroupInfo, Prepared
 from raytorchrpc.lines import Lines
 from raytorchrpc.membership import Loss
 from raytorchrpc.metrics import GroupStats

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raytorchrpc import membership
+from raytorchrpc.admission import GroupInfo, Prepared
 from raytorchrpc.errors import PeerLost
-from raytorchrpc.joining import GroupInfo, Prepared
 from raytorchrpc.lines import Lines
 from raytorchrpc.membership import Arrival, Loss
 from raytorchrpc.roster import Roster

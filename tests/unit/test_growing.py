@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks import _growth
 from raytorchrpc import joining
+from raytorchrpc.admission import Owner, Prepared, Probe, Table
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.fabric import AgentIdentity
-from raytorchrpc.joining import Owner, Prepared, Probe, Table
 from raytorchrpc.lanes.socket import SocketAddress
 from raytorchrpc.roster import Roster
 from tests.unit import clusters

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raytorchrpc import GroupConfig, _nccl_env, joining
+from raytorchrpc import GroupConfig, _nccl_env, equipment
 from raytorchrpc._nccl_env import GID, HCA, IFNAME, QPS, TIMEOUT, advise, apply, chosen_values, matches
 from raytorchrpc.topology import Endpoint, Gid, Hca, Interface
 from tests.unit.clusters import a100s, efa_hcas, infiniband_hcas, member, roce_hcas, with_port
@@ -209,8 +209,8 @@ def test_a_member_that_opens_the_nccl_lane_sets_them_in_its_process(monkeypatch:
         by_tcp=(),
         config=GroupConfig(interface="lo"),
     )
-    (lane,) = joining._tensor_lanes(spec, ["nccl"])
+    (lane,) = equipment._tensor_lanes(spec, ["nccl"])
     assert (lane.name, os.environ[IFNAME]) == ("nccl", "=lo")
     monkeypatch.setenv(IFNAME, "eth9")
-    joining._tensor_lanes(spec, ["nccl"])
+    equipment._tensor_lanes(spec, ["nccl"])
     assert os.environ[IFNAME] == "eth9"
