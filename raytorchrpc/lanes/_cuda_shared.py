@@ -11,8 +11,11 @@ a process has it mapped. CUDA's documents promise that to nobody, so treat such 
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -43,6 +46,44 @@ class Mapped:
             torch.cuda.synchronize(self.device)  # rare: a copy out of it may be under way
             with driver().on(self.device.index):
                 driver().close(self.pointer)
+
+
+class Mappings:
+    """Peers' allocations that stay mapped: the ones used last, and those in which tensors lie. Thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        """``limit``: most to keep open that nothing lies in."""
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, Mapped] = OrderedDict()
+        self._alive: WeakValueDictionary[bytes, Mapped] = WeakValueDictionary()
+        """Those, and others in which tensors lie."""
+
+    def get(self, handle: bytes, device: torch.device) -> Mapped:
+        """The allocation of that handle. Raises LaneUnavailable."""
+        with self._lock:
+            mapping = self._kept.get(handle)
+            if mapping is not None:
+                self._kept.move_to_end(handle)
+                return mapping
+            if len(self._kept) >= self._limit:
+                self._kept.popitem(last=False)  # closed as soon as nothing lies in it
+            mapping = self._alive.get(handle) or Mapped(driver().open(handle), device)
+            self._kept[handle] = self._alive[handle] = mapping
+            return mapping
+
+    def has(self, base: int) -> bool:
+        """Whether memory that begins there is a peer's."""
+        return any(mapping.pointer == base for mapping in list(self._alive.values()))
+
+    def close(self, devices: Sequence[int]) -> None:
+        """Keep none. ``devices``: that may still read there; waits for them."""
+        with self._lock:
+            kept, self._kept = self._kept, OrderedDict()
+        if kept:
+            for index in devices:
+                torch.cuda.synchronize(index)
+        kept.clear()  # those that nothing lies in are closed
 
 
 class Loan:

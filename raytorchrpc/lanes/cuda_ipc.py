@@ -15,32 +15,24 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
-from weakref import WeakValueDictionary
 
 import numpy
 import torch
 
-from raytorchrpc import _compat
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes import _pieces
-from raytorchrpc.lanes._arena import Gone, SharedAddress, SharedBytes, is_gone, map_shared
-from raytorchrpc.lanes._cuda_driver import HANDLE_BYTES, driver
-from raytorchrpc.lanes._cuda_shared import Loan, Mapped, span_of, tensor_over
+from raytorchrpc.lanes._arena import Gone, SharedAddress, is_gone
+from raytorchrpc.lanes._cuda_driver import driver
+from raytorchrpc.lanes._cuda_events import FLAGS, USES, SharedEvents
+from raytorchrpc.lanes._cuda_shared import Loan, Mapped, Mappings, span_of, tensor_over
 from raytorchrpc.lanes.base import Export, Part, PeerAddress, Shape, TensorCapabilities, TensorLane, view_at
 
 #: Mapped allocations of peers kept open, the least recently used closed beyond that.
 MAPPINGS = 256
-_FLAGS = 1 << 16
-#: Streams of a member that receive tensors; each has an event, whose handle lies behind the flags.
-_EVENTS = 200
 _OUT, _UNUSED, _COPIED = 1, 2, 16  # a flag byte: on its way; not wanted; copied, plus the place of the event
-#: Behind the flags, a second byte for each number: 0, or 1 plus the place of the event that follows the use so far.
-_USES = _FLAGS
-_HANDLES = 2 * _FLAGS
 #: While results wait to be fetched, their sender looks this often whether they have been (seconds).
 _JANITOR_S = 0.02
 #: Likewise, while nothing is out but what is shared; that may stay for long.
@@ -73,37 +65,26 @@ class CudaIpcLane(TensorLane):
 
     def __init__(self, devices: Sequence[int], mappings: int = MAPPINGS) -> None:
         """``devices``: local CUDA indices that tensors come from or arrive on. ``mappings``: most to keep open."""
-        self._devices, self._mappings = tuple(devices), mappings
+        self._devices = tuple(devices)
         self._lock = threading.Lock()
-        self._peers: dict[str, SharedAddress] = {}
-        self._numbers = itertools.cycle(range(_FLAGS))
+        self._events = SharedEvents()
+        self._mappings = Mappings(mappings)
+        self._numbers = itertools.cycle(range(FLAGS))
         self._out: dict[int, _Out] = {}
-        self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
-        """By device and what CUDA calls it, the streams that were current here: making one anew takes longer."""
-        self._ready: dict[tuple[int, int], tuple[torch.cuda.Event, bytes]] = {}
-        """Likewise: recorded when tensors of that stream are exported; with its handle."""
-        self._copied: dict[tuple[int, int], tuple[int, torch.cuda.Event]] = {}
-        """Likewise: recorded after a copy; with its place in this member's page."""
         self._handles: dict[int, bytes] = {}
-        self._pages: dict[str, numpy.ndarray] = {}
-        """By their tags: a peer that was restarted has another."""
-        self._events: dict[bytes, torch.cuda.Event] = {}
-        self._mapped: OrderedDict[bytes, Mapped] = OrderedDict()
-        self._alive: WeakValueDictionary[bytes, Mapped] = WeakValueDictionary()
-        """Those, and others in which tensors lie."""
         self._woken, self._hurry = threading.Event(), threading.Event()
         self._closed = False
         self._janitor: threading.Thread | None = None
 
     def open(self) -> SharedAddress:
         driver()
-        self._page = SharedBytes(_HANDLES + _EVENTS * HANDLE_BYTES)
+        address = self._events.open()
         self._freeing = {index: torch.cuda.Stream(index) for index in self._devices}  # type: ignore[no-untyped-call]
         self._returning = {index: torch.cuda.Stream(index) for index in self._devices}  # type: ignore[no-untyped-call]
-        return self._page.address
+        return address
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
-        self._peers.update((peer.peer, peer.address) for peer in peers)
+        self._events.connect(peers)
 
     # --- sending -------------------------------------------------------------------------------------------
 
@@ -111,7 +92,8 @@ class CudaIpcLane(TensorLane):
         return self._export(tensors, peer, devices, shared=False)
 
     def share(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any]) -> Export:
-        self._page_of(peer, self._tag_of(peer))  # while it can be mapped: the peer may give back after it left
+        # While it can be mapped: the peer may give back after it left.
+        self._events.page_of(peer, self._events.tag_of(peer))
         return self._export(tensors, peer, devices, shared=True)
 
     def _export(
@@ -136,29 +118,12 @@ class CudaIpcLane(TensorLane):
             kept = [tensor for tensor, *_ in placed]
             number, out, ready = self._set_out(peer, kept, source, shared)
         places = tuple(tuple(place) for _, *place in placed)
-        return _IpcExport(self, number, out, (number, devices[source], ready, places, shared, self._page.address.tag))
+        return _IpcExport(self, number, out, (number, devices[source], ready, places, shared, self._events.tag))
 
     def _set_out(self, peer: str, kept: Sequence[torch.Tensor], source: int, shared: bool) -> tuple[int, _Out, bytes]:
         """Keep the tensors; returns their number, and the handle of the event after which they may be read."""
-        out = _Out(peer, self._peers.get(peer), kept, shared)
-        number = self._take_number(out)
-        stream, raw = self._current(source)
-        known = self._ready.get((source, raw))
-        if known is None:
-            event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
-            event.record(stream)
-            known = self._ready[source, raw] = (event, bytes(event.ipc_handle()))  # type: ignore[no-untyped-call]
-        else:
-            known[0].record(stream)
-        return number, out, known[1]
-
-    def _current(self, device: int) -> tuple[torch.cuda.Stream, int]:
-        """This thread's current stream on that device, and what CUDA calls it."""
-        raw = _compat.current_cuda_stream(device)
-        stream = self._streams.get((device, raw))
-        if stream is None:
-            stream = self._streams[device, raw] = torch.cuda.current_stream(device)
-        return stream, raw
+        out = _Out(peer, self._events.address_of(peer), kept, shared)
+        return self._take_number(out), out, self._events.ready(source)
 
     def _place(self, tensor: torch.Tensor, found: dict[int, tuple[int, bytes]]) -> tuple[torch.Tensor, bytes, int, int]:
         """(what to keep, allocation's handle, offset in it, bytes from the first element to the last).
@@ -186,7 +151,7 @@ class CudaIpcLane(TensorLane):
         """(base, handle) of the allocation around an address."""
         base, identity = driver().allocation(pointer)
         handle = self._handles.get(identity)
-        if handle is None and any(mapping.pointer == base for mapping in list(self._alive.values())):
+        if handle is None and self._mappings.has(base):
             raise LaneUnavailable(self.name, "memory that another process shared with this one cannot be passed on")
         if handle is None:  # an allocation freed and made again has another identity
             if len(self._handles) > 4 * MAPPINGS:
@@ -196,13 +161,13 @@ class CudaIpcLane(TensorLane):
 
     def _take_number(self, out: _Out) -> int:
         with self._lock:
-            if len(self._out) >= _FLAGS - 1:
+            if len(self._out) >= FLAGS - 1:
                 raise LaneUnavailable(self.name, "too many tensors on their way")
             number = next(self._numbers)
             while number in self._out:
                 number = next(self._numbers)
-            self._page.bytes[number] = _OUT
-            self._page.bytes[_USES + number] = 0
+            self._events.page[number] = _OUT
+            self._events.page[USES + number] = 0
             self._out[number] = out
             if self._janitor is None and not self._closed:
                 self._janitor = threading.Thread(target=self._look_after, name="raytorchrpc-cuda-ipc", daemon=True)
@@ -218,7 +183,7 @@ class CudaIpcLane(TensorLane):
         if not self._out:
             return
         with self._lock:
-            flags = self._page.bytes
+            flags = self._events.page
             done = [(number, int(flags[number])) for number in self._out if flags[number] != _OUT]
             released = []
             for number, flag in done:
@@ -233,19 +198,19 @@ class CudaIpcLane(TensorLane):
         with self._lock:  # whoever tidies at the same time has queued its part as well
             freeing = self._freeing.get(device)
             if freeing is not None:
-                self._current(device)[0].wait_stream(freeing)
+                self._events.current(device)[0].wait_stream(freeing)
 
     def finish(self, number: int, out: _Out) -> None:
         """The call is over: what this thread queues from now on comes after the receiver's copy."""
         with self._lock:
-            flag = int(self._page.bytes[number])
+            flag = int(self._events.page[number])
             if self._out.get(number) is out and flag != _OUT:
                 del self._out[number]
                 out.flag = flag
-            use = int(self._page.bytes[_USES + number]) if out.flag == _OUT else 0
-        event = self._event_of(out, use - 1) if use else self._copied_event(out)
+            use = int(self._events.page[USES + number]) if out.flag == _OUT else 0
+        event = self._recorded(out, use - 1) if use else self._copied_event(out)
         if event is not None:
-            stream, _ = self._current(out.tensors[0].device.index)
+            stream, _ = self._events.current(out.tensors[0].device.index)
             event.wait(stream)
             for tensor in out.tensors:
                 tensor.record_stream(stream)
@@ -261,17 +226,11 @@ class CudaIpcLane(TensorLane):
 
     def _copied_event(self, out: _Out) -> torch.cuda.Event | None:
         """What the receiver recorded after its copy; None if it made none."""
-        return self._event_of(out, out.flag - _COPIED) if out.flag >= _COPIED else None
+        return self._recorded(out, out.flag - _COPIED) if out.flag >= _COPIED else None
 
-    def _event_of(self, out: _Out, place: int) -> torch.cuda.Event | None:
-        """The receiver's event at that place; None if it is gone, and all its work with it."""
-        begin = _HANDLES + place * HANDLE_BYTES
-        try:
-            tag = out.address.tag if out.address is not None else ""
-            handle = self._page_of(out.peer, tag)[begin : begin + HANDLE_BYTES].tobytes()
-            return self._opened(handle, out.tensors[0].device.index)
-        except (LaneUnavailable, RuntimeError):  # it has left, and waited for its GPUs first
-            return None
+    def _recorded(self, out: _Out, place: int) -> torch.cuda.Event | None:
+        tag = out.address.tag if out.address is not None else ""
+        return self._events.recorded(out.peer, tag, place, out.tensors[0].device.index)
 
     def _look_after(self) -> None:
         """Results nobody answers for: look from time to time, while there are any."""
@@ -321,8 +280,8 @@ class CudaIpcLane(TensorLane):
                     return arrived
                 # Made ready now: giving back can happen in the middle of anything, and may take no lock.
                 returning = self._returning[target]
-                self._record_copied(target, returning, returning.cuda_stream)
-            flags = self._page_of(peer, tag)
+                self._events.record(target, returning, returning.cuda_stream)
+            flags = self._events.page_of(peer, tag)
             loan = Loan(lambda: self._give_back(flags, number, stream))
             return [
                 torch.empty(shape[1], dtype=shape[0], device=device)
@@ -363,30 +322,26 @@ class CudaIpcLane(TensorLane):
         """What was exported, mapped, and the stream on which it can be read from now on; given back if that fails."""
         number, target, ready, places, _, tag = descriptor
         try:
-            flags, device = self._page_of(peer, tag), torch.device("cuda", target)
+            flags, device = self._events.page_of(peer, tag), torch.device("cuda", target)
         except Gone as gone:
             raise gone.lost(peer) from gone
         # On the user's own stream: its memory is there, and what it queues next needs the data anyway.
-        stream, raw = self._current(target)
+        stream, raw = self._events.current(target)
         try:
-            mapped = [self._map(handle, device) if size else None for handle, _, size, _ in places]
-            self._opened(ready, target).wait(stream)
+            mapped = [self._mappings.get(handle, device) if size else None for handle, _, size, _ in places]
+            self._events.opened(ready, target).wait(stream)
             yield mapped, stream, raw
         except BaseException as error:  # no memory left here, for one
             stream.synchronize()
             flags[number] = _UNUSED
-            if isinstance(error, LaneUnavailable) and self._is_dead(peer):  # CUDA could not map its memory
+            if isinstance(error, LaneUnavailable) and self._events.is_dead(peer):  # CUDA could not map its memory
                 raise PeerLost(peer, f"its process ended before its tensors were fetched ({error.reason})") from error
             raise
-
-    def _is_dead(self, peer: str) -> bool:
-        address = self._peers.get(peer)
-        return address is None or is_gone(address)
 
     def _copied_on(self, peer: str, descriptor: Any, stream: torch.cuda.Stream, raw: int) -> None:
         """The sender has it back after what is queued on this stream."""
         number, target, _, _, _, tag = descriptor
-        self._page_of(peer, tag)[number] = _COPIED + self._record_copied(target, stream, raw)
+        self._events.page_of(peer, tag)[number] = _COPIED + self._events.record(target, stream, raw)
 
     def _copy(
         self,
@@ -412,107 +367,42 @@ class CudaIpcLane(TensorLane):
         """The last tensor over a peer's memory has died, on any thread."""
         index = stream.device.index
         returning = self._returning[index]
-        if (index, returning.cuda_stream) not in self._copied:  # closed, or too many streams
+        if not self._events.has_recorded(index, returning.cuda_stream):  # closed, or too many streams
             torch.cuda.synchronize(stream.device)
             flags[number] = _UNUSED
             return
         returning.wait_stream(stream)
         returning.wait_stream(torch.cuda.current_stream(stream.device))
-        flags[number] = _COPIED + self._record_copied(index, returning, returning.cuda_stream)
+        flags[number] = _COPIED + self._events.record(index, returning, returning.cuda_stream)
 
     def used(self, peer: str, descriptor: Any) -> None:
         number, target, _, _, shared, tag = descriptor
-        page = self._page_of(peer, tag) if shared else None
+        page = self._events.page_of(peer, tag) if shared else None
         if page is not None and page[number] == _OUT:  # it keeps some of them
-            page[_USES + number] = 1 + self._record_copied(target, *self._current(target))
-
-    def _record_copied(self, device: int, stream: torch.cuda.Stream, raw: int) -> int:
-        """Record this stream's event; returns its place in the page, where the sender finds its handle."""
-        key = (device, raw)
-        known = self._copied.get(key)
-        if known is None:
-            with self._lock:
-                place = len(self._copied)
-                if place >= _EVENTS:  # a program with hundreds of streams: wait, so that any event will do
-                    stream.synchronize()
-                    return 0
-                event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
-                event.record(stream)
-                begin = _HANDLES + place * HANDLE_BYTES
-                handle = numpy.frombuffer(bytes(event.ipc_handle()), dtype=numpy.uint8)  # type: ignore[no-untyped-call]
-                self._page.bytes[begin : begin + HANDLE_BYTES] = handle
-                known = self._copied[key] = (place, event)
-        place, event = known
-        event.record(stream)
-        return place
-
-    def _map(self, handle: bytes, device: torch.device) -> Mapped:
-        with self._lock:
-            mapping = self._mapped.get(handle)
-            if mapping is not None:
-                self._mapped.move_to_end(handle)
-                return mapping
-            if len(self._mapped) >= self._mappings:
-                self._mapped.popitem(last=False)  # closed as soon as nothing lies in it
-            mapping = self._alive.get(handle) or Mapped(driver().open(handle), device)
-            self._mapped[handle] = self._alive[handle] = mapping
-            return mapping
-
-    def _opened(self, handle: bytes, device: int) -> torch.cuda.Event:
-        event = self._events.get(handle)
-        if event is None:
-            event = self._events[handle] = torch.cuda.Event.from_ipc_handle(torch.device("cuda", device), handle)  # type: ignore[no-untyped-call]
-        return event
-
-    def _tag_of(self, peer: str) -> str:
-        address = self._peers.get(peer)
-        if address is None:
-            raise LaneUnavailable(self.name, f"member {peer!r} is not known here, or gone")
-        return address.tag
-
-    def _page_of(self, peer: str, tag: str) -> numpy.ndarray:
-        """The shared page of one process of a peer: the flags of its exports, then the handles of its events."""
-        page = self._pages.get(tag)
-        if page is None:
-            if self._tag_of(peer) != tag:  # in its next process's page the numbers are of other tensors
-                raise LaneUnavailable(self.name, f"the process of member {peer!r} that sent these tensors is gone")
-            page = self._pages[tag] = map_shared(self._peers[peer])
-        return page
+            page[USES + number] = 1 + self._events.record(target, *self._events.current(target))
 
     def discard(self, peer: str, descriptor: Any) -> None:
         with contextlib.suppress(LaneUnavailable):  # the peer is gone
-            self._page_of(peer, descriptor[-1])[descriptor[0]] = _UNUSED
+            self._events.page_of(peer, descriptor[-1])[descriptor[0]] = _UNUSED
 
     # --- the end ---------------------------------------------------------------------------------------------
 
     def disconnect(self, peer: str) -> None:
-        address = self._peers.pop(peer, None)
-        dead = address is None or is_gone(address)
+        dead = self._events.is_dead(peer)
         with self._lock:
             of_peer = [number for number, out in self._out.items() if out.peer == peer]
             kept = [number for number in of_peer if self._out[number].shared and not dead]
             for number in set(of_peer).difference(kept):
                 del self._out[number]
-        if not kept and address is not None:
-            self._pages.pop(address.tag, None)
+        self._events.forget(peer, keep_page=bool(kept))
 
     def close(self) -> None:
         with self._lock:
             self._out = {number: out for number, out in self._out.items() if out.shared}
-            mapped, self._mapped = self._mapped, OrderedDict()
         self._closed = True
         self._woken.set()
-        if mapped:
-            for index in self._devices:
-                torch.cuda.synchronize(index)
-        mapped.clear()  # those that nothing lies in are closed
-        if not self._out:
-            self._events.clear()
-        self._streams.clear()
-        self._ready.clear()
-        self._copied.clear()
-        if hasattr(self, "_page"):
-            self._page.close()
+        self._mappings.close(self._devices)
+        self._events.close(keep_opened=bool(self._out))
 
 
 def _part_of(flat: torch.Tensor, offset: int, target: torch.Tensor) -> torch.Tensor:

@@ -158,7 +158,10 @@ LANE_EXTRAS = {
     "loopback": {"lanes._pending"},
     "shm": {"lanes._arena", "lanes._copier", "lanes._lent", "staging"},
     "_lent": {"lanes._arena"},
-    "cuda_ipc": {"lanes._arena", "lanes._cuda_driver", "lanes._cuda_shared", "lanes._pieces"},
+    "cuda_ipc": {
+        *("lanes._arena", "lanes._cuda_driver", "lanes._cuda_events", "lanes._cuda_shared", "lanes._pieces"),
+    },
+    "_cuda_events": {"lanes._arena", "lanes._cuda_driver"},
     "_cuda_shared": {"lanes._cuda_driver"},
     "nixl": {"lanes._nixl", "lanes._pieces", "lanes._registered"},
     "_registered": {"lanes._cuda_driver", "lanes._nixl"},
