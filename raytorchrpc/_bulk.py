@@ -92,6 +92,22 @@ def _gather(obj: Any, depth: int, seen: list[int], found: list[Bulk]) -> Any:
     return dict(zip(obj, below, strict=True))
 
 
+def is_ordinary(obj: Any) -> bool:
+    """Whether it is a tensor that is nothing but its dtype, its shape and its memory."""
+    return (
+        type(obj) is torch.Tensor
+        and obj.layout is torch.strided
+        and obj.dtype in _PLAIN_DTYPES
+        and (obj.is_cpu or obj.is_cuda)
+        and not obj.requires_grad
+        and not obj.is_nested
+        and not obj.is_neg()
+        and obj.is_contiguous()
+        and not vars(obj)
+        and bool(obj.data_ptr())
+    )
+
+
 def _bulk(obj: Any, kind: type[Any], values: Any) -> Bulk:
     tensors = list(values)
     if set(map(type, tensors)) != {torch.Tensor}:

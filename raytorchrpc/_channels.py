@@ -13,7 +13,18 @@ from contextlib import suppress
 from typing import Any
 
 from raytorchrpc import handles
-from raytorchrpc._items import Chunk, Item, Loans, chunks, packed, private, put_together, taken_apart, unpacked
+from raytorchrpc._items import (
+    Chunk,
+    Item,
+    Loans,
+    all_taken_apart,
+    chunks,
+    count,
+    packed,
+    private,
+    put_together,
+    unpacked,
+)
 from raytorchrpc._store import ENDED, FULL, Store
 from raytorchrpc.calls import Future
 from raytorchrpc.errors import Closed, ConfigurationError, Full, RayTorchRpcError, SerializationError
@@ -65,11 +76,11 @@ class Channel(Handle):
                 raise Full(f"{self.kind} {self._name!r} in {self._home!r} had no room within {wait_s:.3g} s", accepted)
             if outcome is ENDED:
                 raise Closed(f"{self.kind} {self._name!r} in {self._home!r} is closed", accepted)
-            accepted += len(items)
+            accepted += count(items)
 
     def _apart(self, local: LocalMember, values: Sequence[Any]) -> list[Item]:
         try:
-            return [taken_apart(local.codec, value) for value in values]
+            return all_taken_apart(local.codec, values, self._most)
         except SerializationError as error:
             raise SerializationError(f"an item for {self.kind} {self._name!r} cannot be pickled: {error}") from error
 

@@ -1,18 +1,23 @@
 """Items of queues and topics, as they travel and as they wait.
 
-An item is taken apart where it is put and put together where it is taken; its home never looks into it.
+An item is taken apart where it is put and put together where it is taken; its home never looks into it. Many that hold
+nothing but numbers and text travel and wait as one, a run: pickling them one by one takes several times as long. A home
+takes a run apart if somebody wants a part of it; that makes nothing but numbers and text either.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
+from raytorchrpc._bulk import is_ordinary
 from raytorchrpc.codec import Codec
 from raytorchrpc.errors import SerializationError
 from raytorchrpc.lanes.base import copied
@@ -23,9 +28,14 @@ CHUNK_BYTES = 32 << 20
 #: A message with fewer bytes of tensors brings them in itself, in memory of the receiver's own (bytes).
 _IN_MESSAGE = 256 * 1024
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
+#: What a run may be made of: no unpickler has to look up a class for these.
+_RUN_ATOMS = _ATOMS - {complex}
+#: Items of one run at most, and bytes: whoever wants fewer makes the home take it apart.
+_RUN, _RUN_BYTES = 64, 64 * 1024
 
-#: Several items in one message: (their pickles, how many tensors and buffers each has (None: none has any), tensors).
-Chunk = tuple[list[bytes], list[tuple[int, int]] | None, list[torch.Tensor]]
+#: Several items in one message: (their pickles, how many tensors and buffers each has (None: none has any), tensors,
+#: how many items each pickle is of (None: each of one)).
+Chunk = tuple[list[bytes], list[tuple[int, int]] | None, list[torch.Tensor], list[int] | None]
 
 
 class Loans:
@@ -67,9 +77,10 @@ class Loan:
 
 
 class Item(NamedTuple):
-    """One that waits at home."""
+    """One that waits at home, or a run of them."""
 
     payload: bytes
+    """Its pickle; nothing if it is a tensor and no more."""
     tensors: Sequence[torch.Tensor]
     buffers: int
     size: int
@@ -77,6 +88,59 @@ class Item(NamedTuple):
     adopt: Callable[[], None] = nothing
     """As in ``lanes.base.Message``."""
     loan: Loan | None = None
+    many: int = 1
+    """Of a run: how many. Its payload is of a list."""
+
+
+def all_taken_apart(codec: Codec, values: Sequence[Any], most: int) -> list[Item]:
+    """As ``taken_apart``, each or in runs of at most ``most``."""
+    step = min(_RUN, most)
+    if len(values) < 2 or step < 2:
+        return [taken_apart(codec, value) for value in values]
+    items: list[Item] = []
+    for begin in range(0, len(values), step):
+        part = list(values[begin : begin + step])
+        run = _run(part)
+        if run is None:
+            items += [taken_apart(codec, value) for value in part]
+        else:
+            items.append(run)
+    return items
+
+
+def _run(values: list[Any]) -> Item | None:
+    """Them as one; None if they cannot be. Hot path: what looks at each of them are loops that run in C."""
+    kinds = set(map(type, values))
+    inside: Iterable[Any]
+    if kinds == {dict}:
+        inside = chain(chain.from_iterable(values), chain.from_iterable(map(dict.values, values)))
+    elif kinds <= {tuple, list}:
+        inside = chain.from_iterable(values)
+    else:
+        inside = values
+    # One that is there twice would be one object where they arrive; nobody can tell of what cannot change.
+    if len(values) < 2 or not _RUN_ATOMS.issuperset(map(type, inside)):
+        return None
+    if not kinds.isdisjoint({dict, list}) and len(set(map(id, values))) < len(values):
+        return None
+    payload = pickle.dumps(values, 5)
+    return Item(payload, (), 0, len(payload), many=len(values)) if len(payload) <= _RUN_BYTES else None
+
+
+class _OfAtoms(pickle.Unpickler):
+    def find_class(self, module: str, name: str, /) -> Any:
+        raise pickle.UnpicklingError(f"a run of items holds a {module}.{name}")
+
+
+def singles(run: Item) -> list[Item]:
+    """The items of a run, each by itself."""
+    payloads = [pickle.dumps(value, 5) for value in _OfAtoms(io.BytesIO(run.payload)).load()]
+    return [Item(payload, (), 0, len(payload)) for payload in payloads]
+
+
+def count(items: Sequence[Item]) -> int:
+    """How many they are, those in runs counted."""
+    return sum(item.many for item in items)
 
 
 def taken_apart(codec: Codec, value: Any) -> Item:
@@ -84,6 +148,8 @@ def taken_apart(codec: Codec, value: Any) -> Item:
     if _is_simple(value):
         payload = pickle.dumps(value, 5)
         return Item(payload, (), 0, len(payload))
+    if is_ordinary(value):
+        return Item(b"", (value,), 0, value.nbytes)
     payload, tensors, rrefs, buffers = codec.encode(value)
     if rrefs:
         raise SerializationError("an item holds an RRef, which cannot wait in a queue: send it in a call")
@@ -106,10 +172,12 @@ def _is_simple(value: Any) -> bool:
 def put_together(codec: Codec, items: Sequence[Item]) -> list[Any]:
     """The values, on the thread that will use them."""
     values = []
-    for payload, tensors, buffers, _, adopt, _ in items:
-        if tensors:
+    for payload, tensors, buffers, _, adopt, _, number in items:
+        if number > 1:
+            values += pickle.loads(payload)
+        elif tensors:
             adopt()
-            values.append(codec.decode(payload, tensors, (), buffers))
+            values.append(codec.decode(payload, tensors, (), buffers) if payload else tensors[0])
         else:
             values.append(pickle.loads(payload))
     return values
@@ -125,13 +193,14 @@ def private(item: Item) -> Item:
 
 
 def chunks(items: Sequence[Item], most: int) -> Iterator[Sequence[Item]]:
-    """Parts of at most so many, and of not too many bytes."""
-    begin = size = 0
+    """Parts of at most so many, and of not too many bytes. No run has more than ``most``."""
+    begin = size = number = 0
     for place, item in enumerate(items):
-        if place > begin and (place - begin >= most or size + item.size > CHUNK_BYTES):
+        if place > begin and (number + item.many > most or size + item.size > CHUNK_BYTES):
             yield items[begin:place]
-            begin, size = place, 0
+            begin, size, number = place, 0, 0
         size += item.size
+        number += item.many
     if begin < len(items):
         yield items[begin:]
 
@@ -139,28 +208,31 @@ def chunks(items: Sequence[Item], most: int) -> Iterator[Sequence[Item]]:
 def packed(items: Sequence[Item]) -> Chunk:
     """For a message; on the thread that sends it."""
     payloads = [item.payload for item in items]
+    counts = [item.many for item in items]
+    runs = None if max(counts, default=1) == 1 else counts
     tensors: list[torch.Tensor] = []
     for item in items:
         if item.tensors:
             item.adopt()
             tensors += item.tensors
     if not tensors:
-        return payloads, None, tensors
-    return payloads, [(len(item.tensors), item.buffers) for item in items], tensors
+        return payloads, None, tensors, runs
+    return payloads, [(len(item.tensors), item.buffers) for item in items], tensors, runs
 
 
 def unpacked(chunk: Chunk, rank: int | None = None, loans: Loans | None = None) -> list[Item]:
     """What came in a message. ``rank``, ``loans``: of its sender, if it is to wait here."""
-    payloads, marks, tensors = chunk
+    payloads, marks, tensors, runs = chunk
+    counts = [1] * len(payloads) if runs is None else runs
     if marks is None:
-        return [Item(payload, (), 0, len(payload)) for payload in payloads]
+        return [Item(payload, (), 0, len(payload), many=n) for payload, n in zip(payloads, counts, strict=True)]
     lent = rank is not None and sum(tensor.nbytes for tensor in tensors if tensor.is_cpu) > _IN_MESSAGE
     items, begin = [], 0
-    for payload, (count, buffers) in zip(payloads, marks, strict=True):
-        mine = tensors[begin : begin + count]
-        begin += count
+    for payload, (held, buffers), number in zip(payloads, marks, counts, strict=True):
+        mine = tensors[begin : begin + held]
+        begin += held
         size = len(payload) + sum(tensor.nbytes for tensor in mine)
-        item = Item(payload, mine, buffers, size, hand_over(mine) if rank is not None else nothing)
+        item = Item(payload, mine, buffers, size, hand_over(mine) if rank is not None else nothing, many=number)
         if lent and mine and rank is not None and loans is not None:
             loan = loans.take(rank, size)
             item = private(item) if loan is None else item._replace(loan=loan)

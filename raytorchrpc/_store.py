@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
-from raytorchrpc._items import CHUNK_BYTES, Item
+from raytorchrpc._items import CHUNK_BYTES, Item, count, singles
 from raytorchrpc.services import Later
 
 Policy = Literal["block", "drop_oldest", "latest"]
@@ -52,37 +52,54 @@ class Outlet:
         self.maxsize, self.max_bytes, self.policy, self.rank = maxsize, max_bytes, policy, rank
         self.items: deque[Item] = deque()
         self.getters: deque[_Getter] = deque()
-        self.bytes = self.taken = self.dropped = 0
+        self.count = self.bytes = self.taken = self.dropped = 0
 
-    def fits(self, count: int, size: int) -> bool:
+    def fits(self, number: int, size: int) -> bool:
         """Whether so much more may come in. What is larger than all the room comes in when nothing else is there."""
         if self.policy != "block" or not self.items:
             return True
-        return len(self.items) + count <= self.maxsize and self.bytes + size <= self.max_bytes
+        return self.count + number <= self.maxsize and self.bytes + size <= self.max_bytes
 
     def accept(self, items: Sequence[Item], size: int, front: bool = False) -> None:
-        """Take them in. A policy that drops does so here."""
+        """Take them in. A policy that drops does so here, one by one."""
+        if self.policy != "block":
+            items = [single for item in items for single in (singles(item) if item.many > 1 else (item,))]
+            size = sum(item.size for item in items)
         if front:
             self.items.extendleft(reversed(items))
         else:
             self.items.extend(items)
         self.bytes += size
+        self.count += count(items)
         if self.policy != "block":
             while len(self.items) > self.maxsize or (self.bytes > self.max_bytes and len(self.items) > 1):
                 self.bytes -= self.items.popleft().size
+                self.count -= 1
                 self.dropped += 1
 
     def take(self, limit: int) -> list[Item]:
         """The oldest: at least one, at most so many, and not more bytes than one message is to have."""
         waiting = self.items
-        taken = [waiting.popleft()]
-        size = taken[0].size
-        while waiting and len(taken) < limit and size + waiting[0].size <= CHUNK_BYTES:
-            taken.append(waiting.popleft())
+        taken = [self._first(limit)]
+        number, size = taken[0].many, taken[0].size
+        while waiting and number < limit and size + waiting[0].size <= CHUNK_BYTES:
+            taken.append(self._first(limit - number))
+            number += taken[-1].many
             size += taken[-1].size
         self.bytes -= size
-        self.taken += len(taken)
+        self.count -= number
+        self.taken += number
         return taken
+
+    def _first(self, limit: int) -> Item:
+        """The oldest, out of its run if that has more than ``limit``."""
+        item = self.items.popleft()
+        if item.many <= limit:
+            return item
+        apart = singles(item)
+        self.bytes += sum(single.size for single in apart) - item.size
+        self.items.extendleft(reversed(apart[1:]))
+        return apart[0]
 
 
 class Store:
@@ -124,7 +141,7 @@ class Store:
             self._check()
             if self._closes <= 0:
                 return ENDED
-            parked = self._putters or not self._fit(len(items), size)
+            parked = self._putters or not self._fit(count(items), size)
             if parked:
                 if until <= time.monotonic():
                     return FULL
@@ -212,7 +229,7 @@ class Store:
             if outlet is None:
                 return
             outlet.accept(items, sum(item.size for item in items), front=True)
-            outlet.taken -= len(items)
+            outlet.taken -= count(items)
             told = self._match()
         self._settle(told)
 
@@ -254,7 +271,7 @@ class Store:
         with self._lock:
             outlets = [outlet for name, outlet in self._outlets.items() if key in (None, name)]
             return {
-                "items": sum(len(outlet.items) for outlet in outlets),
+                "items": sum(outlet.count for outlet in outlets),
                 "bytes": sum(outlet.bytes for outlet in outlets),
                 "put": self._put,
                 "taken": sum(outlet.taken for outlet in outlets),
@@ -271,11 +288,11 @@ class Store:
         if self._broken is not None:
             raise self._broken
 
-    def _fit(self, count: int, size: int) -> bool:
-        return all(outlet.fits(count, size) for outlet in self._outlets.values())
+    def _fit(self, number: int, size: int) -> bool:
+        return all(outlet.fits(number, size) for outlet in self._outlets.values())
 
     def _accept(self, items: Sequence[Item], size: int) -> None:
-        self._put += len(items)
+        self._put += count(items)
         for outlet in self._outlets.values():
             outlet.accept(items, size)
 
@@ -285,7 +302,7 @@ class Store:
         changed = True
         while changed:
             changed = False
-            while self._putters and self._fit(len(self._putters[0].items), self._putters[0].size):
+            while self._putters and self._fit(count(self._putters[0].items), self._putters[0].size):
                 putter = self._putters.popleft()
                 if putter.later.cancelled():
                     continue

@@ -217,7 +217,7 @@ def test_waiting_getters_keep_no_threads(actors: dict[str, Any], queue: Any) -> 
     before = in_actor(actors["home"], threads)
     ray.get(actors["asynchronous"].run.remote(wait_for_items, 150), timeout=60)
     assert in_actor(actors["a"], lambda: wait_until(lambda: queue.stats()["waiting_to_get"] == 150, 20))
-    assert in_actor(actors["home"], threads) < before + 75
+    assert in_actor(actors["home"], lambda: wait_until(lambda: threads() < before + 75, 45)), "idle threads end"
     in_actor(actors["a"], put_all, queue, list(range(150)))
     assert ray.get(actors["asynchronous"].arun.remote(outcome), timeout=60) == list(range(150))
 

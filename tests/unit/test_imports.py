@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "topics": {"_channels", "_store", "handles", "member", "queues"},
     "_channels": {"_items", "_store", "calls", "handles", "member", "services"},
     "_store": {"_items", "services"},
-    "_items": {"codec", "lanes.base", "streams"},
+    "_items": {"_bulk", "codec", "lanes.base", "streams"},
     "weights": {
         *("_published", "_pulling", "_relays", "_snapshots", "calls", "filling", "handles", "member"),
         "services",

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import collections
 import gc
+import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from raytorchrpc._items import CHUNK_BYTES, Item, Loans, chunks, packed, put_together, taken_apart, unpacked
+from raytorchrpc._items import (
+    CHUNK_BYTES,
+    Item,
+    Loans,
+    all_taken_apart,
+    chunks,
+    count,
+    packed,
+    put_together,
+    singles,
+    taken_apart,
+    unpacked,
+)
 from raytorchrpc._store import Outlet, Policy, Store
 from raytorchrpc.codec import Codec
 from raytorchrpc.errors import NotAMember
@@ -234,3 +249,96 @@ def test_what_waits_in_a_senders_memory_is_bounded() -> None:
     del waiting
     gc.collect()
     assert arrives().tensors[0].data_ptr() == tensor.data_ptr()
+
+
+# --- runs ----------------------------------------------------------------------------------------------------
+
+
+def runs_of(*given: Any, most: int = 1000) -> list[Item]:
+    return all_taken_apart(Codec(), given, most)
+
+
+def crossed(given: Sequence[Item]) -> list[Item]:
+    codec = Codec()
+    return unpacked(codec.decode(*codec.encode(packed(given), own=True)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda number: number,
+        lambda number: {"step": number, "reward": 1.5, "done": None},
+        lambda number: (number, "text", b"bytes", True),
+        lambda number: [number] * (number % 3),
+        lambda number: 5,
+        lambda number: (1, 2),
+        lambda number: {},
+    ],
+)
+@pytest.mark.parametrize("limit", [1, 7, 64, 100, 1000])
+def test_plain_items_cross_and_wait_as_runs_and_come_out_one_by_one(make: Any, limit: int) -> None:
+    given = [make(number) for number in range(333)]
+    apart = runs_of(*given)
+    assert len(apart) == 6 and count(apart) == 333
+    outlet = Outlet(1000, 1 << 30, "block")
+    arrived = crossed(apart)
+    outlet.accept(arrived, sum(item.size for item in arrived))
+    back: list[Any] = []
+    while outlet.items:
+        taken = outlet.take(limit)
+        assert count(taken) == min(limit, 333 - len(back)), "as many as there are, up to the limit"
+        back += put_together(Codec(), crossed(taken))
+    assert back == given
+    assert (outlet.count, outlet.bytes, outlet.taken) == (0, 0, 333)
+    if isinstance(given[0], (dict, list)):
+        assert len(set(map(id, back))) == 333, "each is an object of its own"
+
+
+@pytest.mark.parametrize(
+    "odd", [1j, torch.ones(2), {"a": [1]}, {1: (2,)}, object(), collections.OrderedDict(a=1), "x" * 100_000, True]
+)
+def test_what_is_not_plain_breaks_no_run(odd: Any) -> None:
+    given = [*range(100), odd, *range(100)]
+    back = put_together(Codec(), crossed(runs_of(*given)))
+    assert [type(value) for value in back] == [type(value) for value in given]
+    assert back[:100] == back[101:] == list(range(100))
+
+
+def test_one_object_put_twice_arrives_as_two() -> None:
+    same: dict[str, int] = {"a": 1}
+    first, second = put_together(Codec(), crossed(runs_of(same, same)))
+    assert first == second == same and first is not second
+
+
+def test_no_run_is_longer_than_what_there_is_room_for() -> None:
+    apart = runs_of(*range(10), most=4)
+    assert [item.many for item in apart] == [4, 4, 2]
+    assert [count(part) for part in chunks(apart, 4)] == [4, 4, 2]
+    assert [item.many for item in runs_of(*range(3), most=1)] == [1, 1, 1]
+
+
+def test_a_policy_that_drops_does_so_one_by_one() -> None:
+    outlet = Outlet(5, 1 << 30, "drop_oldest")
+    apart = runs_of(*range(100))
+    outlet.accept(apart, sum(item.size for item in apart))
+    assert put_together(Codec(), outlet.take(100)) == [95, 96, 97, 98, 99]
+    assert (outlet.dropped, outlet.taken, outlet.count, outlet.bytes) == (95, 5, 0, 0)
+
+
+def test_a_home_that_takes_a_run_apart_runs_nobodys_code() -> None:
+    with pytest.raises(pickle.UnpicklingError, match="a run of items holds a"):
+        singles(Item(pickle.dumps([Path("/"), 2], 5), (), 0, 10, many=2))
+
+
+def test_a_store_counts_the_items_of_runs(alarms: Alarms) -> None:
+    store = queue(alarms, maxsize=100)
+    assert store.put(runs_of(*range(64)), soon()) is True
+    assert store.put(runs_of(*range(64)), 0) is None, "no room for so many"
+    assert store.put(runs_of(*range(36)), soon()) is True
+    numbers = store.numbers()
+    assert (numbers["items"], numbers["put"], numbers["taken"]) == (100, 100, 0)
+    taken = store.take("", 70, soon())
+    assert put_together(Codec(), taken) == [*range(64), *range(6)]
+    store.put_back("", taken)
+    assert store.numbers()["items"] == 100 and store.numbers()["taken"] == 0
+    assert put_together(Codec(), store.take("", 100, soon())) == [*range(64), *range(36)]
