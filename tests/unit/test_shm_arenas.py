@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import PeerAddress
+from raytorchrpc.errors import LaneUnavailable, PeerLost
+from raytorchrpc.lanes.base import Part, PeerAddress
 from raytorchrpc.lanes.shm import ShmLane
 
 SIZE = 1 << 20
@@ -107,3 +107,26 @@ def test_what_an_earlier_process_sent_is_not_looked_for_in_the_next_ones_memory(
     finally:
         for one in (receiver, earlier, later):
             one.close()
+
+
+@pytest.mark.parametrize("lent", [False, True])
+@pytest.mark.parametrize("how", ["fetch", "spread"])
+def test_what_a_process_sent_before_it_ended_is_lost_with_it(lent: bool, how: str) -> None:
+    """The receiver was told of it, and had not mapped it yet."""
+    sender, receiver = lane(), lane()
+    try:
+        receiver.connect([PeerAddress("s", sender.address)])  # type: ignore[attr-defined]
+        flat = sender.lend(1024) if lent else torch.zeros(1024, dtype=torch.uint8)
+        assert flat is not None
+        descriptor = sender.export([flat], "r", {}).descriptor
+        sender.close()
+        with pytest.raises(PeerLost, match="lost member 's': its process ended, or left the group") as lost:
+            if how == "fetch":
+                receiver.fetch("s", descriptor, shapes(flat))
+            else:
+                receiver.spread("s", descriptor, [1024], [[Part(0, torch.zeros(4))]])
+        assert lost.value.peer == "s"
+        receiver.discard("s", descriptor)
+    finally:
+        receiver.close()
+        sender.close()
