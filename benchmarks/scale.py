@@ -27,6 +27,7 @@ from raytorchrpc import topology
 from raytorchrpc.fabric import AgentIdentity
 from raytorchrpc.forming import current_owner
 from raytorchrpc.joining import Prepared, Probe
+from raytorchrpc.lanes._credentials import Instance
 from raytorchrpc.lanes.socket import SocketAddress
 from raytorchrpc.roster import Roster
 
@@ -238,7 +239,9 @@ def plan_alone(members: int, hosts: int) -> dict[str, float]:
     roster = roster.admit(dict.fromkeys(probes), probes)
     took = {"members": members, "hosts": hosts, "plan_s": time.monotonic() - began}
     for name, seat in roster.seats.items():
-        listens = SocketAddress("raytorchrpc-" + os.urandom(12).hex(), (probes[name].endpoint.node_ip, 40000))
+        listens = SocketAddress(
+            "raytorchrpc-" + os.urandom(12).hex(), (probes[name].endpoint.node_ip, 40000), Instance(seat.rank, 0)
+        )
         addresses = {"socket": listens, "torchrpc": None, "shm": f"{seat.rank}:{os.urandom(8).hex()}"}
         prepared[name] = Prepared(
             AgentIdentity(roster.rpc_name(name), seat.worker_id), "tcp://10.0.0.1:1", addresses, {}

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.device_map import Device
 from raytorchrpc.fabric import AgentIdentity, AgentSpec
+from raytorchrpc.lanes._credentials import Credentials
 from raytorchrpc.peers import Member
 from raytorchrpc.routing import RoutePlan
 from raytorchrpc.topology import Endpoint
@@ -67,6 +68,13 @@ class JoinSpec(NamedTuple):
     """Lanes for tensors alone that some route of this member uses."""
     nng: bool
     """Whether some route of this member uses nng."""
+
+    @property
+    def credentials(self) -> Credentials:
+        """What its connections are proved with."""
+        return Credentials(
+            self.secret, self.rank, self.incarnation, self.group, self.generation, self.config.across_users
+        )
 
 
 class Prepared(NamedTuple):

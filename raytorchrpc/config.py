@@ -71,6 +71,10 @@ class GroupConfig(BaseModel):
     always_tcp: bool = False
     """The socket and nng lanes use TCP also between members that Unix sockets could join: to see what that costs."""
 
+    across_users: bool = False
+    """Let members that run as different users of one host connect by Unix sockets. Without it, forming such a group
+    fails, and a process of another user is refused there even if it has the group's secret."""
+
     transports: tuple[str, ...] | None = None
     """TensorPipe transports, forced on every member; None lets routing choose from evidence."""
 

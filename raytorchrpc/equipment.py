@@ -53,8 +53,7 @@ def message_lanes(instance: Any, spec: JoinSpec, fabric: Fabric) -> list[Message
     by_tcp = frozenset(spec.by_tcp)
     socket_lane = SocketLane(
         spec.name,
-        spec.rank,
-        spec.secret,
+        spec.credentials,
         tcp_host=spec.tcp_host,
         by_tcp=by_tcp,
         one_at_a_time=one_at_a_time,
@@ -69,7 +68,7 @@ def nng_lane(spec: JoinSpec) -> MessageLane:
     """Not open yet."""
     from raytorchrpc.lanes.nng import NngLane  # most groups do without it, and without its library
 
-    return NngLane(spec.name, spec.rank, spec.secret, tcp_host=spec.tcp_host, by_tcp=frozenset(spec.by_tcp))
+    return NngLane(spec.name, spec.credentials, tcp_host=spec.tcp_host, by_tcp=frozenset(spec.by_tcp))
 
 
 def exposed_methods(instance: Any) -> dict[str, Any]:
@@ -113,8 +112,7 @@ def _tensor_lanes(spec: JoinSpec, names: Sequence[str]) -> list[TensorLane]:
             lanes.append(
                 NcclLane(
                     spec.name,
-                    spec.rank,
-                    spec.secret,
+                    spec.credentials,
                     spec.agent.devices,
                     tcp_host=spec.tcp_host,
                     by_tcp=frozenset(spec.by_tcp),

@@ -10,6 +10,7 @@ from typing import Any
 from raytorchrpc import _compat, serving
 from raytorchrpc.codec import NOTHING, Codec, decode_exception
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
+from raytorchrpc.lanes._credentials import Credentials
 from raytorchrpc.lanes.base import Message, PeerAddress, Pending, Reply
 from raytorchrpc.lanes.socket import SocketAddress, SocketLane
 
@@ -22,9 +23,9 @@ _CONNECT_S = 2.0
 class Lines:
     """Thread-safe. Calls no method of an actor: members answer on threads of their own."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, credentials: Credentials) -> None:
         self._codec = Codec(_compat.cloudpickler())
-        self._lane = SocketLane("supervisor", _NOBODY, secret, tcp_host=None, by_tcp=frozenset())
+        self._lane = SocketLane("supervisor", credentials, tcp_host=None, by_tcp=frozenset())
         self._lane.open(_refuse, lambda work: work())
         self._tokens: dict[str, str] = {}
         self._watches: dict[str, Pending] = {}

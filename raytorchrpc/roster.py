@@ -13,7 +13,9 @@ from raytorchrpc import _compat, device_map, routing
 from raytorchrpc.admission import GroupInfo, JoinSpec, Owner, Prepared, Probe, Table
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.device_map import Device, DeviceMap
+from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.fabric import OWN_NUMBERS, AgentSpec
+from raytorchrpc.lanes._credentials import Credentials
 from raytorchrpc.membership import Arrival
 from raytorchrpc.peers import Member
 from raytorchrpc.topology import Endpoint
@@ -82,6 +84,13 @@ class Roster:
         admitted = replace(self, seats=seats, used_ids=used | set(ids.values()), next_rank=rank)
         return admitted._decided(self)
 
+    @property
+    def credentials(self) -> Credentials:
+        """What the process that keeps this proves itself with to the members; it is no member by that."""
+        return Credentials(
+            self.secret, group=self.name, generation=self.generation, across_users=self.config.across_users
+        )
+
     def without(self, names: Iterable[str]) -> Roster:
         """Without these; their ranks are not given again."""
         gone = set(names)
@@ -91,6 +100,8 @@ class Roster:
     def _decided(self, before: Roster) -> Roster:
         endpoints = {name: seat.probe.endpoint for name, seat in self.seats.items()}
         known = {name: seat.probe.endpoint for name, seat in before.seats.items()}
+        if not self.config.across_users and not self.config.always_tcp:
+            _check_users({**endpoints, "the process that forms the group": self.watcher})
         maps = device_map.resolve(self.config, list(endpoints), endpoints)
         plan = routing.plan(endpoints, self.config, (known, before.plan))
         devices: dict[str, set[int]] = {name: set() for name in self.seats}
@@ -220,6 +231,20 @@ class Roster:
         spec = self.spec(member)
         bare = spec._replace(device_maps={}, agent=spec.agent._replace(device_maps={}))  # an agent has them for life
         return Arrival(bare, Table(news, {name: prepared[name] for name in (member, *coming)}, timeout_s), coming)
+
+
+def _check_users(endpoints: Mapping[str, Endpoint]) -> None:
+    """Raise ConfigurationError if two processes that would connect by Unix sockets run as different users."""
+    first: dict[str, tuple[str, Endpoint]] = {}
+    for name, endpoint in endpoints.items():
+        network = f"{endpoint.boot_id} {endpoint.namespaces.get('net', name)}"
+        other, its = first.setdefault(network, (name, endpoint))
+        if its.uid != endpoint.uid or its.namespaces.get("user") != endpoint.namespaces.get("user"):
+            raise ConfigurationError(
+                f"{other} (uid {its.uid}) and {name} (uid {endpoint.uid}) share a host and run as different users, or "
+                "in different user namespaces; if all of them may run code as each other, form the group with "
+                "GroupConfig(across_users=True)"
+            )
 
 
 _Maps = Mapping[str, Mapping[str, Mapping[Device, Device]]]

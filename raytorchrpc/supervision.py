@@ -63,7 +63,7 @@ class Supervisor:
         self._stopped = False
         self._booting, self._booted = threading.Lock(), 0
         """Process groups, one at a time; how many there were."""
-        self._lines = Lines(roster.secret)
+        self._lines = Lines(roster.credentials)
         self._teller = Teller(self._now, self._lines, self._soon, self._wake)
         self._tracing = Tracing(self._lines)
         names = [name for name, handle in roster.handles.items() if handle is not None]

@@ -16,6 +16,7 @@ from raytorchrpc.errors import PeerLost, RpcTimeout
 from raytorchrpc.lanes import _frames
 from raytorchrpc.lanes._patience import Patience
 from raytorchrpc.lanes._pending import SettledPending
+from raytorchrpc.lanes._protection import Protection
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +77,13 @@ class Connection:
     At any time at most one thread reads it: a listener, or a caller that waits. ``_state`` guards who.
     """
 
-    def __init__(self, lane: Listeners, sock: socket.socket, peer: str | None) -> None:
+    def __init__(
+        self, lane: Listeners, sock: socket.socket, peer: str | None, protection: Protection | None = None
+    ) -> None:
         self.lane, self.sock, self.peer = lane, sock, peer
         self.fd = sock.fileno()
-        self._reader = _frames.FrameReader()
+        self._protection = protection
+        self._reader = _frames.FrameReader(protection)
         self._sending = threading.Lock()
         self._state = threading.Lock()
         self._reading = False
@@ -163,6 +167,8 @@ class Connection:
             raise self._busy()
         rest: list[memoryview] = []
         try:
+            if self._protection is not None:
+                buffers = self._protection.seal(buffers)
             try:
                 if len(buffers) == 1:
                     sent = self.sock.send(buffers[0], _AT_ONCE)
@@ -176,7 +182,8 @@ class Connection:
                 rest = self._send_rest(parts, sent, deadline)
                 if rest and self.accepted:
                     raise TimeoutError(_NOT_TAKEN)
-                if sum(map(len, rest)) == size:
+                # What has been sealed has its place in the stream, and must be sent.
+                if sum(map(len, rest)) == size and self._protection is None:
                     rest = []
                     raise self._busy()
         except OSError as error:  # so is a TimeoutError

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 from raytorchrpc import forking
 from raytorchrpc.lanes import _handshake
+from raytorchrpc.lanes._credentials import Credentials, Identity, Instance
+from raytorchrpc.lanes._protection import TAG_BYTES, Protection, secure_incoming, secure_outgoing
 
 #: Time for a connection to be made and proved (seconds), at most.
 CONNECT_TIMEOUT_S = 10.0
@@ -42,18 +44,28 @@ class ControlAddress(NamedTuple):
     unix: str
     """Name in Linux's abstract socket namespace: no file, gone with the process."""
     tcp: tuple[str, int] | None
+    instance: Instance
+    """Which process listens there."""
+
+
+def listener_identity(credentials: Credentials, address: ControlAddress, family: int) -> Identity:
+    """Who listens at that address, named as for those who connect by this family of sockets."""
+    where = address.unix if family == socket.AF_UNIX else f"{address.unix} {address.tcp}"
+    return credentials.peer(address.instance, f"nccl {where}")
 
 
 class Control:
     """One end of a connection that has been proved. Anybody may send; one thread at a time receives."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, protection: Protection | None) -> None:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._sock = sock
         self._sending = threading.Lock()
+        self._protection = protection
+        self._tag_bytes = TAG_BYTES if protection is not None and protection.incoming is not None else 0
         self._rest = b""
         self._closed = False
         weakref.finalize(self, sock.close)  # not before: a thread may be about to wait for this descriptor's number
@@ -66,10 +78,11 @@ class Control:
     def send(self, message: tuple[Any, ...], deadline: float) -> None:
         """Send builtins. Raises Gone or Late; after Late the stream is out of step and has to be closed."""
         blob = marshal.dumps(message)
-        data = memoryview(_LENGTH.pack(len(blob)) + blob)
+        framed = _LENGTH.pack(len(blob)) + blob
         if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise Late
         try:
+            data = memoryview(framed if self._protection is None else b"".join(self._protection.seal([framed])))
             while data:
                 try:
                     data = data[self._sock.send(data, socket.MSG_NOSIGNAL) :]
@@ -91,8 +104,13 @@ class Control:
                     continue
                 if not part:
                     raise Gone("connection closed (the process ended or left the group)")
-                self._rest += part
-            blob, self._rest = self._rest[_LENGTH.size : size], self._rest[size:]
+                decrypt = None if self._protection is None else self._protection.decrypt
+                self._rest += part if decrypt is None else decrypt(part)
+            end = size + self._tag_bytes
+            framed, tag, self._rest = self._rest[:size], self._rest[size:end], self._rest[end:]
+            if self._protection is not None and self._protection.incoming is not None:
+                self._protection.incoming.check(framed, tag)
+            blob = framed[_LENGTH.size :]
             message: tuple[Any, ...] = marshal.loads(blob)
             return message
         except (OSError, ValueError, EOFError, TypeError) as error:
@@ -104,7 +122,7 @@ class Control:
         size: int = _LENGTH.unpack_from(self._rest)[0] + _LENGTH.size
         if size > _MAX_BYTES:
             raise ValueError("not a message")
-        return size if len(self._rest) >= size else None
+        return size if len(self._rest) >= size + self._tag_bytes else None
 
     def _wait(self, event: int, deadline: float | None) -> None:
         poll = select.poll()
@@ -134,18 +152,18 @@ class Control:
             self._sock.shutdown(socket.SHUT_RDWR)
 
 
-def listen(tcp_host: str | None) -> tuple[list[socket.socket], ControlAddress]:
+def listen(tcp_host: str | None, credentials: Credentials) -> tuple[list[socket.socket], ControlAddress]:
     """Start to listen. Raises OSError."""
     unix = f"{forking.ABSTRACT}control-{os.urandom(12).hex()}"
     listeners = [_listener(socket.AF_UNIX, "\0" + unix)]
     if tcp_host is None:
-        return listeners, ControlAddress(unix, None)
+        return listeners, ControlAddress(unix, None, credentials.instance)
     try:
         listeners.append(_listener(_family(tcp_host), (tcp_host, 0)))
     except OSError:
         listeners[0].close()
         raise
-    return listeners, ControlAddress(unix, listeners[1].getsockname()[:2])
+    return listeners, ControlAddress(unix, listeners[1].getsockname()[:2], credentials.instance)
 
 
 def _listener(family: int, address: Any) -> socket.socket:
@@ -164,14 +182,17 @@ def _family(host: str) -> int:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def dial(address: ControlAddress, by_tcp: bool, secret: bytes, rank: int, deadline: float) -> Control:
-    """Connect, and prove to each other who both are. Raises Gone."""
+def dial(
+    address: ControlAddress, by_tcp: bool, credentials: Credentials, own: ControlAddress, deadline: float
+) -> Control:
+    """Connect, and prove to each other who both are. ``own``: where this process listens. Raises Gone."""
     family: int = socket.AF_UNIX
     where: Any = "\0" + address.unix
     if by_tcp:
         if address.tcp is None:
             raise Gone("it does not listen for other hosts")
         family, where = _family(address.tcp[0]), address.tcp
+    me, its = (listener_identity(credentials, each, family) for each in (own, address))
     until = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
     for attempt in range(_ATTEMPTS):  # the other end may hang up on strangers, and be in doubt about us
         try:
@@ -182,8 +203,7 @@ def dial(address: ControlAddress, by_tcp: bool, secret: bytes, rank: int, deadli
             left = max(0.001, until - time.monotonic())
             sock.settimeout(left)
             sock.connect(where)
-            _handshake.offer(sock, secret, rank, left)
-            return Control(sock)
+            return Control(sock, secure_outgoing(sock, credentials, me, its, left))
         except (OSError, _handshake.Refused) as error:
             sock.close()
             again = isinstance(error, (_handshake.HungUp, ConnectionResetError, BrokenPipeError))
@@ -192,11 +212,12 @@ def dial(address: ControlAddress, by_tcp: bool, secret: bytes, rank: int, deadli
     raise AssertionError("unreachable")
 
 
-def accept(sock: socket.socket, secret: bytes) -> tuple[Control, int]:
+def accept(sock: socket.socket, credentials: Credentials, own: ControlAddress) -> tuple[Control, int]:
     """The other end of ``dial``, for an accepted socket; also the rank it proved. Raises Refused or OSError."""
     try:
-        rank = _handshake.accept(sock, secret, CONNECT_TIMEOUT_S)
+        me = listener_identity(credentials, own, sock.family)
+        peer, protection = secure_incoming(sock, credentials, me, CONNECT_TIMEOUT_S)
     except BaseException:
         sock.close()
         raise
-    return Control(sock), rank
+    return Control(sock, protection), peer.rank

@@ -3,7 +3,8 @@
     prefix | header (marshal) | payload (pickle) | padding to 64 bytes | tensor area, each tensor padded to 64
 
 The header is marshalled: it holds builtins only, and a frame comes from a peer that proved it has the group's
-secret. Tensors are sent from where they lie and arrive as writable views of the frame they came in.
+secret. Tensors are sent from where they lie and arrive as writable views of the frame they came in. Where the
+connection authenticates frames, a tag follows each one (see ``_protection``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from raytorchrpc.codec import Encoded
+from raytorchrpc.lanes._protection import TAG_BYTES, Protection, check_tag
 from raytorchrpc.lanes.base import DTYPE_NAMES, DTYPES, Message, numbers, view_at
 
 REQUEST, REPLY = 0, 1
@@ -75,34 +77,52 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
 class FrameReader:
     """Cuts a stream into frames. One per connection; one thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, protection: Protection | None = None) -> None:
+        """``protection``: of the connection; None: the stream consists of bare frames."""
+        self._decrypt = None if protection is None else protection.decrypt
+        self._authenticator = None if protection is None else protection.incoming
+        self._tag_bytes = 0 if self._authenticator is None else TAG_BYTES
         self._rest = b""  # the beginning of a frame
-        self._large: torch.Tensor | None = None  # a frame too large for one read, being filled
+        self._large: torch.Tensor | None = None  # a frame too large for one read, being filled, and its tag
         self._filled = 0
+        self._hash: Any = None  # of what has been filled, without the tag
 
     def read(self, sock: socket.socket, flags: int = 0) -> list[Frame]:
         """Read once and return the frames that are complete now.
 
         Raises BlockingIOError if nothing is there, EOFError at the end of the stream, ValueError if it is
-        out of step.
+        out of step or a frame is not authentic.
         """
-        if self._large is not None:
+        if self._large is not None and self._decrypt is None:
             return self._fill(sock, flags)
         data = sock.recv(_CHUNK, flags)
         if not data:
             raise EOFError
+        return self.feed(data if self._decrypt is None else self._decrypt(data))
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """Take the next bytes of the stream, any number; return the frames that are complete now. Raises ValueError."""
+        frames: list[Frame] = []
+        if self._large is not None:
+            view = self._large.numpy().data
+            taken = min(len(data), len(view) - self._filled)
+            view[self._filled : self._filled + taken] = memoryview(data)[:taken]
+            frames += self._filled_more(taken)
+            data = data[taken:]
         if self._rest:
             data = self._rest + data
-        frames: list[Frame] = []
         start, end = 0, len(data)
         while end - start >= _PREFIX.size:
-            _, size = sizes(data, start)
+            size = sizes(data, start)[1] + self._tag_bytes
             if end - start < size:
                 if size > _CHUNK:
                     self._begin_large(data[start:], size)
                     start = end
                 break
-            frames.append(parse(memoryview(data)[start : start + size]))
+            frame = memoryview(data)[start : start + size]
+            if self._authenticator is not None:
+                self._authenticator.check(frame[:-TAG_BYTES], frame[-TAG_BYTES:])
+            frames.append(parse(frame))
             start += size
         self._rest = data[start:] if start < end else b""
         return frames
@@ -110,20 +130,32 @@ class FrameReader:
     def _begin_large(self, head: bytes, size: int) -> None:
         self._large = torch.empty(size, dtype=torch.uint8)  # a bytearray would be zeroed first
         self._large.numpy()[: len(head)] = memoryview(head)
-        self._filled = len(head)
+        self._filled = 0
+        if self._authenticator is not None:
+            self._hash = self._authenticator.begin()
+        self._filled_more(len(head))
 
     def _fill(self, sock: socket.socket, flags: int) -> list[Frame]:
         assert self._large is not None
-        view = self._large.numpy().data
-        count = sock.recv_into(view[self._filled :], 0, flags)
+        count = sock.recv_into(self._large.numpy().data[self._filled :], 0, flags)
         if not count:
             raise EOFError
-        self._filled += count
+        return self._filled_more(count)
+
+    def _filled_more(self, count: int) -> list[Frame]:
+        """Note that so many more bytes of the large frame are there; returns it once it is complete."""
+        assert self._large is not None
+        view = self._large.numpy().data
+        before, self._filled = self._filled, self._filled + count
+        body = len(view) - self._tag_bytes
+        if self._hash is not None:  # while the rest is on its way
+            self._hash.update(view[before : min(self._filled, body)])
         if self._filled < len(view):
             return []
-        frame = parse(view, self._large)
-        self._large = None
-        return [frame]
+        if self._hash is not None:
+            check_tag(self._hash.digest(), view[body:])
+        large, self._large, self._hash = self._large, None, None
+        return [parse(view[:body], large[:body])]
 
 
 def sizes(data: Any, start: int) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from pynng import ffi, lib
 
 from raytorchrpc import forking
 from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes._protection import TAG_BYTES
 
 #: Largest message that is handed to nng, so the most that a stranger can make it hold at a time (bytes). What is
 #: larger crosses in pieces: both ends then copy into memory that is warm, while nng sends the piece before.
@@ -88,12 +89,14 @@ class Wire:
         """Raises LaneUnavailable or OSError."""
         self._gone = False
         self._met: int | None = None
+        self.peer_uid: int | None = None
+        """The user that the other end runs as, once connected; None: on another host, or not known."""
         self._closing = threading.Lock()
         self.gone_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable once the connection is lost or ``hang_up`` was called; what had arrived can still be received."""
         try:
             more = {"recv_buffer_size": _QUEUE, "send_buffer_size": _QUEUE} if kind is pynng.Pair0 else {}
-            self._sock = _socket(kind, recv_max_size=CHUNK, **more)
+            self._sock = _socket(kind, recv_max_size=CHUNK + TAG_BYTES, **more)
             self.recv_fd: int = self._sock.recv_fd
             self._send_fd: int = self._sock.send_fd
         except BaseException as error:
@@ -114,6 +117,9 @@ class Wire:
         if self._met is not None:
             pipe.close()
         else:
+            uid = ffi.new("uint64_t *")
+            if not lib.nng_pipe_get_uint64(pipe.pipe, b"ipc:peer-uid", uid):
+                self.peer_uid = int(uid[0])
             self._met = pipe.id
 
     def _disconnected(self, pipe: Any) -> None:
@@ -154,13 +160,16 @@ class Wire:
         except pynng.NNGException as error:
             raise ConnectionError(str(error).lower()) from error
 
-    def send(self, parts: Iterable[Any], until: Callable[[], float]) -> None:
+    def send(
+        self, parts: Iterable[Any], until: Callable[[], float], seal: Callable[[list[Any]], list[Any]] | None = None
+    ) -> None:
         """Send buffers, of which there is at least one byte; the data is taken when this returns.
 
-        ``until()``: when the next piece must have been taken. Raises OSError, TimeoutError.
+        ``until()``: when the next piece must have been taken. ``seal``: see ``Protection``; each piece is sealed.
+        Raises OSError, TimeoutError.
         """
         for pieces in _cut(parts):
-            message = _message(pieces)
+            message = _message(pieces if seal is None else seal(pieces))
             try:
                 self._hand_over(message, until)
             except BaseException:

@@ -15,6 +15,7 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcT
 from raytorchrpc.lanes import _frames
 from raytorchrpc.lanes._nng import Wire
 from raytorchrpc.lanes._pending import SettledPending
+from raytorchrpc.lanes._protection import TAG_BYTES, Protection
 from raytorchrpc.lanes.base import Message
 
 logger = logging.getLogger(__name__)
@@ -94,9 +95,14 @@ class _Assembly:
 class Line:
     """Requests go out and replies come in (``peer`` is set), or the other way round. One thread reads."""
 
-    def __init__(self, wire: Wire, peer: str | None, ended: Callable[[Line], None]) -> None:
-        """``ended``: called once, before the wire is closed: whoever reads it is to stop."""
+    def __init__(
+        self, wire: Wire, protection: Protection | None, peer: str | None, ended: Callable[[Line], None]
+    ) -> None:
+        """``protection``: of each message of nng's. ``ended``: called once, before the wire is closed: whoever reads it
+        is to stop."""
         self.wire, self.peer = wire, peer
+        self._seal = None if protection is None else protection.seal
+        self._incoming = None if protection is None else protection.incoming
         self._on_end = ended
         self._assembly = _Assembly()
         self._sending = threading.Lock()
@@ -143,7 +149,7 @@ class Line:
         try:
             if self._ended is not None:
                 raise ConnectionResetError(self._ended)
-            self.wire.send(buffers, until)
+            self.wire.send(buffers, until, self._seal)
             return
         except OSError as error:
             reason = str(error)
@@ -164,6 +170,10 @@ class Line:
                     if gone:
                         self.end(_CLOSED)
                     break
+                if self._incoming is not None:
+                    whole = memoryview(data)
+                    data = whole[:-TAG_BYTES]
+                    self._incoming.check(data, whole[-TAG_BYTES:])
                 frame = self._assembly.add(data)
                 if frame is not None and frame.kind == _frames.REQUEST:
                     requests.append(frame)

@@ -33,6 +33,7 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes import _control, _handshake, _pieces
 from raytorchrpc.lanes._carrier import Broken, Carrier
 from raytorchrpc.lanes._control import ControlAddress, Gone, Late
+from raytorchrpc.lanes._credentials import Credentials
 from raytorchrpc.lanes._nccl_driver import NcclCarrier
 from raytorchrpc.lanes._two_sided import Kept, Receiving, Sending
 from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane
@@ -68,8 +69,7 @@ class NcclLane(TensorLane):
     def __init__(
         self,
         me: str,
-        rank: int,
-        secret: bytes,
+        credentials: Credentials,
         devices: Sequence[int],
         *,
         tcp_host: str | None = None,
@@ -81,7 +81,7 @@ class NcclLane(TensorLane):
         the peers ``by_tcp``. ``timeout_s``: for everything that one fetch needs. NCCL's own variables are the caller's
         to set, before the first lane of the process opens.
         """
-        self._me, self._rank, self._secret = me, rank, secret
+        self._me, self._credentials = me, credentials
         self._devices, self._tcp_host, self._by_tcp = tuple(devices), tcp_host, by_tcp
         self._timeout_s = timeout_s
         self._carrier: Carrier = carrier or NcclCarrier()
@@ -105,11 +105,11 @@ class NcclLane(TensorLane):
     def open(self) -> NcclAddress:
         self._identities = self._carrier.open(self._devices)
         try:
-            self._listeners, control = _control.listen(self._tcp_host)
+            self._listeners, control = _control.listen(self._tcp_host, self._credentials)
         except OSError as error:
             raise LaneUnavailable(self.name, f"cannot listen: {error}") from error
+        self._address = NcclAddress(self._credentials.rank, control, dict(self._identities))
         self._thread("attendant", self._attend)
-        self._address = NcclAddress(self._rank, control, dict(self._identities))
         forking.inherited(self)
         return self._address
 
@@ -186,7 +186,7 @@ class NcclLane(TensorLane):
     def _serve(self, sock: socket.socket) -> None:
         """A thread of its own: prove who connected, then answer until it hangs up."""
         try:
-            control, rank = _control.accept(sock, self._secret)
+            control, rank = _control.accept(sock, self._credentials, self._address.control)
         except (OSError, _handshake.Refused) as error:
             logger.debug("%s refused a connection: %s", self._me, error)
             return
@@ -263,7 +263,8 @@ class NcclLane(TensorLane):
             way = self._receiving.get(peer)
             if way is not None:
                 return way
-            control = _control.dial(address.control, peer in self._by_tcp, self._secret, self._rank, deadline)
+            by_tcp = peer in self._by_tcp
+            control = _control.dial(address.control, by_tcp, self._credentials, self._address.control, deadline)
             way = Receiving(peer, self.name, control, self._carrier)
             self._add(way)
             return way

@@ -24,7 +24,9 @@ from raytorchrpc import forking
 from raytorchrpc.codec import NOTHING, Encoded
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes import _handshake, _nng
+from raytorchrpc.lanes._credentials import Credentials, Identity, Instance
 from raytorchrpc.lanes._nng_line import Channel, Line, check_carried
+from raytorchrpc.lanes._protection import Protection, Tagged
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Reply, Serve, Spawn
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,8 @@ class NngAddress(NamedTuple):
     local: str
     """In Linux's abstract socket namespace: no file, gone with the process."""
     tcp: str | None
+    instance: Instance
+    """Which process listens there."""
 
 
 class NngLane(MessageLane):
@@ -60,10 +64,11 @@ class NngLane(MessageLane):
         in_band_bytes=None, in_band_cuda=False, copies_at_once=True, rrefs=False
     )
 
-    def __init__(self, me: str, rank: int, secret: bytes, *, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
+    def __init__(self, me: str, credentials: Credentials, *, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
         """``tcp_host``: address to listen on for other hosts, None for none. ``by_tcp``: the peers there."""
-        self._me, self._rank, self._secret = me, rank, secret
+        self._me, self._credentials = me, credentials
         self._tcp_host, self._by_tcp = tcp_host, by_tcp
+        self._address = NngAddress("", None, credentials.instance)  # until it listens, if it does
         self._addresses: dict[str, NngAddress] = {}
         self._lines: dict[str, Line] = {}
         self._connecting: dict[str, threading.Lock] = {}
@@ -88,9 +93,9 @@ class NngLane(MessageLane):
         except OSError as error:
             door.close()
             raise LaneUnavailable(self.name, f"cannot listen: {error}") from error
+        self._address = NngAddress(local, tcp, self._credentials.instance)
         self._epoll.register(door.fd, select.EPOLLIN)
         self._start_reader()
-        self._address = NngAddress(local, tcp)
         return self._address
 
     def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> NngAddress | None:
@@ -174,25 +179,28 @@ class NngLane(MessageLane):
             line = self._lines.get(peer)
             if line is None or line.ended:
                 until = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
-                line = self._adopt(self._dial(peer, address, until), peer)
+                line = self._adopt(*self._dial(peer, address, until), peer)
                 self._lines[peer] = line
             return line
         finally:
             lock.release()
 
-    def _dial(self, peer: str, address: NngAddress, deadline: float) -> _nng.Wire:
-        url, question = (address.tcp, _TCP) if peer in self._by_tcp else (address.local, _LOCAL)
+    def _dial(self, peer: str, address: NngAddress, deadline: float) -> tuple[_nng.Wire, Protection | None]:
+        by_tcp = peer in self._by_tcp
+        url, question = (address.tcp, _TCP) if by_tcp else (address.local, _LOCAL)
         if url is None:
             raise LaneUnavailable(self.name, f"{peer!r} does not listen for other hosts")
+        me, its = (listener_identity(self._credentials, each, by_tcp) for each in (self._address, address))
         for attempt in range(_ATTEMPTS):  # the other end may hang up on strangers, and be in doubt about us
             wire: _nng.Wire | None = None
             try:
                 where = _nng.ask(url, question, deadline).decode("ascii")
                 wire = _nng.Wire()
                 wire.dial(where, deadline)
+                _check_user(wire, self._credentials, by_tcp)
                 left = max(0.001, deadline - time.monotonic())
-                _handshake.offer(Channel(wire), self._secret, self._rank, left)
-                return wire
+                keys = _handshake.offer(Channel(wire), self._credentials.secret, me, its, left)
+                return wire, Tagged(keys) if by_tcp else None
             except (OSError, ValueError, _handshake.Refused) as error:
                 if wire is not None:
                     wire.close()
@@ -201,8 +209,8 @@ class NngLane(MessageLane):
                     raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
         raise AssertionError("unreachable")
 
-    def _adopt(self, wire: _nng.Wire, peer: str | None) -> Line:
-        line = Line(wire, peer, self._forget)
+    def _adopt(self, wire: _nng.Wire, protection: Protection | None, peer: str | None) -> Line:
+        line = Line(wire, protection, peer, self._forget)
         with self._lock:
             if self._closed:
                 wire.close()
@@ -267,23 +275,36 @@ class NngLane(MessageLane):
         if oldest is not None:  # strangers who say nothing must not keep members out
             oldest.hang_up()
         threading.Thread(
-            target=self._prove, args=(wire,), name=f"raytorchrpc-{self._me}-handshake", daemon=True
+            target=self._prove, args=(wire, question == _TCP), name=f"raytorchrpc-{self._me}-handshake", daemon=True
         ).start()
         return where.encode("ascii")
 
-    def _prove(self, wire: _nng.Wire) -> None:
+    def _prove(self, wire: _nng.Wire, by_tcp: bool) -> None:
         try:
-            _handshake.accept(Channel(wire), self._secret, CONNECT_TIMEOUT_S)
+            me = listener_identity(self._credentials, self._address, by_tcp)
+            _, keys = _handshake.accept(Channel(wire), self._credentials.secret, me, CONNECT_TIMEOUT_S)
+            _check_user(wire, self._credentials, by_tcp)
             with self._lock:
                 still = self._proving.pop(wire, True) is None
             if not still:
                 raise _handshake.Refused("it took too long")
-            self._adopt(wire, None)
+            self._adopt(wire, Tagged(keys) if by_tcp else None, None)
         except (OSError, RayTorchRpcError) as error:
             with self._lock:
                 self._proving.pop(wire, None)
             wire.close()
             logger.debug("%s refused a connection: %s", self._me, error)
+
+
+def listener_identity(credentials: Credentials, address: NngAddress, by_tcp: bool) -> Identity:
+    """Who listens at that address, named as for those who connect in this way."""
+    where = f"{address.local} {address.tcp}" if by_tcp else address.local
+    return credentials.peer(address.instance, f"nng {where}")
+
+
+def _check_user(wire: _nng.Wire, credentials: Credentials, by_tcp: bool) -> None:
+    if not by_tcp and not credentials.across_users:
+        _handshake.check_uid(-1 if wire.peer_uid is None else wire.peer_uid)
 
 
 # --- values for processes that are no members ------------------------------------------------------------------
@@ -294,7 +315,7 @@ class OfferAddress(NamedTuple):
 
     nng: NngAddress
     network: str
-    """The host's boot and network namespace: who shares them takes the local road."""
+    """The host's boot, the network namespace and the user: who shares them connects by abstract Unix sockets."""
 
 
 class NngServer:
@@ -302,7 +323,7 @@ class NngServer:
 
     def __init__(self, name: str, secret: bytes, *, tcp_host: str | None) -> None:
         """``name``: for threads and logs. ``tcp_host``: address to listen on for other hosts, None for none."""
-        self._lane = NngLane(name, -1, secret, tcp_host=tcp_host, by_tcp=frozenset())
+        self._lane = NngLane(name, Credentials(secret), tcp_host=tcp_host, by_tcp=frozenset())
         self._workers = concurrent.futures.ThreadPoolExecutor(_SERVING, f"raytorchrpc-{name}-offers")
         self._offers: dict[str, Encoded | Callable[[], Encoded]] = {}
 
@@ -371,7 +392,7 @@ class _Fetching:
     def __init__(self, address: OfferAddress, secret: bytes) -> None:
         near = address.network == _network()
         by_tcp: frozenset[str] = frozenset() if near else frozenset({_SERVER})
-        self._lane = NngLane("fetch", -1, secret, tcp_host=None, by_tcp=by_tcp)
+        self._lane = NngLane("fetch", Credentials(secret), tcp_host=None, by_tcp=by_tcp)
         self._lane._start_reader()
         self._lane.connect([PeerAddress(_SERVER, address.nng)])
         self.close = self._lane.close
@@ -417,7 +438,8 @@ class NngClient:
 
 
 def _network() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
+    host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{host} {os.readlink('/proc/self/ns/net')} {os.geteuid()}"
 
 
 def _local_url() -> str:

@@ -24,7 +24,9 @@ from raytorchrpc import forking
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
 from raytorchrpc.lanes import _frames, _handshake
 from raytorchrpc.lanes._connection import Connection, SocketPending, tune
+from raytorchrpc.lanes._credentials import Credentials, Identity, Instance
 from raytorchrpc.lanes._patience import Timer
+from raytorchrpc.lanes._protection import Protection, secure_incoming, secure_outgoing
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
 
 Work = Callable[[], None]
@@ -56,6 +58,14 @@ class SocketAddress(NamedTuple):
     unix: str
     """Name in Linux's abstract socket namespace: no file, gone with the process."""
     tcp: tuple[str, int] | None
+    instance: Instance
+    """Which process listens there."""
+
+
+def listener_identity(credentials: Credentials, address: SocketAddress, family: int) -> Identity:
+    """Who listens at that address, named as for those who connect by this family of sockets."""
+    where = address.unix if family == socket.AF_UNIX else f"{address.unix} {address.tcp}"
+    return credentials.peer(address.instance, f"socket {where}")
 
 
 class SocketLane(MessageLane):
@@ -69,8 +79,7 @@ class SocketLane(MessageLane):
     def __init__(
         self,
         me: str,
-        rank: int,
-        secret: bytes,
+        credentials: Credentials,
         *,
         tcp_host: str | None,
         by_tcp: frozenset[str],
@@ -80,7 +89,7 @@ class SocketLane(MessageLane):
         ``one_at_a_time``: what is served runs one after another anyway, so nothing is lost if a request that comes
         behind a brief one is read by the thread that serves that one.
         """
-        self._me, self._rank, self._secret = me, rank, secret
+        self._me, self._credentials = me, credentials
         self._one_at_a_time = one_at_a_time
         self._tcp_host, self._by_tcp = tcp_host, by_tcp
         self._addresses: dict[str, SocketAddress] = {}
@@ -107,7 +116,8 @@ class SocketLane(MessageLane):
         self._serve, self._spawn = serve, spawn
         unix = forking.ABSTRACT + os.urandom(12).hex()
         self._listen(socket.AF_UNIX, "\0" + unix)
-        self._address = SocketAddress(unix, None if self._tcp_host is None else self._listen_tcp(self._tcp_host))
+        tcp = None if self._tcp_host is None else self._listen_tcp(self._tcp_host)
+        self._address = SocketAddress(unix, tcp, self._credentials.instance)
         forking.inherited(self)
         self._add_listener()
         return self._address
@@ -217,20 +227,20 @@ class SocketLane(MessageLane):
             if connection is not None and not connection.ended:
                 return connection
             patience = min(CONNECT_TIMEOUT_S, max(0.001, deadline - time.monotonic()))
-            sock = self._dial(peer, address, patience)
-            connection = self._adopt(sock, peer)
+            connection = self._adopt(*self._dial(peer, address, patience), peer)
             self._connections[peer] = connection
             return connection
         finally:
             lock.release()
 
-    def _dial(self, peer: str, address: SocketAddress, patience: float) -> socket.socket:
+    def _dial(self, peer: str, address: SocketAddress, patience: float) -> tuple[socket.socket, Protection | None]:
+        family: int = socket.AF_UNIX
+        where: Any = "\0" + address.unix
         if peer in self._by_tcp:
             if address.tcp is None:
                 raise LaneUnavailable(self.name, f"{peer!r} does not listen for other hosts")
             family, where = (socket.AF_INET6 if ":" in address.tcp[0] else socket.AF_INET), address.tcp
-        else:
-            family, where = socket.AF_UNIX, "\0" + address.unix  # type: ignore[assignment]
+        me, its = (listener_identity(self._credentials, each, family) for each in (self._address, address))
         until = time.monotonic() + patience
         for attempt in range(_ATTEMPTS):  # the other end may hang up on strangers, and be in doubt about us
             try:
@@ -242,8 +252,7 @@ class SocketLane(MessageLane):
                 sock.settimeout(left)
                 sock.connect(where)
                 tune(sock)
-                _handshake.offer(sock, self._secret, self._rank, left)
-                return sock
+                return sock, secure_outgoing(sock, self._credentials, me, its, left)
             except (OSError, _handshake.Refused) as error:
                 sock.close()
                 hung_up = isinstance(error, (_handshake.HungUp, ConnectionResetError, BrokenPipeError))
@@ -251,8 +260,8 @@ class SocketLane(MessageLane):
                     raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
         raise AssertionError("unreachable")
 
-    def _adopt(self, sock: socket.socket, peer: str | None) -> Connection:
-        connection = Connection(self, sock, peer)
+    def _adopt(self, sock: socket.socket, protection: Protection | None, peer: str | None) -> Connection:
+        connection = Connection(self, sock, peer, protection)
         with self._lock:
             if self._closed:
                 sock.close()
@@ -418,13 +427,14 @@ class SocketLane(MessageLane):
 
     def _prove(self, sock: socket.socket) -> None:
         try:
-            _handshake.accept(sock, self._secret, CONNECT_TIMEOUT_S)
+            me = listener_identity(self._credentials, self._address, sock.family)
+            _, protection = secure_incoming(sock, self._credentials, me, CONNECT_TIMEOUT_S)
             tune(sock)
             with self._lock:
                 still = self._proving.pop(sock, True) is None
             if not still:
                 raise _handshake.Refused("it took too long")
-            self._adopt(sock, None)
+            self._adopt(sock, protection, None)
         except (OSError, RayTorchRpcError) as error:
             with self._lock:
                 self._proving.pop(sock, None)

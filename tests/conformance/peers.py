@@ -17,6 +17,10 @@ import torch
 
 from raytorchrpc.codec import Encoded
 from raytorchrpc.fabric import AgentSpec, FabricPeer, process_fabric
+from raytorchrpc.lanes import _handshake, nng
+from raytorchrpc.lanes import socket as socket_lane
+from raytorchrpc.lanes._credentials import Credentials, Identity
+from raytorchrpc.lanes._handshake import SessionKeys, Stream
 from raytorchrpc.lanes.base import (
     DTYPES,
     Export,
@@ -66,7 +70,21 @@ class Node:
             return TorchRpcLane(name, process_fabric(), (), {})
         by_tcp = frozenset({"a", "b", "c"}) if kind.endswith("over tcp") else frozenset()
         cls = NngLane if kind.startswith("nng") else SocketLane
-        return cls(name, rank, secret, tcp_host="127.0.0.1" if by_tcp else None, by_tcp=by_tcp)
+        self.credentials = Credentials(secret, rank)
+        return cls(name, self.credentials, tcp_host="127.0.0.1" if by_tcp else None, by_tcp=by_tcp)
+
+    @property
+    def identity(self) -> Identity:
+        """Whom those who connect to it expect."""
+        by_tcp = self.kind.endswith("over tcp")
+        if self.kind.startswith("nng"):
+            return nng.listener_identity(self.credentials, self.address, by_tcp)
+        family = socket_lane.socket.AF_INET if by_tcp else socket_lane.socket.AF_UNIX
+        return socket_lane.listener_identity(self.credentials, self.address, family)
+
+    def prove(self, stream: Stream) -> SessionKeys:
+        """Prove to be a member to this one, from the other end of a connection to it."""
+        return _handshake.offer(stream, SECRET, Credentials(SECRET).identity("a test"), self.identity, 5)
 
     def _torchrpc_address(self) -> FabricPeer:
         fabric = process_fabric()
@@ -324,7 +342,7 @@ def open_tensors(kind: str, capacity: int = 256 << 20, gpu: int = 0, rank: int =
 
 
 def nccl_lane(rank: int, timeout_s: float = 60, carrier: PipeCarrier | None = None) -> NcclLane:
-    return NcclLane("abcdef"[rank], rank, SECRET, (0,), timeout_s=timeout_s, carrier=carrier)
+    return NcclLane("abcdef"[rank], Credentials(SECRET, rank), (0,), timeout_s=timeout_s, carrier=carrier)
 
 
 def meet(peer: str, address: Any) -> None:

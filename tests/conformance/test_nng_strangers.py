@@ -13,7 +13,7 @@ import pynng
 import pytest
 
 from raytorchrpc.errors import PeerLost
-from raytorchrpc.lanes import _handshake, _nng
+from raytorchrpc.lanes import _nng
 from raytorchrpc.lanes._nng_line import Channel
 from tests.conformance import peers
 from tests.conformance.peers import EMPTY, PATIENCE_S, Message, Node, PeerAddress, answer
@@ -116,7 +116,7 @@ def test_a_wrong_question_at_the_door_is_hung_up_on(member: Node, said: bytes) -
     assert _nng.ask(*door(member), soon())
 
 
-@pytest.mark.parametrize("said", [b"\0" * 48, os.urandom(1 << 20), b"raytorchrpc/1\0\0\0" + b"n" * 200])
+@pytest.mark.parametrize("said", [b"\0" * 48, os.urandom(1 << 20), b"raytorchrpc/2\0\0\0" + b"n" * 200])
 def test_messages_without_proof_are_hung_up_on(member: Node, said: bytes) -> None:
     friend = rightful(member)
     wire = get_wire(member)
@@ -174,7 +174,7 @@ def test_a_recorded_handshake_cannot_be_played_again(member: Node) -> None:
     sent: list[bytes] = []
     wire = get_wire(member)
     try:
-        _handshake.offer(Recorder(wire, sent), peers.SECRET, 0, 5)
+        member.prove(Recorder(wire, sent))
     finally:
         wire.close()
     wire = get_wire(member)
@@ -224,7 +224,7 @@ def test_a_second_one_on_a_members_wire_is_hung_up_on(member: Node) -> None:
         with suppress(OSError):
             second.dial(url, soon())
         assert hung_up_on(second) and not first.gone
-        _handshake.offer(Channel(first), peers.SECRET, 0, 5)
+        member.prove(Channel(first))
     finally:
         first.close()
         second.close()
@@ -233,7 +233,7 @@ def test_a_second_one_on_a_members_wire_is_hung_up_on(member: Node) -> None:
 def test_close_hangs_up_on_those_who_have_proved_nothing_yet(member: Node) -> None:
     wire = get_wire(member)
     try:
-        wire.send([b"raytorchrpc/1\0\0\0"], soon)
+        wire.send([b"raytorchrpc/2\0\0\0"], soon)
         member.lane.close()
         assert peers.wait_until(
             lambda: not any(thread.name.startswith("raytorchrpc-b") for thread in threading.enumerate()), 2

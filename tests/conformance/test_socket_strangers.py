@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from raytorchrpc.errors import PeerLost
-from raytorchrpc.lanes import _handshake
 from tests.conformance import peers
 from tests.conformance.peers import EMPTY, PATIENCE_S, Message, Node, PeerAddress, answer
 
@@ -59,7 +58,7 @@ def hears_nothing_and_is_hung_up_on(sock: socket.socket) -> bool:
 
 @pytest.mark.parametrize(
     "said",
-    [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4, b"\0" * 4096, os.urandom(100_000), b"raytorchrpc/1\0\0\0" + b"n" * 200],
+    [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4, b"\0" * 4096, os.urandom(100_000), b"raytorchrpc/2\0\0\0" + b"n" * 200],
     ids=["http", "zeros", "noise", "right hello, wrong proof"],
 )
 def test_garbage_is_hung_up_on_and_harms_nobody(member: Node, said: bytes) -> None:
@@ -108,7 +107,7 @@ def test_a_listener_without_the_secret_learns_nothing_from_a_caller() -> None:
         thread.start()
         caller = Node("socket over unix", "a", 0)
         try:
-            caller.lane.connect([PeerAddress("b", type(caller.address)(name[1:], None))])
+            caller.lane.connect([PeerAddress("b", caller.address._replace(unix=name[1:]))])
             with pytest.raises(PeerLost, match="secret"):
                 echo(caller)
         finally:
@@ -121,7 +120,7 @@ def test_a_recorded_handshake_cannot_be_played_again(member: Node) -> None:
     with dial(member) as sock:
         sent: list[bytes] = []
         recorder: Any = Recorder(sock, sent)
-        _handshake.offer(recorder, peers.SECRET, 0, 5)
+        member.prove(recorder)
     with dial(member) as sock:
         sock.sendall(b"".join(sent))
         assert hears_nothing_and_is_hung_up_on(sock)
@@ -168,7 +167,7 @@ def test_close_hangs_up_on_those_who_have_proved_nothing_yet(member: Node) -> No
     friend = rightful(member)
     echo(friend)
     with dial(member) as sock:
-        sock.sendall(b"raytorchrpc/1\0\0\0")
+        sock.sendall(b"raytorchrpc/2\0\0\0")
         assert peers.wait_until(
             lambda: any(thread.name.startswith("raytorchrpc-b-handshake") for thread in threading.enumerate()), 5
         )
@@ -196,7 +195,7 @@ def test_a_member_without_descriptors_takes_no_processor(member: Node) -> None:
             assert time.process_time() - before < 0.2
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        _handshake.offer(sock, peers.SECRET, 0, 5)
+        member.prove(sock)
 
 
 def test_a_caller_without_descriptors_is_told_and_calls_again(member: Node) -> None:

@@ -24,6 +24,7 @@ import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes import _control
+from raytorchrpc.lanes._credentials import Credentials
 from raytorchrpc.lanes.base import Export, PeerAddress, Shape
 from raytorchrpc.lanes.nccl import NcclLane
 from tests.conformance import peers
@@ -65,7 +66,7 @@ def open_stations() -> Iterator[Callable[..., Stations]]:
     def open_some(count: int = 2, **settings: Any) -> Stations:
         for rank, name in enumerate(NAMES[:count]):
             carrier = PipeCarrier(f"device {rank}")
-            lane = NcclLane(name, rank, SECRET, (0,), carrier=carrier, **{"timeout_s": 20, **settings})
+            lane = NcclLane(name, Credentials(SECRET, rank), (0,), carrier=carrier, **{"timeout_s": 20, **settings})
             opened.append(Station(name, lane, carrier))
         addresses = [PeerAddress(station.name, station.lane.open()) for station in opened]
         for station in opened:
@@ -183,7 +184,7 @@ def test_what_is_for_one_peer_is_not_for_another(open_stations: Callable[..., St
 
 def test_two_ends_on_one_device_are_refused(ab: Stations) -> None:
     a = ab["a"]
-    twin = NcclLane("twin", 7, SECRET, (0,), carrier=PipeCarrier("device 0"))
+    twin = NcclLane("twin", Credentials(SECRET, 7), (0,), carrier=PipeCarrier("device 0"))
     a.lane.connect([PeerAddress("twin", twin.open())])
     with pytest.raises(LaneUnavailable, match=r"both ends are on GPU device 0 .*cuda_ipc"):
         a.export(ones(), to="twin")
@@ -207,7 +208,7 @@ def test_strangers_are_turned_away(ab: Stations) -> None:
     a, b = ab.values()
     control = b.lane._peers["a"].control
     with pytest.raises(_control.Gone, match="does not have this group's secret"):
-        _control.dial(control, False, b"x" * 32, 1, time.monotonic() + 5)
+        _control.dial(control, False, Credentials(b"x" * 32, 1), control, time.monotonic() + 5)
     silent = [socket.socket(socket.AF_UNIX) for _ in range(40)]
     for sock in silent:
         sock.connect("\0" + control.unix)

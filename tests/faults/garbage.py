@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import raytorchrpc as rtr
 from raytorchrpc.lanes import _handshake
+from raytorchrpc.lanes._credentials import Credentials, Identity
+from raytorchrpc.lanes.socket import listener_identity
 from raytorchrpc.supervision import Supervisor
 
-HELLO = b"raytorchrpc/1\0\0\0"
+HELLO = b"raytorchrpc/2\0\0\0"
 #: nng's own greeting on a connection: the protocol's number follows (0x30: Req, 0x10: Pair).
 GREETING = b"\0SP\0"
 
@@ -26,6 +28,8 @@ class Door(NamedTuple):
     lane: str
     where: tuple[str, int] | str
     """(host, port), or a name in Linux's abstract socket namespace."""
+    identity: Identity | None = None
+    """Whom a member expects there, if it proves itself there by the socket lane's handshake."""
 
     @property
     def kind(self) -> str:
@@ -56,9 +60,10 @@ def doors(group: rtr.Group, member: str) -> list[Door]:
     prepared = _looking_after(group).prepared[member]
     found: list[Door] = []
     addresses = prepared.addresses
-    found.append(Door(member, "socket", addresses["socket"].unix))
-    if addresses["socket"].tcp is not None:
-        found.append(Door(member, "socket", tuple(addresses["socket"].tcp)))
+    known = credentials(group)
+    for family, where in ((socket.AF_UNIX, addresses["socket"].unix), (socket.AF_INET, addresses["socket"].tcp)):
+        if where is not None:
+            found.append(Door(member, "socket", where, listener_identity(known, addresses["socket"], family)))
     if "nng" in addresses:
         found.append(Door(member, "nng", addresses["nng"].local.removeprefix("abstract://")))
         if addresses["nng"].tcp is not None:
@@ -69,9 +74,9 @@ def doors(group: rtr.Group, member: str) -> list[Door]:
     return found
 
 
-def secret(group: rtr.Group) -> bytes:
+def credentials(group: rtr.Group) -> Credentials:
     """For what a member would say, that is recorded and said again."""
-    return bytes(_looking_after(group).roster.secret)
+    return _looking_after(group).roster.credentials
 
 
 class _Recorder:
@@ -88,11 +93,12 @@ class _Recorder:
         return getattr(self._sock, name)
 
 
-def recorded(door: Door, key: bytes) -> bytes:
-    """All that a member says to prove itself at a door of the socket lane."""
+def recorded(door: Door, known: Credentials) -> bytes:
+    """All that a member says to prove itself at a door that has an identity."""
+    assert door.identity is not None
     with door.dial() as sock:
         recorder = _Recorder(sock)
-        _handshake.offer(recorder, key, 0, 10)
+        _handshake.offer(recorder, known.secret, known.identity("a test"), door.identity, 10)
         return recorder.sent
 
 
@@ -149,9 +155,9 @@ def throw_many(doors_: list[Door], seed: int, count: int, told: bytes) -> int:
     return count * len(doors_)
 
 
-def told_of(door: Door, key: bytes) -> bytes:
+def told_of(door: Door, known: Credentials) -> bytes:
     """``recorded``, or something of that form where nobody answers."""
     try:
-        return recorded(door, key)
+        return recorded(door, known)
     except (OSError, rtr.RayTorchRpcError):
         return HELLO + os.urandom(32 + 36)

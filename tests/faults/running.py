@@ -246,7 +246,7 @@ class Running:
             self.answered(remote.ask("limit", spare=fault.spare), f"round {number}: {fault}", remote)
             healing.callback(lambda: self.answered(remote.ask("unlimit"), "unlimit", remote))
         elif isinstance(fault, Garbage):
-            told = garbage.told_of(self.doors(fault.member)[0], garbage.secret(self.group))
+            told = garbage.told_of(self.doors(fault.member)[0], garbage.credentials(self.group))
             garbage.throw_many(self.doors(fault.member), fault.seed, fault.connections, told)
         elif isinstance(fault, Silence):
             for door in self.doors(fault.member):

@@ -97,7 +97,7 @@ def besiege(
 ) -> Siege:
     """The group works, and the strangers send; blocks until all is sent and the group is at rest."""
     siege = Siege()
-    told = garbage.told_of(doors[0], garbage.secret(run.group))
+    told = garbage.told_of(doors[0], garbage.credentials(run.group))
     siege.quiet_ms = _empty_ms(_load(run, seed, None, siege))
     pids = {name: remote.pid for name, remote in run.remotes.items()}
     over = threading.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from multiprocessing import get_context
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from raytorchrpc.lanes import _control
+from raytorchrpc.lanes._credentials import Credentials
 from raytorchrpc.lanes.base import PeerAddress
 from raytorchrpc.lanes.nccl import NcclLane
 from tests.conformance.peers import SECRET
@@ -39,7 +42,7 @@ def test_garbage_at_every_socket_harms_nobody(cluster: None, tmp_path: Path, lan
 def nccl() -> Iterator[list[NcclLane]]:
     """Two members' ends of the nccl lane, with a carrier that needs no GPU."""
     lanes = [
-        NcclLane(name, rank, SECRET, (0,), carrier=PipeCarrier(name), timeout_s=20, tcp_host="127.0.0.1")
+        NcclLane(name, Credentials(SECRET, rank), (0,), carrier=PipeCarrier(name), timeout_s=20, tcp_host="127.0.0.1")
         for rank, name in enumerate("ab")
     ]
     addresses = [lane.open() for lane in lanes]
@@ -54,8 +57,10 @@ def test_garbage_at_the_sockets_of_the_nccl_lane_harms_nobody(nccl: list[NcclLan
     a, b = nccl
     control = b._peers["a"].control
     assert control.tcp is not None
-    doors = [Door("a", "nccl", control.unix), Door("a", "nccl", control.tcp)]
-    told = recorded(doors[0], SECRET)
+    known = Credentials(SECRET)
+    identity = _control.listener_identity(known, control, socket.AF_UNIX)
+    doors = [Door("a", "nccl", control.unix, identity), Door("a", "nccl", control.tcp)]
+    told = recorded(doors[0], known)
     slowest, fetched = 0.0, 0
     with get_context("spawn").Pool(1) as pool:
         sending = pool.apply_async(send, (doors, 1, MESSAGES, told))

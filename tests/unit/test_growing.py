@@ -12,6 +12,7 @@ from raytorchrpc import joining
 from raytorchrpc.admission import Owner, Prepared, Probe, Table
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.fabric import AgentIdentity
+from raytorchrpc.lanes._credentials import Instance
 from raytorchrpc.lanes.socket import SocketAddress
 from raytorchrpc.roster import Roster
 from tests.unit import clusters
@@ -30,7 +31,7 @@ def prepared_of(roster: Roster) -> dict[str, Prepared]:
         name: Prepared(
             AgentIdentity(roster.rpc_name(name), seat.worker_id),
             "tcp://10.0.0.1:1",
-            {"socket": SocketAddress(os.urandom(12).hex(), None)},
+            {"socket": SocketAddress(os.urandom(12).hex(), None, Instance(seat.rank, seat.incarnation))},
             {},
         )
         for name, seat in roster.seats.items()

@@ -59,16 +59,16 @@ MAY_IMPORT = {
     "telling": {"admission", "lines", "membership", "roster"},
     "process_groups": {"collectives", "lines", "member", "membership", "roster", "topology"},
     "collectives": {"_nccl_env", "_sockfilter", "topology"},
-    "lines": {"codec", "lanes.base", "lanes.socket", "serving"},
+    "lines": {"lanes._credentials", "codec", "lanes.base", "lanes.socket", "serving"},
     "membership": {"admission", "collectives", "fabric", "joining", "lanes.base", "member"},
     "forming": {"admission", "joining", "peers", "roster"},
-    "roster": {"admission", "device_map", "fabric", "membership", "peers", "routing", "topology"},
+    "roster": {"lanes._credentials", "admission", "device_map", "fabric", "membership", "peers", "routing", "topology"},
     "joining": {
         *("admission", "device_map", "equipment", "exporting", "fabric", "lanes.absent", "lanes.base", "lanes.shm"),
         *("member", "peers", "rdt", "routing", "serving", "shipping"),
     },
     "equipment": {"_nccl_env", "admission", "calls", "fabric", "lanes", "member", "topology"},
-    "admission": {"device_map", "fabric", "peers", "routing", "topology"},
+    "admission": {"lanes._credentials", "device_map", "fabric", "peers", "routing", "topology"},
     "calls": {"execution", "member", "rdt", "retrying", "underway"},
     "retrying": {"execution", "underway", "workers"},
     "member": {
@@ -151,10 +151,17 @@ LANES_MAY_IMPORT = {"codec", "streams", "lanes.base"}
 #: Lanes, and private files beside them, that need something of their own.
 LANE_EXTRAS = {
     "torchrpc": {"fabric"},
-    "socket": {"lanes._patience", "lanes._connection", "lanes._frames", "lanes._handshake"},
-    "_connection": {"lanes._patience", "lanes._pending", "lanes._frames"},
-    "nng": {"lanes._handshake", "lanes._nng", "lanes._nng_line"},
-    "_nng_line": {"lanes._frames", "lanes._nng", "lanes._pending"},
+    "_handshake": {"lanes._credentials"},
+    "_protection": {"lanes._credentials", "lanes._handshake"},
+    "_frames": {"lanes._protection"},
+    "socket": {
+        *("lanes._credentials", "lanes._patience", "lanes._connection", "lanes._frames", "lanes._handshake"),
+        "lanes._protection",
+    },
+    "_connection": {"lanes._patience", "lanes._pending", "lanes._frames", "lanes._protection"},
+    "nng": {"lanes._credentials", "lanes._handshake", "lanes._nng", "lanes._nng_line", "lanes._protection"},
+    "_nng": {"lanes._protection"},
+    "_nng_line": {"lanes._frames", "lanes._nng", "lanes._pending", "lanes._protection"},
     "loopback": {"lanes._pending"},
     "shm": {"lanes._arena", "lanes._copier", "lanes._lent", "staging"},
     "_lent": {"lanes._arena"},
@@ -166,12 +173,12 @@ LANE_EXTRAS = {
     "nixl": {"lanes._nixl", "lanes._pieces", "lanes._registered"},
     "_registered": {"lanes._cuda_driver", "lanes._nixl"},
     "nccl": {
-        *("lanes._carrier", "lanes._control", "lanes._handshake"),
+        *("lanes._carrier", "lanes._control", "lanes._credentials", "lanes._handshake"),
         *("lanes._nccl_driver", "lanes._pieces", "lanes._two_sided"),
     },
     "_two_sided": {"lanes._carrier", "lanes._control"},
     "_nccl_driver": {"lanes._carrier", "lanes._pieces"},
-    "_control": {"lanes._handshake"},
+    "_control": {"lanes._credentials", "lanes._handshake", "lanes._protection"},
 }
 PRIVATE_TO_LANES = {name for name in FILES if name.startswith("lanes._") and name != "lanes.__init__"}
 WITHOUT_RAY = ("routing", "device_map", "codec", "config", "errors", "_nccl_env", "doctor.reports")

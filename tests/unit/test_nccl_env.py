@@ -11,6 +11,7 @@ import pytest
 
 from raytorchrpc import GroupConfig, _nccl_env, equipment
 from raytorchrpc._nccl_env import GID, HCA, IFNAME, QPS, TIMEOUT, advise, apply, chosen_values, matches
+from raytorchrpc.lanes._credentials import Credentials
 from raytorchrpc.topology import Endpoint, Gid, Hca, Interface
 from tests.unit.clusters import a100s, efa_hcas, infiniband_hcas, member, roce_hcas, with_port
 
@@ -202,8 +203,7 @@ def test_a_member_that_opens_the_nccl_lane_sets_them_in_its_process(monkeypatch:
     monkeypatch.setenv("HOME", "/nonexistent")
     spec: Any = SimpleNamespace(
         name="a",
-        rank=0,
-        secret=bytes(32),
+        credentials=Credentials(bytes(32), 0),
         agent=SimpleNamespace(devices=(0,)),
         tcp_host=None,
         by_tcp=(),
