@@ -31,6 +31,8 @@ class Pair:
     """Lanes that the configuration asks for by name."""
     tcp: bool = False
     """It wants TCP even where Unix sockets could be used."""
+    tls: bool = False
+    """What crosses a network must be encrypted."""
 
 
 #: Why a lane cannot carry something (str), or how it does and why (tuple).
@@ -74,8 +76,17 @@ def _cuda_ipc_rule(pair: Pair, traffic: Traffic) -> Verdict:
     return "mapped GPU memory", "same host: one copy from GPU to GPU"
 
 
+def _in_the_clear(pair: Pair) -> str | None:
+    """Why a lane that cannot encrypt is left out; None if it is not."""
+    if not pair.tls or pair.a.same_network(pair.b):
+        return None
+    return "GroupConfig(tls=True), and it does not encrypt what it sends over a network"
+
+
 def _nixl_rule(pair: Pair, traffic: Traffic) -> Verdict:
     a, b = pair.a, pair.b
+    if exposed := _in_the_clear(pair):
+        return exposed
     bare = sorted(e.name for e in (a, b) if gpu_count(e) == 0) if traffic == "cuda" else []
     if bare:
         return _bare_text(bare)
@@ -100,6 +111,8 @@ def _any_slice(pair: Pair) -> bool:
 
 def _nccl_rule(pair: Pair, traffic: Traffic) -> Verdict:
     a, b = pair.a, pair.b
+    if exposed := _in_the_clear(pair):
+        return exposed
     bare = sorted(e.name for e in (a, b) if gpu_count(e) == 0)
     if bare:
         return _bare_text(bare)
@@ -142,6 +155,8 @@ def _bare_text(bare: list[str]) -> str:
 
 
 def _torchrpc_rule(pair: Pair, traffic: Traffic) -> Verdict:
+    if exposed := _in_the_clear(pair):
+        return exposed
     transport = _tensorpipe.transport_between(pair.a, pair.b, pair.agent_a, pair.agent_b)
     if transport is None:
         return "the two agents have no TensorPipe transport in common"

@@ -60,6 +60,8 @@ class JoinSpec(NamedTuple):
     """By peer's member name; what leads from GPU to GPU."""
     secret: bytes
     """The group's, made for this generation."""
+    tls: bytes | None
+    """Likewise the key and the certificate, for a group that encrypts."""
     tcp_host: str | None
     """Address to listen on for peers in other network namespaces; None if there are none."""
     by_tcp: tuple[str, ...]
@@ -72,8 +74,9 @@ class JoinSpec(NamedTuple):
     @property
     def credentials(self) -> Credentials:
         """What its connections are proved with."""
+        across_users = self.config.across_users
         return Credentials(
-            self.secret, self.rank, self.incarnation, self.group, self.generation, self.config.across_users
+            self.secret, self.rank, self.incarnation, self.group, self.generation, across_users, self.tls
         )
 
 

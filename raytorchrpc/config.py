@@ -75,6 +75,11 @@ class GroupConfig(BaseModel):
     """Let members that run as different users of one host connect by Unix sockets. Without it, forming such a group
     fails, and a process of another user is refused there even if it has the group's secret."""
 
+    tls: bool = False
+    """Encrypt what members send each other over TCP, by TLS 1.3 with a key that the group makes for itself. Lanes that
+    cannot encrypt (torchrpc, nccl, nixl) are left out between members that do not share a host's network, and with
+    torchrpc RRefs and distributed autograd there. Forming the group needs ``pip install 'raytorchrpc[tls]'``."""
+
     transports: tuple[str, ...] | None = None
     """TensorPipe transports, forced on every member; None lets routing choose from evidence."""
 

@@ -16,6 +16,7 @@ from raytorchrpc.collectives import ProcessGroupInfo
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.forming import Forming, current_owner, current_session
+from raytorchrpc.lanes._tls import make_identity
 from raytorchrpc.metrics import GroupStats
 from raytorchrpc.news import Change
 from raytorchrpc.roster import Roster
@@ -87,7 +88,8 @@ def form(name: str, config: GroupConfig, participants: dict[str, Any], timeout_s
 def _attempt(
     name: str, config: GroupConfig, participants: dict[str, Any], deadline: float, timeout_s: float
 ) -> Supervisor:
-    roster = Roster(name, config, current_owner(), equipment.endpoint("supervisor"))
+    tls = make_identity(name) if config.tls else None
+    roster = Roster(name, config, current_owner(), equipment.endpoint("supervisor"), tls=tls)
     forming = Forming(roster, participants, deadline, timeout_s)
     forming.probe()
     try:

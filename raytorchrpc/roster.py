@@ -49,6 +49,8 @@ class Roster:
     """The process that keeps this: members that it cannot reach by Unix socket listen for TCP."""
     generation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    tls: bytes | None = field(default=None, repr=False)
+    """The key and the certificate of a group that encrypts."""
     seats: Mapping[str, Seat] = field(default_factory=dict)
     """By member, in rank order."""
     plan: routing.RoutePlan = field(default_factory=lambda: routing.RoutePlan({}, {}))
@@ -87,8 +89,9 @@ class Roster:
     @property
     def credentials(self) -> Credentials:
         """What the process that keeps this proves itself with to the members; it is no member by that."""
+        across_users = self.config.across_users
         return Credentials(
-            self.secret, group=self.name, generation=self.generation, across_users=self.config.across_users
+            self.secret, group=self.name, generation=self.generation, across_users=across_users, tls=self.tls
         )
 
     def without(self, names: Iterable[str]) -> Roster:
@@ -160,6 +163,7 @@ class Roster:
             renew_agent=seat.renew_agent,
             device_maps=outgoing,
             secret=self.secret,
+            tls=self.tls,
             tcp_host=agent.address if elsewhere or self.reached_by_tcp(member) else None,
             by_tcp=elsewhere,
             beside=self.plan.beside(member),

@@ -280,8 +280,8 @@ class _Judge:
         if key not in self._found:
             first = self._members[a].model_copy(update={"name": _A})
             second = self._members[b].model_copy(update={"name": _B})
-            named = self._config.lanes or ()
-            pair = Pair(first, second, self._agents[a], self._agents[b], named, self._config.always_tcp)
+            named, agents = self._config.lanes or (), (self._agents[a], self._agents[b])
+            pair = Pair(first, second, *agents, named, self._config.always_tcp, self._config.tls)
             verdicts = _judge(pair, self._lanes)
             personal = any(sign in no.reason for no in verdicts[1] for sign in (_A, _B))
             self._found[key] = self._shared.setdefault(verdicts, verdicts), personal

@@ -33,6 +33,8 @@ class Credentials:
     generation: str = ""
     across_users: bool = False
     """Accept peers on Unix sockets that run as another user."""
+    tls: bytes | None = field(default=None, repr=False)
+    """For TLS on TCP, the group's private key and certificate as PEM; None: frames are authenticated, in the clear."""
 
     def identity(self, address: str) -> Identity:
         """This process, under that listening address."""

@@ -82,7 +82,7 @@ class FrameReader:
         self._decrypt = None if protection is None else protection.decrypt
         self._authenticator = None if protection is None else protection.incoming
         self._tag_bytes = 0 if self._authenticator is None else TAG_BYTES
-        self._rest = b""  # the beginning of a frame
+        self._rest: bytes | bytearray = b""  # the beginning of a frame
         self._large: torch.Tensor | None = None  # a frame too large for one read, being filled, and its tag
         self._filled = 0
         self._hash: Any = None  # of what has been filled, without the tag
@@ -100,7 +100,7 @@ class FrameReader:
             raise EOFError
         return self.feed(data if self._decrypt is None else self._decrypt(data))
 
-    def feed(self, data: bytes) -> list[Frame]:
+    def feed(self, data: bytes | bytearray) -> list[Frame]:
         """Take the next bytes of the stream, any number; return the frames that are complete now. Raises ValueError."""
         frames: list[Frame] = []
         if self._large is not None:
@@ -127,7 +127,7 @@ class FrameReader:
         self._rest = data[start:] if start < end else b""
         return frames
 
-    def _begin_large(self, head: bytes, size: int) -> None:
+    def _begin_large(self, head: bytes | bytearray, size: int) -> None:
         self._large = torch.empty(size, dtype=torch.uint8)  # a bytearray would be zeroed first
         self._large.numpy()[: len(head)] = memoryview(head)
         self._filled = 0

@@ -23,11 +23,12 @@ from pynng import ffi, lib
 
 from raytorchrpc import forking
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes._protection import TAG_BYTES
 
 #: Largest message that is handed to nng, so the most that a stranger can make it hold at a time (bytes). What is
 #: larger crosses in pieces: both ends then copy into memory that is warm, while nng sends the piece before.
 CHUNK = 1 << 20
+#: What sealing adds to a piece, at most: a tag, or what TLS adds to each of its records (bytes).
+_SEALED_BYTES = CHUNK >> 8
 #: Pieces that nng holds for a wire, in each direction.
 _QUEUE = 4
 #: Longest message at the door (bytes).
@@ -96,7 +97,7 @@ class Wire:
         """Readable once the connection is lost or ``hang_up`` was called; what had arrived can still be received."""
         try:
             more = {"recv_buffer_size": _QUEUE, "send_buffer_size": _QUEUE} if kind is pynng.Pair0 else {}
-            self._sock = _socket(kind, recv_max_size=CHUNK + TAG_BYTES, **more)
+            self._sock = _socket(kind, recv_max_size=CHUNK + _SEALED_BYTES, **more)
             self.recv_fd: int = self._sock.recv_fd
             self._send_fd: int = self._sock.send_fd
         except BaseException as error:

@@ -103,6 +103,7 @@ class Line:
         self.wire, self.peer = wire, peer
         self._seal = None if protection is None else protection.seal
         self._incoming = None if protection is None else protection.incoming
+        self._decrypt = None if protection is None else protection.decrypt
         self._on_end = ended
         self._assembly = _Assembly()
         self._sending = threading.Lock()
@@ -174,6 +175,8 @@ class Line:
                     whole = memoryview(data)
                     data = whole[:-TAG_BYTES]
                     self._incoming.check(data, whole[-TAG_BYTES:])
+                elif self._decrypt is not None:
+                    data = self._decrypt(data)
                 frame = self._assembly.add(data)
                 if frame is not None and frame.kind == _frames.REQUEST:
                     requests.append(frame)

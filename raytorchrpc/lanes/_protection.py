@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from raytorchrpc.lanes import _handshake
 from raytorchrpc.lanes._credentials import Credentials, Identity
-from raytorchrpc.lanes._handshake import SessionKeys
+from raytorchrpc.lanes._handshake import SessionKeys, Stream
+from raytorchrpc.lanes._tls import TlsSession
 
 TAG_BYTES = 16
 #: A single buffer below this is copied, which takes less time than to send two (bytes).
@@ -37,8 +38,8 @@ class Protection(Protocol):
         """Checks the tag that follows each incoming frame; None: there are no tags."""
 
     @property
-    def decrypt(self) -> Callable[[bytes], bytes] | None:
-        """Turns bytes of the incoming stream into those that were sent, perhaps none yet. Raises ValueError."""
+    def decrypt(self) -> Callable[[Any], bytes | bytearray] | None:
+        """Turns bytes of the incoming stream into those that were sent, perhaps none yet. Raises OSError."""
 
     def seal(self, buffers: list[Any]) -> list[Any]:
         """Return what to send for one frame, given as buffers. All of it must be sent, in the order of the calls."""
@@ -102,8 +103,7 @@ def secure_outgoing(
     most ``timeout_s`` seconds. Raises Refused or OSError; close the socket then.
     """
     _handshake.check_user(sock, credentials)
-    keys = _handshake.offer(sock, credentials.secret, me, peer, timeout_s)
-    return None if sock.family == socket.AF_UNIX else Tagged(keys)
+    return secure_stream(sock, credentials, me, peer, timeout_s, exposed=sock.family != socket.AF_UNIX)
 
 
 def secure_incoming(
@@ -111,5 +111,26 @@ def secure_incoming(
 ) -> tuple[Identity, Protection | None]:
     """The accepting end, likewise; also returns whom the other end proved to be."""
     _handshake.check_user(sock, credentials)
-    peer, keys = _handshake.accept(sock, credentials.secret, me, timeout_s)
-    return peer, None if sock.family == socket.AF_UNIX else Tagged(keys)
+    return secure_accepted(sock, credentials, me, timeout_s, exposed=sock.family != socket.AF_UNIX)
+
+
+def secure_stream(
+    stream: Stream, credentials: Credentials, me: Identity, peer: Identity, timeout_s: float, *, exposed: bool
+) -> Protection | None:
+    """As ``secure_outgoing``, for any stream. ``exposed``: others can reach its bytes."""
+    tls = None
+    if exposed and credentials.tls is not None:
+        tls = TlsSession(stream, credentials.tls, accepting=False, timeout_s=timeout_s)
+    keys = _handshake.offer(tls or stream, credentials.secret, me, peer, timeout_s)
+    return tls or (Tagged(keys) if exposed else None)
+
+
+def secure_accepted(
+    stream: Stream, credentials: Credentials, me: Identity, timeout_s: float, *, exposed: bool
+) -> tuple[Identity, Protection | None]:
+    """As ``secure_incoming``, for any stream."""
+    tls = None
+    if exposed and credentials.tls is not None:
+        tls = TlsSession(stream, credentials.tls, accepting=True, timeout_s=timeout_s)
+    peer, keys = _handshake.accept(tls or stream, credentials.secret, me, timeout_s)
+    return peer, tls or (Tagged(keys) if exposed else None)

@@ -26,7 +26,7 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcT
 from raytorchrpc.lanes import _handshake, _nng
 from raytorchrpc.lanes._credentials import Credentials, Identity, Instance
 from raytorchrpc.lanes._nng_line import Channel, Line, check_carried
-from raytorchrpc.lanes._protection import Protection, Tagged
+from raytorchrpc.lanes._protection import Protection, secure_accepted, secure_stream
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Reply, Serve, Spawn
 
 logger = logging.getLogger(__name__)
@@ -199,8 +199,7 @@ class NngLane(MessageLane):
                 wire.dial(where, deadline)
                 _check_user(wire, self._credentials, by_tcp)
                 left = max(0.001, deadline - time.monotonic())
-                keys = _handshake.offer(Channel(wire), self._credentials.secret, me, its, left)
-                return wire, Tagged(keys) if by_tcp else None
+                return wire, secure_stream(Channel(wire), self._credentials, me, its, left, exposed=by_tcp)
             except (OSError, ValueError, _handshake.Refused) as error:
                 if wire is not None:
                     wire.close()
@@ -282,13 +281,14 @@ class NngLane(MessageLane):
     def _prove(self, wire: _nng.Wire, by_tcp: bool) -> None:
         try:
             me = listener_identity(self._credentials, self._address, by_tcp)
-            _, keys = _handshake.accept(Channel(wire), self._credentials.secret, me, CONNECT_TIMEOUT_S)
+            stream = Channel(wire)
+            _, protection = secure_accepted(stream, self._credentials, me, CONNECT_TIMEOUT_S, exposed=by_tcp)
             _check_user(wire, self._credentials, by_tcp)
             with self._lock:
                 still = self._proving.pop(wire, True) is None
             if not still:
                 raise _handshake.Refused("it took too long")
-            self._adopt(wire, Tagged(keys) if by_tcp else None, None)
+            self._adopt(wire, protection, None)
         except (OSError, RayTorchRpcError) as error:
             with self._lock:
                 self._proving.pop(wire, None)

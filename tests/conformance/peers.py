@@ -21,6 +21,7 @@ from raytorchrpc.lanes import _handshake, nng
 from raytorchrpc.lanes import socket as socket_lane
 from raytorchrpc.lanes._credentials import Credentials, Identity
 from raytorchrpc.lanes._handshake import SessionKeys, Stream
+from raytorchrpc.lanes._tls import make_identity
 from raytorchrpc.lanes.base import (
     DTYPES,
     Export,
@@ -45,14 +46,18 @@ from tests.conformance.pipes import PipeCarrier
 
 PATIENCE_S = 20.0
 SECRET = b"s" * 32
+#: Inherited by the processes of a test: all members of a group have the same.
+TLS = bytes.fromhex(os.environ.setdefault("CONFORMANCE_TLS", make_identity("conformance").hex()))
 
 
 class Node:
     """One member: a lane, and a server that does what a request's header says."""
 
-    def __init__(self, kind: str, name: str, rank: int, secret: bytes = SECRET) -> None:
+    def __init__(self, kind: str, name: str, rank: int, secret: bytes = SECRET, across_users: bool = False) -> None:
         self.kind, self.name = kind, name
-        self.lane: MessageLane = self._make(kind, name, rank, secret)
+        tls = TLS if kind.endswith("over tls") else None
+        self.credentials = Credentials(secret, rank, across_users=across_users, tls=tls)
+        self.lane: MessageLane = self._make(kind, name, rank)
         self.held: list[Reply] = []
         self.arrived = threading.Semaphore(0)
         self.meeting = threading.Barrier(2)
@@ -61,25 +66,27 @@ class Node:
         opened = self.lane.open(self.serve, self._spawn)
         self.address = self._torchrpc_address() if kind == "torchrpc" else opened
 
-    def _make(self, kind: str, name: str, rank: int, secret: bytes) -> MessageLane:
+    def _make(self, kind: str, name: str, rank: int) -> MessageLane:
         if kind == "loopback":
             return LoopbackLane()
         if kind == "torchrpc":
             spec = AgentSpec(f"rtr:{name}", rank + 1, "lo", ("uv",), ("basic",), 4, 60.0, {}, ())
             process_fabric().start(spec)
             return TorchRpcLane(name, process_fabric(), (), {})
-        by_tcp = frozenset({"a", "b", "c"}) if kind.endswith("over tcp") else frozenset()
+        by_tcp = frozenset({"a", "b", "c"}) if self.is_tcp else frozenset()
         cls = NngLane if kind.startswith("nng") else SocketLane
-        self.credentials = Credentials(secret, rank)
         return cls(name, self.credentials, tcp_host="127.0.0.1" if by_tcp else None, by_tcp=by_tcp)
+
+    @property
+    def is_tcp(self) -> bool:
+        return self.kind.endswith(("over tcp", "over tls"))
 
     @property
     def identity(self) -> Identity:
         """Whom those who connect to it expect."""
-        by_tcp = self.kind.endswith("over tcp")
         if self.kind.startswith("nng"):
-            return nng.listener_identity(self.credentials, self.address, by_tcp)
-        family = socket_lane.socket.AF_INET if by_tcp else socket_lane.socket.AF_UNIX
+            return nng.listener_identity(self.credentials, self.address, self.is_tcp)
+        family = socket_lane.socket.AF_INET if self.is_tcp else socket_lane.socket.AF_UNIX
         return socket_lane.listener_identity(self.credentials, self.address, family)
 
     def prove(self, stream: Stream) -> SessionKeys:
@@ -132,9 +139,15 @@ def node() -> Node:
     return _node
 
 
-def begin(kind: str, name: str, rank: int, secret: bytes = SECRET) -> Any:
+def become(uid: int) -> None:
+    """Run as another user from now on."""
+    os.setgid(uid)
+    os.setuid(uid)
+
+
+def begin(kind: str, name: str, rank: int, secret: bytes = SECRET, across_users: bool = False) -> Any:
     global _node
-    _node = Node(kind, name, rank, secret)
+    _node = Node(kind, name, rank, secret, across_users)
     return _node.address
 
 

@@ -90,6 +90,11 @@ def by_nng() -> None:
     _serve({"lanes": ("nng",)})
 
 
+def encrypted() -> None:
+    """Likewise, with TLS."""
+    _serve({"tls": True})
+
+
 def _serve(config: dict[str, Any]) -> None:
     with group(**config) as (formed, a):
         pair = formed.routes().route("a", "b")
@@ -116,6 +121,19 @@ def _tensor(count: int) -> bool:
     return torch.equal(rtr.rpc_sync("b").double(tensor), tensor * 2)
 
 
+def _double(value: Any) -> Any:
+    return rtr.rpc_sync("b").double(value)
+
+
+def _remote() -> tuple[str, str]:
+    """How torch's RRefs are refused."""
+    try:
+        rtr.remote("b").double(1)
+    except rtr.RayTorchRpcError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
 def _lose_process() -> tuple[str, str, float]:
     return _lost(lambda: rtr.rpc_async("b").die())
 
@@ -138,7 +156,7 @@ def _lost(end: Any) -> tuple[str, str, float]:
     return first, "", time.monotonic() - start
 
 
-_TASKS = {"call": _call, "tensor": _tensor, "lose": _lose_process}
+_TASKS = {"call": _call, "double": _double, "remote": _remote, "tensor": _tensor, "lose": _lose_process}
 
 
 def power_off() -> None:

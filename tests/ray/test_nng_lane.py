@@ -21,7 +21,11 @@ from tests.ray.conftest import Spawn
 
 TIMEOUT_S = 60
 CONFIG = rtr.GroupConfig(lanes=("nng",))
-CONFIGS = {"ipc": CONFIG, "tcp": rtr.GroupConfig(lanes=("nng",), always_tcp=True)}
+CONFIGS = {
+    "ipc": CONFIG,
+    "tcp": rtr.GroupConfig(lanes=("nng",), always_tcp=True),
+    "tcp, encrypted": rtr.GroupConfig(lanes=("nng",), always_tcp=True, tls=True),
+}
 
 
 @pytest.fixture(scope="module", params=["ipc", "tcp"])

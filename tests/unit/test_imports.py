@@ -42,6 +42,7 @@ MAY_IMPORT = {
         *("routing", "traces"),
     },
     "keeping": {
+        "lanes._tls",
         *("admission", "collectives", "equipment", "forming", "news", "roster", "supervision"),
         *("trace_file", "traces", "watching"),
     },
@@ -152,7 +153,8 @@ LANES_MAY_IMPORT = {"codec", "streams", "lanes.base"}
 LANE_EXTRAS = {
     "torchrpc": {"fabric"},
     "_handshake": {"lanes._credentials"},
-    "_protection": {"lanes._credentials", "lanes._handshake"},
+    "_protection": {"lanes._credentials", "lanes._handshake", "lanes._tls"},
+    "_tls": {"lanes._handshake"},
     "_frames": {"lanes._protection"},
     "socket": {
         *("lanes._credentials", "lanes._patience", "lanes._connection", "lanes._frames", "lanes._handshake"),
@@ -160,7 +162,6 @@ LANE_EXTRAS = {
     },
     "_connection": {"lanes._patience", "lanes._pending", "lanes._frames", "lanes._protection"},
     "nng": {"lanes._credentials", "lanes._handshake", "lanes._nng", "lanes._nng_line", "lanes._protection"},
-    "_nng": {"lanes._protection"},
     "_nng_line": {"lanes._frames", "lanes._nng", "lanes._pending", "lanes._protection"},
     "loopback": {"lanes._pending"},
     "shm": {"lanes._arena", "lanes._copier", "lanes._lent", "staging"},

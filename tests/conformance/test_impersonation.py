@@ -1,0 +1,370 @@
+"""A process without the secret stands between members, or in the place of one that died; or it runs as another user."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from raytorchrpc.errors import PeerLost
+from raytorchrpc.lanes import _control, _handshake
+from raytorchrpc.lanes._credentials import Credentials, Identity
+from tests.conformance import peers
+from tests.conformance.on_path import NngPath, Relay, Tamper
+from tests.conformance.peers import EMPTY, SECRET, Message, Node, PeerAddress, Process, answer, wait_until
+
+KINDS = ["socket over unix", "socket over tcp", "nng over ipc", "nng over tcp"]
+EXPECTED = "not the expected member"
+
+
+# --- in the place of the dead --------------------------------------------------------------------------------------
+
+
+def place_of(node: Node) -> tuple[int, Any]:
+    """Where a member listens, for a socket of one's own."""
+    if node.kind == "socket over unix":
+        return socket.AF_UNIX, "\0" + node.address.unix
+    if node.kind == "socket over tcp":
+        return socket.AF_INET, node.address.tcp
+    if node.kind == "nng over ipc":
+        return socket.AF_UNIX, "\0" + node.address.local.removeprefix("abstract://")
+    host, _, port = node.address.tcp.removeprefix("tcp://").rpartition(":")
+    return socket.AF_INET, (host, int(port))
+
+
+def bind_when_free(family: int, place: Any, target: Any) -> Relay:
+    """A relay in the place of somebody whose listener is being closed."""
+    until = time.monotonic() + 5
+    while True:
+        try:
+            return Relay(family, place, target)
+        except OSError:
+            assert time.monotonic() < until, f"{place} is still in use"
+            threading.Event().wait(0.01)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_relays_to_another_member_from_the_place_of_a_dead_one_is_refused(kind: str) -> None:
+    caller, dead, living = (Node(kind, name, rank) for rank, name in enumerate("abc"))
+    family, place = place_of(dead)
+    caller.lane.connect([PeerAddress("b", dead.address)])
+    dead.lane.close()
+    relay = bind_when_free(family, place, place_of(living)[1])
+    try:
+        with pytest.raises(PeerLost, match=EXPECTED) as caught:
+            answer(caller.lane.call("b", Message(("keep",), EMPTY), 20))
+        assert not caught.value.may_have_run
+        assert relay.relayed.wait(5)  # the living one did answer: it was not the way that failed
+        assert living.served == []
+    finally:
+        relay.close()
+        caller.lane.close()
+        living.lane.close()
+
+
+@pytest.mark.parametrize("by_tcp", [False, True])
+def test_control_connections_of_two_sided_lanes_refuse_such_a_relay(by_tcp: bool) -> None:
+    known = Credentials(SECRET, 0)
+    (unix, tcp), listening = _control.listen("127.0.0.1", Credentials(SECRET, 2))
+    (own, _), dead = _control.listen("127.0.0.1", Credentials(SECRET, 1))
+    listener = tcp if by_tcp else unix
+    listener.setblocking(True)
+    refused: list[str] = []
+
+    def let_in() -> None:
+        sock, _ = listener.accept()
+        try:
+            _control.accept(sock, Credentials(SECRET, 2), listening)
+        except (OSError, _handshake.Refused) as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=let_in)
+    thread.start()
+    place = dead.tcp if by_tcp else "\0" + dead.unix
+    for sock in (own, _):
+        sock.close()
+    family = socket.AF_INET if by_tcp else socket.AF_UNIX
+    relay = bind_when_free(family, place, listening.tcp if by_tcp else "\0" + listening.unix)
+    try:
+        with pytest.raises(_control.Gone, match=EXPECTED):
+            _control.dial(dead, by_tcp, known, dead, time.monotonic() + 10)
+        thread.join(10)
+        assert refused
+    finally:
+        relay.close()
+        for sock in (unix, tcp):
+            sock.close()
+
+
+# --- the proof -----------------------------------------------------------------------------------------------------
+
+RIGHT = Identity("group", "generation", 1, 0, "socket name")
+
+
+def shake_hands(expected: Identity, actual: Identity, between: Callable[[bytes], bytes] = bytes) -> tuple[Any, Any]:
+    """What ``offer`` and ``accept`` return or raise. ``between``: changes what the connecting end sends."""
+    near, far = socket.socketpair()
+    outcome: list[Any] = []
+
+    class Changed:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(near, name)
+
+        def sendall(self, data: bytes) -> None:
+            near.sendall(between(data))
+
+    def accept() -> None:
+        try:
+            outcome.append(_handshake.accept(far, SECRET, actual, 5))
+        except (OSError, _handshake.Refused) as error:
+            outcome.append(error)
+        far.close()
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    try:
+        offered: Any = _handshake.offer(Changed(), SECRET, RIGHT._replace(rank=0, address="a caller's"), expected, 5)
+    except (OSError, _handshake.Refused) as error:
+        offered = error
+    near.close()
+    thread.join(10)
+    return offered, outcome[0]
+
+
+def test_both_ends_of_a_proved_connection_have_the_same_keys_one_for_each_direction() -> None:
+    keys, (who, others) = shake_hands(RIGHT, RIGHT)
+    assert who == RIGHT._replace(rank=0, address="a caller's")
+    assert (keys.sending, keys.receiving) == (others.receiving, others.sending)
+    assert keys.sending != keys.receiving
+    assert keys != shake_hands(RIGHT, RIGHT)[0]  # another connection has others
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        RIGHT._replace(group="another"),
+        RIGHT._replace(generation="another"),
+        RIGHT._replace(rank=2),
+        RIGHT._replace(incarnation=1),
+        RIGHT._replace(address="socket another"),
+    ],
+    ids=["group", "generation", "rank", "incarnation", "address"],
+)
+def test_a_process_with_the_secret_that_is_not_the_expected_one_is_refused(other: Identity) -> None:
+    offered, accepted = shake_hands(RIGHT, other)
+    assert isinstance(offered, _handshake.Refused) and EXPECTED in str(offered)
+    assert isinstance(accepted, (OSError, _handshake.Refused))
+
+
+def test_a_changed_proof_is_refused() -> None:
+    for place in (16, 60):  # in the random number, and in what follows it
+        sent = bytearray()
+
+        def flip(data: bytes, place: int = place, sent: bytearray = sent) -> bytes:
+            start = len(sent)
+            sent.extend(data)
+            if start <= place < len(sent):
+                data = data[: place - start] + bytes([data[place - start] ^ 1]) + data[place - start + 1 :]
+            return data
+
+        offered, accepted = shake_hands(RIGHT, RIGHT, flip)
+        assert isinstance(accepted, (OSError, _handshake.Refused)) or isinstance(offered, _handshake.Refused)
+
+
+# --- on the path ---------------------------------------------------------------------------------------------------
+
+
+class Path:
+    """Members a and b over TCP, and somebody between them who passes everything on, changed or not."""
+
+    def __init__(self, kind: str) -> None:
+        self.a, self.b = Node(kind, "a", 0), Node(kind, "b", 1)
+        address = self.b.address
+        if kind.startswith("nng"):
+            self._nng = NngPath(address.tcp)
+            self._relay = None
+            seen = address._replace(tcp=self._nng.url)
+        else:
+            self._relay = Relay(socket.AF_INET, ("127.0.0.1", 0), address.tcp)
+            seen = address._replace(tcp=self._relay.address)
+        # An attacker on the path has the member's own address; here that address leads to the attacker.
+        self.b.lane._address = seen
+        self.a.lane.connect([PeerAddress("b", seen)])
+
+    def tamper(self, change: Tamper | None) -> None:
+        if self._relay is None:
+            self._nng.set_tamper(change)
+        else:
+            self._relay.tamper = change
+
+    def call(self, what: str = "echo", timeout_s: float = 20) -> Any:
+        return answer(self.a.lane.call("b", Message((what,), EMPTY), timeout_s))
+
+    def close(self) -> None:
+        (self._relay or self._nng).close()
+        self.a.lane.close()
+        self.b.lane.close()
+
+
+@pytest.fixture(params=["socket over tcp", "socket over tls", "nng over tcp", "nng over tls"])
+def path(request: pytest.FixtureRequest) -> Iterator[Path]:
+    path = Path(request.param)
+    assert path.call().header == ("echo",)  # the connection is proved by now
+    yield path
+    path.close()
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:-20] + bytes([data[-20] ^ 1]) + data[-19:]
+
+
+def test_a_frame_that_is_changed_ends_the_connection_unread(path: Path) -> None:
+    path.tamper(flipped)
+    with pytest.raises(PeerLost):
+        path.call("keep", 5)
+    path.tamper(None)
+    assert path.call().header == ("echo",)  # by another connection
+    assert path.b.served == []
+
+
+def test_a_frame_that_is_replayed_is_served_once(path: Path) -> None:
+    path.tamper(lambda data: data + data)
+    with contextlib.suppress(PeerLost):  # the first is authentic, and the second ends the connection
+        path.call("keep", 5)
+    path.tamper(None)
+    assert wait_until(lambda: _ends(path), 5)
+    assert len(path.b.served) <= 1
+
+
+def _ends(path: Path) -> bool:
+    """Whether the connection that was tampered with is gone; calls go on by another one."""
+    try:
+        return path.call("echo", 5).header == ("echo",)
+    except PeerLost:
+        return False
+
+
+def test_a_frame_that_is_injected_is_not_served(path: Path) -> None:
+    recorded: list[bytes] = []
+
+    def record(data: bytes) -> bytes:
+        recorded.append(data)
+        return data
+
+    path.tamper(record)
+    path.call("keep", 5)
+    path.tamper(lambda data: recorded[0] + data)  # an old one, in front of a new one
+    with pytest.raises(PeerLost):
+        path.call("keep", 5)
+    path.tamper(None)
+    assert wait_until(lambda: _ends(path), 5)
+    assert len(path.b.served) == 1
+
+
+def test_frames_in_another_order_are_not_served(path: Path) -> None:
+    held: list[bytes] = []
+
+    def hold(data: bytes) -> bytes:
+        held.append(data)
+        return b"" if len(held) < 2 else held[1] + held[0]
+
+    path.tamper(hold)
+    first = path.a.lane.call("b", Message(("keep",), EMPTY), 5)
+    assert wait_until(lambda: len(held) == 1, 5)
+    second = path.a.lane.call("b", Message(("keep",), EMPTY), 5)
+    for pending in (first, second):
+        with pytest.raises(PeerLost):
+            answer(pending)
+    assert path.b.served == []
+
+
+def test_tls_shows_nothing_to_who_listens() -> None:
+    seen: list[bytes] = []
+
+    def listen(data: bytes) -> bytes:
+        seen.append(data)
+        return data
+
+    found = {}
+    for kind in ("socket over tcp", "socket over tls", "nng over tls"):
+        path = Path(kind)
+        try:
+            path.tamper(listen)
+            path.call("keep")
+            found[kind] = b"keep" in b"".join(seen)
+        finally:
+            path.close()
+            seen.clear()
+    assert found == {"socket over tcp": True, "socket over tls": False, "nng over tls": False}
+
+
+def test_tls_with_another_groups_certificate_is_refused() -> None:
+    node, stranger = Node("socket over tls", "b", 1), Node("socket over tls", "a", 0)
+    stranger.lane._credentials = Credentials(SECRET, 0, tls=peers.make_identity("another"))
+    try:
+        stranger.lane.connect([PeerAddress("b", node.address)])
+        with pytest.raises(PeerLost, match="certificate"):
+            answer(stranger.lane.call("b", Message(("keep",), EMPTY), 5))
+        assert node.served == []
+    finally:
+        stranger.lane.close()
+        node.lane.close()
+
+
+# --- another user --------------------------------------------------------------------------------------------------
+
+root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+LOCAL = ["socket over unix", "nng over ipc"]
+
+
+@pytest.fixture
+def nobody() -> Iterator[Process]:
+    process = Process()
+    process.run(peers.become, 65534)
+    yield process
+    process.kill()
+
+
+@root
+@pytest.mark.parametrize("kind", LOCAL)
+def test_another_user_with_the_secret_is_refused_on_unix_sockets(nobody: Process, kind: str) -> None:
+    node = Node(kind, "b", 1)
+    try:
+        nobody.run(peers.begin, kind, "a", 0)
+        nobody.run(peers.connect, "b", node.address)
+        with pytest.raises(AssertionError, match="PeerLost"):
+            nobody.run(peers.ask, "keep")
+        assert node.served == []
+    finally:
+        node.lane.close()
+
+
+@root
+@pytest.mark.parametrize("kind", LOCAL)
+def test_a_listener_of_another_user_is_refused_by_name(nobody: Process, kind: str) -> None:
+    caller = Node(kind, "a", 0)
+    try:
+        caller.lane.connect([PeerAddress("b", nobody.run(peers.begin, kind, "b", 1))])
+        with pytest.raises(PeerLost, match=r"uid 65534.*across_users"):
+            answer(caller.lane.call("b", Message(("keep",), EMPTY), 5))
+    finally:
+        caller.lane.close()
+
+
+@root
+@pytest.mark.parametrize("kind", LOCAL)
+def test_users_of_a_group_that_was_formed_across_them_connect(nobody: Process, kind: str) -> None:
+    node = Node(kind, "b", 1, across_users=True)
+    try:
+        nobody.run(peers.begin, kind, "a", 0, SECRET, True)
+        nobody.run(peers.connect, "b", node.address)
+        nobody.run(peers.ask, "keep")
+        assert len(node.served) == 1
+    finally:
+        node.lane.close()
