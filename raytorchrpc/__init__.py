@@ -1,10 +1,11 @@
 """Direct calls between Ray actors; tensors cross by the fastest road between the two processes.
 
 Ray stays in charge of scheduling, placement, restarts and jobs. ``init_group(actors)`` joins a set of actors
-into a group whose members call each other without it. Importing this changes no environment and no logging.
+into a group whose members call each other without it. Importing this changes no environment and no logging;
+in an actor that Ray has restarted it lets the actor's group take it back.
 """
 
-from raytorchrpc import rdt
+from raytorchrpc import rdt, readmission
 from raytorchrpc.calls import Future, method, remote, rpc_async, rpc_sync
 from raytorchrpc.collectives import ProcessGroupInfo
 from raytorchrpc.config import GroupConfig
@@ -77,3 +78,5 @@ __all__ = [
     "rpc_sync",
     "runtime_env",
 ]
+
+readmission.begin()

@@ -28,8 +28,8 @@ from raytorchrpc._items import (
 from raytorchrpc._store import ENDED, FULL, Store
 from raytorchrpc.calls import Future
 from raytorchrpc.errors import Closed, ConfigurationError, Full, RayTorchRpcError, SerializationError
-from raytorchrpc.handles import Handle, Steps, arun, new_ticket, patience, run
-from raytorchrpc.member import LocalMember, process_member
+from raytorchrpc.handles import Handle, Steps, arun, membership, new_ticket, run
+from raytorchrpc.member import LocalMember
 from raytorchrpc.services import Later
 
 #: Of the shared memory of one sender, what its items may hold while they wait in another member.
@@ -59,8 +59,8 @@ class Channel(Handle):
         raise NotImplementedError
 
     def _put(self, values: Sequence[Any], timeout: float | None) -> Steps[None]:
-        local = process_member()
-        until = time.monotonic() + patience(local, timeout)
+        local, seconds = yield from membership(timeout)
+        until = time.monotonic() + seconds
         road = yield from self._ready(local)
         accepted = 0
         for items in chunks(self._apart(local, values), self._most):
@@ -86,8 +86,7 @@ class Channel(Handle):
 
     def _take(self, key: str, limit: int, timeout: float | None, keep: bool) -> Steps[Any]:
         """A list of values; EMPTY or ENDED."""
-        local = process_member()
-        wait_s = patience(local, timeout)
+        local, wait_s = yield from membership(timeout)
         road = yield from self._ready(local)
         if road is None:
             home = self._home_of(local)
@@ -132,7 +131,7 @@ class Channel(Handle):
             local.call(self._home, _WITHDRAW, (self.kind, self._name, key, ticket), {}, None, retry=0)
 
     def _end(self, force: bool) -> Steps[None]:
-        local = process_member()
+        local, _ = yield from membership()
         road = yield from self._ready(local)
         if road is None:
             self._home_of(local).end(force)
@@ -140,7 +139,7 @@ class Channel(Handle):
             yield from self._ask(local, _END, (self.kind, self._name, force), None)
 
     def _numbers(self, key: str | None) -> Steps[Any]:
-        local = process_member()
+        local, _ = yield from membership()
         road = yield from self._ready(local)
         if road is None:
             return self._home_of(local).numbers(key)

@@ -338,6 +338,7 @@ class ActorState(NamedTuple):
     """Where that was: hosts with pid namespaces of their own can have equal pids."""
     cause: str
     """Of its last death, if Ray tells one."""
+    restarts: int = 0
 
 
 def actor_state(actor_id: str) -> ActorState:
@@ -348,7 +349,7 @@ def actor_state(actor_id: str) -> ActorState:
     if not found:
         return ActorState("DEAD", 0, "", "Ray knows no such actor any more")
     where, cause = found["Address"]["NodeID"], _death_cause(found.get("DeathCause"))
-    return ActorState(found["State"], int(found["Pid"]), where, cause)
+    return ActorState(found["State"], int(found["Pid"]), where, cause, int(found["NumRestarts"]))
 
 
 def _death_cause(cause: Any) -> str:
@@ -427,27 +428,31 @@ def cloudpickler() -> type[Any]:
     return pickler
 
 
-_POSTS = b"raytorchrpc"
+_NAMESPACE = b"raytorchrpc"
 
 
-def post(key: str, text: bytes | None) -> None:
-    """Keep a text in the cluster's key-value store, where every process of the cluster can read it; None: drop it."""
+def store(key: str, value: bytes | None) -> None:
+    """Keep a value in the cluster's key-value store, where every process of the cluster can read it; None: drop it."""
     from ray.experimental import internal_kv
 
-    if text is None:
-        internal_kv._internal_kv_del(key, namespace=_POSTS)
+    if value is None:
+        internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
     else:
-        internal_kv._internal_kv_put(key, text, True, namespace=_POSTS)
+        internal_kv._internal_kv_put(key, value, True, namespace=_NAMESPACE)
 
 
-def posts() -> list[bytes]:
-    """Every text that is kept."""
+def stored(key: str) -> bytes | None:
+    """The value that is kept there, if there is one."""
     from ray.experimental import internal_kv
 
-    keys = internal_kv._internal_kv_list(b"", namespace=_POSTS)
-    # Dropped meanwhile: Ray's annotation leaves out that there may be none.
-    found: list[bytes | None] = [internal_kv._internal_kv_get(key, namespace=_POSTS) for key in keys]
-    return [text for text in found if text is not None]
+    return internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+
+
+def stored_keys(prefix: str) -> list[str]:
+    """Where values are kept, of those keys that begin so."""
+    from ray.experimental import internal_kv
+
+    return [key.decode() for key in internal_kv._internal_kv_list(prefix, namespace=_NAMESPACE)]
 
 
 # --- NIXL: which of its packages ---------------------------------------------------------------------------

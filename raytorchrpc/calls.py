@@ -12,15 +12,18 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import torch
 
-from raytorchrpc import _compat, execution, forking, rdt
+from raytorchrpc import _compat, deferred, execution, forking, rdt
+from raytorchrpc.deferred import DeferredCall
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError, RpcTimeout
 from raytorchrpc.execution import current_scope
-from raytorchrpc.member import process_member
+from raytorchrpc.member import current_local
 from raytorchrpc.retrying import RetriedCall
 from raytorchrpc.underway import CallUnderWay
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+
+UnderWay = CallUnderWay | RetriedCall | DeferredCall
 
 _MARK = "__raytorchrpc_method__"
 
@@ -202,7 +205,7 @@ class Future(Generic[T]):
     The result is unpickled once, by whoever asks first, in that thread (and on its CUDA stream). Thread-safe.
     """
 
-    def __init__(self, call: CallUnderWay | RetriedCall) -> None:
+    def __init__(self, call: UnderWay) -> None:
         self._call = call
         self._lock = threading.Lock()
         self._outcome: tuple[Any, BaseException | None] | None = None
@@ -332,10 +335,10 @@ class _Proxy:
         self._share, self._keep, self._into = share, keep, into
         self._retry = None if retry is None else _repeats(retry)
 
-    def _call(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], attended: bool
-    ) -> CallUnderWay | RetriedCall:
-        return process_member().call(
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], attended: bool) -> UnderWay:
+        local = current_local()
+        send: Any = deferred.call if local is None else local.call
+        sent: UnderWay = send(
             self._target,
             name,
             args,
@@ -347,6 +350,7 @@ class _Proxy:
             into=self._into,
             retry=self._retry,
         )
+        return sent
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
@@ -376,7 +380,9 @@ class _Remote(_Proxy):
     __slots__ = ()
 
     def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-        return process_member().remote(self._target, _name, args, kwargs, self._timeout)
+        local = current_local()
+        send: Any = deferred.remote if local is None else local.remote
+        return send(self._target, _name, args, kwargs, self._timeout)
 
 
 def rpc_sync(

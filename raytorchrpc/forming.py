@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.actor import ActorHandle
@@ -22,6 +22,20 @@ from raytorchrpc.roster import Roster
 _RESTART_POLL_S = 0.05
 #: The name of a driver that takes part.
 DRIVER = "driver"
+
+
+class Questions(Protocol):
+    """What a group asks several processes, one question after another."""
+
+    def all(
+        self,
+        function: Callable[..., Any],
+        arguments: Mapping[str, tuple[Any, ...]],
+        *,
+        fail_fast: bool = False,
+        retry_restarting: bool = False,
+    ) -> tuple[dict[str, Any], dict[str, Exception]]:
+        """See Round.all."""
 
 
 class Round:
@@ -97,17 +111,18 @@ class Forming:
         deadline: float,
         timeout_s: float,
         tried: Mapping[str, int] | None = None,
+        rounds: Callable[[Mapping[str, Any], float], Questions] = Round,
     ) -> None:
         """``participants``: who is to come in, by name. ``roster``: who is there already.
 
-        ``tried``: see Roster.admit.
+        ``tried``: see Roster.admit. ``rounds``: how the participants are asked.
         """
         self.participants = participants
         self._tried = tried
         self.roster = roster
         self.timeout_s = timeout_s
         self.deadline = deadline
-        self._round = Round(participants, deadline)
+        self._rounds, self._round = rounds, rounds(participants, deadline)
         self._attempt = uuid.uuid4().hex[:12]
 
     def probe(self) -> None:
@@ -167,7 +182,7 @@ class Forming:
         """Undo what was begun. A member that is stuck is told too, and undoes it when it gets to it."""
         patience = time.monotonic() + min(5.0, self.timeout_s)
         arguments = {member: (self._attempt,) for member in self.participants}
-        Round(self.participants, patience).all(joining.give_up, arguments)
+        self._rounds(self.participants, patience).all(joining.give_up, arguments)
 
     def _raise(self, what: str, failures: Mapping[str, Exception]) -> None:
         if not failures:

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +19,7 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
 from raytorchrpc.forming import current_session, participants_of
 from raytorchrpc.keeping import Keeper, find_detached, form, form_detached
-from raytorchrpc.member import MAX_TIMEOUT_S, current_local
+from raytorchrpc.member import MAX_TIMEOUT_S, current_local, process_member
 from raytorchrpc.metrics import GroupStats
 from raytorchrpc.news import Change
 from raytorchrpc.peers import Member
@@ -284,6 +285,9 @@ def get_group(name: str = "default") -> Group:
     _forget_ended_sessions()
     if name in _groups:
         return _groups[name]
+    if current_local() is None:
+        with suppress(NotAMember):
+            process_member()  # in a restarted actor
     info = joining.group_info()
     if info is not None and info.name == name:
         return Group(info)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-from raytorchrpc import execution, serving
+from raytorchrpc import execution, readmission, serving
 from raytorchrpc.calls import Exposed, Future
-from raytorchrpc.errors import ConfigurationError, NotFound, PeerLost, RpcTimeout
+from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, PeerLost, RpcTimeout
 from raytorchrpc.execution import current_scope
 from raytorchrpc.member import MAX_TIMEOUT_S, LocalMember, current_local, process_member
 from raytorchrpc.peers import Member, PeerRoad
@@ -133,6 +134,18 @@ def patience(local: LocalMember, timeout: float | None) -> float:
     return float(seconds)
 
 
+def membership(timeout: float | None = None) -> Steps[tuple[LocalMember, float]]:
+    """To be done before all else: the member that this process is, and the ``patience`` that is left then. In a
+    restarted actor it waits until the group has taken it back.
+    """
+    local, since = current_local(), time.monotonic()
+    if local is not None:
+        return local, patience(local, timeout)
+    asked = timeout + GRACE_S if isinstance(timeout, (int, float)) else None
+    local = yield readmission.awaited(asked)
+    return local, max(0.0, patience(local, timeout) - (time.monotonic() - since))
+
+
 # --- handles -------------------------------------------------------------------------------------------------
 
 
@@ -150,6 +163,9 @@ class Handle:
             raise ConfigurationError(f"a {self.kind} needs a name, not {name!r}")
         self._name, self._settings = name, settings
         local = current_local()
+        if local is None and home is None:
+            with contextlib.suppress(NotAMember):
+                local = process_member()
         if local is not None:
             home = local.me.name if home is None else local.road(home).member.name
         elif isinstance(home, Member):
@@ -172,7 +188,7 @@ class Handle:
 
         Raises NotFound if nobody has one. ``timeout`` in seconds.
         """
-        local = process_member()
+        local = process_member(timeout)
         if local.services.has(cls.kind, name):
             return cls._at(name, local.me.name)
         asked: list[tuple[str, Future[bool]]] = []

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raytorchrpc import _compat, execution, forking, serving, staging
+from raytorchrpc import _compat, execution, forking, readmission, serving, staging
 from raytorchrpc.allowance import Allowances
 from raytorchrpc.codec import NOTHING, Codec, Encoded
 from raytorchrpc.collectives import Collectives
@@ -466,15 +466,13 @@ _parents: LocalMember | None = None
 _local_lock = threading.Lock()
 
 
-def process_member() -> LocalMember:
-    """This process's membership. Raises NotAMember, with the remedy, where there is none."""
+def process_member(timeout_s: float | None = None) -> LocalMember:
+    """This process's membership. Raises NotAMember, with the remedy, where there is none. In a restarted actor that its
+    group has not taken back yet it blocks for that, at most ``timeout_s`` (None: as long as a call), then RpcTimeout.
+    """
     local = _local
     if local is None:
-        forking.check_process()
-        raise NotAMember(
-            "this process is in no group: call raytorchrpc.init_group([...]) with this actor first; a driver takes "
-            "part with init_group(..., include_driver=True)"
-        )
+        local = readmission.wait(timeout_s)[0]
     return local
 
 
@@ -490,6 +488,7 @@ def set_local(local: LocalMember | None) -> None:
         _local = local
     if local is not None:
         forking.inherited(local)
+    readmission.joined(local)
 
 
 def current_member() -> Member:

@@ -9,8 +9,8 @@ from raytorchrpc import handles
 from raytorchrpc._channels import Channel, Home, Items
 from raytorchrpc._store import EMPTY, ENDED, Outlet
 from raytorchrpc.errors import Closed, ConfigurationError, Empty
-from raytorchrpc.handles import Steps, arun, run
-from raytorchrpc.member import LocalMember, process_member
+from raytorchrpc.handles import Steps, arun, membership, run
+from raytorchrpc.member import LocalMember
 
 _KEY = ""
 
@@ -73,7 +73,8 @@ class Queue(Channel):
         return int((self._known or run(self._settled()))[0])
 
     def _settled(self) -> Steps[Any]:
-        yield from self._ready(process_member())
+        local, _ = yield from membership()
+        yield from self._ready(local)
         return self._known
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import secrets
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from raytorchrpc import _compat, device_map, routing
 from raytorchrpc.admission import GroupInfo, JoinSpec, Owner, Prepared, Probe, Table
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.device_map import Device, DeviceMap
-from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.errors import ConfigurationError, NotAMember
 from raytorchrpc.fabric import OWN_NUMBERS, AgentSpec
 from raytorchrpc.lanes._credentials import Credentials
 from raytorchrpc.membership import Arrival
@@ -93,6 +93,29 @@ class Roster:
         return Credentials(
             self.secret, group=self.name, generation=self.generation, across_users=across_users, tls=self.tls
         )
+
+    def check_newcomers(self, handles: Mapping[str, Any]) -> None:
+        """Raise ConfigurationError for who is a member already, by name or as an actor."""
+        known = {_compat.actor_id_of(handle): name for name, handle in self.handles.items() if handle is not None}
+        for name, handle in handles.items():
+            if name in self.seats:
+                raise ConfigurationError(f"group {self.name!r} has a member {name!r} already")
+            if (taken := known.get(_compat.actor_id_of(handle))) is not None:
+                raise ConfigurationError(f"{name!r} is a member of group {self.name!r} already, as {taken!r}")
+
+    def check_leavers(self, names: Sequence[str]) -> None:
+        """Raise ConfigurationError unless all of these can be removed; NotAMember for who is not in the group."""
+        for name in names:
+            if name not in self.seats:
+                raise NotAMember(f"{name!r} is not in group {self.name!r} any more")
+            if names.count(name) > 1:
+                raise ConfigurationError(f"remove takes each member once: {name!r} is named {names.count(name)} times")
+            if self.seats[name].handle is None:
+                raise ConfigurationError("the driver stays as long as its group: use shutdown()")
+        if not names:
+            raise ConfigurationError("remove takes at least one member; the list is empty")
+        if len(names) == len(self.seats):
+            raise ConfigurationError(f"{', '.join(names)}: nobody would be left in the group: use shutdown()")
 
     def without(self, names: Iterable[str]) -> Roster:
         """Without these; their ranks are not given again."""

@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Literal
 
 from raytorchrpc import _compat, forking, joining, membership
 from raytorchrpc.admission import GroupInfo, Prepared
 from raytorchrpc.collectives import ProcessGroupInfo
-from raytorchrpc.errors import BootstrapError, ConfigurationError, RayTorchRpcError
+from raytorchrpc.errors import BootstrapError, RayTorchRpcError
 from raytorchrpc.forming import Forming, Round, current_session, participants_of
 from raytorchrpc.lines import Lines
 from raytorchrpc.membership import Loss
@@ -26,6 +27,7 @@ from raytorchrpc.metrics import GroupStats
 from raytorchrpc.news import Change, News
 from raytorchrpc.peers import process_token
 from raytorchrpc.process_groups import boot, check_backend
+from raytorchrpc.returns import MailboxRound, Returns
 from raytorchrpc.roster import Roster
 from raytorchrpc.telling import MEET_S, WORD_S, Missing, Standing, Teller
 from raytorchrpc.trace_file import GroupTrace
@@ -64,6 +66,7 @@ class Supervisor:
         self._booting, self._booted = threading.Lock(), 0
         """Process groups, one at a time; how many there were."""
         self._lines = Lines(roster.credentials)
+        self._returns = Returns(roster.generation)
         self._teller = Teller(self._now, self._lines, self._soon, self._wake)
         self._tracing = Tracing(self._lines)
         names = [name for name, handle in roster.handles.items() if handle is not None]
@@ -74,6 +77,7 @@ class Supervisor:
             self._post = Post(self._look_to_post, roster.generation, roster.config.metrics_period_s)
             self._threads.append(self._post.thread)
         try:
+            self._returns.post(roster)
             self._watch(names)
             forking.inherited(self)
             for thread in self._threads:
@@ -101,22 +105,19 @@ class Supervisor:
 
     def add(self, actors: Any, timeout_s: float) -> tuple[str, ...]:
         """See Group.add; returns the names."""
-        group, there = self.roster.name, self.roster.handles
-        handles = participants_of(actors, False, first_rank=self.roster.next_rank)
-        for name, handle in handles.items():
-            if name in there:
-                raise ConfigurationError(f"group {group!r} has a member {name!r} already")
-            for known, its in there.items():
-                if its is not None and _compat.actor_id_of(its) == _compat.actor_id_of(handle):
-                    raise ConfigurationError(f"{name!r} is a member of group {group!r} already, as {known!r}")
         deadline = time.monotonic() + timeout_s
-        self._do(lambda: self._take_in(handles, deadline, timeout_s, "added"), timeout_s + _CHANGE_S)
-        return tuple(handles)
+
+        def come() -> tuple[str, ...]:
+            handles = participants_of(actors, False, first_rank=self.roster.next_rank)
+            self.roster.check_newcomers(handles)
+            self._take_in(handles, deadline, timeout_s, "added")
+            return tuple(handles)
+
+        names: tuple[str, ...] = self._do(come, timeout_s + _CHANGE_S)
+        return names
 
     def remove(self, names: Sequence[str], timeout_s: float) -> None:
         """See Group.remove."""
-        if any(self.roster.handles[name] is None for name in names):
-            raise ConfigurationError("the driver stays as long as its group: use shutdown()")
         self._do(lambda: self._let_go(tuple(names), timeout_s), timeout_s + _CHANGE_S)
 
     def _wake(self) -> None:
@@ -228,6 +229,8 @@ class Supervisor:
                 self._post.stop()
             self._lines.close()
             self._news.stop()
+            if current_session() == self._session:
+                self._returns.post(None)
 
     def after_fork(self) -> tuple[()]:
         """See forking.Heirloom."""
@@ -236,24 +239,22 @@ class Supervisor:
             forking.forked_from(f"the process that formed group {self.roster.name!r}")
         return ()
 
-    def _do(self, work: Callable[[], None], patience_s: float) -> None:
-        done: Future[None] = Future()
+    def _do(self, work: Callable[[], Any], patience_s: float) -> Any:
+        done: Future[Any] = Future()
 
         def task() -> None:
             try:
                 self._check_lasting()
-                work()
+                done.set_result(work())
             except BaseException as error:
                 done.set_exception(error)
-            else:
-                done.set_result(None)
 
         self._tasks.put(task)
         if self._stopped:  # perhaps behind the end of the queue
             self._drain()
         try:
-            done.result(patience_s)
-        except TimeoutError:
+            return done.result(patience_s)
+        except FutureTimeoutError:
             raise BootstrapError(f"group {self.roster.name!r} is busy with another change") from None
 
     def _check_lasting(self) -> None:
@@ -348,7 +349,7 @@ class Supervisor:
             there = _compat.actor_state(_compat.actor_id_of(seat.handle))
             missing.next_look = now + (_LOOK_S if now - missing.since < 10 else _LOOK_SELDOM_S)
             same = (there.pid, there.node_id) == (seat.probe.pid, seat.probe.node_id)
-            missing.returning = there.state == "ALIVE" and not same
+            missing.returning = there.state == "ALIVE" and not same and self._returns.is_listening(seat.handle, there)
             if there.state == "DEAD":
                 missing.cause = f"its actor died: {there.cause}" if there.cause else "its actor died"
                 dead.append(name)
@@ -419,6 +420,7 @@ class Supervisor:
         for name in names:
             self._now.prepared.pop(name, None)
         self._now.info = self.roster.info(self._now.prepared)
+        self._returns.post(self.roster)
         with self._settled:
             for name in names:
                 self._now.missing.pop(name, None)
@@ -438,7 +440,8 @@ class Supervisor:
     def _take_in(
         self, handles: dict[str, Any], deadline: float, timeout_s: float, kind: Literal["added", "back"]
     ) -> None:
-        forming = Forming(self.roster, handles, deadline, timeout_s, self._tried)
+        rounds = MailboxRound if kind == "back" else Round
+        forming = Forming(self.roster, handles, deadline, timeout_s, self._tried, rounds)
         forming.probe()
         there: list[str] = []
         try:
@@ -464,6 +467,9 @@ class Supervisor:
         self._now.roster, self._now.info, self._now.prepared = roster, info, everybody
         for name in handles:
             self._now.dead.pop(name, None)
+        self._returns.post(roster)
+        if kind == "back":
+            self._returns.taken_back(handles)
         self._teller.told(handles)
         self._watch([name for name, handle in handles.items() if handle is not None])
         self._teller.tell(membership.welcome, {peer: (list(handles),) for peer in there}, WORD_S)
@@ -474,6 +480,7 @@ class Supervisor:
         self._news.put(Change(kind, tuple(handles)))
 
     def _let_go(self, names: tuple[str, ...], timeout_s: float) -> None:
+        self.roster.check_leavers(names)
         leaving = {name: self.roster.seats[name].handle for name in names}
         there = self._teller.others(names)
         for name in names:

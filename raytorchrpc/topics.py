@@ -11,8 +11,8 @@ from raytorchrpc import handles
 from raytorchrpc._channels import Channel, Home, Items
 from raytorchrpc._store import EMPTY, ENDED, Outlet, Policy
 from raytorchrpc.errors import Closed, ConfigurationError, Empty, NotFound, RayTorchRpcError
-from raytorchrpc.handles import Steps, arun, new_ticket, run
-from raytorchrpc.member import LocalMember, process_member
+from raytorchrpc.handles import Steps, arun, membership, new_ticket, run
+from raytorchrpc.member import LocalMember
 from raytorchrpc.queues import counted
 
 #: Items in one message of ``publish_many``. A buffer that is empty takes all of them, however small it is.
@@ -75,7 +75,7 @@ class Topic(Channel):
             raise ConfigurationError(f"policy= is one of {', '.join(get_args(Policy))}, not {policy!r}")
         size = 1 if policy == "latest" else counted("maxsize", maxsize)
         most = None if max_bytes is None else counted("max_bytes", max_bytes)
-        local = process_member()
+        local, _ = yield from membership()
         road = yield from self._ready(local)
         key = f"{local.server.token}.{new_ticket()}"
         args = (self._name, key, policy, size, most)
@@ -152,7 +152,7 @@ class Subscription:
             run(self._cancel())
 
     def _cancel(self) -> Steps[None]:
-        local, topic = process_member(), self._topic
+        (local, _), topic = (yield from membership()), self._topic
         if topic._road(local) is None:
             _cancel(local, local.me.rank, topic.name, self._key)
         else:

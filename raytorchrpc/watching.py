@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 #: For the members to answer (seconds).
 LOOK_S = 2.0
+#: Where looks are posted.
+_LOOKS = "looks/"
 
 
 class UnderWay(NamedTuple):
@@ -121,7 +123,7 @@ class Post:
 
     def __init__(self, look: Callable[[], GroupLook | None], generation: str, period_s: float) -> None:
         """``look`` returns None once there is nothing to be seen any more: the cluster is not there."""
-        self._look, self._key, self._period_s = look, generation, period_s
+        self._look, self._key, self._period_s = look, _LOOKS + generation, period_s
         self._stopped = threading.Event()
         self.thread = threading.Thread(target=self._work, name=f"raytorchrpc-post-{generation}", daemon=True)
 
@@ -133,15 +135,15 @@ class Post:
                 if now is None:
                     return
                 values = {**now.__dict__, "posted": time.time(), "period_s": self._period_s}
-                _compat.post(self._key, GroupLook(**values).to_json())
+                _compat.store(self._key, GroupLook(**values).to_json())
             except Exception as error:
                 if not told and not self._stopped.is_set():
-                    logger.warning("group of generation %s cannot be seen by others: %s", self._key, error)
+                    logger.warning("the group's %s cannot be seen by others: %s", self._key, error)
                 told = True
             if self._stopped.wait(self._period_s):
                 break
         try:
-            _compat.post(self._key, None)
+            _compat.store(self._key, None)
         except Exception as error:  # the cluster is gone
             logger.debug("a look at a group stays posted: %s", error)
 
@@ -153,7 +155,9 @@ class Post:
 def posted() -> list[GroupLook]:
     """What is posted and not out of date: a process that was killed takes nothing down."""
     found = []
-    for text in _compat.posts():
+    for text in map(_compat.stored, _compat.stored_keys(_LOOKS)):
+        if text is None:  # taken down meanwhile
+            continue
         try:
             one = from_json(text)
         except ValidationError as error:

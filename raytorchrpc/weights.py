@@ -30,7 +30,7 @@ from raytorchrpc._snapshots import Kind
 from raytorchrpc.calls import Future
 from raytorchrpc.errors import ConfigurationError, Empty, LaneUnavailable, NotFound, PeerLost, RayTorchRpcError
 from raytorchrpc.filling import Spread
-from raytorchrpc.handles import Handle, Steps, patience, run
+from raytorchrpc.handles import Handle, Steps, membership, run
 from raytorchrpc.member import LocalMember, process_member
 from raytorchrpc.services import Later
 
@@ -131,10 +131,10 @@ class WeightStore(Handle):
         return await asyncio.to_thread(self.wait, version, timeout)
 
     def _wait(self, version: int, timeout: float | None) -> int:
-        local = process_member()
-        return int(run(self._wait_steps(local, version, patience(local, timeout))))
+        return int(run(self._wait_steps(version, timeout)))
 
-    def _wait_steps(self, local: LocalMember, version: int, wait_s: float) -> Steps[int]:
+    def _wait_steps(self, version: int, timeout: float | None) -> Steps[int]:
+        local, wait_s = yield from membership(timeout)
         road = yield from self._ready(local)
         if road is not None:
             return (yield from self._ask(local, WAIT, (self._name, version, wait_s), wait_s))  # type: ignore[no-any-return]
@@ -170,8 +170,8 @@ class WeightStore(Handle):
         not there (any more), Empty if nothing was published in time. If it fails later (PeerLost, RpcTimeout) the
         model may have tensors of two versions: pull again before it is used.
         """
-        local = process_member()
-        until = time.monotonic() + patience(local, timeout)
+        local, seconds = run(membership(timeout))
+        until = time.monotonic() + seconds
         run(self._ready(local))
         pull = Pull(self._name, model, self._known_layout, convert, strict)
         try:

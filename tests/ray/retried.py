@@ -1,0 +1,160 @@
+"""Actors whose interrupted methods Ray runs again, for the tests of ``max_task_retries``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from typing import Any
+
+import ray
+import torch
+
+import raytorchrpc as rtr
+from tests.ray.actors import Latch
+
+
+def first_time(marker: str) -> bool:
+    """Whether this is the first run; makes the file that says so."""
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def form(members: dict[str, Any]) -> int:
+    """Form a group that this process looks after; returns its pid."""
+    rtr.init_group(members)
+    return os.getpid()
+
+
+class Retried:
+    """Its methods end their process the first time, after a direct call, and then run again from their beginning."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.called_early = ""
+        try:
+            rtr.rpc_sync("peer", timeout=60).double(1)
+        except rtr.RayTorchRpcError as error:
+            self.called_early = type(error).__name__
+
+    @rtr.method
+    def double(self, value: Any) -> Any:
+        return value * 2
+
+    @rtr.method(concurrent=True)
+    def pid(self) -> int:
+        return os.getpid()
+
+    def early_error(self) -> str:
+        """What a call made in ``__init__`` came to."""
+        return self.called_early
+
+    def sync_call(self, marker: str) -> tuple[int, torch.Tensor, float]:
+        doubled = rtr.rpc_sync("peer", timeout=40).double(torch.ones(3))
+        if first_time(marker):
+            os._exit(1)
+        return os.getpid(), doubled, time.monotonic()
+
+    def async_call_of_a_thread(self, marker: str) -> Any:
+        """By a thread of the method's own."""
+        answers: list[Any] = []
+        thread = threading.Thread(target=lambda: answers.append(rtr.rpc_async("peer", timeout=40).double(21).wait()))
+        thread.start()
+        thread.join()
+        if first_time(marker):
+            os._exit(1)
+        return answers[0]
+
+    def remote_call(self, marker: str) -> Any:
+        rref = rtr.remote("peer", timeout=40).double(21)
+        if first_time(marker):
+            os._exit(1)
+        return rref.to_here()
+
+    def through_queue(self, marker: str) -> Any:
+        queue: rtr.Queue[int] = rtr.Queue("items", home="peer")
+        queue.put(7)
+        if first_time(marker):
+            os._exit(1)
+        return queue.get(timeout=30), rtr.Queue("own").home
+
+    def through_weights(self, marker: str) -> Any:
+        store = rtr.WeightStore("weights", home="peer")
+        newest = store.version()
+        if first_time(marker):
+            os._exit(1)
+        return newest, rtr.current_member().name, rtr.get_group("retried").name
+
+    def busy(self, marker: str, latch: Latch) -> str:
+        """Makes no direct call at all."""
+        if first_time(marker):
+            os._exit(1)
+        latch.pass_through()
+        return "released"
+
+    def impatient(self, marker: str) -> tuple[str, float]:
+        """Ends by its deadline."""
+        if first_time(marker):
+            os._exit(1)
+        started = time.monotonic()
+        try:
+            rtr.rpc_sync("peer", timeout=1).double(1)
+        except rtr.RpcTimeout as error:
+            return str(error), time.monotonic() - started
+        return "answered", 0.0
+
+
+class AsyncRetried:
+    """The same on an event loop."""
+
+    @rtr.method
+    async def double(self, value: Any) -> Any:
+        return value * 2
+
+    async def call(self, marker: str) -> Any:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        ticking = asyncio.ensure_future(tick())
+        doubled = await rtr.rpc_async("peer", timeout=40).double(torch.ones(3))
+        queue: rtr.Queue[int] = rtr.Queue("async items", home="peer")
+        await queue.aput(7)
+        item = await queue.aget(timeout=30)
+        ticking.cancel()
+        if first_time(marker):
+            os._exit(1)
+        return doubled, item, ticks
+
+    async def on_the_loop(self, marker: str) -> Any:
+        """Blocks the loop, as rpc_sync does on one."""
+        doubled = rtr.rpc_sync("peer", timeout=40).double(21)
+        future = rtr.rpc_async("peer", timeout=40).double(1)
+        if first_time(marker):
+            os._exit(1)
+        return doubled, future.result()
+
+
+class Alone:
+    """In no group."""
+
+    def attempt(self, marker: str) -> tuple[str, float]:
+        if first_time(marker):
+            os._exit(1)
+        started = time.monotonic()
+        try:
+            rtr.rpc_sync("peer", timeout=30).double(1)
+        except rtr.NotAMember:
+            return "NotAMember", time.monotonic() - started
+        return "answered", 0.0
+
+    def restarted(self) -> bool:
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)

@@ -1,0 +1,129 @@
+"""Ray's ``max_task_retries``: an actor that was restarted runs the interrupted method again, and that one makes direct
+calls before the actor is back in its group.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import ray
+import torch
+
+import raytorchrpc as rtr
+from tests.ray.actors import Latch, Peer
+from tests.ray.conftest import Spawn
+from tests.ray.retried import Alone, AsyncRetried, Retried, form
+
+RETRIED = {"max_restarts": -1, "max_task_retries": -1}
+
+
+class Members(NamedTuple):
+    group: rtr.Group
+    peer: Any
+    sync: Any
+    threaded: Any
+    asynchronous: Any
+
+
+@pytest.fixture(scope="module")
+def actors(spawn_for_module: Spawn) -> dict[str, Any]:
+    """For all tests here: they come back."""
+    spawn = spawn_for_module
+    return {
+        "peer": spawn(Peer),
+        "sync": spawn(Retried, **RETRIED),
+        "threaded": spawn(Retried, max_concurrency=3, **RETRIED),
+        "asynchronous": spawn(AsyncRetried, **RETRIED),
+    }
+
+
+@pytest.fixture
+def members(actors: dict[str, Any]) -> Iterator[Members]:
+    with rtr.init_group(actors, name="retried") as group:
+        yield Members(group, *actors.values())
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> str:
+    return str(tmp_path / "interrupted")
+
+
+@pytest.mark.parametrize("kind", ["sync", "threaded"])
+def test_an_interrupted_method_that_calls_a_peer_ends_well_when_it_runs_again(
+    members: Members, marker: str, kind: str
+) -> None:
+    actor = getattr(members, kind)
+    before = ray.get(actor.pid.remote(), timeout=60)
+    pid, doubled, _ = ray.get(actor.sync_call.remote(marker), timeout=90)
+    assert pid != before and torch.equal(doubled, torch.full((3,), 2.0))
+    members.group.wait_ready(30)
+    assert ray.get(members.peer.call.remote(kind, "double", 4), timeout=60) == 8
+
+
+@pytest.mark.parametrize("kind", ["sync", "threaded"])
+@pytest.mark.parametrize(
+    ("method", "result"),
+    [
+        ("async_call_of_a_thread", 42),
+        ("remote_call", 42),
+        ("through_queue", (7, None)),
+        ("through_weights", (0, None, "retried")),
+    ],
+)
+def test_every_way_into_the_group_waits_for_the_return(
+    members: Members, marker: str, kind: str, method: str, result: Any
+) -> None:
+    got = ray.get(getattr(getattr(members, kind), method).remote(marker), timeout=90)
+    assert got == (tuple(kind if part is None else part for part in result) if isinstance(result, tuple) else result)
+
+
+def test_a_coroutine_waits_for_the_return_without_holding_up_its_loop(members: Members, marker: str) -> None:
+    doubled, item, ticks = ray.get(members.asynchronous.call.remote(marker), timeout=90)
+    assert torch.equal(doubled, torch.full((3,), 2.0)) and item == 7
+    assert ticks > 0
+
+
+def test_a_call_that_holds_up_the_loop_does_not_hold_up_the_return(members: Members, marker: str) -> None:
+    assert ray.get(members.asynchronous.on_the_loop.remote(marker), timeout=90) == (42, 2)
+
+
+def test_a_restarted_actor_is_back_though_its_method_goes_on_and_makes_no_call(
+    members: Members, marker: str, tmp_path: Path
+) -> None:
+    """What others call there beside its turns is served meanwhile."""
+    latch = Latch.make(tmp_path / "latch")
+    ran = members.sync.busy.remote(marker, latch)
+    held = latch.await_arrival()
+    members.group.wait_ready(30)
+    assert ray.get(members.peer.call.remote("sync", "pid"), timeout=60)
+    latch.release(held)
+    assert ray.get(ran, timeout=60) == "released"
+
+
+def test_a_call_in_init_is_refused_at_once(members: Members, marker: str) -> None:
+    ray.get(members.sync.sync_call.remote(marker), timeout=90)
+    assert ray.get(members.sync.early_error.remote(), timeout=60) == "NotAMember"
+
+
+def test_a_restarted_actor_that_is_in_no_group_is_told_at_once(spawn: Spawn, marker: str) -> None:
+    actor = spawn(Alone, **RETRIED)
+    error, seconds = ray.get(actor.attempt.remote(marker), timeout=90)
+    assert error == "NotAMember" and seconds < 5
+    assert ray.get(actor.restarted.remote())
+
+
+def test_who_waits_for_a_group_that_does_not_take_it_back_is_told_by_its_deadline(spawn: Spawn, marker: str) -> None:
+    """Whoever looks after the group stands still."""
+    former, peer, actor = spawn(Peer), spawn(Peer), spawn(Retried, **RETRIED)
+    pid = ray.get(former.run.remote(form, {"peer": peer, "actor": actor}), timeout=90)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        text, seconds = ray.get(actor.impatient.remote(marker), timeout=90)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert "restarted" in text and "'default'" in text and 1 <= seconds < 5
