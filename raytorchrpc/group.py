@@ -196,6 +196,9 @@ class Group:
 
         Blocks until the others know. Calls under way to the leaving members, and from them, fail with PeerLost. Their
         ranks are not given to others. A member that is busy in a method that Ray runs leaves when it gets to it.
+
+        Raises ConfigurationError for a member that is named twice, for the driver, for no members and for all of them,
+        and NotAMember for who is not in the group; then nothing has changed.
         """
         keeper = self._own("remove")
         _check_timeout(timeout_s)

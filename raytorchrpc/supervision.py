@@ -12,8 +12,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Literal
 
 from raytorchrpc import _compat, forking, joining, membership
@@ -27,6 +25,7 @@ from raytorchrpc.metrics import GroupStats
 from raytorchrpc.news import Change, News
 from raytorchrpc.peers import process_token
 from raytorchrpc.process_groups import boot, check_backend
+from raytorchrpc.requested import RequestedChange
 from raytorchrpc.returns import MailboxRound, Returns
 from raytorchrpc.roster import Roster
 from raytorchrpc.telling import MEET_S, WORD_S, Missing, Standing, Teller
@@ -240,22 +239,15 @@ class Supervisor:
         return ()
 
     def _do(self, work: Callable[[], Any], patience_s: float) -> Any:
-        done: Future[Any] = Future()
+        def checked() -> Any:
+            self._check_lasting()
+            return work()
 
-        def task() -> None:
-            try:
-                self._check_lasting()
-                done.set_result(work())
-            except BaseException as error:
-                done.set_exception(error)
-
-        self._tasks.put(task)
+        change = RequestedChange(self.roster.name, checked)
+        self._tasks.put(change.run)
         if self._stopped:  # perhaps behind the end of the queue
             self._drain()
-        try:
-            return done.result(patience_s)
-        except FutureTimeoutError:
-            raise BootstrapError(f"group {self.roster.name!r} is busy with another change") from None
+        return change.result(patience_s)
 
     def _check_lasting(self) -> None:
         if self._stopped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -12,6 +13,15 @@ class Plain:
 
     def has_loaded(self, module: str) -> bool:
         return module in sys.modules
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def call(self, target: str, x: Any) -> Any:
+        """Loads the package for one call."""
+        import raytorchrpc
+
+        return raytorchrpc.rpc_sync(target).double(x)
 
 
 class PlainAsync:

@@ -125,7 +125,12 @@ class AsyncRetried:
                 ticks += 1
 
         ticking = asyncio.ensure_future(tick())
-        doubled = await rtr.rpc_async("peer", timeout=40).double(torch.ones(3))
+        done = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        future = rtr.rpc_async("peer", timeout=40).double(torch.ones(3))
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
+        doubled = await future
+        await asyncio.wait_for(done.wait(), 40)
         queue: rtr.Queue[int] = rtr.Queue("async items", home="peer")
         await queue.aput(7)
         item = await queue.aget(timeout=30)

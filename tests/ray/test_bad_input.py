@@ -39,7 +39,71 @@ def cause_of(ref: Any) -> Exception:
     return raised.value.cause  # type: ignore[no-any-return]
 
 
+@pytest.fixture
+def trio(peers: list[Any]) -> Iterator[rtr.Group]:
+    """a, b and the driver."""
+    with rtr.init_group({"a": peers[0], "b": peers[1]}, include_driver=True) as group:
+        yield group
+
+
 # --- what is wrong with the request itself -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "said"),
+    [
+        (["a", "a"], rtr.ConfigurationError, "each member once: 'a' is named 2 times"),
+        (["b", "a", 0], rtr.ConfigurationError, "each member once: 'a' is named 2 times"),
+        (["a", "nobody"], rtr.NotAMember, "'nobody' is not in group"),
+        (["a", 7], rtr.NotAMember, "7 is not in group"),
+        (["a", "driver"], rtr.ConfigurationError, "the driver stays"),
+        ([], rtr.ConfigurationError, "at least one member"),
+        ("a", rtr.ConfigurationError, "takes a list of members"),
+    ],
+)
+def test_a_removal_that_cannot_be_done_changes_nothing(
+    trio: rtr.Group, names: Any, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        trio.remove(names)
+    assert [member.name for member in trio.members] == ["a", "b", "driver"]
+    assert [rtr.rpc_sync(name).double(2) for name in ("a", "b")] == [4, 4]
+    trio.wait_ready(10)
+
+
+def test_the_last_members_cannot_be_removed(peers: list[Any]) -> None:
+    with rtr.init_group({"a": peers[0], "b": peers[1]}) as group:
+        with pytest.raises(rtr.ConfigurationError, match=r"nobody would be left.*shutdown\(\)"):
+            group.remove(["a", "b"])
+        assert len(group) == 2 and ray.get(peers[0].call.remote("b", "double", 4)) == 8
+
+
+@pytest.mark.parametrize(
+    ("add", "said"),
+    [
+        (lambda a, c: {"c": c, "d": c}, r"actors\['d'\] is the same actor as actors\['c'\]"),
+        (lambda a, c: [c, a], "is a member of group 'default' already, as 'a'"),
+        (lambda a, c: {"c": c, "b": c}, "same actor"),
+        (lambda a, c: {"driver": c}, "has a member 'driver' already"),
+        (lambda a, c: [], "at least one actor handle"),
+        (lambda a, c: [c, None], "not an actor handle"),
+    ],
+)
+def test_an_addition_that_cannot_be_done_changes_nothing(
+    trio: rtr.Group, peers: list[Any], add: Callable[[Any, Any], Any], said: str
+) -> None:
+    with pytest.raises(rtr.ConfigurationError, match=said):
+        trio.add(add(peers[0], peers[2]))
+    assert [member.name for member in trio.members] == ["a", "b", "driver"]
+    assert rtr.rpc_sync("a").double(2) == 4
+
+
+@pytest.mark.parametrize("names", [["a", "a"], ["a", 0], []])
+def test_a_process_group_that_cannot_be_made_changes_nothing(trio: rtr.Group, names: list[Any]) -> None:
+    with pytest.raises(rtr.ConfigurationError, match="takes each member once, and at least one"):
+        trio.process_group("gloo", members=names)
+    with pytest.raises(rtr.NotAMember, match="'nobody' is not in group"):
+        trio.process_group("gloo", members=["a", "nobody"])
 
 
 @pytest.mark.parametrize(

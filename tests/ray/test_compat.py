@@ -53,16 +53,18 @@ def test_any_function_runs_on_any_actor(spawn: Spawn) -> None:
     assert inside(spawn(Plain), lambda instance: instance.double(21)) == 42
 
 
-def test_a_text_is_kept_where_the_whole_cluster_reads_it(cluster: None) -> None:
+def test_a_value_is_kept_where_the_whole_cluster_reads_it(cluster: None) -> None:
     """ray.experimental.internal_kv._internal_kv_put, _internal_kv_get, _internal_kv_list and _internal_kv_del: without
-    them ``raytorchrpc top`` sees detached groups alone."""
-    assert b"what" not in _compat.posts()
+    them ``raytorchrpc top`` sees detached groups alone, and a restarted actor is back only when it has nothing to do.
+    """
+    assert _compat.stored("tests/a") is None and _compat.stored_keys("tests/") == []
     for _ in range(2):
-        _compat.post("a test's", b"what")
-        assert b"what" in _compat.posts()
-    _compat.post("a test's", None)
-    _compat.post("a test's", None)
-    assert b"what" not in _compat.posts()
+        _compat.store("tests/a", b"what")
+        assert _compat.stored("tests/a") == b"what" and _compat.stored_keys("tests/") == ["tests/a"]
+    assert _compat.stored_keys("others/") == []
+    _compat.store("tests/a", None)
+    _compat.store("tests/a", None)
+    assert _compat.stored("tests/a") is None and _compat.stored_keys("tests/") == []
 
 
 def test_whether_token_authentication_is_on_can_be_told(cluster: None) -> None:

@@ -5,7 +5,9 @@ calls before the actor is back in its group.
 from __future__ import annotations
 
 import os
+import queue
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +17,10 @@ import ray
 import torch
 
 import raytorchrpc as rtr
+from raytorchrpc import _compat
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
+from tests.ray.plain import Plain
 from tests.ray.retried import Alone, AsyncRetried, Retried, form
 
 RETRIED = {"max_restarts": -1, "max_task_retries": -1}
@@ -103,6 +107,31 @@ def test_a_restarted_actor_is_back_though_its_method_goes_on_and_makes_no_call(
     assert ray.get(members.peer.call.remote("sync", "pid"), timeout=60)
     latch.release(held)
     assert ray.get(ran, timeout=60) == "released"
+
+
+def test_an_actor_whose_class_has_never_heard_of_the_package_is_back_too(spawn: Spawn) -> None:
+    """Its new process loads the package when the group asks it to."""
+    plain, peer = spawn(Plain, max_restarts=-1), spawn(Peer)
+    with rtr.init_group({"plain": plain, "peer": peer}) as group:
+        news: queue.Queue[Any] = queue.Queue()
+        group.on_change(news.put)
+        os.kill(ray.get(plain.pid.remote()), signal.SIGKILL)
+        while news.get(timeout=60)[:2] != ("back", ("plain",)):
+            pass
+        assert ray.get(plain.call.remote("peer", 21), timeout=60) == 42
+
+
+def test_nothing_is_left_in_rays_store(members: Members, marker: str) -> None:
+    """What a group and those that came back have kept there; a request may hold the group's secret."""
+    ray.get(members.sync.sync_call.remote(marker), timeout=90)
+    members.group.wait_ready(30)
+    assert len(_compat.stored_keys("groups/")) == 1
+    members.group.shutdown()
+    assert _compat.stored_keys("groups/") == []
+    until = time.monotonic() + 20
+    while _compat.stored_keys("requests/") or _compat.stored_keys("answers/"):
+        assert time.monotonic() < until, (_compat.stored_keys("requests/"), _compat.stored_keys("answers/"))
+        time.sleep(0.05)  # the process looks into its mailbox now and then
 
 
 def test_a_call_in_init_is_refused_at_once(members: Members, marker: str) -> None:

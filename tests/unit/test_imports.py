@@ -21,7 +21,7 @@ COMMON = {"errors", "config", "metrics", "_compat", "forking"}
 MAY_IMPORT = {
     "__init__": {
         *("calls", "collectives", "device_map", "group", "member", "peers", "process_groups", "queues", "rdt"),
-        *("runtime_env", "topics", "weights"),
+        *("readmission", "runtime_env", "topics", "weights"),
     },
     "queues": {"_channels", "_store", "handles", "member"},
     "topics": {"_channels", "_store", "handles", "member", "queues"},
@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "_published": {"_relays", "_snapshots", "handles", "lanes.base", "member", "services", "staging"},
     "_relays": {"services"},
     "_snapshots": {"lanes.base", "staging", "streams"},
-    "handles": {"calls", "execution", "member", "peers", "services", "serving"},
+    "handles": {"calls", "execution", "member", "peers", "readmission", "services", "serving"},
     "group": {
         *("admission", "collectives", "device_map", "forming", "joining", "keeping", "member", "news", "peers"),
         *("routing", "traces"),
@@ -48,7 +48,7 @@ MAY_IMPORT = {
     },
     "supervision": {
         *("admission", "collectives", "forming", "joining", "lines", "membership", "news", "peers", "process_groups"),
-        "roster",
+        *("requested", "returns", "roster"),
         "telling",
         "trace_file",
         "traces",
@@ -70,7 +70,11 @@ MAY_IMPORT = {
     },
     "equipment": {"_nccl_env", "admission", "calls", "fabric", "lanes", "member", "topology"},
     "admission": {"lanes._credentials", "device_map", "fabric", "peers", "routing", "topology"},
-    "calls": {"execution", "member", "rdt", "retrying", "underway"},
+    "returns": {"mailbox", "readmission", "roster"},
+    "calls": {"deferred", "execution", "member", "rdt", "retrying", "underway"},
+    "deferred": {"execution", "readmission", "retrying", "services", "underway", "workers"},
+    "readmission": {"mailbox", "services", "workers"},
+    "mailbox": {"admission"},
     "retrying": {"execution", "underway", "workers"},
     "member": {
         "allowance",
@@ -81,6 +85,7 @@ MAY_IMPORT = {
         "filling",
         "lanes.base",
         "peers",
+        "readmission",
         "retrying",
         "services",
         "serving",
