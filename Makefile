@@ -4,6 +4,8 @@
 #   make test TESTS=                  every test, the slow and the multi-host ones too
 #   make test JOBS=0                  one test file after another
 #   make env PYTHON=python3.12        another interpreter for a new environment
+#   make install-check TORCH=torch==2.15.0 EXTRAS=cli,demo,doctor,bench,jobs,data,atari
+#                                     another torch, and more extras, for the trial of a plain installation
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -21,10 +23,12 @@ DOCS_STAMP := $(VENV_DOCS)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint docs bench clean
+EXTRAS ?= cli,doctor
+
+.PHONY: help env demo test lint docs bench install-check clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-6s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 env: $(STAMP) ## build the environment in .venv (once; again when its inputs change)
 	@echo "$(VENV) is ready"
@@ -45,6 +49,9 @@ docs: $(DOCS_STAMP) ## build the documentation into site/; a broken link or a mi
 
 bench: $(STAMP) ## run the benchmarks, ours and plain Ray side by side
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+install-check: ## install the library in an empty environment, and try it and its extras there
+	@$(PYTHON) tests/install.py --torch "$(TORCH)" --extras "$(EXTRAS)"
 
 clean: ## remove build output and caches (delete .venv by hand to start over)
 	@rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -1,0 +1,113 @@
+"""Installs the library as a user does, in an empty environment, and tries it there: ``make install-check``.
+
+    python tests/install.py --torch torch==2.13.0 --extras cli,doctor
+
+First torch alone, then ``pip install .``; then the package is imported and the README's program runs, outside the
+sources. Each extra is then installed and imported, and removed again, so that none profits from another's packages.
+Needs only Python; the packages come from wherever pip is set up to look. Ends with status 1 at the first failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: By extra, what has to work with it. nixl, which brings the CUDA libraries, is tried only where it is named.
+TRIALS = {
+    "cli": ["from raytorchrpc.cli import main; main(['--help'])", "import raytorchrpc.manifest.build"],
+    "demo": ["import raytorchrpc.cli.digits"],
+    "doctor": ["import pynvml, raytorchrpc.doctor._gpus"],
+    "bench": ["import raytorchrpc.bench.fit, raytorchrpc.bench.plots, raytorchrpc.cli.bench, matplotlib"],
+    "jobs": ["from ray.job_submission import JobSubmissionClient"],
+    "data": ["import ray.data"],
+    "atari": ["import ale_py, gymnasium, matplotlib, numpy"],
+    "nixl": ["from raytorchrpc import _compat; assert _compat.nixl_package()"],
+}
+WHATEVER_IS_THERE = "import importlib, pkgutil, raytorchrpc\n" + (
+    "for found in pkgutil.walk_packages(raytorchrpc.__path__, 'raytorchrpc.'):\n"
+    "    if not found.name.startswith(('raytorchrpc.cli', 'raytorchrpc.bench', 'raytorchrpc.manifest')) "
+    "and not found.name.endswith(('__main__', '._gpus')):\n"
+    "        importlib.import_module(found.name)\n"
+    "print('imported', raytorchrpc.__file__)"
+)
+
+
+class Environment:
+    """A new virtual environment in ``folder``; programs run there, so nothing is imported from the sources."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+        self._python = str(folder / "venv" / "bin" / "python")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY", "PYTHON", "VIRTUAL"))}
+        self._variables = {**kept, "RAY_USAGE_STATS_ENABLED": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+    def run(self, what: str, *command: str, timeout_s: float = 900) -> str:
+        """Returns what the Python program printed; ends this one if it fails."""
+        started = time.monotonic()
+        ran = subprocess.run(
+            [self._python, *command],
+            cwd=self._folder,
+            env=self._variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+        )
+        print(f"[install-check] {what}: {time.monotonic() - started:.0f} s", flush=True)
+        if ran.returncode:
+            sys.exit(f"{ran.stdout}\n[install-check] FAILED: {what}")
+        return ran.stdout
+
+    def install(self, what: str) -> None:
+        self.run(f"pip install {what}", "-m", "pip", "install", "-q", what.replace(".", str(ROOT), what[0] == "."))
+
+    def packages(self) -> set[str]:
+        listed = self.run("what is installed", "-m", "pip", "list", "--format=freeze")
+        return {line.partition("==")[0] for line in listed.splitlines() if "==" in line}
+
+
+def readme_program() -> str:
+    """The first complete program of the README."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert found is not None, "README.md has no program"
+    return found[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--torch", default="torch", help="the torch to install first, as pip takes it")
+    parser.add_argument("--extras", default=",".join(TRIALS.keys() - {"nixl"}), help="which to try, with commas")
+    options = parser.parse_args()
+    extras = [extra for extra in TRIALS if extra in options.extras.split(",")]
+    with tempfile.TemporaryDirectory(prefix="rtr-") as folder:
+        environment = Environment(Path(folder))
+        environment.install(options.torch)
+        environment.install(".")
+        (Path(folder) / "program.py").write_text(readme_program(), encoding="utf-8")
+        where = environment.run("import every module that needs no extra", "-c", WHATEVER_IS_THERE)
+        assert str(ROOT / "raytorchrpc") not in where, where
+        environment.run("the README's program", "program.py", timeout_s=180)
+        plain = environment.packages() if extras else set()
+        for extra in extras:
+            environment.install(f".[{extra}]")
+            for trial in TRIALS[extra]:
+                environment.run(trial, "-c", trial, timeout_s=180)
+            if added := environment.packages() - plain:
+                environment.run(
+                    f"remove what {extra} has brought", "-m", "pip", "uninstall", "-q", "-y", *sorted(added)
+                )
+    print(f"[install-check] works: {options.torch}, extras: {', '.join(extras) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What the package imports is declared in pyproject.toml: by itself, or by the extra that the importing file needs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest brings it
+
+ROOT = Path(__file__).parents[2]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+
+#: Distributions that have another name than what is imported.
+DISTRIBUTIONS = {"ale_py": "ale-py", "pynvml": "nvidia-ml-py", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+#: The extra that a file, or a folder of files, is there for; the longest name that fits. All others: none.
+NEEDS = {
+    "raytorchrpc/bench": "bench",
+    "raytorchrpc/cli": "cli",
+    "raytorchrpc/cli/bench.py": "bench",
+    "raytorchrpc/cli/demo.py": "demo",
+    "raytorchrpc/cli/digits.py": "demo",
+    "raytorchrpc/doctor/_gpus.py": "doctor",
+    "raytorchrpc/manifest": "cli",
+    "examples/atari_dqn": "atari",
+    "examples/ray_data.py": "data",
+}
+#: Imports that a file does without, having looked for the package first.
+DONE_WITHOUT = {("raytorchrpc/doctor/rendering.py", "rich")}
+#: Extras whose packages are found by name, or that only widen what another package brings.
+FOUND_BY_NAME = {"nixl": "nixl", "jobs": "ray", "data": "ray"}
+
+FILES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in ("raytorchrpc", "examples")
+    for path in (ROOT / folder).rglob("*.py")
+)
+
+
+def distributions(requirements: list[str]) -> set[str]:
+    """Names alone; an extra of this project stands for what it asks for."""
+    found: set[str] = set()
+    for requirement in requirements:
+        own = re.match(r"raytorchrpc\[([\w,]+)\]", requirement)
+        if own is not None:
+            found.update(*(distributions(EXTRAS[extra]) for extra in own[1].split(",")))
+        else:
+            found.add(re.split(r"[^\w-]", requirement)[0].lower())
+    return found
+
+
+def imports(file: str) -> set[str]:
+    """Packages of others that a file imports anywhere, also when a function of it runs."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module is not None:
+            found.add(node.module.partition(".")[0])
+    own = {"raytorchrpc", "examples", *(path.stem for path in (ROOT / file).parent.glob("*.py"))}
+    return found - sys.stdlib_module_names - own
+
+
+def declared_for(file: str) -> set[str]:
+    fitting = [name for name in NEEDS if file == name or file.startswith(f"{name}/")]
+    extra = EXTRAS[NEEDS[max(fitting, key=len)]] if fitting else []
+    return distributions([*PROJECT["dependencies"], *extra])
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_what_a_file_imports_is_declared(file: str) -> None:
+    wanted = {name: DISTRIBUTIONS.get(name, name) for name in imports(file) if (file, name) not in DONE_WITHOUT}
+    undeclared = {name for name, distribution in wanted.items() if distribution not in declared_for(file)}
+    assert not undeclared, f"{file} imports {undeclared}, which pyproject.toml does not declare for it"
+
+
+def test_what_is_declared_is_imported() -> None:
+    used = {DISTRIBUTIONS.get(name, name) for file in FILES for name in imports(file)} | set(FOUND_BY_NAME.values())
+    assert distributions(PROJECT["dependencies"]) <= used
+    for extra in EXTRAS.keys() - {"test", "docs", "dev"}:
+        assert distributions(EXTRAS[extra]) <= used, f"the extra {extra} asks for what nothing imports"
