@@ -20,15 +20,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
+_HELP = (
+    "import runpy, sys; sys.argv = ['raytorchrpc', '--help']; runpy.run_module('raytorchrpc.cli', run_name='__main__')"
+)
 #: By extra, what has to work with it. nixl, which brings the CUDA libraries, is tried only where it is named.
 TRIALS = {
-    "cli": ["from raytorchrpc.cli import main; main(['--help'])", "import raytorchrpc.manifest.build"],
+    "cli": [
+        _HELP,
+        "import raytorchrpc.manifest.build",
+    ],
     "demo": ["import raytorchrpc.cli.digits"],
     "doctor": ["import pynvml, raytorchrpc.doctor._gpus"],
     "bench": ["import raytorchrpc.bench.fit, raytorchrpc.bench.plots, raytorchrpc.cli.bench, matplotlib"],
     "jobs": ["from ray.job_submission import JobSubmissionClient"],
     "data": ["import ray.data"],
     "atari": ["import ale_py, gymnasium, matplotlib, numpy"],
+    "tls": ["from raytorchrpc.lanes._tls import make_identity; assert make_identity('group')"],
     "nixl": ["from raytorchrpc import _compat; assert _compat.nixl_package()"],
 }
 WHATEVER_IS_THERE = "import importlib, pkgutil, raytorchrpc\n" + (

@@ -62,7 +62,7 @@ FINDINGS: dict[str, tuple[str, str]] = {
     # network
     "address": ("ok", "the interface that holds Ray's address of this node"),
     "address-unknown": ("warning", "no interface holds it"),
-    "address-loopback": ("note, problem", "it is 127.0.0.1; a problem in a cluster of several hosts"),
+    "address-loopback": ("note, problem", "it is a loopback address; a problem in a cluster of several hosts"),
     "own-name": ("ok", "what the machine's own name resolves to"),
     "own-name-loopback": ("note, warning", "it resolves to 127.0.x.x; a warning in a cluster of several hosts"),
     "own-name-unknown": ("note, warning", "it resolves to nothing; likewise"),
