@@ -10,7 +10,6 @@ import ctypes
 import io
 import pickle
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import torch
 
 from raytorchrpc._bulk import Bulk, gathered
 from raytorchrpc._compat import RREF_TYPE
-from raytorchrpc.errors import RayTorchRpcError, RemoteError, SerializationError
+from raytorchrpc.errors import RayTorchRpcError, SerializationError, shown
 
 #: Buffers below this stay in the pickle: lifting one costs more than copying it (bytes).
 LIFT_BUFFER_BYTES = 16 * 1024
@@ -108,8 +107,10 @@ class Codec:
             pickler.dump(obj if simple is None else simple)
         except RayTorchRpcError:
             raise
-        except Exception as error:
-            raise SerializationError(f"{type(error).__name__}: {error}") from error
+        except BaseException as error:
+            if _is_interrupt(error):
+                raise
+            raise SerializationError(shown(error)) from error
         return Encoded(file.getvalue(), pickler.tensors + buffers, pickler.rrefs, len(buffers))
 
     def decode(
@@ -122,7 +123,8 @@ class Codec:
     ) -> Any:
         """Put an object together again; it takes the given tensors as they are, without a copy.
 
-        ``load``: see ``placed``.
+        ``load``: see ``placed``. Raises what the object's own code raises, and SerializationError in place of what
+        would end this process.
         """
         if not payload:
             return None
@@ -131,8 +133,17 @@ class Codec:
         _table.tensors, _table.rrefs = tensors, rrefs
         try:
             return load(payload, buffers=[tensor.numpy().data for tensor in tensors[split:]])
+        except BaseException as error:
+            if isinstance(error, Exception) or _is_interrupt(error):
+                raise
+            raise SerializationError(f"its own code asked this process to exit: {shown(error)}") from error
         finally:
             _table.tensors, _table.rrefs = outer
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Whether it may be meant for this process: Ctrl-C reaches the main thread, in the middle of anything."""
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 def _lifting(base: type[Any]) -> type[Any]:
@@ -320,72 +331,3 @@ _PLACING: dict[tuple[str, str], Any] = {
 def placed(payload: bytes, *, buffers: Sequence[Any]) -> Any:
     """For ``Codec.decode(load=...)``: the tensors it is given are in the object that it returns, these very ones."""
     return _Placing(io.BytesIO(payload), buffers=buffers).load()
-
-
-# --- exceptions ------------------------------------------------------------------------------------------
-
-
-def _native(cls: type[BaseException]) -> Any:
-    """The built-in class that ``cls`` derives from first; it keeps state of its own (a file name, a position)."""
-    return next(base for base in cls.__mro__ if base.__module__ == "builtins")
-
-
-def _knows_how(cls: type[BaseException], native: Any) -> bool:
-    """Whether the class brings its own pickling."""
-    return cls.__reduce__ is not native.__reduce__ or cls.__reduce_ex__ is not native.__reduce_ex__
-
-
-def _rebuild_exception(
-    cls: type[BaseException], made_from: tuple[Any, ...], args: tuple[Any, ...], state: dict[str, Any]
-) -> BaseException:
-    # Not by way of cls(...): a constructor may want other arguments than those it stored in ``args``.
-    native = _native(cls)
-    error: BaseException = native.__new__(cls, *made_from)
-    native.__init__(error, *made_from)
-    for key, value in {"args": args, **state}.items():
-        object.__setattr__(error, key, value)  # the class may be a frozen dataclass
-    return error
-
-
-def encode_exception(codec: Codec, error: BaseException) -> Encoded:
-    """Take an exception apart so that it can be raised again elsewhere under its own type.
-
-    What cannot be pickled (or not be read back) is sent as text and becomes a RemoteError there. So does what
-    is no Exception: a SystemExit or a cancellation means this process, not the caller's.
-    """
-    cls = type(error)
-    text = "".join(traceback.format_exception(cls, error, error.__traceback__))
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    candidates: list[Any] = []
-    if isinstance(error, Exception):
-        native = _native(cls)
-        _, made_from, *rest = native.__reduce__(error)
-        state = {key: value for key, value in ((rest and rest[0]) or {}).items() if key != "__notes__"}
-        candidates = [(cls, made_from, error.args, state), (cls, made_from, error.args, {})]
-        candidates.insert(0 if _knows_how(cls, native) else 1, error)
-    for described in candidates:
-        try:
-            encoded = codec.encode((described, name, text))
-            if encoded.rrefs or any(tensor.is_cuda for tensor in encoded.tensors):
-                continue  # an error has to get through by whatever lane its call came
-            if type(_reraisable(codec.decode(*encoded)[0])) is not cls:
-                continue
-        except Exception:  # any failure of a user's own pickling code leads to the same fallback
-            continue
-        return encoded
-    return codec.encode((None, name, text))
-
-
-def _reraisable(described: Any) -> BaseException:
-    return described if isinstance(described, BaseException) else _rebuild_exception(*described)
-
-
-def decode_exception(codec: Codec, encoded: Encoded, where: str) -> BaseException:
-    """The remote exception, ready to be raised; its cause is a RemoteError with the remote traceback."""
-    described, name, text = codec.decode(*encoded)
-    cause = RemoteError(f"on {where}:\n{text}", type_name=name, traceback_text=text)
-    if described is None:
-        return cause
-    error = _reraisable(described)
-    object.__setattr__(error, "__cause__", cause)
-    return error

@@ -45,7 +45,7 @@ class NotAMember(RayTorchRpcError):
 
 
 class SerializationError(RayTorchRpcError, TypeError):
-    """An argument or a result cannot be pickled; nothing has been sent."""
+    """An argument or a result cannot be pickled, or cannot be unpickled at the other end; the message says which."""
 
 
 class LaneUnavailable(RayTorchRpcError):
@@ -164,3 +164,13 @@ class RemoteError(RayTorchRpcError):
         super().__init__(message)
         self.type_name = type_name
         self.traceback_text = traceback_text
+
+
+def shown(error: BaseException) -> str:
+    """Any exception for a message, in one line: its class, and its text if that can be had."""
+    kind = type(error).__name__
+    try:
+        text = str(error)
+    except BaseException:  # a user's own __str__
+        return f"{kind} (its __str__ fails)"
+    return f"{kind}: {text}" if text else kind

@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 from raytorchrpc import _compat, serving
-from raytorchrpc.codec import NOTHING, Codec, decode_exception
+from raytorchrpc.codec import NOTHING, Codec
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
+from raytorchrpc.exceptions import decode_exception
 from raytorchrpc.lanes._credentials import Credentials
 from raytorchrpc.lanes.base import Message, PeerAddress, Pending, Reply
 from raytorchrpc.lanes.socket import SocketAddress, SocketLane

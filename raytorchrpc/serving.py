@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from raytorchrpc import _compat, execution, staging
+from raytorchrpc import _compat, errors, execution, staging
 from raytorchrpc.autograd import in_autograd_context
-from raytorchrpc.codec import NOTHING, Codec, Encoded, encode_exception
+from raytorchrpc.codec import NOTHING, Codec, Encoded
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
+from raytorchrpc.exceptions import encode_exception
 from raytorchrpc.execution import Limit, Scope, Seat, Work, current_scope
 from raytorchrpc.lanes.base import Message, MessageLane, Reply, copied
 from raytorchrpc.services import Later
@@ -389,10 +390,11 @@ class _Job:
         except PeerLost as lost:
             cause = f"it could not fetch the arguments: {lost.cause}"
             raise PeerLost(self.server.name, cause, may_have_run=False) from lost
-        except RayTorchRpcError:
-            raise
         except Exception as error:
-            raise SerializationError(f"an argument of {self.label} cannot be unpickled there: {error!r}") from error
+            if isinstance(error, RayTorchRpcError) and not isinstance(error, SerializationError):
+                raise
+            why = errors.shown(error)
+            raise SerializationError(f"an argument of {self.label} cannot be unpickled there: {why}") from error
         self.message = Message((), NOTHING)  # the method alone holds its arguments now
         return args, kwargs
 

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from raytorchrpc import execution, forking, serving
-from raytorchrpc.codec import Codec, Encoded, decode_exception
-from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
+from raytorchrpc.codec import Codec, Encoded
+from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout, SerializationError, shown
+from raytorchrpc.exceptions import decode_exception
 from raytorchrpc.filling import Receiver
 from raytorchrpc.lanes.base import MessageLane, Pending
 from raytorchrpc.metrics import CallCounters
@@ -174,11 +175,12 @@ class CallUnderWay:
                 error = decode_exception(self._local.codec, body, self.label)
         except RpcTimeout:
             error = self._late()
-        except RayTorchRpcError as failure:
+        except Exception as failure:
             error = failure
-        except Exception as failure:  # the result's own unpickling code
-            error = SerializationError(f"the result of {self.label} cannot be unpickled here: {failure!r}")
-            error.__cause__ = failure
+            if isinstance(failure, SerializationError) or not isinstance(failure, RayTorchRpcError):
+                # the result's own unpickling code
+                error = SerializationError(f"the result of {self.label} cannot be unpickled here: {shown(failure)}")
+                error.__cause__ = failure
         self._count(size, came_by, error)
         return value, error
 
@@ -194,10 +196,11 @@ class CallUnderWay:
     def _failed(self) -> tuple[None, Exception]:
         """The outcome of a call whose lane brought no result. Not raised here: the traceback would hold the call."""
         error = self._error
+        assert error is not None
         if isinstance(error, RpcTimeout):
             error = self._late()
         elif not isinstance(error, RayTorchRpcError):
-            error = SerializationError(f"the answer of {self.label} cannot be read here: {error!r}")
+            error = SerializationError(f"the answer of {self.label} cannot be read here: {shown(error)}")
         self._count(0, self._sent_by, error)
         return None, error
 

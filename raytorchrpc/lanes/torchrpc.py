@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -21,6 +20,7 @@ from torch.distributed.rpc.internal import RemoteException
 from raytorchrpc import _compat
 from raytorchrpc.codec import Encoded
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RemoteError, RpcTimeout
+from raytorchrpc.exceptions import traceback_text
 from raytorchrpc.fabric import Fabric, FabricPeer
 from raytorchrpc.lanes.base import (
     UNCOPIED,
@@ -226,13 +226,13 @@ def _serve_value(
 def _remote_exception(error: BaseException) -> RemoteException:
     """As torch carries it: a text, and a type to make of it. The error's own, if that will do; else RemoteError."""
     cls: type[BaseException] = type(error)
-    text = str(error.args[0] if len(error.args) == 1 else error)
     try:
+        text = str(error.args[0] if len(error.args) == 1 else error)
         usable = cls.__module__ in ("builtins", RayTorchRpcError.__module__) and str(cls(text)) == str(error)
-    except TypeError:  # its constructor needs more
+    except BaseException:  # its constructor needs more, or what it shows cannot be shown
         usable = False
     if not usable or not isinstance(error, Exception):
-        cls, text = RemoteError, "".join(traceback.format_exception(error))
+        cls, text = RemoteError, traceback_text(error)
     return RemoteException(text.encode("unicode_escape").decode(), cls)  # torch unescapes it
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import collections
-import copy
 import dataclasses
 import io
 import pickle
 import re
-import subprocess
 import threading
 import types
 import warnings
@@ -19,8 +17,8 @@ import numpy
 import pytest
 import torch
 
-from raytorchrpc.codec import LIFT_BUFFER_BYTES, Codec, Encoded, decode_exception, encode_exception
-from raytorchrpc.errors import PeerLost, RemoteError, SerializationError
+from raytorchrpc.codec import LIFT_BUFFER_BYTES, Codec
+from raytorchrpc.errors import SerializationError
 
 
 class ByValue(pickle.Pickler):
@@ -534,117 +532,6 @@ def test_a_recursion_too_deep_is_an_error_not_a_crash(codec: Codec) -> None:
         codec.encode(nested)
     while nested:  # taken apart by hand: letting go of it at once recurses as deeply
         nested = nested[0]
-
-
-# --- exceptions ----------------------------------------------------------------------------------------------
-
-
-class Odd(Exception):
-    def __init__(self, first: int, second: int, *, tag: str) -> None:
-        super().__init__(f"{first} and {second}")
-        self.first, self.tag = first, tag
-
-
-class OneArgument(Exception):
-    def __init__(self, name: str) -> None:
-        super().__init__(f"there is no {name}")
-
-
-class OddFile(OSError):
-    def __init__(self, name: str) -> None:
-        super().__init__(2, "gone", name)
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen(Exception):
-    code: int
-
-
-class OwnPickling(Exception):
-    __slots__ = ("secret",)
-
-    def __init__(self, secret: int) -> None:
-        self.secret = secret
-
-    def __reduce__(self) -> Any:
-        return OwnPickling, (self.secret,)
-
-
-class HoldsALock(Exception):
-    def __init__(self) -> None:
-        super().__init__("held")
-        self.lock = threading.Lock()
-
-
-def arrival(error: BaseException, codec: Codec | None = None) -> BaseException:
-    codec = codec or Codec()
-    try:
-        raise error
-    except BaseException as raised:
-        encoded = encode_exception(codec, raised)
-    return decode_exception(codec, Encoded(*copy.deepcopy(tuple(encoded))), "learner.update")
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ValueError("plain"),
-        KeyError("key"),
-        Odd(1, 2, tag="t"),
-        OneArgument("x"),
-        OddFile("/gone"),
-        Frozen(3),
-        OwnPickling(4),
-        HoldsALock(),
-        PeerLost("b", "cut", may_have_run=False),
-        StopIteration(5),
-        FileNotFoundError(2, "No such file or directory", "/gone"),
-        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
-        ModuleNotFoundError("No module named 'x'", name="x"),
-        subprocess.CalledProcessError(3, ["false"], b"out"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_exceptions_arrive_as_they_were_raised(error: Exception) -> None:
-    arrived = arrival(error)
-    assert type(arrived) is type(error)
-    assert str(arrived) == str(error)
-    assert arrived.args == error.args
-    for name in ("filename", "first", "tag", "code", "secret", "value", "name", "object", "returncode", "may_have_run"):
-        assert getattr(arrived, name, None) == getattr(error, name, None), name
-    cause = arrived.__cause__
-    assert isinstance(cause, RemoteError)
-    assert cause.type_name == f"{type(error).__module__}.{type(error).__qualname__}"
-    assert "in arrival" in cause.traceback_text
-    assert "learner.update" in str(cause)
-
-
-def test_a_tensor_in_an_exception_travels_with_it() -> None:
-    assert torch.equal(arrival(ValueError("bad", torch.arange(3))).args[1], torch.arange(3))
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ValueError(threading.Lock()),
-        type("Local", (Exception,), {"__module__": __name__})("a class that cannot be found"),
-        ValueError(Odd(1, 2, tag="t")),
-    ],
-    ids=["unpicklable argument", "unknown class", "unreadable inside"],
-)
-def test_what_cannot_be_raised_there_becomes_a_remote_error_with_the_text(error: Any) -> None:
-    arrived = arrival(error)
-    assert type(arrived) is RemoteError
-    assert arrived.type_name == f"{type(error).__module__}.{type(error).__qualname__}"
-    assert str(error) in str(arrived)
-    assert "Traceback" in arrived.traceback_text
-
-
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_what_would_end_the_callers_process_is_only_told(kind: type[BaseException]) -> None:
-    arrived = arrival(kind("not yours"))
-    assert type(arrived) is RemoteError
-    assert arrived.type_name == f"builtins.{kind.__name__}"
 
 
 # --- containers full of tensors ----------------------------------------------------------------------------------

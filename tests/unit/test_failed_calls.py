@@ -14,8 +14,9 @@ import torch
 
 from raytorchrpc import serving
 from raytorchrpc.calls import Future
-from raytorchrpc.codec import NOTHING, Codec, encode_exception
+from raytorchrpc.codec import NOTHING, Codec
 from raytorchrpc.errors import PeerLost, RpcTimeout
+from raytorchrpc.exceptions import encode_exception
 from raytorchrpc.lanes.base import Message, Pending
 from raytorchrpc.metrics import CallCounters
 from raytorchrpc.shipping import Shipped

@@ -60,7 +60,7 @@ MAY_IMPORT = {
     "telling": {"admission", "lines", "membership", "roster"},
     "process_groups": {"collectives", "lines", "member", "membership", "roster", "topology"},
     "collectives": {"_nccl_env", "_sockfilter", "topology"},
-    "lines": {"lanes._credentials", "codec", "lanes.base", "lanes.socket", "serving"},
+    "lines": {"lanes._credentials", "codec", "exceptions", "lanes.base", "lanes.socket", "serving"},
     "membership": {"admission", "collectives", "fabric", "joining", "lanes.base", "member"},
     "forming": {"admission", "joining", "peers", "roster"},
     "roster": {"lanes._credentials", "admission", "device_map", "fabric", "membership", "peers", "routing", "topology"},
@@ -96,15 +96,19 @@ MAY_IMPORT = {
         "underway",
         "workers",
     },
-    "underway": {"codec", "execution", "filling", "lanes.base", "peers", "serving", "shipping", "tracing", "workers"},
+    "underway": {
+        *("codec", "exceptions", "execution", "filling", "lanes.base", "peers", "serving", "shipping", "tracing"),
+        "workers",
+    },
     "filling": {"codec", "lanes.base", "shipping"},
     "allowance": {"execution", "peers"},
     "fabric": {"_sockfilter"},
     "peers": {"device_map", "lanes.base"},
     "codec": {"_bulk"},
+    "exceptions": {"codec"},
     "serving": {
-        *("autograd", "codec", "execution", "lanes.base", "services", "shipping", "staging", "streams", "tracing"),
-        "workers",
+        *("autograd", "codec", "exceptions", "execution", "lanes.base", "services", "shipping", "staging", "streams"),
+        *("tracing", "workers"),
     },
     "tracing": {"execution", "lanes.base"},
     "shipping": {"codec", "device_map", "lanes.base", "staging"},
@@ -156,7 +160,7 @@ MAY_IMPORT = {
 LANES_MAY_IMPORT = {"codec", "streams", "lanes.base"}
 #: Lanes, and private files beside them, that need something of their own.
 LANE_EXTRAS = {
-    "torchrpc": {"fabric"},
+    "torchrpc": {"exceptions", "fabric"},
     "_handshake": {"lanes._credentials"},
     "_protection": {"lanes._credentials", "lanes._handshake", "lanes._tls"},
     "_tls": {"lanes._handshake"},

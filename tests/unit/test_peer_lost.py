@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from raytorchrpc.codec import NOTHING, Codec, decode_exception
+from raytorchrpc.codec import NOTHING, Codec
 from raytorchrpc.errors import PeerBusy, PeerLost, RayTorchRpcError
+from raytorchrpc.exceptions import decode_exception
 from raytorchrpc.execution import NO_SCOPE
 from raytorchrpc.lanes._connection import Connection, SocketPending, tune
 from raytorchrpc.lanes.base import Message

@@ -15,6 +15,7 @@ import torch
 from raytorchrpc.calls import Exposed
 from raytorchrpc.codec import NOTHING, Codec
 from raytorchrpc.errors import NotFound, RpcTimeout
+from raytorchrpc.exceptions import decode_exception
 from raytorchrpc.lanes.base import Capabilities, Message
 from raytorchrpc.services import Later
 from raytorchrpc.serving import CALL, FETCH, OK, RAISED, Server, own_methods
@@ -55,7 +56,7 @@ def test_a_result_that_nobody_fetches_is_dropped_though_no_other_is_kept(server:
     number = server.keep(message, 0.02)
     del message
     assert wait_until(lambda: gc.collect() >= 0 and alive() is None, 5)
-    error = server.codec.decode(*fetch(server, number).body)[0]
+    error = decode_exception(server.codec, fetch(server, number).body, "callee")
     assert isinstance(error, RpcTimeout)
 
 
@@ -136,7 +137,9 @@ def test_a_service_answers_later_and_holds_no_thread_meanwhile(
     assert wait_until(lambda: bool(answers), 5)
     (answer,) = answers
     assert answer.header == ((OK,) if error is None else (RAISED,))
-    decoded = server.codec.decode(*answer.body)
-    assert decoded == "answer" if error is None else isinstance(decoded[0], NotFound)
+    if error is None:
+        assert server.codec.decode(*answer.body) == "answer"
+    else:
+        assert isinstance(decode_exception(server.codec, answer.body, "callee"), NotFound)
     assert error is not None or threads == ["test-1"], "a worker sends it, and not whoever settled it"
     workers.stop()

@@ -1,0 +1,284 @@
+"""Exceptions to bytes and back: what a caller gets of what a method raised, whatever its class does."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import dataclasses
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from raytorchrpc.codec import Codec, Encoded
+from raytorchrpc.errors import PeerLost, RemoteError, SerializationError
+from raytorchrpc.exceptions import decode_exception, encode_exception
+
+
+class Odd(Exception):
+    def __init__(self, first: int, second: int, *, tag: str) -> None:
+        super().__init__(f"{first} and {second}")
+        self.first, self.tag = first, tag
+
+
+class OneArgument(Exception):
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is no {name}")
+
+
+class OddFile(OSError):
+    def __init__(self, name: str) -> None:
+        super().__init__(2, "gone", name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+class OwnPickling(Exception):
+    __slots__ = ("secret",)
+
+    def __init__(self, secret: int) -> None:
+        self.secret = secret
+
+    def __reduce__(self) -> Any:
+        return OwnPickling, (self.secret,)
+
+
+class HoldsALock(Exception):
+    def __init__(self) -> None:
+        super().__init__("held")
+        self.lock = threading.Lock()
+
+
+def arrival(error: BaseException, codec: Codec | None = None) -> BaseException:
+    codec = codec or Codec()
+    try:
+        raise error
+    except BaseException as raised:
+        encoded = encode_exception(codec, raised)
+    return decode_exception(codec, Encoded(*copy.deepcopy(tuple(encoded))), "learner.update")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("plain"),
+        KeyError("key"),
+        Odd(1, 2, tag="t"),
+        OneArgument("x"),
+        OddFile("/gone"),
+        Frozen(3),
+        OwnPickling(4),
+        HoldsALock(),
+        PeerLost("b", "cut", may_have_run=False),
+        StopIteration(5),
+        FileNotFoundError(2, "No such file or directory", "/gone"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+        ModuleNotFoundError("No module named 'x'", name="x"),
+        subprocess.CalledProcessError(3, ["false"], b"out"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_exceptions_arrive_as_they_were_raised(error: Exception) -> None:
+    arrived = arrival(error)
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert arrived.args == error.args
+    for name in ("filename", "first", "tag", "code", "secret", "value", "name", "object", "returncode", "may_have_run"):
+        assert getattr(arrived, name, None) == getattr(error, name, None), name
+    cause = arrived.__cause__
+    assert isinstance(cause, RemoteError)
+    assert cause.type_name == f"{type(error).__module__}.{type(error).__qualname__}"
+    assert "in arrival" in cause.traceback_text
+    assert "learner.update" in str(cause)
+
+
+def test_a_tensor_in_an_exception_travels_with_it() -> None:
+    assert torch.equal(arrival(ValueError("bad", torch.arange(3))).args[1], torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError(threading.Lock()),
+        type("Local", (Exception,), {"__module__": __name__})("a class that cannot be found"),
+        ValueError(Odd(1, 2, tag="t")),
+    ],
+    ids=["unpicklable argument", "unknown class", "unreadable inside"],
+)
+def test_what_cannot_be_raised_there_becomes_a_remote_error_with_the_text(error: Any) -> None:
+    arrived = arrival(error)
+    assert type(arrived) is RemoteError
+    assert arrived.type_name == f"{type(error).__module__}.{type(error).__qualname__}"
+    assert str(error) in str(arrived)
+    assert "Traceback" in arrived.traceback_text
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_what_would_end_the_callers_process_is_only_told(kind: type[BaseException]) -> None:
+    arrived = arrival(kind("not yours"))
+    assert type(arrived) is RemoteError
+    assert arrived.type_name == f"builtins.{kind.__name__}"
+
+
+# --- classes that do not travel --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def callees_module() -> Iterator[Any]:
+    """A module that the test takes away between the two ends, as one that is installed at the callee alone."""
+    module: Any = types.ModuleType("installed_at_the_callee")
+    exec(
+        "class OwnError(Exception):\n"
+        "    pass\n"
+        "class Exits(Exception):\n"
+        "    kind = None\n"
+        "    def __reduce__(self):\n"
+        "        return Exits, self.args, {'on': 'the way'}\n"
+        "    def __setstate__(self, state):\n"
+        "        if Exits.kind is not None:\n"
+        "            raise Exits.kind('asked to exit')\n",
+        vars(module),
+    )
+    sys.modules[module.__name__] = module
+    yield module
+    sys.modules.pop(module.__name__, None)
+
+
+def raised(error: BaseException) -> Encoded:
+    try:
+        raise error
+    except BaseException as caught:
+        return encode_exception(Codec(), caught)
+
+
+def test_a_class_that_only_the_callee_can_load_arrives_as_its_traceback(callees_module: Any) -> None:
+    encoded = raised(callees_module.OwnError("on purpose"))
+    del sys.modules[callees_module.__name__]
+    arrived = decode_exception(Codec(), encoded, "learner.update")
+    assert type(arrived) is RemoteError
+    assert arrived.type_name == "installed_at_the_callee.OwnError"
+    assert "in raised" in arrived.traceback_text and "OwnError: on purpose" in arrived.traceback_text
+    assert "cannot be unpickled here" in str(arrived) and "No module named" in str(arrived)
+
+
+EXITS = [SystemExit, GeneratorExit, BaseException, type("Own", (BaseException,), {})]
+
+
+@pytest.mark.parametrize("kind", EXITS, ids=lambda kind: kind.__name__)
+def test_unpickling_that_exits_ends_in_a_remote_error(callees_module: Any, kind: type[BaseException]) -> None:
+    encoded = raised(callees_module.Exits("on purpose"))
+    callees_module.Exits.kind = kind
+    arrived = decode_exception(Codec(), encoded, "learner.update")
+    assert type(arrived) is RemoteError
+    assert arrived.type_name == "installed_at_the_callee.Exits"
+    assert "Exits: on purpose" in arrived.traceback_text
+
+
+@pytest.mark.parametrize("kind", EXITS, ids=lambda kind: kind.__name__)
+def test_own_unpickling_that_exits_at_the_callee_already_is_left_out(
+    callees_module: Any, kind: type[BaseException]
+) -> None:
+    callees_module.Exits.kind = kind
+    arrived = decode_exception(Codec(), raised(callees_module.Exits("on purpose")), "learner.update")
+    assert type(arrived) is callees_module.Exits and arrived.args == ("on purpose",)
+
+
+def test_an_interrupt_of_another_thread_is_unpickling_that_fails(callees_module: Any) -> None:
+    encoded = raised(callees_module.Exits("on purpose"))
+    callees_module.Exits.kind = KeyboardInterrupt
+    arrived: list[BaseException] = []
+    thread = threading.Thread(target=lambda: arrived.append(decode_exception(Codec(), encoded, "learner.update")))
+    thread.start()
+    thread.join(10)
+    assert type(arrived[0]) is RemoteError
+
+
+class ReduceFails(Exception):
+    def __reduce__(self) -> Any:
+        raise SystemExit("in __reduce__")
+
+
+class ReduceLies(Exception):
+    def __reduce__(self) -> Any:
+        return int, (3,)
+
+
+class NoText(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("in __str__")
+
+    __repr__ = __str__
+
+
+class NoCause(Exception):
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("frozen")
+
+
+class NoGetting(Exception):
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name}")
+
+
+@pytest.mark.parametrize("kind", [ReduceFails, ReduceLies, NoText, NoCause, NoGetting], ids=lambda kind: kind.__name__)
+def test_a_class_that_stands_in_the_way_costs_the_type_at_most(kind: type[Exception]) -> None:
+    arrived = decode_exception(Codec(), raised(kind("on purpose")), "learner.update")
+    if type(arrived) is kind:
+        arrived = arrived.__cause__ if kind is not NoGetting else object.__getattribute__(arrived, "__cause__")  # type: ignore[assignment]
+    assert type(arrived) is RemoteError
+    assert arrived.type_name.endswith(kind.__name__)
+    assert "Traceback" in arrived.traceback_text or "cannot be shown" in arrived.traceback_text
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.11 has groups of exceptions")
+def test_a_group_arrives_as_one() -> None:
+    group = vars(builtins)["ExceptionGroup"]("several", [ValueError("one"), KeyError("two")])
+    arrived: Any = arrival(group)
+    assert type(arrived) is type(group)
+    assert [type(inner) for inner in arrived.exceptions] == [ValueError, KeyError]
+    assert "KeyError: 'two'" in arrived.__cause__.traceback_text
+
+
+def test_the_cause_of_a_remote_exception_is_in_its_text() -> None:
+    try:
+        try:
+            raise KeyError("the cause")
+        except KeyError as cause:
+            raise ValueError("the error") from cause
+    except ValueError as error:
+        arrived = decode_exception(Codec(), encode_exception(Codec(), error), "learner.update")
+    assert type(arrived) is ValueError
+    assert "KeyError: 'the cause'" in str(arrived.__cause__)
+
+
+def test_an_error_that_passes_many_members_stays_small() -> None:
+    error: BaseException = ValueError("at the very end")
+    for _ in range(1000):
+        error = arrival(error)
+    assert type(error) is ValueError
+    text = str(error.__cause__)
+    assert len(text) < 200_000 and "characters left out" in text
+    first, last = text.split("characters left out")
+    assert first.startswith("on learner.update:\nTraceback") and "in arrival" in first and "in arrival" in last
+
+
+@pytest.mark.parametrize("ends", [SystemExit, RuntimeError])
+def test_an_object_whose_own_code_exits_is_an_object_that_cannot_travel(
+    callees_module: Any, ends: type[BaseException]
+) -> None:
+    codec = Codec()
+    encoded = codec.encode(callees_module.Exits("as a value"))
+    callees_module.Exits.kind = ends
+    expected = SerializationError if ends is SystemExit else RuntimeError
+    with pytest.raises(expected, match="asked to exit"):
+        codec.decode(*encoded)
+    with pytest.raises(SerializationError, match="in __reduce__"):
+        codec.encode(ReduceFails("as a value"))
