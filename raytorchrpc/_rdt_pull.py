@@ -159,7 +159,9 @@ class Pull:
 
 
 def _outcome(call: CallUnderWay | RetriedCall) -> list[torch.Tensor]:
-    value, error = call.outcome()
+    outcome = call.outcome()
+    assert outcome is not None  # it is never sent again
+    value, error = outcome
     try:
         if error is not None:
             raise error

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import torch
@@ -18,7 +17,7 @@ from raytorchrpc.errors import ConfigurationError, RayTorchRpcError, RpcTimeout
 from raytorchrpc.execution import current_scope
 from raytorchrpc.member import current_local
 from raytorchrpc.retrying import RetriedCall
-from raytorchrpc.underway import CallUnderWay
+from raytorchrpc.underway import CallUnderWay, until_done
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -260,24 +259,8 @@ class Future(Generic[T]):
         self._call.add_done_callback(arrived)
 
     def __await__(self) -> Generator[Any, None, T]:
-        if not self.done():
-            loop = asyncio.get_running_loop()
-            woken = loop.create_future()
-
-            def wake() -> None:
-                if not woken.done():
-                    woken.set_result(None)
-
-            def arrived() -> None:
-                with suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
-                    loop.call_soon_threadsafe(wake)
-
-            self._call.add_done_callback(arrived)
-            deadline = loop.call_later(self._call.remaining(), wake)  # a peer that is stuck sends nothing
-            try:
-                yield from woken
-            finally:
-                deadline.cancel()
+        while not (self.done() and self._settled(0)):
+            yield from until_done(self._call)
         try:
             return self._get(0)
         finally:
@@ -297,15 +280,23 @@ class Future(Generic[T]):
             del self, error
 
     def _settle(self, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        while not self._settled(max(until - time.monotonic(), 0)):
+            if time.monotonic() >= until and self._call.remaining() > 0:
+                raise RpcTimeout(f"{self._call.label} has not answered within {timeout_s:.3g} s")
+
+    def _settled(self, timeout_s: float) -> bool:
+        """Wait, and take the outcome; False if it is not there yet, or the call had to be sent again."""
         if self._outcome is not None:
-            return
+            return True
         forking.check_process()  # the answer comes to the parent
-        arrived = execution.wait_serving(self._call, max(timeout_s, 0))
+        arrived = execution.wait_serving(self._call, timeout_s)
         if not arrived and self._call.remaining() > 0:
-            raise RpcTimeout(f"{self._call.label} has not answered within {timeout_s:.3g} s")
+            return False
         with self._lock:
             if self._outcome is None:
                 self._outcome = self._call.outcome() if arrived else self._call.expire()
+            return self._outcome is not None
 
     def __repr__(self) -> str:
         state = "done" if self.done() else "pending"

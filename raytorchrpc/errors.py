@@ -49,7 +49,9 @@ class SerializationError(RayTorchRpcError, TypeError):
 
 
 class LaneUnavailable(RayTorchRpcError):
-    """A lane cannot carry this between these two members; nothing has been sent.
+    """A lane cannot carry this between these two members, which are both there.
+
+    Arguments have not been sent then. A method whose result cannot be carried did run.
 
     Attributes:
         lane: the lane's name, as in ``GroupConfig.lanes``.

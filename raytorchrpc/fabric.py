@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from raytorchrpc import _compat, _sockfilter, forking
-from raytorchrpc.errors import BootstrapError, LaneUnavailable
+from raytorchrpc.errors import BootstrapError, LaneUnavailable, PeerLost
 
 logger = logging.getLogger(__name__)
 
@@ -255,8 +255,8 @@ class Fabric:
             )
 
     def worker(self, name: str) -> Any:
-        """torch's WorkerInfo of a peer. Raises LaneUnavailable for one that was never met, or that cannot be called
-        for the first time just now.
+        """torch's WorkerInfo of a peer. Raises PeerLost for one that was never met, has parted, or has no route to it,
+        and LaneUnavailable where this process lacks the descriptors for a first connection.
         """
         if (url := self._unopened.get(name)) is not None:
             _check_can_open(name, url)
@@ -264,7 +264,7 @@ class Fabric:
         try:
             return self._workers[name]
         except KeyError:
-            raise LaneUnavailable("torchrpc", f"{name} is not a peer of this process") from None
+            raise PeerLost(name, "it is not a peer of this process", may_have_run=False) from None
 
     def can_rref(self) -> bool:
         """Whether torch's RRefs work here: only as long as the first agent lives."""
@@ -319,7 +319,7 @@ class Fabric:
 
 
 def _check_can_open(name: str, url: str) -> None:
-    """TensorPipe ends the process when it cannot begin a connection; raises LaneUnavailable instead."""
+    """TensorPipe ends the process when it cannot begin a connection; raises LaneUnavailable or PeerLost instead."""
     try:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = sys.maxsize if limit == resource.RLIM_INFINITY else limit
@@ -338,7 +338,7 @@ def _check_can_open(name: str, url: str) -> None:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect((host, port))  # sends nothing: the kernel looks for a route
         except OSError as error:
-            raise LaneUnavailable("torchrpc", f"there is no way to {name} at {host}: {error}") from error
+            raise PeerLost(name, f"there is no route to it at {host}: {error}", may_have_run=False) from error
 
 
 def _host_of(fd: int) -> str:

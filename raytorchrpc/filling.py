@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import increment_version
 
+from raytorchrpc import _compat
 from raytorchrpc.codec import Codec, Encoded, orders, placed
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.lanes.base import Part, Shape
@@ -127,6 +128,18 @@ class Buffers:
                 target = target.permute(sorted(range(len(order)), key=order.__getitem__))
             targets.append(target)
         return targets
+
+
+def receiver(into: Sequence[torch.Tensor] | Spread) -> Receiver:
+    """What takes a result for ``into=``. Raises ConfigurationError for what cannot be filled."""
+    if isinstance(into, Spread):
+        return into
+    if _compat.current_autograd_context() != _compat.NO_CONTEXT:
+        raise ConfigurationError(
+            "into= cannot be used inside a distributed autograd context: a result there has a history, which a buffer "
+            "cannot take; leave into= out and copy what arrives"
+        )
+    return Buffers(into)
 
 
 def _obstacle(buffer: Any) -> str | None:

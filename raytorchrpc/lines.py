@@ -9,7 +9,7 @@ from typing import Any
 
 from raytorchrpc import _compat, serving
 from raytorchrpc.codec import NOTHING, Codec
-from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
+from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.exceptions import decode_exception
 from raytorchrpc.lanes._credentials import Credentials
 from raytorchrpc.lanes.base import Message, PeerAddress, Pending, Reply
@@ -103,7 +103,7 @@ class Lines:
     def _send(self, kind: int, name: str, message: Message, timeout_s: float) -> Pending:
         token = self._tokens.get(name)
         if token is None:
-            raise LaneUnavailable("socket", f"{name!r} is not looked after")
+            raise PeerLost(name, "it is not in the group (any more)", may_have_run=False)
         header = (kind, _NOBODY, token)
         return self._lane.call(name, message._replace(header=header), max(0.001, timeout_s))
 

@@ -19,13 +19,13 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.device_map import CPU, Device
 from raytorchrpc.errors import ConfigurationError, NotAMember, PeerLost, RpcTimeout, SerializationError
 from raytorchrpc.execution import current_scope
-from raytorchrpc.filling import Buffers, Receiver, Spread
+from raytorchrpc.filling import Receiver, Spread, receiver
 from raytorchrpc.lanes.base import Message, MessageLane, Pending, TensorLane
 from raytorchrpc.metrics import CallCounters
 from raytorchrpc.peers import Member, PeerRoad, process_token
 from raytorchrpc.retrying import RetriedCall
 from raytorchrpc.services import Services
-from raytorchrpc.shipping import Parcel, Shipped, Shipper, Waybill
+from raytorchrpc.shipping import Parcel, Shipped, Shipper, Waybill, snapshot
 from raytorchrpc.streams import check_mapped
 from raytorchrpc.tracing import Tracer
 from raytorchrpc.underway import CallUnderWay, body_bytes
@@ -134,6 +134,15 @@ class LocalMember:
         with self._changed:
             return {self._roads[rank].member.name: absence for rank, absence in self._absent.items()}
 
+    def why_gone(self, road: PeerRoad) -> str | None:
+        """See underway.Caller."""
+        if self._left:
+            return "this process has left the group"
+        absence, now = self._absent.get(road.member.rank), self._roads.get(road.member.rank)
+        if absence is not None:
+            return absence.cause
+        return None if now is not None and now.token == road.token else "its process was replaced, or removed"
+
     def await_everybody(self, until: float) -> bool:
         """Block until nobody is away; False at ``until``."""
         with self._changed:
@@ -219,7 +228,7 @@ class LocalMember:
         result's are to be received into, in their order (see ``calls.rpc_sync``), or what spreads them. ``retry``: how
         often it may be sent again to a peer that was lost; None: as often as the method says.
         """
-        buffers = None if into is None else _receiver(into)
+        buffers = None if into is None else receiver(into)
         road = self._road_to(target)
         repeats = road.retries.get(method, 0) if retry is None else retry
         if not repeats:
@@ -315,8 +324,8 @@ class LocalMember:
         share = share and _on_one_gpu(body, devices, road.same_gpus)
         # What stays on GPUs is copied later, from where it is.
         later = any(tensor.is_cuda and not staging.goes_to_cpu(tensor, devices) for tensor in body.tensors)
-        snapshot = later and not share and not frozen
-        return self._ship(road, serving.snapshot(body) if snapshot else body, devices, share)
+        copies = later and not share and not frozen
+        return self._ship(road, snapshot(body) if copies else body, devices, share)
 
     def staged_back(self, rank: int, body: Encoded) -> Encoded:
         """See serving.Roads."""
@@ -342,6 +351,7 @@ class LocalMember:
     ) -> Any:
         """Send a call whose result stays there; returns torch's RRef to it."""
         road = self._road_to(target)
+        self._check_there(road)
         header, body, budget = self._request(serving.REMOTE, road, method, args, kwargs, timeout)
         lane: Any = road.fabric
         rref = lane.remote(road.member.name, Message(header, staging.outbound(body, road.devices)), budget)
@@ -426,17 +436,6 @@ class LocalMember:
         # Their memory goes now, and not when the garbage collector finds this member, which is part of cycles.
         self.tensor_lanes, self.shipper = {}, Shipper({})
         self.collectives.close()
-
-
-def _receiver(into: Sequence[torch.Tensor] | Spread) -> Receiver:
-    if isinstance(into, Spread):
-        return into
-    if _compat.current_autograd_context() != _compat.NO_CONTEXT:
-        raise ConfigurationError(
-            "into= cannot be used inside a distributed autograd context: a result there has a history, which a buffer "
-            "cannot take; leave into= out and copy what arrives"
-        )
-    return Buffers(into)
 
 
 def _whole(body: Encoded, devices: Mapping[Device, Device]) -> Shipped:

@@ -111,10 +111,15 @@ class RetriedCall:
         else:
             current.add_done_callback(lambda: self._local.workers.submit(follow))
 
-    def outcome(self) -> tuple[Any, BaseException | None]:
-        """As CallUnderWay's, of the last attempt."""
+    def outcome(self) -> tuple[Any, BaseException | None] | None:
+        """As CallUnderWay's, of the last attempt. None if its result was lost on the way: ``wait`` sends it again."""
         current = self._current
         value, error = (None, self._lost) if current is None else current.outcome()
+        if self._repeats > 0 and self.remaining() > 0 and (current is None or current.peer_was_lost):
+            with self._lock:
+                if self._current is current and isinstance(error, RayTorchRpcError):
+                    self._current, self._lost = None, error.with_traceback(None)
+            return None
         if isinstance(error, PeerLost) and self._may_have_run and not error.may_have_run:
             error = PeerLost(error.peer, error.cause)  # not at the last attempt, but before
         return value, error

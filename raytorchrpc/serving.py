@@ -19,9 +19,9 @@ from raytorchrpc.codec import NOTHING, Codec, Encoded
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
 from raytorchrpc.exceptions import encode_exception
 from raytorchrpc.execution import Limit, Scope, Seat, Work, current_scope
-from raytorchrpc.lanes.base import Message, MessageLane, Reply, copied
+from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.services import Later
-from raytorchrpc.shipping import Parcel, Shipped, Waybill, joined, owned
+from raytorchrpc.shipping import Parcel, Shipped, Waybill, joined, owned, snapshot
 from raytorchrpc.streams import hand_over
 from raytorchrpc.tracing import ServedSpan, Tracer
 from raytorchrpc.workers import Alarms, Workers
@@ -115,7 +115,7 @@ class Server:
         kind, caller, token = message.header[:3]
         try:
             # First of all: a request that is refused gives back what it brought.
-            parcels = self.roads.receive(caller, message.waybills) if message.waybills else []
+            parcels = self._parcels(caller, message) if message.waybills else []
             if token != self.token:
                 raise PeerLost(self.name, "it belongs to another generation of the group", may_have_run=False)
             if caller in self.roads.strangers:
@@ -144,6 +144,12 @@ class Server:
             # Encoded here: the error itself leads to this frame, and by it to what the request brought.
             refusal = self._refusal(kind, error)
             return partial(self._send, reply, lambda: refusal)
+
+    def _parcels(self, caller: int, message: Message) -> list[Parcel]:
+        try:
+            return self.roads.receive(caller, message.waybills)
+        except LaneUnavailable as error:
+            raise PeerLost(self.name, "it has left the group", may_have_run=False) from error
 
     def _ask(self, message: Message, reply: Reply) -> None:
         try:
@@ -445,20 +451,3 @@ class _Job:
         if self.note.frozen and not any(tensor.is_cuda for tensor in body.tensors):
             return body
         return snapshot(body)
-
-
-def snapshot(body: Encoded) -> Encoded:
-    """Copy those tensors that somebody here could still change before a lane has sent them.
-
-    A method may return a tensor of the actor's own state; the next method must not change what the caller
-    gets. A tensor that nobody else holds needs no copy; whose memory torch did not allocate (``from_numpy``),
-    nobody can tell who holds it.
-    """
-    if not body.tensors:
-        return body
-    lifted = len(body.tensors) - body.buffers
-    tensors = [
-        copied(tensor) if index >= lifted or not _compat.is_sole_owner(tensor) else tensor
-        for index, tensor in enumerate(body.tensors)
-    ]
-    return body._replace(tensors=tensors)

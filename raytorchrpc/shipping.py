@@ -192,6 +192,23 @@ def owned(body: Encoded) -> Encoded:
     return body._replace(tensors=own)
 
 
+def snapshot(body: Encoded) -> Encoded:
+    """Copy those tensors that somebody here could still change before a lane has sent them.
+
+    A method may return a tensor of the actor's own state; the next method must not change what the caller
+    gets. A tensor that nobody else holds needs no copy; whose memory torch did not allocate (``from_numpy``),
+    nobody can tell who holds it.
+    """
+    if not body.tensors:
+        return body
+    lifted = len(body.tensors) - body.buffers
+    tensors = [
+        copied(tensor) if index >= lifted or not _compat.is_sole_owner(tensor) else tensor
+        for index, tensor in enumerate(body.tensors)
+    ]
+    return body._replace(tensors=tensors)
+
+
 def spread(tensors: Sequence[torch.Tensor], parts: Sequence[Sequence[Part]]) -> None:
     """Copy parts of flat uint8 tensors to where they belong."""
     for tensor, its in zip(tensors, parts, strict=True):

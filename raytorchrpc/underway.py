@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from raytorchrpc import execution, forking, serving
 from raytorchrpc.codec import Codec, Encoded
-from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout, SerializationError, shown
+from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError, shown
 from raytorchrpc.exceptions import decode_exception
 from raytorchrpc.filling import Receiver
 from raytorchrpc.lanes.base import MessageLane, Pending
@@ -37,6 +38,9 @@ class Caller(Protocol):
     def system(self, road: PeerRoad, lane: MessageLane, kind: int, *fields: Any, timeout_s: float) -> Pending:
         """Send a request of the group's own."""
 
+    def why_gone(self, road: PeerRoad) -> str | None:
+        """Why the process that a road leads to cannot be called any more; None if it can, as far as is known here."""
+
     def note_weight(self, rank: int, method: str, heavy: bool) -> None:
         """Remember whether a method's results need the lane for tensors."""
 
@@ -46,6 +50,8 @@ class CallUnderWay:
 
     span: CallSpan | None = None
     """If it is traced."""
+    peer_was_lost = False
+    """Once the outcome was taken: it is the loss of the peer, and no exception of the method's."""
 
     def __init__(
         self,
@@ -119,8 +125,19 @@ class CallUnderWay:
             return self._pending
         self._local.note_weight(self._road.member.rank, self._method, heavy=True)
         self._lane = self._road.tensors
-        number = message.header[1]
-        return self._local.system(self._road, self._lane, serving.FETCH, number, timeout_s=max(0.001, self.remaining()))
+        number, left = message.header[1], max(0.001, self.remaining())
+        try:
+            return self._local.system(self._road, self._lane, serving.FETCH, number, timeout_s=left)
+        except RayTorchRpcError as error:
+            raise self._since_answered(error) from error
+
+    def _since_answered(self, error: RayTorchRpcError) -> RayTorchRpcError:
+        """What became of a result that has been announced. The method ran, whatever kept its result from arriving."""
+        if isinstance(error, LaneUnavailable) and (why := self._local.why_gone(self._road)) is not None:
+            return PeerLost(self._road.member.name, f"{why}; its result had not been fetched")
+        if isinstance(error, PeerLost) and not error.may_have_run:
+            return PeerLost(error.peer, error.cause)
+        return error
 
     def lost(self) -> PeerLost | None:
         """Why the peer was lost meanwhile, if it was; only once ``wait`` has returned True. Takes nothing."""
@@ -173,6 +190,12 @@ class CallUnderWay:
                     value = self._local.codec.decode(*body)
             else:
                 error = decode_exception(self._local.codec, body, self.label)
+                # Not the method's: the server refused it.
+                self.peer_was_lost = (
+                    isinstance(error, PeerLost) and error.peer == self._road.member.name and not error.may_have_run
+                )
+                if final is not self._pending and isinstance(error, RayTorchRpcError):
+                    error = self._since_answered(error)
         except RpcTimeout:
             error = self._late()
         except Exception as failure:
@@ -181,6 +204,9 @@ class CallUnderWay:
                 # the result's own unpickling code
                 error = SerializationError(f"the result of {self.label} cannot be unpickled here: {shown(failure)}")
                 error.__cause__ = failure
+            elif self._taken or final is not self._pending:
+                error = self._since_answered(failure)
+            self.peer_was_lost = isinstance(error, PeerLost)
         self._count(size, came_by, error)
         return value, error
 
@@ -201,6 +227,7 @@ class CallUnderWay:
             error = self._late()
         elif not isinstance(error, RayTorchRpcError):
             error = SerializationError(f"the answer of {self.label} cannot be read here: {shown(error)}")
+        self.peer_was_lost = isinstance(error, PeerLost)
         self._count(0, self._sent_by, error)
         return None, error
 
@@ -238,6 +265,37 @@ def _give_back(shipper: Shipper, peer: str, pending: Pending) -> None:
         return
     with contextlib.suppress(RayTorchRpcError):
         shipper.receive(peer, message.waybills).clear()
+
+
+class Awaitable(Protocol):
+    """A call, perhaps a repeated one, on an event loop."""
+
+    def remaining(self) -> float:
+        """Seconds until its deadline."""
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """See CallUnderWay."""
+
+
+def until_done(call: Awaitable) -> Generator[Any, None, None]:
+    """For ``__await__``: until the call's outcome can be taken, or its deadline has passed."""
+    loop = asyncio.get_running_loop()
+    woken = loop.create_future()
+
+    def wake() -> None:
+        if not woken.done():
+            woken.set_result(None)
+
+    def arrived() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
+            loop.call_soon_threadsafe(wake)
+
+    call.add_done_callback(arrived)
+    deadline = loop.call_later(call.remaining(), wake)  # a peer that is stuck sends nothing
+    try:
+        yield from woken
+    finally:
+        deadline.cancel()
 
 
 def call_back(callback: Callable[[Any], object], argument: Any) -> None:

@@ -24,6 +24,7 @@ import torch
 
 from raytorchrpc import forking
 from raytorchrpc.errors import LaneUnavailable, PeerLost
+from raytorchrpc.lanes.base import never_fetched
 
 SLOTS = 1 << 16
 _DATA = 1 << 20
@@ -96,7 +97,7 @@ class Gone(LaneUnavailable):
 
     def lost(self, peer: str) -> PeerLost:
         """For who was to get something out of it."""
-        return PeerLost(peer, "its process ended, or left the group, before its tensors were fetched")
+        return never_fetched(peer)
 
 
 def map_shared(address: SharedAddress) -> numpy.ndarray:

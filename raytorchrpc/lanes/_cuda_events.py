@@ -14,7 +14,7 @@ import torch
 
 from raytorchrpc import _compat
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes._arena import SharedAddress, SharedBytes, is_gone, map_shared
+from raytorchrpc.lanes._arena import Gone, SharedAddress, SharedBytes, is_gone, map_shared
 from raytorchrpc.lanes._cuda_driver import HANDLE_BYTES
 from raytorchrpc.lanes.base import PeerAddress
 
@@ -116,10 +116,10 @@ class SharedEvents:
         return self._peers.get(peer)
 
     def tag_of(self, peer: str) -> str:
-        """Of its present process. Raises LaneUnavailable."""
+        """Of its present process. Raises Gone."""
         address = self._peers.get(peer)
         if address is None:
-            raise LaneUnavailable("cuda_ipc", f"member {peer!r} is not known here, or gone")
+            raise Gone("cuda_ipc", f"member {peer!r} is not known here, or gone")
         return address.tag
 
     def is_dead(self, peer: str) -> bool:
@@ -132,7 +132,7 @@ class SharedEvents:
         page = self._pages.get(tag)
         if page is None:
             if self.tag_of(peer) != tag:  # in its next process's page the numbers are of other tensors
-                raise LaneUnavailable("cuda_ipc", f"the process of member {peer!r} that sent these tensors is gone")
+                raise Gone("cuda_ipc", f"the process of member {peer!r} that sent these tensors is gone")
             page = self._pages[tag] = map_shared(self._peers[peer])
         return page
 

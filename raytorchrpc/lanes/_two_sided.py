@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes._carrier import RECEIVER, SENDER, Broken, Carrier, Channel, Mark
 from raytorchrpc.lanes._control import Control, Gone, Late
 from raytorchrpc.lanes.base import Shape
@@ -85,7 +85,8 @@ class Receiving:
 
         ``into``: for each piece, where it is to arrive, or None. Nothing is written there after this has raised.
 
-        Raises LaneUnavailable if nothing moved and all is well; after anything else this has to be ended.
+        Raises PeerLost if the sender does not have it any more, and LaneUnavailable if the two ends cannot make a
+        channel; then nothing moved and all is well. After anything else this has to be ended.
         """
         if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise Late
@@ -93,7 +94,8 @@ class Receiving:
             channel = self._channels.get((source, target)) or self._join(source, target, deadline)
             room = _room(channel, pieces, into)
             self.control.send((FETCH, number, source, target), deadline)
-            self._heed(deadline)
+            if (refusal := self._refusal(deadline)) is not None:
+                raise PeerLost(self.peer, refusal)
             try:
                 mark = self._receive(channel, room, into, deadline)
             except BaseException:
@@ -136,7 +138,8 @@ class Receiving:
         channel = self._carrier.join(ticket, RECEIVER, target)
         try:
             wait(lambda: self.control.readable() or channel.settled(), self.control, deadline)
-            self._heed(deadline)
+            if (refusal := self._refusal(deadline)) is not None:
+                raise LaneUnavailable(self._lane, refusal)
             wait(channel.settled, self.control, deadline)
         except BaseException:
             channel.abort()
@@ -146,10 +149,9 @@ class Receiving:
             channel.abort()
         return channel
 
-    def _heed(self, deadline: float) -> None:
+    def _refusal(self, deadline: float) -> str | None:
         answer = self.control.receive(deadline)
-        if answer[0] != GO:
-            raise LaneUnavailable(self._lane, answer[1])
+        return None if answer[0] == GO else answer[1]
 
     def discard(self, number: int, deadline: float) -> None:
         """Say that nobody will ask for this one. Raises Gone or Late."""

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from raytorchrpc.codec import Encoded
+from raytorchrpc.errors import PeerLost
 from raytorchrpc.streams import nothing
 
 
@@ -133,7 +134,7 @@ class MessageLane(ABC):
 
         The tensors in ``message`` belong to the lane until the call is done and must not change meanwhile.
         Raises LaneUnavailable if nothing was sent and nothing can be, for instance for a CUDA tensor
-        without a device map.
+        without a device map; PeerLost, with ``may_have_run`` False, for a peer that is not there (any more).
         """
 
     @abstractmethod
@@ -201,6 +202,11 @@ class TensorCapabilities:
     """CUDA tensors may be exported to arrive as CPU tensors."""
     in_parts: bool = False
     """It has ``spread``."""
+
+
+def never_fetched(peer: str) -> PeerLost:
+    """What ``fetch`` raises for tensors of a process that is not there any more."""
+    return PeerLost(peer, "its process ended, or left the group, before its tensors were fetched")
 
 
 #: Parts below this take longer to ask for than to copy (bytes).
@@ -300,7 +306,8 @@ class TensorLane(ABC):
         copies and drops. When this has returned or raised, nothing but what is queued on this thread's streams writes
         there any more.
 
-        Raises LaneUnavailable or PeerLost.
+        Raises PeerLost if the peer is not there any more, or does not have them any more; LaneUnavailable if it is
+        there and this process cannot get at its memory.
         """
 
     def spread(

@@ -278,10 +278,10 @@ class CudaIpcLane(TensorLane):
                     arrived = self._copy(mapped, places, shapes, into, device, raw)
                     self._copied_on(peer, descriptor, stream, raw)
                     return arrived
+                flags = self._events.page_of(peer, tag)
                 # Made ready now: giving back can happen in the middle of anything, and may take no lock.
                 returning = self._returning[target]
                 self._events.record(target, returning, returning.cuda_stream)
-            flags = self._events.page_of(peer, tag)
             loan = Loan(lambda: self._give_back(flags, number, stream))
             return [
                 torch.empty(shape[1], dtype=shape[0], device=device)
@@ -312,7 +312,10 @@ class CudaIpcLane(TensorLane):
                         first, last = run[0].offset, max(offset + target.nbytes for offset, target in run)
                         joined = torch.empty(last - first, dtype=torch.uint8, device=stream.device)
                         copy(joined.data_ptr(), mapping.pointer + begin + first, last - first, raw)
-                        left += [(target, _part_of(joined, offset - first, target)) for offset, target in run]
+                        left += [
+                            (target, view_at(joined, offset - first, (target.dtype, tuple(target.shape))))
+                            for offset, target in run
+                        ]
                     begin += sizes[number]
             self._copied_on(peer, descriptor, stream, raw)
         return left
@@ -377,9 +380,12 @@ class CudaIpcLane(TensorLane):
 
     def used(self, peer: str, descriptor: Any) -> None:
         number, target, _, _, shared, tag = descriptor
-        page = self._events.page_of(peer, tag) if shared else None
-        if page is not None and page[number] == _OUT:  # it keeps some of them
-            page[USES + number] = 1 + self._events.record(target, *self._events.current(target))
+        if not shared:
+            return
+        with contextlib.suppress(Gone):  # then nobody waits for it
+            page = self._events.page_of(peer, tag)
+            if page[number] == _OUT:  # it keeps some of them
+                page[USES + number] = 1 + self._events.record(target, *self._events.current(target))
 
     def discard(self, peer: str, descriptor: Any) -> None:
         with contextlib.suppress(LaneUnavailable):  # the peer is gone
@@ -403,10 +409,6 @@ class CudaIpcLane(TensorLane):
         self._woken.set()
         self._mappings.close(self._devices)
         self._events.close(keep_opened=bool(self._out))
-
-
-def _part_of(flat: torch.Tensor, offset: int, target: torch.Tensor) -> torch.Tensor:
-    return view_at(flat, offset, (target.dtype, tuple(target.shape)))
 
 
 class _IpcExport(Export):

@@ -227,7 +227,7 @@ class NcclLane(TensorLane):
             way = self._way(peer, deadline)
             try:
                 room, channel = way.fetch(number, source, target, pieces, deadline, own)
-            except (LaneUnavailable, torch.OutOfMemoryError):
+            except (LaneUnavailable, PeerLost, torch.OutOfMemoryError):
                 raise  # nothing was posted
             except BaseException:
                 self._end(way)  # the ends may be out of step
@@ -250,13 +250,13 @@ class NcclLane(TensorLane):
         self._ring()
 
     def _way(self, peer: str, deadline: float) -> Receiving:
-        """The way to fetch from this peer; made if there is none. Raises LaneUnavailable, Gone or Late."""
+        """The way to fetch from this peer; made if there is none. Raises Gone or Late."""
         way = self._receiving.get(peer)
         if way is not None:
             return way
         address, dialing = self._peers.get(peer), self._dialing.get(peer)
         if address is None or dialing is None or self._closed:
-            raise LaneUnavailable(self.name, f"member {peer!r} is not known here, or gone")
+            raise Gone("it is not known here, or gone")
         if not dialing.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise Late
         try:
@@ -278,7 +278,7 @@ class NcclLane(TensorLane):
                 self._ring()
                 return
         way.end()
-        raise LaneUnavailable(self.name, "this member has left the group")
+        raise Gone("this member has left the group")
 
     def _end(self, way: Receiving) -> None:
         with self._lock:

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -244,7 +245,10 @@ class NixlLane(TensorLane):
     def fetch(
         self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
     ) -> list[torch.Tensor]:
-        agent, link = self._known(peer)
+        try:
+            agent, link = self._known(peer)
+        except LaneUnavailable as error:
+            raise PeerLost(peer, error.reason) from error
         number, target, places, members = descriptor
         self._collect(agent)
         with self._using(agent, link):
@@ -309,7 +313,7 @@ class NixlLane(TensorLane):
                     blocks.append(self._pool.take(place[3], beyond=True))
             spans = [
                 Span(block.memory.address, block.memory.number, place[2], place[0], place[3])
-                for place, block in zip(filter(_size, places), blocks, strict=True)
+                for place, block in zip(filter(itemgetter(3), places), blocks, strict=True)
             ]
             self._read(agent, link, "cpu", spans, number, blocks)
         except _GivenUp:
@@ -438,10 +442,6 @@ class NixlLane(TensorLane):
         self._segments.close()
         self._pool.close()
         agent.close()
-
-
-def _size(place: Place) -> int:
-    return place[3]
 
 
 class _GivenUp(Lost):

@@ -171,7 +171,7 @@ class NngLane(MessageLane):
     def _connect(self, peer: str, deadline: float) -> Line:
         address = self._addresses.get(peer)
         if address is None or self._closed:
-            raise LaneUnavailable(self.name, f"{peer!r} is not a peer (any more)")
+            raise PeerLost(peer, "it is not in the group (any more)", may_have_run=False)
         lock = self._connecting[peer]
         if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise PeerLost(peer, "no connection to it in time", may_have_run=False)
@@ -189,7 +189,7 @@ class NngLane(MessageLane):
         by_tcp = peer in self._by_tcp
         url, question = (address.tcp, _TCP) if by_tcp else (address.local, _LOCAL)
         if url is None:
-            raise LaneUnavailable(self.name, f"{peer!r} does not listen for other hosts")
+            raise PeerLost(peer, "it does not listen for other hosts", may_have_run=False)
         me, its = (listener_identity(self._credentials, each, by_tcp) for each in (self._address, address))
         for attempt in range(_ATTEMPTS):  # the other end may hang up on strangers, and be in doubt about us
             wire: _nng.Wire | None = None
@@ -213,7 +213,7 @@ class NngLane(MessageLane):
         with self._lock:
             if self._closed:
                 wire.close()
-                raise LaneUnavailable(self.name, "this member has left the group")
+                raise PeerLost(peer or "the caller", "this member has left the group", may_have_run=False)
             for fd in (wire.recv_fd, wire.gone_fd):
                 self._by_fd[fd] = line
                 self._epoll.register(fd, select.EPOLLIN)

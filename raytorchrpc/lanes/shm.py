@@ -32,6 +32,7 @@ from raytorchrpc.lanes.base import (
     TensorCapabilities,
     TensorLane,
     copied,
+    never_fetched,
     numbers,
     view_at,
 )
@@ -252,9 +253,7 @@ class ShmLane(TensorLane):
         address = self._addresses.get(peer)
         if address is None or address.tag != tag:
             self._owe(tag, slots)
-            if address is None:
-                raise LaneUnavailable(self.name, f"member {peer!r} is not known here, or gone")
-            raise LaneUnavailable(self.name, f"the process of member {peer!r} that sent these tensors is gone")
+            raise never_fetched(peer)
         arena = self._peers.get(tag)
         if arena is not None:
             return arena

@@ -218,7 +218,7 @@ class SocketLane(MessageLane):
     def _connect(self, peer: str, deadline: float) -> Connection:
         address = self._addresses.get(peer)
         if address is None or self._closed:
-            raise LaneUnavailable(self.name, f"{peer!r} is not a peer (any more)")
+            raise PeerLost(peer, "it is not in the group (any more)", may_have_run=False)
         lock = self._connecting[peer]
         if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise PeerLost(peer, "no connection to it in time", may_have_run=False)
@@ -238,7 +238,7 @@ class SocketLane(MessageLane):
         where: Any = "\0" + address.unix
         if peer in self._by_tcp:
             if address.tcp is None:
-                raise LaneUnavailable(self.name, f"{peer!r} does not listen for other hosts")
+                raise PeerLost(peer, "it does not listen for other hosts", may_have_run=False)
             family, where = (socket.AF_INET6 if ":" in address.tcp[0] else socket.AF_INET), address.tcp
         me, its = (listener_identity(self._credentials, each, family) for each in (self._address, address))
         until = time.monotonic() + patience
@@ -265,7 +265,7 @@ class SocketLane(MessageLane):
         with self._lock:
             if self._closed:
                 sock.close()
-                raise LaneUnavailable(self.name, "this member has left the group")
+                raise PeerLost(peer or "the caller", "this member has left the group", may_have_run=False)
             self._by_fd[connection.fd] = connection
             self._epoll.register(connection.fd, _READ if connection.accepted else 0)
         return connection

@@ -126,10 +126,13 @@ class TorchRpcLane(MessageLane):
         check_mapped(tensors, peer, self._maps.get(peer, {}), self.name)
         name = self._rpc_names.get(peer)
         if name is None:  # lost while this message was made ready
-            raise LaneUnavailable(self.name, f"member {peer!r} is not known here, or gone")
+            raise PeerLost(peer, "it is not in the group (any more)", may_have_run=False)
         if self._broken and (broken := self._broken.get(peer)) is not None:
             self._renew(peer, name, broken)
-        return self._fabric.worker(name)
+        try:
+            return self._fabric.worker(name)
+        except PeerLost as lost:
+            raise PeerLost(peer, lost.cause, may_have_run=False) from lost
 
     def _renew(self, peer: str, name: str, broken: Any) -> None:
         """Whoever broke off may live: it had no descriptor left when it was called, or something between them hung up.

@@ -402,6 +402,8 @@ def test_strangers_are_unknown() -> None:
             mine.fetch("gone", sent.descriptor, [(torch.uint8, (10,))])
         with pytest.raises(LaneUnavailable, match="'nobody' is not known"):
             mine.export(_ones(10), "nobody", {})
+        with pytest.raises(PeerLost, match="'nobody' is not known"):
+            mine.fetch("nobody", sent.descriptor, [(torch.uint8, (10,))])
     finally:
         mine.close()
     with pytest.raises(LaneUnavailable, match="closed"):

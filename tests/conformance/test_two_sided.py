@@ -167,7 +167,7 @@ def test_discarded_and_cancelled_exports_are_let_go(ab: Stations) -> None:
     assert a.keeps(0)
     cancelled[0].cancel()  # twice is harmless
     for gone in (unwanted, cancelled, wanted):
-        with pytest.raises(LaneUnavailable, match="does not have these tensors any more"):
+        with pytest.raises(PeerLost, match="does not have these tensors any more"):
             b.fetch(gone)
     assert is_ones(b.fetch(a.export(ones())))
     assert len(b.carrier.channels) == 1, "a refusal costs no channel"
@@ -176,7 +176,7 @@ def test_discarded_and_cancelled_exports_are_let_go(ab: Stations) -> None:
 def test_what_is_for_one_peer_is_not_for_another(open_stations: Callable[..., Stations]) -> None:
     a, b, c = open_stations(3).values()
     sent = a.export(ones())
-    with pytest.raises(LaneUnavailable, match="does not have"):
+    with pytest.raises(PeerLost, match="does not have"):
         c.fetch(sent)
     c.discard(sent)
     assert is_ones(b.fetch(sent))

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 
 from raytorchrpc.codec import NOTHING, Codec
-from raytorchrpc.errors import PeerBusy, PeerLost, RayTorchRpcError
-from raytorchrpc.exceptions import decode_exception
+from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerBusy, PeerLost, RayTorchRpcError
+from raytorchrpc.exceptions import decode_exception, encode_exception
 from raytorchrpc.execution import NO_SCOPE
 from raytorchrpc.lanes._connection import Connection, SocketPending, tune
-from raytorchrpc.lanes.base import Message
+from raytorchrpc.lanes.base import Message, Pending
+from raytorchrpc.metrics import CallCounters
 from raytorchrpc.retrying import RetriedCall
-from raytorchrpc.serving import CALL, Server, _Job
+from raytorchrpc.serving import CALL, KEPT, OK, RAISED, Server, _Job
+from raytorchrpc.shipping import Shipped, Shipper
+from raytorchrpc.underway import CallUnderWay
 from raytorchrpc.workers import Alarms, Workers
 
 LISTENERS: Any = SimpleNamespace(
@@ -82,6 +85,7 @@ class Attempt:
     """A call under way that was lost."""
 
     loop_token = None
+    peer_was_lost = False
 
     def __init__(self, error: RayTorchRpcError) -> None:
         self.error = error
@@ -157,3 +161,126 @@ def test_arguments_that_could_not_be_fetched_name_the_callee_and_did_not_run() -
     assert isinstance(lost, PeerLost)
     assert (lost.peer, lost.may_have_run) == ("callee", False)
     assert "could not fetch the arguments: the road for tensors broke" in str(lost)
+
+
+# --- results that are lost after the method ran ------------------------------------------------------------------
+
+
+class Answer(Pending):
+    def __init__(self, message: Message) -> None:
+        self.message = message
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+    def add_done_callback(self, callback: Any) -> None:
+        callback()
+
+    def take(self) -> Message:
+        return self.message
+
+
+class Caller(SimpleNamespace):
+    """The member that made the call: what it fetches with fails, and its peer is gone or not."""
+
+    codec = Codec()
+    counters = CallCounters()
+
+    def __init__(self, gone: bool, failure: RayTorchRpcError) -> None:
+        super().__init__()
+        self.gone, self.failure, self.shipper = gone, failure, self
+        self.leftovers = SimpleNamespace(leave=lambda *_: None)
+
+    def why_gone(self, road: Any) -> str | None:
+        return "its actor died" if self.gone else None
+
+    def note_weight(self, *_: Any, heavy: bool) -> None: ...
+
+    def receive(self, peer: str, waybills: Any) -> Any:
+        raise self.failure
+
+    def system(self, *_: Any, timeout_s: float) -> Pending:
+        if isinstance(self.failure, NotAMember):  # what the peer answers
+            return Answer(Message((RAISED,), encode_exception(self.codec, UNSEEN)))
+        raise self.failure
+
+
+UNSEEN = PeerLost("b", "it belongs to another generation of the group", may_have_run=False)
+BESIDE = Message((OK,), NOTHING, waybills=(("shm", None, (), None),))
+KEPT_THERE = Message((KEPT, 3), NOTHING)
+
+
+def outcome_after(answer: Message, gone: bool, failure: RayTorchRpcError) -> tuple[Any, bool]:
+    lane: Any = SimpleNamespace(name="lane")
+    road: Any = SimpleNamespace(member=SimpleNamespace(name="b", rank=1), calls=lane, tensors=lane)
+    shipped = Shipped(NOTHING, (), ())
+    deadline = time.monotonic() + 10
+    caller: Any = Caller(gone, failure)
+    call = CallUnderWay(caller, road, "f", lane, Answer(answer), 0.0, deadline, None, shipped)
+    assert call.wait(0)
+    return call.outcome()[1], call.peer_was_lost
+
+
+@pytest.mark.parametrize("answer", [BESIDE, KEPT_THERE], ids=["beside the answer", "kept for another lane"])
+@pytest.mark.parametrize("failure", [LaneUnavailable("shm", "not mapped"), UNSEEN], ids=["lane", "peer"])
+def test_a_result_that_went_with_its_process_has_been_made(answer: Message, failure: RayTorchRpcError) -> None:
+    error, lost = outcome_after(answer, True, failure)
+    assert isinstance(error, PeerLost) and lost
+    assert (error.peer, error.may_have_run) == ("b", True)
+
+
+def test_a_process_that_does_not_know_of_a_kept_result_is_another_one() -> None:
+    error, lost = outcome_after(KEPT_THERE, True, NotAMember("it answers"))
+    assert isinstance(error, PeerLost) and lost
+    assert error.may_have_run
+
+
+@pytest.mark.parametrize("answer", [BESIDE, KEPT_THERE], ids=["beside the answer", "kept for another lane"])
+def test_memory_that_cannot_be_mapped_while_the_peer_lives_stays_the_lanes_fault(answer: Message) -> None:
+    failure = LaneUnavailable("shm", "not mapped")
+    error, lost = outcome_after(answer, False, failure)
+    assert isinstance(error, LaneUnavailable) and error.reason == "not mapped" and not lost
+
+
+class TakenTooLate(Attempt):
+    """Answered, and the result is lost when it is taken."""
+
+    peer_was_lost = True
+
+    def lost(self) -> PeerLost | None:
+        return None
+
+
+def test_a_result_that_was_lost_is_asked_for_again_within_the_limit() -> None:
+    attempts = [TakenTooLate(PeerLost("b", f"attempt {number}")) for number in range(4)]
+    left: list[Any] = list(attempts)
+    call = RetriedCall(Away(True), "b", "b.f", lambda seconds: left.pop(0), 10, repeats=2)  # type: ignore[arg-type]
+    for _ in range(2):
+        assert call.wait(5)
+        assert call.outcome() is None
+        assert call.outcome() is None, "another thread that has waited too"
+    assert call.wait(5)
+    outcome = call.outcome()
+    assert outcome is not None
+    assert isinstance(outcome[1], PeerLost) and outcome[1].cause == "attempt 2" and len(left) == 1
+
+
+def test_what_the_method_itself_lost_is_not_asked_for_again() -> None:
+    error = PeerLost("c", "the method's own call")
+    call = RetriedCall(Away(True), "b", "b.f", lambda seconds: Attempt(error), 10, repeats=2)  # type: ignore[arg-type, return-value]
+    call._current.lost = lambda: None  # type: ignore[method-assign, union-attr]
+    assert call.wait(5)
+    assert call.outcome() == (None, error)
+
+
+def test_a_request_with_tensors_for_a_member_that_has_left_did_not_run() -> None:
+    roads: Any = SimpleNamespace(strangers=frozenset(), alarms=None, receive=Shipper({}).receive)
+    server = Server("callee", "1", None, {}, Codec(), Workers("test"), roads)
+    answers: list[Message] = []
+    request = Message((CALL, 0, "1", "f", (), 10.0, None), NOTHING, waybills=(("shm", None, (), None),))
+    work = server.serve(SimpleNamespace(), request, answers.append)  # type: ignore[arg-type]
+    assert work is not None
+    work()
+    lost = decode_exception(server.codec, answers[0].body, "callee.f")
+    assert isinstance(lost, PeerLost)
+    assert (lost.peer, lost.may_have_run) == ("callee", False)

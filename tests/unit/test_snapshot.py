@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raytorchrpc.codec import Codec
-from raytorchrpc.serving import snapshot
+from raytorchrpc.shipping import snapshot
 
 
 def copied(method: Callable[[], Any]) -> bool:
