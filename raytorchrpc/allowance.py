@@ -15,6 +15,7 @@ from raytorchrpc import execution
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerBusy, RpcTimeout
 from raytorchrpc.execution import current_scope
+from raytorchrpc.loops import on_loop
 from raytorchrpc.peers import Member
 
 
@@ -165,9 +166,9 @@ class Allowances:
     def _wait(self, allowance: Allowance, peer: str, method: str, size: int, patience_s: float) -> tuple[Ticket, float]:
         calls, many = allowance.calls, allowance.bytes
         under_way = f"{calls} calls with {many / 2**20:.1f} MiB of arguments are under way to {peer!r}"
-        on_loop = execution.on_loop()
-        if on_loop or self._rejects:
-            remedy = "await some of them" if on_loop else "wait for some of them"
+        looping = on_loop()
+        if looping or self._rejects:
+            remedy = "await some of them" if looping else "wait for some of them"
             raise PeerBusy(
                 f"{peer}.{method} was not sent: {under_way}; {remedy} first, or raise "
                 f"GroupConfig.max_calls_in_flight ({self._max_calls}) or max_bytes_in_flight ({self._max_bytes})",

@@ -15,6 +15,7 @@ from raytorchrpc import _compat, deferred, execution, forking, rdt
 from raytorchrpc.deferred import DeferredCall
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError, RpcTimeout
 from raytorchrpc.execution import current_scope
+from raytorchrpc.loops import on_loop
 from raytorchrpc.member import current_local
 from raytorchrpc.retrying import RetriedCall
 from raytorchrpc.underway import CallUnderWay, until_done
@@ -164,13 +165,13 @@ def _take_turn(note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict
     gate = _gate_for(note, instance)
     if gate is None:
         return note.function(instance, *args, **kwargs)
-    scope, on_loop = current_scope.get(), execution.on_loop()
-    if not on_loop and gate.held(scope.path):
+    scope, looping = current_scope.get(), on_loop()
+    if not looping and gate.held(scope.path):
         raise RayTorchRpcError(
             f"{note.function.__qualname__} was called by a concurrent method, on behalf of a call whose chain is "
             f"inside this actor already and waits: it would wait for itself; make it concurrent=True as well"
         )
-    seat = gate.enter_now() if on_loop else gate.enter()
+    seat = gate.enter_now() if looping else gate.enter()
     if seat is None:
         # Waiting here would stop the loop that the holder needs; nothing else runs on it meanwhile anyway.
         return note.function(instance, *args, **kwargs)

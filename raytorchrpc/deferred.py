@@ -11,8 +11,9 @@ from contextlib import suppress
 from contextvars import copy_context
 from typing import Any
 
-from raytorchrpc import execution, readmission
+from raytorchrpc import readmission
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
+from raytorchrpc.loops import Token, on_loop
 from raytorchrpc.retrying import RetriedCall
 from raytorchrpc.services import Later
 from raytorchrpc.underway import CallUnderWay, call_back
@@ -39,7 +40,7 @@ def call(
         sent: Call = local.call(target, method, args, kwargs, seconds, attended=attended, **options)
         return sent
 
-    if not attended and execution.on_loop():
+    if not attended and on_loop():
         return DeferredCall(f"{target}.{method}", send, timeout)
     return send(*readmission.wait(timeout))
 
@@ -55,7 +56,7 @@ class DeferredCall:
     that waits for it, whichever comes first. Thread-safe.
     """
 
-    loop_token: execution.Token | None = None
+    loop_token: Token | None = None
 
     def __init__(self, label: str, send: Callable[[Any, float | None], Call], timeout: float | None) -> None:
         self.label, self._send, self._timeout = label, send, timeout
@@ -122,7 +123,7 @@ class DeferredCall:
 
         self._sent.add_done_callback(follow)
 
-    def outcome(self) -> tuple[Any, BaseException | None]:
+    def outcome(self) -> tuple[Any, BaseException | None] | None:
         """See CallUnderWay."""
         call = self._call
         return (None, self._sent.exception(0)) if call is None else call.outcome()

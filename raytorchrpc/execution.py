@@ -9,19 +9,23 @@ the very thread that waits for it, or, in an async actor, on the loop.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import os
+import contextvars
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 from raytorchrpc import _compat
+from raytorchrpc.errors import RayTorchRpcError
+from raytorchrpc.loops import ON_A_THREAD, PROCESS, Token, loop_standing_still, new_token, on_loop
 
-Token = str
+#: Calls that come back run on the thread that waits, one inside the other. After so many the next one has a thread of
+#: its own: each takes a dozen frames and what the method needs, and Python's limit is a thousand.
+_ON_ONE_STACK = 8
+#: Calls that may be inside one seat at a time. More are a recursion without an end, as good as always.
+MOST_NESTED = 2000
 
 
 Work = Callable[[], None]
@@ -29,6 +33,10 @@ Work = Callable[[], None]
 
 class Job(Protocol):
     """One method call waiting for its turn."""
+
+    @property
+    def label(self) -> str:
+        """member.method, for messages."""
 
     def admit(self, seat: Seat) -> Work | None:
         """Its turn has come. Returns the work, for the calling thread to do or to ``spawn``; None if it went
@@ -44,6 +52,8 @@ class Job(Protocol):
 
 class _Turn:
     """A Job that only tells a waiting caller that its turn has come."""
+
+    label = "a turn"
 
     def __init__(self, told: Callable[[Seat], None]) -> None:
         self.told = told
@@ -62,7 +72,7 @@ class _Turn:
 class Seat:
     """Admission to a gate, held while one method runs (and whatever comes back to it meanwhile)."""
 
-    __slots__ = ("_changed", "direct", "gate", "inbox", "owner", "token")
+    __slots__ = ("_changed", "direct", "gate", "inbox", "nested", "owner", "token")
 
     def __init__(self, gate: Gate, token: Token, direct: bool) -> None:
         self.gate = gate
@@ -71,6 +81,8 @@ class Seat:
         self.owner: int | None = None
         """Ident of the thread the method runs on; None on an event loop."""
         self.inbox: deque[Job] = deque()
+        self.nested = 0
+        """Calls that came back and have not returned, one inside the other."""
         self._changed: threading.Condition | None = None
 
     @property
@@ -176,7 +188,15 @@ class Gate:
         return None
 
     def post(self, seat: Seat, job: Job) -> bool:
-        """Have the thread that holds ``seat`` run this when it next waits; False if the seat was given up."""
+        """Have the thread that holds ``seat`` run this when it next waits; False if the seat was given up.
+
+        Raises RayTorchRpcError if too much runs inside it already.
+        """
+        if seat.nested >= MOST_NESTED:
+            raise RayTorchRpcError(
+                f"{job.label} was not called: its chain of calls has come back to that actor {MOST_NESTED} times "
+                f"already, which is the limit; end the recursion earlier, or make it a loop"
+            )
         with self.lock:
             if seat.token not in self._seats:
                 return False
@@ -209,7 +229,7 @@ class Gate:
         return None if work is None else (job, work)
 
     def _admit(self, *, direct: bool) -> Seat:
-        seat = Seat(self, _new_token(), direct)
+        seat = Seat(self, new_token(), direct)
         self._direct += direct
         self._seats[seat.token] = seat
         return seat
@@ -217,14 +237,6 @@ class Gate:
 
 def _discard(_: object) -> None:
     return None
-
-
-_tokens = itertools.count()
-_process = os.urandom(6).hex()
-
-
-def _new_token() -> Token:
-    return f"{_process}.{next(_tokens)}"
 
 
 class Limit:
@@ -255,6 +267,17 @@ class Scope(NamedTuple):
     def deadline(self) -> float | None:
         """The limit that is in force, if any."""
         return None if self.limit is None or self.limit.over else self.limit.at
+
+    @property
+    def holds_a_thread(self) -> bool:
+        """Whether a method of this process may wait for this call to end."""
+        return any(token.startswith(PROCESS) for token in self.path)
+
+    def on_a_thread(self, seat: Seat | None) -> Scope:
+        """As ``inside``; a method without a seat is noted too."""
+        if seat is not None or ON_A_THREAD in self.path:
+            return self.inside(seat)
+        return Scope((*self.path, ON_A_THREAD), self.limit)
 
     def inside(self, seat: Seat | None) -> Scope:
         """The scope of a method that runs in ``seat``, on behalf of this one."""
@@ -316,87 +339,35 @@ def _serve_inbox(seat: Seat, pending: Waitable, deadline: float) -> bool:
             if finished:
                 return True
             job = seat.inbox.popleft()
+        seat.nested += 1
+        try:
+            if seat.nested % _ON_ONE_STACK:
+                job.run_inside(seat)
+            else:
+                _run_on_another_stack(seat, job)
+        finally:
+            seat.nested -= 1
+
+
+def _run_on_another_stack(seat: Seat, job: Job) -> None:
+    """Hand the seat to a thread of its own until it has done the job. Blocks."""
+    mine, done = seat.owner, threading.Event()
+
+    def run() -> None:
+        seat.owner = threading.get_ident()
+        try:
+            job.run_inside(seat)
+        finally:
+            seat.owner = mine
+            done.set()
+
+    context = contextvars.copy_context()
+    try:
+        threading.Thread(target=context.run, args=(run,), name="raytorchrpc-chain", daemon=True).start()
+    except RuntimeError:  # no thread can be started: this stack may have some room left
         job.run_inside(seat)
-
-
-def on_loop() -> bool:
-    """Whether this thread runs an event loop just now."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
-# --- loops that stand still ---------------------------------------------------------------------------------
-
-
-class _Start(NamedTuple):
-    """A method of a chain of calls that a loop has been asked to start."""
-
-    loop: asyncio.AbstractEventLoop
-    path: tuple[Token, ...]
-    refuse: Callable[[], None]
-    number: int
-
-
-_loops_lock = threading.Lock()
-_standing: dict[Token, asyncio.AbstractEventLoop] = {}
-_starting: dict[int, _Start] = {}
-_start_numbers = itertools.count()
-
-
-def token_on_loop() -> Token | None:
-    """For the path of a call that is made here: a token of its own if this thread runs an event loop.
-
-    Should the maker then wait for the call without ``await``, a call of that chain cannot be served by the loop.
-    """
-    return _new_token() if on_loop() else None
-
-
-@contextmanager
-def loop_standing_still(token: Token) -> Iterator[None]:
-    """While this thread, whose loop it is, waits for the call with this token: refuse what waits for the loop
-    on behalf of that call. It would wait for ever.
-    """
-    loop = asyncio.get_running_loop()
-    with _loops_lock:
-        _standing[token] = loop
-        stuck = [start for start in _starting.values() if start.loop is loop and token in start.path]
-        for start in stuck:
-            del _starting[start.number]
-    for start in stuck:
-        start.refuse()
-    try:
-        yield
-    finally:
-        with _loops_lock:
-            _standing.pop(token, None)
-
-
-def start_on_loop(
-    loop: asyncio.AbstractEventLoop, path: tuple[Token, ...], start: Callable[[], None], refuse: Callable[[], None]
-) -> None:
-    """Have the loop call ``start``; or call ``refuse`` if it stands still for a call of this very chain."""
-    if not path:
-        loop.call_soon_threadsafe(start)
         return
-    entry = _Start(loop, path, refuse, next(_start_numbers))
-    with _loops_lock:
-        stuck = any(_standing.get(token) is loop for token in path)
-        if not stuck:
-            _starting[entry.number] = entry
-    if stuck:
-        refuse()
-        return
-
-    def unless_refused() -> None:
-        with _loops_lock:
-            wanted = _starting.pop(entry.number, None) is not None
-        if wanted:
-            start()
-
-    loop.call_soon_threadsafe(unless_refused)
+    done.wait()
 
 
 # --- the actor in this process ---------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raytorchrpc import _compat, execution, forking, readmission, serving, staging
+from raytorchrpc import _compat, forking, readmission, serving, staging
 from raytorchrpc.allowance import Allowances
 from raytorchrpc.codec import NOTHING, Codec, Encoded
 from raytorchrpc.collectives import Collectives
@@ -21,6 +21,7 @@ from raytorchrpc.errors import ConfigurationError, NotAMember, PeerLost, RpcTime
 from raytorchrpc.execution import current_scope
 from raytorchrpc.filling import Receiver, Spread, receiver
 from raytorchrpc.lanes.base import Message, MessageLane, Pending, TensorLane
+from raytorchrpc.loops import Token, token_on_loop
 from raytorchrpc.metrics import CallCounters
 from raytorchrpc.peers import Member, PeerRoad, process_token
 from raytorchrpc.retrying import RetriedCall
@@ -256,7 +257,7 @@ class LocalMember:
         self._check_there(road)
         tracer = self.tracer
         span = None if tracer is None else tracer.call(f"{road.member.name}.{method}", attended)
-        loop_token = execution.token_on_loop()
+        loop_token = token_on_loop()
         header, body, budget = self._request(serving.CALL, road, method, args, kwargs, timeout, loop_token)
         size = body_bytes(body)
         ticket, waited_s = self.allowances.take(road.member, method, size, budget)
@@ -376,7 +377,7 @@ class LocalMember:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         timeout: float | None,
-        loop_token: execution.Token | None = None,
+        loop_token: Token | None = None,
     ) -> tuple[tuple[Any, ...], Encoded, float]:
         scope = current_scope.get()
         budget = self._budget(f"{road.member.name}.{method}", timeout)

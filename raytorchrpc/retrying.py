@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.execution import Token, current_scope
+from raytorchrpc.execution import current_scope
+from raytorchrpc.loops import Token
 from raytorchrpc.underway import CallUnderWay, call_back
 from raytorchrpc.workers import Alarms, Workers
 

@@ -20,6 +20,7 @@ from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RayTorchRp
 from raytorchrpc.exceptions import encode_exception
 from raytorchrpc.execution import Limit, Scope, Seat, Work, current_scope
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
+from raytorchrpc.loops import start_on_loop
 from raytorchrpc.services import Later
 from raytorchrpc.shipping import Parcel, Shipped, Waybill, joined, owned, snapshot
 from raytorchrpc.streams import hand_over
@@ -265,6 +266,11 @@ class _Job:
         self.seat = seat
         return self._work
 
+    @property
+    def may_not_wait(self) -> bool:
+        """See Workers.submit: what holds the last thread may wait for this very call."""
+        return self.scope.holds_a_thread
+
     def spawn(self, work: Work) -> None:
         self.server.workers.submit(work)
 
@@ -311,11 +317,11 @@ class _Job:
             if to_leave is not None:
                 to_leave.gate.leave(to_leave)
 
-        execution.start_on_loop(loop, self.scope.path, create, refuse)
+        start_on_loop(loop, self.scope.path, create, refuse)
 
     def _run(self, seat: Seat | None) -> None:
         """On a thread of the member's own, or on the one that waits inside ``seat``."""
-        before = current_scope.set(self.scope.inside(seat))
+        before = current_scope.set(self.scope.on_a_thread(seat))
         try:
             if self.context == _compat.NO_CONTEXT:
                 self._call()

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from raytorchrpc import execution
 from raytorchrpc.lanes.base import Message, Reply
+from raytorchrpc.loops import on_loop
 
 #: A mark is a number within its caller, above the caller's rank, so that no two calls of a group have the same.
 _RANK_SHIFT = 40
@@ -137,7 +137,7 @@ class ServedSpan:
 
     def begin(self) -> None:
         """It has its turn, on this thread."""
-        self._thread = 0 if execution.on_loop() else self._tracer.here()
+        self._thread = 0 if on_loop() else self._tracer.here()
         self._began = self._lap = time.monotonic()
 
     def lap(self) -> None:

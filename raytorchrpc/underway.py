@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
-from raytorchrpc import execution, forking, serving
+from raytorchrpc import forking, serving
 from raytorchrpc.codec import Codec, Encoded
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError, shown
 from raytorchrpc.exceptions import decode_exception
 from raytorchrpc.filling import Receiver
 from raytorchrpc.lanes.base import MessageLane, Pending
+from raytorchrpc.loops import Token
 from raytorchrpc.metrics import CallCounters
 from raytorchrpc.peers import PeerRoad
 from raytorchrpc.shipping import Shipped, Shipper, joined, owned
@@ -62,7 +63,7 @@ class CallUnderWay:
         pending: Pending,
         started: float,
         deadline: float,
-        loop_token: execution.Token | None,
+        loop_token: Token | None,
         shipped: Shipped,
         keep: bool = False,
         into: Receiver | None = None,

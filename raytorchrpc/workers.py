@@ -35,10 +35,11 @@ class Workers:
         """Run ``function(*args)``, which must not raise, on a worker; returns at once.
 
         After ``stop`` too, on a thread of its own: a method that waited for its turn holds a seat now, and has
-        to give it back.
+        to give it back. Beyond the limit too, if it is the method of an object that ``may_not_wait``.
         """
         with self._lock:
-            if self._stopped:
+            full = self._idle <= 0 and self._threads >= self._limit
+            if self._stopped or (full and getattr(getattr(function, "__self__", None), "may_not_wait", False)):
                 threading.Thread(target=function, args=args, name=f"{self._name}-late", daemon=True).start()
                 return
             self._idle -= 1

@@ -83,6 +83,12 @@ class AsyncCaller(AsyncPeer):
         return threading.get_ident(), True
 
     @rtr.method
+    async def descend(self, other: str, depth: int) -> int:
+        """To the other and back, this many times; how deep it came."""
+        me = rtr.current_member().name
+        return 1 + await rtr.rpc_async(other).descend(me, depth - 1) if depth else 0
+
+    @rtr.method
     async def where(self) -> tuple[int, int]:
         return threading.get_ident(), id(asyncio.get_running_loop())
 
@@ -184,6 +190,17 @@ class Busy(Peer):
         """To the other and back, this many times."""
         me = rtr.current_member().name
         return [me, *(rtr.rpc_sync(other).bounce(me, depth - 1) if depth else [])]
+
+    @rtr.method
+    def descend(self, other: str, depth: int) -> int:
+        """To the other and back, this many times; how deep it came."""
+        me = rtr.current_member().name
+        return 1 + rtr.rpc_sync(other).descend(me, depth - 1) if depth else 0
+
+    @rtr.method(concurrent=True)
+    def descend_beside(self, other: str, depth: int) -> int:
+        me = rtr.current_member().name
+        return 1 + rtr.rpc_sync(other).descend_beside(me, depth - 1) if depth else 0
 
     @rtr.method
     def bounce_through(self, other: str, method: str) -> Any:

@@ -13,6 +13,7 @@ import pytest
 import ray
 
 import raytorchrpc as rtr
+from raytorchrpc import execution
 from tests.ray.actors import Latch, Peer
 from tests.ray.call_actors import AsyncCaller, Busy, GroupedBusy
 from tests.ray.conftest import Spawn
@@ -188,6 +189,46 @@ def test_a_chain_that_comes_back_thirty_times(members: Members, start: str) -> N
         path = members.in_("caller", lambda: rtr.rpc_sync("a").bounce("b", 30))
     assert path == ["a", "b"] * 15 + ["a"]
     assert members.in_("caller", call_many, "a", "work", 2) == [1, 1]  # nothing of it is left
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "method"),
+    [
+        ("a", "b", "descend"),
+        ("a", "async", "descend"),
+        ("async", "narrow", "descend"),
+        ("a", "b", "descend_beside"),
+        ("a", "a", "descend"),
+        ("a", "a", "descend_beside"),
+    ],
+)
+def test_a_chain_of_a_thousand_calls(members: Members, first: str, second: str, method: str) -> None:
+    def descend() -> Any:
+        return getattr(rtr.rpc_sync(first), method)(second, 1000)
+
+    assert members.in_("caller", descend) == 1000
+    assert members.in_("caller", call_many, "a", "work", 2) == [1, 1]  # nothing of it is left
+
+
+def test_a_chain_without_an_end_is_refused_with_the_limit(members: Members) -> None:
+    limit = execution.MOST_NESTED
+
+    def set_limit(most: int) -> None:
+        execution.MOST_NESTED = most
+
+    def descend() -> tuple[str, str, float]:
+        start = time.monotonic()
+        error = rtr.rpc_async("a").descend("b", 10**6).exception()
+        return type(error).__name__, str(error), time.monotonic() - start
+
+    members.in_("a", set_limit, 50)
+    try:
+        kind, text, elapsed = members.in_("caller", descend)
+    finally:
+        members.in_("a", set_limit, limit)
+    assert kind == "RayTorchRpcError"
+    assert "a.descend was not called" in text and "come back to that actor 50 times" in text and "recursion" in text
+    assert elapsed < 15
 
 
 def test_many_chains_through_the_same_actors_at_once(members: Members) -> None:

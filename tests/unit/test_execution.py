@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from raytorchrpc import execution
+from raytorchrpc import execution, loops
+from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.execution import Gate, Limit, Scope, Seat, Work, current_scope, wait_serving
 from raytorchrpc.workers import Alarms, Leftovers, Workers
 
@@ -52,6 +53,10 @@ class Method:
         self.log, self.name, self.inside = log, name, inside
         self.seat: Seat | None = None
         self.ran_on: int | None = None
+
+    @property
+    def label(self) -> str:
+        return self.name
 
     def admit(self, seat: Seat) -> Work | None:
         self.seat = seat
@@ -232,6 +237,48 @@ def test_a_wait_inside_a_wait(seat: Seat) -> None:
     assert log == ["first inside", "second inside", "first goes on"]
 
 
+def _descend(seat: Seat, log: list[str], depth: int) -> Waiting:
+    """What comes back, and what comes back to that, so deep; ends from the innermost outwards."""
+    waiting = Waiting()
+
+    def inside(_: Seat) -> None:
+        if depth > 1:
+            inner = _descend(seat, log, depth - 1)
+            assert wait_serving(inner, PATIENCE_S)
+        waiting.finish()
+
+    seat.gate.post(seat, Method(log, str(depth), inside))
+    return waiting
+
+
+def test_what_comes_back_a_thousand_times_finds_stack_to_run_on(seat: Seat) -> None:
+    log: list[str] = []
+    assert wait_serving(_descend(seat, log, 1000), PATIENCE_S)
+    assert log == [f"{depth} inside" for depth in range(1000, 0, -1)]
+    assert (seat.owner, seat.nested) == (threading.get_ident(), 0)
+    assert wait_serving(_descend(seat, log, 1), PATIENCE_S), "and the seat is this thread's again"
+
+
+def test_what_comes_back_without_an_end_is_refused(seat: Seat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "MOST_NESTED", 20)
+    log: list[str] = []
+    refused: list[str] = []
+
+    def again(_: Seat) -> None:
+        waiting = Waiting()
+        try:
+            seat.gate.post(seat, Method(log, "again", lambda _: (again(seat), waiting.finish())[1]))
+        except RayTorchRpcError as error:
+            refused.append(str(error))
+        else:
+            assert wait_serving(waiting, PATIENCE_S)
+
+    again(seat)
+    assert len(log) == 20 and seat.nested == 0
+    assert [text[: text.index(":")] for text in refused] == ["again was not called"]
+    assert "come back to that actor 20 times" in refused[0]
+
+
 def test_a_wait_that_runs_out_says_so_and_can_be_repeated(seat: Seat) -> None:
     waiting = Waiting()
     assert not wait_serving(waiting, 0.01)
@@ -346,7 +393,7 @@ def test_a_loop_that_stands_still_for_a_call_refuses_what_that_call_brings_back(
     async def main() -> list[str]:
         log: list[str] = []
         loop = asyncio.get_running_loop()
-        mine, other = execution.token_on_loop(), execution.token_on_loop()
+        mine, other = loops.token_on_loop(), loops.token_on_loop()
         assert mine and other and mine != other
         waiting = Waiting(mine)
 
@@ -355,7 +402,7 @@ def test_a_loop_that_stands_still_for_a_call_refuses_what_that_call_brings_back(
                 log.append(f"{name} refused")
                 waiting.finish()
 
-            execution.start_on_loop(loop, path, lambda: log.append(f"{name} started"), refuse)
+            loops.start_on_loop(loop, path, lambda: log.append(f"{name} started"), refuse)
 
         start("of another chain", other)
         start("of no chain")
@@ -376,7 +423,7 @@ def test_a_loop_that_stands_still_for_a_call_refuses_what_that_call_brings_back(
 
 
 def test_a_thread_without_a_loop_needs_no_token() -> None:
-    assert execution.token_on_loop() is None
+    assert loops.token_on_loop() is None
 
 
 # --- workers -------------------------------------------------------------------------------------------------
@@ -411,6 +458,28 @@ def test_workers_grow_to_what_runs_at_once_up_to_their_limit(workers: Workers, r
     assert running.empty()
     go.set()
     assert [running.get(timeout=PATIENCE_S) for _ in range(2)] == [4, 5]
+
+
+class ComesBack:
+    """What holds the workers waits for it."""
+
+    may_not_wait = True
+
+    def __init__(self) -> None:
+        self.ran = threading.Event()
+
+    def work(self) -> None:
+        self.ran.set()
+
+
+def test_what_may_not_wait_runs_though_all_workers_are_busy_and_others_are_in_line(workers: Workers) -> None:
+    urgent, after = ComesBack(), threading.Event()
+    for _ in range(4):
+        workers.submit(lambda: urgent.ran.wait(PATIENCE_S))
+    workers.submit(after.set)
+    workers.submit(urgent.work)
+    assert urgent.ran.wait(PATIENCE_S)
+    assert after.wait(PATIENCE_S)
 
 
 def test_an_idle_worker_is_used_again(workers: Workers, request: pytest.FixtureRequest) -> None:
