@@ -65,10 +65,11 @@ def traceback_text(error: BaseException) -> str:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     except BaseException as failure:
         return f"{type(error).__qualname__} (its traceback cannot be shown: {type(failure).__name__})\n"
+    if len(text) > _TEXT_LIMIT:
+        text = _NESTED.sub("", text)  # what is kept begins where the error was first raised
     if len(text) <= _TEXT_LIMIT:
         return text
-    text = _NESTED.sub("", text)  # what is kept begins where the error was first raised
-    half = min(_TEXT_LIMIT, len(text)) // 2
+    half = _TEXT_LIMIT // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
 
 
