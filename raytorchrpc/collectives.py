@@ -1,33 +1,29 @@
 """A member's side of torch.distributed: the process's default process group, which all members make together.
 
-Regular communication among many GPUs is NCCL's job, and gloo's on CPUs. This boots them: ranks, interface, store,
-deadlines, and the end when somebody is gone.
+Regular communication among many GPUs is NCCL's job, and gloo's on CPUs. This boots them: ranks, interface, store (see
+``rendezvous``), deadlines, and the end when somebody is gone.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import ctypes
-import logging
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
-from raytorchrpc import _compat, _nccl_env, _sockfilter, forking
+from raytorchrpc import _compat, _nccl_env, forking
 from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupLost
+from raytorchrpc.rendezvous import KeyTable, StoreAddress
 from raytorchrpc.topology import Endpoint
-
-logger = logging.getLogger(__name__)
 
 BACKENDS = ("gloo", "nccl")
 
@@ -55,22 +51,11 @@ class ProcessGroupInfo:
         return len(self.ranks)
 
 
-class Serving(NamedTuple):
-    """Where a store listens, and who may reach it: torch's asks nobody who he is."""
-
-    host: str
-    """An address of the member's own host."""
-    admitted: tuple[str, ...]
-    """Addresses and networks from which one may connect."""
-
-
 class Meeting(NamedTuple):
     """How a member gets into a process group."""
 
     info: ProcessGroupInfo
-    host: str
-    """Where the store is served."""
-    port: int
+    store: StoreAddress
     interface: str | None
     """This member's own, for gloo and NCCL; None: unknown, they find one by themselves."""
     endpoint: Endpoint
@@ -83,6 +68,7 @@ class _Made(NamedTuple):
     info: ProcessGroupInfo
     group: dist.ProcessGroup
     store: Store
+    """Kept for torch's threads, which find its methods only while this object lives."""
     end: Callable[[], None]
     """Undoes what making it did to this process, outside torch."""
 
@@ -99,7 +85,8 @@ class Collectives:
         self._wanted: ProcessGroupInfo | None = None
         """The one that is made, or being made; None after its end."""
         self._made: _Made | None = None
-        self._served: TCPStore | None = None
+        self._keys: KeyTable | None = None
+        """If this member is the home of the store."""
         self._ending: threading.Thread | None = None
         self._cause = _NONE_YET
         self._closed = False
@@ -121,9 +108,9 @@ class Collectives:
 
     # --- for whoever formed the group --------------------------------------------------------------------------------
 
-    def prepare(self, info: ProcessGroupInfo, serve_on: Serving | None, timeout_s: float) -> int | None:
-        """End the one before, and see whether this process can make one. With ``serve_on``, serve the
-        store there; returns its port.
+    def prepare(self, info: ProcessGroupInfo, is_home: bool, timeout_s: float) -> str | None:
+        """End the one before, and see whether this process can make one. With ``is_home``, hold the store's keys;
+        returns the store's id.
 
         Raises ConfigurationError, BootstrapError.
         """
@@ -144,23 +131,29 @@ class Collectives:
             raise ConfigurationError(f"backend 'nccl': {self._name!r} has no NCCL or no GPU; use backend='gloo'")
         if info.backend == "gloo" and not dist.is_gloo_available():
             raise ConfigurationError(f"backend 'gloo': torch in {self._name!r} was built without gloo")
-        served = _serve(serve_on, timeout_s) if serve_on is not None else None
+        keys = KeyTable() if is_home else None
         with self._changed:
             if self._closed:
                 raise BootstrapError(f"{self._name!r} has left the group")
-            self._wanted, self._served = info, served
+            self._wanted, self._keys = info, keys
             self._cause = f"number {info.number} is being made"
-        forking.inherited(self)
-        return served.port if served is not None else None
+        return keys.store_id if keys is not None else None
 
-    def make(self, meeting: Meeting) -> None:
+    def keys(self, store_id: str) -> KeyTable:
+        """The keys of that store. Raises ProcessGroupLost if they are not, or no longer, here."""
+        keys = self._keys
+        if keys is None or keys.store_id != store_id:
+            raise ProcessGroupLost(f"its process group has ended in its home {self._name!r}: {self._cause}")
+        return keys
+
+    def make(self, meeting: Meeting, store: Store) -> None:
         """Make it, together with all others: blocks until each has begun, at most ``meeting.timeout_s`` or the deadline
         of a collective, whichever is later. Raises BootstrapError.
         """
         with self._making:
-            self._make(meeting)
+            self._make(meeting, store)
 
-    def _make(self, meeting: Meeting) -> None:
+    def _make(self, meeting: Meeting, store: Store) -> None:
         info = meeting.info
         with self._changed:
             if self._wanted != info:
@@ -168,11 +161,10 @@ class Collectives:
         leave = _environment(info.backend, meeting)
         hook = sys.excepthook
         try:
-            limit = timedelta(seconds=meeting.timeout_s)
-            store: Store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
+            store.set_timeout(timedelta(seconds=meeting.timeout_s))
             dist.init_process_group(
                 info.backend,
-                store=PrefixStore(f"raytorchrpc/{info.number}", store),
+                store=store,
                 rank=info.ranks[self._name],
                 world_size=info.world_size,
                 timeout=timedelta(seconds=info.timeout_s),
@@ -185,13 +177,15 @@ class Collectives:
             sys.excepthook = hook  # torch puts one of its own in front, each time
         group = dist.group.WORLD
         assert group is not None
+        atexit.unregister(self._end_at_exit)
+        atexit.register(self._end_at_exit)
         with self._changed:
             made = _Made(info, group, store, leave)
             if self._wanted == info:
                 self._made = made
                 self._changed.notify_all()
                 return
-        _abort(made)
+        _abort(made, None, self._cause)
         raise BootstrapError(f"process group {info.number} was given up: {self._cause}")
 
     def stay_out(self, info: ProcessGroupInfo) -> None:
@@ -225,54 +219,29 @@ class Collectives:
         self._end("the group was shut down")
         if (ending := self._ending) is not None:
             ending.join(_END_S)
+        atexit.unregister(self._end_at_exit)
+
+    def _end_at_exit(self) -> None:
+        """Stop NCCL's threads: one that called the store while the interpreter ends would crash the process."""
+        if not forking.forked():
+            self.close()
 
     def _end(self, cause: str) -> None:
         with self._changed:
             made, self._made = self._made, None
-            served, self._served = self._served, None
+            keys = self._keys
             if self._wanted is not None or made is not None:
                 self._cause = cause
             self._wanted = None
             self._changed.notify_all()
-            if made is None:
-                # Whoever is still at it hears of it: the connections to the store end.
-                del served
+            if made is not None:
+                # NCCL may wait for the device. The keys go last, as NCCL's own threads look at them.
+                name = f"raytorchrpc-{self._name}-process-group"
+                self._ending = threading.Thread(target=_abort, args=(made, keys, cause), name=name, daemon=True)
+                self._ending.start()
                 return
-            # NCCL may wait for the device. The store goes last, as NCCL's own threads look at it.
-            name = f"raytorchrpc-{self._name}-process-group"
-            self._ending = threading.Thread(target=_abort, args=(made, served), name=name, daemon=True)
-            self._ending.start()
-
-    def after_fork(self) -> list[forking.Address]:
-        """See forking.Heirloom. torch's process groups do not survive a fork."""
-        served = self._served
-        if served is not None:
-            # Never freed here: its end would wait for its thread, which is the parent's.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(served))
-        return [(served.host, served.port)] if served is not None else []
-
-
-def _serve(where: Serving, timeout_s: float) -> TCPStore:
-    """A store on this address and no other: torch would listen on every one. The kernel chooses the port."""
-    host = where.host
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, 0), family=family, backlog=1024)
-    except OSError as error:
-        raise BootstrapError(f"the process group's store cannot listen on {host}: {error}") from error
-    try:
-        _sockfilter.guard(listener, _sockfilter.networks(where.admitted))
-    except OSError as error:
-        logger.warning("everybody who can route to %s can reach the process group's store: %s", host, error)
-    port: int = listener.getsockname()[1]
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=listener.detach(),
-    )
+        if keys is not None:
+            keys.close(cause)  # whoever still waits for a key hears of it
 
 
 def _environment(backend: str, meeting: Meeting) -> Callable[[], None]:
@@ -300,13 +269,14 @@ def _only_gpu() -> torch.device | None:
     return torch.device("cuda", 0) if torch.cuda.device_count() == 1 else None
 
 
-def _abort(made: _Made, served: Any = None) -> None:
+def _abort(made: _Made, keys: KeyTable | None, cause: str) -> None:
     """End it and all its subgroups; what is under way fails, by nccl at once and by gloo at its deadline."""
     with contextlib.suppress(Exception):
         if dist.group.WORLD is made.group:  # else somebody has destroyed it already
             _compat.abort_process_groups()
     made.end()
-    del served
+    if keys is not None:
+        keys.close(cause)
 
 
 def _first_line(error: Exception) -> str:

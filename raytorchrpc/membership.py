@@ -6,17 +6,23 @@ that a member which is busy in a method learns of it too.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
-from raytorchrpc import joining
+from raytorchrpc import _compat, handles, joining
 from raytorchrpc.admission import JoinSpec, Prepared, Table
-from raytorchrpc.collectives import Meeting, ProcessGroupInfo, Serving
-from raytorchrpc.errors import NotAMember
+from raytorchrpc.calls import Future
+from raytorchrpc.collectives import Meeting, ProcessGroupInfo
+from raytorchrpc.errors import NotAMember, RpcTimeout
+from raytorchrpc.execution import Limit, Scope, current_scope
 from raytorchrpc.fabric import process_fabric
 from raytorchrpc.lanes.base import MessageLane, TensorLane
-from raytorchrpc.member import Absence, LocalMember, current_local
+from raytorchrpc.member import MAX_TIMEOUT_S, Absence, LocalMember, current_local
+from raytorchrpc.rendezvous import MemberStore, StoreAddress
+from raytorchrpc.services import Later
 
 _JOINING = Absence("it has not joined yet", for_good=False)
 
@@ -90,16 +96,15 @@ def remove(generation: str, step: int, names: Sequence[str]) -> None:
 # --- process groups: no changes of the group, so these have no step --------------------------------------------------
 
 
-def prepare_process_group(
-    generation: str, info: ProcessGroupInfo, serve_on: Serving | None, timeout_s: float
-) -> int | None:
+def prepare_process_group(generation: str, info: ProcessGroupInfo, is_home: bool, timeout_s: float) -> str | None:
     """See Collectives.prepare."""
-    return _member_of(generation).collectives.prepare(info, serve_on, timeout_s)
+    return _member_of(generation).collectives.prepare(info, is_home, timeout_s)
 
 
 def make_process_group(generation: str, meeting: Meeting) -> None:
     """See Collectives.make."""
-    _member_of(generation).collectives.make(meeting)
+    store = MemberStore(partial(_send_to_home, generation, meeting.store))
+    _member_of(generation).collectives.make(meeting, store)
 
 
 def stay_out_of_process_group(generation: str, info: ProcessGroupInfo) -> None:
@@ -110,6 +115,49 @@ def stay_out_of_process_group(generation: str, info: ProcessGroupInfo) -> None:
 def give_up_process_group(generation: str, number: int, cause: str) -> None:
     """See Collectives.give_up."""
     _member_of(generation).collectives.give_up(number, cause)
+
+
+_STORE = "raytorchrpc.process_group_store"
+
+
+def _operate(
+    local: LocalMember, caller: int, store_id: str, seconds: float, operation: str, args: tuple[Any, ...]
+) -> Any:
+    """At the home: run an operation of the store. A wait is answered after so many seconds at the latest."""
+    keys = local.collectives.keys(store_id)
+    result = keys.operate(operation, *args)
+    if isinstance(result, Later):
+
+        def time_out() -> None:
+            missing = ", ".join(keys.missing(args[0]))
+            keys.give_up(result, RpcTimeout(f"nobody has set {missing} within {seconds:.3g} s"))
+
+        cancel = local.alarms.at(time.monotonic() + seconds, time_out)
+        result.add_done_callback(lambda _: cancel())
+    return result
+
+
+handles.serve(_STORE, _operate)
+
+
+def _send_to_home(generation: str, store: StoreAddress, seconds: float, operation: str, args: tuple[Any, ...]) -> Any:
+    """See MemberStore. Waits for nothing but the home: not for a turn of the actor's, nor for calls under way."""
+    local = _member_of(generation)
+    budget = min(MAX_TIMEOUT_S, seconds + handles.GRACE_S)
+    if store.home == local.me.name:
+        result = _operate(local, local.me.rank, store.store_id, seconds, operation, args)
+        if not isinstance(result, Later):
+            return result
+        result.exception(budget)
+        return result.outcome()
+    # A scope of its own: torch's timeout counts here, and what the caller has sent to the home does not hold this up.
+    before = current_scope.set(Scope(limit=Limit(time.monotonic() + budget)))
+    try:
+        with _compat.autograd_context(_compat.NO_CONTEXT):
+            request = (store.store_id, seconds, operation, args)
+            return Future(local.call(store.home, _STORE, request, {}, budget, retry=0)).wait()
+    finally:
+        current_scope.reset(before)
 
 
 def _member_of(generation: str) -> LocalMember:

@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed: how members are had to make one together, and how they get at it."""
+"""Creates a torch.distributed process group across members, and gives members access to it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raytorchrpc import membership
-from raytorchrpc.collectives import BACKENDS, Meeting, ProcessGroupInfo, Serving
+from raytorchrpc.collectives import BACKENDS, Meeting, ProcessGroupInfo
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.lines import Lines
 from raytorchrpc.member import process_member
+from raytorchrpc.rendezvous import StoreAddress
 from raytorchrpc.roster import Roster
 from raytorchrpc.topology import Endpoint
 
@@ -88,21 +89,15 @@ def boot(
         _Asking(roster, lines, time.monotonic() + _WORD_S).some(
             membership.stay_out_of_process_group, dict.fromkeys(others, (info,))
         )
-    server = seats[0][0]
-    agent = roster.spec(server).agent
-    host = roster.plan.agents[server].address
+    home = seats[0][0]
     asking = _Asking(roster, lines, deadline)
     try:
         left = max(1.0, deadline - time.monotonic())
-        serving_on = {name: Serving(host, agent.admitted) if name == server else None for name in info.ranks}
-        ports = asking.all(
-            membership.prepare_process_group, {name: (info, where, left) for name, where in serving_on.items()}
-        )
+        ids = asking.all(membership.prepare_process_group, {name: (info, name == home, left) for name in info.ranks})
         left = max(1.0, deadline - time.monotonic())
-        port, agents = ports[server], roster.plan.agents
+        store, agents = StoreAddress(home, ids[home]), roster.plan.agents
         meetings = {
-            name: (Meeting(info, host, port, agents[name].interface, seat.probe.endpoint, left),)
-            for name, seat in seats
+            name: (Meeting(info, store, agents[name].interface, seat.probe.endpoint, left),) for name, seat in seats
         }
         asking.all(membership.make_process_group, meetings)
     except BaseException as error:

@@ -58,10 +58,14 @@ MAY_IMPORT = {
     "trace_file": {"tracing"},
     "watching": {"lines", "member", "roster"},
     "telling": {"admission", "lines", "membership", "roster"},
-    "process_groups": {"collectives", "lines", "member", "membership", "roster", "topology"},
-    "collectives": {"_nccl_env", "_sockfilter", "topology"},
+    "process_groups": {"collectives", "lines", "member", "membership", "rendezvous", "roster", "topology"},
+    "collectives": {"_nccl_env", "rendezvous", "topology"},
+    "rendezvous": {"services"},
     "lines": {"lanes._credentials", "codec", "exceptions", "lanes.base", "lanes.socket", "serving"},
-    "membership": {"admission", "collectives", "fabric", "joining", "lanes.base", "member"},
+    "membership": {
+        *("admission", "calls", "collectives", "execution", "fabric", "handles", "joining", "lanes.base", "member"),
+        *("rendezvous", "services"),
+    },
     "forming": {"admission", "joining", "peers", "roster"},
     "roster": {"lanes._credentials", "admission", "device_map", "fabric", "membership", "peers", "routing", "topology"},
     "joining": {
