@@ -5,19 +5,28 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import socket
+import struct
 import threading
 import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import raytorchrpc as rtr
+from raytorchrpc import _sockfilter
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, ProcessGroupLost
-from tests.ray.actors import Peer
+from raytorchrpc.member import process_member
+from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 
 STEPS, BATCH, WIDTH = 6, 12, 5
@@ -109,6 +118,112 @@ def use_view() -> str:
     return str(refused.value)
 
 
+def what_torch_builds_on_the_store() -> dict[str, Any]:
+    """Functions of torch's that agree by the store, or make groups by it."""
+    group = rtr.process_group()
+    rank, size = group.rank(), group.size()
+    dist.barrier()
+    dist.monitored_barrier(timeout=timedelta(seconds=30))
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, {"rank": rank})
+    sent = [f"from {rank}"]
+    dist.broadcast_object_list(sent, src=1)
+    rest = dist.new_group(list(range(1, size)))
+    number = torch.ones(1)
+    if rank:
+        dist.all_reduce(number, group=rest)
+    mesh = dist.init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
+    trained: Any = fully_shard(model(), mesh=mesh)
+    trained(torch.ones(2, WIDTH, dtype=torch.double)).mean().backward()
+    store = _get_default_store()
+    store.set(f"hello/{rank}", str(rank))
+    store.wait([f"hello/{other}" for other in range(size)], timedelta(seconds=30))
+    return {
+        "objects": [item["rank"] for item in gathered],
+        "broadcast": sent,
+        "subgroup": number.item(),
+        "sharded": len(list(trained.parameters())),
+        "keys": [store.get(f"hello/{other}") for other in range(size)],
+        "count": store.add("count", 0),
+    }
+
+
+def destroy() -> None:
+    dist.destroy_process_group()
+
+
+def listeners() -> set[tuple[str, int]]:
+    """Where this process listens for TCP."""
+    found = set()
+    for fd in _sockfilter.listening().values():
+        sock = socket.socket(fileno=fd)
+        found.add(sock.getsockname()[:2])
+        sock.detach()
+    return found
+
+
+def answers_strangers(address: tuple[str, int]) -> bool:
+    """Whether one of torch's stores listens there: it answers the first message of its protocol with its number."""
+    number = struct.pack("<I", 0x12345678)
+    with socket.create_connection(address, timeout=5) as sock:
+        sock.settimeout(1)
+        sock.sendall(b"\x00" + struct.pack("<I", 0x3C85F7CE) + b"\x0d" + number)
+        with suppress(TimeoutError, ConnectionResetError):
+            return sock.recv(4) == number
+    return False
+
+
+def keep_store() -> None:
+    """What an earlier process group's user still has."""
+    global kept_store
+    kept_store = _get_default_store().underlying_store  # type: ignore[attr-defined]
+    kept_store.set("number", str(rtr.process_group_info().number))
+
+
+kept_store: Any = None
+
+
+def use_kept_store() -> tuple[str, bool]:
+    """How a key of the earlier store's can be set; whether the present one has the earlier one's."""
+    with pytest.raises(dist.DistNetworkError) as refused:
+        kept_store.set("number", "overwritten")
+    return str(refused.value), _get_default_store().check(["number"])
+
+
+def set_while_calls_are_under_way(peer: str, latch: Latch) -> tuple[int, list[str]]:
+    """Set a key while as much as is allowed is under way to the home, which is busy; and by which lanes it went."""
+    under_way = rtr.rpc_async(peer).hold(latch)
+    with dist.autograd.context():
+        before = lanes()
+        number = _get_default_store().add("count", 1)
+        used = [lane for lane, calls in lanes().items() if calls > before.get(lane, 0)]
+    assert not under_way.done()
+    latch.open()
+    assert under_way.result() == "released"
+    return number, used
+
+
+def lanes() -> dict[str, int]:
+    """Calls by lane."""
+    rows = process_member().counters.rows("me")
+    return {row.lane: sum(other.calls for other in rows if other.lane == row.lane) for row in rows}
+
+
+def wait_for_a_key() -> tuple[str, str, float]:
+    began, store = time.monotonic(), _get_default_store()
+    store.set(f"waiting/{rtr.process_group().rank()}", "")
+    try:
+        store.wait(["never"], timedelta(seconds=50))
+    except RuntimeError as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", 0.0
+
+
+def pid_when_these_wait(*ranks: int) -> int:
+    _get_default_store().wait([f"waiting/{rank}" for rank in ranks], timedelta(seconds=50))
+    return os.getpid()
+
+
 # --- the tests ------------------------------------------------------------------------------------------------------
 
 
@@ -134,6 +249,69 @@ def test_the_losses_of_a_data_parallel_model_are_those_of_one_process(peers: lis
     alone = losses(1, 0, False)
     assert alone[-1] < alone[0] / 2
     assert first == second == pytest.approx(alone, rel=1e-9)
+
+
+def test_what_torch_builds_on_the_store(peers: list[Any]) -> None:
+    with rtr.init_group(dict(zip("abc", peers, strict=True))) as group:
+        group.process_group("gloo")
+        for rank, found in enumerate(at_all(peers, what_torch_builds_on_the_store)):
+            assert found == {
+                "objects": [0, 1, 2],
+                "broadcast": ["from 1"],
+                "subgroup": 2.0 if rank else 1.0,
+                "sharded": 4,
+                "keys": [b"0", b"1", b"2"],
+                "count": 0,
+            }
+        at_all(peers, destroy)
+        assert "it was destroyed here" in at_all(peers, why_none)[0]
+        group.process_group("gloo")
+        assert at_all(peers, reduced, 2) == [(6.0, 6.0, 2.0)] * 3
+    assert at_all(peers, what_is_left) == [(False, [], [])] * 3
+
+
+def test_nobody_outside_the_group_finds_a_store(peers: list[Any]) -> None:
+    with rtr.init_group(dict(zip("abc", peers, strict=True))) as group:
+        before = at_all(peers, listeners)
+        group.process_group("gloo")
+        after = at_all(peers, listeners)
+        opened = [now - then for now, then in zip(after, before, strict=True)]
+        assert [len(addresses) for addresses in opened] == [1, 1, 1], "more listens than gloo in each member"
+        assert not [address for addresses in opened for address in addresses if answers_strangers(address)]
+        assert at_all(peers, reduced, 0) == [(6.0, 6.0, 0.0)] * 3
+
+
+def test_an_earlier_process_groups_store_is_not_the_present_ones(peers: list[Any]) -> None:
+    with rtr.init_group(dict(zip("abc", peers, strict=True))) as group:
+        group.process_group("gloo")
+        at_all(peers, keep_store)
+        group.process_group("gloo")
+        for error, mixed in at_all(peers, use_kept_store):
+            assert "has ended" in error and not mixed
+
+
+def test_the_store_waits_for_no_turn_and_for_no_other_call(peers: list[Any], tmp_path: Path) -> None:
+    latch = Latch.make(tmp_path / "latch")
+    config = rtr.GroupConfig(max_calls_in_flight=1)
+    with rtr.init_group(dict(zip("abc", peers, strict=True)), config=config) as group:
+        group.process_group("gloo")
+        assert ray.get(peers[1].run.remote(set_while_calls_are_under_way, "a", latch), timeout=60) == (1, ["socket"])
+
+
+def test_a_store_that_is_lost_ends_the_waits_for_its_keys(spawn: Spawn) -> None:
+    a, b, c = (spawn(Peer) for _ in range(3))
+    with rtr.init_group({"a": a, "b": b, "c": c}) as group:
+        group.process_group("gloo")
+        under_way = [actor.run.remote(wait_for_a_key) for actor in (b, c)]
+        os.kill(ray.get(a.run.remote(pid_when_these_wait, 1, 2), timeout=60), signal.SIGKILL)
+        for kind, text, seconds in ray.get(under_way, timeout=60):
+            assert (kind, seconds < 20) == ("DistNetworkError", True) and "lost member 'a'" in text
+        group.process_group("gloo", members=["b", "c"])
+        under_way = [b.run.remote(wait_for_a_key)]
+        ray.get(c.run.remote(pid_when_these_wait, 0), timeout=60)
+        group.process_group("gloo", members=["b", "c"])
+        kind, text, seconds = ray.get(under_way[0], timeout=60)
+        assert (kind, seconds < 20) == ("DistNetworkError", True) and "number 3 takes its place" in text
 
 
 def test_a_driver_takes_part(peers: list[Any]) -> None:

@@ -73,6 +73,12 @@ ENDS = {
         group = rtr.init_group(actors(), include_driver=True)
         print("fine")
     """,
+    "at exit, with a process group": """
+        start()
+        group = rtr.init_group(actors(), include_driver=True)
+        group.process_group("gloo")
+        print("fine")
+    """,
     "the group is dropped": """
         start()
         group = rtr.init_group(actors())

@@ -1,0 +1,178 @@
+"""The store of a process group: what torch's functions need of it, and when it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+
+from raytorchrpc.errors import PeerLost, ProcessGroupLost, RpcTimeout
+from raytorchrpc.rendezvous import KeyTable, MemberStore
+from raytorchrpc.services import Later
+
+
+def store_of(table: KeyTable) -> MemberStore:
+    """A store whose home is this process."""
+
+    def send(seconds: float, operation: str, args: tuple[Any, ...]) -> Any:
+        result = table.operate(operation, *args)
+        if not isinstance(result, Later):
+            return result
+        timer = threading.Timer(seconds, lambda: table.give_up(result, RpcTimeout("too late")))
+        timer.start()
+        try:
+            return result.result(30)
+        finally:
+            timer.cancel()
+
+    return MemberStore(send)
+
+
+@pytest.fixture(params=["torch's own", "a member's", "a member's, as C++ sees it"])
+def store(request: pytest.FixtureRequest) -> Any:
+    if request.param == "torch's own":
+        return HashStore()
+    ours = store_of(KeyTable())
+    # Python's object has to live as long as what wraps it in C++.
+    request.addfinalizer(lambda: ours)
+    return PrefixStore("prefix", ours) if "C++" in request.param else ours
+
+
+def test_each_operation_does_what_torchs_own_store_does(store: Any) -> None:
+    store.set("text", "one")
+    store.set("bytes", b"\x00\xff")
+    assert (store.get("text"), store.get("bytes")) == (b"one", b"\x00\xff")
+    assert [store.add("count", 2), store.add("count", -5)] == [2, -3]
+    assert store.get("count") == b"-3"
+    assert store.check(["text", "count"]) and not store.check(["text", "none"])
+    assert store.compare_set("text", "other", "two") == b"one"
+    assert store.compare_set("text", "one", "two") == b"two" == store.get("text")
+    assert store.compare_set("new", "", "made") == b"made" == store.get("new")
+    assert store.compare_set("newer", "expected", "made") == b"expected" and not store.check(["newer"])
+    store.append("text", " and more")
+    store.append("list", "a")
+    store.multi_set(["x", "y"], ["1", "2"])
+    assert store.multi_get(["text", "list", "x", "y"]) == [b"two and more", b"a", b"1", b"2"]
+    assert store.num_keys() == 7
+    assert store.delete_key("x") and not store.delete_key("x") and not store.check(["x"])
+    assert store.has_extended_api()
+
+
+def test_a_wait_ends_with_the_last_key_and_not_before(store: Any) -> None:
+    seen: list[Any] = []
+    waiting = threading.Thread(target=lambda: seen.append((store.wait(["a", "b"]), store.get("b"))))
+    waiting.start()
+    store.set("a", "1")
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    store.set("b", "7")
+    waiting.join(30)
+    assert seen == [(None, b"7")]
+
+
+@pytest.mark.parametrize(
+    "write", [("set", {"a": b"1"}), ("append", "a", b"1"), ("add", "a", 1), ("compare_set", "a", b"", b"1")]
+)
+def test_every_write_ends_the_waits_for_its_key(write: tuple[Any, ...]) -> None:
+    table = KeyTable()
+    for_value, for_key, for_more = (
+        table.operate("wait", *wait) for wait in ((["a"], True), (["a"], False), (["a", "b"], True))
+    )
+    table.operate(*write)
+    assert (for_value.result(0), for_key.result(0), for_more.done()) == ([b"1"], None, False)
+
+
+def test_a_wait_for_what_nobody_sets_ends_at_its_deadline(store: Any) -> None:
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):  # by which torch's barrier knows to look again
+        store.wait(["never"], timedelta(milliseconds=50))
+    store.set_timeout(timedelta(milliseconds=50))
+    assert store.timeout == timedelta(milliseconds=50)
+    with pytest.raises(RuntimeError):
+        store.get("never")
+    assert time.monotonic() - began < 10
+
+
+def test_a_closed_table_ends_waits_and_refuses_what_comes_later() -> None:
+    table = KeyTable()
+    table.operate("set", {"key": b"value"})
+    waiting = table.operate("wait", ["never"], False)
+    table.close("member 'b' was lost")
+    assert "member 'b' was lost" in str(waiting.exception(0))
+    with pytest.raises(ProcessGroupLost, match="member 'b' was lost"):
+        table.operate("check", ["key"])
+    table.close("another cause")
+    with pytest.raises(dist.DistNetworkError, match="ended: member 'b' was lost"):
+        store_of(table).set("key", "value")
+
+
+def test_no_two_process_groups_have_one_store() -> None:
+    assert KeyTable().store_id != KeyTable().store_id
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RpcTimeout("no answer"), dist.DistStoreError),
+        (PeerLost("a", "its process ended"), dist.DistNetworkError),
+        (ProcessGroupLost("it has ended"), dist.DistNetworkError),
+    ],
+)
+def test_torch_sees_errors_of_its_own(error: Exception, expected: type[Exception]) -> None:
+    def send(*_: Any) -> Any:
+        raise error
+
+    ours = MemberStore(send)
+    for wrapped in (ours, PrefixStore("prefix", ours)):
+        with pytest.raises(expected, match=str(error).partition(";")[0]):
+            wrapped.check(["key"])
+
+
+def test_a_store_whose_python_part_is_gone_raises() -> None:
+    wrapped = PrefixStore("prefix", store_of(KeyTable()))
+    operations: list[Callable[[], Any]] = [lambda: wrapped.check(["key"]), lambda: wrapped.set("key", "value")]
+    for operation in operations:
+        with pytest.raises(RuntimeError):
+            operation()
+
+
+def test_counters_of_many_threads_lose_nothing() -> None:
+    table = KeyTable()
+
+    def count(store: MemberStore) -> None:
+        for _ in range(200):
+            store.add("count", 1)
+
+    threads = [threading.Thread(target=count, args=(store_of(table),)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert table.operate("add", "count", 0) == 1600
+
+
+def test_gloo_makes_its_connections_by_it() -> None:
+    """Three ranks on threads of one process: torch's C++ calls the store without the interpreter lock."""
+    table, sums = KeyTable(), {}
+    stores = [store_of(table) for _ in range(3)]
+
+    def reduce(rank: int) -> None:
+        limit = timedelta(seconds=30)
+        group = dist.ProcessGroupGloo(PrefixStore("gloo", stores[rank]), rank, 3, limit)  # type: ignore[attr-defined]
+        tensor = torch.full((10,), float(rank + 1))
+        group.allreduce([tensor]).wait()
+        sums[rank] = tensor.mean().item()
+
+    threads = [threading.Thread(target=reduce, args=(rank,), daemon=True) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sums == {0: 6.0, 1: 6.0, 2: 6.0}
