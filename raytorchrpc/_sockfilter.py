@@ -72,7 +72,7 @@ def admit_only(listeners: Listeners, admitted: Collection[Network]) -> None:
             continue  # its number is somebody else's now
         sock = socket.socket(fileno=fd)
         try:
-            guard(sock, admitted)
+            _attach(sock, _program(6 if sock.family == socket.AF_INET6 else 4, admitted))
         finally:
             sock.detach()
 
@@ -92,11 +92,6 @@ def notice_silence(listeners: Listeners) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _ASK_TIMES)
         finally:
             sock.detach()
-
-
-def guard(listener: socket.socket, admitted: Collection[Network]) -> None:
-    """The same for one socket. Raises OSError likewise."""
-    _attach(listener, _program(6 if listener.family == socket.AF_INET6 else 4, admitted))
 
 
 def _is(fd: int, inode: int) -> bool:
@@ -134,4 +129,4 @@ def _attach(sock: socket.socket, program: list[tuple[int, int, int, int]]) -> No
     sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(program), ctypes.addressof(text)))
 
 
-__all__ = ["Listeners", "Network", "admit_only", "guard", "listening", "networks", "notice_silence"]
+__all__ = ["Listeners", "Network", "admit_only", "listening", "networks", "notice_silence"]

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from raytorchrpc import _compat, _nccl_env, forking
+from raytorchrpc import _compat, _gloo_peers, _nccl_env, _sockfilter, forking
 from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupLost
 from raytorchrpc.rendezvous import KeyTable, StoreAddress
 from raytorchrpc.topology import Endpoint
@@ -62,6 +62,8 @@ class Meeting(NamedTuple):
     """This member's own evidence, by which NCCL is told what to use."""
     timeout_s: float
     """For this step."""
+    translated: tuple[str, ...] = ()
+    """Networks from which members come with other addresses than their own; see GroupConfig.torchrpc_from."""
 
 
 class _Made(NamedTuple):
@@ -159,7 +161,7 @@ class Collectives:
             if self._wanted != info:
                 raise BootstrapError(f"process group {info.number} was given up: {self._cause}")
         leave = _environment(info.backend, meeting)
-        hook = sys.excepthook
+        hook, listeners = sys.excepthook, _sockfilter.listening()
         try:
             store.set_timeout(timedelta(seconds=meeting.timeout_s))
             dist.init_process_group(
@@ -177,6 +179,12 @@ class Collectives:
             sys.excepthook = hook  # torch puts one of its own in front, each time
         group = dist.group.WORLD
         assert group is not None
+        if info.backend == "gloo":
+            try:
+                _gloo_peers.check(store, info.ranks[self._name], info.world_size, listeners, meeting.translated)
+            except Exception as error:
+                _abort(_Made(info, group, store, leave), None, str(error))
+                raise error if isinstance(error, BootstrapError) else BootstrapError(_first_line(error)) from error
         atexit.unregister(self._end_at_exit)
         atexit.register(self._end_at_exit)
         with self._changed:

@@ -96,8 +96,10 @@ def boot(
         ids = asking.all(membership.prepare_process_group, {name: (info, name == home, left) for name in info.ranks})
         left = max(1.0, deadline - time.monotonic())
         store, agents = StoreAddress(home, ids[home]), roster.plan.agents
+        translated = roster.config.torchrpc_from
         meetings = {
-            name: (Meeting(info, store, agents[name].interface, seat.probe.endpoint, left),) for name, seat in seats
+            name: (Meeting(info, store, agents[name].interface, seat.probe.endpoint, left, translated),)
+            for name, seat in seats
         }
         asking.all(membership.make_process_group, meetings)
     except BaseException as error:

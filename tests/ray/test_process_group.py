@@ -25,6 +25,7 @@ import raytorchrpc as rtr
 from raytorchrpc import _sockfilter
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, ProcessGroupLost
 from raytorchrpc.member import process_member
+from raytorchrpc.rendezvous import MemberStore
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 
@@ -174,6 +175,34 @@ def answers_strangers(address: tuple[str, int]) -> bool:
     return False
 
 
+def let_a_stranger_in_first() -> None:
+    """From now on a stranger connects to gloo's listener here before a member can, and calls itself rank 0."""
+    before = listeners()
+    publish = MemberStore.set
+
+    def publish_later(*args: Any) -> None:
+        for address in listeners() - before:
+            before.add(address)
+            sock = socket.create_connection(address)
+            sock.sendall(struct.pack("<q", 0))
+            stranger.append(sock)
+        publish(*args)
+
+    MemberStore.set = publish_later  # type: ignore[method-assign]
+    stranger.append(publish)
+
+
+stranger: list[Any] = []
+
+
+def keep_strangers_out() -> None:
+    publish, *socks = stranger
+    stranger.clear()
+    MemberStore.set = publish  # type: ignore[method-assign]
+    for sock in socks:
+        sock.close()
+
+
 def keep_store() -> None:
     """What an earlier process group's user still has."""
     global kept_store
@@ -280,6 +309,19 @@ def test_nobody_outside_the_group_finds_a_store(peers: list[Any]) -> None:
         assert not [address for addresses in opened for address in addresses if answers_strangers(address)]
         assert [len(addresses) for addresses in opened] == [1, 1, 1], "more listens than gloo in each member"
         assert at_all(peers, reduced, 0) == [(6.0, 6.0, 0.0)] * 3
+
+
+def test_a_stranger_whom_gloo_takes_for_a_member_is_noticed(peers: list[Any]) -> None:
+    with rtr.init_group(dict(zip("abc", peers, strict=True))) as group:
+        at_all(peers[1:2], let_a_stranger_in_first)
+        try:
+            with pytest.raises(BootstrapError, match=r"b: gloo accepted a connection from .*, which no member made"):
+                group.process_group("gloo")
+        finally:
+            at_all(peers[1:2], keep_strangers_out)
+        assert at_all(peers, what_is_left) == [(False, [], [])] * 3
+        group.process_group("gloo")
+        assert at_all(peers, reduced, 1) == [(6.0, 6.0, 1.0)] * 3
 
 
 def test_an_earlier_process_groups_store_is_not_the_present_ones(peers: list[Any]) -> None:

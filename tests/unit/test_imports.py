@@ -59,7 +59,8 @@ MAY_IMPORT = {
     "watching": {"lines", "member", "roster"},
     "telling": {"admission", "lines", "membership", "roster"},
     "process_groups": {"collectives", "lines", "member", "membership", "rendezvous", "roster", "topology"},
-    "collectives": {"_nccl_env", "rendezvous", "topology"},
+    "collectives": {"_gloo_peers", "_nccl_env", "_sockfilter", "rendezvous", "topology"},
+    "_gloo_peers": {"_sockfilter"},
     "rendezvous": {"services"},
     "lines": {"lanes._credentials", "codec", "exceptions", "lanes.base", "lanes.socket", "serving"},
     "membership": {
