@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from raytorchrpc import _compat, _rdt_source, execution
+from raytorchrpc import _compat, _rdt_source, execution, threads
 from raytorchrpc._rdt_source import PULL, Source
 from raytorchrpc.codec import Codec
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RpcTimeout, TransferFailed
@@ -103,7 +103,10 @@ class Pull:
             self._ask_at_door()
 
     def _ask_at_door(self) -> None:
-        _workers.submit(_fetch_for, weakref.ref(self), self._source, self.object_id, self._deadline)
+        try:
+            _workers.submit(_fetch_for, weakref.ref(self), self._source, self.object_id, self._deadline)
+        except threads.ThreadShortage as error:
+            self.fail(str(error), error)
 
     def _settle(self, take: Callable[[], list[torch.Tensor]]) -> None:
         with self._changing:
@@ -206,7 +209,7 @@ def _fetch_for(waiting: weakref.ref[Pull], source: Source, object_id: str, deadl
         if source.door is None:
             raise LaneUnavailable("nng", "it has no door for processes that are not in its group")
         body = _client().fetch(source.door, source.secret, object_id, max(0.001, deadline - time.monotonic()))
-    except Exception as error:
+    except BaseException as error:
         pull = waiting()
         if pull is not None:
             pull.fail(_text(error), error)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from raytorchrpc import _compat, _gloo_peers, _nccl_env, _sockfilter, forking
+from raytorchrpc import _compat, _gloo_peers, _nccl_env, _sockfilter, forking, threads
 from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupLost
 from raytorchrpc.rendezvous import KeyTable, StoreAddress
 from raytorchrpc.topology import Endpoint
@@ -245,10 +245,14 @@ class Collectives:
             if made is not None:
                 # NCCL may wait for the device. The keys go last, as NCCL's own threads look at them.
                 name = f"raytorchrpc-{self._name}-process-group"
-                self._ending = threading.Thread(target=_abort, args=(made, keys, cause), name=name, daemon=True)
-                self._ending.start()
-                return
-        if keys is not None:
+                try:
+                    self._ending = threads.start(_abort, made, keys, cause, name=name)
+                    return
+                except threads.ThreadShortage as error:
+                    threads.report(error, f"{self._name} waits for its process group to end")
+        if made is not None:
+            _abort(made, keys, cause)
+        elif keys is not None:
             keys.close(cause)  # whoever still waits for a key hears of it
 
 

@@ -120,7 +120,11 @@ class Gate:
                 self._queue.append(job)
                 return None
             seat = self._admit(direct=True)
-        return job.admit(seat)
+        try:
+            return job.admit(seat)
+        except BaseException:
+            self.leave(seat)
+            raise
 
     def enter(self) -> Seat:
         """Block this thread until admitted, as Ray's own queue would."""
@@ -223,8 +227,8 @@ class Gate:
             self._queue.extend(seat.inbox)
             if not self._queue:
                 return None
+            following = self._admit(direct=not isinstance(self._queue[0], _Turn))
             job = self._queue.popleft()
-            following = self._admit(direct=not isinstance(job, _Turn))
         work = job.admit(following)
         return None if work is None else (job, work)
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from raytorchrpc import threads
 from raytorchrpc.metrics import BUCKETS, PairStats
 
 logger = logging.getLogger(__name__)
@@ -71,24 +72,27 @@ class Exporter:
         self._under_way: set[str] = set()
 
     def start(self, period_s: float) -> Callable[[], None]:
-        """Record every ``period_s``; returns what ends that, which waits shortly for the last figures."""
+        """Record every ``period_s``; returns what ends that, which waits shortly for the last figures.
+
+        Raises ThreadShortage.
+        """
         stopped = threading.Event()
 
-        def work() -> None:
-            told = False
-            while True:
-                last = stopped.wait(period_s)
-                try:
-                    self.record(last)
-                except Exception as error:
-                    if not told and not last:
-                        logger.warning("%s: its figures do not reach Ray's metrics: %s", self._who["member"], error)
-                    told = True
-                if last:
-                    return
+        told = False
 
-        thread = threading.Thread(target=work, name=f"raytorchrpc-{self._who['member']}-metrics", daemon=True)
-        thread.start()
+        def step() -> bool:
+            nonlocal told
+            last = stopped.wait(period_s)
+            try:
+                self.record(last)
+            except Exception as error:
+                if not told and not last:
+                    logger.warning("%s: its figures do not reach Ray's metrics: %s", self._who["member"], error)
+                told = True
+            return not last
+
+        what = f"raytorchrpc-{self._who['member']}-metrics"
+        thread = threads.start(threads.serve, step, what, name=what)
 
         def stop() -> None:
             stopped.set()

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from raytorchrpc import _compat, _sockfilter, forking
+from raytorchrpc import _compat, _sockfilter, forking, threads
 from raytorchrpc.errors import BootstrapError, LaneUnavailable, PeerLost
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,10 @@ class Fabric:
             except BaseException as error:
                 begun.set_exception(error)
 
-        threading.Thread(target=begin, name="raytorchrpc-start", daemon=True).start()
+        try:
+            threads.start(begin, name="raytorchrpc-start")
+        except threads.ThreadShortage as error:
+            raise BootstrapError(f"torchrpc's agent cannot be started: {error}") from error
         return begun.result()
 
     def _have(self, spec: AgentSpec, renew: bool) -> str:
@@ -305,8 +308,10 @@ class Fabric:
         if self._agent is None:
             return
         # torch waits for running handlers without a limit, so it waits on a thread that may be left behind.
-        stopper = threading.Thread(target=_compat.stop_agent, name="raytorchrpc-stop", daemon=True)
-        stopper.start()
+        try:
+            stopper = threads.start(_compat.stop_agent, name="raytorchrpc-stop")
+        except threads.ThreadShortage as error:
+            raise BootstrapError(f"torchrpc's agent cannot be stopped: {error}") from error
         stopper.join(STOP_TIMEOUT_S)
         if stopper.is_alive():
             logger.warning("torchrpc's agent did not stop within %.0f s; leaving it behind", STOP_TIMEOUT_S)

@@ -62,16 +62,23 @@ class LocalMember:
         methods: Mapping[str, Any],
         max_bytes: int,
     ) -> None:
-        """``methods``: name -> what ``calls.method`` noted. ``max_bytes``: under way to one peer at most."""
+        """``methods``: name -> what ``calls.method`` noted. ``max_bytes``: under way to one peer at most.
+
+        Raises ThreadShortage.
+        """
         self.group, self.generation, self.me, self.config = group, generation, me, config
         self.max_bytes = max_bytes
         self.allowances = Allowances(config, max_bytes)
         self.services = Services()
         self.codec = Codec(_compat.cloudpickler())
         self.counters = CallCounters()
-        self.workers = Workers(f"raytorchrpc-{me.name}")
-        self.alarms = Alarms(f"raytorchrpc-{me.name}")
-        self.leftovers = Leftovers(f"raytorchrpc-{me.name}")
+        with contextlib.ExitStack() as undo:
+            self.alarms = Alarms(f"raytorchrpc-{me.name}")
+            undo.callback(self.alarms.stop)
+            self.leftovers = Leftovers(f"raytorchrpc-{me.name}")
+            undo.callback(self.leftovers.stop)
+            self.workers = Workers(f"raytorchrpc-{me.name}", keep=True, alarms=self.alarms)
+            undo.pop_all()
         self.shipper = Shipper({})
         self.collectives = Collectives(me.name)
         self.tracer: Tracer | None = None

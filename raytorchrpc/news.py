@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from raytorchrpc import threads
+
 logger = logging.getLogger(__name__)
 
 
@@ -27,7 +29,11 @@ class News:
         self._group = group
         self._changes: queue.SimpleQueue[Change | None] = queue.SimpleQueue()
         self._listeners: list[Callable[[Change], object]] = []
-        self.thread = threading.Thread(target=self._tell, name=f"raytorchrpc-news-{group}", daemon=True)
+        self._untold: Change | None = None
+
+    def start(self) -> threading.Thread:
+        """Begin to call listeners. Raises ThreadShortage."""
+        return threads.start(self._tell, name=f"raytorchrpc-news-{self._group}")
 
     def put(self, change: Change) -> None:
         """Returns before anybody is told."""
@@ -48,9 +54,18 @@ class News:
         self._changes.put(None)
 
     def _tell(self) -> None:
-        while (change := self._changes.get()) is not None:
-            for listener in list(self._listeners):
-                try:
-                    listener(change)
-                except Exception:
-                    logger.exception("a callback of group %r raised", self._group)
+        threads.serve(self._tell_next, f"group {self._group!r}: the thread that calls back")
+
+    def _tell_next(self) -> bool:
+        if self._untold is None:
+            self._untold = self._changes.get()
+        if self._untold is None:
+            return False
+        listeners = list(self._listeners)
+        change, self._untold = self._untold, None
+        for listener in listeners:
+            try:
+                listener(change)
+            except Exception:
+                logger.exception("a callback of group %r raised", self._group)
+        return True

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raytorchrpc import membership
+from raytorchrpc import membership, threads
 from raytorchrpc.collectives import BACKENDS, Meeting, ProcessGroupInfo
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.lines import Lines
@@ -132,12 +132,12 @@ class _Asking:
                 failures[name] = error
 
         # The others cannot finish before this process has begun.
-        threads = [threading.Thread(target=ask_here, args=(name,), daemon=True) for name in here]
-        for thread in threads:
-            thread.start()
+        asking: list[threading.Thread] = [
+            threads.start(ask_here, name, name=f"raytorchrpc-process-group-{name}") for name in here
+        ]
         asked = {name: (generation, *args) for name, args in arguments.items() if name not in here}
         answers, errors = self._lines.ask(function, asked, self._deadline)
-        for name, thread in zip(here, threads, strict=True):
+        for name, thread in zip(here, asking, strict=True):
             thread.join(max(0.0, self._deadline - time.monotonic()))
             if thread.is_alive():
                 errors[name] = BootstrapError("no answer in time")

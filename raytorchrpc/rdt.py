@@ -8,12 +8,11 @@ and to any other process of the job (a driver, a task, an actor in no group) by 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from typing import Any
 
-from raytorchrpc import _compat
+from raytorchrpc import _compat, threads
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ async def get(refs: Any, timeout: float | None = None) -> Any:
     """
     import ray
 
-    return await asyncio.to_thread(ray.get, refs, timeout=timeout)
+    return await threads.in_thread(ray.get, refs, timeout=timeout)
 
 
 def wait(*refs: Any, timeout: float | None = None) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from raytorchrpc import _compat, errors, execution, staging
+from raytorchrpc import _compat, errors, execution, staging, threads
 from raytorchrpc.autograd import in_autograd_context
 from raytorchrpc.codec import NOTHING, Codec, Encoded
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
@@ -42,6 +42,9 @@ WATCH = 4
 """Never answered: the caller hears by it that this process has ended."""
 ASK = 5
 """Run a function of this package, (function, arguments) in the body, on a thread of the member's own."""
+
+#: A member that has no memory for an answer tries so long to say so (seconds).
+_STARVED_S = 10.0
 
 # How a reply begins.
 OK = 0
@@ -109,6 +112,10 @@ class Server:
         """While the group is traced."""
         self._outbox: dict[int, _Kept] = {}
         self._numbers = itertools.count()
+        # Made now: it is for when there is no memory to make an answer.
+        starved = MemoryError(f"{name} has no memory for its answer; the call may have run there")
+        self._starved = Message((RAISED,), encode_exception(codec, starved))
+        self._starved_remote = Message((True, starved), NOTHING)
 
     def serve(self, lane: MessageLane, message: Message, reply: Reply) -> Work | None:
         """Take a request; returns the work it needs a thread for, if any. A reply is work too: its taker may stand
@@ -117,6 +124,10 @@ class Server:
         try:
             # First of all: a request that is refused gives back what it brought.
             parcels = self._parcels(caller, message) if message.waybills else []
+            if message.unread_bytes:
+                raise MemoryError(
+                    f"{self.name} has no memory for a request of {message.unread_bytes} bytes; it did not run there"
+                )
             if token != self.token:
                 raise PeerLost(self.name, "it belongs to another generation of the group", may_have_run=False)
             if caller in self.roads.strangers:
@@ -210,14 +221,14 @@ class Server:
 
     def refuse(self, kind: int, error: BaseException, reply: Reply) -> None:
         """Answer with an exception."""
-        self._send(reply, lambda: self._refusal(kind, error))
+        self._send(reply, lambda: self._refusal(kind, error), kind)
 
     def _refusal(self, kind: int, error: BaseException) -> Message:
         if kind == REMOTE:
             return Message((True, error), NOTHING)
         return Message((RAISED,), encode_exception(self.codec, error))
 
-    def _send(self, reply: Reply, make: Callable[[], Message]) -> None:
+    def _send(self, reply: Reply, make: Callable[[], Message], kind: int = CALL) -> None:
         try:
             try:
                 reply(make())
@@ -225,8 +236,17 @@ class Server:
                 reply(Message((RAISED,), encode_exception(self.codec, error)))
         except PeerLost as lost:
             logger.debug("%s could not answer a call: %s", self.name, lost)  # the caller knows
-        except Exception:
-            logger.exception("%s could not answer a call", self.name)
+        except Exception as error:
+            threads.report(error, f"{self.name} could not answer a call")
+            if threads.is_shortage(error):
+                self.answer_without_memory(kind, reply)
+
+    def answer_without_memory(self, kind: int, reply: Reply) -> None:
+        """Whoever called is to hear something, as soon as there is memory for that. Blocks."""
+        try:
+            threads.persist(lambda: reply(self._starved_remote if kind == REMOTE else self._starved), _STARVED_S)
+        except Exception as error:
+            logger.debug("%s could not answer a call: %s", self.name, error)
 
     def close(self) -> None:
         """Drop what was kept."""
@@ -295,6 +315,9 @@ class _Job:
         seat.owner = threading.get_ident()
         try:
             self._run(seat)
+        except BaseException as error:
+            threads.report(error, f"{self.label} was not served to its end")
+            self.server.answer_without_memory(self.kind, self.reply)
         finally:
             following = seat.gate.pass_on(seat)
         return following and following[0]
@@ -321,8 +344,9 @@ class _Job:
 
     def _run(self, seat: Seat | None) -> None:
         """On a thread of the member's own, or on the one that waits inside ``seat``."""
-        before = current_scope.set(self.scope.on_a_thread(seat))
+        before = None
         try:
+            before = current_scope.set(self.scope.on_a_thread(seat))
             if self.context == _compat.NO_CONTEXT:
                 self._call()
             else:
@@ -332,7 +356,8 @@ class _Job:
             self.server.refuse(self.kind, error, self.reply)
         finally:
             self._over()
-            current_scope.reset(before)
+            if before is not None:
+                current_scope.reset(before)
 
     def _call(self) -> None:
         args, kwargs = self._arguments()

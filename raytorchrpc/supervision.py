@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from raytorchrpc import _compat, forking, joining, membership
+from raytorchrpc import _compat, forking, joining, membership, threads
 from raytorchrpc.admission import GroupInfo, Prepared
 from raytorchrpc.collectives import ProcessGroupInfo
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
@@ -69,18 +69,18 @@ class Supervisor:
         self._teller = Teller(self._now, self._lines, self._soon, self._wake)
         self._tracing = Tracing(self._lines)
         names = [name for name, handle in roster.handles.items() if handle is not None]
-        keeper = threading.Thread(target=self._look_after, name=f"raytorchrpc-group-{roster.name}", daemon=True)
-        self._threads = [keeper, self._news.thread]
+        self._threads: list[threading.Thread] = []
         self._post: Post | None = None
         if roster.config.metrics_period_s is not None:
             self._post = Post(self._look_to_post, roster.generation, roster.config.metrics_period_s)
-            self._threads.append(self._post.thread)
         try:
             self._returns.post(roster)
             self._watch(names)
             forking.inherited(self)
-            for thread in self._threads:
-                thread.start()
+            self._threads.append(threads.start(self._look_after, name=f"raytorchrpc-group-{roster.name}"))
+            self._threads.append(self._news.start())
+            if self._post is not None:
+                self._threads.append(self._post.start())
         except BaseException:
             self.stop()
             raise
@@ -268,27 +268,34 @@ class Supervisor:
 
     def _look_after(self) -> None:
         try:
-            self._work()
+            threads.serve(self._work, f"the supervisor of group {self.roster.name!r}")
         finally:
             self._drain()
 
-    def _work(self) -> None:
-        while not self._stopped:
-            looks = [missing.next_look for missing in self._now.missing.values()]
-            looks += self._teller.due()
-            try:
-                task = self._tasks.get(timeout=max(0.0, min(looks) - time.monotonic()) if looks else None)
-            except queue.Empty:
-                task = self._look
-            if task is None:
-                return
-            try:
-                task()
-            except Exception:
-                if not self._session_lasts():
-                    self.stop()
-                    return
-                logger.exception("group %r: a change failed", self.roster.name)
+    def _work(self) -> bool:
+        """Do what comes next; False once the group is over."""
+        if self._stopped:
+            return False
+        looks = [missing.next_look for missing in self._now.missing.values()]
+        looks += self._teller.due()
+        try:
+            task = self._tasks.get(timeout=max(0.0, min(looks) - time.monotonic()) if looks else None)
+        except queue.Empty:
+            task = self._look
+        if task is None:
+            return False
+        try:
+            task()
+        except Exception as error:
+            if not self._session_lasts():
+                self.stop()
+                return False
+            if threads.is_shortage(error):
+                if task != self._look:
+                    self._tasks.put(task)  # somebody's end, perhaps, of which nobody else tells
+                raise
+            logger.exception("group %r: a change failed", self.roster.name)
+        return True
 
     def _session_lasts(self) -> bool:
         return not self._stopped and current_session() == self._session
@@ -367,12 +374,20 @@ class Supervisor:
         self._meet(name)
 
         def dial() -> None:
-            error = self._listen_to(name, incarnation, _DIAL_S)
-            self._soon(lambda: self._dialled(name, missing, error))
+            error: Exception | None = None
+            try:
+                error = self._listen_to(name, incarnation, _DIAL_S)
+            except Exception as failure:
+                error = failure
+            threads.persist(lambda: self._soon(lambda: self._dialled(name, missing, error)), _CHANGE_S)
 
-        threading.Thread(target=dial, name=f"raytorchrpc-dial-{name}", daemon=True).start()
+        try:
+            threads.start(dial, name=f"raytorchrpc-dial-{name}")
+        except threads.ThreadShortage:  # tried again at the next look that is due for it
+            missing.dialling = False
+            raise
 
-    def _dialled(self, name: str, missing: Missing, error: RayTorchRpcError | None) -> None:
+    def _dialled(self, name: str, missing: Missing, error: Exception | None) -> None:
         missing.dialling = False
         if self._now.missing.get(name) is not missing:
             return

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raytorchrpc import membership
+from raytorchrpc import membership, threads
 from raytorchrpc.admission import GroupInfo, Prepared
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.lines import Lines
@@ -175,13 +174,21 @@ class Teller:
         local = self._now.roster.handles[name] is None
 
         def ask() -> None:
-            if local:
-                answers = {name: membership.catch_up(*arguments[name])}
-            else:
-                answers, _ = self._lines.ask(membership.catch_up, arguments, time.monotonic() + MEET_S)
-            self._soon(lambda: self._brought_up_to_date(name, step, answers.get(name)))
+            answers: dict[str, Any] = {}
+            try:
+                if local:
+                    answers = {name: membership.catch_up(*arguments[name])}
+                else:
+                    answers, _ = self._lines.ask(membership.catch_up, arguments, time.monotonic() + MEET_S)
+            finally:
+                done = answers.get(name)
+                threads.persist(lambda: self._soon(lambda: self._brought_up_to_date(name, step, done)), MEET_S)
 
-        threading.Thread(target=ask, name=f"raytorchrpc-catch-up-{name}", daemon=True).start()
+        try:
+            threads.start(ask, name=f"raytorchrpc-catch-up-{name}")
+        except threads.ThreadShortage:
+            self._behind[name] = time.monotonic() + _AGAIN_S
+            raise
 
     def _brought_up_to_date(self, name: str, step: int, prepared: Prepared | None) -> None:
         if name not in self._now.roster.seats:

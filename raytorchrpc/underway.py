@@ -226,7 +226,7 @@ class CallUnderWay:
         assert error is not None
         if isinstance(error, RpcTimeout):
             error = self._late()
-        elif not isinstance(error, RayTorchRpcError):
+        elif not isinstance(error, (RayTorchRpcError, MemoryError)):
             error = SerializationError(f"the answer of {self.label} cannot be read here: {shown(error)}")
         self.peer_was_lost = isinstance(error, PeerLost)
         self._count(0, self._sent_by, error)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from raytorchrpc import _compat
+from raytorchrpc import _compat, threads
 from raytorchrpc.errors import NotAMember, RayTorchRpcError
 from raytorchrpc.lines import Lines
 from raytorchrpc.member import current_local
@@ -125,27 +125,33 @@ class Post:
         """``look`` returns None once there is nothing to be seen any more: the cluster is not there."""
         self._look, self._key, self._period_s = look, _LOOKS + generation, period_s
         self._stopped = threading.Event()
-        self.thread = threading.Thread(target=self._work, name=f"raytorchrpc-post-{generation}", daemon=True)
+        self._told = False
+
+    def start(self) -> threading.Thread:
+        """Begin to post. Raises ThreadShortage."""
+        return threads.start(self._work, name=f"raytorchrpc-post-{self._key}")
 
     def _work(self) -> None:
-        told = False
-        while True:
-            try:
-                now = self._look()
-                if now is None:
-                    return
-                values = {**now.__dict__, "posted": time.time(), "period_s": self._period_s}
-                _compat.store(self._key, GroupLook(**values).to_json())
-            except Exception as error:
-                if not told and not self._stopped.is_set():
-                    logger.warning("the group's %s cannot be seen by others: %s", self._key, error)
-                told = True
-            if self._stopped.wait(self._period_s):
-                break
+        threads.serve(self._post_once, f"the post of group {self._key}")
+        if not self._stopped.is_set():  # the cluster is not there
+            return
         try:
             _compat.store(self._key, None)
         except Exception as error:  # the cluster is gone
             logger.debug("a look at a group stays posted: %s", error)
+
+    def _post_once(self) -> bool:
+        try:
+            now = self._look()
+            if now is None:
+                return False
+            values = {**now.__dict__, "posted": time.time(), "period_s": self._period_s}
+            _compat.store(self._key, GroupLook(**values).to_json())
+        except Exception as error:
+            if not self._told and not self._stopped.is_set():
+                logger.warning("group of generation %s cannot be seen by others: %s", self._key, error)
+            self._told = True
+        return not self._stopped.wait(self._period_s)
 
     def stop(self) -> None:
         """Take it down, soon. Idempotent."""

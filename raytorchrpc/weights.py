@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
-from raytorchrpc import _compat
+from raytorchrpc import _compat, threads
 from raytorchrpc._published import (
     ADVISE,
     KIND,
@@ -128,7 +127,7 @@ class WeightStore(Handle):
 
     async def await_version(self, version: int = 1, timeout: float | None = None) -> int:
         """As ``wait``, for coroutines; a thread waits."""
-        return await asyncio.to_thread(self.wait, version, timeout)
+        return await threads.in_thread(self.wait, version, timeout)
 
     def _wait(self, version: int, timeout: float | None) -> int:
         return int(run(self._wait_steps(version, timeout)))
@@ -193,7 +192,7 @@ class WeightStore(Handle):
 
     async def apull(self, model: Model, version: int | None = None, **options: Any) -> int:
         """As ``pull``, for coroutines: on a thread, and there on the default stream of a GPU."""
-        return await asyncio.to_thread(self.pull, model, version, **options)
+        return await threads.in_thread(self.pull, model, version, **options)
 
     def _look(
         self, local: LocalMember, pull: Pull, version: int | None, since: int | None, at_once: bool, until: float

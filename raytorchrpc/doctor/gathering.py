@@ -14,14 +14,13 @@ import json
 import os
 import re
 import socket
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from raytorchrpc import _compat, _nccl_env, _sysfs, topology
+from raytorchrpc import _compat, _nccl_env, _sysfs, threads, topology
 from raytorchrpc.doctor import _gpus
 from raytorchrpc.doctor.evidence import WATCHED, Evidence
 from raytorchrpc.errors import ConfigurationError
@@ -171,8 +170,10 @@ def _own_addresses(hostname: str) -> tuple[str, ...] | None:
         else:
             found.append(tuple(dict.fromkeys(str(answer[4][0]) for answer in answers)))
 
-    asking = threading.Thread(target=ask, name="raytorchrpc-doctor-name", daemon=True)
-    asking.start()
+    try:
+        asking = threads.start(ask, name="raytorchrpc-doctor-name")
+    except threads.ThreadShortage:
+        return None
     asking.join(_RESOLVING_S)
     return found[0] if found else None
 

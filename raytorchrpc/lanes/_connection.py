@@ -12,10 +12,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from raytorchrpc.errors import PeerLost, RpcTimeout
+from raytorchrpc import threads
+from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes import _frames
 from raytorchrpc.lanes._patience import Patience
-from raytorchrpc.lanes._pending import SettledPending
+from raytorchrpc.lanes._pending import SettledPending, lose_all, settle
 from raytorchrpc.lanes._protection import Protection
 
 logger = logging.getLogger(__name__)
@@ -150,6 +151,13 @@ class Connection:
             self._armed = True
             self.lane.arm(self.fd)
 
+    def listen_again(self) -> None:
+        """By the lane, after it has failed in the middle of something: listeners hear it if nobody reads it."""
+        with self._state:
+            if not self._reading and self._ended is None and (self.accepted or self._pending):
+                self._armed = True
+                self.lane.arm(self.fd)
+
     def forget(self, pending: SocketPending) -> None:
         """Nobody waits for this call any more; its reply, if it comes, is dropped."""
         with self._state:
@@ -166,6 +174,7 @@ class Connection:
         ):
             raise self._busy()
         rest: list[memoryview] = []
+        begun = self._protection is not None  # what it has sealed must be sent
         try:
             if self._protection is not None:
                 buffers = self._protection.seal(buffers)
@@ -177,25 +186,41 @@ class Connection:
             except BlockingIOError:
                 sent = 0
             if len(buffers) > 1 or sent < len(buffers[0]):
+                begun = True
                 parts = [memoryview(part).cast("B") for part in buffers]
                 size = sum(map(len, parts))
                 rest = self._send_rest(parts, sent, deadline)
                 if rest and self.accepted:
+                    rest = []
                     raise TimeoutError(_NOT_TAKEN)
                 # What has been sealed has its place in the stream, and must be sent.
                 if sum(map(len, rest)) == size and self._protection is None:
                     rest = []
                     raise self._busy()
+        except RayTorchRpcError:
+            raise
         except OSError as error:  # so is a TimeoutError
             self.end(str(error))
             # Nobody runs a part of a request.
             raise PeerLost(self.peer or "the caller", self._ended or str(error), may_have_run=False) from error
+        except BaseException:
+            if begun:  # half of a frame, and nothing can follow it
+                self.end("a message was not sent to its end")
+            raise
         finally:
             if not rest:
                 self._sending.release()
         if rest:
+            self._finish_later(rest)
+
+    def _finish_later(self, rest: list[memoryview]) -> None:
+        try:
             copies = [memoryview(bytes(part)) for part in rest]  # the caller may change his tensors from now on
-            threading.Thread(target=self._finish, args=(copies,), name="raytorchrpc-rest", daemon=True).start()
+            threads.start(self._finish, copies, name="raytorchrpc-rest")
+        except BaseException as error:
+            self.end(f"a request was late in the middle, and the rest of it cannot be sent: {error}")
+            self._sending.release()
+            raise PeerLost(self.peer or "the caller", self._ended or "", may_have_run=False) from error
 
     def _busy(self) -> RpcTimeout:
         return RpcTimeout(f"the road to {self.peer or 'the caller'} was busy until the deadline")
@@ -265,7 +290,7 @@ class Connection:
             frames = self._reader.read(self.sock, flags)
         except BlockingIOError:
             return []
-        except (OSError, EOFError, ValueError) as error:
+        except Exception as error:  # of whatever kind: the stream is out of step
             self.end(_why(error))
             return []
         requests = []
@@ -276,7 +301,7 @@ class Connection:
             with self._state:
                 pending = self._pending.pop(frame.call, None)
             if pending is not None:
-                pending.settle(frame.message, None)
+                settle(pending, frame.message)
         return requests
 
     def read_until(self, pending: SocketPending, deadline: float) -> None:
@@ -323,13 +348,15 @@ class Connection:
             if self._ended is not None:
                 return
             self._ended = reason
-            lost, self._pending = list(self._pending.values()), {}
-        self.lane.forget(self)
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)  # wakes whoever reads it
-        self.sock.close()
-        for pending in lost:
-            pending.settle(None, PeerLost(self.peer or "?", reason))
+        try:  # without memory, too: the other end has to hear of it, and those who wait
+            self.lane.forget(self)
+        finally:
+            try:
+                with contextlib.suppress(OSError):
+                    self.sock.shutdown(socket.SHUT_RDWR)  # wakes whoever reads it
+            finally:
+                self.sock.close()
+                lose_all(self._pending, self.peer or "?", reason)
 
 
 def _poll_in(fd: int) -> select.poll:
@@ -341,6 +368,8 @@ def _poll_in(fd: int) -> select.poll:
 def _why(error: Exception) -> str:
     if isinstance(error, EOFError):
         return "connection closed (the process ended or left the group)"
+    if threads.is_shortage(error):
+        return f"no memory here for what it sent: {error}"
     return f"connection broke: {error}"
 
 
@@ -361,8 +390,8 @@ class SocketPending(SettledPending):
         connection = self._connection
         if not connection.take_reading():
             return super().wait(timeout_s)
-        connection.keep_to_oneself()
         try:
+            connection.keep_to_oneself()
             if timeout_s > 0:
                 connection.read_until(self, time.monotonic() + timeout_s)
             else:

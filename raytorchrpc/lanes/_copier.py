@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from functools import partial
+
+from raytorchrpc import threads
+from raytorchrpc.workers import Workers
 
 _ALIGN = 64
 #: A copy is shared between threads in parts of at least this (bytes).
@@ -20,7 +22,7 @@ class Copier:
         """``threads``: that share a large copy, the one that asks for it among them."""
         self._threads = threads
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: Workers | None = None
         self._closed = False
 
     def move(self, target: int, source: int, size: int) -> None:
@@ -31,20 +33,28 @@ class Copier:
             return
         step = -(-size // parts) + _ALIGN & -_ALIGN
         pool = self._threads_of()
-        waiting: list[Future[Any]] = []
+        waiting: list[threading.Event] = []
         try:
             for begin in range(step, size, step):
-                waiting.append(pool.submit(ctypes.memmove, target + begin, source + begin, min(step, size - begin)))
+                done = threading.Event()
+                part = partial(_move_part, target + begin, source + begin, min(step, size - begin), done)
+                try:
+                    pool.submit(part)
+                except threads.ThreadShortage:
+                    part()
+                else:
+                    waiting.append(done)
             ctypes.memmove(target, source, step)  # this thread does its share
         finally:
-            wait(waiting)  # also when this thread is interrupted: others may use that memory afterwards
+            for done in waiting:  # also when this thread is interrupted: others may use that memory afterwards
+                done.wait()
 
-    def _threads_of(self) -> ThreadPoolExecutor:
+    def _threads_of(self) -> Workers:
         with self._lock:
             if self._closed:
                 raise RuntimeError("closed")
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="raytorchrpc-copy")
+                self._pool = Workers("raytorchrpc-copy", self._threads - 1)
             return self._pool
 
     def close(self) -> None:
@@ -52,7 +62,14 @@ class Copier:
         with self._lock:
             self._closed, pool = True, self._pool
         if pool is not None:
-            pool.shutdown(wait=False)
+            pool.stop()
+
+
+def _move_part(target: int, source: int, size: int, done: threading.Event) -> None:
+    try:
+        ctypes.memmove(target, source, size)
+    finally:
+        done.set()
 
 
 def default_threads() -> int:

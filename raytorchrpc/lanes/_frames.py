@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raytorchrpc.codec import Encoded
+from raytorchrpc.codec import NOTHING, Encoded
 from raytorchrpc.lanes._protection import TAG_BYTES, Protection, check_tag
 from raytorchrpc.lanes.base import DTYPE_NAMES, DTYPES, Message, numbers, view_at
 
@@ -86,6 +86,7 @@ class FrameReader:
         self._large: torch.Tensor | None = None  # a frame too large for one read, being filled, and its tag
         self._filled = 0
         self._hash: Any = None  # of what has been filled, without the tag
+        self._unread: Unread | None = None  # a frame that there is no memory for, being skipped
 
     def read(self, sock: socket.socket, flags: int = 0) -> list[Frame]:
         """Read once and return the frames that are complete now.
@@ -109,6 +110,10 @@ class FrameReader:
             view[self._filled : self._filled + taken] = memoryview(data)[:taken]
             frames += self._filled_more(taken)
             data = data[taken:]
+        elif self._unread is not None:
+            taken = min(len(data), self._unread.left)
+            frames += self._skip(self._unread, memoryview(data)[:taken])
+            data = data[taken:]
         if self._rest:
             data = self._rest + data
         start, end = 0, len(data)
@@ -128,11 +133,16 @@ class FrameReader:
         return frames
 
     def _begin_large(self, head: bytes | bytearray, size: int) -> None:
-        self._large = torch.empty(size, dtype=torch.uint8)  # a bytearray would be zeroed first
-        self._large.numpy()[: len(head)] = memoryview(head)
-        self._filled = 0
         if self._authenticator is not None:
             self._hash = self._authenticator.begin()
+        try:
+            self._large = torch.empty(size, dtype=torch.uint8)  # a bytearray would be zeroed first
+        except (MemoryError, RuntimeError):  # torch's allocator raises the latter
+            self._unread = Unread(size, self._hash, self._tag_bytes)
+            self._skip(self._unread, memoryview(head))
+            return
+        self._large.numpy()[: len(head)] = memoryview(head)
+        self._filled = 0
         self._filled_more(len(head))
 
     def _fill(self, sock: socket.socket, flags: int) -> list[Frame]:
@@ -156,6 +166,45 @@ class FrameReader:
             check_tag(self._hash.digest(), view[body:])
         large, self._large, self._hash = self._large, None, None
         return [parse(view[:body], large[:body])]
+
+    def _skip(self, unread: Unread, data: memoryview) -> list[Frame]:
+        unread.add(data)
+        if unread.left:
+            return []
+        self._unread = self._hash = None
+        return [unread.frame()]
+
+
+class Unread:
+    """A frame that this process has no memory for: the stream goes on behind it, and whoever sent it can be told."""
+
+    def __init__(self, size: int, authenticator: Any = None, tag_bytes: int = 0) -> None:
+        """``authenticator``: of the frame, whose last ``tag_bytes`` are its tag; None: there is none."""
+        self._size = self.left = size
+        self._hash, self._tag_bytes = authenticator, tag_bytes
+        self._head = self._tag = b""
+
+    def add(self, data: Any) -> None:
+        """The next part of it, of which no more is kept than tells what it is."""
+        body = data[: max(0, self.left - self._tag_bytes)]
+        self.left -= len(data)
+        self._tag += bytes(data[len(body) :])
+        if self._hash is not None:
+            self._hash.update(body)
+        if len(self._head) < PREFIX_BYTES or len(self._head) < self._head_size():
+            self._head += bytes(body[:_CHUNK])
+
+    def _head_size(self) -> int:
+        header: int = _PREFIX.unpack_from(self._head)[3]
+        return PREFIX_BYTES + header
+
+    def frame(self) -> Frame:
+        """It, without its body, once all of it has been added. Raises ValueError if it is not authentic."""
+        if self._hash is not None:
+            check_tag(self._hash.digest(), self._tag)
+        call, _, _, _, kind = _PREFIX.unpack_from(self._head)
+        fields, _, _, waybills = marshal.loads(memoryview(self._head)[PREFIX_BYTES : self._head_size()])
+        return Frame(kind, call, Message(fields, NOTHING, waybills=waybills, unread_bytes=self._size))
 
 
 def sizes(data: Any, start: int) -> tuple[int, int]:

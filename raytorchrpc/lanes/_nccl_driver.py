@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from raytorchrpc import threads
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes import _pieces
 from raytorchrpc.lanes._carrier import RECEIVER, SENDER, Broken, Carrier, Channel, Mark
@@ -285,8 +286,11 @@ class NcclChannel(Channel):
             comm, self._comm = self._comm, None
         if comm is not None:
             # It waits for the device, and frees memory there, which waits too: nobody else should.
-            name = "raytorchrpc-nccl-abort"
-            threading.Thread(target=self._let_go, args=(comm,), name=name, daemon=True).start()
+            try:
+                threads.start(self._let_go, comm, name="raytorchrpc-nccl-abort")
+            except threads.ThreadShortage as error:
+                threads.report(error, "waiting here for a communicator to end")
+                self._let_go(comm)
 
     def over(self) -> bool:
         return self._last is not None and self._last.reached()

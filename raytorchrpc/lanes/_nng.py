@@ -21,7 +21,7 @@ from typing import Any
 import pynng
 from pynng import ffi, lib
 
-from raytorchrpc import forking
+from raytorchrpc import forking, threads
 from raytorchrpc.errors import LaneUnavailable
 
 #: Largest message that is handed to nng, so the most that a stranger can make it hold at a time (bytes). What is
@@ -153,7 +153,10 @@ class Wire:
                 done.set_exception(error)
 
         # Only closing the socket ends an attempt early: a peer that stands still would keep this thread.
-        threading.Thread(target=attempt, name="raytorchrpc-nng-dial", daemon=True).start()
+        try:
+            threads.start(attempt, name="raytorchrpc-nng-dial")
+        except threads.ThreadShortage as error:
+            raise ConnectionError(str(error)) from error
         try:
             done.result(max(0.0, deadline - time.monotonic()))
         except concurrent.futures.TimeoutError:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from raytorchrpc.codec import Encoded
-from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
+from raytorchrpc.errors import LaneUnavailable, PeerLost, RpcTimeout
 from raytorchrpc.lanes import _frames
 from raytorchrpc.lanes._nng import Wire
-from raytorchrpc.lanes._pending import SettledPending
+from raytorchrpc.lanes._pending import SettledPending, lose_all, settle
 from raytorchrpc.lanes._protection import TAG_BYTES, Protection
 from raytorchrpc.lanes.base import Message
 
@@ -63,16 +63,23 @@ class _Assembly:
     def __init__(self) -> None:
         self._large: torch.Tensor | None = None
         self._filled = 0
+        self._unread: _frames.Unread | None = None
 
     def add(self, data: Any) -> _frames.Frame | None:
         """The frame that this completes, if any. Raises ValueError for what is none."""
         if self._large is not None:
             return self._fill(data)
+        if self._unread is not None:
+            return self._skip(self._unread, data)
         if len(data) < _frames.PREFIX_BYTES:
             raise ValueError("not a frame")
         tensors, size = _frames.sizes(data, 0)
         if len(data) < size:
-            self._large, self._filled = torch.empty(size, dtype=torch.uint8), 0
+            try:
+                self._large, self._filled = torch.empty(size, dtype=torch.uint8), 0
+            except (MemoryError, RuntimeError):  # torch's allocator raises the latter
+                self._unread = _frames.Unread(size)
+                return self._skip(self._unread, data)
             return self._fill(data)
         if len(data) > size:
             raise ValueError("more than a frame")
@@ -90,6 +97,15 @@ class _Assembly:
             return None
         whole, self._large = self._large, None
         return _frames.parse(whole.numpy().data, whole)
+
+    def _skip(self, unread: _frames.Unread, data: Any) -> _frames.Frame | None:
+        if not 0 < len(data) <= unread.left:
+            raise ValueError("more than a frame")
+        unread.add(data)
+        if unread.left:
+            return None
+        self._unread = None
+        return unread.frame()
 
 
 class Line:
@@ -129,7 +145,7 @@ class Line:
             self._pending[number] = pending
         try:
             self._send(_frames.pack(_frames.REQUEST, number, message), deadline, lambda: deadline)
-        except RayTorchRpcError:
+        except BaseException:
             with self._state:
                 self._pending.pop(number, None)
             raise
@@ -152,7 +168,7 @@ class Line:
                 raise ConnectionResetError(self._ended)
             self.wire.send(buffers, until, self._seal)
             return
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             reason = str(error)
         finally:
             self._sending.release()
@@ -184,7 +200,7 @@ class Line:
                     with self._state:
                         pending = self._pending.pop(frame.call, None)
                     if pending is not None:
-                        pending.settle(frame.message, None)
+                        settle(pending, frame.message)
         except Exception as error:
             self.end(f"connection broke: {error}")
         return requests
@@ -195,13 +211,13 @@ class Line:
             if self._ended is not None:
                 return
             self._ended = reason
-            lost, self._pending = list(self._pending.values()), {}
-        self.wire.hang_up()
-        self._on_end(self)
-        for pending in lost:
-            pending.settle(None, PeerLost(self.peer or "?", reason))
-        with self._sending:  # who was sending has been woken
-            self.wire.close()
+        try:  # without memory, too: the other end has to hear of it, and those who wait
+            self.wire.hang_up()
+            self._on_end(self)
+        finally:
+            lose_all(self._pending, self.peer or "?", reason)
+            with self._sending:  # who was sending has been woken
+                self.wire.close()
 
 
 def check_carried(body: Encoded) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, MutableMapping
+from typing import Any, TypeVar
 
+from raytorchrpc import threads
+from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes.base import Message, Pending
 
-logger = logging.getLogger(__name__)
+Settled = TypeVar("Settled", bound="SettledPending")
 
 
 class SettledPending(Pending):
@@ -37,12 +38,12 @@ class SettledPending(Pending):
             if callbacks:
                 self._listened(False)
         if self._settled is not None:
-            self._settled()
+            callbacks = [self._settled, *callbacks]
         for callback in callbacks:
             try:
                 callback()
-            except Exception:  # must not cost the other calls on the road theirs
-                logger.exception("a callback of a finished call raised")
+            except Exception as error:  # must not cost the other calls on the road theirs
+                threads.report(error, "a callback of a finished call failed")
 
     def wait(self, timeout_s: float) -> bool:
         if self.done or timeout_s <= 0:
@@ -69,3 +70,24 @@ class SettledPending(Pending):
             raise self._error
         assert self._message is not None
         return self._message
+
+
+def settle(pending: SettledPending, reply: Message) -> None:
+    """Complete it with what came; with a MemoryError if there was no memory for it."""
+    if reply.unread_bytes:
+        pending.settle(None, MemoryError(f"this process has no memory for the answer ({reply.unread_bytes} bytes)"))
+    else:
+        pending.settle(reply, None)
+
+
+def lose_all(waiting: MutableMapping[int, Settled], peer: str, cause: str) -> None:
+    """Complete all of these with PeerLost, and empty the mapping, to which nothing is added any more."""
+    while waiting:
+        try:
+            _, pending = waiting.popitem()
+        except KeyError:  # somebody has just given up the last one
+            return
+        try:
+            pending.settle(None, PeerLost(peer, cause))
+        except MemoryError as error:  # its deadline ends it
+            threads.report(error, "a call of a connection that ended could not be told so")

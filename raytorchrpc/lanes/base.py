@@ -29,12 +29,14 @@ class Message(NamedTuple):
     waybills: what the message says of tensors that travel beside it (see ``shipping``); builtins only.
     adopt: to be called by the thread that will use the tensors, before it does: makes CUDA work queued by
         the lane precede that thread's own.
+    unread_bytes: size of a message that this process had no memory for; its body is lost. 0: the body is here.
     """
 
     header: tuple[Any, ...]
     body: Encoded
     adopt: Callable[[], None] = nothing
     waybills: tuple[Any, ...] = ()
+    unread_bytes: int = 0
 
 
 class Pending(ABC):

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import numpy
 import torch
 
+from raytorchrpc import threads
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes import _pieces
 from raytorchrpc.lanes._arena import Gone, SharedAddress, is_gone
@@ -170,8 +171,7 @@ class CudaIpcLane(TensorLane):
             self._events.page[USES + number] = 0
             self._out[number] = out
             if self._janitor is None and not self._closed:
-                self._janitor = threading.Thread(target=self._look_after, name="raytorchrpc-cuda-ipc", daemon=True)
-                self._janitor.start()
+                self._start_janitor()
             if not self._woken.is_set():
                 self._woken.set()
             if not out.shared and not self._hurry.is_set():
@@ -232,24 +232,35 @@ class CudaIpcLane(TensorLane):
         tag = out.address.tag if out.address is not None else ""
         return self._events.recorded(out.peer, tag, place, out.tensors[0].device.index)
 
+    def _start_janitor(self) -> None:
+        try:
+            self._janitor = threads.start(self._look_after, name="raytorchrpc-cuda-ipc")
+        except threads.ThreadShortage as error:  # the next export tries again, and tidies up meanwhile
+            threads.report(error, "memory of tensors that were sent is given back late")
+
     def _look_after(self) -> None:
+        threads.serve(self._look_while_needed, "the janitor of cuda_ipc")
+
+    def _look_while_needed(self) -> bool:
         """Results nobody answers for: look from time to time, while there are any."""
-        while not self._closed or self._out:  # what is shared goes on after the end, until it is given back
-            self._woken.wait()
-            looks = itertools.count(1)
-            while self._out:
-                self.tidy()
-                slow = all(out.shared for out in list(self._out.values()))
-                if slow or next(looks) % _LOOKS_PER_CENSUS == 0:
-                    self._drop_for_the_dead()
-                if slow:
-                    self._hurry.wait(_SLOW_JANITOR_S)
-                    self._hurry.clear()
-                else:
-                    threading.Event().wait(_JANITOR_S)
-            with self._lock:
-                if not self._out and not self._closed:
-                    self._woken.clear()
+        if self._closed and not self._out:  # what is shared goes on after the end, until it is given back
+            return False
+        self._woken.wait()
+        looks = itertools.count(1)
+        while self._out:
+            self.tidy()
+            slow = all(out.shared for out in list(self._out.values()))
+            if slow or next(looks) % _LOOKS_PER_CENSUS == 0:
+                self._drop_for_the_dead()
+            if slow:
+                self._hurry.wait(_SLOW_JANITOR_S)
+                self._hurry.clear()
+            else:
+                threading.Event().wait(_JANITOR_S)
+        with self._lock:
+            if not self._out and not self._closed:
+                self._woken.clear()
+        return True
 
     def _drop_for_the_dead(self) -> None:
         with self._lock:

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from raytorchrpc import forking
+from raytorchrpc import forking, threads
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes import _control, _handshake, _pieces
 from raytorchrpc.lanes._carrier import Broken, Carrier
@@ -109,7 +109,12 @@ class NcclLane(TensorLane):
         except OSError as error:
             raise LaneUnavailable(self.name, f"cannot listen: {error}") from error
         self._address = NcclAddress(self._credentials.rank, control, dict(self._identities))
-        self._thread("attendant", self._attend)
+        try:
+            self._thread("attendant", self._attend)
+        except threads.ThreadShortage as error:
+            for listener in self._listeners:
+                listener.close()
+            raise LaneUnavailable(self.name, str(error)) from error
         forking.inherited(self)
         return self._address
 
@@ -124,7 +129,7 @@ class NcclLane(TensorLane):
         return [address.control.tcp for address in known if address.control.tcp is not None]
 
     def _thread(self, what: str, work: Callable[..., None], *args: Any) -> None:
-        threading.Thread(target=work, args=args, name=f"raytorchrpc-{self._me}-nccl-{what}", daemon=True).start()
+        threads.start(work, *args, name=f"raytorchrpc-{self._me}-nccl-{what}")
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
         for peer in peers:
@@ -187,7 +192,7 @@ class NcclLane(TensorLane):
         """A thread of its own: prove who connected, then answer until it hangs up."""
         try:
             control, rank = _control.accept(sock, self._credentials, self._address.control)
-        except (OSError, _handshake.Refused) as error:
+        except (OSError, MemoryError, _handshake.Refused) as error:
             logger.debug("%s refused a connection: %s", self._me, error)
             return
         finally:
@@ -298,25 +303,30 @@ class NcclLane(TensorLane):
     def _attend(self) -> None:
         """Let peers in, notice those that are gone, and tell what nobody wants."""
         listeners = {listener.fileno(): listener for listener in self._listeners}
-        while not self._closed:
-            poll = select.poll()
-            for fd in (self._bell, *listeners):
-                poll.register(fd, select.POLLIN)
-            with self._lock:
-                ways = {way.control.fd: way for way in self._receiving.values()}
-            for fd in ways:
-                poll.register(fd, select.POLLRDHUP)
-            for fd, _ in poll.poll():
-                if fd == self._bell:
-                    os.eventfd_read(self._bell)
-                elif fd in listeners:
-                    self._let_in(listeners[fd])
-                else:
-                    self._end(ways[fd])
-            ways.clear()
-            self._tell_unwanted()
+        threads.serve(partial(self._attend_once, listeners), f"the nccl attendant of {self._me}", give_up=self.close)
         for listener in listeners.values():
             listener.close()
+
+    def _attend_once(self, listeners: Mapping[int, socket.socket]) -> bool:
+        if self._closed:
+            return False
+        poll = select.poll()
+        for fd in (self._bell, *listeners):
+            poll.register(fd, select.POLLIN)
+        with self._lock:
+            ways = {way.control.fd: way for way in self._receiving.values()}
+        for fd in ways:
+            poll.register(fd, select.POLLRDHUP)
+        for fd, _ in poll.poll():
+            if fd == self._bell:
+                os.eventfd_read(self._bell)
+            elif fd in listeners:
+                self._let_in(listeners[fd])
+            else:
+                self._end(ways[fd])
+        ways.clear()
+        self._tell_unwanted()
+        return True
 
     def _let_in(self, listener: socket.socket) -> None:
         try:
@@ -333,7 +343,13 @@ class NcclLane(TensorLane):
                 with contextlib.suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)  # its thread wakes, and closes it
             self._proving[sock] = None
-        self._thread("sender", self._serve, sock)
+        try:
+            self._thread("sender", self._serve, sock)
+        except BaseException:  # who connects hears that it was hung up on
+            with self._lock:
+                self._proving.pop(sock, None)
+            sock.close()
+            raise
 
     def _tell_unwanted(self) -> None:
         while self._unwanted and not self._closed:

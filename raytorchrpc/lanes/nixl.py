@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from raytorchrpc import _compat
+from raytorchrpc import _compat, threads
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes import _pieces
 from raytorchrpc.lanes._nixl import Agent, Kind, Lost, Read, Span
@@ -203,25 +203,33 @@ class NixlLane(TensorLane):
     def _watch(self) -> None:
         with self._lock:
             if self._janitor is None and not self._closed:
-                self._janitor = threading.Thread(target=self._look_after, name="raytorchrpc-nixl", daemon=True)
-                self._janitor.start()
+                self._start_janitor()
         self._woken.set()
 
+    def _start_janitor(self) -> None:
+        try:
+            self._janitor = threads.start(self._look_after, name="raytorchrpc-nixl")
+        except threads.ThreadShortage as error:  # the next export tries again
+            threads.report(error, "memory of tensors that were sent is given back late")
+
     def _look_after(self) -> None:
+        threads.serve(self._look_while_needed, "the janitor of nixl")
+
+    def _look_while_needed(self) -> bool:
         """Results that nobody answers for, and reads that nobody waits for: look from time to time."""
-        while not self._closed:
-            self._woken.wait()
-            census = time.monotonic() + _CENSUS_S
-            while (self._out or self._given_up) and not self._closed:
-                self.tidy()
-                self._drop_given_up()
-                if time.monotonic() > census:
-                    self._drop_for_the_lost()
-                    census = time.monotonic() + _CENSUS_S
-                threading.Event().wait(_JANITOR_S)
-            with self._lock:
-                if not self._out and not self._given_up and not self._closed:
-                    self._woken.clear()
+        self._woken.wait()
+        census = time.monotonic() + _CENSUS_S
+        while (self._out or self._given_up) and not self._closed:
+            self.tidy()
+            self._drop_given_up()
+            if time.monotonic() > census:
+                self._drop_for_the_lost()
+                census = time.monotonic() + _CENSUS_S
+            threading.Event().wait(_JANITOR_S)
+        with self._lock:
+            if not self._out and not self._given_up and not self._closed:
+                self._woken.clear()
+        return not self._closed
 
     def _drop_for_the_lost(self) -> None:
         agent = self._agent

@@ -7,7 +7,6 @@ before anything is served. One thread reads all wires of a member; methods run o
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import logging
 import os
@@ -20,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from raytorchrpc import forking
+from raytorchrpc import forking, threads
 from raytorchrpc.codec import NOTHING, Encoded
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes import _handshake, _nng
@@ -28,6 +27,7 @@ from raytorchrpc.lanes._credentials import Credentials, Identity, Instance
 from raytorchrpc.lanes._nng_line import Channel, Line, check_carried
 from raytorchrpc.lanes._protection import Protection, secure_accepted, secure_stream
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Reply, Serve, Spawn
+from raytorchrpc.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,11 @@ class NngLane(MessageLane):
             raise LaneUnavailable(self.name, f"cannot listen: {error}") from error
         self._address = NngAddress(local, tcp, self._credentials.instance)
         self._epoll.register(door.fd, select.EPOLLIN)
-        self._start_reader()
+        try:
+            self._start_reader()
+        except threads.ThreadShortage as error:
+            door.close()
+            raise LaneUnavailable(self.name, str(error)) from error
         return self._address
 
     def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> NngAddress | None:
@@ -110,8 +114,7 @@ class NngLane(MessageLane):
         return self._address
 
     def _start_reader(self) -> None:
-        self._reader = threading.Thread(target=self._read, name=f"raytorchrpc-{self._me}-nng", daemon=True)
-        self._reader.start()
+        self._reader = threads.start(self._read, name=f"raytorchrpc-{self._me}-nng")
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
         for peer in peers:
@@ -231,15 +234,22 @@ class NngLane(MessageLane):
     # --- the reader ------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
+        threads.serve(self._read_once, f"the nng reader of {self._me}", give_up=self.close)
+        self._free()
+
+    def _read_once(self) -> bool:
         door = self._door
-        while not self._closed:
-            for fd, _ in self._epoll.poll():
-                if door is not None and fd == door.fd:
-                    door.answer(self._at_door)
-                elif (line := self._by_fd.get(fd)) is not None:
+        for fd, _ in self._epoll.poll() if not self._closed else ():
+            if door is not None and fd == door.fd:
+                door.answer(self._at_door)
+            elif (line := self._by_fd.get(fd)) is not None:
+                try:
                     for frame in line.read():
                         self._request(line, frame.call, frame.message)
-        self._free()
+                except Exception as error:  # requests may be left that nobody answers
+                    threads.report(error, f"{self._me} ends a connection")
+                    line.end(f"a request could not be taken in: {error}")
+        return not self._closed
 
     def _request(self, line: Line, number: int, message: Message) -> None:
         work = self._serve(message, lambda answer: line.reply(number, answer, REPLY_PATIENCE_S))
@@ -273,9 +283,14 @@ class NngLane(MessageLane):
             return None
         if oldest is not None:  # strangers who say nothing must not keep members out
             oldest.hang_up()
-        threading.Thread(
-            target=self._prove, args=(wire, question == _TCP), name=f"raytorchrpc-{self._me}-handshake", daemon=True
-        ).start()
+        try:
+            threads.start(self._prove, wire, question == _TCP, name=f"raytorchrpc-{self._me}-handshake")
+        except threads.ThreadShortage as error:
+            with self._lock:
+                self._proving.pop(wire, None)
+            wire.close()
+            logger.warning("%s cannot accept a connection: %s", self._me, error)
+            return None
         return where.encode("ascii")
 
     def _prove(self, wire: _nng.Wire, by_tcp: bool) -> None:
@@ -289,10 +304,12 @@ class NngLane(MessageLane):
             if not still:
                 raise _handshake.Refused("it took too long")
             self._adopt(wire, protection, None)
-        except (OSError, RayTorchRpcError) as error:
+        except Exception as error:
             with self._lock:
                 self._proving.pop(wire, None)
             wire.close()
+            if not isinstance(error, (OSError, RayTorchRpcError)):
+                raise
             logger.debug("%s refused a connection: %s", self._me, error)
 
 
@@ -322,9 +339,12 @@ class NngServer:
     """Offers values under keys to any process that has the secret, a member or not. Thread-safe."""
 
     def __init__(self, name: str, secret: bytes, *, tcp_host: str | None) -> None:
-        """``name``: for threads and logs. ``tcp_host``: address to listen on for other hosts, None for none."""
+        """``name``: for threads and logs. ``tcp_host``: address to listen on for other hosts, None for none.
+
+        Raises ThreadShortage.
+        """
         self._lane = NngLane(name, Credentials(secret), tcp_host=tcp_host, by_tcp=frozenset())
-        self._workers = concurrent.futures.ThreadPoolExecutor(_SERVING, f"raytorchrpc-{name}-offers")
+        self._workers = Workers(f"raytorchrpc-{name}-offers", _SERVING, keep=True)
         self._offers: dict[str, Encoded | Callable[[], Encoded]] = {}
 
     def open(self) -> OfferAddress:
@@ -349,7 +369,7 @@ class NngServer:
     def close(self) -> None:
         """Leave nothing behind. Fetches under way fail with PeerLost. Idempotent."""
         self._lane.close()
-        self._workers.shutdown(wait=False)
+        self._workers.stop()
         self._offers.clear()
 
     def _spawn(self, work: Callable[[], None]) -> None:

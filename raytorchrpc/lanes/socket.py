@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-from raytorchrpc import forking
+from raytorchrpc import forking, threads
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
 from raytorchrpc.lanes import _frames, _handshake
 from raytorchrpc.lanes._connection import Connection, SocketPending, tune
@@ -100,6 +100,7 @@ class SocketLane(MessageLane):
         self._lock = threading.Lock()
         self._idle = 0
         self._threads = 0
+        self._standing_in = False
         self._proving: dict[socket.socket, None] = {}  # oldest first
         self._closed = False
         self._epoll = select.epoll()
@@ -169,7 +170,7 @@ class SocketLane(MessageLane):
         connection.begin(pending, attended)
         try:
             connection.send(_frames.pack(_frames.REQUEST, pending.call, message), deadline)
-        except RayTorchRpcError:
+        except BaseException:
             connection.forget(pending)
             raise
         return pending
@@ -280,7 +281,12 @@ class SocketLane(MessageLane):
     def _attend(self) -> None:
         with self._lock:
             watched, self._watched = self._watched, []
-        again = [connection for connection in watched if connection.attend()]
+        try:
+            again = [connection for connection in watched if connection.attend()]
+        except BaseException:
+            with self._lock:
+                self._watched += watched
+            raise
         with self._lock:
             if self._closed:
                 return
@@ -316,24 +322,64 @@ class SocketLane(MessageLane):
     # --- listeners -------------------------------------------------------------------------------------------
 
     def _add_listener(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._threads += 1
-            self._idle += 1
-            number = self._threads
-        threading.Thread(target=self._listener, name=f"raytorchrpc-{self._me}-listener-{number}", daemon=True).start()
-
-    def _listener(self) -> None:
-        while not self._closed:
-            try:
-                ((fd, _),) = self._epoll.poll(-1, 1)
-            except InterruptedError:
-                continue
-            if fd == self._bell:
-                break
+        """Raises ThreadShortage."""
+        number = self._count_listener()
+        if not number:
+            return
+        try:
+            threads.start(self._listener, name=f"raytorchrpc-{self._me}-listener-{number}")
+        except threads.ThreadShortage:
             with self._lock:
                 self._idle -= 1
+            self._retire(1)
+            raise
+
+    def _count_listener(self) -> int:
+        with self._lock:
+            if self._closed:
+                return 0
+            self._threads += 1
+            self._idle += 1
+            return self._threads
+
+    def _let_another_listen(self) -> None:
+        """This thread is going to do something that may block."""
+        if self._idle > 0:
+            return
+        try:
+            self._add_listener()
+        except threads.ThreadShortage as error:
+            threads.report(error, f"{self._me} listens again when a thread has time for it")
+            if not self._standing_in:
+                self._standing_in = True
+                self._spawn(self._stand_in)
+
+    def _stand_in(self) -> None:
+        """Listen on a thread that was made for other work, as no listener could be started."""
+        self._standing_in = False
+        if self._idle == 0 and self._count_listener():
+            self._listener()
+
+    def _listener(self) -> None:
+        threads.serve(
+            self._handle_next, f"a listener of {self._me}", restore=self._listen_to_all_again, give_up=self.close
+        )
+
+    def _handle_next(self) -> bool:
+        """Wait for one event and do what it asks for; False: this listener is to end."""
+        if self._closed:
+            self._retire(1)
+            return False
+        try:
+            ((fd, _),) = self._epoll.poll(-1, 1)
+        except InterruptedError:
+            return True
+        if fd == self._bell:
+            self._retire(1)
+            return False
+        with self._lock:
+            self._idle -= 1
+        try:
             if fd == self._timer.fd:
                 self._attend()
             elif (listener := self._listening_sockets.get(fd)) is not None:
@@ -341,12 +387,28 @@ class SocketLane(MessageLane):
             elif (connection := self._by_fd.get(fd)) is not None:
                 self._serve_all(connection)
                 del connection
+        except BaseException:
             with self._lock:
-                if self._idle >= _SPARE_LISTENERS:
-                    self._threads -= 1
-                    return
                 self._idle += 1
-        self._retire(1)
+            raise
+        with self._lock:
+            if self._idle >= _SPARE_LISTENERS:
+                self._threads -= 1
+                return False
+            self._idle += 1
+        return True
+
+    def _listen_to_all_again(self) -> None:
+        """Whatever a listener failed at may be something that nobody listens to any more."""
+        for fd in list(self._listening_sockets):
+            self.arm(fd)
+        for connection in list(self._by_fd.values()):
+            connection.listen_again()
+        with self._lock:
+            if not self._closed:
+                self._epoll.modify(self._timer.fd, _READ)
+                if self._watched:
+                    self._timer.set()
 
     def _retire(self, leaving: int) -> None:
         with self._lock:
@@ -361,34 +423,51 @@ class SocketLane(MessageLane):
 
     def _serve_all(self, connection: Connection) -> None:
         """Read what arrived and do the work that came with it, for as long as more arrives at once."""
-        task = self._hear(connection, partial(connection.read, socket.MSG_DONTWAIT))
-        while task is not None:
+        tasks = self._hear(connection, partial(connection.read, socket.MSG_DONTWAIT))
+        while tasks:
             began = time.perf_counter()
-            task()
+            while tasks:
+                self._do(tasks.pop(0), connection)
             connection.brief = time.perf_counter() - began < ATTEND_S
             connection.keep_to_oneself()
-            task = self._hear(connection, connection.await_requests)
+            tasks = self._hear(connection, connection.await_requests)
 
-    def _hear(self, connection: Connection, read: Callable[[], list[_frames.Frame]]) -> Work | None:
-        """Read, let others listen on, and return the work that came.
+    def _do(self, task: Work, connection: Connection) -> None:
+        try:
+            task()
+        except BaseException as error:  # whoever asked may not have been answered
+            threads.report(error, f"{self._me} ends a connection")
+            connection.end(f"a request could not be served: {error}")
+
+    def _hear(self, connection: Connection, read: Callable[[], list[_frames.Frame]]) -> list[Work]:
+        """Read, let others listen on, and return the work that is left for this thread.
 
         Requests take their turns before anybody else reads this connection: they are served in the order sent.
         """
         if not connection.take_reading():
-            return None  # somebody reads it, and lets listeners have it again
+            return []  # somebody reads it, and lets listeners have it again
         tasks: list[Work] = []
         try:
-            tasks = [task for frame in read() if (task := self._request(connection, frame)) is not None]
+            for frame in read():
+                if (task := self._request(connection, frame)) is not None:
+                    tasks.append(task)
+        except BaseException as error:  # what was taken in before is served; the rest nobody has answered
+            threads.report(error, f"{self._me} ends a connection")
+            connection.end(f"a request could not be taken in: {error}")
         finally:
             # A second thread that listened meanwhile would fight for the interpreter with brief work like this.
             connection.give_reading(lazily=bool(tasks) and self._one_at_a_time and connection.brief)
-        if not tasks:
-            return None
-        if self._idle == 0:
-            self._add_listener()  # what follows may block: in a method, or in a reply to somebody who stands still
-        for task in tasks[1:]:
-            self._spawn(task)  # several requests in one read: each may block
-        return tasks[0]
+        if tasks:
+            # What follows may block: in a method, or in a reply to somebody who stands still.
+            self._let_another_listen()
+        while len(tasks) > 1:  # several requests in one read: each may block
+            try:
+                self._spawn(tasks[1])
+            except Exception as error:
+                threads.report(error, f"{self._me} serves requests one after another")
+                break
+            del tasks[1]
+        return tasks
 
     def _request(self, connection: Connection, frame: _frames.Frame) -> Work | None:
         def reply(message: Message) -> None:
@@ -415,14 +494,19 @@ class SocketLane(MessageLane):
             self._proving[sock] = None
         if oldest is not None:  # strangers who say nothing must not keep members out
             _hang_up(oldest)
-        threading.Thread(
-            target=self._prove, args=(sock,), name=f"raytorchrpc-{self._me}-handshake", daemon=True
-        ).start()
+        try:
+            threads.start(self._prove, sock, name=f"raytorchrpc-{self._me}-handshake")
+        except BaseException:  # who connects hears that it was hung up on
+            with self._lock:
+                self._proving.pop(sock, None)
+            sock.close()
+            raise
 
     def _breathe(self) -> None:
         """No descriptor is left for a connection that waits to be accepted, so epoll would tell of it at once again."""
-        if self._idle == 0:
-            self._add_listener()
+        with contextlib.suppress(threads.ThreadShortage):
+            if self._idle == 0:
+                self._add_listener()
         threading.Event().wait(_BREATH_S)
 
     def _prove(self, sock: socket.socket) -> None:
@@ -435,10 +519,12 @@ class SocketLane(MessageLane):
             if not still:
                 raise _handshake.Refused("it took too long")
             self._adopt(sock, protection, None)
-        except (OSError, RayTorchRpcError) as error:
+        except Exception as error:
             with self._lock:
                 self._proving.pop(sock, None)
             sock.close()
+            if not isinstance(error, (OSError, RayTorchRpcError)):
+                raise
             logger.debug("%s refused a connection: %s", self._me, error)
 
 

@@ -16,7 +16,7 @@ FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for pat
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 #: Anybody may import these: data and errors, what a fork needs, and the one file with private names.
-COMMON = {"errors", "config", "metrics", "_compat", "forking"}
+COMMON = {"errors", "config", "metrics", "_compat", "forking", "threads"}
 #: What a room may import besides. A room that is not here may import COMMON only: say here what a new one needs.
 MAY_IMPORT = {
     "__init__": {
@@ -177,10 +177,11 @@ LANE_EXTRAS = {
         "lanes._protection",
     },
     "_connection": {"lanes._patience", "lanes._pending", "lanes._frames", "lanes._protection"},
-    "nng": {"lanes._credentials", "lanes._handshake", "lanes._nng", "lanes._nng_line", "lanes._protection"},
+    "nng": {"lanes._credentials", "lanes._handshake", "lanes._nng", "lanes._nng_line", "lanes._protection", "workers"},
     "_nng_line": {"lanes._frames", "lanes._nng", "lanes._pending", "lanes._protection"},
     "loopback": {"lanes._pending"},
     "shm": {"lanes._arena", "lanes._copier", "lanes._lent", "staging"},
+    "_copier": {"workers"},
     "_lent": {"lanes._arena"},
     "cuda_ipc": {
         *("lanes._arena", "lanes._cuda_driver", "lanes._cuda_events", "lanes._cuda_shared", "lanes._pieces"),

@@ -1,0 +1,221 @@
+"""Starts every thread of this package, and keeps those running that others rely on.
+
+A process can be short of memory, or of threads, for a moment. A thread that serves others then loses the one thing that
+it was doing, says so, and goes on; whoever wants to start a thread is told at once that there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import errno
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from raytorchrpc.errors import RayTorchRpcError
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+#: A serving thread whose step failed waits this long before the next (seconds).
+PAUSE_S = 0.05
+#: The same failure of the same thread is logged this often at most (seconds).
+_REPORT_S = 10.0
+#: A thread that has not run its first line after this (seconds) never will.
+_START_S = 30.0
+#: A serving thread that has failed at every step for so long (seconds), not for want of memory, gives up.
+_HOPELESS_S = 30.0
+
+_pause = threading.Lock()
+_pause.acquire()
+_reported: dict[tuple[str, type[BaseException]], float] = {}
+
+
+class ThreadShortage(RayTorchRpcError):
+    """This process cannot start a thread now."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(
+            f"cannot start the thread {name}: {reason}; raise the limit on memory (ulimit -v, the container's) or on "
+            f"threads (ulimit -u, the container's pids.max)"
+        )
+        self.name, self.reason = name, reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.reason)
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether this failed for want of memory or threads, so that it can succeed later."""
+    if isinstance(error, (MemoryError, ThreadShortage)):
+        return True
+    if isinstance(error, RuntimeError):  # torch's allocator, and Python for a thread
+        text = str(error)
+        return "can't allocate memory" in text or "can't start new thread" in text
+    return isinstance(error, OSError) and error.errno == errno.ENOMEM
+
+
+class _Started(threading.Event):
+    """What ``Thread.start`` waits for. A thread that gets no memory for its first lines never sets it."""
+
+    def __init__(self, patience_s: float) -> None:
+        super().__init__()
+        self._patience_s = patience_s
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not super().wait(self._patience_s if timeout is None else timeout) and timeout is None:
+            raise RuntimeError("it did not begin to run")
+        return True
+
+
+class _Thread(threading.Thread):
+    def __init__(self, target: Callable[..., object], args: tuple[Any, ...], name: str, start_s: float) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work: tuple[Callable[..., object], tuple[Any, ...]] | None = (target, args)
+        self._started = _Started(start_s)
+
+    def give_up(self) -> bool:
+        """Have it do nothing should it begin yet; False if it has begun."""
+        try:
+            del self._work  # only one of the two threads succeeds
+        except AttributeError:
+            return False
+        return True
+
+    def run(self) -> None:
+        try:
+            target, args = self.__dict__.pop("_work")
+        except KeyError:  # given up
+            return
+        try:
+            target(*args)
+        except BaseException as error:
+            report(error, f"the thread {self.name} has ended")
+
+
+def start(target: Callable[..., object], *args: Any, name: str, start_s: float = _START_S) -> threading.Thread:
+    """Run ``target(*args)`` on a daemon thread of that name; what it raises is logged. Raises ThreadShortage."""
+    try:
+        thread = _Thread(target, args, name, start_s)
+        try:
+            thread.start()
+        except RuntimeError:
+            if thread.give_up():
+                raise
+        return thread
+    except (RuntimeError, MemoryError, OSError) as error:
+        raise ThreadShortage(name, str(error) or "no memory") from error
+
+
+async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """As ``asyncio.to_thread``, on a thread of its own: if there is none, nothing stays behind to be run later."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(value)
+        else:
+            done.set_exception(error)
+
+    def work() -> None:
+        value, error = None, None
+        try:
+            value = context.run(function, *args, **kwargs)
+        except BaseException as raised:
+            # A Future takes no StopIteration.
+            error = RuntimeError(f"it raised {raised!r}") if isinstance(raised, StopIteration) else raised
+        try:
+            loop.call_soon_threadsafe(settle, value, error)
+        except RuntimeError as closed:  # the loop was closed meanwhile: nobody waits any more
+            logger.debug("the result of %r came too late: %s", function, closed)
+
+    start(work, name="raytorchrpc-await")
+    return await done
+
+
+def pause() -> None:
+    """Let a moment pass, in which memory or threads may be given back. Allocates nothing."""
+    _pause.acquire(True, PAUSE_S)
+
+
+def report(error: BaseException, what: str) -> None:
+    """Log a failure that costs no more than what it interrupted; never raises, and repeats itself seldom."""
+    try:
+        now, key = time.monotonic(), (what, type(error))
+        if now - _reported.get(key, -_REPORT_S) < _REPORT_S:
+            return
+        if len(_reported) > 256:
+            _reported.clear()
+        _reported[key] = now
+        if is_shortage(error):
+            logger.warning("%s: %s", what, str(error) or "no memory")
+        else:
+            logger.error("%s", what, exc_info=error)
+    except Exception:  # no memory for that either
+        return
+
+
+def persist(function: Callable[[], T], seconds: float) -> T:
+    """Call ``function`` again for so long, while it fails for want of memory or threads. Blocks."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return function()
+        except Exception as error:
+            if not is_shortage(error) or time.monotonic() > until:
+                raise
+        pause()
+
+
+def serve(
+    step: Callable[[], bool],
+    what: str,
+    *,
+    restore: Callable[[], None] | None = None,
+    give_up: Callable[[], None] | None = None,
+) -> None:
+    """Call ``step`` until it returns False. What it raises costs that step alone: it is logged, and the next follows.
+
+    ``what``: who serves, for the log. ``restore``: called after a step that failed, to set right what that left behind.
+    ``give_up``: called, once, if every step has failed for half a minute, but not for want of memory or threads; then
+    this returns. Without it, this goes on for ever.
+    """
+    failing_since: float | None = None
+    while True:
+        try:
+            if failing_since is not None and step():
+                failing_since = None
+            elif failing_since is not None:
+                return
+            while step():
+                pass
+            return
+        except BaseException as error:
+            failing_since = _failed(error, what, failing_since)
+        if give_up is not None and failing_since is not None and time.monotonic() - failing_since > _HOPELESS_S:
+            logger.critical("%s: cannot go on; this member leaves the group's connections", what)
+            give_up()
+            return
+        if restore is not None:
+            try:
+                restore()
+            except BaseException as error:
+                failing_since = _failed(error, what, failing_since)
+
+
+def _failed(error: BaseException, what: str, since: float | None) -> float | None:
+    """Log it and pause; returns since when steps have failed for other reasons than a shortage. Never raises."""
+    try:
+        report(error, f"{what} goes on after a failure")
+        pause()
+        return None if is_shortage(error) else since or time.monotonic()
+    except BaseException:
+        return since
