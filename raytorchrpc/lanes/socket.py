@@ -49,6 +49,7 @@ _HANDSHAKES = 16
 _BREATH_S = 0.05
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _ATTEMPTS = 3
+_NOTHING = ((-1, 0),)
 _READ = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 
 
@@ -349,30 +350,57 @@ class SocketLane(MessageLane):
         try:
             self._add_listener()
         except threads.ThreadShortage as error:
-            threads.report(error, f"{self._me} listens again when a thread has time for it")
+            threads.report(error, f"{self._me} listens when a thread has time for it")
             if not self._standing_in:
-                self._standing_in = True
-                self._spawn(self._stand_in)
+                self._have_stand_in()
+
+    def _have_stand_in(self) -> None:
+        try:
+            self._standing_in = True
+            self._spawn(self._stand_in)
+        except Exception as error:
+            self._standing_in = False
+            threads.report(error, f"{self._me} listens when its methods are done")
 
     def _stand_in(self) -> None:
-        """Listen on a thread that was made for other work, as no listener could be started."""
-        self._standing_in = False
-        if self._idle == 0 and self._count_listener():
-            self._listener()
+        """Listen for a moment, on a thread that was made for other work, until a listener can be started."""
+        with contextlib.suppress(threads.ThreadShortage):
+            if self._idle == 0:
+                self._add_listener()
+        if self._idle > 0 or not self._count_listener():
+            self._standing_in = False
+            return
+        try:
+            stays = self._handle_next(threads.PAUSE_S)
+        except BaseException:
+            self._let_go_of_stand_in()
+            self._standing_in = False
+            self._listen_to_all_again()
+            raise
+        if stays:
+            self._let_go_of_stand_in()
+        self._have_stand_in()
+
+    def _let_go_of_stand_in(self) -> None:
+        with self._lock:
+            self._idle -= 1
+        self._retire(1)
 
     def _listener(self) -> None:
         threads.serve(
             self._handle_next, f"a listener of {self._me}", restore=self._listen_to_all_again, give_up=self.close
         )
 
-    def _handle_next(self) -> bool:
-        """Wait for one event and do what it asks for; False: this listener is to end."""
+    def _handle_next(self, patience_s: float = -1) -> bool:
+        """Wait for one event, for so long or for ever, and do what it asks for; False: this listener is to end."""
         if self._closed:
             self._retire(1)
             return False
         try:
-            ((fd, _),) = self._epoll.poll(-1, 1)
+            ((fd, _),) = self._epoll.poll(patience_s, 1) or _NOTHING
         except InterruptedError:
+            return True
+        if fd == -1:
             return True
         if fd == self._bell:
             self._retire(1)
