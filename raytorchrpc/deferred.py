@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from typing import Any
 
-from raytorchrpc import readmission
+from raytorchrpc import readmission, threads
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
 from raytorchrpc.loops import Token, on_loop
 from raytorchrpc.retrying import RetriedCall
@@ -21,7 +22,10 @@ from raytorchrpc.workers import Alarms
 
 Call = CallUnderWay | RetriedCall
 
-_alarms = Alarms("raytorchrpc-deferred")
+
+@functools.cache
+def _alarms() -> Alarms:
+    return Alarms("raytorchrpc-deferred")  # its thread begins with the first call that is deferred
 
 
 def call(
@@ -137,7 +141,7 @@ class DeferredCall:
 
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
         """See CallUnderWay."""
-        return _alarms.at(time.monotonic() + self.remaining(), callback)
+        return _alarms().at(time.monotonic() + self.remaining(), callback)
 
     def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
         """Run a user's callback on a worker, or on a thread of its own."""
@@ -145,7 +149,7 @@ class DeferredCall:
         if call is not None:
             call.run_callback(callback, argument)
         else:
-            threading.Thread(target=call_back, args=(callback, argument), daemon=True).start()
+            threads.start(call_back, callback, argument, name="raytorchrpc-deferred-callback")
 
 
 def _settled(later: Later, timeout_s: float) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
-from raytorchrpc import _compat
+from raytorchrpc import _compat, threads
 from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.loops import ON_A_THREAD, PROCESS, Token, loop_standing_still, new_token, on_loop
 
@@ -367,8 +367,8 @@ def _run_on_another_stack(seat: Seat, job: Job) -> None:
 
     context = contextvars.copy_context()
     try:
-        threading.Thread(target=context.run, args=(run,), name="raytorchrpc-chain", daemon=True).start()
-    except RuntimeError:  # no thread can be started: this stack may have some room left
+        threads.start(context.run, run, name="raytorchrpc-chain")
+    except threads.ThreadShortage:  # no thread can be started: this stack may have some room left
         job.run_inside(seat)
         return
     done.wait()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from raytorchrpc import _compat, forking
+from raytorchrpc import _compat, forking, threads
 from raytorchrpc.errors import NotAMember, RpcTimeout
 from raytorchrpc.mailbox import Mailbox, Process, Record, find_record
 from raytorchrpc.services import Later
@@ -60,11 +60,11 @@ class Readmission:
         self._record: Record | None = None
         self._local: Any = None
         self._refusal: NotAMember | None = None
-        self._thread = threading.Thread(target=self._work, name="raytorchrpc-readmission", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to look. Raises RuntimeError if no thread can be started."""
-        self._thread.start()
+        """Begin to look. Raises ThreadShortage."""
+        self._thread = threads.start(self._work, name="raytorchrpc-readmission")
         forking.inherited(self)
 
     def after_fork(self) -> tuple[()]:
@@ -77,7 +77,7 @@ class Readmission:
     @property
     def over(self) -> bool:
         """Whether nothing more can come of it."""
-        return self._refusal is not None or not self._thread.is_alive()
+        return self._refusal is not None or (self._thread is not None and not self._thread.is_alive())
 
     def awaited(self, timeout_s: float | None) -> Later:
         """Settled with the LocalMember that this process becomes, with NotAMember once it is known that it becomes
@@ -208,7 +208,7 @@ def begin(instance: Any = None) -> None:
     if actor_id is not None and not _was_member:
         try:
             _begin(actor_id)
-        except RuntimeError as error:  # no thread; the first call tries again
+        except threads.ThreadShortage as error:  # no thread; the first call tries again
             logger.debug("this process cannot look for its group yet: %s", error)
 
 

@@ -12,6 +12,7 @@ import errno
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -62,21 +63,43 @@ def is_shortage(error: BaseException) -> bool:
 class _Started(threading.Event):
     """What ``Thread.start`` waits for. A thread that gets no memory for its first lines never sets it."""
 
-    def __init__(self, patience_s: float) -> None:
-        super().__init__()
-        self._patience_s = patience_s
+    boot: weakref.ref[_Boot] | None = None
+    """What the new thread runs, which lives as long as that."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        if not super().wait(self._patience_s if timeout is None else timeout) and timeout is None:
-            raise RuntimeError("it did not begin to run")
+        if timeout is not None:
+            return super().wait(timeout)
+        until = time.monotonic() + _START_S
+        while not super().wait(PAUSE_S):
+            over = self.boot is not None and self.boot() is None
+            if (over or time.monotonic() > until) and not self.is_set():
+                raise RuntimeError("there is no memory for it")
         return True
 
 
+class _Boot:
+    """A thread's first lines. Not the thread itself: this dies with them, even where there is no memory to say so."""
+
+    __slots__ = ("__weakref__", "_thread")
+
+    def __init__(self, thread: threading.Thread) -> None:
+        self._thread = thread
+
+    def __call__(self) -> None:
+        threading.Thread._bootstrap(self._thread)  # type: ignore[attr-defined]
+
+
 class _Thread(threading.Thread):
-    def __init__(self, target: Callable[..., object], args: tuple[Any, ...], name: str, start_s: float) -> None:
+    def __init__(self, target: Callable[..., object], args: tuple[Any, ...], name: str) -> None:
         super().__init__(name=name, daemon=True)
         self._work: tuple[Callable[..., object], tuple[Any, ...]] | None = (target, args)
-        self._started = _Started(start_s)
+        self._started = _Started()
+
+    @property
+    def _bootstrap(self) -> _Boot:
+        boot = _Boot(self)
+        self._started.boot = weakref.ref(boot)
+        return boot
 
     def give_up(self) -> bool:
         """Have it do nothing should it begin yet; False if it has begun."""
@@ -97,10 +120,10 @@ class _Thread(threading.Thread):
             report(error, f"the thread {self.name} has ended")
 
 
-def start(target: Callable[..., object], *args: Any, name: str, start_s: float = _START_S) -> threading.Thread:
+def start(target: Callable[..., object], *args: Any, name: str) -> threading.Thread:
     """Run ``target(*args)`` on a daemon thread of that name; what it raises is logged. Raises ThreadShortage."""
     try:
-        thread = _Thread(target, args, name, start_s)
+        thread = _Thread(target, args, name)
         try:
             thread.start()
         except RuntimeError:

@@ -246,7 +246,7 @@ class NngLane(MessageLane):
                 try:
                     for frame in line.read():
                         self._request(line, frame.call, frame.message)
-                except Exception as error:  # requests may be left that nobody answers
+                except BaseException as error:  # requests may be left that nobody answers
                     threads.report(error, f"{self._me} ends a connection")
                     line.end(f"a request could not be taken in: {error}")
         return not self._closed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import contextvars
 import queue
 import threading
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from raytorchrpc import threads
-from raytorchrpc.errors import PeerLost
+from raytorchrpc.errors import PeerLost, RpcTimeout
 from raytorchrpc.lanes import _frames
 from raytorchrpc.lanes._copier import Copier
 from raytorchrpc.lanes.base import Message, PeerAddress
@@ -83,12 +84,17 @@ def test_where_no_thread_can_be_started_the_error_names_it_and_the_remedy(shorta
 
 def test_a_thread_without_memory_for_its_first_line_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python would wait for ever for it to begin."""
-    late: list[threading.Thread] = []
-    monkeypatch.setattr(threads._Thread, "_bootstrap", lambda self: late.append(self))
     ran: list[int] = []
-    with pytest.raises(ThreadShortage):
-        threads.start(ran.append, 1, name="raytorchrpc-test", start_s=0.05)
-    late[0].run()  # it begins after all: nobody expects its work any more
+    late: list[threading.Thread] = []
+
+    def begin(boot: Any) -> None:
+        late.append(boot._thread)
+        raise SystemExit  # as MemoryError does, but silently
+
+    monkeypatch.setattr(threads._Boot, "__call__", begin)
+    with pytest.raises(ThreadShortage, match="no memory for it"):
+        threads.start(ran.append, 1, name="raytorchrpc-test")
+    late[0].run()  # had it begun after all: nobody expects its work any more
     assert ran == []
     # Python counts it as starting for ever; not so this process's other tests.
     threading._limbo.pop(late[0], None)  # type: ignore[attr-defined]
@@ -331,7 +337,7 @@ def test_a_member_that_could_not_be_told_is_told_later(shortage: Shortage) -> No
 
 # --- lanes -----------------------------------------------------------------------------------------------------------
 
-LANES = ["socket over unix", "socket over tcp", "nng"]
+LANES = ["socket over unix", "socket over tcp", "socket over tls", "nng", "nng over tcp", "nng over tls"]
 
 
 class Pair:
@@ -369,8 +375,6 @@ def fail_once(owner: Any, name: str, error: BaseException, monkeypatch: pytest.M
 def test_a_request_that_fails_at_its_listener_is_lost_and_no_later_one(
     pair: Pair, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if isinstance(error, SystemExit) and pair.a.kind == "nng":
-        pytest.skip("its reader runs no code of users")
     pair.ask()
     # More often than there are listeners.
     failing = fail_once(pair.b.lane, "_serve", error, monkeypatch, times=8)
@@ -379,6 +383,36 @@ def test_a_request_that_fails_at_its_listener_is_lost_and_no_later_one(
             pair.ask()
     assert failing.errors == []
     assert pair.ask().header == ("echo",)
+
+
+class BrokenEpoll:
+    """An epoll set that has nothing to tell any more."""
+
+    def __init__(self, epoll: Any) -> None:
+        self._epoll = epoll
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._epoll, name)
+
+    def poll(self, *_: Any) -> Any:
+        raise OSError("the epoll set is broken")
+
+
+@pytest.mark.parametrize("kind", ["socket over unix", "nng"])
+def test_a_listener_that_cannot_go_on_ends_its_connections(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the supervisor hears of it, as of any loss."""
+    monkeypatch.setattr(threads, "_HOPELESS_S", 0.1)
+    pair = Pair(kind)
+    try:
+        pending = pair.a.lane.call("b", Message(("hold",), EMPTY), PATIENCE_S)
+        assert pair.b.arrived.acquire(timeout=PATIENCE_S)
+        monkeypatch.setattr(pair.b.lane, "_epoll", BrokenEpoll(pair.b.lane._epoll))  # type: ignore[attr-defined]
+        with contextlib.suppress(PeerLost, RpcTimeout):  # wakes those who wait in the kernel
+            pair.a.lane.call("b", Message(("echo",), EMPTY), 1)
+        with pytest.raises(PeerLost):
+            answer(pending)
+    finally:
+        pair.close()
 
 
 def test_new_connections_are_heard_after_a_moment_without_threads(pair: Pair, shortage: Shortage) -> None:
