@@ -50,8 +50,7 @@ class Channel(Handle):
     """What the handles of queues and topics share."""
 
     def _home_of(self, local: LocalMember) -> Home:
-        home: Home = local.services.find(self.kind, self._name, local.me.name)
-        return home
+        return _found(local, *self._object)
 
     @property
     def _most(self) -> int:
@@ -71,7 +70,7 @@ class Channel(Handle):
                 if isinstance(outcome, Later):
                     outcome = yield outcome
             else:
-                outcome = yield from self._ask(local, _PUT, (self.kind, self._name, packed(items), wait_s), wait_s)
+                outcome = yield from self._ask(local, _PUT, (*self._object, packed(items), wait_s), wait_s)
             if outcome is FULL:
                 raise Full(f"{self.kind} {self._name!r} in {self._home!r} had no room within {wait_s:.3g} s", accepted)
             if outcome is ENDED:
@@ -104,7 +103,7 @@ class Channel(Handle):
                 taken = [private(item) for item in taken]
         else:
             ticket = new_ticket()
-            args = (self.kind, self._name, key, limit, wait_s, ticket)
+            args = (*self._object, key, limit, wait_s, ticket)
             future = self._sent(local, _TAKE, args, wait_s, keep=keep)
             try:
                 taken = yield from self._answered(future)
@@ -125,11 +124,11 @@ class Channel(Handle):
             with suppress(RayTorchRpcError):
                 taken = done.result(0)
                 if taken:
-                    local.call(self._home, _PUT_BACK, (self.kind, self._name, key, taken), {}, None, retry=0)
+                    local.call(self._home, _PUT_BACK, (*self._object, key, taken), {}, None, retry=0)
 
         with suppress(RayTorchRpcError):
             future.add_done_callback(give_back)
-            local.call(self._home, _WITHDRAW, (self.kind, self._name, key, ticket), {}, None, retry=0)
+            local.call(self._home, _WITHDRAW, (*self._object, key, ticket), {}, None, retry=0)
 
     def _end(self, force: bool) -> Steps[None]:
         local = process_member()
@@ -137,14 +136,14 @@ class Channel(Handle):
         if road is None:
             self._home_of(local).end(force)
         else:
-            yield from self._ask(local, _END, (self.kind, self._name, force), None)
+            yield from self._ask(local, _END, (*self._object, force), None)
 
     def _numbers(self, key: str | None) -> Steps[Any]:
         local = process_member()
         road = yield from self._ready(local)
         if road is None:
             return self._home_of(local).numbers(key)
-        return (yield from self._ask(local, _NUMBERS, (self.kind, self._name, key), None))
+        return (yield from self._ask(local, _NUMBERS, (*self._object, key), None))
 
 
 class Items:
@@ -185,20 +184,20 @@ _PUT, _TAKE, _PUT_BACK = "raytorchrpc.put", "raytorchrpc.take", "raytorchrpc.put
 _WITHDRAW, _END, _NUMBERS = "raytorchrpc.withdraw", "raytorchrpc.end", "raytorchrpc.numbers"
 
 
-def _found(local: LocalMember, kind: str, name: str) -> Home:
-    home: Home = local.services.find(kind, name, local.me.name)
+def _found(local: LocalMember, kind: str, name: str, life: int | None) -> Home:
+    home: Home = local.services.find(kind, name, life, local.me.name)
     return home
 
 
-def _put(local: LocalMember, caller: int, kind: str, name: str, chunk: Chunk, wait_s: float) -> Any:
-    home = _found(local, kind, name)
+def _put(local: LocalMember, caller: int, kind: str, name: str, life: int, chunk: Chunk, wait_s: float) -> Any:
+    home = _found(local, kind, name, life)
     return home.put(unpacked(chunk, caller, home.loans), time.monotonic() + wait_s)
 
 
 def _take(
-    local: LocalMember, caller: int, kind: str, name: str, key: str, limit: int, wait_s: float, ticket: int
+    local: LocalMember, caller: int, kind: str, name: str, life: int, key: str, limit: int, wait_s: float, ticket: int
 ) -> Any:
-    taken = _found(local, kind, name).take(key, limit, time.monotonic() + wait_s, caller, ticket)
+    taken = _found(local, kind, name, life).take(key, limit, time.monotonic() + wait_s, caller, ticket)
     if isinstance(taken, Later):
         taken.convert = _packed
         return taken
@@ -209,21 +208,21 @@ def _packed(taken: Any) -> Any:
     return packed(taken) if taken else taken
 
 
-def _put_back(local: LocalMember, caller: int, kind: str, name: str, key: str, chunk: Chunk) -> None:
-    home = _found(local, kind, name)
+def _put_back(local: LocalMember, caller: int, kind: str, name: str, life: int, key: str, chunk: Chunk) -> None:
+    home = _found(local, kind, name, life)
     home.put_back(key, unpacked(chunk, caller, home.loans))
 
 
-def _withdraw(local: LocalMember, caller: int, kind: str, name: str, key: str, ticket: int) -> None:
-    _found(local, kind, name).withdraw(key, caller, ticket)
+def _withdraw(local: LocalMember, caller: int, kind: str, name: str, life: int, key: str, ticket: int) -> None:
+    _found(local, kind, name, life).withdraw(key, caller, ticket)
 
 
-def _end(local: LocalMember, caller: int, kind: str, name: str, force: bool) -> None:
-    _found(local, kind, name).end(force)
+def _end(local: LocalMember, caller: int, kind: str, name: str, life: int, force: bool) -> None:
+    _found(local, kind, name, life).end(force)
 
 
-def _numbers(local: LocalMember, caller: int, kind: str, name: str, key: str | None) -> Any:
-    return _found(local, kind, name).numbers(key)
+def _numbers(local: LocalMember, caller: int, kind: str, name: str, life: int, key: str | None) -> Any:
+    return _found(local, kind, name, life).numbers(key)
 
 
 for _name, _function in (

@@ -71,6 +71,8 @@ def shelf_of(local: LocalMember) -> Shelf:
 class Readable:
     """What others pull tensors from, under a lease."""
 
+    life: int
+
     def __init__(self, local: LocalMember) -> None:
         self.shelf = shelf_of(local)
         self._lanes: Mapping[str, TensorLane] = local.tensor_lanes
@@ -278,29 +280,30 @@ RELEASE, ADVISE, PULLED = ("raytorchrpc.weights." + name for name in ("release",
 LOOK_HERE = "raytorchrpc.weights.look_here"
 
 
-def weights_of(local: LocalMember, name: str) -> Weights:
+def weights_of(local: LocalMember, name: str, life: int | None) -> Weights:
     """Raises NotFound."""
-    found: Weights = local.services.find(KIND, name, local.me.name)
+    found: Weights = local.services.find(KIND, name, life, local.me.name)
     return found
 
 
-def mirror_of(local: LocalMember, name: str) -> Mirror:
-    """Made with its first use."""
-    return local.services.open(MIRROR, name, lambda: Mirror(local))
+def mirror_of(local: LocalMember, name: str, life: int | None) -> Mirror:
+    """Of the store of that name and life. Made with its first use."""
+    return local.services.open(MIRROR, f"{name} {life}", lambda: Mirror(local))
 
 
-def _readable(local: LocalMember, name: str, mirror: bool) -> Readable:
-    return mirror_of(local, name) if mirror else weights_of(local, name)
+def _readable(local: LocalMember, name: str, life: int, mirror: bool) -> Readable:
+    return mirror_of(local, name, life) if mirror else weights_of(local, name, life)
 
 
-def _wait(local: LocalMember, caller: int, name: str, version: int, wait_s: float) -> int | Later:
-    return weights_of(local, name).wait(version, time.monotonic() + wait_s, local.alarms.at)
+def _wait(local: LocalMember, caller: int, name: str, life: int, version: int, wait_s: float) -> int | Later:
+    return weights_of(local, name, life).wait(version, time.monotonic() + wait_s, local.alarms.at)
 
 
 def _look(
     local: LocalMember,
     caller: int,
     name: str,
+    life: int,
     version: int | None,
     since: int | None,
     layout: int,
@@ -308,7 +311,7 @@ def _look(
     kind: str | None,
 ) -> tuple[tuple[Any, ...], list[torch.Tensor]] | None:
     """``kind``: of the device where the caller would read all of them where they are."""
-    weights = weights_of(local, name)
+    weights = weights_of(local, name, life)
     found = weights.look(caller, version, since, layout, seconds)
     if found is None:
         return None
@@ -326,31 +329,38 @@ def _on_the_way(local: LocalMember, caller: int, tensors: list[torch.Tensor]) ->
 
 
 def _pull(
-    local: LocalMember, caller: int, name: str, mirror: bool, lease: int, wanted: Sequence[tuple[int, str | None]]
+    local: LocalMember,
+    caller: int,
+    name: str,
+    life: int,
+    mirror: bool,
+    lease: int,
+    wanted: Sequence[tuple[int, str | None]],
 ) -> list[torch.Tensor]:
-    return _readable(local, name, mirror).shelf.leased(lease).tensors(wanted)
+    return _readable(local, name, life, mirror).shelf.leased(lease).tensors(wanted)
 
 
 def _whole(
     local: LocalMember,
     caller: int,
     name: str,
+    life: int,
     mirror: bool,
     lease: int,
     wanted: Sequence[tuple[int, str | None]],
     kind: str,
 ) -> list[torch.Tensor]:
     """See Snapshot.wholes."""
-    return _on_the_way(local, caller, _readable(local, name, mirror).shelf.leased(lease).wholes(kind, wanted))
+    return _on_the_way(local, caller, _readable(local, name, life, mirror).shelf.leased(lease).wholes(kind, wanted))
 
 
-def _release(local: LocalMember, caller: int, name: str, mirror: bool, lease: int) -> None:
-    _readable(local, name, mirror).shelf.release(lease)
+def _release(local: LocalMember, caller: int, name: str, life: int, mirror: bool, lease: int) -> None:
+    _readable(local, name, life, mirror).shelf.release(lease)
 
 
-def _advise(local: LocalMember, caller: int, name: str, what: tuple[Any, ...], wait_s: float) -> Any:
+def _advise(local: LocalMember, caller: int, name: str, life: int, what: tuple[Any, ...], wait_s: float) -> Any:
     """Where this caller pulls from; see ``_relays``."""
-    advice = weights_of(local, name).relays.ask(what, _node(local, caller), caller)
+    advice = weights_of(local, name, life).relays.ask(what, _node(local, caller), caller)
     if isinstance(advice, Later):
         later = advice
 
@@ -362,14 +372,18 @@ def _advise(local: LocalMember, caller: int, name: str, what: tuple[Any, ...], w
     return advice
 
 
-def _pulled(local: LocalMember, caller: int, name: str, what: tuple[Any, ...], leader: int, done: bool) -> None:
+def _pulled(
+    local: LocalMember, caller: int, name: str, life: int, what: tuple[Any, ...], leader: int, done: bool
+) -> None:
     """It has what it was to pull for its node; or will not (``done`` False); or who led does not have it any more."""
-    relays = weights_of(local, name).relays
+    relays = weights_of(local, name, life).relays
     (relays.done if done else relays.failed)(what, _node(local, leader), leader)
 
 
-def _look_here(local: LocalMember, caller: int, name: str, signature: str, version: int, seconds: float) -> int:
-    return mirror_of(local, name).look(caller, signature, version, seconds)
+def _look_here(
+    local: LocalMember, caller: int, name: str, life: int, signature: str, version: int, seconds: float
+) -> int:
+    return mirror_of(local, name, life).look(caller, signature, version, seconds)
 
 
 def _node(local: LocalMember, rank: int) -> str:

@@ -105,6 +105,8 @@ class Outlet:
 class Store:
     """One queue or topic at its home. Thread-safe; ``put`` and ``take`` never block."""
 
+    life: int
+
     def __init__(self, clock: Clock, closes: int = 1) -> None:
         """``closes``: how many calls of ``end`` it takes to end it."""
         self._clock = clock

@@ -78,7 +78,7 @@ class Topic(Channel):
         local = process_member()
         road = yield from self._ready(local)
         key = f"{local.server.token}.{new_ticket()}"
-        args = (self._name, key, policy, size, most)
+        args = (self._name, self._life, key, policy, size, most)
         if road is None:
             _subscribe(local, local.me.rank, *args)
         else:
@@ -154,9 +154,9 @@ class Subscription:
     def _cancel(self) -> Steps[None]:
         local, topic = process_member(), self._topic
         if topic._road(local) is None:
-            _cancel(local, local.me.rank, topic.name, self._key)
+            _cancel(local, local.me.rank, topic.name, topic._life, self._key)
         else:
-            yield from topic._ask(local, _CANCEL, (topic.name, self._key), None)
+            yield from topic._ask(local, _CANCEL, (topic.name, topic._life, self._key), None)
 
     def __enter__(self) -> Subscription:
         return self
@@ -180,15 +180,22 @@ def _make(local: LocalMember, name: str, settings: Any) -> Home:
 
 
 def _subscribe(
-    local: LocalMember, caller: int, name: str, key: str, policy: Policy, maxsize: int, max_bytes: int | None
+    local: LocalMember,
+    caller: int,
+    name: str,
+    life: int | None,
+    key: str,
+    policy: Policy,
+    maxsize: int,
+    max_bytes: int | None,
 ) -> None:
-    home: Home = local.services.find(Topic.kind, name, local.me.name)
+    home: Home = local.services.find(Topic.kind, name, life, local.me.name)
     home.add(key, Outlet(maxsize, max_bytes or local.max_bytes, policy, rank=caller))
 
 
-def _cancel(local: LocalMember, caller: int, name: str, key: str) -> None:
+def _cancel(local: LocalMember, caller: int, name: str, life: int | None, key: str) -> None:
     with suppress(NotFound):
-        local.services.find(Topic.kind, name, local.me.name).remove(key)
+        local.services.find(Topic.kind, name, life, local.me.name).remove(key)
 
 
 handles.makes(Topic.kind, _make)

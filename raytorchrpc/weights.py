@@ -86,11 +86,7 @@ class WeightStore(Handle):
         those who pull. ConfigurationError outside the home, and for what is no dense tensor.
         """
         local = process_member()
-        if run(self._ready(local)) is not None:
-            raise ConfigurationError(
-                f"{self.kind} {self._name!r} lives in member {self._home!r}: publish there, or make one here"
-            )
-        return self._here(local).publish(tensors_of(model, self._name), version)
+        return self._at_home(local).publish(tensors_of(model, self._name), version)
 
     def broadcast(self, carry: Carry, version: int | None = None) -> int:
         """At the home: hand a version (None: the newest) to ``carry``, while those who pull call theirs.
@@ -99,7 +95,7 @@ class WeightStore(Handle):
         a process group; it must have been sent when this returns. Returns the version. Blocks as ``carry`` does.
         """
         local = process_member()
-        weights = self._here(local)
+        weights = self._at_home(local)
         look = weights.look(local.me.rank, version, None, 0, local.config.rpc_timeout_s)
         if look is None:
             raise NotFound(f"nothing has been published to {self.kind} {self._name!r} yet")
@@ -110,8 +106,15 @@ class WeightStore(Handle):
             weights.shelf.release(look.lease)
         return look.version
 
+    def _at_home(self, local: LocalMember) -> Weights:
+        if run(self._ready(local)) is not None:
+            raise ConfigurationError(
+                f"{self.kind} {self._name!r} lives in member {self._home!r}: publish there, or make one here"
+            )
+        return self._here(local)
+
     def _here(self, local: LocalMember) -> Weights:
-        return weights_of(local, self._name)
+        return weights_of(local, self._name, self._life)
 
     # --- pulling -------------------------------------------------------------------------------------------------
 
@@ -137,7 +140,7 @@ class WeightStore(Handle):
     def _wait_steps(self, local: LocalMember, version: int, wait_s: float) -> Steps[int]:
         road = yield from self._ready(local)
         if road is not None:
-            return (yield from self._ask(local, WAIT, (self._name, version, wait_s), wait_s))  # type: ignore[no-any-return]
+            return (yield from self._ask(local, WAIT, (self._name, self._life, version, wait_s), wait_s))  # type: ignore[no-any-return]
         found = self._here(local).wait(version, time.monotonic() + wait_s, local.alarms.at)
         return (yield found) if isinstance(found, Later) else found
 
@@ -211,7 +214,7 @@ class WeightStore(Handle):
                 if at_once and not pull.converts:
                     kind = self._kind_in_place(local, self._home, pull.likely_kind)
                 answer = Spread(partial(pull.plan, kind))
-                sent = self._sent(local, LOOK, (self._name, *args, kind), left, attended=True, into=answer)
+                sent = self._sent(local, LOOK, (self._name, self._life, *args, kind), left, attended=True, into=answer)
                 asked = self._answered(sent)
                 del sent  # see there
                 pull.foresee()
@@ -246,7 +249,7 @@ class WeightStore(Handle):
         signature = wanted.signature(look)
         what = (look.version, signature)
         left = max(0.001, until - time.monotonic())
-        advice = run(self._ask(local, ADVISE, (self._name, what, left / 2), left))
+        advice = run(self._ask(local, ADVISE, (self._name, self._life, what, left / 2), left))
         if advice == LEAD:
             self._lead(local, look, wanted, wanted.kinds(pull.known.rows), signature, until)
         elif advice == HOME or not self._follow(local, advice, pull, look, wanted, signature, until):
@@ -262,7 +265,7 @@ class WeightStore(Handle):
         self, local: LocalMember, look: Look, wanted: Wanted, kinds: list[Kind], signature: str, until: float
     ) -> None:
         """Pull for all of this host."""
-        mirror = mirror_of(local, self._name)
+        mirror = mirror_of(local, self._name, self._life)
         done = False
         try:
             flat = mirror.begin(kinds)
@@ -270,7 +273,9 @@ class WeightStore(Handle):
             mirror.keep(signature, look.version, kinds, flat)
             done = True
         finally:
-            self._tell(local, self._home, PULLED, (self._name, (look.version, signature), local.me.rank, done))
+            self._tell(
+                local, self._home, PULLED, (self._name, self._life, (look.version, signature), local.me.rank, done)
+            )
         lease = mirror.look(local.me.rank, signature, look.version, max(0.0, until - time.monotonic()))
         try:
             mirror.shelf.leased(lease).read(_all_of(wanted), wanted.targets)
@@ -284,7 +289,9 @@ class WeightStore(Handle):
         assert pull.known is not None
         left = max(0.001, until - time.monotonic())
         try:
-            call = local.call(leader, LOOK_HERE, (self._name, signature, look.version, left), {}, left, retry=0)
+            call = local.call(
+                leader, LOOK_HERE, (self._name, self._life, signature, look.version, left), {}, left, retry=0
+            )
             lease = Future[int](call).wait()
             if not lease:
                 return False
@@ -296,7 +303,7 @@ class WeightStore(Handle):
             finally:
                 self._release(local, leader, True, lease)
         except (PeerLost, NotFound, LaneUnavailable):
-            self._tell(local, self._home, PULLED, (self._name, (look.version, signature), leader, False))
+            self._tell(local, self._home, PULLED, (self._name, self._life, (look.version, signature), leader, False))
             return False
         return True
 
@@ -315,7 +322,7 @@ class WeightStore(Handle):
 
         def ask(service: str, *args: Any, into: Any) -> Any:
             left = max(0.001, until - time.monotonic())
-            args = (self._name, mirror, lease, *args)
+            args = (self._name, self._life, mirror, lease, *args)
             return Future(local.call(target, service, args, {}, left, into=into, attended=True, retry=0)).wait()
 
         if kind is not None and known is not None:
@@ -329,7 +336,7 @@ class WeightStore(Handle):
         if target == self._home and self._road(local) is None:
             self._here(local).shelf.release(lease)
         else:
-            self._tell(local, target, RELEASE, (self._name, mirror, lease))
+            self._tell(local, target, RELEASE, (self._name, self._life, mirror, lease))
 
     def _tell(self, local: LocalMember, target: Any, service: str, args: tuple[Any, ...]) -> None:
         """Without waiting for the answer."""

@@ -136,7 +136,7 @@ def test_nobody_reads_two_versions(actors: dict[str, Any], request: Any, sizes: 
     assert all(count >= 1 for count in ray.get(readers, timeout=60))
 
     def at_rest() -> bool:
-        weights = member.process_member().services.find(store.kind, store.name, "learner")
+        weights = member.process_member().services.find(store.kind, store.name, None, "learner")
         return wait_until(lambda: weights.shelf.readers == 0, 20)
 
     assert in_actor(actors["learner"], at_rest)
@@ -229,7 +229,7 @@ def test_what_does_not_fit_is_not_kept_for_the_reader(actors: dict[str, Any], re
 
 
 def no_readers(store: rtr.WeightStore) -> bool:
-    shelf = member.process_member().services.find(store.kind, store.name, "").shelf
+    shelf = member.process_member().services.find(store.kind, store.name, None, "").shelf
     return wait_until(lambda: shelf.readers == 0, 20)
 
 
@@ -415,7 +415,7 @@ def test_readers_that_die_and_a_home_that_does(spawn: Spawn, actors: dict[str, A
         return store._look(local, pull, None, None, False, time.monotonic() + 60).lease
 
     def readers() -> int:
-        return int(member.process_member().services.find(store.kind, "weights", "").shelf.readers)
+        return int(member.process_member().services.find(store.kind, "weights", None, "").shelf.readers)
 
     assert in_actor(dying["reader"], begin_to_read)
     assert in_actor(dying["learner2"], readers) == 1
