@@ -28,7 +28,7 @@ from raytorchrpc._items import (
 from raytorchrpc._store import ENDED, FULL, Store
 from raytorchrpc.calls import Future
 from raytorchrpc.errors import Closed, ConfigurationError, Full, RayTorchRpcError, SerializationError
-from raytorchrpc.handles import Handle, Steps, arun, new_ticket, patience, run
+from raytorchrpc.handles import Handle, Steps, arun, new_ticket, patience, run, wait_at_home
 from raytorchrpc.member import LocalMember, process_member
 from raytorchrpc.services import Later
 
@@ -59,8 +59,9 @@ class Channel(Handle):
 
     def _put(self, values: Sequence[Any], timeout: float | None) -> Steps[None]:
         local = process_member()
-        until = time.monotonic() + patience(local, timeout)
-        road = yield from self._ready(local)
+        wait_s = patience(local, timeout)
+        until = time.monotonic() + wait_s
+        road = yield from self._ready(local, wait_s)
         accepted = 0
         for items in chunks(self._apart(local, values), self._most):
             wait_s = max(0.0, until - time.monotonic())
@@ -70,7 +71,9 @@ class Channel(Handle):
                 if isinstance(outcome, Later):
                     outcome = yield outcome
             else:
-                outcome = yield from self._ask(local, _PUT, (*self._object, packed(items), wait_s), wait_s)
+                outcome = yield from self._ask(
+                    local, _PUT, (*self._object, packed(items), wait_at_home(wait_s)), wait_s
+                )
             if outcome is FULL:
                 raise Full(f"{self.kind} {self._name!r} in {self._home!r} had no room within {wait_s:.3g} s", accepted)
             if outcome is ENDED:
@@ -87,10 +90,11 @@ class Channel(Handle):
         """A list of values; EMPTY or ENDED."""
         local = process_member()
         wait_s = patience(local, timeout)
-        road = yield from self._ready(local)
+        until = time.monotonic() + wait_s
+        road = yield from self._ready(local, wait_s)
         if road is None:
             home = self._home_of(local)
-            taken = home.take(key, limit, time.monotonic() + wait_s)
+            taken = home.take(key, limit, until)
             if isinstance(taken, Later):
                 try:
                     taken = yield taken
@@ -102,8 +106,8 @@ class Channel(Handle):
             if taken and (keep or home.shared):
                 taken = [private(item) for item in taken]
         else:
-            ticket = new_ticket()
-            args = (*self._object, key, limit, wait_s, ticket)
+            ticket, wait_s = new_ticket(), max(0.0, until - time.monotonic())
+            args = (*self._object, key, limit, wait_at_home(wait_s), ticket)
             future = self._sent(local, _TAKE, args, wait_s, keep=keep)
             try:
                 taken = yield from self._answered(future)

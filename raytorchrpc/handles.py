@@ -22,8 +22,11 @@ from raytorchrpc.services import Later
 T = TypeVar("T")
 H = TypeVar("H", bound="Handle")
 
-#: The home answers in time that nothing came; a call waits so much longer for that answer (seconds).
-GRACE_S = 5.0
+#: A home that waits for something answers so much before the caller's time is over (seconds, and a share of the time),
+#: and the caller waits a little longer than that for the answer.
+_MARGIN_S, _MARGIN_SHARE, _ANSWER_S = 0.25, 20, 0.2
+#: Whatever its timeout, an operation waits so long for an answer: with a timeout, and with 0 (seconds).
+_SHORTEST_S, _SHORTEST_NOW_S = 0.5, 1.0
 
 #: What an operation has to wait for, one after another; it is sent what came of each.
 Steps = Generator["Future[Any] | Later", Any, T]
@@ -130,8 +133,19 @@ def patience(local: LocalMember, timeout: float | None) -> float:
         left = deadline - time.monotonic()
         if left <= 0:
             raise RpcTimeout("no time left: the deadline of the call that is being served has passed")
-        seconds = min(seconds, left - min(GRACE_S, left / 4))
+        seconds = min(seconds, left - min(2 * _MARGIN_S, left / 4))
     return float(seconds)
+
+
+def wait_at_home(seconds: float) -> float:
+    """How long the home is to wait for an operation that may take ``seconds``."""
+    return seconds - min(_MARGIN_S, seconds / _MARGIN_SHARE)
+
+
+def _answer_within(seconds: float) -> float:
+    """How long to wait for the answer to it."""
+    least = _SHORTEST_S if seconds > 0 else _SHORTEST_NOW_S
+    return min(MAX_TIMEOUT_S, max(least, seconds + _ANSWER_S))
 
 
 # --- handles -------------------------------------------------------------------------------------------------
@@ -240,10 +254,10 @@ class Handle:
         road = local.road(self._home)
         return None if road.member.rank == local.me.rank else road
 
-    def _ready(self, local: LocalMember) -> Steps[PeerRoad | None]:
+    def _ready(self, local: LocalMember, wait_s: float | None = None) -> Steps[PeerRoad | None]:
         """Bind to the object, which is made if its home has none. To be done first; nothing later makes one.
 
-        Returns what ``_road`` does.
+        ``wait_s``: as for ``_ask``. Returns what ``_road`` does.
         """
         road = self._road(local)
         if self._life is None:
@@ -251,7 +265,7 @@ class Handle:
             if road is None:
                 settings, life = _open(local, local.me.rank, *args)
             else:
-                settings, life = yield from self._ask(local, OPEN, args, None)
+                settings, life = yield from self._ask(local, OPEN, args, wait_s)
             with self._binding:
                 if self._life is None:  # another thread may have bound it meanwhile
                     self._known, self._life = settings, life
@@ -260,7 +274,7 @@ class Handle:
     def _ask(
         self, local: LocalMember, service: str, args: tuple[Any, ...], wait_s: float | None, **how: Any
     ) -> Steps[Any]:
-        """What the home answers. ``wait_s``: it may take that long before it does."""
+        """What the home answers. ``wait_s``: the time of the whole operation; None: as long as a call."""
         return (yield from self._answered(self._sent(local, service, args, wait_s, **how)))
 
     def _answered(self, sent: Future[Any]) -> Steps[Any]:
@@ -276,7 +290,7 @@ class Handle:
     def _sent(
         self, local: LocalMember, service: str, args: tuple[Any, ...], wait_s: float | None, **how: Any
     ) -> Future[Any]:
-        timeout = None if wait_s is None else min(MAX_TIMEOUT_S, wait_s + GRACE_S)
+        timeout = None if wait_s is None else _answer_within(wait_s)
         try:
             return Future(local.call(self._home, service, args, {}, timeout, retry=0, **how))
         except PeerLost as lost:

@@ -9,7 +9,11 @@ from functools import partial
 from typing import Any, ClassVar
 
 from raytorchrpc import _compat
-from raytorchrpc._published import (
+from raytorchrpc._published import Look, Weights, held_until
+from raytorchrpc._pulling import Carry, Known, Model, Pull, Pulled, Wanted, tensors_of
+from raytorchrpc._relays import HOME, LEAD
+from raytorchrpc._snapshots import Kind
+from raytorchrpc._weight_services import (
     ADVISE,
     KIND,
     LOOK,
@@ -19,18 +23,21 @@ from raytorchrpc._published import (
     RELEASE,
     WAIT,
     WHOLE,
-    Look,
-    Weights,
     mirror_of,
     weights_of,
 )
-from raytorchrpc._pulling import Carry, Known, Model, Pull, Wanted, tensors_of
-from raytorchrpc._relays import HOME, LEAD
-from raytorchrpc._snapshots import Kind
 from raytorchrpc.calls import Future
-from raytorchrpc.errors import ConfigurationError, Empty, LaneUnavailable, NotFound, PeerLost, RayTorchRpcError
+from raytorchrpc.errors import (
+    ConfigurationError,
+    Empty,
+    LaneUnavailable,
+    NotFound,
+    PeerLost,
+    RayTorchRpcError,
+    RpcTimeout,
+)
 from raytorchrpc.filling import Spread
-from raytorchrpc.handles import Handle, Steps, patience, run
+from raytorchrpc.handles import Handle, Steps, patience, run, wait_at_home
 from raytorchrpc.member import LocalMember, process_member
 from raytorchrpc.services import Later
 
@@ -38,6 +45,8 @@ from raytorchrpc.services import Later
 _CHUNK_BYTES = 256 << 20
 #: Less than this is not passed on within a host: asking who has it takes as long (bytes).
 _WORTH_PASSING_ON = 1 << 20
+
+_pulled = Pulled()
 
 
 class WeightStore(Handle):
@@ -96,7 +105,7 @@ class WeightStore(Handle):
         """
         local = process_member()
         weights = self._at_home(local)
-        look = weights.look(local.me.rank, version, None, 0, local.config.rpc_timeout_s)
+        look = weights.look(local.me.rank, version, None, 0, None)
         if look is None:
             raise NotFound(f"nothing has been published to {self.kind} {self._name!r} yet")
         try:
@@ -120,7 +129,7 @@ class WeightStore(Handle):
 
     def version(self) -> int:
         """The newest version; 0 if there is none. Blocks for an answer of the home's."""
-        return self._wait(0, 0)
+        return self._wait(0, None)
 
     def wait(self, version: int = 1, timeout: float | None = None) -> int:
         """Block until that version or a newer one is there; returns the newest. Empty after ``timeout`` seconds."""
@@ -138,10 +147,13 @@ class WeightStore(Handle):
         return int(run(self._wait_steps(local, version, patience(local, timeout))))
 
     def _wait_steps(self, local: LocalMember, version: int, wait_s: float) -> Steps[int]:
-        road = yield from self._ready(local)
+        until = time.monotonic() + wait_s
+        road = yield from self._ready(local, wait_s)
         if road is not None:
-            return (yield from self._ask(local, WAIT, (self._name, self._life, version, wait_s), wait_s))  # type: ignore[no-any-return]
-        found = self._here(local).wait(version, time.monotonic() + wait_s, local.alarms.at)
+            left = max(0.0, until - time.monotonic())
+            asked = (self._name, self._life, version, wait_at_home(left))
+            return (yield from self._ask(local, WAIT, asked, left))  # type: ignore[no-any-return]
+        found = self._here(local).wait(version, until, local.alarms.at)
         return (yield found) if isinstance(found, Later) else found
 
     def pull(
@@ -174,25 +186,43 @@ class WeightStore(Handle):
         model may have tensors of two versions: pull again before it is used.
         """
         local = process_member()
-        until = time.monotonic() + patience(local, timeout)
-        run(self._ready(local))
+        wait_s = patience(local, timeout)
+        until = time.monotonic() + wait_s
+        run(self._ready(local, wait_s))
+        life = self._life or 0
+        if carry is not None or (since is not None and not _pulled.has(life, since)):
+            since = None
         pull = Pull(self._name, model, self._known_layout, convert, strict)
         try:
             # What is brought has no history, whoever asks for it.
             with _compat.autograd_context(_compat.NO_CONTEXT):
-                look = self._look(local, pull, version, None if carry is not None else since, carry is None, until)
-                if not look.lease:
-                    return look.version
-                wanted = pull.wanted()
-                self._known_layout = pull.remembered()
-                if carry is None and wanted.targets and not pull.filled:
-                    self._fetch(local, pull, look, wanted, until)
+                look = self._look(local, pull, version, since, carry is None, until)
+                if look.lease:
+                    wanted = pull.wanted()
+                    self._known_layout = pull.remembered()
+                    if carry is None and wanted.targets:
+                        if not pull.filled:
+                            self._fetch(local, pull, look, wanted, until)
+                        self._check_lease(until)
             if carry is not None:
                 pull.carry_by(carry)
+        except BaseException:
+            if pull.look is not None:
+                _pulled.forget(life)
+            raise
         finally:
             if pull.look is not None and pull.look.lease:
                 self._release(local, self._home, False, pull.look.lease)
+        _pulled.add(life, look.version)
         return look.version
+
+    def _check_lease(self, until: float) -> None:
+        """What was read until now was kept for this pull. Raises RpcTimeout."""
+        if time.monotonic() > held_until(until):
+            raise RpcTimeout(
+                f"a pull of {self.kind} {self._name!r} stood still, or took so much longer than its timeout that "
+                f"{self._home!r} has let go of what it read: the model may have tensors of two versions; pull again"
+            )
 
     async def apull(self, model: Model, version: int | None = None, **options: Any) -> int:
         """As ``pull``, for coroutines: on a thread, and there on the default stream of a GPU."""
@@ -204,9 +234,9 @@ class WeightStore(Handle):
         """Ask what there is. ``at_once``: the answer is to bring it, if it can be read where it is."""
         while True:
             left = max(0.0, until - time.monotonic())
-            args = (version, since, 0 if pull.known is None else pull.known.number, left)
+            args = (version, since, 0 if pull.known is None else pull.known.number)
             if self._road(local) is None:
-                look = self._here(local).look(local.me.rank, *args)
+                look = self._here(local).look(local.me.rank, *args, None)
                 if look is not None:
                     pull.told(look)
             else:
@@ -214,7 +244,9 @@ class WeightStore(Handle):
                 if at_once and not pull.converts:
                     kind = self._kind_in_place(local, self._home, pull.likely_kind)
                 answer = Spread(partial(pull.plan, kind))
-                sent = self._sent(local, LOOK, (self._name, self._life, *args, kind), left, attended=True, into=answer)
+                sent = self._sent(
+                    local, LOOK, (self._name, self._life, *args, left, kind), left, attended=True, into=answer
+                )
                 asked = self._answered(sent)
                 del sent  # see there
                 pull.foresee()
@@ -265,18 +297,19 @@ class WeightStore(Handle):
         self, local: LocalMember, look: Look, wanted: Wanted, kinds: list[Kind], signature: str, until: float
     ) -> None:
         """Pull for all of this host."""
-        mirror = mirror_of(local, self._name, self._life)
+        mirror = mirror_of(local, self._name, self._life, local.road(self._home).member.rank)
         done = False
         try:
             flat = mirror.begin(kinds)
             self._fetch_from(local, self._home, False, look.lease, wanted._replace(targets=flat.tensors), until)
+            self._check_lease(until)
             mirror.keep(signature, look.version, kinds, flat)
             done = True
         finally:
             self._tell(
                 local, self._home, PULLED, (self._name, self._life, (look.version, signature), local.me.rank, done)
             )
-        lease = mirror.look(local.me.rank, signature, look.version, max(0.0, until - time.monotonic()))
+        lease = mirror.look(local.me.rank, signature, look.version, None)
         try:
             mirror.shelf.leased(lease).read(_all_of(wanted), wanted.targets)
         finally:

@@ -57,8 +57,13 @@ class SharedAddress(NamedTuple):
 
 def is_gone(address: SharedAddress) -> bool:
     """Whether the process behind an address has ended, so that nobody there uses anything any more."""
+    return has_ended(address.pid)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether the process of that number, which was there before, has ended."""
     try:
-        with open(f"/proc/{address.pid}/stat", "rb") as file:
+        with open(f"/proc/{pid}/stat", "rb") as file:
             state = file.read().rpartition(b")")[2].split()[0]
     except FileNotFoundError:
         return True

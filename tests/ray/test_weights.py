@@ -161,10 +161,16 @@ def test_only_what_has_changed(actors: dict[str, Any], request: Any) -> None:
     assert in_actor(actors["a"], follow, 1) == (1, [-1.0, -1.0, -1.0, -1.0]), "nothing was moved"
     in_actor(actors["learner"], change, "layer1", 7.0)
     in_actor(actors["learner"], change, "layer2", 8.0)
-    assert in_actor(actors["a"], follow, 2) == (3, [-1.0, -1.0, 8.0, -1.0])
+    everything = (3, [1.0, 7.0, 8.0, 1.0])
+    assert in_actor(actors["a"], follow, 2) == everything, "it never pulled that one"
     assert in_actor(actors["a"], follow, 1) == (3, [-1.0, 7.0, 8.0, -1.0])
-    assert in_actor(actors["learner"], follow, 1) == (3, [-1.0, 7.0, 8.0, -1.0])
-    assert in_actor(actors["a"], follow, None) == (3, [1.0, 7.0, 8.0, 1.0])
+    in_actor(actors["learner"], change, "layer0", 9.0)
+    for name in ("a", "learner"):
+        assert in_actor(actors[name], follow, None) == (4, [9.0, 7.0, 8.0, 1.0])
+    in_actor(actors["learner"], change, "layer1", 2.0)
+    for name in ("a", "learner"):
+        assert in_actor(actors[name], follow, 4) == (5, [-1.0, 2.0, -1.0, -1.0])
+    assert in_actor(actors["a"], follow, 3) == (5, [9.0, 2.0, -1.0, -1.0])
 
 
 def test_conversion(actors: dict[str, Any], request: Any) -> None:
