@@ -24,6 +24,7 @@ import torch
 
 from raytorchrpc import forking
 from raytorchrpc.errors import LaneUnavailable, PeerLost
+from raytorchrpc.lanes._bounds import within
 
 SLOTS = 1 << 16
 _DATA = 1 << 20
@@ -315,13 +316,19 @@ class PeerArena:
         return ()
 
     def view(self, index: int, offset: int, size: int) -> numpy.ndarray:
-        """The slot's bytes, private and writable. The slot is given back when nothing uses them any more."""
+        """The slot's bytes, private and writable. The slot is given back when nothing uses them any more.
+
+        Raises OutOfBounds.
+        """
+        within(index, 1, SLOTS)
+        within(offset - _DATA, size, self._bytes.nbytes - _DATA)
         view = self._bytes[offset : offset + size]
         self._held[index] = weakref.ref(view, partial(_given_back, self._held, self._bytes, self._pid, index))
         return view
 
     def give_back(self, index: int) -> None:
-        """Give a slot back that was not used."""
+        """Give a slot back that was not used. Raises OutOfBounds."""
+        within(index, 1, SLOTS)
         if os.getpid() == self._pid:
             self._bytes[index] = _FREE
 

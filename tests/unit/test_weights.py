@@ -132,6 +132,21 @@ def test_a_reader_that_is_lost_and_lives_may_go_on_reading(alarms: Alarms, monke
     assert wait_until(lambda: weights.shelf.readers == 0, LONG)
 
 
+def test_a_read_within_the_home_has_no_limit(alarms: Alarms, monkeypatch: Any) -> None:
+    """A broadcast may take as long as the slowest of those who take part."""
+    monkeypatch.setattr("raytorchrpc._published._LINGER_S", 0.0)
+    weights = store(alarms)
+    weights.publish(model(1), None)
+    limited, own = weights.look(1, None, None, 0, 0.0), weights.look(0, None, None, 0, None)
+    assert limited is not None and own is not None and wait_until(lambda: weights.shelf.readers == 1, LONG)
+    (held,) = read(weights, own.lease)
+    for value in range(2, 5):
+        weights.publish(model(value), None)
+    assert bool((held == 1).all())
+    weights.shelf.release(own.lease)
+    assert weights.shelf.readers == 0
+
+
 def test_numbers_of_leases_are_of_one_process(alarms: Alarms) -> None:
     """What one that was restarted gives out is not what its readers had of it before."""
     numbers = set()
