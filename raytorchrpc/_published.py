@@ -116,6 +116,9 @@ class Readable:
             look = partial(self._release_once_ended, peer, rank, numbers)
             self._local.alarms.at(time.monotonic() + _LOOK_S, look)
 
+    def keep_only(self, rank: int, process: str | None) -> None:
+        """See services.Served."""
+
     def close(self, error: Exception) -> None:
         """See services.Served."""
 

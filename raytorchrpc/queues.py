@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any, ClassVar
 
 from raytorchrpc import handles
-from raytorchrpc._channels import Channel, Home, Items
-from raytorchrpc._store import EMPTY, ENDED, Outlet
+from raytorchrpc._channel_home import Home
+from raytorchrpc._channels import Channel, Items
+from raytorchrpc._outlet import Outlet
+from raytorchrpc._store import EMPTY, ENDED
 from raytorchrpc.errors import Closed, ConfigurationError, Empty
 from raytorchrpc.handles import Steps, arun, run
 from raytorchrpc.member import LocalMember, process_member
@@ -102,11 +104,11 @@ class Queue(Channel):
 
     async def aput(self, item: Any, timeout: float | None = None) -> None:
         """As ``put``, for coroutines. Raises PeerBusy if too much is under way to the home already."""
-        await arun(self._put((item,), timeout))
+        await arun(self._put((item,), timeout, in_turn=True))
 
     async def aput_many(self, items: Iterable[Any], timeout: float | None = None) -> None:
         """As ``put_many``, for coroutines."""
-        await arun(self._put(list(items), timeout))
+        await arun(self._put(list(items), timeout, in_turn=True))
 
     # --- getting -------------------------------------------------------------------------------------------------
 
@@ -181,7 +183,7 @@ class Queue(Channel):
 
 def _make(local: LocalMember, name: str, settings: Any) -> Home:
     maxsize, max_bytes, producers = settings
-    home = Home(local, settings, producers, shared=False)
+    home = Home(local, f"queue {name!r}", settings, producers, shared=False)
     home.add(_KEY, Outlet(maxsize, max_bytes or local.max_bytes, "block"))
     return home
 

@@ -52,6 +52,12 @@ class Served(Protocol):
     def lose(self, rank: int) -> None:
         """That member is gone, or away: nothing is to wait for it. Quick."""
 
+    def keep_only(self, rank: int, process: str | None) -> None:
+        """Of that member's processes this one is there (None: none will be again). What others left can go. Quick.
+
+        ``process``: its token. It may be the one that was lost: then it lives on, and so may what waits for it.
+        """
+
     def close(self, error: Exception) -> None:
         """This member leaves the group: whoever waits gets the error."""
 
@@ -109,12 +115,21 @@ class Services:
         with self._lock:
             return [name for of_kind, name in self._served if of_kind == kind]
 
-    def lose(self, rank: int) -> None:
-        """A member is gone, or away."""
+    def lose(self, rank: int, for_good: bool) -> None:
+        """A member is away, or gone (``for_good``)."""
         with self._lock:
             everything = list(self._served.values())
         for served in everything:
             served.lose(rank)
+            if for_good:
+                served.keep_only(rank, None)
+
+    def welcome(self, rank: int, process: str) -> None:
+        """A member is there (again), as the process with that token."""
+        with self._lock:
+            everything = list(self._served.values())
+        for served in everything:
+            served.keep_only(rank, process)
 
     def close(self) -> None:
         """Drop everything. Idempotent."""

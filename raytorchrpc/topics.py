@@ -8,8 +8,10 @@ from types import TracebackType
 from typing import Any, ClassVar, get_args
 
 from raytorchrpc import handles
-from raytorchrpc._channels import Channel, Home, Items
-from raytorchrpc._store import EMPTY, ENDED, Outlet, Policy
+from raytorchrpc._channel_home import Home
+from raytorchrpc._channels import Channel, Items
+from raytorchrpc._outlet import Outlet, Policy
+from raytorchrpc._store import EMPTY, ENDED
 from raytorchrpc.errors import Closed, ConfigurationError, Empty, NotFound, RayTorchRpcError
 from raytorchrpc.handles import Steps, arun, new_ticket, run
 from raytorchrpc.member import LocalMember, process_member
@@ -51,7 +53,7 @@ class Topic(Channel):
 
     async def apublish(self, item: Any, timeout: float | None = None) -> None:
         """As ``publish``, for coroutines."""
-        await arun(self._put((item,), timeout))
+        await arun(self._put((item,), timeout, in_turn=True))
 
     def subscribe(self, policy: Policy = "block", *, maxsize: int = 64, max_bytes: int | None = None) -> Subscription:
         """Get what is published from now on. Blocks for an answer of the home's.
@@ -77,7 +79,7 @@ class Topic(Channel):
         most = None if max_bytes is None else counted("max_bytes", max_bytes)
         local = process_member()
         road = yield from self._ready(local)
-        key = f"{local.server.token}.{new_ticket()}"
+        key = f"{local.server.token}.{new_ticket()}"  # the token says whose it is, see _subscribe
         args = (self._name, self._life, key, policy, size, most)
         if road is None:
             _subscribe(local, local.me.rank, *args)
@@ -107,6 +109,7 @@ class Subscription:
     def __init__(self, topic: Topic, key: str) -> None:
         """Made by ``Topic.subscribe``."""
         self._topic, self._key = topic, key
+        self._cancelled = False
 
     def get(self, timeout: float | None = None, *, keep: bool = False) -> Any:
         """The oldest item in the buffer; as ``Queue.get``. Closed at the end of the stream, or once cancelled."""
@@ -122,7 +125,17 @@ class Subscription:
         return self._checked(await arun(self._take(1, timeout, keep)))[0]
 
     def _take(self, limit: int, timeout: float | None, keep: bool) -> Steps[Any]:
-        return self._topic._take(self._key, limit, timeout, keep)
+        if self._was_cancelled():
+            return ENDED
+        try:
+            return (yield from self._topic._take(self._key, limit, timeout, keep))
+        except NotFound:
+            if self._was_cancelled():  # meanwhile
+                return ENDED
+            raise
+
+    def _was_cancelled(self) -> bool:
+        return self._cancelled
 
     def _checked(self, taken: Any) -> Any:
         if taken is EMPTY:
@@ -148,6 +161,7 @@ class Subscription:
 
     def cancel(self) -> None:
         """Get nothing more; what waits is dropped. Idempotent; also if the home is gone."""
+        self._cancelled = True
         with suppress(RayTorchRpcError):
             run(self._cancel())
 
@@ -176,7 +190,7 @@ _SUBSCRIBE, _CANCEL = "raytorchrpc.subscribe", "raytorchrpc.cancel"
 
 
 def _make(local: LocalMember, name: str, settings: Any) -> Home:
-    return Home(local, settings, settings[0], shared=True)
+    return Home(local, f"topic {name!r}", settings, settings[0], shared=True)
 
 
 def _subscribe(
@@ -190,7 +204,8 @@ def _subscribe(
     max_bytes: int | None,
 ) -> None:
     home: Home = local.services.find(Topic.kind, name, life, local.me.name)
-    home.add(key, Outlet(maxsize, max_bytes or local.max_bytes, policy, rank=caller))
+    process = key.rpartition(".")[0]
+    home.add(key, Outlet(maxsize, max_bytes or local.max_bytes, policy, caller, process))
 
 
 def _cancel(local: LocalMember, caller: int, name: str, life: int | None, key: str) -> None:
