@@ -40,6 +40,11 @@ class Home(Store):
         self.arrivals.lose(rank)
         super().lose(rank)
 
+    def numbers(self, key: str | None = None) -> dict[str, int | bool]:
+        numbers = super().numbers(key)
+        numbers["waiting_to_put"] += self.arrivals.held
+        return numbers
+
     def close(self, error: Exception) -> None:
         super().close(error)
         self.arrivals.close(error)

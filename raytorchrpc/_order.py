@@ -201,6 +201,12 @@ class Arrivals:
                     done += self._pass(line, max(line.held))
         _settle(done)
 
+    @property
+    def held(self) -> int:
+        """How many puts have arrived and wait for one that has not."""
+        with self._lock:
+            return sum(len(each) for line in self._lines.values() for each in line.held.values())
+
     def close(self, error: Exception) -> None:
         """Whoever waits gets the error."""
         with self._lock:

@@ -31,7 +31,9 @@ class DirectLane(MessageLane):
         self.peers: dict[str, LocalMember] = {}
         self.holds: Callable[[str], bool] = lambda method: False
         """Whether a request for this method is to wait for ``release``."""
-        self.held: list[Callable[[], None]] = []
+        self.held: list[tuple[Callable[[], None], SettledPending]] = []
+        self.when_over: Callable[[], None] = lambda: None
+        """Called when a call is over, before its answer is taken."""
         self.broken = False
         """Every request fails, and every answer is lost."""
         self._under_way: set[SettledPending] = set()
@@ -51,13 +53,18 @@ class DirectLane(MessageLane):
         attended: bool = False,
         settled: Callable[[], None] | None = None,
     ) -> Pending:
-        pending = SettledPending(settled)
+        def over() -> None:
+            if settled is not None:
+                settled()
+            self.when_over()
+
+        pending = SettledPending(over)
         if self.broken:
             raise PeerLost(peer, "the test broke the connection", may_have_run=False)
         self._under_way.add(pending)
         deliver = partial(self._deliver, self.peers[peer], message, pending)
         if self.holds(message.header[3]):
-            self.held.append(deliver)
+            self.held.append((deliver, pending))
         else:
             deliver()
         return pending
@@ -74,11 +81,19 @@ class DirectLane(MessageLane):
             peer.workers.submit(work)
 
     def release(self, number: int | None = None) -> None:
-        """Deliver the request held as number ``number``; None: all, in order."""
-        for deliver in [self.held.pop(number)] if number is not None else self.held[:]:
-            deliver()
-        if number is None:
-            self.held.clear()
+        """Deliver the request held as number ``number``; None: all, in order, and hold no more."""
+        if number is not None:
+            self.held.pop(number)[0]()
+            return
+        self.holds = lambda method: False
+        while self.held:
+            self.held.pop(0)[0]()
+
+    def lose(self, number: int) -> None:
+        """The request held as number ``number`` never arrives, and its sender is told."""
+        pending = self.held.pop(number)[1]
+        self._under_way.discard(pending)
+        pending.settle(None, PeerLost("peer", "the test lost the message"))
 
     def break_connection(self) -> None:
         self.broken, under_way = True, list(self._under_way)
