@@ -231,7 +231,7 @@ def test_puts_that_flow_control_refuses_break_no_order(members: Members) -> None
 @pytest.mark.parametrize("members", [REJECT], indirect=True)
 def test_a_cancelled_get_gives_up_its_place_whatever_flow_control_says(members: Members) -> None:
     async def act() -> None:
-        waiting = asyncio.create_task(queue.aget())  # as many calls as there may be
+        waiting = asyncio.create_task(queue.aget(timeout=10 * LONG))  # as many calls as there may be
         await until(lambda: at_home(members).numbers()["waiting_to_get"] == 1)
         waiting.cancel()
         await until(lambda: at_home(members).numbers()["waiting_to_get"] == 0)
