@@ -33,6 +33,7 @@ from raytorchrpc.errors import (
     Full,
     PeerLost,
     RayTorchRpcError,
+    RpcTimeout,
     SerializationError,
 )
 from raytorchrpc.execution import Limit, Scope, current_scope
@@ -156,9 +157,13 @@ class Channel(Handle):
         future = self._sent(local, TAKE, (*self._object, key, limit, wait_at_home(wait_s), ticket), wait_s, keep=keep)
         try:
             taken = yield from self._answered(future)
+        except RpcTimeout:
+            self._give_back_late(local, key, future)
+            raise
         except BaseException as error:
             if not isinstance(error, Exception):  # cancelled, or interrupted
-                self._let_go(local, key, ticket, future)
+                self._give_back_late(local, key, future)
+                self._tell_home(local, WITHDRAW, (*self._object, key, ticket))
             raise
         finally:
             del future  # it holds what it raised, which holds this frame
@@ -200,17 +205,17 @@ class Channel(Handle):
         finally:
             del answer
 
-    def _let_go(self, local: LocalMember, key: str, ticket: int, future: Future[Any]) -> None:
-        """Nobody waits for these any more: what comes all the same goes back to the front."""
+    def _give_back_late(self, local: LocalMember, key: str, future: Future[Any]) -> None:
+        """Nobody waits for these any more: what comes all the same, however late, goes back."""
+        call = future._call
 
-        def give_back(done: Future[Any]) -> None:
-            with suppress(RayTorchRpcError):
-                if taken := done.result(0):
+        def give_back() -> None:
+            taken, error = call.outcome()
+            if error is None and taken:
+                with suppress(RayTorchRpcError):
                     self._tell_home(local, PUT_BACK, (*self._object, key, *taken))
 
-        with suppress(RayTorchRpcError):
-            future.add_done_callback(give_back)
-        self._tell_home(local, WITHDRAW, (*self._object, key, ticket))
+        call.add_done_callback(lambda: local.workers.submit(give_back))
 
     def _return(self, local: LocalMember, key: str, batch: Batch) -> Future[None] | None:
         """Give them back to the home; None if that is done."""

@@ -197,7 +197,7 @@ def test_a_subscriber_behind_a_partition_misses_nothing_or_is_told(three_hosts: 
     asked.ask("run", "c", "subscribe", "a", {"large": 20, "small": 2, "waiting": 20})
     asked.ask("run", "b", "publish", "a", [1, 2], False)
     assert asked.ask("run", "c", "take", "waiting", 2) == [1, 2]
-    asked.ask("begin", "c", "take", "waiting", 99)
+    asked.ask("run", "c", "begin_to_take", "waiting")
     a.network.partition([a, b], [c])
     try:
         assert asked.await_news("lost")[1] == ["c"]
@@ -209,7 +209,7 @@ def test_a_subscriber_behind_a_partition_misses_nothing_or_is_told(three_hosts: 
     asked.ask("run", "b", "publish", "a", [10], True)
     assert asked.ask("run", "c", "take", "large", 99) == list(range(1, 11))
     assert asked.ask("run", "c", "take", "small", 99) == ["NotFound"]
-    cut_off, rest = asked.ask("ended", "c", "take"), asked.ask("run", "c", "take", "waiting", 99)
+    cut_off, rest = asked.ask("run", "c", "taken"), asked.ask("run", "c", "take", "waiting", 99)
     assert cut_off == ["PeerLost"] and rest == list(range(3, 11))
 
 

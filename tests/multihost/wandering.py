@@ -113,6 +113,14 @@ class Wanderer:
             taken.append(type(error).__name__)
         return taken
 
+    def begin_to_take(self, name: str) -> None:
+        """Take all, on a thread; ``taken`` returns it."""
+        self._taken: queue.Queue[list[Any]] = queue.Queue()
+        threading.Thread(target=lambda: self._taken.put(self.take(name, 999)), daemon=True).start()
+
+    def taken(self) -> list[Any]:
+        return self._taken.get(timeout=TIMEOUT_S)
+
 
 class Tasks:
     """What the driver can be asked to do."""
@@ -198,10 +206,6 @@ class Tasks:
     def run(self, name: str, method: str, *args: Any) -> Any:
         """A method of that actor."""
         return self._have(name, method, *args)
-
-    def begin(self, name: str, method: str, *args: Any) -> None:
-        """As ``run``, without waiting for it."""
-        self._enduring[f"{name} {method}"] = getattr(self._actors[name], method).remote(*args)
 
     def caught_up(self, name: str, timeout: float) -> None:
         """Block until that member knows what the driver knows of the group."""

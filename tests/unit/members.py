@@ -34,6 +34,9 @@ class DirectLane(MessageLane):
         self.held: list[tuple[Callable[[], None], SettledPending]] = []
         self.when_over: Callable[[], None] = lambda: None
         """Called when a call is over, before its answer is taken."""
+        self.delays: Callable[[str], bool] = lambda method: False
+        """Whether an answer of this method is to wait for ``deliver_answers``."""
+        self.answers: list[Callable[[], None]] = []
         self.broken = False
         """Every request fails, and every answer is lost."""
         self._under_way: set[SettledPending] = set()
@@ -74,7 +77,10 @@ class DirectLane(MessageLane):
             if pending not in self._under_way:
                 raise PeerLost("caller", "the test broke the connection")
             self._under_way.discard(pending)
-            pending.settle(answer)
+            if self.delays(message.header[3]):
+                self.answers.append(partial(pending.settle, answer))
+            else:
+                pending.settle(answer)
 
         work = peer.server.serve(self, message, reply)
         if work is not None:
@@ -88,6 +94,12 @@ class DirectLane(MessageLane):
         self.holds = lambda method: False
         while self.held:
             self.held.pop(0)[0]()
+
+    def deliver_answers(self) -> None:
+        """Those that were held, and hold no more."""
+        self.delays = lambda method: False
+        while self.answers:
+            self.answers.pop(0)()
 
     def lose(self, number: int) -> None:
         """The request held as number ``number`` never arrives, and its sender is told."""

@@ -12,7 +12,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc import _order, member
-from raytorchrpc._channel_home import PUT, PUT_BACK, WITHDRAW, Home
+from raytorchrpc._channel_home import PUT, PUT_BACK, TAKE, WITHDRAW, Home
 from raytorchrpc._items import all_taken_apart
 from raytorchrpc.codec import Codec
 from raytorchrpc.errors import LaneUnavailable, PeerLost
@@ -298,6 +298,33 @@ def test_an_item_goes_back_as_soon_as_its_home_can_be_reached(
         asyncio.run(act())
         lane.holds = lambda method: False
         assert failed and queue.get_many(9) == [1, 2]
+
+
+@pytest.mark.parametrize("how", ["get", "aget", "cancelled"])
+def test_an_item_that_comes_too_late_goes_back(members: Members, how: str) -> None:
+    """After the consumer's time is over."""
+    lane = members.lanes["a"]
+
+    async def cancelled() -> None:
+        waiting = asyncio.create_task(queue.aget(0.05))
+        await until(lambda: len(lane.answers) == 1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await asyncio.sleep(0.6)  # longer than the call may take
+
+    with members.acting("a"):
+        queue = made()
+        queue.put(1)
+        lane.delays = lambda method: method == TAKE
+        if how == "cancelled":
+            asyncio.run(cancelled())
+        else:
+            with pytest.raises(rtr.RpcTimeout):
+                queue.get(0.05) if how == "get" else asyncio.run(queue.aget(0.05))
+        assert at_home(members).numbers()["items"] == 0
+        lane.deliver_answers()
+        assert queue.get(LONG) == 1
 
 
 def test_an_item_goes_back_to_its_own_queue_alone(members: Members) -> None:
