@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from raytorchrpc._processes import has_ended
 from raytorchrpc._relays import Relays
 from raytorchrpc._snapshots import Flat, Kind, Shelf, Snapshot, equal, write
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound
-from raytorchrpc.lanes._arena import has_ended
 from raytorchrpc.lanes.base import DTYPE_NAMES, TensorLane
 from raytorchrpc.member import LocalMember
 from raytorchrpc.peers import Member

@@ -23,6 +23,7 @@ import numpy
 import torch
 
 from raytorchrpc import forking
+from raytorchrpc._processes import has_ended
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes._bounds import within
 
@@ -59,18 +60,6 @@ class SharedAddress(NamedTuple):
 def is_gone(address: SharedAddress) -> bool:
     """Whether the process behind an address has ended, so that nobody there uses anything any more."""
     return has_ended(address.pid)
-
-
-def has_ended(pid: int) -> bool:
-    """Whether the process of that number, which was there before, has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            state = file.read().rpartition(b")")[2].split()[0]
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return state in (b"Z", b"X")
 
 
 class SharedBytes:
