@@ -39,8 +39,9 @@ class Queue(Channel):
 
     Operations of the home's are served beside its actor's methods and take no turn of theirs. All of them block, at
     most ``timeout`` seconds (None: ``rpc_timeout_s``; a call that is being served ends its own operations with it);
-    those that begin with ``a`` are for coroutines. Each may raise PeerLost if the home is lost, NotFound if it was
-    restarted since, and RpcTimeout if it has not answered 5 s after the timeout. Thread-safe.
+    those that begin with ``a`` are for coroutines. Each may raise PeerLost if the home is lost, NotFound if this queue
+    has ended (the home was restarted, or the group formed again, since this handle was first used), and RpcTimeout if
+    the home has not answered 0.2 s after the timeout (it has 0.5 s at least, and 1 s where that is 0). Thread-safe.
     """
 
     kind: ClassVar[str] = "queue"

@@ -62,7 +62,8 @@ class WeightStore(Handle):
     keeps, and the others pull it from there.
 
     Everything is served beside the home's methods and takes no turn of theirs. PeerLost if the home is lost, NotFound
-    if it was restarted since. The handle is picklable; thread-safe.
+    if this store has ended: the home was restarted, or the group formed again, since this handle was first used. The
+    handle is picklable; thread-safe.
     """
 
     kind: ClassVar[str] = KIND
@@ -172,8 +173,9 @@ class WeightStore(Handle):
         Args:
             model: a module, or tensors by name, on any device. Their memory is written as by ``rpc_sync(into=...)``.
             version: None: the newest; where there is none yet, the first is waited for.
-            since: the version that the model has, as an earlier pull returned it. If that is still the newest, nothing
-                is moved. In a store with ``track`` only tensors that have changed since are.
+            since: the version that the model has, as an earlier pull of this process from this store returned it. If
+                that is still the newest, nothing is moved. In a store with ``track`` only tensors that have changed
+                since are. Any other number has no effect: everything is brought.
             convert: tensors of another floating dtype than published are converted, at the home, once for each
                 version and dtype: bfloat16 for half the bytes of float32. Without it that is an error.
             strict: the model's names have to be those that were published. Else those in common are pulled.
