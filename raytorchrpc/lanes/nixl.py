@@ -248,6 +248,8 @@ class NixlLane(TensorLane):
     ) -> list[torch.Tensor]:
         agent, link = self._known(peer)
         number, target, places, members = descriptor
+        if target is not None and target not in self._devices:
+            raise LaneUnavailable(self.name, f"{peer!r} sends to cuda:{target}, which was not opened for this lane")
         self._collect(agent)
         with self._using(agent, link):
             try:

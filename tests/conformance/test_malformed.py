@@ -14,14 +14,14 @@ import torch
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Part, Shape
 from tests.conformance.peers import export, random, tensors
-from tests.conformance.test_tensor_lanes import GPU_KINDS, Pair, make_pair
+from tests.conformance.test_tensor_lanes import GPU_KINDS, NIXL_KINDS, Pair, make_pair
 
 MIB = 1 << 20
 #: Bytes of a flat tensor.
 FLAT = 2 * MIB
 
 
-@pytest.fixture(params=["shm", "nccl by pipes", *GPU_KINDS])
+@pytest.fixture(params=["shm", "nccl by pipes", *NIXL_KINDS, *GPU_KINDS])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair = make_pair(request.param, 64 * MIB)
     yield pair
@@ -48,12 +48,27 @@ def broken(value: Any) -> Iterator[Any]:
         for place, field in enumerate(value):
             for other in broken(field):
                 yield (*value[:place], other, *value[place + 1 :])
+    elif value is None:
+        yield from (-1, 5, "")
     elif isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
         yield from (-1, -MIB, value + 65 * MIB, 1 << 31, 1 << 62, -(1 << 62), 1 << 80, None, "1", 0.5)
     else:
         yield from (value[:0], value[:-1], value + value, None, 7)
+
+
+def asks_for_the_same(lane: str, one: Any, other: Any) -> bool:
+    """Whether the sender is asked for the same memory. If that is not there, it ends a two-sided connection, or NIXL's,
+    as it should.
+    """
+    if lane == "nccl":
+        return bool(one[:2] == other[:2])
+    if lane != "nixl":
+        return True
+    if len(one) < 3 or one[0] != other[0] or not isinstance(one[2], tuple):
+        return False
+    return all(isinstance(place, tuple) and place[:3] == its[:3] for place, its in zip(one[2], other[2], strict=False))
 
 
 def _fetch_all(descriptors: list[Any], shapes: list[Shape], lane: str) -> int:
@@ -75,8 +90,7 @@ def _fetch_all(descriptors: list[Any], shapes: list[Shape], lane: str) -> int:
 def test_a_descriptor_that_cannot_be_is_refused(pair: Pair, request: pytest.FixtureRequest) -> None:
     descriptor, shapes = pair.send(_two)
     lane = request.node.callspec.params["pair"].split()[0].rstrip(",")
-    # What nccl is asked for that is not there ends its connection, as it should; that is shown in test_two_sided.
-    changed = [other for other in broken(descriptor) if lane != "nccl" or other[:2] == descriptor[:2]]
+    changed = [other for other in broken(descriptor) if asks_for_the_same(lane, other, descriptor)]
     assert len(changed) > 10
     assert pair.b.run(_fetch_all, changed, shapes, lane) > len(changed) / 2
     pair.pass_on("", _two)  # all goes on
