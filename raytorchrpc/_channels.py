@@ -207,7 +207,7 @@ class Channel(Handle):
 
     def _give_back_late(self, local: LocalMember, key: str, future: Future[Any]) -> None:
         """Nobody waits for these any more: what comes all the same, however late, goes back."""
-        call = future._call
+        call: Any = future._call
 
         def give_back() -> None:
             taken, error = call.outcome()

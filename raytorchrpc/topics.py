@@ -12,7 +12,16 @@ from raytorchrpc._channel_home import Home
 from raytorchrpc._channels import Channel, Items
 from raytorchrpc._outlet import Outlet, Policy
 from raytorchrpc._store import EMPTY, ENDED
-from raytorchrpc.errors import Closed, ConfigurationError, Empty, NotFound, RayTorchRpcError
+from raytorchrpc.errors import (
+    Closed,
+    ConfigurationError,
+    Empty,
+    NotFound,
+    PeerBusy,
+    PeerLost,
+    RayTorchRpcError,
+    RpcTimeout,
+)
 from raytorchrpc.handles import Steps, arun, new_ticket, run
 from raytorchrpc.member import LocalMember, process_member
 from raytorchrpc.queues import counted
@@ -84,7 +93,19 @@ class Topic(Channel):
         if road is None:
             _subscribe(local, local.me.rank, *args)
         else:
-            yield from self._ask(local, _SUBSCRIBE, args, None)
+            asked = self._sent(local, _SUBSCRIBE, args, None)
+            try:
+                yield from self._answered(asked)
+            except BaseException:  # the buffer may have been made, or will be: it is not to hold up anybody
+                call: Any = asked._call
+
+                def cancel() -> None:
+                    self._tell_home(local, _CANCEL, (self._name, self._life, key))
+
+                call.add_done_callback(lambda: local.workers.submit(cancel))
+                raise
+            finally:
+                del asked  # it holds what it raised, which holds this frame
         return Subscription(self, key)
 
     def close(self, *, force: bool = False) -> None:
@@ -160,17 +181,21 @@ class Subscription:
         return {key: numbers[key] for key in ("items", "bytes", "taken", "dropped")}
 
     def cancel(self) -> None:
-        """Get nothing more; what waits is dropped. Idempotent; also if the home is gone."""
+        """Get nothing more; what waits is dropped. Idempotent; also if the home is gone, or away for a while."""
         self._cancelled = True
         with suppress(RayTorchRpcError):
             run(self._cancel())
 
     def _cancel(self) -> Steps[None]:
         local, topic = process_member(), self._topic
+        args = (topic.name, topic._life, self._key)
         if topic._road(local) is None:
-            _cancel(local, local.me.rank, topic.name, topic._life, self._key)
-        else:
-            yield from topic._ask(local, _CANCEL, (topic.name, topic._life, self._key), None)
+            _cancel(local, local.me.rank, *args)
+            return
+        try:
+            yield from topic._ask(local, _CANCEL, args, None)
+        except (PeerBusy, PeerLost, RpcTimeout):
+            topic._tell_home(local, _CANCEL, args)
 
     def __enter__(self) -> Subscription:
         return self

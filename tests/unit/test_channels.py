@@ -17,6 +17,7 @@ from raytorchrpc._items import all_taken_apart
 from raytorchrpc.codec import Codec
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.handles import OPEN
+from raytorchrpc.topics import _SUBSCRIBE as SUBSCRIBE
 from tests.conformance.peers import wait_until
 from tests.unit.members import Members, in_thread
 
@@ -555,3 +556,57 @@ def test_a_queue_and_its_handles_outlast_a_partition(members: Members) -> None:
         put_at_home(members, 4)
         members.reunite("b")
         assert queue.get() == 4, "the one that was cut off took nothing"
+
+
+@pytest.mark.parametrize("members", [REJECT], indirect=True)
+def test_no_buffer_is_left_of_a_subscription_that_failed_or_was_cancelled(members: Members) -> None:
+    """Whatever flow control says; it would hold publishers up for ever."""
+    lane = members.lanes["a"]
+
+    def subscribers() -> int:
+        return at_home(members, "topic").numbers()["outlets"]
+
+    async def act() -> None:
+        lane.delays = lambda method: method == SUBSCRIBE
+        subscribing = asyncio.create_task(topic.asubscribe())
+        await until(lambda: subscribers() == 1)
+        subscribing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await subscribing
+        lane.deliver_answers()
+        await until(lambda: subscribers() == 0)
+        subscription = await topic.asubscribe()
+        waiting = asyncio.create_task(subscription.aget(10 * LONG))  # as many calls as there may be
+        await until(lambda: at_home(members, "topic").numbers()["waiting_to_get"] == 1)
+        subscription.cancel()
+        with pytest.raises(rtr.Closed):
+            await waiting
+        await until(lambda: subscribers() == 0)
+
+    with members.acting("a"):
+        topic = rtr.Topic("q", home="home")
+        assert topic.stats()["subscribers"] == 0
+        asyncio.run(act())
+
+
+def test_a_subscription_that_is_cancelled_while_the_home_is_away_ends(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member, "_MISSED_AFTER_S", 0.05)
+    with members.acting("b"):
+        subscription = rtr.Topic("q", home="home").subscribe()
+        members.part("b")
+        subscription.cancel()
+        assert list(subscription) == []
+        members.reunite("b")
+        assert wait_until(lambda: at_home(members, "topic").numbers()["outlets"] == 0, LONG)
+
+
+def test_nothing_is_sent_back_to_a_member_that_was_removed(members: Members) -> None:
+    with members.acting("a") as local:
+        queue = made()
+        members.lanes["a"].break_connection()
+        told = queue._tell_home(local, WITHDRAW, (*queue._object, "", 1))
+        assert told is not None
+        local.forget(0)
+        assert isinstance(told.exception(LONG), rtr.RayTorchRpcError)
