@@ -42,7 +42,7 @@ from raytorchrpc.member import LocalMember, process_member
 from raytorchrpc.services import Later
 
 #: How long, and how often, items are sent back whose home cannot be reached (seconds).
-_RETURN_S, _RETURNS = 60.0, 10
+_RETURN_S, RETURNS = 60.0, 10
 
 
 class Channel(Handle):
@@ -176,13 +176,14 @@ class Channel(Handle):
         return PeerLost(lost.peer, f"{error.cause}; an item that was on its way may be lost", True)
 
     def _values(self, local: LocalMember, key: str, batch: Batch) -> Steps[list[Any]]:
-        """Of the first that cannot be unpickled, and of all behind it, nothing: they go back, or it alone is lost."""
+        """Those before the first that cannot be unpickled; the others go back, but that one if it is in front."""
         try:
             return put_together(local.codec, batch)
         except Unusable as unusable:
             good, place, cause = unusable.values, unusable.place, unusable.cause
         except BaseException:  # interrupted
-            self._return(local, key, batch)
+            with suppress(RayTorchRpcError):
+                self._return(local, key, batch)
             raise
         if rest := batch.part(max(1, place)) if not good else batch.part(place):
             yield from self._wait_for_return(local, key, rest, batch.part(0, place))
@@ -200,7 +201,8 @@ class Channel(Handle):
                 yield answer
         except BaseException as error:
             if not isinstance(error, Exception) and rest_if_cancelled:
-                self._return(local, key, rest_if_cancelled)
+                with suppress(RayTorchRpcError):
+                    self._return(local, key, rest_if_cancelled)
             raise
         finally:
             del answer
@@ -213,31 +215,34 @@ class Channel(Handle):
             taken, error = call.outcome()
             if error is None and taken:
                 with suppress(RayTorchRpcError):
-                    self._tell_home(local, PUT_BACK, (*self._object, key, *taken))
+                    self._urgent(local, PUT_BACK, (*self._object, key, *taken), RETURNS)
 
         call.add_done_callback(lambda: local.workers.submit(give_back))
 
     def _return(self, local: LocalMember, key: str, batch: Batch) -> Future[None] | None:
-        """Give them back to the home; None if that is done."""
+        """Give them back to the home; None if that is done. Raises what keeps them from being sent."""
         if self._road(local) is None:
             self._home_of(local).put_back(key, batch)
             return None
-        return self._tell_home(local, PUT_BACK, (*self._object, key, batch.stub, packed(batch)))
+        return self._urgent(local, PUT_BACK, (*self._object, key, batch.stub, packed(batch)), RETURNS)
 
-    def _tell_home(self, local: LocalMember, service: str, args: tuple[Any, ...]) -> Future[None] | None:
-        """Whatever else is under way, and whether or not a deadline has passed; again if the home is away for a while.
+    def _tell_home(self, local: LocalMember, service: str, args: tuple[Any, ...], retry: int = 0) -> None:
+        """As ``_urgent``; nobody waits for the answer, or can do anything if it cannot be sent."""
+        with suppress(RayTorchRpcError):
+            self._urgent(local, service, args, retry)
 
-        Nobody needs to wait for the answer. Returns None if it cannot be sent.
+    def _urgent(self, local: LocalMember, service: str, args: tuple[Any, ...], retry: int) -> Future[None]:
+        """Send it whatever else is under way, and whether or not a deadline has passed. ``retry``: so often again, on a
+        worker, if the home is away for a while.
         """
         before = current_scope.set(Scope(limit=Limit(time.monotonic() + _RETURN_S)))  # its flow control is its own
         try:
-            told = Future[None](local.call(self._home, service, args, {}, _RETURN_S, retry=_RETURNS))
-            told.add_done_callback(lambda _: None)  # whoever waits for the answer sends again
-            return told
-        except RayTorchRpcError:
-            return None
+            told = Future[None](local.call(self._home, service, args, {}, _RETURN_S, retry=retry))
         finally:
             current_scope.reset(before)
+        if retry:
+            told.add_done_callback(lambda _: None)  # whoever waits for the answer sends again
+        return told
 
     def _end(self, force: bool) -> Steps[None]:
         local = process_member()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, get_args
 
 from raytorchrpc import handles
 from raytorchrpc._channel_home import Home
-from raytorchrpc._channels import Channel, Items
+from raytorchrpc._channels import RETURNS, Channel, Items
 from raytorchrpc._outlet import Outlet, Policy
 from raytorchrpc._store import EMPTY, ENDED
 from raytorchrpc.errors import (
@@ -100,7 +100,7 @@ class Topic(Channel):
                 call: Any = asked._call
 
                 def cancel() -> None:
-                    self._tell_home(local, _CANCEL, (self._name, self._life, key))
+                    self._tell_home(local, _CANCEL, (self._name, self._life, key), RETURNS)
 
                 call.add_done_callback(lambda: local.workers.submit(cancel))
                 raise
@@ -195,7 +195,7 @@ class Subscription:
         try:
             yield from topic._ask(local, _CANCEL, args, None)
         except (PeerBusy, PeerLost, RpcTimeout):
-            topic._tell_home(local, _CANCEL, args)
+            topic._tell_home(local, _CANCEL, args, RETURNS)
 
     def __enter__(self) -> Subscription:
         return self

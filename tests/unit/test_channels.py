@@ -606,7 +606,6 @@ def test_nothing_is_sent_back_to_a_member_that_was_removed(members: Members) -> 
     with members.acting("a") as local:
         queue = made()
         members.lanes["a"].break_connection()
-        told = queue._tell_home(local, WITHDRAW, (*queue._object, "", 1))
-        assert told is not None
+        told = queue._urgent(local, WITHDRAW, (*queue._object, "", 1), retry=1)
         local.forget(0)
         assert isinstance(told.exception(LONG), rtr.RayTorchRpcError)
