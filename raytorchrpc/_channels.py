@@ -1,7 +1,6 @@
-"""Queues and topics on their way: what a member asks of their home, and what the home does.
+"""Handles of queues and topics: what a member asks of their home.
 
-An item crosses from who puts it to the home, waits there, and crosses to who takes it. It is taken from the home once,
-whatever becomes of it afterwards.
+An item crosses from who puts it to the home, waits there, and crosses to who takes it.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from raytorchrpc import handles
+from raytorchrpc._channel_home import END, NUMBERS, PUT, PUT_BACK, SKIP, TAKE, WITHDRAW, Home, home_of
 from raytorchrpc._items import (
-    Chunk,
     Item,
-    Loans,
+    Unusable,
     all_taken_apart,
     chunks,
     count,
@@ -25,58 +23,100 @@ from raytorchrpc._items import (
     put_together,
     unpacked,
 )
-from raytorchrpc._store import ENDED, FULL, Store
+from raytorchrpc._order import Puts, Turn, puts_here
+from raytorchrpc._outlet import Batch
+from raytorchrpc._store import ENDED, FULL
 from raytorchrpc.calls import Future
-from raytorchrpc.errors import Closed, ConfigurationError, Full, RayTorchRpcError, SerializationError
-from raytorchrpc.handles import Handle, Steps, arun, membership, new_ticket, run
+from raytorchrpc.errors import (
+    Closed,
+    ConfigurationError,
+    Full,
+    PeerLost,
+    RayTorchRpcError,
+    RpcTimeout,
+    SerializationError,
+)
+from raytorchrpc.execution import Limit, Scope, current_scope
+from raytorchrpc.handles import Handle, Steps, arun, membership, new_ticket, run, wait_at_home
 from raytorchrpc.member import LocalMember
 from raytorchrpc.services import Later
 
-#: Of the shared memory of one sender, what its items may hold while they wait in another member.
-_LENT_SHARE = 4
-
-
-class Home(Store):
-    """A queue or a topic in its home."""
-
-    def __init__(self, local: LocalMember, settings: Any, closes: int, *, shared: bool) -> None:
-        """``shared``: several consumers get the same item."""
-        super().__init__(local.alarms, closes)
-        self.settings, self.shared = settings, shared
-        self.loans = Loans((local.config.shm_bytes or local.max_bytes) // _LENT_SHARE)
+#: How long, and how often, items are sent back whose home cannot be reached (seconds).
+_RETURN_S, RETURNS = 60.0, 10
 
 
 class Channel(Handle):
     """What the handles of queues and topics share."""
 
     def _home_of(self, local: LocalMember) -> Home:
-        home: Home = local.services.find(self.kind, self._name, local.me.name)
-        return home
+        return home_of(local, *self._object)
 
     @property
     def _most(self) -> int:
         """Items that one message may have."""
         raise NotImplementedError
 
-    def _put(self, values: Sequence[Any], timeout: float | None) -> Steps[None]:
-        local, seconds = yield from membership(timeout)
-        until = time.monotonic() + seconds
-        road = yield from self._ready(local)
+    def _put(self, values: Sequence[Any], timeout: float | None, *, in_turn: bool = False) -> Steps[None]:
+        """``in_turn``: after the puts that coroutines of this event loop have begun before."""
+        local, wait_s = yield from membership(timeout)
+        until = time.monotonic() + wait_s
+        puts, turn = puts_here((local.server.token, self.kind, self._home, self._name), in_turn), None
+        if in_turn and puts is not None:
+            turn = yield from puts.enter(until, local.alarms)
+            if turn is None:
+                raise self._full(0)
+        try:
+            yield from self._put_parts(local, values, until, puts, turn)
+        finally:
+            if turn is not None:
+                turn.leave()
+
+    def _put_parts(
+        self, local: LocalMember, values: Sequence[Any], until: float, puts: Puts | None, turn: Turn | None
+    ) -> Steps[None]:
+        road = yield from self._ready(local, max(0.0, until - time.monotonic()))
+        parts = list(chunks(self._apart(local, values), self._most))
         accepted = 0
-        for items in chunks(self._apart(local, values), self._most):
-            wait_s = max(0.0, until - time.monotonic())
+        for number, items in enumerate(parts, 1):
             outcome: Any
+            answer = None
             if road is None:
                 outcome = self._home_of(local).put([private(item) for item in items], until)
-                if isinstance(outcome, Later):
-                    outcome = yield outcome
             else:
-                outcome = yield from self._ask(local, _PUT, (self.kind, self._name, packed(items), wait_s), wait_s)
+                answer = self._send_part(local, items, max(0.0, until - time.monotonic()), puts)
+            if turn is not None and number == len(parts):
+                turn.leave()
+            if answer is not None:
+                outcome = yield from answer
+            elif isinstance(outcome, Later):
+                outcome = yield outcome
             if outcome is FULL:
-                raise Full(f"{self.kind} {self._name!r} in {self._home!r} had no room within {wait_s:.3g} s", accepted)
+                raise self._full(accepted)
             if outcome is ENDED:
                 raise Closed(f"{self.kind} {self._name!r} in {self._home!r} is closed", accepted)
             accepted += count(items)
+
+    def _full(self, accepted: int) -> Full:
+        return Full(f"{self.kind} {self._name!r} in {self._home!r} had no room in time", accepted)
+
+    def _send_part(self, local: LocalMember, items: Sequence[Item], wait_s: float, puts: Puts | None) -> Steps[Any]:
+        """Sends them at once; what this returns waits for the answer."""
+        mark = None if puts is None else puts.mark(self._life)
+        sent = self._sent(local, PUT, (*self._object, packed(items), wait_at_home(wait_s), mark), wait_s)
+        answer = self._answered(sent)
+        del sent  # see there
+        return answer if puts is None else self._in_order(local, answer, puts, puts.sent(self._life))
+
+    def _in_order(self, local: LocalMember, answer: Steps[Any], puts: Puts, number: int) -> Steps[Any]:
+        try:
+            return (yield from answer)
+        except Exception:
+            puts.answered(number)
+            if not puts.idle:  # it may never arrive: those behind it need not wait for it
+                self._tell_home(local, SKIP, (*self._object, puts.id, puts.first))
+            raise
+        finally:
+            puts.answered(number)
 
     def _apart(self, local: LocalMember, values: Sequence[Any]) -> list[Item]:
         try:
@@ -87,48 +127,120 @@ class Channel(Handle):
     def _take(self, key: str, limit: int, timeout: float | None, keep: bool) -> Steps[Any]:
         """A list of values; EMPTY or ENDED."""
         local, wait_s = yield from membership(timeout)
-        road = yield from self._ready(local)
+        until = time.monotonic() + wait_s
+        road = yield from self._ready(local, wait_s)
         if road is None:
-            home = self._home_of(local)
-            taken = home.take(key, limit, time.monotonic() + wait_s)
-            if isinstance(taken, Later):
-                try:
-                    taken = yield taken
-                except BaseException:
-                    with suppress(RayTorchRpcError):  # it may have left the group
-                        if not taken.cancel() and (come := taken.outcome()):  # just now
-                            home.put_back(key, come)
-                    raise
-            if taken and (keep or home.shared):
-                taken = [private(item) for item in taken]
+            batch = yield from self._take_here(local, key, limit, until)
+            if batch and (keep or self._home_of(local).shared):
+                batch = Batch([private(item) for item in batch], batch.stub)
         else:
-            ticket = new_ticket()
-            args = (self.kind, self._name, key, limit, wait_s, ticket)
-            future = self._sent(local, _TAKE, args, wait_s, keep=keep)
+            batch = yield from self._take_there(local, key, limit, until, keep)
+        return (yield from self._values(local, key, batch)) if batch else batch
+
+    def _take_here(self, local: LocalMember, key: str, limit: int, until: float) -> Steps[Any]:
+        home = self._home_of(local)
+        taken = home.take(key, limit, until)
+        if isinstance(taken, Later):
             try:
-                taken = yield from self._answered(future)
-            except BaseException as error:
-                if not isinstance(error, Exception):  # cancelled, or interrupted
-                    self._let_go(local, key, ticket, future)
+                return (yield taken)
+            except BaseException:
+                with suppress(RayTorchRpcError):  # it may have left the group
+                    if not taken.cancel() and (come := taken.outcome()):  # just now
+                        home.put_back(key, come)
                 raise
-            finally:
-                del future  # it holds what it raised, which holds this frame
-            if taken:
-                taken = unpacked(taken)
-        return put_together(local.codec, taken) if taken else taken
+        return taken
 
-    def _let_go(self, local: LocalMember, key: str, ticket: int, future: Future[Any]) -> None:
-        """Nobody waits for these any more: what comes all the same goes back to the front."""
+    def _take_there(self, local: LocalMember, key: str, limit: int, until: float, keep: bool) -> Steps[Any]:
+        ticket, wait_s = new_ticket(), max(0.0, until - time.monotonic())
+        future = self._sent(local, TAKE, (*self._object, key, limit, wait_at_home(wait_s), ticket), wait_s, keep=keep)
+        try:
+            taken = yield from self._answered(future)
+        except RpcTimeout:
+            self._give_back_late(local, key, future)
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception):  # cancelled, or interrupted
+                self._give_back_late(local, key, future)
+                self._tell_home(local, WITHDRAW, (*self._object, key, ticket))
+            raise
+        finally:
+            del future  # it holds what it raised, which holds this frame
+        return Batch(unpacked(taken[1]), taken[0]) if taken else taken
 
-        def give_back(done: Future[Any]) -> None:
+    def _lost(self, lost: PeerLost) -> PeerLost:
+        error = super()._lost(lost)
+        if not lost.may_have_run:
+            return error
+        return PeerLost(lost.peer, f"{error.cause}; an item that was on its way may be lost", True)
+
+    def _values(self, local: LocalMember, key: str, batch: Batch) -> Steps[list[Any]]:
+        """Those before the first that cannot be unpickled; the others go back, but that one if it is in front."""
+        try:
+            return put_together(local.codec, batch)
+        except Unusable as unusable:
+            good, place, cause = unusable.values, unusable.place, unusable.cause
+        except BaseException:  # interrupted
             with suppress(RayTorchRpcError):
-                taken = done.result(0)
-                if taken:
-                    local.call(self._home, _PUT_BACK, (self.kind, self._name, key, taken), {}, None, retry=0)
+                self._return(local, key, batch)
+            raise
+        if rest := batch.part(max(1, place)) if not good else batch.part(place):
+            yield from self._wait_for_return(local, key, rest, batch.part(0, place))
+        if good:
+            return good
+        raise SerializationError(
+            f"an item of {self.kind} {self._name!r} in {self._home!r} cannot be unpickled here; it is lost: {cause!r}"
+        ) from cause
 
+    def _wait_for_return(self, local: LocalMember, key: str, rest: Batch, rest_if_cancelled: Batch) -> Steps[None]:
+        """Whoever takes next is to find them."""
+        answer = self._return(local, key, rest)
+        try:
+            if answer is not None:
+                yield answer
+        except BaseException as error:
+            if not isinstance(error, Exception) and rest_if_cancelled:
+                with suppress(RayTorchRpcError):
+                    self._return(local, key, rest_if_cancelled)
+            raise
+        finally:
+            del answer
+
+    def _give_back_late(self, local: LocalMember, key: str, future: Future[Any]) -> None:
+        """Nobody waits for these any more: what comes all the same, however late, goes back."""
+        call: Any = future._call
+
+        def give_back() -> None:
+            taken, error = call.outcome()
+            if error is None and taken:
+                with suppress(RayTorchRpcError):
+                    self._urgent(local, PUT_BACK, (*self._object, key, *taken), RETURNS)
+
+        call.add_done_callback(lambda: local.workers.submit(give_back))
+
+    def _return(self, local: LocalMember, key: str, batch: Batch) -> Future[None] | None:
+        """Give them back to the home; None if that is done. Raises what keeps them from being sent."""
+        if self._road(local) is None:
+            self._home_of(local).put_back(key, batch)
+            return None
+        return self._urgent(local, PUT_BACK, (*self._object, key, batch.stub, packed(batch)), RETURNS)
+
+    def _tell_home(self, local: LocalMember, service: str, args: tuple[Any, ...], retry: int = 0) -> None:
+        """As ``_urgent``; nobody waits for the answer, or can do anything if it cannot be sent."""
         with suppress(RayTorchRpcError):
-            future.add_done_callback(give_back)
-            local.call(self._home, _WITHDRAW, (self.kind, self._name, key, ticket), {}, None, retry=0)
+            self._urgent(local, service, args, retry)
+
+    def _urgent(self, local: LocalMember, service: str, args: tuple[Any, ...], retry: int) -> Future[None]:
+        """Send it whatever else is under way, and whether or not a deadline has passed. ``retry``: so often again, on a
+        worker, if the home is away for a while.
+        """
+        before = current_scope.set(Scope(limit=Limit(time.monotonic() + _RETURN_S)))  # its flow control is its own
+        try:
+            told = Future[None](local.call(self._home, service, args, {}, _RETURN_S, retry=retry))
+        finally:
+            current_scope.reset(before)
+        if retry:
+            told.add_done_callback(lambda _: None)  # whoever waits for the answer sends again
+        return told
 
     def _end(self, force: bool) -> Steps[None]:
         local, _ = yield from membership()
@@ -136,14 +248,14 @@ class Channel(Handle):
         if road is None:
             self._home_of(local).end(force)
         else:
-            yield from self._ask(local, _END, (self.kind, self._name, force), None)
+            yield from self._ask(local, END, (*self._object, force), None)
 
     def _numbers(self, key: str | None) -> Steps[Any]:
         local, _ = yield from membership()
         road = yield from self._ready(local)
         if road is None:
             return self._home_of(local).numbers(key)
-        return (yield from self._ask(local, _NUMBERS, (self.kind, self._name, key), None))
+        return (yield from self._ask(local, NUMBERS, (*self._object, key), None))
 
 
 class Items:
@@ -176,61 +288,3 @@ class Items:
                 raise StopAsyncIteration
             self._here.extend(taken or ())
         return self._here.popleft()
-
-
-# --- at home -------------------------------------------------------------------------------------------------
-
-_PUT, _TAKE, _PUT_BACK = "raytorchrpc.put", "raytorchrpc.take", "raytorchrpc.put_back"
-_WITHDRAW, _END, _NUMBERS = "raytorchrpc.withdraw", "raytorchrpc.end", "raytorchrpc.numbers"
-
-
-def _found(local: LocalMember, kind: str, name: str) -> Home:
-    home: Home = local.services.find(kind, name, local.me.name)
-    return home
-
-
-def _put(local: LocalMember, caller: int, kind: str, name: str, chunk: Chunk, wait_s: float) -> Any:
-    home = _found(local, kind, name)
-    return home.put(unpacked(chunk, caller, home.loans), time.monotonic() + wait_s)
-
-
-def _take(
-    local: LocalMember, caller: int, kind: str, name: str, key: str, limit: int, wait_s: float, ticket: int
-) -> Any:
-    taken = _found(local, kind, name).take(key, limit, time.monotonic() + wait_s, caller, ticket)
-    if isinstance(taken, Later):
-        taken.convert = _packed
-        return taken
-    return _packed(taken)
-
-
-def _packed(taken: Any) -> Any:
-    return packed(taken) if taken else taken
-
-
-def _put_back(local: LocalMember, caller: int, kind: str, name: str, key: str, chunk: Chunk) -> None:
-    home = _found(local, kind, name)
-    home.put_back(key, unpacked(chunk, caller, home.loans))
-
-
-def _withdraw(local: LocalMember, caller: int, kind: str, name: str, key: str, ticket: int) -> None:
-    _found(local, kind, name).withdraw(key, caller, ticket)
-
-
-def _end(local: LocalMember, caller: int, kind: str, name: str, force: bool) -> None:
-    _found(local, kind, name).end(force)
-
-
-def _numbers(local: LocalMember, caller: int, kind: str, name: str, key: str | None) -> Any:
-    return _found(local, kind, name).numbers(key)
-
-
-for _name, _function in (
-    (_PUT, _put),
-    (_TAKE, _take),
-    (_PUT_BACK, _put_back),
-    (_WITHDRAW, _withdraw),
-    (_END, _end),
-    (_NUMBERS, _numbers),
-):
-    handles.serve(_name, _function)

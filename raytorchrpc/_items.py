@@ -169,17 +169,29 @@ def _is_simple(value: Any) -> bool:
     return kind in _ATOMS
 
 
+class Unusable(Exception):
+    """An item cannot be unpickled here. Holds the values of those before it, its index, and what its code raised."""
+
+    def __init__(self, values: list[Any], place: int, cause: BaseException) -> None:
+        super().__init__(place)
+        self.values, self.place, self.cause = values, place, cause
+
+
 def put_together(codec: Codec, items: Sequence[Item]) -> list[Any]:
-    """The values, on the thread that will use them."""
-    values = []
-    for payload, tensors, buffers, _, adopt, _, number in items:
-        if number > 1:
-            values += pickle.loads(payload)
-        elif tensors:
-            adopt()
-            values.append(codec.decode(payload, tensors, (), buffers) if payload else tensors[0])
-        else:
-            values.append(pickle.loads(payload))
+    """The values, on the thread that will use them. Raises Unusable."""
+    values: list[Any] = []
+    place = 0
+    try:
+        for place, (payload, tensors, buffers, _, adopt, _, number) in enumerate(items):  # noqa: B007
+            if number > 1:
+                values += pickle.loads(payload)
+            elif tensors:
+                adopt()
+                values.append(codec.decode(payload, tensors, (), buffers) if payload else tensors[0])
+            else:
+                values.append(pickle.loads(payload))
+    except (Exception, SystemExit) as error:  # an item's own code may do anything
+        raise Unusable(values, place, error) from error
     return values
 
 

@@ -6,23 +6,26 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from raytorchrpc import handles
-from raytorchrpc._relays import HOME, Relays
+from raytorchrpc._processes import has_ended
+from raytorchrpc._relays import Relays
 from raytorchrpc._snapshots import Flat, Kind, Shelf, Snapshot, equal, write
-from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotFound
+from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound
 from raytorchrpc.lanes.base import DTYPE_NAMES, TensorLane
 from raytorchrpc.member import LocalMember
+from raytorchrpc.peers import Member
 from raytorchrpc.services import Later
-
-KIND, MIRROR = "weight store", "mirror of weights"
 
 #: A reader that says nothing keeps its snapshot so much longer than its pull may take (seconds): a copy that began in
 #: time is not to find other weights there.
 _LINGER_S = 60.0
+#: Whether a reader that was lost has ended is looked at so often (seconds): its sockets close before it has.
+_LOOK_S = 1.0
 
 #: What a tensor is, in a message: name, dtype's name, shape.
 Row = tuple[str, str, tuple[int, ...]]
@@ -54,6 +57,14 @@ class Look(NamedTuple):
     """Tensors that are not as in the version it has; None: all."""
 
 
+def held_until(until: float) -> float:
+    """Up to when a reader can be sure that it still has its lease, if its pull was to end at ``until``.
+
+    It counts from before it asked, and the home from when it was asked. Their clocks may differ a little.
+    """
+    return until + 0.75 * _LINGER_S
+
+
 def shelf_of(local: LocalMember) -> Shelf:
     """For snapshots of this member, in memory that peers on the host read where it is, if a lane has such."""
 
@@ -71,8 +82,11 @@ def shelf_of(local: LocalMember) -> Shelf:
 class Readable:
     """What others pull tensors from, under a lease."""
 
+    life: int
+
     def __init__(self, local: LocalMember) -> None:
         self.shelf = shelf_of(local)
+        self._local = local
         self._lanes: Mapping[str, TensorLane] = local.tensor_lanes
 
     def _memory(self, kinds: Sequence[Kind]) -> Flat:
@@ -87,8 +101,23 @@ class Readable:
         return flat
 
     def lose(self, rank: int) -> None:
+        """See services.Served. A process that may live, out of reach, may go on reading until its leases end."""
+        if numbers := self.shelf.leases_of(rank):
+            with suppress(NotAMember):
+                self._release_once_ended(self._local.road(rank).member, rank, numbers)
+
+    def _release_once_ended(self, peer: Member, rank: int, numbers: set[int]) -> None:
+        if peer.node_id != self._local.me.node_id:
+            return
+        if has_ended(peer.pid):
+            for number in numbers:
+                self.shelf.release(number)
+        elif numbers := numbers & self.shelf.leases_of(rank):
+            look = partial(self._release_once_ended, peer, rank, numbers)
+            self._local.alarms.at(time.monotonic() + _LOOK_S, look)
+
+    def keep_only(self, rank: int, process: str | None) -> None:
         """See services.Served."""
-        self.shelf.lose(rank)
 
     def close(self, error: Exception) -> None:
         """See services.Served."""
@@ -200,8 +229,13 @@ class Weights(Readable):
         later.add_done_callback(lambda _: prevent())
         return later
 
-    def look(self, rank: int, version: int | None, since: int | None, layout: int, seconds: float) -> Look | None:
-        """The newest version, or that one, kept for this reader; None if nothing is published yet."""
+    def look(
+        self, rank: int, version: int | None, since: int | None, layout: int, seconds: float | None
+    ) -> Look | None:
+        """The newest version, or that one, kept for this reader; None if nothing is published yet.
+
+        ``seconds``: that its pull may take; None: it is of this process, and certain to release it.
+        """
         with self._lock:
             if not self._kept:
                 if version is not None:
@@ -215,7 +249,7 @@ class Weights(Readable):
             known, snapshot = found
             if wanted == since:
                 return Look(wanted, 0, known.number, None, None)
-            number = self.shelf.lease(snapshot, rank, time.monotonic() + seconds + _LINGER_S)
+            number = self.shelf.lease(snapshot, rank, _lease_end(seconds))
         changed = None
         if self._track and since is not None and since < wanted and known is self._layout:
             changed = [place for place, new in enumerate(snapshot.changed) if new > since]
@@ -239,12 +273,14 @@ class Weights(Readable):
 
 
 class Mirror(Readable):
-    """Weights that this member has pulled and passes on to others of its node. Thread-safe."""
+    """Weights of one life of a store that this member has pulled and passes on to others of its node. Thread-safe."""
 
     settings = ()
 
-    def __init__(self, local: LocalMember) -> None:
+    def __init__(self, local: LocalMember, home: int) -> None:
+        """``home``: the rank of the store's home."""
         super().__init__(local)
+        self._home = home
         self._lock = threading.Lock()
         self._kept: dict[str, Snapshot] = {}
         """The newest of each sort of pull: what it asks for, as ``signature``."""
@@ -262,129 +298,24 @@ class Mirror(Readable):
         if old is not None:
             self.shelf.take_off(old)
 
-    def look(self, rank: int, signature: str, version: int, seconds: float) -> int:
+    def look(self, rank: int, signature: str, version: int, seconds: float | None) -> int:
         """A lease; 0 if it is not there (any more)."""
         with self._lock:
             snapshot = self._kept.get(signature)
             if snapshot is None or snapshot.version != version:
                 return 0
-            return self.shelf.lease(snapshot, rank, time.monotonic() + seconds + _LINGER_S)
+            return self.shelf.lease(snapshot, rank, _lease_end(seconds))
+
+    def lose(self, rank: int) -> None:
+        """See services.Served. Nobody asks for these weights after their home was lost; they may come back."""
+        super().lose(rank)
+        if rank == self._home:
+            with self._lock:
+                kept, self._kept = list(self._kept.values()), {}
+            for snapshot in kept:
+                self.shelf.take_off(snapshot)
+            self.shelf.forget_memory()
 
 
-# --- services ------------------------------------------------------------------------------------------------
-
-WAIT, LOOK, WHOLE, PULL = ("raytorchrpc.weights." + name for name in ("wait", "look", "whole", "pull"))
-RELEASE, ADVISE, PULLED = ("raytorchrpc.weights." + name for name in ("release", "advise", "pulled"))
-LOOK_HERE = "raytorchrpc.weights.look_here"
-
-
-def weights_of(local: LocalMember, name: str) -> Weights:
-    """Raises NotFound."""
-    found: Weights = local.services.find(KIND, name, local.me.name)
-    return found
-
-
-def mirror_of(local: LocalMember, name: str) -> Mirror:
-    """Made with its first use."""
-    return local.services.open(MIRROR, name, lambda: Mirror(local))
-
-
-def _readable(local: LocalMember, name: str, mirror: bool) -> Readable:
-    return mirror_of(local, name) if mirror else weights_of(local, name)
-
-
-def _wait(local: LocalMember, caller: int, name: str, version: int, wait_s: float) -> int | Later:
-    return weights_of(local, name).wait(version, time.monotonic() + wait_s, local.alarms.at)
-
-
-def _look(
-    local: LocalMember,
-    caller: int,
-    name: str,
-    version: int | None,
-    since: int | None,
-    layout: int,
-    seconds: float,
-    kind: str | None,
-) -> tuple[tuple[Any, ...], list[torch.Tensor]] | None:
-    """``kind``: of the device where the caller would read all of them where they are."""
-    weights = weights_of(local, name)
-    found = weights.look(caller, version, since, layout, seconds)
-    if found is None:
-        return None
-    whole = weights.shelf.leased(found.lease).whole(kind) if found.lease and kind is not None else []
-    return tuple(found), _on_the_way(local, caller, whole)
-
-
-def _on_the_way(local: LocalMember, caller: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """None of them, if a device map is missing: what is asked for next says which."""
-    try:
-        local.check_back(caller, tensors)
-    except LaneUnavailable:
-        return []
-    return tensors
-
-
-def _pull(
-    local: LocalMember, caller: int, name: str, mirror: bool, lease: int, wanted: Sequence[tuple[int, str | None]]
-) -> list[torch.Tensor]:
-    return _readable(local, name, mirror).shelf.leased(lease).tensors(wanted)
-
-
-def _whole(
-    local: LocalMember,
-    caller: int,
-    name: str,
-    mirror: bool,
-    lease: int,
-    wanted: Sequence[tuple[int, str | None]],
-    kind: str,
-) -> list[torch.Tensor]:
-    """See Snapshot.wholes."""
-    return _on_the_way(local, caller, _readable(local, name, mirror).shelf.leased(lease).wholes(kind, wanted))
-
-
-def _release(local: LocalMember, caller: int, name: str, mirror: bool, lease: int) -> None:
-    _readable(local, name, mirror).shelf.release(lease)
-
-
-def _advise(local: LocalMember, caller: int, name: str, what: tuple[Any, ...], wait_s: float) -> Any:
-    """Where this caller pulls from; see ``_relays``."""
-    advice = weights_of(local, name).relays.ask(what, _node(local, caller), caller)
-    if isinstance(advice, Later):
-        later = advice
-
-        def give_up() -> None:
-            later.settle(HOME)
-
-        prevent = local.alarms.at(time.monotonic() + wait_s, give_up)
-        later.add_done_callback(lambda _: prevent())
-    return advice
-
-
-def _pulled(local: LocalMember, caller: int, name: str, what: tuple[Any, ...], leader: int, done: bool) -> None:
-    """It has what it was to pull for its node; or will not (``done`` False); or who led does not have it any more."""
-    relays = weights_of(local, name).relays
-    (relays.done if done else relays.failed)(what, _node(local, leader), leader)
-
-
-def _look_here(local: LocalMember, caller: int, name: str, signature: str, version: int, seconds: float) -> int:
-    return mirror_of(local, name).look(caller, signature, version, seconds)
-
-
-def _node(local: LocalMember, rank: int) -> str:
-    return next((road.member.node_id for road in local.roads if road.member.rank == rank), "")
-
-
-handles.makes(KIND, lambda local, name, settings: Weights(local, settings))
-for _name, _function in (
-    (WAIT, _wait),
-    (LOOK, _look),
-    (PULL, _pull),
-    (WHOLE, _whole),
-    (RELEASE, _release),
-    (ADVISE, _advise),
-    (PULLED, _pulled),
-    (LOOK_HERE, _look_here),
-):
-    handles.serve(_name, _function)
+def _lease_end(seconds: float | None) -> float | None:
+    return None if seconds is None else time.monotonic() + seconds + _LINGER_S

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -23,6 +25,41 @@ Carry = Callable[[int, Sequence[torch.Tensor]], None]
 Model = torch.nn.Module | Mapping[str, torch.Tensor]
 
 _CPU = torch.device("cpu")
+#: Of so many stores, so many versions: those pulled last.
+_STORES, _VERSIONS = 64, 1024
+
+
+class Pulled:
+    """The versions that this process has pulled, by the life of their store. Thread-safe.
+
+    A number alone does not say of which life it is: another store of the same name has the same numbers.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._versions: OrderedDict[int, OrderedDict[int, None]] = OrderedDict()
+
+    def add(self, life: int, version: int) -> None:
+        """That one has been pulled."""
+        with self._lock:
+            versions = self._versions.setdefault(life, OrderedDict())
+            self._versions.move_to_end(life)
+            versions[version] = None
+            versions.move_to_end(version)
+            if len(versions) > _VERSIONS:
+                versions.popitem(last=False)
+            if len(self._versions) > _STORES:
+                self._versions.popitem(last=False)
+
+    def has(self, life: int, version: int) -> bool:
+        """Whether a model of this process may have that version."""
+        with self._lock:
+            return version in self._versions.get(life, ())
+
+    def forget(self, life: int) -> None:
+        """A pull has failed, and left a model with tensors of several versions."""
+        with self._lock:
+            self._versions.pop(life, None)
 
 
 class Known(NamedTuple):

@@ -174,7 +174,11 @@ def _outcome(call: CallUnderWay | RetriedCall) -> list[torch.Tensor]:
 
 
 def _filled(targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The targets, on whatever device, with what the tensors hold."""
+    """The targets, on whatever device, with what the tensors hold. Raises ValueError if they are of other kinds."""
+    for target, tensor in zip(targets, tensors, strict=True):
+        if (target.dtype, target.shape) != (tensor.dtype, tensor.shape):
+            its, its_target = (f"{one.dtype} {tuple(one.shape)}" for one in (tensor, target))
+            raise ValueError(f"a tensor of {its} cannot be received into one of {its_target}")
     fill([target.detach() for target in targets], [tensor.detach() for tensor in tensors])
     return list(targets)
 

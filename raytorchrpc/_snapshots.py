@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import secrets
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import torch
 from raytorchrpc import staging
 from raytorchrpc.errors import NotFound
 from raytorchrpc.lanes.base import DTYPES, SMALL, numbers
-from raytorchrpc.streams import hand_over
+from raytorchrpc.streams import hand_over, nothing
 
 _ALIGN = 64
 #: Pieces of memory that are kept for the next snapshots of one kind.
@@ -211,7 +212,8 @@ class Shelf:
         self._lend, self._at, self.move = lend, at, move
         self._lock = threading.Lock()
         self._leases: dict[int, tuple[Snapshot, int, Callable[[], None]]] = {}
-        self._numbers = itertools.count(1)
+        # A number that another process of this member, or another object, gave out is none of these.
+        self._numbers = itertools.count(1 + secrets.randbits(48))
         self._spare: dict[Hashable, list[Flat]] = {}
 
     def memory(self, kinds: Sequence[Kind], dtype: torch.dtype | None = None) -> Flat:
@@ -239,13 +241,21 @@ class Shelf:
 
     # --- readers -------------------------------------------------------------------------------------------------
 
-    def lease(self, snapshot: Snapshot, rank: int, until: float) -> int:
-        """Somebody reads it until ``release``, or ``until`` (``time.monotonic``). Under whatever keeps it shelved."""
+    def lease(self, snapshot: Snapshot, rank: int, until: float | None) -> int:
+        """Somebody reads it until ``release``, or ``until`` (``time.monotonic``). Under whatever keeps it shelved.
+
+        ``until`` None: without a limit, for a thread of this process, which may stand still for any time.
+        """
         with self._lock:
             number = next(self._numbers)
             snapshot.readers += 1
-            self._leases[number] = (snapshot, rank, self._at(until, lambda: self.release(number)))
+            prevent = nothing if until is None else self._at(until, lambda: self.release(number))
+            self._leases[number] = (snapshot, rank, prevent)
         return number
+
+    def leases_of(self, rank: int) -> set[int]:
+        """Of that member."""
+        return {number for number, lease in list(self._leases.items()) if lease[1] == rank}
 
     def leased(self, number: int) -> Snapshot:
         """Raises NotFound."""
@@ -282,8 +292,3 @@ class Shelf:
     def readers(self) -> int:
         """Under way."""
         return len(self._leases)
-
-    def lose(self, rank: int) -> None:
-        """A member is gone, and reads nothing any more."""
-        for number in [number for number, lease in list(self._leases.items()) if lease[1] == rank]:
-            self.release(number)

@@ -11,12 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from raytorchrpc._items import CHUNK_BYTES, Item, count, singles
+from raytorchrpc._items import Item, count
+from raytorchrpc._outlet import Batch, Getter, Outlet
+from raytorchrpc.errors import NotFound
 from raytorchrpc.services import Later
-
-Policy = Literal["block", "drop_oldest", "latest"]
 
 #: What putting comes to: accepted, no room in time, closed.
 PUT, FULL, ENDED = True, None, False
@@ -37,79 +37,18 @@ class _Putter(NamedTuple):
     size: int
 
 
-class _Getter(NamedTuple):
-    later: Later
-    limit: int
-    rank: int | None
-    ticket: int
-
-
-class Outlet:
-    """What waits for one kind of consumer. Used under its store's lock."""
-
-    def __init__(self, maxsize: int, max_bytes: int, policy: Policy, rank: int | None = None) -> None:
-        """``rank``: whose it is, if it belongs to one member."""
-        self.maxsize, self.max_bytes, self.policy, self.rank = maxsize, max_bytes, policy, rank
-        self.items: deque[Item] = deque()
-        self.getters: deque[_Getter] = deque()
-        self.count = self.bytes = self.taken = self.dropped = 0
-
-    def fits(self, number: int, size: int) -> bool:
-        """Whether so much more may come in. What is larger than all the room comes in when nothing else is there."""
-        if self.policy != "block" or not self.items:
-            return True
-        return self.count + number <= self.maxsize and self.bytes + size <= self.max_bytes
-
-    def accept(self, items: Sequence[Item], size: int, front: bool = False) -> None:
-        """Take them in. A policy that drops does so here, one by one."""
-        if self.policy != "block":
-            items = [single for item in items for single in (singles(item) if item.many > 1 else (item,))]
-            size = sum(item.size for item in items)
-        if front:
-            self.items.extendleft(reversed(items))
-        else:
-            self.items.extend(items)
-        self.bytes += size
-        self.count += count(items)
-        if self.policy != "block":
-            while len(self.items) > self.maxsize or (self.bytes > self.max_bytes and len(self.items) > 1):
-                self.bytes -= self.items.popleft().size
-                self.count -= 1
-                self.dropped += 1
-
-    def take(self, limit: int) -> list[Item]:
-        """The oldest: at least one, at most so many, and not more bytes than one message is to have."""
-        waiting = self.items
-        taken = [self._first(limit)]
-        number, size = taken[0].many, taken[0].size
-        while waiting and number < limit and size + waiting[0].size <= CHUNK_BYTES:
-            taken.append(self._first(limit - number))
-            number += taken[-1].many
-            size += taken[-1].size
-        self.bytes -= size
-        self.count -= number
-        self.taken += number
-        return taken
-
-    def _first(self, limit: int) -> Item:
-        """The oldest, out of its run if that has more than ``limit``."""
-        item = self.items.popleft()
-        if item.many <= limit:
-            return item
-        apart = singles(item)
-        self.bytes += sum(single.size for single in apart) - item.size
-        self.items.extendleft(reversed(apart[1:]))
-        return apart[0]
-
-
 class Store:
     """One queue or topic at its home. Thread-safe; ``put`` and ``take`` never block."""
 
-    def __init__(self, clock: Clock, closes: int = 1) -> None:
-        """``closes``: how many calls of ``end`` it takes to end it."""
-        self._clock = clock
+    life: int
+
+    def __init__(self, clock: Clock, closes: int = 1, label: str = "store") -> None:
+        """``closes``: how many calls of ``end`` it takes to end it. ``label`` names it in messages."""
+        self._clock, self._label = clock, label
         self._lock = threading.Lock()
         self._outlets: dict[str, Outlet] = {}
+        self._overrun: dict[str, Outlet] = {}
+        """Dropped with what was in them: more was put than they hold while their members were away."""
         self._putters: deque[_Putter] = deque()
         self._closes = closes
         self._put = 0
@@ -123,14 +62,15 @@ class Store:
             self._outlets.setdefault(key, outlet)
 
     def remove(self, key: str) -> None:
-        """With all that waits in it. Idempotent."""
-        self._settle(self._without([key]))
-
-    def _without(self, keys: Sequence[str]) -> list[tuple[Later, Any]]:
+        """With all that waits in it; who waits there is told ENDED. Idempotent."""
+        told: list[tuple[Later, Any]] = []
         with self._lock:
-            gone = [self._outlets.pop(key) for key in keys if key in self._outlets]
-            told: list[tuple[Later, Any]] = [(getter.later, ENDED) for outlet in gone for getter in outlet.getters]
-            return told + self._match()
+            self._overrun.pop(key, None)
+            outlet = self._outlets.pop(key, None)
+            if outlet is not None:
+                told += [(getter.later, ENDED) for getter in outlet.getters]
+                told += self._match()
+        self._settle(told)
 
     # --- putting and taking --------------------------------------------------------------------------------------
 
@@ -177,16 +117,16 @@ class Store:
         self._settle([(putter.later, FULL), *told])
 
     def take(self, key: str, limit: int, until: float, rank: int | None = None, ticket: int = 0) -> Any:
-        """At least one item and at most ``limit``; EMPTY; ENDED; or what becomes one of them by ``until``.
+        """A Batch of at least one item and at most ``limit``; EMPTY; ENDED; or what becomes one of them by ``until``.
 
-        ``rank`` and ``ticket`` name who asks, for ``withdraw`` and ``lose``.
+        ``rank`` and ``ticket`` name who asks, for ``withdraw`` and ``lose``. Raises NotFound if there is no outlet.
         """
         with self._lock:
             self._check()
             outlet = self._outlets.get(key)
             if outlet is None:
-                return ENDED
-            if outlet.items and not outlet.getters:
+                raise NotFound(self._why_not(key))
+            if outlet.count and not outlet.getters:
                 taken = outlet.take(limit)
                 told = self._match()
             elif self._closes <= 0 and not self._putters:
@@ -194,9 +134,9 @@ class Store:
             elif until <= time.monotonic():
                 return EMPTY
             else:
-                taken, told = [], []
+                taken, told = None, []
                 later = Later()
-                getter = _Getter(later, limit, rank, ticket)
+                getter = Getter(later, limit, until, rank, ticket)
                 outlet.getters.append(getter)
         if taken:
             self._settle(told)
@@ -204,7 +144,7 @@ class Store:
         self._watch(later, until, partial(self._give_up_taking, key, getter))
         return later
 
-    def _give_up_taking(self, key: str, getter: _Getter) -> None:
+    def _give_up_taking(self, key: str, getter: Getter) -> None:
         with self._lock:
             outlet = self._outlets.get(key)
             if outlet is None or getter not in outlet.getters:
@@ -222,14 +162,13 @@ class Store:
         for getter in found:
             getter.later.settle(EMPTY)
 
-    def put_back(self, key: str, items: Sequence[Item]) -> None:
-        """To the front: they were taken for somebody who does not want them any more."""
+    def put_back(self, key: str, batch: Batch) -> None:
+        """To where they were: they were taken for somebody who does not want them any more. Idempotent."""
         with self._lock:
             outlet = self._outlets.get(key)
             if outlet is None:
                 return
-            outlet.accept(items, sum(item.size for item in items), front=True)
-            outlet.taken -= count(items)
+            outlet.give_back(batch)
             told = self._match()
         self._settle(told)
 
@@ -247,13 +186,26 @@ class Store:
         self._settle(told)
 
     def lose(self, rank: int) -> None:
-        """See services.Served. What it has put stays."""
+        """See services.Served. What it has put stays, and so does what waits for it, as far as there is room."""
         with self._lock:
             for outlet in self._outlets.values():
                 outlet.getters = deque(getter for getter in outlet.getters if getter.rank != rank)
-            own = [key for key, outlet in self._outlets.items() if outlet.rank == rank]
-        if own:
-            self._settle(self._without(own))
+                outlet.away |= outlet.rank == rank
+            told = self._match()  # what it did not take may have been in the way of others
+        self._settle(told)
+
+    def keep_only(self, rank: int, process: str | None) -> None:
+        """See services.Served."""
+        gone = []
+        with self._lock:
+            for outlets in (self._outlets, self._overrun):
+                for key, outlet in outlets.items():
+                    if outlet.rank == rank:
+                        outlet.away = False
+                        if process is None or outlet.process != process:
+                            gone.append(key)
+        for key in gone:
+            self.remove(key)
 
     def close(self, error: Exception) -> None:
         """See services.Served."""
@@ -263,6 +215,7 @@ class Store:
             waiting += [getter.later for outlet in self._outlets.values() for getter in outlet.getters]
             self._putters.clear()
             self._outlets.clear()
+            self._overrun.clear()
         for later in waiting:
             later.settle(None, error)
 
@@ -288,13 +241,30 @@ class Store:
         if self._broken is not None:
             raise self._broken
 
+    def _why_not(self, key: str) -> str:
+        gone = f"{self._label} has no such subscription any more"
+        if key in self._overrun:
+            gone += (
+                ": this member could not be reached for a while, and more was published than its buffer holds, so it "
+                "has missed items"
+            )
+        return f"{gone}; subscribe again"
+
     def _fit(self, number: int, size: int) -> bool:
-        return all(outlet.fits(number, size) for outlet in self._outlets.values())
+        return all(outlet.away or outlet.fits(number, size) for outlet in self._outlets.values())
 
     def _accept(self, items: Sequence[Item], size: int) -> None:
-        self._put += count(items)
-        for outlet in self._outlets.values():
-            outlet.accept(items, size)
+        number = count(items)
+        self._put += number
+        overrun = []
+        for key, outlet in self._outlets.items():
+            if outlet.away and not outlet.fits(number, size):
+                overrun.append(key)
+            else:
+                outlet.accept(items, size)
+        for key in overrun:
+            gone = self._outlets.pop(key)
+            self._overrun[key] = Outlet(0, 0, gone.policy, gone.rank, gone.process)
 
     def _match(self) -> list[tuple[Later, Any]]:
         """Bring together who puts and who takes, first come first served; whom to tell what afterwards."""
@@ -309,11 +279,15 @@ class Store:
                 self._accept(putter.items, putter.size)
                 told.append((putter.later, PUT))
             for key, outlet in self._outlets.items():
-                while outlet.items and outlet.getters:
+                while outlet.count and outlet.getters:
                     getter = outlet.getters.popleft()
-                    if not getter.later.cancelled():
-                        told.append((getter.later, _Handover(key, outlet.take(getter.limit))))
-                        changed = True
+                    if getter.later.cancelled():
+                        continue
+                    if getter.until <= time.monotonic():  # this process stood still: nobody waits for the answer now
+                        told.append((getter.later, EMPTY))
+                        continue
+                    told.append((getter.later, _Handover(key, outlet.take(getter.limit))))
+                    changed = True
         if self._closes <= 0 and not self._putters:
             for outlet in self._outlets.values():
                 told += [(getter.later, ENDED) for getter in outlet.getters]
@@ -324,12 +298,12 @@ class Store:
         """Not under the lock: whoever is told may come back here."""
         for later, value in told:
             if isinstance(value, _Handover):
-                if not later.settle(value.items):  # cancelled just now
-                    self.put_back(value.key, value.items)
+                if not later.settle(value.batch):  # cancelled just now
+                    self.put_back(value.key, value.batch)
             else:
                 later.settle(value)
 
 
 class _Handover(NamedTuple):
     key: str
-    items: list[Item]
+    batch: Batch

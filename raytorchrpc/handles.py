@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Callable, Generator
 from functools import partial
@@ -22,8 +23,11 @@ from raytorchrpc.services import Later
 T = TypeVar("T")
 H = TypeVar("H", bound="Handle")
 
-#: The home answers in time that nothing came; a call waits so much longer for that answer (seconds).
-GRACE_S = 5.0
+#: A home that waits for something answers so much before the caller's time is over (seconds, and a share of the time),
+#: and the caller waits a little longer than that for the answer.
+_MARGIN_S, _MARGIN_SHARE, _ANSWER_S = 0.25, 20, 0.2
+#: Whatever its timeout, an operation waits so long for an answer: with a timeout, and with 0 (seconds).
+_SHORTEST_S, _SHORTEST_NOW_S = 0.5, 1.0
 
 #: What an operation has to wait for, one after another; it is sent what came of each.
 Steps = Generator["Future[Any] | Later", Any, T]
@@ -40,7 +44,7 @@ def new_ticket() -> int:
 
 
 def makes(kind: str, maker: Maker) -> None:
-    """Members can be homes of this kind. What the maker returns has ``settings``, besides what ``Served`` asks."""
+    """Register what makes objects of this kind at their home. They have ``settings``, besides what ``Served`` asks."""
     _makers[kind] = maker
 
 
@@ -130,7 +134,7 @@ def patience(local: LocalMember, timeout: float | None) -> float:
         left = deadline - time.monotonic()
         if left <= 0:
             raise RpcTimeout("no time left: the deadline of the call that is being served has passed")
-        seconds = min(seconds, left - min(GRACE_S, left / 4))
+        seconds = min(seconds, left - min(2 * _MARGIN_S, left / 4))
     return float(seconds)
 
 
@@ -141,16 +145,31 @@ def membership(timeout: float | None = None) -> Steps[tuple[LocalMember, float]]
     local, since = current_local(), time.monotonic()
     if local is not None:
         return local, patience(local, timeout)
-    asked = timeout + GRACE_S if isinstance(timeout, (int, float)) else None
+    asked = _answer_within(timeout) if isinstance(timeout, (int, float)) else None
     local = yield readmission.awaited(asked)
     return local, max(0.0, patience(local, timeout) - (time.monotonic() - since))
+
+
+def wait_at_home(seconds: float) -> float:
+    """How long the home is to wait for an operation that may take ``seconds``."""
+    return seconds - min(_MARGIN_S, seconds / _MARGIN_SHARE)
+
+
+def _answer_within(seconds: float) -> float:
+    """How long to wait for the answer to it."""
+    least = _SHORTEST_S if seconds > 0 else _SHORTEST_NOW_S
+    return min(MAX_TIMEOUT_S, max(least, seconds + _ANSWER_S))
 
 
 # --- handles -------------------------------------------------------------------------------------------------
 
 
 class Handle:
-    """Leads to something that lives in a member. Picklable; each process that has one goes there by itself."""
+    """Leads to an object that lives in a member, its home. Picklable.
+
+    A handle binds to one life of the object: to the one that is there, or is made, when the handle is first used. Every
+    request names that life. Once it has ended, each raises NotFound, though a new object of that name may be there.
+    """
 
     kind: ClassVar[str]
 
@@ -175,9 +194,10 @@ class Handle:
                 f"{self.kind} {name!r} needs a home: this process is in no group, so say home='a member's name'"
             )
         self._home: str = home
-        self._ready_in: str | None = None
-        """The process of the home that is known to have it."""
         self._known: Any = settings
+        self._life: int | None = None
+        """Of the object that this handle is bound to; None before its first use."""
+        self._binding = threading.Lock()
         self._begin()
         if local is not None and local.me.name == home:
             run(self._ready(local))
@@ -189,30 +209,32 @@ class Handle:
         Raises NotFound if nobody has one. ``timeout`` in seconds.
         """
         local = process_member(timeout)
-        if local.services.has(cls.kind, name):
-            return cls._at(name, local.me.name)
-        asked: list[tuple[str, Future[bool]]] = []
+        if (here := _find(local, local.me.rank, cls.kind, name)) is not None:
+            return cls._bound(name, local.me.name, *here)
+        asked: list[tuple[str, Future[tuple[Any, int] | None]]] = []
         for road in local.roads:
             if road.member.rank != local.me.rank:
                 try:
-                    call = local.call(road.member, _HAS, (cls.kind, name), {}, timeout, retry=0)
+                    call = local.call(road.member, _FIND, (cls.kind, name), {}, timeout, retry=0)
                 except PeerLost:
                     continue  # it is away, and has nothing
                 asked.append((road.member.name, Future(call)))
         silent = []
         for member, future in asked:
             try:
-                if future.wait():
-                    return cls._at(name, member)
+                if (there := future.wait()) is not None:
+                    return cls._bound(name, member, *there)
             except (PeerLost, RpcTimeout):
                 silent.append(member)
         unheard = f"; {', '.join(silent)} did not answer" if silent else ""
         raise NotFound(f"no member of group {local.group!r} has a {cls.kind} {name!r}{unheard}")
 
     @classmethod
-    def _at(cls: type[H], name: str, home: str) -> H:
+    def _bound(cls: type[H], name: str, home: str, settings: Any, life: int | None) -> H:
         made = cls.__new__(cls)
-        Handle.__init__(made, name, home, None)
+        made._name, made._home, made._settings, made._known, made._life = name, home, settings, settings, life
+        made._binding = threading.Lock()
+        made._begin()
         return made
 
     @property
@@ -226,12 +248,19 @@ class Handle:
         return self._home
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _handle, (type(self), self._name, self._home, self._settings)
+        with self._binding:
+            settings, life = self._known, self._life
+        return _handle, (type(self), self._name, self._home, settings, life)
 
     def __repr__(self) -> str:
         return f"<raytorchrpc.{type(self).__name__} {self._name!r} in {self._home!r}>"
 
     # --- for those that derive from it -----------------------------------------------------------------------
+
+    @property
+    def _object(self) -> tuple[str, str, int | None]:
+        """Names the object in requests to its home; after ``_ready``."""
+        return self.kind, self._name, self._life
 
     def _begin(self) -> None:
         """What a handle has besides, in every process anew."""
@@ -241,25 +270,27 @@ class Handle:
         road = local.road(self._home)
         return None if road.member.rank == local.me.rank else road
 
-    def _ready(self, local: LocalMember) -> Steps[PeerRoad | None]:
-        """To be done before anything else: makes it where it is to be made. Returns what ``_road`` does."""
+    def _ready(self, local: LocalMember, wait_s: float | None = None) -> Steps[PeerRoad | None]:
+        """Bind to the object, which is made if its home has none. To be done first; nothing later makes one.
+
+        ``wait_s``: as for ``_ask``. Returns what ``_road`` does.
+        """
         road = self._road(local)
-        token = local.server.token if road is None else road.token
-        if self._ready_in != token:
+        if self._life is None:
             args = (self.kind, self._name, self._settings)
-            if self._ready_in is not None:
-                args = (*args[:2], None)  # it was there: a new one of that name would not be the same
             if road is None:
-                self._known = _open(local, local.me.rank, *args)
+                settings, life = _open(local, local.me.rank, *args)
             else:
-                self._known = yield from self._ask(local, OPEN, args, None)
-            self._ready_in = token
+                settings, life = yield from self._ask(local, OPEN, args, wait_s)
+            with self._binding:
+                if self._life is None:  # another thread may have bound it meanwhile
+                    self._known, self._life = settings, life
         return road
 
     def _ask(
         self, local: LocalMember, service: str, args: tuple[Any, ...], wait_s: float | None, **how: Any
     ) -> Steps[Any]:
-        """What the home answers. ``wait_s``: it may take that long before it does."""
+        """What the home answers. ``wait_s``: the time of the whole operation; None: as long as a call."""
         return (yield from self._answered(self._sent(local, service, args, wait_s, **how)))
 
     def _answered(self, sent: Future[Any]) -> Steps[Any]:
@@ -275,7 +306,7 @@ class Handle:
     def _sent(
         self, local: LocalMember, service: str, args: tuple[Any, ...], wait_s: float | None, **how: Any
     ) -> Future[Any]:
-        timeout = None if wait_s is None else min(MAX_TIMEOUT_S, wait_s + GRACE_S)
+        timeout = None if wait_s is None else _answer_within(wait_s)
         try:
             return Future(local.call(self._home, service, args, {}, timeout, retry=0, **how))
         except PeerLost as lost:
@@ -287,7 +318,9 @@ class Handle:
         return PeerLost(lost.peer, f"{lost.cause} ({home})", lost.may_have_run)
 
 
-def _handle(cls: type[Handle], name: str, home: str, settings: Any) -> Handle:
+def _handle(cls: type[Handle], name: str, home: str, settings: Any, life: int | None) -> Handle:
+    if life is not None:
+        return cls._bound(name, home, settings, life)
     made = cls.__new__(cls)
     Handle.__init__(made, name, home, settings)
     return made
@@ -295,24 +328,26 @@ def _handle(cls: type[Handle], name: str, home: str, settings: Any) -> Handle:
 
 # --- at home -------------------------------------------------------------------------------------------------
 
-OPEN, _HAS = "raytorchrpc.open", "raytorchrpc.has"
+OPEN, _FIND = "raytorchrpc.open", "raytorchrpc.find"
 
 
-def _open(local: LocalMember, caller: int, kind: str, name: str, settings: Any) -> Any:
-    """The settings of the one that is there, or is made now."""
+def _open(local: LocalMember, caller: int, kind: str, name: str, settings: Any) -> tuple[Any, int]:
+    """The settings and the life of the object that is there, or is made now; ``settings`` None: it has to be there."""
     if settings is None:
-        return local.services.find(kind, name, local.me.name).settings
+        found = local.services.find(kind, name, None, local.me.name)
+        return found.settings, found.life
     made = local.services.open(kind, name, partial(_makers[kind], local, name, settings))
     if made.settings != settings:
         raise ConfigurationError(
             f"member {local.me.name!r} has a {kind} {name!r} with other settings: {made.settings}, not {settings}"
         )
-    return made.settings
+    return made.settings, made.life
 
 
-def _has(local: LocalMember, caller: int, kind: str, name: str) -> bool:
-    return local.services.has(kind, name)
+def _find(local: LocalMember, caller: int, kind: str, name: str) -> tuple[Any, int] | None:
+    found = local.services.get(kind, name)
+    return None if found is None else (found.settings, found.life)
 
 
 serve(OPEN, _open)
-serve(_HAS, _has)
+serve(_FIND, _find)

@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 #: The longest deadline of a call, as for ``GroupConfig.rpc_timeout_s``.
 MAX_TIMEOUT_S = 86400
 
-
 #: A peer that a call was lost to, and that nobody says is gone, is tried again after this (seconds).
 _MISSED_AFTER_S = 2.0
 
@@ -119,13 +118,14 @@ class LocalMember:
             self._absent[rank] = absence
             self._heavy = {known for known in self._heavy if known[0] != rank}
             self._changed.notify_all()
-        self.services.lose(rank)
+        self.services.lose(rank, absence.for_good)
 
     def welcome(self, rank: int) -> None:
         """A peer can be called (again)."""
         with self._changed:
             self._absent.pop(rank, None)
             self._changed.notify_all()
+        self.services.welcome(rank, self._roads[rank].token)
 
     def forget(self, rank: int) -> None:
         """A peer was removed: it is a member no longer, and nothing it asks is served."""
@@ -135,7 +135,7 @@ class LocalMember:
             self._ranks = {key: known for key, known in self._ranks.items() if known != rank}
             self.strangers = self.strangers | {rank}
             self._changed.notify_all()
-        self.services.lose(rank)
+        self.services.lose(rank, for_good=True)
 
     def absent(self) -> dict[str, Absence]:
         """Who is away, by name."""

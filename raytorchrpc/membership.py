@@ -118,6 +118,8 @@ def give_up_process_group(generation: str, number: int, cause: str) -> None:
 
 
 _STORE = "raytorchrpc.process_group_store"
+#: The home answers in time that a key is missing; a request waits so much longer for that answer (seconds).
+_ANSWER_S = 5.0
 
 
 def _operate(
@@ -143,7 +145,7 @@ handles.serve(_STORE, _operate)
 def _send_to_home(generation: str, store: StoreAddress, seconds: float, operation: str, args: tuple[Any, ...]) -> Any:
     """See MemberStore. Waits for nothing but the home: not for a turn of the actor's, nor for calls under way."""
     local = _member_of(generation)
-    budget = min(MAX_TIMEOUT_S, seconds + handles.GRACE_S)
+    budget = min(MAX_TIMEOUT_S, seconds + _ANSWER_S)
     if store.home == local.me.name:
         result = _operate(local, local.me.rank, store.store_id, seconds, operation, args)
         if not isinstance(result, Later):

@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any, ClassVar
 
 from raytorchrpc import handles
-from raytorchrpc._channels import Channel, Home, Items
-from raytorchrpc._store import EMPTY, ENDED, Outlet
+from raytorchrpc._channel_home import Home
+from raytorchrpc._channels import Channel, Items
+from raytorchrpc._outlet import Outlet
+from raytorchrpc._store import EMPTY, ENDED
 from raytorchrpc.errors import Closed, ConfigurationError, Empty
 from raytorchrpc.handles import Steps, arun, membership, run
 from raytorchrpc.member import LocalMember
@@ -37,8 +39,9 @@ class Queue(Channel):
 
     Operations of the home's are served beside its actor's methods and take no turn of theirs. All of them block, at
     most ``timeout`` seconds (None: ``rpc_timeout_s``; a call that is being served ends its own operations with it);
-    those that begin with ``a`` are for coroutines. Each may raise PeerLost if the home is lost, NotFound if it was
-    restarted since, and RpcTimeout if it has not answered 5 s after the timeout. Thread-safe.
+    those that begin with ``a`` are for coroutines. Each may raise PeerLost if the home is lost, NotFound if this queue
+    has ended (the home was restarted, or the group formed again, since this handle was first used), and RpcTimeout if
+    the home has not answered 0.2 s after the timeout (it has 0.5 s at least, and 1 s where that is 0). Thread-safe.
     """
 
     kind: ClassVar[str] = "queue"
@@ -103,11 +106,11 @@ class Queue(Channel):
 
     async def aput(self, item: Any, timeout: float | None = None) -> None:
         """As ``put``, for coroutines. Raises PeerBusy if too much is under way to the home already."""
-        await arun(self._put((item,), timeout))
+        await arun(self._put((item,), timeout, in_turn=True))
 
     async def aput_many(self, items: Iterable[Any], timeout: float | None = None) -> None:
         """As ``put_many``, for coroutines."""
-        await arun(self._put(list(items), timeout))
+        await arun(self._put(list(items), timeout, in_turn=True))
 
     # --- getting -------------------------------------------------------------------------------------------------
 
@@ -182,7 +185,7 @@ class Queue(Channel):
 
 def _make(local: LocalMember, name: str, settings: Any) -> Home:
     maxsize, max_bytes, producers = settings
-    home = Home(local, settings, producers, shared=False)
+    home = Home(local, f"queue {name!r}", settings, producers, shared=False)
     home.add(_KEY, Outlet(maxsize, max_bytes or local.max_bytes, "block"))
     return home
 

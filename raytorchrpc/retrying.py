@@ -87,7 +87,7 @@ class RetriedCall:
             try:
                 if not self._local.await_return(self._target, self._sent_to, until):
                     return False
-            except PeerLost as final:
+            except RayTorchRpcError as final:  # it is gone for good, or a member no longer
                 with self._lock:
                     self._current, self._lost, self._repeats = None, final.with_traceback(None), 0
                 return True

@@ -6,6 +6,7 @@ wait for something it returns a ``Later``, so no thread stands still meanwhile.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -13,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from raytorchrpc.errors import NotAMember, NotFound
 
-T = TypeVar("T")
+T = TypeVar("T", bound="Served")
 
 
 def _as_it_is(value: Any) -> Any:
@@ -45,8 +46,17 @@ class Later(Future[Any]):
 class Served(Protocol):
     """Something that lives in a member."""
 
+    life: int
+    """Identifies this very object: another one of the same name has another number. Set by ``Services.open``."""
+
     def lose(self, rank: int) -> None:
         """That member is gone, or away: nothing is to wait for it. Quick."""
+
+    def keep_only(self, rank: int, process: str | None) -> None:
+        """Of that member's processes this one is there (None: none will be again). What others left can go. Quick.
+
+        ``process``: its token. It may be the one that was lost: then it lives on, and so may what waits for it.
+        """
 
     def close(self, error: Exception) -> None:
         """This member leaves the group: whoever waits gets the error."""
@@ -67,34 +77,59 @@ class Services:
                 raise NotAMember("this process has left the group")
             served = self._served.get((kind, name))
             if served is None:
-                served = self._served[kind, name] = make()
+                served = make()
+                served.life = secrets.randbits(62)
+                self._served[kind, name] = served
             return served
 
-    def find(self, kind: str, name: str, me: str) -> Any:
-        """Raises NotFound, naming what there is. ``me``: this member's name, for the message."""
+    def find(self, kind: str, name: str, life: int | None, me: str) -> Any:
+        """The object of that name and life; ``life`` None: of any. Hot path.
+
+        Raises NotFound. ``me``: this member's name, for the message.
+        """
         served = self._served.get((kind, name))
-        if served is None:
-            raise NotFound(
-                f"member {me!r} has no {kind} {name!r}: it was not made there, or that process was restarted since "
-                f"(there: {', '.join(sorted(self.names(kind))) or 'none'})"
-            )
+        if served is None or (life is not None and served.life != life):
+            raise NotFound(self._why_not(kind, name, life, me))
         return served
 
-    def has(self, kind: str, name: str) -> bool:
-        """Whether there is one of that name."""
-        return (kind, name) in self._served
+    def _why_not(self, kind: str, name: str, life: int | None, me: str) -> str:
+        there = ", ".join(sorted(self.names(kind))) or "none"
+        if life is None:
+            return (
+                f"member {me!r} has no {kind} {name!r}: it was not made there, or that process was restarted since "
+                f"(there: {there})"
+            )
+        new = f"; the {kind} {name!r} that is there now is a new one" if (kind, name) in self._served else ""
+        return (
+            f"member {me!r} has no {kind} {name!r} for this handle any more: the one that the handle belongs to ended "
+            f"when its home was restarted or another group was formed{new}. Make a handle by name again, or find() one "
+            f"(there: {there})"
+        )
+
+    def get(self, kind: str, name: str) -> Any:
+        """The object of that name, or None."""
+        return self._served.get((kind, name))
 
     def names(self, kind: str) -> list[str]:
         """Of all of that kind."""
         with self._lock:
             return [name for of_kind, name in self._served if of_kind == kind]
 
-    def lose(self, rank: int) -> None:
-        """A member is gone, or away."""
+    def lose(self, rank: int, for_good: bool) -> None:
+        """A member is away, or gone (``for_good``)."""
         with self._lock:
             everything = list(self._served.values())
         for served in everything:
             served.lose(rank)
+            if for_good:
+                served.keep_only(rank, None)
+
+    def welcome(self, rank: int, process: str) -> None:
+        """A member is there (again), as the process with that token."""
+        with self._lock:
+            everything = list(self._served.values())
+        for served in everything:
+            served.keep_only(rank, process)
 
     def close(self) -> None:
         """Drop everything. Idempotent."""

@@ -8,9 +8,20 @@ from types import TracebackType
 from typing import Any, ClassVar, get_args
 
 from raytorchrpc import handles
-from raytorchrpc._channels import Channel, Home, Items
-from raytorchrpc._store import EMPTY, ENDED, Outlet, Policy
-from raytorchrpc.errors import Closed, ConfigurationError, Empty, NotFound, RayTorchRpcError
+from raytorchrpc._channel_home import Home
+from raytorchrpc._channels import RETURNS, Channel, Items
+from raytorchrpc._outlet import Outlet, Policy
+from raytorchrpc._store import EMPTY, ENDED
+from raytorchrpc.errors import (
+    Closed,
+    ConfigurationError,
+    Empty,
+    NotFound,
+    PeerBusy,
+    PeerLost,
+    RayTorchRpcError,
+    RpcTimeout,
+)
 from raytorchrpc.handles import Steps, arun, membership, new_ticket, run
 from raytorchrpc.member import LocalMember
 from raytorchrpc.queues import counted
@@ -51,7 +62,7 @@ class Topic(Channel):
 
     async def apublish(self, item: Any, timeout: float | None = None) -> None:
         """As ``publish``, for coroutines."""
-        await arun(self._put((item,), timeout))
+        await arun(self._put((item,), timeout, in_turn=True))
 
     def subscribe(self, policy: Policy = "block", *, maxsize: int = 64, max_bytes: int | None = None) -> Subscription:
         """Get what is published from now on. Blocks for an answer of the home's.
@@ -77,12 +88,24 @@ class Topic(Channel):
         most = None if max_bytes is None else counted("max_bytes", max_bytes)
         local, _ = yield from membership()
         road = yield from self._ready(local)
-        key = f"{local.server.token}.{new_ticket()}"
-        args = (self._name, key, policy, size, most)
+        key = f"{local.server.token}.{new_ticket()}"  # the token says whose it is, see _subscribe
+        args = (self._name, self._life, key, policy, size, most)
         if road is None:
             _subscribe(local, local.me.rank, *args)
         else:
-            yield from self._ask(local, _SUBSCRIBE, args, None)
+            asked = self._sent(local, _SUBSCRIBE, args, None)
+            try:
+                yield from self._answered(asked)
+            except BaseException:  # the buffer may have been made, or will be: it is not to hold up anybody
+                call: Any = asked._call
+
+                def cancel() -> None:
+                    self._tell_home(local, _CANCEL, (self._name, self._life, key), RETURNS)
+
+                call.add_done_callback(lambda: local.workers.submit(cancel))
+                raise
+            finally:
+                del asked  # it holds what it raised, which holds this frame
         return Subscription(self, key)
 
     def close(self, *, force: bool = False) -> None:
@@ -107,6 +130,7 @@ class Subscription:
     def __init__(self, topic: Topic, key: str) -> None:
         """Made by ``Topic.subscribe``."""
         self._topic, self._key = topic, key
+        self._cancelled = False
 
     def get(self, timeout: float | None = None, *, keep: bool = False) -> Any:
         """The oldest item in the buffer; as ``Queue.get``. Closed at the end of the stream, or once cancelled."""
@@ -122,7 +146,17 @@ class Subscription:
         return self._checked(await arun(self._take(1, timeout, keep)))[0]
 
     def _take(self, limit: int, timeout: float | None, keep: bool) -> Steps[Any]:
-        return self._topic._take(self._key, limit, timeout, keep)
+        if self._was_cancelled():
+            return ENDED
+        try:
+            return (yield from self._topic._take(self._key, limit, timeout, keep))
+        except NotFound:
+            if self._was_cancelled():  # meanwhile
+                return ENDED
+            raise
+
+    def _was_cancelled(self) -> bool:
+        return self._cancelled
 
     def _checked(self, taken: Any) -> Any:
         if taken is EMPTY:
@@ -147,16 +181,21 @@ class Subscription:
         return {key: numbers[key] for key in ("items", "bytes", "taken", "dropped")}
 
     def cancel(self) -> None:
-        """Get nothing more; what waits is dropped. Idempotent; also if the home is gone."""
+        """Get nothing more; what waits is dropped. Idempotent; also if the home is gone, or away for a while."""
+        self._cancelled = True
         with suppress(RayTorchRpcError):
             run(self._cancel())
 
     def _cancel(self) -> Steps[None]:
         (local, _), topic = (yield from membership()), self._topic
+        args = (topic.name, topic._life, self._key)
         if topic._road(local) is None:
-            _cancel(local, local.me.rank, topic.name, self._key)
-        else:
-            yield from topic._ask(local, _CANCEL, (topic.name, self._key), None)
+            _cancel(local, local.me.rank, *args)
+            return
+        try:
+            yield from topic._ask(local, _CANCEL, args, None)
+        except (PeerBusy, PeerLost, RpcTimeout):
+            topic._tell_home(local, _CANCEL, args, RETURNS)
 
     def __enter__(self) -> Subscription:
         return self
@@ -176,19 +215,27 @@ _SUBSCRIBE, _CANCEL = "raytorchrpc.subscribe", "raytorchrpc.cancel"
 
 
 def _make(local: LocalMember, name: str, settings: Any) -> Home:
-    return Home(local, settings, settings[0], shared=True)
+    return Home(local, f"topic {name!r}", settings, settings[0], shared=True)
 
 
 def _subscribe(
-    local: LocalMember, caller: int, name: str, key: str, policy: Policy, maxsize: int, max_bytes: int | None
+    local: LocalMember,
+    caller: int,
+    name: str,
+    life: int | None,
+    key: str,
+    policy: Policy,
+    maxsize: int,
+    max_bytes: int | None,
 ) -> None:
-    home: Home = local.services.find(Topic.kind, name, local.me.name)
-    home.add(key, Outlet(maxsize, max_bytes or local.max_bytes, policy, rank=caller))
+    home: Home = local.services.find(Topic.kind, name, life, local.me.name)
+    process = key.rpartition(".")[0]
+    home.add(key, Outlet(maxsize, max_bytes or local.max_bytes, policy, caller, process))
 
 
-def _cancel(local: LocalMember, caller: int, name: str, key: str) -> None:
+def _cancel(local: LocalMember, caller: int, name: str, life: int | None, key: str) -> None:
     with suppress(NotFound):
-        local.services.find(Topic.kind, name, local.me.name).remove(key)
+        local.services.find(Topic.kind, name, life, local.me.name).remove(key)
 
 
 handles.makes(Topic.kind, _make)

@@ -8,7 +8,11 @@ from functools import partial
 from typing import Any, ClassVar
 
 from raytorchrpc import _compat, threads
-from raytorchrpc._published import (
+from raytorchrpc._published import Look, Weights, held_until
+from raytorchrpc._pulling import Carry, Known, Model, Pull, Pulled, Wanted, tensors_of
+from raytorchrpc._relays import HOME, LEAD
+from raytorchrpc._snapshots import Kind
+from raytorchrpc._weight_services import (
     ADVISE,
     KIND,
     LOOK,
@@ -18,18 +22,21 @@ from raytorchrpc._published import (
     RELEASE,
     WAIT,
     WHOLE,
-    Look,
-    Weights,
     mirror_of,
     weights_of,
 )
-from raytorchrpc._pulling import Carry, Known, Model, Pull, Wanted, tensors_of
-from raytorchrpc._relays import HOME, LEAD
-from raytorchrpc._snapshots import Kind
 from raytorchrpc.calls import Future
-from raytorchrpc.errors import ConfigurationError, Empty, LaneUnavailable, NotFound, PeerLost, RayTorchRpcError
+from raytorchrpc.errors import (
+    ConfigurationError,
+    Empty,
+    LaneUnavailable,
+    NotFound,
+    PeerLost,
+    RayTorchRpcError,
+    RpcTimeout,
+)
 from raytorchrpc.filling import Spread
-from raytorchrpc.handles import Handle, Steps, membership, run
+from raytorchrpc.handles import Handle, Steps, membership, run, wait_at_home
 from raytorchrpc.member import LocalMember, process_member
 from raytorchrpc.services import Later
 
@@ -37,6 +44,8 @@ from raytorchrpc.services import Later
 _CHUNK_BYTES = 256 << 20
 #: Less than this is not passed on within a host: asking who has it takes as long (bytes).
 _WORTH_PASSING_ON = 1 << 20
+
+_pulled = Pulled()
 
 
 class WeightStore(Handle):
@@ -52,7 +61,8 @@ class WeightStore(Handle):
     keeps, and the others pull it from there.
 
     Everything is served beside the home's methods and takes no turn of theirs. PeerLost if the home is lost, NotFound
-    if it was restarted since. The handle is picklable; thread-safe.
+    if this store has ended: the home was restarted, or the group formed again, since this handle was first used. The
+    handle is picklable; thread-safe.
     """
 
     kind: ClassVar[str] = KIND
@@ -85,11 +95,7 @@ class WeightStore(Handle):
         those who pull. ConfigurationError outside the home, and for what is no dense tensor.
         """
         local = process_member()
-        if run(self._ready(local)) is not None:
-            raise ConfigurationError(
-                f"{self.kind} {self._name!r} lives in member {self._home!r}: publish there, or make one here"
-            )
-        return self._here(local).publish(tensors_of(model, self._name), version)
+        return self._at_home(local).publish(tensors_of(model, self._name), version)
 
     def broadcast(self, carry: Carry, version: int | None = None) -> int:
         """At the home: hand a version (None: the newest) to ``carry``, while those who pull call theirs.
@@ -98,8 +104,8 @@ class WeightStore(Handle):
         a process group; it must have been sent when this returns. Returns the version. Blocks as ``carry`` does.
         """
         local = process_member()
-        weights = self._here(local)
-        look = weights.look(local.me.rank, version, None, 0, local.config.rpc_timeout_s)
+        weights = self._at_home(local)
+        look = weights.look(local.me.rank, version, None, 0, None)
         if look is None:
             raise NotFound(f"nothing has been published to {self.kind} {self._name!r} yet")
         try:
@@ -109,14 +115,21 @@ class WeightStore(Handle):
             weights.shelf.release(look.lease)
         return look.version
 
+    def _at_home(self, local: LocalMember) -> Weights:
+        if run(self._ready(local)) is not None:
+            raise ConfigurationError(
+                f"{self.kind} {self._name!r} lives in member {self._home!r}: publish there, or make one here"
+            )
+        return self._here(local)
+
     def _here(self, local: LocalMember) -> Weights:
-        return weights_of(local, self._name)
+        return weights_of(local, self._name, self._life)
 
     # --- pulling -------------------------------------------------------------------------------------------------
 
     def version(self) -> int:
         """The newest version; 0 if there is none. Blocks for an answer of the home's."""
-        return self._wait(0, 0)
+        return self._wait(0, None)
 
     def wait(self, version: int = 1, timeout: float | None = None) -> int:
         """Block until that version or a newer one is there; returns the newest. Empty after ``timeout`` seconds."""
@@ -134,10 +147,13 @@ class WeightStore(Handle):
 
     def _wait_steps(self, version: int, timeout: float | None) -> Steps[int]:
         local, wait_s = yield from membership(timeout)
-        road = yield from self._ready(local)
+        until = time.monotonic() + wait_s
+        road = yield from self._ready(local, wait_s)
         if road is not None:
-            return (yield from self._ask(local, WAIT, (self._name, version, wait_s), wait_s))  # type: ignore[no-any-return]
-        found = self._here(local).wait(version, time.monotonic() + wait_s, local.alarms.at)
+            left = max(0.0, until - time.monotonic())
+            asked = (self._name, self._life, version, wait_at_home(left))
+            return (yield from self._ask(local, WAIT, asked, left))  # type: ignore[no-any-return]
+        found = self._here(local).wait(version, until, local.alarms.at)
         return (yield found) if isinstance(found, Later) else found
 
     def pull(
@@ -156,8 +172,9 @@ class WeightStore(Handle):
         Args:
             model: a module, or tensors by name, on any device. Their memory is written as by ``rpc_sync(into=...)``.
             version: None: the newest; where there is none yet, the first is waited for.
-            since: the version that the model has, as an earlier pull returned it. If that is still the newest, nothing
-                is moved. In a store with ``track`` only tensors that have changed since are.
+            since: the version that the model has, as an earlier pull of this process from this store returned it. If
+                that is still the newest, nothing is moved. In a store with ``track`` only tensors that have changed
+                since are. Any other number has no effect: everything is brought.
             convert: tensors of another floating dtype than published are converted, at the home, once for each
                 version and dtype: bfloat16 for half the bytes of float32. Without it that is an error.
             strict: the model's names have to be those that were published. Else those in common are pulled.
@@ -169,26 +186,43 @@ class WeightStore(Handle):
         not there (any more), Empty if nothing was published in time. If it fails later (PeerLost, RpcTimeout) the
         model may have tensors of two versions: pull again before it is used.
         """
-        local, seconds = run(membership(timeout))
-        until = time.monotonic() + seconds
-        run(self._ready(local))
+        local, wait_s = run(membership(timeout))
+        until = time.monotonic() + wait_s
+        run(self._ready(local, wait_s))
+        life = self._life or 0
+        if carry is not None or (since is not None and not _pulled.has(life, since)):
+            since = None
         pull = Pull(self._name, model, self._known_layout, convert, strict)
         try:
             # What is brought has no history, whoever asks for it.
             with _compat.autograd_context(_compat.NO_CONTEXT):
-                look = self._look(local, pull, version, None if carry is not None else since, carry is None, until)
-                if not look.lease:
-                    return look.version
-                wanted = pull.wanted()
-                self._known_layout = pull.remembered()
-                if carry is None and wanted.targets and not pull.filled:
-                    self._fetch(local, pull, look, wanted, until)
+                look = self._look(local, pull, version, since, carry is None, until)
+                if look.lease:
+                    wanted = pull.wanted()
+                    self._known_layout = pull.remembered()
+                    if carry is None and wanted.targets:
+                        if not pull.filled:
+                            self._fetch(local, pull, look, wanted, until)
+                        self._check_lease(until)
             if carry is not None:
                 pull.carry_by(carry)
+        except BaseException:
+            if pull.look is not None:
+                _pulled.forget(life)
+            raise
         finally:
             if pull.look is not None and pull.look.lease:
                 self._release(local, self._home, False, pull.look.lease)
+        _pulled.add(life, look.version)
         return look.version
+
+    def _check_lease(self, until: float) -> None:
+        """What was read until now was kept for this pull. Raises RpcTimeout."""
+        if time.monotonic() > held_until(until):
+            raise RpcTimeout(
+                f"a pull of {self.kind} {self._name!r} stood still, or took so much longer than its timeout that "
+                f"{self._home!r} has let go of what it read: the model may have tensors of two versions; pull again"
+            )
 
     async def apull(self, model: Model, version: int | None = None, **options: Any) -> int:
         """As ``pull``, for coroutines: on a thread, and there on the default stream of a GPU."""
@@ -200,9 +234,9 @@ class WeightStore(Handle):
         """Ask what there is. ``at_once``: the answer is to bring it, if it can be read where it is."""
         while True:
             left = max(0.0, until - time.monotonic())
-            args = (version, since, 0 if pull.known is None else pull.known.number, left)
+            args = (version, since, 0 if pull.known is None else pull.known.number)
             if self._road(local) is None:
-                look = self._here(local).look(local.me.rank, *args)
+                look = self._here(local).look(local.me.rank, *args, None)
                 if look is not None:
                     pull.told(look)
             else:
@@ -210,7 +244,9 @@ class WeightStore(Handle):
                 if at_once and not pull.converts:
                     kind = self._kind_in_place(local, self._home, pull.likely_kind)
                 answer = Spread(partial(pull.plan, kind))
-                sent = self._sent(local, LOOK, (self._name, *args, kind), left, attended=True, into=answer)
+                sent = self._sent(
+                    local, LOOK, (self._name, self._life, *args, left, kind), left, attended=True, into=answer
+                )
                 asked = self._answered(sent)
                 del sent  # see there
                 pull.foresee()
@@ -245,7 +281,7 @@ class WeightStore(Handle):
         signature = wanted.signature(look)
         what = (look.version, signature)
         left = max(0.001, until - time.monotonic())
-        advice = run(self._ask(local, ADVISE, (self._name, what, left / 2), left))
+        advice = run(self._ask(local, ADVISE, (self._name, self._life, what, left / 2), left))
         if advice == LEAD:
             self._lead(local, look, wanted, wanted.kinds(pull.known.rows), signature, until)
         elif advice == HOME or not self._follow(local, advice, pull, look, wanted, signature, until):
@@ -261,16 +297,19 @@ class WeightStore(Handle):
         self, local: LocalMember, look: Look, wanted: Wanted, kinds: list[Kind], signature: str, until: float
     ) -> None:
         """Pull for all of this host."""
-        mirror = mirror_of(local, self._name)
+        mirror = mirror_of(local, self._name, self._life, local.road(self._home).member.rank)
         done = False
         try:
             flat = mirror.begin(kinds)
             self._fetch_from(local, self._home, False, look.lease, wanted._replace(targets=flat.tensors), until)
+            self._check_lease(until)
             mirror.keep(signature, look.version, kinds, flat)
             done = True
         finally:
-            self._tell(local, self._home, PULLED, (self._name, (look.version, signature), local.me.rank, done))
-        lease = mirror.look(local.me.rank, signature, look.version, max(0.0, until - time.monotonic()))
+            self._tell(
+                local, self._home, PULLED, (self._name, self._life, (look.version, signature), local.me.rank, done)
+            )
+        lease = mirror.look(local.me.rank, signature, look.version, None)
         try:
             mirror.shelf.leased(lease).read(_all_of(wanted), wanted.targets)
         finally:
@@ -283,7 +322,9 @@ class WeightStore(Handle):
         assert pull.known is not None
         left = max(0.001, until - time.monotonic())
         try:
-            call = local.call(leader, LOOK_HERE, (self._name, signature, look.version, left), {}, left, retry=0)
+            call = local.call(
+                leader, LOOK_HERE, (self._name, self._life, signature, look.version, left), {}, left, retry=0
+            )
             lease = Future[int](call).wait()
             if not lease:
                 return False
@@ -295,7 +336,7 @@ class WeightStore(Handle):
             finally:
                 self._release(local, leader, True, lease)
         except (PeerLost, NotFound, LaneUnavailable):
-            self._tell(local, self._home, PULLED, (self._name, (look.version, signature), leader, False))
+            self._tell(local, self._home, PULLED, (self._name, self._life, (look.version, signature), leader, False))
             return False
         return True
 
@@ -314,7 +355,7 @@ class WeightStore(Handle):
 
         def ask(service: str, *args: Any, into: Any) -> Any:
             left = max(0.001, until - time.monotonic())
-            args = (self._name, mirror, lease, *args)
+            args = (self._name, self._life, mirror, lease, *args)
             return Future(local.call(target, service, args, {}, left, into=into, attended=True, retry=0)).wait()
 
         if kind is not None and known is not None:
@@ -328,7 +369,7 @@ class WeightStore(Handle):
         if target == self._home and self._road(local) is None:
             self._here(local).shelf.release(lease)
         else:
-            self._tell(local, target, RELEASE, (self._name, mirror, lease))
+            self._tell(local, target, RELEASE, (self._name, self._life, mirror, lease))
 
     def _tell(self, local: LocalMember, target: Any, service: str, args: tuple[Any, ...]) -> None:
         """Without waiting for the answer."""

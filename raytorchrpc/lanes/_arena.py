@@ -23,7 +23,9 @@ import numpy
 import torch
 
 from raytorchrpc import forking
+from raytorchrpc._processes import has_ended
 from raytorchrpc.errors import LaneUnavailable, PeerLost
+from raytorchrpc.lanes._bounds import within
 from raytorchrpc.lanes.base import never_fetched
 
 SLOTS = 1 << 16
@@ -58,14 +60,7 @@ class SharedAddress(NamedTuple):
 
 def is_gone(address: SharedAddress) -> bool:
     """Whether the process behind an address has ended, so that nobody there uses anything any more."""
-    try:
-        with open(f"/proc/{address.pid}/stat", "rb") as file:
-            state = file.read().rpartition(b")")[2].split()[0]
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return state in (b"Z", b"X")
+    return has_ended(address.pid)
 
 
 class SharedBytes:
@@ -311,13 +306,19 @@ class PeerArena:
         return ()
 
     def view(self, index: int, offset: int, size: int) -> numpy.ndarray:
-        """The slot's bytes, private and writable. The slot is given back when nothing uses them any more."""
+        """The slot's bytes, private and writable. The slot is given back when nothing uses them any more.
+
+        Raises OutOfBounds.
+        """
+        within(index, 1, SLOTS)
+        within(offset - _DATA, size, self._bytes.nbytes - _DATA)
         view = self._bytes[offset : offset + size]
         self._held[index] = weakref.ref(view, partial(_given_back, self._held, self._bytes, self._pid, index))
         return view
 
     def give_back(self, index: int) -> None:
-        """Give a slot back that was not used."""
+        """Give a slot back that was not used. Raises OutOfBounds."""
+        within(index, 1, SLOTS)
         if os.getpid() == self._pid:
             self._bytes[index] = _FREE
 

@@ -104,6 +104,8 @@ class Driver:
 
     def open(self, handle: bytes) -> int:
         """Map another process's allocation; returns its address here. Takes 6 to 17 ms."""
+        if len(handle) != HANDLE_BYTES:
+            raise LaneUnavailable("cuda_ipc", f"a handle of GPU memory has {HANDLE_BYTES} bytes, not {len(handle)}")
         filled, pointer = _Handle(), ctypes.c_uint64()
         ctypes.memmove(ctypes.byref(filled), handle, HANDLE_BYTES)
         code = self._cuda.cuIpcOpenMemHandle_v2(ctypes.byref(pointer), filled, _LAZY_PEER_ACCESS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy
 import torch
@@ -15,6 +16,7 @@ import torch
 from raytorchrpc import _compat
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes._arena import Gone, SharedAddress, SharedBytes, is_gone, map_shared
+from raytorchrpc.lanes._bounds import within
 from raytorchrpc.lanes._cuda_driver import HANDLE_BYTES
 from raytorchrpc.lanes.base import PeerAddress
 
@@ -25,6 +27,13 @@ USES = FLAGS
 #: Streams of a member that receive tensors; each has an event, whose handle lies behind the flags.
 _EVENTS = 200
 _HANDLES = 2 * FLAGS
+
+
+def told(descriptor: Any, devices: Sequence[int]) -> Any:
+    """What a sender says of an export: a number of its page, one of these devices, and more. Raises ValueError."""
+    within(descriptor[0], 1, FLAGS)
+    devices.index(descriptor[1])  # raises for a GPU that this lane does not have
+    return descriptor
 
 
 class SharedEvents:

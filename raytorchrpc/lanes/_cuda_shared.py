@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from raytorchrpc import forking
+from raytorchrpc.lanes._bounds import OutOfBounds, within
 from raytorchrpc.lanes._cuda_driver import driver
 from raytorchrpc.lanes.base import Shape
 
@@ -34,10 +35,15 @@ def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
 class Mapped:
     """A peer's allocation in this process. It is unmapped when the last reference goes."""
 
-    __slots__ = ("__weakref__", "device", "pointer")
+    __slots__ = ("__weakref__", "device", "pointer", "size")
 
-    def __init__(self, pointer: int, device: torch.device) -> None:
-        self.pointer, self.device = pointer, device
+    def __init__(self, pointer: int, size: int, device: torch.device) -> None:
+        self.pointer, self.size, self.device = pointer, size, device
+
+    def at(self, offset: int, size: int) -> int:
+        """The address of so many bytes in it. Raises OutOfBounds."""
+        within(offset, size, self.size)
+        return self.pointer + offset
 
     def __del__(self) -> None:
         if forking.forked():
@@ -68,7 +74,10 @@ class Mappings:
                 return mapping
             if len(self._kept) >= self._limit:
                 self._kept.popitem(last=False)  # closed as soon as nothing lies in it
-            mapping = self._alive.get(handle) or Mapped(driver().open(handle), device)
+            mapping = self._alive.get(handle)
+            if mapping is None:
+                pointer = driver().open(handle)
+                mapping = Mapped(pointer, driver().size_of(pointer), device)
             self._kept[handle] = self._alive[handle] = mapping
             return mapping
 
@@ -112,7 +121,7 @@ class Window:
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (size,),
             "typestr": "|u1",
-            "data": (mapped.pointer + offset, False),
+            "data": (mapped.at(offset, size), False),
             "version": 2,
         }
 
@@ -120,7 +129,13 @@ class Window:
 def tensor_over(
     mapped: Mapped, offset: int, size: int, shape: Shape, strides: Sequence[int], loan: Loan
 ) -> torch.Tensor:
-    """A tensor of those ``size`` bytes of mapped memory, without a copy; it keeps the mapping and the loan."""
+    """A tensor of those ``size`` bytes of mapped memory, without a copy; it keeps the mapping and the loan.
+
+    Raises OutOfBounds.
+    """
     dtype, extents = shape
+    if any(stride < 0 for stride in strides):
+        raise OutOfBounds(f"strides {strides}")
+    within(0, span_of(extents, strides) * dtype.itemsize, size)
     flat = torch.as_tensor(Window(mapped, offset, size, loan), device=mapped.device)
     return flat.view(dtype).as_strided(extents, tuple(strides))

@@ -217,10 +217,17 @@ def sizes(data: Any, start: int) -> tuple[int, int]:
 
 
 def parse(view: memoryview, storage: torch.Tensor | None = None) -> Frame:
-    """Read a whole frame.
+    """Read a whole frame. Raises ValueError for what is none.
 
     ``storage``: the tensor whose memory ``view`` is, if it may be kept; else the tensor area is copied.
     """
+    try:
+        return _parsed(view, storage)
+    except (EOFError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"not a frame: {error}") from error
+
+
+def _parsed(view: memoryview, storage: torch.Tensor | None) -> Frame:
     call, area, payload, header, kind = _PREFIX.unpack_from(view, 0)
     begin = _PREFIX.size + header
     fields, described, buffers, waybills = marshal.loads(view[_PREFIX.size : begin])

@@ -8,7 +8,8 @@ from operator import attrgetter
 
 import torch
 
-from raytorchrpc.lanes.base import SMALL, UNCOPIED, Part, Shape, numbers
+from raytorchrpc.lanes._bounds import within
+from raytorchrpc.lanes.base import SMALL, UNCOPIED, Part, Shape, numbers, view_at
 
 #: More tensors than this, each smaller than _SMALL, travel as one.
 _FEW, _SMALL = 4, 1 << 20
@@ -64,14 +65,15 @@ def given(
     return target if target is not None and target.device == device and target.is_contiguous() else None
 
 
-def together(parts: Sequence[Part]) -> tuple[list[Part], list[list[Part]]]:
-    """Parts of one flat tensor to be brought one by one, and those to be brought in one piece: many small ones that lie
-    side by side.
+def together(parts: Sequence[Part], size: int) -> tuple[list[Part], list[list[Part]]]:
+    """Parts of one flat tensor of ``size`` bytes to be brought one by one, and those to be brought in one piece: many
+    small ones that lie side by side. Raises OutOfBounds.
     """
     alone: list[Part] = []
     runs: list[list[Part]] = []
     end = 0
     for part in sorted(parts, key=_offset):
+        within(part.offset, part.target.nbytes, size)
         if part.target.nbytes >= SMALL:
             alone.append(part)
             continue
@@ -82,6 +84,11 @@ def together(parts: Sequence[Part]) -> tuple[list[Part], list[list[Part]]]:
         end = max(end, part.offset + part.target.nbytes)
     alone += [part for run in runs if len(run) <= _FEW for part in run]
     return alone, [run for run in runs if len(run) > _FEW]
+
+
+def part_of(flat: torch.Tensor, offset: int, target: torch.Tensor) -> torch.Tensor:
+    """What a target gets out of a flat tensor."""
+    return view_at(flat, offset, (target.dtype, tuple(target.shape)))
 
 
 def split(tensor: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ each registered whole when a tensor on it is first used.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import threading
 import weakref
@@ -18,9 +19,10 @@ import numpy
 import torch
 
 from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes._bounds import within
 from raytorchrpc.lanes._cuda_driver import driver
 from raytorchrpc.lanes._nixl import LANE, Agent, Registered
-from raytorchrpc.lanes.base import numbers, view_at
+from raytorchrpc.lanes.base import Shape, numbers, view_at
 
 _SMALLEST = 1 << 16
 _ALIGN = 64
@@ -224,6 +226,16 @@ def _pieces(sizes: Sequence[int]) -> list[tuple[int, Members]]:
     if small:
         pieces.append((filled, tuple(small)))
     return pieces
+
+
+def check_members(places: Sequence[Place], members: Sequence[Members], shapes: Sequence[Shape]) -> None:
+    """That the tensors of each piece lie in it, and that it is no larger than they need. Raises OutOfBounds."""
+    for (_, _, _, size), group in zip(places, members, strict=True):
+        sizes = [math.prod(shapes[index][1]) * shapes[index][0].itemsize for index, _ in group]
+        within(0, size, sum(sizes) + _ALIGN * len(sizes))
+        for (_, offset), its in zip(group, sizes, strict=True):
+            if its:
+                within(offset, its, size)
 
 
 class Segments:

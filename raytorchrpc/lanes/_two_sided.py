@@ -214,12 +214,13 @@ class Sending:
                 channel.abort()
 
     def _send(self, number: int, devices: tuple[int, int], deadline: float) -> None:
-        kept = self._take(number)
-        if kept is None:
+        channel = self._channels.get(devices)
+        kept = None if channel is None else self._take(number)
+        if kept is None or channel is None:
             self.control.send((NO, "the sender does not have these tensors any more"), deadline)
             return
         wait(kept.complete.reached, self.control, deadline)
-        kept.channel = channel = self._channels[devices]
+        kept.channel = channel
         channel.send(kept.pieces)
         self.control.send((GO,), deadline)  # before it settles: the first transfer settles only with the other end
         wait(channel.settled, self.control, deadline)

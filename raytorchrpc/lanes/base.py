@@ -18,6 +18,7 @@ import torch
 
 from raytorchrpc.codec import Encoded
 from raytorchrpc.errors import PeerLost
+from raytorchrpc.lanes._bounds import within
 from raytorchrpc.streams import nothing
 
 
@@ -180,12 +181,16 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def view_at(source: torch.Tensor, offset: int, shape: Shape) -> torch.Tensor:
-    """The tensor that begins at byte ``offset`` of a flat uint8 tensor; shares its memory. ``offset`` is aligned."""
+    """The tensor that begins at byte ``offset`` of a flat uint8 tensor; shares its memory. ``offset`` is aligned.
+
+    Raises OutOfBounds if it is not in there.
+    """
     dtype, extents = shape
-    count = math.prod(extents)
-    if not count:
+    size = math.prod(extents) * dtype.itemsize
+    if not size:
         return torch.empty(extents, dtype=dtype)
-    return source[offset : offset + count * dtype.itemsize].view(dtype).view(extents)
+    within(offset, size, source.numel())
+    return source[offset : offset + size].view(dtype).view(extents)
 
 
 @dataclass(frozen=True)

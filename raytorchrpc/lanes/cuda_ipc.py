@@ -26,10 +26,11 @@ from raytorchrpc import threads
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes import _pieces
 from raytorchrpc.lanes._arena import Gone, SharedAddress, is_gone
+from raytorchrpc.lanes._bounds import MALFORMED, checked, within
 from raytorchrpc.lanes._cuda_driver import driver
-from raytorchrpc.lanes._cuda_events import FLAGS, USES, SharedEvents
+from raytorchrpc.lanes._cuda_events import FLAGS, USES, SharedEvents, told
 from raytorchrpc.lanes._cuda_shared import Loan, Mapped, Mappings, span_of, tensor_over
-from raytorchrpc.lanes.base import Export, Part, PeerAddress, Shape, TensorCapabilities, TensorLane, view_at
+from raytorchrpc.lanes.base import Export, Part, PeerAddress, Shape, TensorCapabilities, TensorLane
 
 #: Mapped allocations of peers kept open, the least recently used closed beyond that.
 MAPPINGS = 256
@@ -278,10 +279,11 @@ class CudaIpcLane(TensorLane):
 
     # --- receiving -----------------------------------------------------------------------------------------
 
+    @checked
     def fetch(
         self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
     ) -> list[torch.Tensor]:
-        number, target, _, places, shared, tag = descriptor
+        number, target, _, places, shared, tag = told(descriptor, self._devices)
         device = torch.device("cuda", target)
         with driver().on(target):
             with self._reading(peer, descriptor) as (mapped, stream, raw):
@@ -301,10 +303,11 @@ class CudaIpcLane(TensorLane):
                 for mapping, (_, offset, size, strides), shape in zip(mapped, places, shapes, strict=True)
             ]
 
+    @checked
     def spread(
         self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        _, index, _, places, _, _ = descriptor
+        _, index, _, places, _, _ = told(descriptor, self._devices)
         copy = driver().copy
         left: list[tuple[torch.Tensor, torch.Tensor]] = []
         with driver().on(index), self._reading(peer, descriptor) as (mapped, stream, raw):
@@ -312,21 +315,19 @@ class CudaIpcLane(TensorLane):
                 if mapping is None:
                     continue
                 for number in piece:
-                    alone, runs = _pieces.together(parts[number])
+                    source = mapping.at(begin, sizes[number])
+                    alone, runs = _pieces.together(parts[number], sizes[number])
                     for offset, target in alone:
                         if target.get_device() != index or not target.is_contiguous():
                             there, target = target, torch.empty(target.shape, dtype=target.dtype, device=stream.device)
                             left.append((there, target))
                         if size := target.nbytes:
-                            copy(target.data_ptr(), mapping.pointer + begin + offset, size, raw)
+                            copy(target.data_ptr(), source + offset, size, raw)
                     for run in runs:
                         first, last = run[0].offset, max(offset + target.nbytes for offset, target in run)
                         joined = torch.empty(last - first, dtype=torch.uint8, device=stream.device)
-                        copy(joined.data_ptr(), mapping.pointer + begin + first, last - first, raw)
-                        left += [
-                            (target, view_at(joined, offset - first, (target.dtype, tuple(target.shape))))
-                            for offset, target in run
-                        ]
+                        copy(joined.data_ptr(), source + first, last - first, raw)
+                        left += [(target, _pieces.part_of(joined, offset - first, target)) for offset, target in run]
                     begin += sizes[number]
             self._copied_on(peer, descriptor, stream, raw)
         return left
@@ -373,7 +374,8 @@ class CudaIpcLane(TensorLane):
             if tensor is None:
                 tensor = _pieces.room(mine, device)
             if mapping is not None:
-                driver().copy(tensor.data_ptr(), mapping.pointer + offset, size, stream)
+                within(0, size, tensor.nbytes)
+                driver().copy(tensor.data_ptr(), mapping.at(offset, size), size, stream)
             arrived.update(zip(piece, _pieces.split(tensor, mine), strict=True))
         return [arrived[index] for index in range(len(shapes))]
 
@@ -399,8 +401,9 @@ class CudaIpcLane(TensorLane):
                 page[USES + number] = 1 + self._events.record(target, *self._events.current(target))
 
     def discard(self, peer: str, descriptor: Any) -> None:
-        with contextlib.suppress(LaneUnavailable):  # the peer is gone
-            self._events.page_of(peer, descriptor[-1])[descriptor[0]] = _UNUSED
+        with contextlib.suppress(LaneUnavailable, *MALFORMED):  # the peer is gone
+            number, *_, tag = told(descriptor, self._devices)
+            self._events.page_of(peer, tag)[number] = _UNUSED
 
     # --- the end ---------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ import torch
 from raytorchrpc import forking, threads
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes import _control, _handshake, _pieces
+from raytorchrpc.lanes._bounds import checked
 from raytorchrpc.lanes._carrier import Broken, Carrier
 from raytorchrpc.lanes._control import ControlAddress, Gone, Late
 from raytorchrpc.lanes._credentials import Credentials
@@ -216,10 +217,13 @@ class NcclLane(TensorLane):
 
     # --- receiving -----------------------------------------------------------------------------------------
 
+    @checked
     def fetch(
         self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
     ) -> list[torch.Tensor]:
         number, source, target, sizes = descriptor
+        if target not in self._devices:
+            raise LaneUnavailable(self.name, f"{peer!r} sends to cuda:{target}, which was not opened for this lane")
         deadline = time.monotonic() + self._timeout_s
         kinds = [(dtype, dtype.itemsize * math.prod(extents)) for dtype, extents in shapes]
         places = _pieces.pieces(kinds)

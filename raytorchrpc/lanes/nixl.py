@@ -29,8 +29,9 @@ import torch
 from raytorchrpc import _compat, threads
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes import _pieces
+from raytorchrpc.lanes._bounds import checked, within
 from raytorchrpc.lanes._nixl import Agent, Kind, Lost, Read, Span
-from raytorchrpc.lanes._registered import NOTHING, Block, HostPool, Place, Segments, lay_out
+from raytorchrpc.lanes._registered import NOTHING, Block, HostPool, Members, Place, Segments, check_members, lay_out
 from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane, view_at
 
 #: While exports wait to be fetched, their sender looks this often whether they have been (seconds).
@@ -250,6 +251,7 @@ class NixlLane(TensorLane):
 
     # --- receiving -----------------------------------------------------------------------------------------
 
+    @checked
     def fetch(
         self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
     ) -> list[torch.Tensor]:
@@ -258,6 +260,8 @@ class NixlLane(TensorLane):
         except LaneUnavailable as error:
             raise PeerLost(peer, error.reason) from error
         number, target, places, members = descriptor
+        if target is not None and target not in self._devices:
+            raise LaneUnavailable(self.name, f"{peer!r} sends to cuda:{target}, which was not opened for this lane")
         self._collect(agent)
         with self._using(agent, link):
             try:
@@ -310,11 +314,12 @@ class NixlLane(TensorLane):
         link: _Link,
         number: int,
         places: Sequence[Place],
-        members: Sequence[Sequence[tuple[int, int]]],
+        members: Sequence[Members],
         shapes: Sequence[Shape],
         crowded: bool,
     ) -> list[torch.Tensor]:
         blocks: list[Block] = []
+        check_members(places, members, shapes)
         try:
             for place in places:
                 if place[3]:
@@ -350,6 +355,7 @@ class NixlLane(TensorLane):
         rooms = [self._room([shapes[index] for index in piece], target) for piece in members]
         spans = []
         for place, room in zip(places, rooms, strict=True):
+            within(0, place[3], room.nbytes)
             if place[3]:
                 memory = self._segments.covering(room)
                 spans.append(Span(room.data_ptr(), memory.number, place[2], place[0], place[3]))

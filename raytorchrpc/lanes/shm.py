@@ -14,7 +14,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy
 import torch
@@ -22,6 +22,7 @@ import torch
 from raytorchrpc import staging
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes._arena import Arena, Gone, PeerArena, SharedAddress, Slot, is_gone
+from raytorchrpc.lanes._bounds import MALFORMED, checked, within
 from raytorchrpc.lanes._copier import Copier, default_threads
 from raytorchrpc.lanes._lent import Borrower, Lender, Places
 from raytorchrpc.lanes.base import (
@@ -156,40 +157,31 @@ class ShmLane(TensorLane):
         except RuntimeError as error:
             raise LaneUnavailable(self.name, "this member leaves the group") from error
 
+    @checked
     def fetch(
         self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
     ) -> list[torch.Tensor]:
-        if len(descriptor) == 2:
-            return self._borrowed(peer, descriptor, shapes, into)
-        slots, places, crowded, tag = descriptor
-        arena = self._peer(peer, tag, slots)
-        bases = [torch.from_numpy(arena.view(*slot)) for slot in slots]
+        if len(descriptor) == 2:  # copies, always: the memory stays its owner's
+            addresses, places = descriptor
+            bases, crowded = self._lent(peer, addresses), True
+            into = into or [None] * len(places)
+        else:
+            slots, places, crowded, tag = descriptor
+            arena = self._peer(peer, tag, slots)
+            bases = [arena.view(*slot) for slot in slots]
+        flats = [torch.from_numpy(base) for base in bases]
         if into is not None:
-            begins = [arena.span[0] + offset for _, offset, _ in slots]
+            rooms = [_Room.of(base) for base in bases]
             found = zip(places, shapes, into, strict=True)
             return [
                 target
-                if target is not None and self._filled(target, begins[number] + offset)
-                else self._left(view_at(bases[number], offset, shape), target, crowded)
+                if target is not None and self._filled(target, rooms[number], offset)
+                else self._left(view_at(flats[number], offset, shape), target, crowded)
                 for (number, offset), shape, target in found
             ]
         if crowded:
-            bases = [base.clone() for base in bases]
-        return [view_at(bases[number], offset, shape) for (number, offset), shape in zip(places, shapes, strict=True)]
-
-    def _borrowed(
-        self, peer: str, lent: Places, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None
-    ) -> list[torch.Tensor]:
-        """Copies, always: the memory stays its owner's."""
-        addresses, places = lent
-        pieces = self._lent(peer, addresses)
-        bases, begins = [torch.from_numpy(piece) for piece in pieces], [piece.ctypes.data for piece in pieces]
-        return [
-            target
-            if target is not None and self._filled(target, begins[number] + offset)
-            else self._left(view_at(bases[number], offset, shape), target, True)
-            for (number, offset), shape, target in zip(places, shapes, into or [None] * len(places), strict=True)
-        ]
+            flats = [flat.clone() for flat in flats]
+        return [view_at(flats[number], offset, shape) for (number, offset), shape in zip(places, shapes, strict=True)]
 
     def _lent(self, peer: str, addresses: Sequence[tuple[Any, ...]]) -> list[numpy.ndarray]:
         try:
@@ -197,6 +189,7 @@ class ShmLane(TensorLane):
         except Gone as gone:
             raise gone.lost(peer) from gone
 
+    @checked
     def spread(
         self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -208,20 +201,23 @@ class ShmLane(TensorLane):
             arena = self._peer(peer, tag, slots)
             bases = [arena.view(*slot) for slot in slots]
         left: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for (number, start), its in zip(places, parts, strict=True):
-            base, begin = bases[number], bases[number].ctypes.data + start
+        for (number, start), size, its in zip(places, sizes, parts, strict=True):
+            base = bases[number]
+            within(start, size, base.nbytes)
+            room = _Room(base.ctypes.data + start, size)
             for offset, target in its:
-                if not self._filled(target, begin + offset):
-                    shape = target.dtype, tuple(target.shape)
-                    left.append((target, view_at(torch.from_numpy(base), start + offset, shape)))
+                if not self._filled(target, room, offset):
+                    flat = torch.from_numpy(base[start : start + size])
+                    left.append((target, view_at(flat, offset, (target.dtype, tuple(target.shape)))))
         return left
 
-    def _filled(self, target: torch.Tensor, source: int) -> bool:
-        """Whether a tensor could be filled from an address as it lies there."""
+    def _filled(self, target: torch.Tensor, room: _Room, offset: int) -> bool:
+        """Whether a tensor could be filled from there as it lies. Raises OutOfBounds."""
         if not target.is_cpu or not target.is_contiguous():
             return False
         if size := target.nbytes:
-            self.move(target.data_ptr(), source, size)
+            within(offset, size, room.size)
+            self.move(target.data_ptr(), room.begin + offset, size)
         return True
 
     def _left(self, view: torch.Tensor, target: torch.Tensor | None, crowded: bool) -> torch.Tensor:
@@ -245,8 +241,9 @@ class ShmLane(TensorLane):
             arena = self._peer(peer, tag, slots)
         except (LaneUnavailable, PeerLost):
             return  # the peer is gone, and its arena with it, or they are owed
-        for slot in slots:
-            arena.give_back(slot[0])
+        with contextlib.suppress(*MALFORMED):
+            for slot in slots:
+                arena.give_back(slot[0])
 
     def _peer(self, peer: str, tag: str, slots: Sequence[tuple[int, int, int]]) -> PeerArena:
         """Where these slots are. If that cannot be mapped now, they are given back as soon as it can."""
@@ -268,7 +265,8 @@ class ShmLane(TensorLane):
                     self._owed.setdefault(tag, []).extend(slot[0] for slot in slots)
                     raise
                 for number in self._owed.pop(tag, ()):
-                    arena.give_back(number)
+                    with contextlib.suppress(*MALFORMED):
+                        arena.give_back(number)
                 self._peers[tag] = arena
                 staging.announce(*arena.span)
         return arena
@@ -305,6 +303,17 @@ class ShmLane(TensorLane):
             staging.withdraw(self._arena.span[0])
             self._arena.close()
         self._copier.close()
+
+
+class _Room(NamedTuple):
+    """A peer's memory, as it is mapped here."""
+
+    begin: int
+    size: int
+
+    @staticmethod
+    def of(base: numpy.ndarray) -> _Room:
+        return _Room(base.ctypes.data, base.nbytes)
 
 
 class _ShmExport(Export):

@@ -189,6 +189,30 @@ def test_a_partition_that_outlasts_the_connections(three_hosts: Hosts, asked: Dr
     asked.ask("wait_ready", 5)
 
 
+@pytest.mark.slow
+def test_a_subscriber_behind_a_partition_misses_nothing_or_is_told(three_hosts: Hosts, asked: Driver) -> None:
+    """A partition that outlasts the connections; the subscriber's process lives on."""
+    a, b, c = three_hosts
+    asked.ask("form", {"a": a.name, "b": b.name, "c": c.name})
+    asked.ask("run", "c", "subscribe", "a", {"large": 20, "small": 2, "waiting": 20})
+    asked.ask("run", "b", "publish", "a", [1, 2], False)
+    assert asked.ask("run", "c", "take", "waiting", 2) == [1, 2]
+    asked.ask("run", "c", "begin_to_take", "waiting")
+    a.network.partition([a, b], [c])
+    try:
+        assert asked.await_news("lost")[1] == ["c"]
+        asked.ask("run", "b", "publish", "a", list(range(3, 10)), False)  # waits for nobody who is away
+    finally:
+        a.network.heal(c)
+    assert asked.await_news("back")[1] == ["c"]
+    asked.ask("wait_ready", 20)
+    asked.ask("run", "b", "publish", "a", [10], True)
+    assert asked.ask("run", "c", "take", "large", 99) == list(range(1, 11))
+    assert asked.ask("run", "c", "take", "small", 99) == ["NotFound"]
+    cut_off, rest = asked.ask("run", "c", "taken"), asked.ask("run", "c", "take", "waiting", 99)
+    assert cut_off == ["PeerLost"] and rest == list(range(3, 11))
+
+
 def test_who_missed_a_change_catches_up(three_hosts: Hosts, asked: Driver) -> None:
     """While the third host is cut off, a member of the second ends and comes back, one is removed and one is added."""
     a, b, c = three_hosts

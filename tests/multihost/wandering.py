@@ -90,6 +90,37 @@ class Wanderer:
     def view(self) -> list[tuple[str, int, int]]:
         return [(member.name, member.rank, member.incarnation) for member in rtr.get_group().members]
 
+    def subscribe(self, home: str, buffers: dict[str, int]) -> None:
+        """To the topic "news", with buffers of these sizes, by name."""
+        topic = rtr.Topic("news", home=home)
+        self._subscriptions = {name: topic.subscribe(maxsize=size) for name, size in buffers.items()}
+
+    def publish(self, home: str, items: list[Any], last: bool) -> None:
+        topic = rtr.Topic("news", home=home)
+        topic.publish_many(items, timeout=TIMEOUT_S)
+        if last:
+            topic.close()
+
+    def take(self, name: str, count: int) -> list[Any]:
+        """So many items out of a buffer; up to the end if there are not so many. An error's name is the last."""
+        taken: list[Any] = []
+        try:
+            for item in self._subscriptions[name]:
+                taken.append(item)
+                if len(taken) == count:
+                    break
+        except rtr.RayTorchRpcError as error:
+            taken.append(type(error).__name__)
+        return taken
+
+    def begin_to_take(self, name: str) -> None:
+        """Take all, on a thread; ``taken`` returns it."""
+        self._taken: queue.Queue[list[Any]] = queue.Queue()
+        threading.Thread(target=lambda: self._taken.put(self.take(name, 999)), daemon=True).start()
+
+    def taken(self) -> list[Any]:
+        return self._taken.get(timeout=TIMEOUT_S)
+
 
 class Tasks:
     """What the driver can be asked to do."""
@@ -171,6 +202,10 @@ class Tasks:
 
     def view(self, name: str) -> list[tuple[str, int, int]]:
         return self._have(name, "view")
+
+    def run(self, name: str, method: str, *args: Any) -> Any:
+        """A method of that actor."""
+        return self._have(name, method, *args)
 
     def caught_up(self, name: str, timeout: float) -> None:
         """Block until that member knows what the driver knows of the group."""

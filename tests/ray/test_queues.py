@@ -263,6 +263,21 @@ def test_a_cancelled_get_loses_nothing(actors: dict[str, Any], request: Any, hom
     assert ray.get(actors["asynchronous"].arun.remote(act), timeout=60) == [0, 1, 2]
 
 
+def test_gathered_puts_keep_the_order_of_the_calls(actors: dict[str, Any], request: Any) -> None:
+    """Also the first ones, while the handle still looks for its queue; large items go another way than small ones."""
+    queue, count = rtr.Queue(request.node.name, home="home", maxsize=100), 2000
+
+    async def act() -> None:
+        items = (torch.full((MIB,), float(number)) if number % 100 == 0 else number for number in range(count))
+        await asyncio.gather(*(queue.aput(item, timeout=60) for item in items))
+        await queue.aclose()
+
+    putting = actors["asynchronous"].arun.remote(act)
+    taken = in_actor(actors["b"], lambda: [int(item if type(item) is int else item[0]) for item in queue.items()])
+    ray.get(putting, timeout=60)
+    assert taken == list(range(count))
+
+
 def test_a_slow_consumer_bounds_the_memory(actors: dict[str, Any], queue: Any) -> None:
     def put(count: int) -> int:
         accepted = 0

@@ -136,7 +136,7 @@ def test_nobody_reads_two_versions(actors: dict[str, Any], request: Any, sizes: 
     assert all(count >= 1 for count in ray.get(readers, timeout=60))
 
     def at_rest() -> bool:
-        weights = member.process_member().services.find(store.kind, store.name, "learner")
+        weights = member.process_member().services.find(store.kind, store.name, None, "learner")
         return wait_until(lambda: weights.shelf.readers == 0, 20)
 
     assert in_actor(actors["learner"], at_rest)
@@ -161,10 +161,16 @@ def test_only_what_has_changed(actors: dict[str, Any], request: Any) -> None:
     assert in_actor(actors["a"], follow, 1) == (1, [-1.0, -1.0, -1.0, -1.0]), "nothing was moved"
     in_actor(actors["learner"], change, "layer1", 7.0)
     in_actor(actors["learner"], change, "layer2", 8.0)
-    assert in_actor(actors["a"], follow, 2) == (3, [-1.0, -1.0, 8.0, -1.0])
+    everything = (3, [1.0, 7.0, 8.0, 1.0])
+    assert in_actor(actors["a"], follow, 2) == everything, "it never pulled that one"
     assert in_actor(actors["a"], follow, 1) == (3, [-1.0, 7.0, 8.0, -1.0])
-    assert in_actor(actors["learner"], follow, 1) == (3, [-1.0, 7.0, 8.0, -1.0])
-    assert in_actor(actors["a"], follow, None) == (3, [1.0, 7.0, 8.0, 1.0])
+    in_actor(actors["learner"], change, "layer0", 9.0)
+    for name in ("a", "learner"):
+        assert in_actor(actors[name], follow, None) == (4, [9.0, 7.0, 8.0, 1.0])
+    in_actor(actors["learner"], change, "layer1", 2.0)
+    for name in ("a", "learner"):
+        assert in_actor(actors[name], follow, 4) == (5, [-1.0, 2.0, -1.0, -1.0])
+    assert in_actor(actors["a"], follow, 3) == (5, [9.0, 2.0, -1.0, -1.0])
 
 
 def test_conversion(actors: dict[str, Any], request: Any) -> None:
@@ -229,7 +235,7 @@ def test_what_does_not_fit_is_not_kept_for_the_reader(actors: dict[str, Any], re
 
 
 def no_readers(store: rtr.WeightStore) -> bool:
-    shelf = member.process_member().services.find(store.kind, store.name, "").shelf
+    shelf = member.process_member().services.find(store.kind, store.name, None, "").shelf
     return wait_until(lambda: shelf.readers == 0, 20)
 
 
@@ -415,7 +421,7 @@ def test_readers_that_die_and_a_home_that_does(spawn: Spawn, actors: dict[str, A
         return store._look(local, pull, None, None, False, time.monotonic() + 60).lease
 
     def readers() -> int:
-        return int(member.process_member().services.find(store.kind, "weights", "").shelf.readers)
+        return int(member.process_member().services.find(store.kind, "weights", None, "").shelf.readers)
 
     assert in_actor(dying["reader"], begin_to_read)
     assert in_actor(dying["learner2"], readers) == 1

@@ -16,24 +16,31 @@ FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for pat
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 #: Anybody may import these: data and errors, what a fork needs, and the one file with private names.
-COMMON = {"errors", "config", "metrics", "_compat", "forking", "threads"}
+COMMON = {"errors", "config", "metrics", "_compat", "_processes", "forking", "threads"}
 #: What a room may import besides. A room that is not here may import COMMON only: say here what a new one needs.
 MAY_IMPORT = {
     "__init__": {
         *("calls", "collectives", "device_map", "group", "member", "peers", "process_groups", "queues", "rdt"),
         *("readmission", "runtime_env", "topics", "weights"),
     },
-    "queues": {"_channels", "_store", "handles", "member"},
-    "topics": {"_channels", "_store", "handles", "member", "queues"},
-    "_channels": {"_items", "_store", "calls", "handles", "member", "services"},
-    "_store": {"_items", "services"},
-    "_items": {"_bulk", "codec", "lanes.base", "streams"},
-    "weights": {
-        *("_published", "_pulling", "_relays", "_snapshots", "calls", "filling", "handles", "member"),
+    "queues": {"_channel_home", "_channels", "_outlet", "_store", "handles", "member"},
+    "topics": {"_channel_home", "_channels", "_outlet", "_store", "handles", "member", "queues"},
+    "_channels": {
+        *("_channel_home", "_items", "_order", "_outlet", "_store", "calls", "execution", "handles", "member"),
         "services",
     },
+    "_channel_home": {"_items", "_order", "_outlet", "_store", "handles", "member", "services"},
+    "_order": {"_items", "_store", "handles", "services"},
+    "_store": {"_items", "_outlet", "services"},
+    "_outlet": {"_items", "services"},
+    "_items": {"_bulk", "codec", "lanes.base", "streams"},
+    "weights": {
+        *("_published", "_pulling", "_relays", "_snapshots", "_weight_services", "calls", "filling", "handles"),
+        *("member", "services"),
+    },
+    "_weight_services": {"_published", "_relays", "handles", "member", "services"},
     "_pulling": {"_published", "_snapshots", "lanes.base"},
-    "_published": {"_relays", "_snapshots", "handles", "lanes.base", "member", "services", "staging"},
+    "_published": {"_relays", "_snapshots", "lanes.base", "member", "peers", "services"},
     "_relays": {"services"},
     "_snapshots": {"lanes.base", "staging", "streams"},
     "handles": {"calls", "execution", "member", "peers", "readmission", "services", "serving"},
@@ -164,7 +171,7 @@ MAY_IMPORT = {
     "_rdt_source": {"calls", "codec", "lanes.nng", "member", "serving", "streams"},
 }
 #: A lane may import these: never another lane, only the private files (lanes/_x) that it needs.
-LANES_MAY_IMPORT = {"codec", "streams", "lanes.base"}
+LANES_MAY_IMPORT = {"codec", "streams", "lanes._bounds", "lanes.base"}
 #: Lanes, and private files beside them, that need something of their own.
 LANE_EXTRAS = {
     "torchrpc": {"exceptions", "fabric"},

@@ -27,9 +27,10 @@ from raytorchrpc._items import (
     taken_apart,
     unpacked,
 )
-from raytorchrpc._store import Outlet, Policy, Store
+from raytorchrpc._outlet import Outlet, Policy
+from raytorchrpc._store import Store
 from raytorchrpc.codec import Codec
-from raytorchrpc.errors import NotAMember
+from raytorchrpc.errors import NotAMember, NotFound
 from raytorchrpc.services import Later
 from raytorchrpc.workers import Alarms
 
@@ -135,9 +136,10 @@ def test_who_gave_up_takes_nothing(alarms: Alarms) -> None:
     cancelled.cancel()
     assert withdrawn.result(0) is None and not lost.done()
     store.put(items(1), 0)
-    assert values(store.take("", 1, 0)) == [1]
+    taken = store.take("", 1, 0)
+    assert values(taken) == [1]
     store.put(items(2), 0)
-    store.put_back("", items(1))
+    store.put_back("", taken)
     assert values(store.take("", 9, 0)) == [1, 2]
     store.put(items(1, 2, 3), 0)
     given_up = store.put(items(4), soon())
@@ -165,11 +167,111 @@ def test_a_blocking_subscriber_holds_up_until_it_is_gone(alarms: Alarms) -> None
     store.add("slow", Outlet(1, 1000, "block", rank=1))
     store.put(items(1), 0)
     waits = store.put(items(2), soon())
-    asks = store.take("nobody", 1, soon())
-    assert asks is False and isinstance(waits, Later) and not waits.done()
-    store.lose(1)
+    assert isinstance(waits, Later) and not waits.done()
+    store.keep_only(1, None)
     assert waits.result(0) is True
     assert store.numbers()["outlets"] == 0
+    with pytest.raises(NotFound, match="no such subscription any more; subscribe again"):
+        store.take("slow", 1, soon())
+
+
+def subscribed(alarms: Alarms, maxsize: int, policy: Policy = "block") -> Store:
+    """By the process "old" of rank 1, which is away; 1 and 2 wait for it."""
+    store = Store(alarms)
+    store.add("sub", Outlet(maxsize, 1000, policy, 1, "old"))
+    store.put(items(1, 2), 0)
+    store.lose(1)
+    return store
+
+
+def test_a_subscriber_that_was_away_and_lives_misses_nothing(alarms: Alarms) -> None:
+    store = subscribed(alarms, maxsize=4)
+    assert store.put(items(3), 0) is True
+    store.lose(1)  # as for one that joins
+    store.keep_only(1, "old")
+    assert store.put(items(4), 0) is True
+    assert store.put(items(5), 0) is None, "it holds publishers up again"
+    assert values(store.take("sub", 9, 0)) == [1, 2, 3, 4]
+    store.end()
+    assert store.take("sub", 9, 0) is False
+
+
+def test_a_subscriber_that_is_away_holds_nobody_up_and_is_told_what_it_missed(alarms: Alarms) -> None:
+    store = subscribed(alarms, maxsize=2)
+    store.add("other", Outlet(9, 1000, "block", rank=2))
+    assert store.put(items(3), 0) is True and values(store.take("other", 9, 0)) == [3]
+    assert store.numbers()["items"] == 0, "nothing is kept for a buffer that has holes"
+    store.keep_only(1, "old")
+    store.end()
+    for _ in range(2):
+        with pytest.raises(NotFound, match="it has missed items; subscribe again"):
+            store.take("sub", 9, 0)
+    store.remove("sub")
+
+
+def test_who_waits_for_room_goes_on_when_the_subscriber_is_away(alarms: Alarms) -> None:
+    store = Store(alarms)
+    store.add("sub", Outlet(1, 1000, "block", 1, "old"))
+    store.put(items(1), 0)
+    waits = store.put(items(2), soon())
+    store.lose(1)
+    assert isinstance(waits, Later) and waits.result(0) is True
+    store.keep_only(1, "old")
+    with pytest.raises(NotFound, match="missed items"):
+        store.take("sub", 1, 0)
+
+
+@pytest.mark.parametrize("process", ["new", None])
+def test_nothing_is_kept_for_a_process_that_has_ended(alarms: Alarms, process: str | None) -> None:
+    store, full = subscribed(alarms, maxsize=9), subscribed(alarms, maxsize=2)
+    full.put(items(3), 0)
+    for one in (store, full):
+        one.keep_only(1, process)
+        assert one.numbers()["outlets"] == one.numbers()["items"] == 0
+        with pytest.raises(NotFound, match="no such subscription any more; subscribe again"):
+            one.take("sub", 1, 0)
+
+
+def test_a_policy_that_drops_goes_on_while_its_subscriber_is_away(alarms: Alarms) -> None:
+    store = subscribed(alarms, maxsize=2, policy="drop_oldest")
+    store.put(items(3), 0)
+    store.keep_only(1, "old")
+    assert values(store.take("sub", 9, 0)) == [2, 3] and store.numbers("sub")["dropped"] == 1
+
+
+def test_what_is_given_back_lies_where_it_was(alarms: Alarms) -> None:
+    """Several batches, in any order, parts of them, also while others have taken what came after."""
+    store = queue(alarms, maxsize=20)
+    store.put(items(*range(12)), 0)
+    batches = [store.take("", 2, 0) for _ in range(5)]
+    assert store.take("", 1, 0) == items(10)
+    for place in (1, 4, 0, 3):
+        store.put_back("", batches[place].part(1) if place == 3 else batches[place])
+        store.put_back("", batches[place].part(1) if place == 3 else batches[place])  # the message came twice
+    assert store.numbers()["items"] == 8 and store.numbers()["taken"] == 4
+    left: list[Any] = []
+    while store.numbers()["items"]:
+        left += values(store.take("", 3, 0))
+    assert left == [0, 1, 2, 3, 7, 8, 9, 11]
+
+
+def test_what_is_given_back_of_a_buffer_that_drops_is_its_oldest(alarms: Alarms) -> None:
+    store = queue(alarms, maxsize=3, policy="drop_oldest")
+    store.put(items(1, 2, 3), 0)
+    taken = store.take("", 2, 0)
+    store.put(items(4), 0)
+    store.put_back("", taken)
+    assert values(store.take("", 9, 0)) == [2, 3, 4] and store.numbers()["dropped"] == 1
+
+
+def test_who_waited_too_long_is_not_handed_anything(alarms: Alarms) -> None:
+    """As when this process stood still, and puts are served before the alarms."""
+    clock: Any = type("Stopped", (), {"at": lambda self, when, callback: lambda: None})()
+    store = queue(clock)
+    late, behind = store.take("", 1, time.monotonic() + 0.01), store.take("", 1, soon())
+    time.sleep(0.02)
+    store.put(items(1), 0)
+    assert late.result(0) is None and values(behind.result(0)) == [1]
 
 
 def test_leaving_the_group_ends_every_wait(alarms: Alarms) -> None:
@@ -284,7 +386,7 @@ def test_plain_items_cross_and_wait_as_runs_and_come_out_one_by_one(make: Any, l
     arrived = crossed(apart)
     outlet.accept(arrived, sum(item.size for item in arrived))
     back: list[Any] = []
-    while outlet.items:
+    while outlet.count:
         taken = outlet.take(limit)
         assert count(taken) == min(limit, 333 - len(back)), "as many as there are, up to the limit"
         back += put_together(Codec(), crossed(taken))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from raytorchrpc._published import Weights
+from raytorchrpc._pulling import Pulled
 from raytorchrpc._relays import HOME, LEAD, Relays
 from raytorchrpc._snapshots import equal
 from raytorchrpc.errors import ConfigurationError, NotFound
@@ -33,8 +35,19 @@ def alarms() -> Iterator[Alarms]:
 
 
 def store(alarms: Alarms, keep: int = 1, track: bool = False) -> Weights:
-    local: Any = SimpleNamespace(tensor_lanes={}, alarms=alarms)
+    def road(rank: int) -> Any:
+        return SimpleNamespace(member=readers[rank])
+
+    local: Any = SimpleNamespace(tensor_lanes={}, alarms=alarms, road=road, me=SimpleNamespace(node_id="here"))
     return Weights(local, (keep, track))
+
+
+def reader(pid: int, node: str = "here") -> Any:
+    return SimpleNamespace(node_id=node, pid=pid)
+
+
+#: By rank.
+readers: dict[int, Any] = {}
 
 
 def model(value: float) -> dict[str, torch.Tensor]:
@@ -93,8 +106,66 @@ def test_a_reader_that_is_gone_or_says_nothing_holds_nothing(alarms: Alarms, mon
     assert silent is not None and wait_until(lambda: weights.shelf.readers == 1, LONG)
     with pytest.raises(NotFound, match="let go"):
         read(weights, silent.lease)
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    readers[2] = reader(process.pid)
     weights.lose(2)
     assert weights.shelf.readers == 0
+
+
+def test_a_reader_that_is_lost_and_lives_may_go_on_reading(alarms: Alarms, monkeypatch: Any) -> None:
+    """Until it ends, if that can be seen here; until its time is over in any case."""
+    monkeypatch.setattr("raytorchrpc._published._LINGER_S", 0.5)
+    monkeypatch.setattr("raytorchrpc._published._LOOK_S", 0.01)
+    weights = store(alarms)
+    weights.publish(model(1), None)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        readers.update({1: reader(process.pid), 2: reader(process.pid, "elsewhere")})
+        near, far = weights.look(1, None, None, 0, LONG), weights.look(2, None, None, 0, 0.0)
+        assert near is not None and far is not None
+        for rank in (1, 2):
+            weights.lose(rank)
+        held = [read(weights, lease)[0] for lease in (near.lease, far.lease)]
+        for value in range(2, 5):
+            weights.publish(model(value), None)
+        assert all(bool((tensor == 1).all()) for tensor in held)
+    assert wait_until(lambda: weights.shelf.readers == 0, LONG)
+
+
+def test_a_read_within_the_home_has_no_limit(alarms: Alarms, monkeypatch: Any) -> None:
+    """A broadcast may take as long as the slowest of those who take part."""
+    monkeypatch.setattr("raytorchrpc._published._LINGER_S", 0.0)
+    weights = store(alarms)
+    weights.publish(model(1), None)
+    limited, own = weights.look(1, None, None, 0, 0.0), weights.look(0, None, None, 0, None)
+    assert limited is not None and own is not None and wait_until(lambda: weights.shelf.readers == 1, LONG)
+    (held,) = read(weights, own.lease)
+    for value in range(2, 5):
+        weights.publish(model(value), None)
+    assert bool((held == 1).all())
+    weights.shelf.release(own.lease)
+    assert weights.shelf.readers == 0
+
+
+def test_numbers_of_leases_are_of_one_process(alarms: Alarms) -> None:
+    """What one that was restarted gives out is not what its readers had of it before."""
+    numbers = set()
+    for _ in range(50):
+        weights = store(alarms)
+        weights.publish(model(1), None)
+        numbers.add(look(weights).lease)
+    assert len(numbers) == 50
+
+
+def test_versions_that_were_pulled_are_known_by_the_life_of_their_store() -> None:
+    pulled = Pulled()
+    pulled.add(1, 5)
+    assert pulled.has(1, 5) and not pulled.has(2, 5) and not pulled.has(1, 4)
+    pulled.forget(1)
+    assert not pulled.has(1, 5)
+    for version in range(2000):
+        pulled.add(version % 100, version)
+    assert pulled.has(99, 1999) and not pulled.has(0, 0), "the last are remembered"
 
 
 def test_changes_are_seen_however_they_were_made(alarms: Alarms) -> None:

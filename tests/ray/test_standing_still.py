@@ -1,0 +1,203 @@
+"""A reader, or a home, that stands still: nobody gets a mixture of weights, and every timeout is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc import _published, member
+from raytorchrpc._weight_services import KIND, MIRROR
+from raytorchrpc.lanes.shm import ShmLane
+from tests.conformance.peers import wait_until
+from tests.ray.actors import Peer
+from tests.ray.conftest import Spawn
+from tests.ray.test_tensor_lanes import in_actor
+from tests.ray.test_weights import pretend
+
+#: Elements of each tensor: above what travels in a message.
+LARGE = 1 << 19
+#: What an operation may take beyond its timeout here (seconds), where other processes want the processors too.
+SLACK = 0.6
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> None:
+    """Here one group serves the tests."""
+
+
+@pytest.fixture(scope="module")
+def actors(spawn_for_module: Spawn) -> dict[str, Any]:
+    return {name: spawn_for_module(Peer) for name in ("home", "leader", "reader")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
+    with rtr.init_group(actors) as group:
+        yield group
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def stands_still(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+# --- a reader ------------------------------------------------------------------------------------------------
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {name: torch.full((LARGE,), value) for name in ("a", "b", "c")}
+
+
+def end_leases_soon() -> None:
+    _published._LINGER_S = 1.0
+
+
+def pull_and_stop_in_the_middle(store: rtr.WeightStore) -> tuple[str, set[float]]:
+    """As if somebody sent a SIGSTOP when one tensor of three is copied; what the pull raised, and what came."""
+    model, move, copies = weights(0.0), ShmLane.move, []
+
+    def stop_before_the_second(lane: ShmLane, target: int, source: int, size: int) -> None:
+        copies.append(size)
+        if len(copies) == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        move(lane, target, source, size)
+
+    ShmLane.move = stop_before_the_second  # type: ignore[method-assign]
+    try:
+        store.pull(model, timeout=1)
+    except rtr.RpcTimeout as error:
+        return str(error), {float(tensor[0]) for tensor in model.values()}
+    finally:
+        ShmLane.move = move  # type: ignore[method-assign]
+    return "", {float(tensor[0]) for tensor in model.values()}
+
+
+@pytest.mark.parametrize("source", ["home", "leader"])
+def test_a_pull_that_outlasts_its_lease_fails(actors: dict[str, Any], group: rtr.Group, source: str) -> None:
+    """What it has not copied by then is of another version. From the home, or from the member that pulled first."""
+    store, pids = rtr.WeightStore(f"from {source}", home="home"), {m.name: m.pid for m in group.members}
+
+    def publish(value: int) -> None:
+        store.publish(weights(float(value)), value)
+
+    def pull() -> bool:
+        model = weights(0.0)
+        return all(bool((tensor == value).all()) for value in [store.pull(model)] for tensor in model.values())
+
+    def nobody_reads(kind: str, name: str) -> bool:
+        services = member.process_member().services
+        found = next(services.get(kind, known) for known in services.names(kind) if known.startswith(name))
+        return wait_until(lambda: found.shelf.readers == 0, 20)
+
+    here = group.members[0].node_id
+    nodes = dict.fromkeys(("leader", "reader"), "two" if source == "leader" else here)
+    try:
+        for actor in actors.values():
+            in_actor(actor, end_leases_soon)
+            in_actor(actor, pretend, nodes)
+        in_actor(actors["home"], publish, 1)
+        if source == "leader":
+            assert in_actor(actors["leader"], pull)
+        reads = actors["reader"].run.remote(pull_and_stop_in_the_middle, store)
+        assert wait_until(lambda: stands_still(pids["reader"]), 20)
+        assert in_actor(actors[source], nobody_reads, KIND if source == "home" else MIRROR, store.name), (
+            "the lease ends"
+        )
+        for value in range(2, 6):
+            in_actor(actors["home"], publish, value)
+            assert in_actor(actors["leader"], pull)
+        os.kill(pids["reader"], signal.SIGCONT)
+        error, values = ray.get(reads, timeout=60)
+        assert len(values) == 2, "it did read tensors of two versions"
+        assert "stood still" in error and "pull again" in error
+        assert in_actor(actors["reader"], pull)
+    finally:
+        os.kill(pids["reader"], signal.SIGCONT)
+        for actor in actors.values():
+            in_actor(actor, pretend, dict.fromkeys(nodes, here))
+
+
+# --- a home ----------------------------------------------------------------------------------------------------
+
+
+def timed(operation: Callable[[], Any]) -> tuple[str, float]:
+    """What it raised, and how long that took."""
+    began = time.monotonic()
+    try:
+        operation()
+    except rtr.RayTorchRpcError as error:
+        return type(error).__name__, time.monotonic() - began
+    return "", time.monotonic() - began
+
+
+def test_a_home_that_stands_still_costs_the_timeout_and_no_more(actors: dict[str, Any], group: rtr.Group) -> None:
+    def begin() -> None:
+        queue, topic, store = (make("it", home="home") for make in (rtr.Queue, rtr.Topic, rtr.WeightStore))
+        queue.put(1)
+        subscription = topic.subscribe()
+        model = {"a": torch.zeros(3)}
+        member.begun = {  # type: ignore[attr-defined]
+            "pull": lambda: store.pull(model, timeout=1),
+            "wait": lambda: store.wait(1, timeout=1),
+            "get": lambda: queue.get(timeout=1),
+            "put": lambda: queue.put(2, timeout=1),
+            "put many": lambda: queue.put_many(range(3000), timeout=1),
+            "publish": lambda: topic.publish(1, timeout=1),
+            "subscription": lambda: subscription.get(timeout=1),
+            "first use of a queue": lambda: rtr.Queue("unused", home="home").get(timeout=1),
+            "first use of weights": lambda: rtr.WeightStore("unused", home="home").pull(model, timeout=1),
+            "find": lambda: rtr.Queue.find("nowhere", timeout=1),
+        }
+        member.at_once = [queue.get_nowait, lambda: queue.put_nowait(3)]  # type: ignore[attr-defined]
+
+    def go_on() -> tuple[dict[str, tuple[str, float]], list[tuple[str, float]]]:
+        begun, at_once = member.begun, member.at_once  # type: ignore[attr-defined]
+        return {name: timed(operation) for name, operation in begun.items()}, [timed(one) for one in at_once]
+
+    in_actor(actors["reader"], begin)
+    with stopped(next(m.pid for m in group.members if m.name == "home")):
+        outcomes, at_once = in_actor(actors["reader"], go_on)
+    assert outcomes.pop("find")[0] == "NotFound", "it names who did not answer"
+    assert {outcome for outcome, _ in outcomes.values()} == {"RpcTimeout"}
+    assert all(0.9 < elapsed < 1 + SLACK for _, elapsed in outcomes.values()), outcomes
+    assert all(outcome == "RpcTimeout" and elapsed < 1 + SLACK for outcome, elapsed in at_once), at_once
+
+
+def test_a_home_that_lives_says_in_time_that_nothing_came(actors: dict[str, Any]) -> None:
+    def wait_in_vain() -> list[tuple[str, float]]:
+        queue, store = rtr.Queue("empty", home="home", maxsize=1), rtr.WeightStore("unpublished", home="home")
+        subscription = rtr.Topic("silent", home="home").subscribe()
+        full = rtr.Queue("full", home="home", maxsize=1)
+        full.put(1)
+        operations: list[Callable[[], Any]] = [
+            lambda: queue.get(timeout=1),
+            lambda: subscription.get(timeout=1),
+            lambda: store.wait(1, timeout=1),
+            lambda: store.pull({"a": torch.zeros(1)}, timeout=1),
+            lambda: full.put(2, timeout=1),
+            queue.get_nowait,
+            lambda: full.put_nowait(2),
+        ]
+        return [timed(operation) for operation in operations]
+
+    outcomes = in_actor(actors["reader"], wait_in_vain)
+    assert [outcome for outcome, _ in outcomes] == ["Empty"] * 4 + ["Full", "Empty", "Full"]
+    assert all(0.9 < elapsed < 1 + SLACK for _, elapsed in outcomes[:5]), outcomes

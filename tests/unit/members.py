@@ -1,0 +1,186 @@
+"""Members of one group that all live in this process, joined by a lane that tests can hold up. Needs no Ray."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+from raytorchrpc import member
+from raytorchrpc.config import GroupConfig
+from raytorchrpc.errors import PeerLost
+from raytorchrpc.lanes._pending import SettledPending
+from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
+from raytorchrpc.member import Absence, LocalMember
+from raytorchrpc.peers import Member, PeerRoad, process_token
+
+GENERATION = "generation"
+
+
+class DirectLane(MessageLane):
+    """Hands each request to the peer's server, on a thread of the peer's own."""
+
+    name: ClassVar[str] = "direct"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        in_band_bytes=None, in_band_cuda=True, copies_at_once=True, rrefs=True
+    )
+
+    def __init__(self) -> None:
+        self.peers: dict[str, LocalMember] = {}
+        self.holds: Callable[[str], bool] = lambda method: False
+        """Whether a request for this method is to wait for ``release``."""
+        self.held: list[tuple[Callable[[], None], SettledPending]] = []
+        self.when_over: Callable[[], None] = lambda: None
+        """Called when a call is over, before its answer is taken."""
+        self.delays: Callable[[str], bool] = lambda method: False
+        """Whether an answer of this method is to wait for ``deliver_answers``."""
+        self.answers: list[Callable[[], None]] = []
+        self.broken = False
+        """Every request fails, and every answer is lost."""
+        self._under_way: set[SettledPending] = set()
+
+    def open(self, serve: Serve, spawn: Spawn) -> None:
+        raise AssertionError("not used")
+
+    def connect(self, peers: Sequence[PeerAddress]) -> None:
+        raise AssertionError("not used")
+
+    def call(
+        self,
+        peer: str,
+        message: Message,
+        timeout_s: float,
+        *,
+        attended: bool = False,
+        settled: Callable[[], None] | None = None,
+    ) -> Pending:
+        def over() -> None:
+            if settled is not None:
+                settled()
+            self.when_over()
+
+        pending = SettledPending(over)
+        if self.broken:
+            raise PeerLost(peer, "the test broke the connection", may_have_run=False)
+        self._under_way.add(pending)
+        deliver = partial(self._deliver, self.peers[peer], message, pending)
+        if self.holds(message.header[3]):
+            self.held.append((deliver, pending))
+        else:
+            deliver()
+        return pending
+
+    def _deliver(self, peer: LocalMember, message: Message, pending: SettledPending) -> None:
+        def reply(answer: Message) -> None:
+            if pending not in self._under_way:
+                raise PeerLost("caller", "the test broke the connection")
+            self._under_way.discard(pending)
+            if self.delays(message.header[3]):
+                self.answers.append(partial(pending.settle, answer))
+            else:
+                pending.settle(answer)
+
+        work = peer.server.serve(self, message, reply)
+        if work is not None:
+            peer.workers.submit(work)
+
+    def release(self, number: int | None = None) -> None:
+        """Deliver the request held as number ``number``; None: all, in order, and hold no more."""
+        if number is not None:
+            self.held.pop(number)[0]()
+            return
+        self.holds = lambda method: False
+        while self.held:
+            self.held.pop(0)[0]()
+
+    def deliver_answers(self) -> None:
+        """Those that were held, and hold no more."""
+        self.delays = lambda method: False
+        while self.answers:
+            self.answers.pop(0)()
+
+    def lose(self, number: int) -> None:
+        """The request held as number ``number`` never arrives, and its sender is told."""
+        pending = self.held.pop(number)[1]
+        self._under_way.discard(pending)
+        pending.settle(None, PeerLost("peer", "the test lost the message"))
+
+    def break_connection(self) -> None:
+        self.broken, under_way = True, list(self._under_way)
+        self._under_way.clear()
+        for pending in under_way:
+            pending.settle(None, PeerLost("peer", "the test broke the connection"))
+
+    def disconnect(self, peer: str) -> None:
+        raise AssertionError("not used")
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class Members:
+    """``home`` (rank 0), ``a`` (1) and ``b`` (2); each has a lane to all others."""
+
+    def __init__(self, config: GroupConfig) -> None:
+        self.members = {
+            name: LocalMember("group", GENERATION, _member(name, rank), config, None, {}, 1 << 30)
+            for rank, name in enumerate(("home", "a", "b"))
+        }
+        self.lanes = {name: DirectLane() for name in self.members}
+        """By the member that sends on it."""
+        for name, local in self.members.items():
+            self.lanes[name].peers = self.members
+            for peer in self.members.values():
+                self._know(local, peer.me)
+
+    def _know(self, local: LocalMember, peer: Member) -> None:
+        lane = self.lanes[local.me.name]
+        token = process_token(GENERATION, peer.rank, peer.incarnation)
+        local.know(PeerRoad(peer, lane, lane, lane, token=token, same_clock=True))
+
+    @contextmanager
+    def acting(self, name: str) -> Iterator[LocalMember]:
+        """What is done here is done by this member."""
+        before = member.current_local()
+        member.set_local(self.members[name])
+        try:
+            yield self.members[name]
+        finally:
+            member.set_local(before)
+
+    def part(self, name: str) -> None:
+        """The home is told that this member is away; the connection between them is gone."""
+        self.lanes[name].break_connection()
+        self.members["home"].miss(self.members[name].me.rank, Absence("parted", for_good=False))
+
+    def reunite(self, name: str, incarnation: int = 0) -> None:
+        """It is back, as the same process or as a later one."""
+        self.lanes[name].broken = False
+        home, rank = self.members["home"], self.members[name].me.rank
+        home.miss(rank, Absence("it has not joined yet", for_good=False))
+        self._know(home, _member(name, rank, incarnation))
+        home.welcome(rank)
+
+    def close(self) -> None:
+        for local in self.members.values():
+            local.leave()
+
+
+def _member(name: str, rank: int, incarnation: int = 0) -> Member:
+    return Member(rank, name, None, "node", 0, name, rank + 1, incarnation)
+
+
+def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Run it in a thread of its own; returns what waits for its result."""
+    outcome: list[Any] = []
+    thread = threading.Thread(target=lambda: outcome.append(function()), daemon=True)
+    thread.start()
+
+    def join() -> Any:
+        thread.join(30)
+        assert outcome, "it did not return"
+        return outcome[0]
+
+    return join

@@ -1,0 +1,611 @@
+"""Queues and topics between members of one process: order, what is given back, what cannot be unpickled."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc import _order, member
+from raytorchrpc._channel_home import PUT, PUT_BACK, TAKE, WITHDRAW, Home
+from raytorchrpc._items import all_taken_apart
+from raytorchrpc.codec import Codec
+from raytorchrpc.errors import LaneUnavailable, PeerLost
+from raytorchrpc.handles import OPEN
+from raytorchrpc.topics import _SUBSCRIBE as SUBSCRIBE
+from tests.conformance.peers import wait_until
+from tests.unit.members import Members, in_thread
+
+LONG = 20.0
+REJECT = rtr.GroupConfig(rpc_timeout_s=LONG, when_full="reject", max_calls_in_flight=1)
+
+
+@pytest.fixture
+def members(request: Any) -> Iterator[Members]:
+    """Parametrize indirectly with a GroupConfig for other settings."""
+    made = Members(getattr(request, "param", rtr.GroupConfig(rpc_timeout_s=LONG)))
+    try:
+        yield made
+    finally:
+        member.set_local(None)
+        made.close()
+
+
+def at_home(members: Members, kind: str = "queue") -> Home:
+    """The object called "q"."""
+    home: Home = members.members["home"].services.find(kind, "q", None, "home")
+    return home
+
+
+def made(**settings: Any) -> rtr.Queue:
+    """A handle of the queue called "q", which is there."""
+    queue = rtr.Queue("q", home="home", **settings)
+    assert queue.qsize() == 0
+    return queue
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    assert await asyncio.to_thread(wait_until, condition, LONG)
+
+
+class Unloadable:
+    """Can be pickled; unpickling it raises."""
+
+    def __init__(self, error: type[BaseException] = ValueError) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        return _refuse, (self.error,)
+
+
+def _refuse(error: type[BaseException]) -> None:
+    raise error("no such class here")
+
+
+# --- order ---------------------------------------------------------------------------------------------------
+
+
+async def put_all(queue: rtr.Queue, count: int, **how: Any) -> list[Any]:
+    """Together, in order; returns what came of each."""
+    return await asyncio.gather(*(queue.aput(number, **how) for number in range(count)), return_exceptions=True)
+
+
+def test_puts_that_arrive_in_any_order_are_admitted_in_that_of_the_calls(members: Members) -> None:
+    """By any handle; and those of a blocking call on the same event loop."""
+    lane = members.lanes["a"]
+
+    async def put(queue: rtr.Queue) -> None:
+        lane.holds = lambda method: method == PUT
+        puts = asyncio.gather(*(rtr.Queue("q", home="home").aput(number) for number in range(3)), queue.aput(3))
+        await until(lambda: len(lane.held) == 4)
+        for number in (3, 1, 1, 0):  # the last, the second, the third, the first
+            assert at_home(members).numbers()["items"] == 0
+            lane.release(number)
+        await puts
+
+    async def put_more(queue: rtr.Queue) -> None:
+        lane.holds = lambda method: method == PUT
+        first = asyncio.create_task(queue.aput(4))
+        await until(lambda: len(lane.held) == 1)
+
+        def overtake() -> None:
+            assert wait_until(lambda: len(lane.held) == 2, LONG)
+            lane.release(1)
+            lane.release(0)
+
+        overtaken = in_thread(overtake)
+        queue.put(5)
+        overtaken()
+        await first
+
+    with members.acting("a"):
+        queue = made()
+        asyncio.run(put(queue))
+        asyncio.run(put_more(queue))
+        assert queue.get_many(9) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("producer", ["home", "a"])
+def test_none_overtakes_one_that_waits_for_room_or_sends_several_parts(members: Members, producer: str) -> None:
+    with members.acting(producer):
+        queue = made(maxsize=4)
+
+        async def put() -> None:
+            puts = [queue.aput_many(range(10)), queue.aput(10), queue.aput_many([11, 12]), queue.aput(13)]
+            putting = asyncio.gather(*puts)
+            await asyncio.sleep(0)
+            with pytest.raises(rtr.Full):
+                await queue.aput("too late", timeout=0.01)
+            taken = [await queue.aget() for _ in range(14)]
+            assert taken == list(range(14))
+            await putting
+
+        asyncio.run(put())
+
+
+def test_the_first_puts_keep_their_order_while_the_queue_is_made(members: Members) -> None:
+    """Also if those who wait are cancelled, and others come later."""
+    lane = members.lanes["a"]
+    lane.holds = lambda method: method == OPEN
+
+    async def put() -> None:
+        tasks = [asyncio.create_task(queue.aput(number)) for number in range(6)]
+        await until(lambda: len(lane.held) == 1)
+        tasks[2].cancel()
+        await asyncio.sleep(0)
+        lane.release()
+        await tasks[0]
+        await queue.aput(6)
+        assert isinstance((await asyncio.gather(*tasks, return_exceptions=True))[2], asyncio.CancelledError)
+
+    with members.acting("a"):
+        queue = rtr.Queue("q", home="home")
+        asyncio.run(put())
+        assert queue.get_many(9) == [0, 1, 3, 4, 5, 6]
+
+
+def test_none_waits_for_one_that_was_lost_on_its_way(members: Members) -> None:
+    lane = members.lanes["a"]
+
+    async def put() -> list[Any]:
+        lane.holds = lambda method: method == PUT
+        putting = asyncio.create_task(put_all(queue, 4))
+        await until(lambda: len(lane.held) == 4)
+        for number in (3, 2):
+            lane.release(number)
+        lane.lose(0)
+        lane.release()
+        return await asyncio.wait_for(putting, LONG / 2)
+
+    with members.acting("a"):
+        queue = made()
+        first, *others = asyncio.run(put())
+        assert isinstance(first, PeerLost) and others == [None] * 3
+        assert queue.get_many(9) == [1, 2, 3]
+
+
+def test_one_that_is_late_costs_those_behind_it_their_time_and_not_the_order(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_order, "_HOLD_S", 0.05)
+    lane = members.lanes["a"]
+
+    async def put() -> None:
+        lane.holds = lambda method: method == PUT
+        tasks = [asyncio.create_task(queue.aput(number, 0.05 if number == 1 else LONG)) for number in range(3)]
+        await until(lambda: len(lane.held) == 3)
+        lane.release(2)
+        lane.release(1)
+        with pytest.raises(rtr.Full):
+            await tasks[1]
+        assert not tasks[2].done(), "it waits for the first"
+        lane.release()
+        await asyncio.gather(tasks[0], tasks[2])
+
+    with members.acting("a"):
+        queue = made()
+        asyncio.run(put())
+        assert queue.get_many(9) == [0, 2]
+
+
+def test_what_a_producer_has_sent_is_admitted_when_it_is_lost(members: Members) -> None:
+    lane = members.lanes["a"]
+
+    async def put() -> None:
+        lane.holds = lambda method: method == PUT
+        putting = asyncio.create_task(put_all(queue, 4))
+        await until(lambda: len(lane.held) == 4)
+        for number in (3, 1):
+            lane.release(number)
+        await until(lambda: at_home(members).numbers()["waiting_to_put"] == 2)
+        members.part("a")
+        assert all(isinstance(outcome, PeerLost) for outcome in await putting)
+        members.reunite("a")
+        lane.holds = lambda method: False
+        assert await put_all(queue, 2) == [None, None]
+
+    with members.acting("a"):
+        queue = made()
+        asyncio.run(put())
+    with members.acting("b"):
+        assert queue.get_many(9) == [1, 3, 0, 1]
+
+
+@pytest.mark.parametrize("members", [REJECT], indirect=True)
+def test_puts_that_flow_control_refuses_break_no_order(members: Members) -> None:
+    with members.acting("a"):
+        queue = made()
+        outcomes = asyncio.run(put_all(queue, 50))
+        refused = [isinstance(outcome, rtr.PeerBusy) for outcome in outcomes]
+        assert any(refused) and not all(refused)
+        assert queue.get_many(50) == [number for number, busy in enumerate(refused) if not busy]
+
+
+# --- what is given back --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("members", [REJECT], indirect=True)
+def test_a_cancelled_get_gives_up_its_place_whatever_flow_control_says(members: Members) -> None:
+    async def act() -> None:
+        waiting = asyncio.create_task(queue.aget(timeout=10 * LONG))  # as many calls as there may be
+        await until(lambda: at_home(members).numbers()["waiting_to_get"] == 1)
+        waiting.cancel()
+        await until(lambda: at_home(members).numbers()["waiting_to_get"] == 0)
+
+    with members.acting("a"):
+        queue = made()
+        asyncio.run(act())
+
+
+def put_at_home(members: Members, *values: Any) -> None:
+    """Whoever else acts here meanwhile."""
+    made = all_taken_apart(Codec(), values, 1)
+    assert at_home(members).put(made, 0) is True
+
+
+@pytest.mark.parametrize("members", [REJECT], indirect=True)
+def test_an_item_that_comes_for_a_cancelled_get_goes_back_whatever_flow_control_says(members: Members) -> None:
+    lane = members.lanes["a"]
+
+    async def act() -> None:
+        waiting = asyncio.create_task(queue.aget())
+        await until(lambda: at_home(members).numbers()["waiting_to_get"] == 1)
+        lane.holds = lambda method: method == WITHDRAW
+        waiting.cancel()
+        await until(lambda: len(lane.held) == 1)
+        local = members.members["a"]
+        # As soon as there is leave for one more call, somebody else has it.
+        lane.when_over = lambda: lane.taken.append(local.allowances.take(local.road("home").member, "", 0, 0.0))
+        put_at_home(members, 1, 2)
+
+    with members.acting("a"):
+        queue = made()
+        lane.taken = []  # type: ignore[attr-defined]
+        asyncio.run(act())
+        assert wait_until(lambda: at_home(members).numbers()["items"] == 2, LONG)
+        assert lane.taken  # type: ignore[attr-defined]
+    with members.acting("b"):
+        assert queue.get_many(9) == [1, 2]
+
+
+def test_an_item_goes_back_as_soon_as_its_home_can_be_reached(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member, "_MISSED_AFTER_S", 0.05)
+    lane, failed = members.lanes["a"], []
+
+    def fails_twice(method: str) -> bool:
+        if method == PUT_BACK and len(failed) < 2:
+            failed.append(method)
+            raise PeerLost("home", "the test broke the connection", may_have_run=False)
+        return method == WITHDRAW
+
+    async def act() -> None:
+        waiting = asyncio.create_task(queue.aget())
+        await until(lambda: at_home(members).numbers()["waiting_to_get"] == 1)
+        lane.holds = fails_twice
+        waiting.cancel()
+        await until(lambda: len(lane.held) == 1)
+        put_at_home(members, 1, 2)
+        await until(lambda: at_home(members).numbers()["items"] == 2)
+
+    with members.acting("a"):
+        queue = made()
+        asyncio.run(act())
+        lane.holds = lambda method: False
+        assert failed and queue.get_many(9) == [1, 2]
+
+
+@pytest.mark.parametrize("how", ["get", "aget", "cancelled"])
+def test_an_item_that_comes_too_late_goes_back(members: Members, how: str) -> None:
+    """After the consumer's time is over."""
+    lane = members.lanes["a"]
+
+    async def cancelled() -> None:
+        waiting = asyncio.create_task(queue.aget(0.05))
+        await until(lambda: len(lane.answers) == 1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await asyncio.sleep(0.6)  # longer than the call may take
+
+    with members.acting("a"):
+        queue = made()
+        queue.put(1)
+        lane.delays = lambda method: method == TAKE
+        if how == "cancelled":
+            asyncio.run(cancelled())
+        else:
+            with pytest.raises(rtr.RpcTimeout):
+                queue.get(0.05) if how == "get" else asyncio.run(queue.aget(0.05))
+        assert at_home(members).numbers()["items"] == 0
+        lane.deliver_answers()
+        assert queue.get(LONG) == 1
+
+
+def test_an_item_goes_back_to_its_own_queue_alone(members: Members) -> None:
+    """Not into a new one of the same name."""
+    lane = members.lanes["a"]
+
+    async def act() -> None:
+        waiting = asyncio.create_task(queue.aget())
+        await until(lambda: at_home(members).numbers()["waiting_to_get"] == 1)
+        lane.holds = lambda method: method in (WITHDRAW, PUT_BACK)
+        waiting.cancel()
+        await until(lambda: len(lane.held) == 1)
+        put_at_home(members, "old")
+        await until(lambda: len(lane.held) == 2)
+
+    with members.acting("a"):
+        queue = made()
+        asyncio.run(act())
+        services = members.members["home"].services
+        del services._served["queue", "q"]  # as if its process were another one
+        new = rtr.Queue("q", home="home")
+        new.put("new")
+        lane.release()
+        with pytest.raises(rtr.NotFound):
+            queue.get(0)
+        assert new.get_many(9) == ["new"]
+
+
+@pytest.mark.parametrize("consumer", ["home", "a"])
+def test_a_loop_that_ends_with_gets_waiting_loses_nothing(members: Members, consumer: str) -> None:
+    with members.acting(consumer):
+        queue = made()
+        loop = asyncio.new_event_loop()
+        waiting = {loop.create_task(queue.aget()) for _ in range(2)}
+        while at_home(members).numbers()["waiting_to_get"] < 2:
+            loop.run_until_complete(asyncio.sleep(0))
+        put_at_home(members, 1)  # for the first of them, which will not run any more
+        loop.close()
+        while waiting:
+            waiting.pop()._log_destroy_pending = False  # type: ignore[attr-defined]
+
+        def given_up() -> bool:
+            gc.collect()
+            numbers = at_home(members).numbers()
+            return numbers["items"] == 1
+
+        assert wait_until(given_up, LONG)
+        assert queue.get() == 1
+
+
+# --- what cannot be unpickled --------------------------------------------------------------------------------
+
+MIXED = [0, [Unloadable()], 2, Unloadable(SystemExit), Unloadable(), 5, (6, object), 7]
+
+
+def outcomes(take: Callable[[], list[Any]]) -> list[Any]:
+    """Of taking up to the end."""
+    taken: list[Any] = []
+    while True:
+        try:
+            taken.append(take())
+        except rtr.SerializationError as error:
+            assert "no such class here" in str(error) and "'q' in 'home' cannot be unpickled here" in str(error)
+            taken.append("bad")
+        except (rtr.Closed, StopIteration):
+            return taken
+
+
+@pytest.mark.parametrize("consumer", ["home", "a"])
+@pytest.mark.parametrize("kind", ["queue", "topic"])
+def test_an_item_that_cannot_be_unpickled_is_lost_alone(members: Members, consumer: str, kind: str) -> None:
+    with members.acting(consumer):
+        source: Any
+        if kind == "queue":
+            source = queue = made()
+            queue.put_many(MIXED)
+            queue.close()
+        else:
+            topic = rtr.Topic("q", home="home")
+            source = topic.subscribe()
+            topic.publish_many(MIXED)
+            topic.close()
+        assert outcomes(lambda: source.get_many(8)) == [[0], "bad", [2], "bad", "bad", [5, (6, object), 7]]
+
+
+@pytest.mark.parametrize("consumer", ["home", "a"])
+def test_an_iteration_goes_on_behind_what_cannot_be_unpickled(members: Members, consumer: str) -> None:
+    with members.acting(consumer):
+        queue = made()
+        for take in (asynchronously(queue.items(batch=8)), queue.items(batch=8).__next__):
+            queue.put_many(MIXED)
+            assert [take() if number not in (1, 3, 4) else outcome(take) for number in range(8)] == [
+                *(0, "bad", 2, "bad", "bad", 5, (6, object), 7)
+            ]
+        queue.close()
+        assert outcomes(take) == []
+
+
+def outcome(take: Callable[[], Any]) -> str:
+    with pytest.raises(rtr.SerializationError):
+        take()
+    return "bad"
+
+
+def asynchronously(items: Any) -> Callable[[], Any]:
+    async def take() -> Any:
+        return await items.__anext__()
+
+    return lambda: asyncio.run(take())
+
+
+def test_a_get_that_is_cancelled_while_items_go_back_loses_none(members: Members) -> None:
+    lane = members.lanes["a"]
+
+    async def act() -> None:
+        lane.holds = lambda method: method == PUT_BACK
+        taking = asyncio.create_task(queue.aget_many(8))
+        await until(lambda: len(lane.held) == 1)
+        taking.cancel()
+        await until(lambda: len(lane.held) == 2)
+        lane.release()
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+        await until(lambda: at_home(members).numbers()["items"] == 8)
+
+    with members.acting("a"):
+        queue = made()
+        queue.put_many(MIXED)
+        asyncio.run(act())
+        queue.close()
+        assert outcomes(lambda: queue.get_many(8)) == [[0], "bad", [2], "bad", "bad", [5, (6, object), 7]]
+
+
+def test_an_item_that_cannot_reach_the_consumer_is_lost_alone(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(rank: int, tensors: Any) -> None:
+        if any(len(tensor) == 3 for tensor in tensors):
+            raise LaneUnavailable("lane", "it is on a GPU that has no mapping")
+
+    monkeypatch.setattr(members.members["home"], "check_back", check)
+    with members.acting("a"):
+        queue = made()
+        queue.put_many([torch.ones(length) for length in (1, 3, 2, 3, 4, 5)])
+        taken = [len(tensor) for tensor in queue.get_many(9)]
+        for _ in range(2):
+            with pytest.raises(LaneUnavailable, match="no mapping"):
+                queue.get_many(9)
+            taken += [len(tensor) for tensor in queue.get_many(9)]
+        assert taken == [1, 2, 4, 5]
+
+
+# --- members that are away for a while -----------------------------------------------------------------------
+
+
+def lost(use: Callable[[], Any]) -> str:
+    with pytest.raises(PeerLost) as error:
+        use()
+    return str(error.value)
+
+
+def test_a_subscriber_that_was_away_goes_on_where_it_was(members: Members) -> None:
+    """Also one that waited for an item just then: it is told that it was cut off."""
+    with members.acting("b"):
+        topic = rtr.Topic("q", home="home")
+        quick, slow = topic.subscribe(), topic.subscribe()
+        topic.publish(1)
+        assert quick.get() == 1
+        waiting = in_thread(lambda: lost(quick.get))
+        assert wait_until(lambda: at_home(members, "topic").numbers()["waiting_to_get"] == 1, LONG)
+        members.part("b")
+        assert "an item that was on its way may be lost" in waiting()
+        with members.acting("a"):
+            rtr.Topic("q", home="home").publish_many([2, 3])
+        with pytest.raises(PeerLost):
+            slow.get()
+        members.reunite("b")
+        topic.publish(4)
+        topic.close()
+        assert list(slow) == [1, 2, 3, 4] and list(quick) == [2, 3, 4]
+
+
+def test_a_subscriber_that_missed_something_while_it_was_away_is_told_so(members: Members) -> None:
+    with members.acting("b"):
+        topic = rtr.Topic("q", home="home")
+        small, large = topic.subscribe(maxsize=2), topic.subscribe(maxsize=9)
+        topic.publish_many([1, 2])
+        members.part("b")
+        with members.acting("a"):
+            rtr.Topic("q", home="home").publish_many([3, 4], timeout=0)
+        members.reunite("b")
+        topic.close()
+        with pytest.raises(rtr.NotFound, match=r"topic 'q' in member 'home'.*it has missed items; subscribe again"):
+            list(small)
+        assert list(large) == [1, 2, 3, 4]
+        small.cancel()
+        assert list(small) == [], "it was cancelled here"
+
+
+def test_what_waits_for_a_subscriber_goes_with_its_process(members: Members) -> None:
+    with members.acting("b"):
+        topic = rtr.Topic("q", home="home")
+        old = topic.subscribe(maxsize=2)
+        topic.publish_many([1, 2])
+        members.part("b")
+        members.reunite("b", incarnation=1)
+        assert topic.stats()["subscribers"] == 0
+        with pytest.raises(rtr.NotFound, match="no such subscription"):
+            list(old)
+
+
+def test_a_queue_and_its_handles_outlast_a_partition(members: Members) -> None:
+    with members.acting("b"):
+        queue = made(maxsize=2)
+        queue.put_many([1, 2])
+        waiting = in_thread(lambda: lost(lambda: queue.put(3)))
+        assert wait_until(lambda: at_home(members).numbers()["waiting_to_put"] == 1, LONG)
+        members.part("b")
+        waiting()
+        with pytest.raises(PeerLost):
+            queue.get()
+        members.reunite("b")
+        assert [queue.get() for _ in range(3)] == [1, 2, 3], "what had arrived stays"
+        waits = in_thread(lambda: lost(queue.get))
+        assert wait_until(lambda: at_home(members).numbers()["waiting_to_get"] == 1, LONG)
+        members.part("b")
+        waits()
+        put_at_home(members, 4)
+        members.reunite("b")
+        assert queue.get() == 4, "the one that was cut off took nothing"
+
+
+@pytest.mark.parametrize("members", [REJECT], indirect=True)
+def test_no_buffer_is_left_of_a_subscription_that_failed_or_was_cancelled(members: Members) -> None:
+    """Whatever flow control says; it would hold publishers up for ever."""
+    lane = members.lanes["a"]
+
+    def subscribers() -> int:
+        return at_home(members, "topic").numbers()["outlets"]
+
+    async def act() -> None:
+        lane.delays = lambda method: method == SUBSCRIBE
+        subscribing = asyncio.create_task(topic.asubscribe())
+        await until(lambda: subscribers() == 1)
+        subscribing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await subscribing
+        lane.deliver_answers()
+        await until(lambda: subscribers() == 0)
+        subscription = await topic.asubscribe()
+        waiting = asyncio.create_task(subscription.aget(10 * LONG))  # as many calls as there may be
+        await until(lambda: at_home(members, "topic").numbers()["waiting_to_get"] == 1)
+        subscription.cancel()
+        with pytest.raises(rtr.Closed):
+            await waiting
+        await until(lambda: subscribers() == 0)
+
+    with members.acting("a"):
+        topic = rtr.Topic("q", home="home")
+        assert topic.stats()["subscribers"] == 0
+        asyncio.run(act())
+
+
+def test_a_subscription_that_is_cancelled_while_the_home_is_away_ends(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member, "_MISSED_AFTER_S", 0.05)
+    with members.acting("b"):
+        subscription = rtr.Topic("q", home="home").subscribe()
+        members.part("b")
+        subscription.cancel()
+        assert list(subscription) == []
+        members.reunite("b")
+        assert wait_until(lambda: at_home(members, "topic").numbers()["outlets"] == 0, LONG)
+
+
+def test_nothing_is_sent_back_to_a_member_that_was_removed(members: Members) -> None:
+    with members.acting("a") as local:
+        queue = made()
+        members.lanes["a"].break_connection()
+        told = queue._urgent(local, WITHDRAW, (*queue._object, "", 1), retry=1)
+        local.forget(0)
+        assert isinstance(told.exception(LONG), rtr.RayTorchRpcError)
