@@ -204,12 +204,12 @@ def begin(instance: Any = None) -> None:
     Runs when the package is imported, which a class with methods for direct calls does before the actor's ``__init__``;
     and through Ray (with the instance), if the process does not listen.
     """
-    actor_id = _actor_here()
-    if actor_id is not None and not _was_member:
-        try:
+    try:
+        actor_id = _actor_here()
+        if actor_id is not None and not _was_member:
             _begin(actor_id)
-        except threads.ThreadShortage as error:  # no thread; the first call tries again
-            logger.debug("this process cannot look for its group yet: %s", error)
+    except Exception as error:  # an import is not to fail for this; the first call tries again
+        logger.debug("this process cannot look for its group yet: %s", error)
 
 
 def _begin(actor_id: str) -> Readmission:

@@ -31,7 +31,7 @@ class Returns:
     def __init__(self, generation: str) -> None:
         self._generation = generation
         self._asked: dict[str, Process] = {}
-        """By actor: the process that was asked to listen, until it is a member."""
+        """By actor: the last process that was asked to listen."""
 
     def post(self, roster: Roster | None) -> None:
         """Post whom the group takes back; None: nobody. What prevents that is logged: all else works without."""
@@ -50,7 +50,10 @@ class Returns:
         not loaded this package.
         """
         process = _process(handle, there)
-        if self._asked.get(process.actor_id) != process:
+        before = self._asked.get(process.actor_id)
+        if before != process:
+            if before is not None:
+                _clear(before)
             self._asked[process.actor_id] = process
             try:
                 reference = handle.__ray_call__.remote(readmission.begin)
@@ -62,13 +65,19 @@ class Returns:
     def taken_back(self, handles: Mapping[str, Any]) -> None:
         """These are members again: their processes need not look for requests any more."""
         for handle in handles.values():
-            process = self._asked.pop(_compat.actor_id_of(handle), None)
+            process = self._asked.get(_compat.actor_id_of(handle))
             if process is not None:
                 _compat.store(process.key(REQUESTS), packed(("", None, ())))
 
 
 def _process(handle: Any, there: _compat.ActorState) -> Process:
     return Process(_compat.actor_id_of(handle), there.pid, there.node_id)
+
+
+def _clear(process: Process) -> None:
+    """Of a process that has ended: leave nothing in the store."""
+    for kind in (REQUESTS, ANSWERS):
+        _compat.store(process.key(kind), None)
 
 
 class MailboxRound:
@@ -109,8 +118,7 @@ class MailboxRound:
                     failures[member] = TimeoutError("no answer")
                 elif check and not process.is_current():
                     failures[member] = BootstrapError("its process has ended")
-                    for kind in (REQUESTS, ANSWERS):
-                        _compat.store(process.key(kind), None)
+                    _clear(process)
                 else:
                     continue
                 del pending[member]
