@@ -109,7 +109,7 @@ def test_the_loss_is_the_one_of_dqn() -> None:
     mine = network(frames[:, :STACK])[[0, 1], [2, 0]]
     wanted = torch.stack([1 + 0.5 * target(frames[:1, 1:]).max(), torch.tensor(-1.0)])  # nothing follows an end
     assert loss.item() == pytest.approx(torch.nn.functional.huber_loss(mine, wanted).item())
-    assert value.item() == pytest.approx(mine.mean().item())
+    assert value.item() == pytest.approx(mine.mean().item(), rel=1e-5)  # float32
 
 
 def test_an_unknown_network_is_refused() -> None:
