@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import multiprocessing
 import os
@@ -46,8 +47,10 @@ from tests.conformance.pipes import PipeCarrier
 
 PATIENCE_S = 20.0
 SECRET = b"s" * 32
+#: Kinds of lanes that encrypt, where the extra tls is installed.
+ENCRYPTED = ["socket over tls", "nng over tls"] if importlib.util.find_spec("cryptography") else []
 #: Inherited by the processes of a test: all members of a group have the same.
-TLS = bytes.fromhex(os.environ.setdefault("CONFORMANCE_TLS", make_identity("conformance").hex()))
+TLS = bytes.fromhex(os.environ.setdefault("CONFORMANCE_TLS", make_identity("conformance").hex())) if ENCRYPTED else None
 
 
 class Node:

@@ -177,6 +177,8 @@ def test_a_changed_proof_is_refused() -> None:
         assert isinstance(accepted, (OSError, _handshake.Refused)) or isinstance(offered, _handshake.Refused)
 
 
+encrypted = pytest.mark.skipif(not peers.ENCRYPTED, reason="the extra tls is not installed")
+
 # --- on the path ---------------------------------------------------------------------------------------------------
 
 
@@ -212,7 +214,7 @@ class Path:
         self.b.lane.close()
 
 
-@pytest.fixture(params=["socket over tcp", "socket over tls", "nng over tcp", "nng over tls"])
+@pytest.fixture(params=["socket over tcp", "nng over tcp", *peers.ENCRYPTED])
 def path(request: pytest.FixtureRequest) -> Iterator[Path]:
     path = Path(request.param)
     assert path.call().header == ("echo",)  # the connection is proved by now
@@ -284,6 +286,7 @@ def test_frames_in_another_order_are_not_served(path: Path) -> None:
     assert path.b.served == []
 
 
+@encrypted
 def test_tls_shows_nothing_to_who_listens() -> None:
     seen: list[bytes] = []
 
@@ -304,6 +307,7 @@ def test_tls_shows_nothing_to_who_listens() -> None:
     assert found == {"socket over tcp": True, "socket over tls": False, "nng over tls": False}
 
 
+@encrypted
 def test_tls_with_another_groups_certificate_is_refused() -> None:
     node, stranger = Node("socket over tls", "b", 1), Node("socket over tls", "a", 0)
     stranger.lane._credentials = Credentials(SECRET, 0, tls=peers.make_identity("another"))

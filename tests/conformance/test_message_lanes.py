@@ -25,7 +25,7 @@ from tests.conformance.peers import ALL_DTYPES, PATIENCE_S, Process, answer, ask
 
 SOCKETS = ["socket over unix", "socket over tcp", "nng over ipc", "nng over tcp"]
 PROCESSES = [*SOCKETS, "torchrpc"]
-KINDS = ["loopback", *PROCESSES, "socket over tls", "nng over tls"]
+KINDS = ["loopback", *PROCESSES, *peers.ENCRYPTED]
 
 
 @dataclass
