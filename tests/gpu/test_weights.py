@@ -100,16 +100,17 @@ def test_in_the_learner_itself(actors: dict[str, Any], device: str) -> None:
 def test_only_what_has_changed(actors: dict[str, Any]) -> None:
     store = rtr.WeightStore("changed", home="learner", track=True)
 
-    def change() -> list[int]:
+    def change(element: float) -> int:
         model = {f"layer{number}": torch.ones(size, device="cuda") for number, size in enumerate(SIZES)}
-        versions = [store.publish(model)]
-        model["layer1"].data[5] = 3.0
-        return [*versions, store.publish(model)]
+        model["layer1"].data[5] = element
+        return store.publish(model)
 
-    def see() -> list[float]:
+    def see(since: int | None) -> list[float]:
         model = {f"layer{number}": torch.zeros(size, device="cuda") for number, size in enumerate(SIZES)}
-        store.pull(model, since=1)
+        store.pull(model, since=since)
         return [float(tensor.max()) for tensor in model.values()]
 
-    assert in_actor(actors["learner"], change) == [1, 2]
-    assert in_actor(actors["same"], see) == [0.0, 3.0, 0.0, 0.0]
+    assert in_actor(actors["learner"], change, 1.0) == 1
+    assert in_actor(actors["same"], see, None) == [1.0, 1.0, 1.0, 1.0]
+    assert in_actor(actors["learner"], change, 3.0) == 2
+    assert in_actor(actors["same"], see, 1) == [0.0, 3.0, 0.0, 0.0]
