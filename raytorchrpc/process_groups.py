@@ -64,6 +64,17 @@ def check_backend(backend: Any, endpoints: Mapping[str, Endpoint]) -> None:
         owners[gpu] = name
 
 
+def check_encryption(backend: str, endpoints: Mapping[str, Endpoint]) -> None:
+    """For a group with ``tls=True``: raise ConfigurationError if the backend would send in the clear over a network."""
+    (first, one), *others = endpoints.items()
+    for name, other in others:
+        if not one.same_network(other):
+            raise ConfigurationError(
+                f"backend {backend!r} does not encrypt, the group has tls=True, and {first} and {name} share no "
+                f"network namespace: name members of one host in members=, or form a group without tls in your own network"
+            )
+
+
 def boot(
     roster: Roster,
     lines: Lines,
@@ -82,7 +93,10 @@ def boot(
     seats = [(name, seat) for name, seat in everybody if names is None or name in names]
     if gone := sorted(set(names or ()) - roster.seats.keys()):
         raise BootstrapError(f"{', '.join(gone)} left the group meanwhile", members=tuple(gone))
-    check_backend(backend, {name: seat.probe.endpoint for name, seat in seats})
+    endpoints = {name: seat.probe.endpoint for name, seat in seats}
+    check_backend(backend, endpoints)
+    if roster.config.tls:
+        check_encryption(backend, endpoints)
     info = ProcessGroupInfo(backend, number, {name: rank for rank, (name, _) in enumerate(seats)}, collective_s)
     if others := [name for name, _ in everybody if name not in info.ranks]:
         # One that does not hear of it in time keeps at most the one before, which the others have left.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.process_groups import check_backend
+from raytorchrpc.process_groups import check_backend, check_encryption
 from tests.unit import clusters
 
 
@@ -34,3 +34,9 @@ def test_nccl_names_two_members_on_one_gpu() -> None:
 def test_another_backend_is_refused(backend: object) -> None:
     with pytest.raises(ConfigurationError, match="'gloo' or 'nccl', not"):
         check_backend(backend, {})
+
+
+def test_a_group_that_encrypts_has_process_groups_within_a_host_alone() -> None:
+    check_encryption("gloo", clusters.one_host(3))
+    with pytest.raises(ConfigurationError, match=r"'gloo' does not encrypt.* worker_0 and worker_1 share no network"):
+        check_encryption("gloo", clusters.two_hosts())
