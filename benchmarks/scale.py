@@ -27,8 +27,8 @@ from raytorchrpc import topology
 from raytorchrpc.fabric import AgentIdentity
 from raytorchrpc.forming import current_owner
 from raytorchrpc.joining import Prepared, Probe
+from raytorchrpc.lanes._acceptor import SocketAddress
 from raytorchrpc.lanes._credentials import Instance
-from raytorchrpc.lanes.socket import SocketAddress
 from raytorchrpc.roster import Roster
 
 SIZES = (8, 16, 32, 64)

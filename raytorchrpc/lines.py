@@ -11,9 +11,10 @@ from raytorchrpc import _compat, serving
 from raytorchrpc.codec import NOTHING, Codec
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.exceptions import decode_exception
+from raytorchrpc.lanes._acceptor import SocketAddress
 from raytorchrpc.lanes._credentials import Credentials
 from raytorchrpc.lanes.base import Message, PeerAddress, Pending, Reply
-from raytorchrpc.lanes.socket import SocketAddress, SocketLane
+from raytorchrpc.lanes.socket import SocketLane
 
 _NOBODY = -1
 """The rank of one that is no member."""

@@ -7,26 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import marshal
-import os
 import select
 import socket
 import struct
 import threading
 import time
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
-from raytorchrpc import forking
-from raytorchrpc.lanes import _handshake
-from raytorchrpc.lanes._credentials import Credentials, Identity, Instance
-from raytorchrpc.lanes._protection import TAG_BYTES, Protection, secure_incoming, secure_outgoing
+from raytorchrpc.lanes._acceptor import CONNECT_TIMEOUT_S, SocketAddress, dial
+from raytorchrpc.lanes._credentials import Credentials
+from raytorchrpc.lanes._handshake import Refused
+from raytorchrpc.lanes._protection import TAG_BYTES, Protection
 
-#: Time for a connection to be made and proved (seconds), at most.
-CONNECT_TIMEOUT_S = 10.0
+#: Names these connections in proofs.
+SERVICE = "nccl"
 _LENGTH = struct.Struct("<I")
 #: Far above any message; a length beyond it means the stream is out of step.
 _MAX_BYTES = 1 << 20
-_ATTEMPTS = 3
 _OVER = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
@@ -36,22 +34,6 @@ class Gone(Exception):
 
 class Late(Exception):
     """The deadline passed."""
-
-
-class ControlAddress(NamedTuple):
-    """Where a member listens."""
-
-    unix: str
-    """Name in Linux's abstract socket namespace: no file, gone with the process."""
-    tcp: tuple[str, int] | None
-    instance: Instance
-    """Which process listens there."""
-
-
-def listener_identity(credentials: Credentials, address: ControlAddress, family: int) -> Identity:
-    """Who listens at that address, named as for those who connect by this family of sockets."""
-    where = address.unix if family == socket.AF_UNIX else f"{address.unix} {address.tcp}"
-    return credentials.peer(address.instance, f"nccl {where}")
 
 
 class Control:
@@ -152,72 +134,12 @@ class Control:
             self._sock.shutdown(socket.SHUT_RDWR)
 
 
-def listen(tcp_host: str | None, credentials: Credentials) -> tuple[list[socket.socket], ControlAddress]:
-    """Start to listen. Raises OSError."""
-    unix = f"{forking.ABSTRACT}control-{os.urandom(12).hex()}"
-    listeners = [_listener(socket.AF_UNIX, "\0" + unix)]
-    if tcp_host is None:
-        return listeners, ControlAddress(unix, None, credentials.instance)
-    try:
-        listeners.append(_listener(_family(tcp_host), (tcp_host, 0)))
-    except OSError:
-        listeners[0].close()
-        raise
-    return listeners, ControlAddress(unix, listeners[1].getsockname()[:2], credentials.instance)
-
-
-def _listener(family: int, address: Any) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.bind(address)
-        listener.listen(256)
-        listener.setblocking(False)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _family(host: str) -> int:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def dial(
-    address: ControlAddress, by_tcp: bool, credentials: Credentials, own: ControlAddress, deadline: float
+def connect(
+    address: SocketAddress, by_tcp: bool, credentials: Credentials, own: SocketAddress, deadline: float
 ) -> Control:
     """Connect, and prove to each other who both are. ``own``: where this process listens. Raises Gone."""
-    family: int = socket.AF_UNIX
-    where: Any = "\0" + address.unix
-    if by_tcp:
-        if address.tcp is None:
-            raise Gone("it does not listen for other hosts")
-        family, where = _family(address.tcp[0]), address.tcp
-    me, its = (listener_identity(credentials, each, family) for each in (own, address))
-    until = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
-    for attempt in range(_ATTEMPTS):  # the other end may hang up on strangers, and be in doubt about us
-        try:
-            sock = socket.socket(family, socket.SOCK_STREAM)
-        except OSError as error:  # no descriptor left
-            raise Gone(f"no connection to it: {error}") from error
-        try:
-            left = max(0.001, until - time.monotonic())
-            sock.settimeout(left)
-            sock.connect(where)
-            return Control(sock, secure_outgoing(sock, credentials, me, its, left))
-        except (OSError, _handshake.Refused) as error:
-            sock.close()
-            again = isinstance(error, (_handshake.HungUp, ConnectionResetError, BrokenPipeError))
-            if not again or attempt == _ATTEMPTS - 1:
-                raise Gone(f"no connection to it: {error}") from error
-    raise AssertionError("unreachable")
-
-
-def accept(sock: socket.socket, credentials: Credentials, own: ControlAddress) -> tuple[Control, int]:
-    """The other end of ``dial``, for an accepted socket; also the rank it proved. Raises Refused or OSError."""
+    timeout_s = max(0.001, min(deadline - time.monotonic(), CONNECT_TIMEOUT_S))
     try:
-        me = listener_identity(credentials, own, sock.family)
-        peer, protection = secure_incoming(sock, credentials, me, CONNECT_TIMEOUT_S)
-    except BaseException:
-        sock.close()
-        raise
-    return Control(sock, protection), peer.rank
+        return Control(*dial(SERVICE, credentials, own, address, by_tcp, timeout_s))
+    except (OSError, Refused) as error:
+        raise Gone(f"no connection to it: {error}") from error

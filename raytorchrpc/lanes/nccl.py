@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import itertools
 import logging
 import math
@@ -30,20 +29,19 @@ import torch
 
 from raytorchrpc import forking, threads
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes import _control, _handshake, _pieces
+from raytorchrpc.lanes import _control, _pieces
+from raytorchrpc.lanes._acceptor import Acceptor, SocketAddress
 from raytorchrpc.lanes._bounds import checked
 from raytorchrpc.lanes._carrier import Broken, Carrier
-from raytorchrpc.lanes._control import ControlAddress, Gone, Late
-from raytorchrpc.lanes._credentials import Credentials
+from raytorchrpc.lanes._control import Control, Gone, Late
+from raytorchrpc.lanes._credentials import Credentials, Identity
 from raytorchrpc.lanes._nccl_driver import NcclCarrier
+from raytorchrpc.lanes._protection import Protection
 from raytorchrpc.lanes._two_sided import Kept, Receiving, Sending
 from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane
 
 logger = logging.getLogger(__name__)
 
-#: Connections being proved at a time besides one for each peer, as all may come at once, to a member that is back for
-#: instance; for one more, the oldest is hung up on.
-_HANDSHAKES = 16
 #: Between attempts to accept where descriptors have run out (seconds).
 _BREATH_S = 0.05
 #: The lane's own thread waits this long, at most, for a peer that is to be told something (seconds).
@@ -54,7 +52,7 @@ class NcclAddress(NamedTuple):
     """Where a member's lane is, and what it may be joined to."""
 
     rank: int
-    control: ControlAddress
+    control: SocketAddress
     devices: dict[int, str]
     """What tells each GPU from every other, by the member's own index."""
 
@@ -91,12 +89,12 @@ class NcclLane(TensorLane):
         self._dialing: dict[str, threading.Lock] = {}
         self._receiving: dict[str, Receiving] = {}
         self._sending: set[Sending] = set()
-        self._proving: dict[socket.socket, None] = {}  # oldest first
         # What an earlier process of this member sent, and a peer still gives up, is none of these.
         self._numbers = itertools.count(random.SystemRandom().getrandbits(48))
         self._kept: dict[int, Kept] = {}
         self._unwanted: collections.deque[tuple[str, int]] = collections.deque()
-        self._listeners: list[socket.socket] = []
+        peers = self._peers.__len__
+        self._acceptor = Acceptor(_control.SERVICE, me, credentials, peers, self._serve, "nccl-sender")
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes the lane's own thread
         self._closed = False
 
@@ -106,15 +104,14 @@ class NcclLane(TensorLane):
     def open(self) -> NcclAddress:
         self._identities = self._carrier.open(self._devices)
         try:
-            self._listeners, control = _control.listen(self._tcp_host, self._credentials)
+            control = self._acceptor.open(self._tcp_host)
         except OSError as error:
-            raise LaneUnavailable(self.name, f"cannot listen: {error}") from error
+            raise LaneUnavailable(self.name, str(error)) from error
         self._address = NcclAddress(self._credentials.rank, control, dict(self._identities))
         try:
             self._thread("attendant", self._attend)
         except threads.ThreadShortage as error:
-            for listener in self._listeners:
-                listener.close()
+            self._acceptor.close()
             raise LaneUnavailable(self.name, str(error)) from error
         forking.inherited(self)
         return self._address
@@ -189,16 +186,9 @@ class NcclLane(TensorLane):
         for number in [number for number, kept in self._kept.copy().items() if kept.peer == peer]:
             self._kept.pop(number, None)
 
-    def _serve(self, sock: socket.socket) -> None:
-        """A thread of its own: prove who connected, then answer until it hangs up."""
-        try:
-            control, rank = _control.accept(sock, self._credentials, self._address.control)
-        except (OSError, MemoryError, _handshake.Refused) as error:
-            logger.debug("%s refused a connection: %s", self._me, error)
-            return
-        finally:
-            with self._lock:
-                self._proving.pop(sock, None)
+    def _serve(self, sock: socket.socket, protection: Protection | None, peer: Identity) -> None:
+        """On a thread of its own: answer until the other end hangs up."""
+        control, rank = Control(sock, protection), peer.rank
         sending = Sending(control, self._carrier, self._timeout_s, partial(self._take, rank))
         with self._lock:
             self._sending.add(sending)
@@ -273,7 +263,7 @@ class NcclLane(TensorLane):
             if way is not None:
                 return way
             by_tcp = peer in self._by_tcp
-            control = _control.dial(address.control, by_tcp, self._credentials, self._address.control, deadline)
+            control = _control.connect(address.control, by_tcp, self._credentials, self._acceptor.address, deadline)
             way = Receiving(peer, self.name, control, self._carrier)
             self._add(way)
             return way
@@ -306,14 +296,13 @@ class NcclLane(TensorLane):
 
     def _attend(self) -> None:
         """Let peers in, notice those that are gone, and tell what nobody wants."""
-        listeners = {listener.fileno(): listener for listener in self._listeners}
-        threads.serve(partial(self._attend_once, listeners), f"the nccl attendant of {self._me}", give_up=self.close)
-        for listener in listeners.values():
-            listener.close()
+        threads.serve(self._attend_once, f"the nccl attendant of {self._me}", give_up=self.close)
+        self._acceptor.close()
 
-    def _attend_once(self, listeners: Mapping[int, socket.socket]) -> bool:
+    def _attend_once(self) -> bool:
         if self._closed:
             return False
+        listeners = self._acceptor.listeners
         poll = select.poll()
         for fd in (self._bell, *listeners):
             poll.register(fd, select.POLLIN)
@@ -325,35 +314,13 @@ class NcclLane(TensorLane):
             if fd == self._bell:
                 os.eventfd_read(self._bell)
             elif fd in listeners:
-                self._let_in(listeners[fd])
+                if not self._acceptor.accept(listeners[fd]):
+                    threading.Event().wait(_BREATH_S)  # else poll would tell of it at once again
             else:
                 self._end(ways[fd])
         ways.clear()
         self._tell_unwanted()
         return True
-
-    def _let_in(self, listener: socket.socket) -> None:
-        try:
-            sock, _ = listener.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                threading.Event().wait(_BREATH_S)  # else poll would tell of it at once again
-            return
-        with self._lock:
-            crowded = len(self._proving) >= _HANDSHAKES + len(self._peers)
-            oldest = next(iter(self._proving)) if crowded else None
-            if oldest is not None:  # strangers who say nothing must not keep members out
-                del self._proving[oldest]
-                with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread wakes, and closes it
-            self._proving[sock] = None
-        try:
-            self._thread("sender", self._serve, sock)
-        except BaseException:  # who connects hears that it was hung up on
-            with self._lock:
-                self._proving.pop(sock, None)
-            sock.close()
-            raise
 
     def _tell_unwanted(self) -> None:
         while self._unwanted and not self._closed:

@@ -9,7 +9,6 @@ method keeps nobody from being heard. A caller that waits reads its own connecti
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import select
@@ -18,15 +17,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 from raytorchrpc import forking, threads
-from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
-from raytorchrpc.lanes import _frames, _handshake
+from raytorchrpc.errors import LaneUnavailable, PeerLost
+from raytorchrpc.lanes import _frames
+from raytorchrpc.lanes._acceptor import CONNECT_TIMEOUT_S, Acceptor, SocketAddress, dial
 from raytorchrpc.lanes._connection import Connection, SocketPending, tune
-from raytorchrpc.lanes._credentials import Credentials, Identity, Instance
+from raytorchrpc.lanes._credentials import Credentials, Identity
+from raytorchrpc.lanes._handshake import Refused
 from raytorchrpc.lanes._patience import Timer
-from raytorchrpc.lanes._protection import Protection, secure_incoming, secure_outgoing
+from raytorchrpc.lanes._protection import Protection
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
 
 Work = Callable[[], None]
@@ -36,37 +37,14 @@ logger = logging.getLogger(__name__)
 #: CPU tensors up to this travel in the message: two copies through the kernel cost less than a second message.
 IN_BAND_BYTES = 256 * 1024
 
-#: Time for a connection to be made and proved (seconds), at most; a call's deadline may cut it.
-CONNECT_TIMEOUT_S = 10.0
 #: A reply that no caller comes to read is read after this, or twice as long (seconds).
 ATTEND_S = 0.001
 #: Idle listeners kept; more appear while many methods run at once.
 _SPARE_LISTENERS = 4
-#: Connections being proved at a time besides one for each peer, as all may come at once, to a member that is back for
-#: instance; for one more, the oldest is hung up on.
-_HANDSHAKES = 16
 #: Between attempts to accept where descriptors have run out (seconds).
 _BREATH_S = 0.05
-_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-_ATTEMPTS = 3
 _NOTHING = ((-1, 0),)
 _READ = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
-
-
-class SocketAddress(NamedTuple):
-    """Where a member listens."""
-
-    unix: str
-    """Name in Linux's abstract socket namespace: no file, gone with the process."""
-    tcp: tuple[str, int] | None
-    instance: Instance
-    """Which process listens there."""
-
-
-def listener_identity(credentials: Credentials, address: SocketAddress, family: int) -> Identity:
-    """Who listens at that address, named as for those who connect by this family of sockets."""
-    where = address.unix if family == socket.AF_UNIX else f"{address.unix} {address.tcp}"
-    return credentials.peer(address.instance, f"socket {where}")
 
 
 class SocketLane(MessageLane):
@@ -97,12 +75,11 @@ class SocketLane(MessageLane):
         self._connections: dict[str, Connection] = {}
         self._connecting: dict[str, threading.Lock] = {}
         self._by_fd: dict[int, Connection] = {}
-        self._listening_sockets: dict[int, socket.socket] = {}
         self._lock = threading.Lock()
         self._idle = 0
         self._threads = 0
         self._standing_in = False
-        self._proving: dict[socket.socket, None] = {}  # oldest first
+        self._acceptor = Acceptor(self.name, me, credentials, lambda: len(self._addresses), self._admit)
         self._closed = False
         self._epoll = select.epoll()
         # Level-triggered: once rung, every listener hears it.
@@ -116,38 +93,28 @@ class SocketLane(MessageLane):
 
     def open(self, serve: Serve, spawn: Spawn) -> SocketAddress:
         self._serve, self._spawn = serve, spawn
-        unix = forking.ABSTRACT + os.urandom(12).hex()
-        self._listen(socket.AF_UNIX, "\0" + unix)
-        tcp = None if self._tcp_host is None else self._listen_tcp(self._tcp_host)
-        self._address = SocketAddress(unix, tcp, self._credentials.instance)
+        try:
+            address = self._acceptor.open(self._tcp_host)
+        except OSError as error:
+            raise LaneUnavailable(self.name, str(error)) from error
+        for fd in self._acceptor.listeners:
+            self._epoll.register(fd, _READ)
         forking.inherited(self)
         self._add_listener()
-        return self._address
-
-    def _listen_tcp(self, host: str) -> tuple[str, int]:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        bound: tuple[str, int] = self._listen(family, (host, 0)).getsockname()[:2]
-        return bound
+        return address
 
     def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> SocketAddress | None:
         self._by_tcp = by_tcp
-        if tcp_host is None or self._address.tcp is not None:
+        if tcp_host is None or self._acceptor.address.tcp is not None:
             return None
-        self._address = self._address._replace(tcp=self._listen_tcp(tcp_host))
-        return self._address
-
-    def _listen(self, family: int, address: Any) -> socket.socket:
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        known = set(self._acceptor.listeners)
         try:
-            listener.bind(address)
-            listener.listen(256)
+            address = self._acceptor.open_tcp(tcp_host)
         except OSError as error:
-            listener.close()
-            raise LaneUnavailable(self.name, f"cannot listen on {address!r}: {error}") from error
-        listener.setblocking(False)
-        self._listening_sockets[listener.fileno()] = listener
-        self._epoll.register(listener.fileno(), _READ)
-        return listener
+            raise LaneUnavailable(self.name, str(error)) from error
+        for fd in self._acceptor.listeners.keys() - known:
+            self._epoll.register(fd, _READ)
+        return address
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
         for peer in peers:
@@ -188,12 +155,7 @@ class SocketLane(MessageLane):
                 return
             self._closed = True
             os.eventfd_write(self._bell, 1)  # under the lock: the last listener to see it closes the bell
-        for listener in self._listening_sockets.values():
-            listener.close()
-        with self._lock:
-            proving = list(self._proving)
-        for sock in proving:
-            _hang_up(sock)
+        self._acceptor.close()
         for connection in list(self._by_fd.values()):
             connection.end("this member left the group")
         self._connections.clear()
@@ -212,7 +174,7 @@ class SocketLane(MessageLane):
             self._epoll.close()
             self._timer.close()
             os.close(bell)
-        known = [] if closed else [self._address, *self._addresses.values()]
+        known = [] if closed else [self._acceptor.address, *self._addresses.values()]
         return [address.tcp for address in known if address.tcp is not None]
 
     # --- connections -----------------------------------------------------------------------------------------
@@ -236,31 +198,17 @@ class SocketLane(MessageLane):
             lock.release()
 
     def _dial(self, peer: str, address: SocketAddress, patience: float) -> tuple[socket.socket, Protection | None]:
-        family: int = socket.AF_UNIX
-        where: Any = "\0" + address.unix
-        if peer in self._by_tcp:
-            if address.tcp is None:
-                raise PeerLost(peer, "it does not listen for other hosts", may_have_run=False)
-            family, where = (socket.AF_INET6 if ":" in address.tcp[0] else socket.AF_INET), address.tcp
-        me, its = (listener_identity(self._credentials, each, family) for each in (self._address, address))
-        until = time.monotonic() + patience
-        for attempt in range(_ATTEMPTS):  # the other end may hang up on strangers, and be in doubt about us
-            try:
-                sock = socket.socket(family, socket.SOCK_STREAM)
-            except OSError as error:  # no descriptor left
-                raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
-            try:
-                left = max(0.001, until - time.monotonic())
-                sock.settimeout(left)
-                sock.connect(where)
-                tune(sock)
-                return sock, secure_outgoing(sock, self._credentials, me, its, left)
-            except (OSError, _handshake.Refused) as error:
-                sock.close()
-                hung_up = isinstance(error, (_handshake.HungUp, ConnectionResetError, BrokenPipeError))
-                if not hung_up or attempt == _ATTEMPTS - 1:
-                    raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
-        raise AssertionError("unreachable")
+        try:
+            own, by_tcp = self._acceptor.address, peer in self._by_tcp
+            sock, protection = dial(self.name, self._credentials, own, address, by_tcp, patience)
+            tune(sock)
+            return sock, protection
+        except (OSError, Refused) as error:
+            raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
+
+    def _admit(self, sock: socket.socket, protection: Protection | None, peer: Identity) -> None:
+        tune(sock)
+        self._adopt(sock, protection, None)
 
     def _adopt(self, sock: socket.socket, protection: Protection | None, peer: str | None) -> Connection:
         connection = Connection(self, sock, peer, protection)
@@ -410,7 +358,7 @@ class SocketLane(MessageLane):
         try:
             if fd == self._timer.fd:
                 self._attend()
-            elif (listener := self._listening_sockets.get(fd)) is not None:
+            elif (listener := self._acceptor.listeners.get(fd)) is not None:
                 self._welcome(listener)
             elif (connection := self._by_fd.get(fd)) is not None:
                 self._serve_all(connection)
@@ -428,7 +376,7 @@ class SocketLane(MessageLane):
 
     def _listen_to_all_again(self) -> None:
         """Whatever a listener failed at may be something that nobody listens to any more."""
-        for fd in list(self._listening_sockets):
+        for fd in list(self._acceptor.listeners):
             self.arm(fd)
         for connection in list(self._by_fd.values()):
             connection.listen_again()
@@ -506,29 +454,10 @@ class SocketLane(MessageLane):
 
     def _welcome(self, listener: socket.socket) -> None:
         try:
-            sock, _ = listener.accept()
-        except OSError as error:
-            sock = None
-            if error.errno in _NO_ROOM:
+            if not self._acceptor.accept(listener):
                 self._breathe()
-        self.arm(listener.fileno())
-        if sock is None:
-            return
-        with self._lock:
-            crowded = len(self._proving) >= _HANDSHAKES + len(self._addresses)
-            oldest = next(iter(self._proving)) if crowded else None
-            if oldest is not None:
-                del self._proving[oldest]
-            self._proving[sock] = None
-        if oldest is not None:  # strangers who say nothing must not keep members out
-            _hang_up(oldest)
-        try:
-            threads.start(self._prove, sock, name=f"raytorchrpc-{self._me}-handshake")
-        except BaseException:  # who connects hears that it was hung up on
-            with self._lock:
-                self._proving.pop(sock, None)
-            sock.close()
-            raise
+        finally:
+            self.arm(listener.fileno())
 
     def _breathe(self) -> None:
         """No descriptor is left for a connection that waits to be accepted, so epoll would tell of it at once again."""
@@ -536,26 +465,3 @@ class SocketLane(MessageLane):
             if self._idle == 0:
                 self._add_listener()
         threading.Event().wait(_BREATH_S)
-
-    def _prove(self, sock: socket.socket) -> None:
-        try:
-            me = listener_identity(self._credentials, self._address, sock.family)
-            _, protection = secure_incoming(sock, self._credentials, me, CONNECT_TIMEOUT_S)
-            tune(sock)
-            with self._lock:
-                still = self._proving.pop(sock, True) is None
-            if not still:
-                raise _handshake.Refused("it took too long")
-            self._adopt(sock, protection, None)
-        except Exception as error:
-            with self._lock:
-                self._proving.pop(sock, None)
-            sock.close()
-            if not isinstance(error, (OSError, RayTorchRpcError)):
-                raise
-            logger.debug("%s refused a connection: %s", self._me, error)
-
-
-def _hang_up(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)  # its handshake thread wakes, and closes it

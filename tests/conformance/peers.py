@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -19,7 +20,7 @@ import torch
 from raytorchrpc.codec import Encoded
 from raytorchrpc.fabric import AgentSpec, FabricPeer, process_fabric
 from raytorchrpc.lanes import _handshake, nng
-from raytorchrpc.lanes import socket as socket_lane
+from raytorchrpc.lanes._acceptor import listener_identity
 from raytorchrpc.lanes._credentials import Credentials, Identity
 from raytorchrpc.lanes._handshake import SessionKeys, Stream
 from raytorchrpc.lanes._tls import make_identity
@@ -89,8 +90,8 @@ class Node:
         """Whom those who connect to it expect."""
         if self.kind.startswith("nng"):
             return nng.listener_identity(self.credentials, self.address, self.is_tcp)
-        family = socket_lane.socket.AF_INET if self.is_tcp else socket_lane.socket.AF_UNIX
-        return socket_lane.listener_identity(self.credentials, self.address, family)
+        family = socket.AF_INET if self.is_tcp else socket.AF_UNIX
+        return listener_identity("socket", self.credentials, self.address, family)
 
     def prove(self, stream: Stream) -> SessionKeys:
         """Prove to be a member to this one, from the other end of a connection to it."""

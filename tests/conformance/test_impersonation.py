@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes import _control, _handshake
+from raytorchrpc.lanes._acceptor import Acceptor, SocketAddress
 from raytorchrpc.lanes._credentials import Credentials, Identity
 from tests.conformance import peers
 from tests.conformance.on_path import NngPath, Relay, Tamper
@@ -70,36 +72,48 @@ def test_who_relays_to_another_member_from_the_place_of_a_dead_one_is_refused(ki
 
 @pytest.mark.parametrize("by_tcp", [False, True])
 def test_control_connections_of_two_sided_lanes_refuse_such_a_relay(by_tcp: bool) -> None:
-    known = Credentials(SECRET, 0)
-    (unix, tcp), listening = _control.listen("127.0.0.1", Credentials(SECRET, 2))
-    (own, _), dead = _control.listen("127.0.0.1", Credentials(SECRET, 1))
-    listener = tcp if by_tcp else unix
-    listener.setblocking(True)
-    refused: list[str] = []
+    admitted: list[int] = []
+
+    def acceptor(rank: int) -> Acceptor:
+        def admit(sock: socket.socket, protection: Any, peer: Identity) -> None:
+            admitted.append(peer.rank)
+            sock.close()
+
+        return Acceptor(_control.SERVICE, "abc"[rank], Credentials(SECRET, rank), lambda: 2, admit)
+
+    caller, dead, living = map(acceptor, range(3))
+    for each in (caller, dead, living):
+        each.open("127.0.0.1")
+    place, target = (each.address.tcp if by_tcp else "\0" + each.address.unix for each in (dead, living))
+    dead.close()
+    relay = bind_when_free(socket.AF_INET if by_tcp else socket.AF_UNIX, place, target)
+    over = threading.Event()
 
     def let_in() -> None:
-        sock, _ = listener.accept()
-        try:
-            _control.accept(sock, Credentials(SECRET, 2), listening)
-        except (OSError, _handshake.Refused) as error:
-            refused.append(str(error))
+        poll = select.poll()
+        for fd in living.listeners:
+            poll.register(fd, select.POLLIN)
+        while not over.is_set():
+            for fd, _ in poll.poll(50):
+                living.accept(living.listeners[fd])
+
+    def connect(address: SocketAddress) -> None:
+        _control.connect(address, by_tcp, Credentials(SECRET, 0), caller.address, time.monotonic() + 10).close()
 
     thread = threading.Thread(target=let_in)
     thread.start()
-    place = dead.tcp if by_tcp else "\0" + dead.unix
-    for sock in (own, _):
-        sock.close()
-    family = socket.AF_INET if by_tcp else socket.AF_UNIX
-    relay = bind_when_free(family, place, listening.tcp if by_tcp else "\0" + listening.unix)
     try:
         with pytest.raises(_control.Gone, match=EXPECTED):
-            _control.dial(dead, by_tcp, known, dead, time.monotonic() + 10)
-        thread.join(10)
-        assert refused
+            connect(dead.address)
+        assert relay.relayed.wait(5) and admitted == []
+        connect(living.address)
+        assert wait_until(lambda: admitted == [0], 5)  # which was meant
     finally:
+        over.set()
+        thread.join(10)
         relay.close()
-        for sock in (unix, tcp):
-            sock.close()
+        for each in (caller, living):
+            each.close()
 
 
 # --- the proof -----------------------------------------------------------------------------------------------------
@@ -196,7 +210,10 @@ class Path:
             self._relay = Relay(socket.AF_INET, ("127.0.0.1", 0), address.tcp)
             seen = address._replace(tcp=self._relay.address)
         # An attacker on the path has the member's own address; here that address leads to the attacker.
-        self.b.lane._address = seen
+        if self._relay is None:
+            self.b.lane._address = seen
+        else:
+            self.b.lane._acceptor.address = seen
         self.a.lane.connect([PeerAddress("b", seen)])
 
     def tamper(self, change: Tamper | None) -> None:

@@ -208,7 +208,7 @@ def test_strangers_are_turned_away(ab: Stations) -> None:
     a, b = ab.values()
     control = b.lane._peers["a"].control
     with pytest.raises(_control.Gone, match="does not have this group's secret"):
-        _control.dial(control, False, Credentials(b"x" * 32, 1), control, time.monotonic() + 5)
+        _control.connect(control, False, Credentials(b"x" * 32, 1), control, time.monotonic() + 5)
     silent = [socket.socket(socket.AF_UNIX) for _ in range(40)]
     for sock in silent:
         sock.connect("\0" + control.unix)

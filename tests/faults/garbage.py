@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import raytorchrpc as rtr
 from raytorchrpc.lanes import _handshake
+from raytorchrpc.lanes._acceptor import listener_identity
 from raytorchrpc.lanes._credentials import Credentials, Identity
-from raytorchrpc.lanes.socket import listener_identity
 from raytorchrpc.supervision import Supervisor
 
 HELLO = b"raytorchrpc/2\0\0\0"
@@ -63,7 +63,7 @@ def doors(group: rtr.Group, member: str) -> list[Door]:
     known = credentials(group)
     for family, where in ((socket.AF_UNIX, addresses["socket"].unix), (socket.AF_INET, addresses["socket"].tcp)):
         if where is not None:
-            found.append(Door(member, "socket", where, listener_identity(known, addresses["socket"], family)))
+            found.append(Door(member, "socket", where, listener_identity("socket", known, addresses["socket"], family)))
     if "nng" in addresses:
         found.append(Door(member, "nng", addresses["nng"].local.removeprefix("abstract://")))
         if addresses["nng"].tcp is not None:

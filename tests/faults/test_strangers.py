@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from raytorchrpc.lanes import _control
+from raytorchrpc.lanes._acceptor import listener_identity
 from raytorchrpc.lanes._credentials import Credentials
 from raytorchrpc.lanes.base import PeerAddress
 from raytorchrpc.lanes.nccl import NcclLane
@@ -58,7 +58,7 @@ def test_garbage_at_the_sockets_of_the_nccl_lane_harms_nobody(nccl: list[NcclLan
     control = b._peers["a"].control
     assert control.tcp is not None
     known = Credentials(SECRET)
-    identity = _control.listener_identity(known, control, socket.AF_UNIX)
+    identity = listener_identity("nccl", known, control, socket.AF_UNIX)
     doors = [Door("a", "nccl", control.unix, identity), Door("a", "nccl", control.tcp)]
     told = recorded(doors[0], known)
     slowest, fetched = 0.0, 0

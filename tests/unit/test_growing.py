@@ -12,8 +12,8 @@ from raytorchrpc import joining
 from raytorchrpc.admission import Owner, Prepared, Probe, Table
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.fabric import AgentIdentity
+from raytorchrpc.lanes._acceptor import SocketAddress
 from raytorchrpc.lanes._credentials import Instance
-from raytorchrpc.lanes.socket import SocketAddress
 from raytorchrpc.roster import Roster
 from tests.unit import clusters
 from tests.unit.clusters import Cluster

@@ -69,7 +69,7 @@ MAY_IMPORT = {
     "collectives": {"_gloo_peers", "_nccl_env", "_sockfilter", "rendezvous", "topology"},
     "_gloo_peers": {"_sockfilter"},
     "rendezvous": {"services"},
-    "lines": {"lanes._credentials", "codec", "exceptions", "lanes.base", "lanes.socket", "serving"},
+    "lines": {"lanes._acceptor", "lanes._credentials", "codec", "exceptions", "lanes.base", "lanes.socket", "serving"},
     "membership": {
         *("admission", "calls", "collectives", "execution", "fabric", "handles", "joining", "lanes.base", "member"),
         *("rendezvous", "services"),
@@ -179,9 +179,10 @@ LANE_EXTRAS = {
     "_protection": {"lanes._credentials", "lanes._handshake", "lanes._tls"},
     "_tls": {"lanes._handshake"},
     "_frames": {"lanes._protection"},
+    "_acceptor": {"lanes._credentials", "lanes._handshake", "lanes._protection"},
     "socket": {
-        *("lanes._credentials", "lanes._patience", "lanes._connection", "lanes._frames", "lanes._handshake"),
-        "lanes._protection",
+        *("lanes._acceptor", "lanes._credentials", "lanes._patience", "lanes._connection", "lanes._frames"),
+        *("lanes._handshake", "lanes._protection"),
     },
     "_connection": {"lanes._patience", "lanes._pending", "lanes._frames", "lanes._protection"},
     "nng": {"lanes._credentials", "lanes._handshake", "lanes._nng", "lanes._nng_line", "lanes._protection", "workers"},
@@ -198,12 +199,12 @@ LANE_EXTRAS = {
     "nixl": {"lanes._nixl", "lanes._pieces", "lanes._registered"},
     "_registered": {"lanes._cuda_driver", "lanes._nixl"},
     "nccl": {
-        *("lanes._carrier", "lanes._control", "lanes._credentials", "lanes._handshake"),
-        *("lanes._nccl_driver", "lanes._pieces", "lanes._two_sided"),
+        *("lanes._acceptor", "lanes._carrier", "lanes._control", "lanes._credentials"),
+        *("lanes._nccl_driver", "lanes._pieces", "lanes._protection", "lanes._two_sided"),
     },
     "_two_sided": {"lanes._carrier", "lanes._control"},
     "_nccl_driver": {"lanes._carrier", "lanes._pieces"},
-    "_control": {"lanes._credentials", "lanes._handshake", "lanes._protection"},
+    "_control": {"lanes._acceptor", "lanes._credentials", "lanes._handshake", "lanes._protection"},
 }
 PRIVATE_TO_LANES = {name for name in FILES if name.startswith("lanes._") and name != "lanes.__init__"}
 WITHOUT_RAY = ("routing", "device_map", "codec", "config", "errors", "_nccl_env", "doctor.reports")
