@@ -37,7 +37,7 @@ from raytorchrpc.errors import (
     SerializationError,
 )
 from raytorchrpc.execution import Limit, Scope, current_scope
-from raytorchrpc.handles import Handle, Steps, arun, membership, new_ticket, run, wait_at_home
+from raytorchrpc.handles import Handle, Steps, arun, membership, new_ticket, run
 from raytorchrpc.member import LocalMember
 from raytorchrpc.services import Later
 
@@ -102,7 +102,7 @@ class Channel(Handle):
     def _send_part(self, local: LocalMember, items: Sequence[Item], wait_s: float, puts: Puts | None) -> Steps[Any]:
         """Sends them at once; what this returns waits for the answer."""
         mark = None if puts is None else puts.mark(self._life)
-        sent = self._sent(local, PUT, (*self._object, packed(items), wait_at_home(wait_s), mark), wait_s)
+        sent = self._sent(local, PUT, (*self._object, packed(items), wait_s, mark), wait_s)
         answer = self._answered(sent)
         del sent  # see there
         return answer if puts is None else self._in_order(local, answer, puts, puts.sent(self._life))
@@ -152,7 +152,7 @@ class Channel(Handle):
 
     def _take_there(self, local: LocalMember, key: str, limit: int, until: float, keep: bool) -> Steps[Any]:
         ticket, wait_s = new_ticket(), max(0.0, until - time.monotonic())
-        future = self._sent(local, TAKE, (*self._object, key, limit, wait_at_home(wait_s), ticket), wait_s, keep=keep)
+        future = self._sent(local, TAKE, (*self._object, key, limit, wait_s, ticket), wait_s, keep=keep)
         try:
             taken = yield from self._answered(future)
         except RpcTimeout:

@@ -23,11 +23,11 @@ from raytorchrpc.services import Later
 T = TypeVar("T")
 H = TypeVar("H", bound="Handle")
 
-#: A home that waits for something answers so much before the caller's time is over (seconds, and a share of the time),
-#: and the caller waits a little longer than that for the answer.
-_MARGIN_S, _MARGIN_SHARE, _ANSWER_S = 0.25, 20, 0.2
-#: Whatever its timeout, an operation waits so long for an answer: with a timeout, and with 0 (seconds).
-_SHORTEST_S, _SHORTEST_NOW_S = 0.5, 1.0
+#: The home waits for the whole timeout and then answers that nothing came; the caller waits so much longer for that
+#: answer (seconds).
+_ANSWER_S = 0.5
+#: How long an operation with timeout 0, which waits for nothing else, waits for its answer (seconds).
+_ANSWER_NOW_S = 1.0
 
 #: What an operation has to wait for, one after another; it is sent what came of each.
 Steps = Generator["Future[Any] | Later", Any, T]
@@ -134,7 +134,7 @@ def patience(local: LocalMember, timeout: float | None) -> float:
         left = deadline - time.monotonic()
         if left <= 0:
             raise RpcTimeout("no time left: the deadline of the call that is being served has passed")
-        seconds = min(seconds, left - min(2 * _MARGIN_S, left / 4))
+        seconds = min(seconds, left - min(_ANSWER_S, left / 4))
     return float(seconds)
 
 
@@ -150,15 +150,9 @@ def membership(timeout: float | None = None) -> Steps[tuple[LocalMember, float]]
     return local, max(0.0, patience(local, timeout) - (time.monotonic() - since))
 
 
-def wait_at_home(seconds: float) -> float:
-    """How long the home is to wait for an operation that may take ``seconds``."""
-    return seconds - min(_MARGIN_S, seconds / _MARGIN_SHARE)
-
-
 def _answer_within(seconds: float) -> float:
-    """How long to wait for the answer to it."""
-    least = _SHORTEST_S if seconds > 0 else _SHORTEST_NOW_S
-    return min(MAX_TIMEOUT_S, max(least, seconds + _ANSWER_S))
+    """How long to wait for the answer to an operation that may take ``seconds`` at the home."""
+    return min(MAX_TIMEOUT_S, seconds + _ANSWER_S if seconds > 0 else _ANSWER_NOW_S)
 
 
 # --- handles -------------------------------------------------------------------------------------------------

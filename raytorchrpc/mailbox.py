@@ -87,8 +87,7 @@ class Request(NamedTuple):
     """What the process is to do."""
 
     number: str
-    function: Callable[..., Any] | None
-    """None: the group has taken it back; nothing more comes."""
+    function: Callable[..., Any]
     args: tuple[Any, ...]
 
 
@@ -113,12 +112,15 @@ class Mailbox:
 
     def answer(self, request: Request, instance: Any) -> None:
         """Do what is asked, and post what came of it."""
-        assert request.function is not None
         try:
             answer = (request.number, True, request.function(instance, *request.args))
         except Exception as error:
             answer = (request.number, False, error)
         _compat.store(self._process.key(ANSWERS), _answer_packed(answer))
+
+    def is_over(self) -> bool:
+        """Whether the group has taken the answers away, and wants no more."""
+        return _compat.stored(self._process.key(ANSWERS)) is None
 
     def close(self) -> None:
         """Leave nothing in the store."""

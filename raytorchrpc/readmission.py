@@ -174,15 +174,13 @@ class Readmission:
         while True:
             request, now = mailbox.take(), time.monotonic()
             if request is not None:
-                if request.function is None:
-                    return
                 mailbox.answer(request, _compat.actor_instance())
                 since = time.monotonic()
                 continue
+            if self._local is not None and (now - since > _LAST_WORD_S or mailbox.is_over()):
+                return
             if now >= next_check:
                 next_check = now + _CHECK_S
-                if self._local is not None and now - since > _LAST_WORD_S:
-                    return
                 if self._local is None and find_record(self._actor_id) is None:
                     return
             pause = min(_LONGEST_S, max(_SHORTEST_S, (now - since) * _SHARE))

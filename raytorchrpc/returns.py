@@ -42,6 +42,9 @@ class Returns:
                 node_id = ray.get_runtime_context().get_node_id()
                 record = Record(roster.name, actors, roster.owner, os.getpid(), node_id, roster.config.rpc_timeout_s)
             post_record(self._generation, record)
+            if record is None:
+                for actor_id in self._asked:
+                    _clear(actor_id)
         except Exception as error:
             logger.warning("group of generation %s: restarted actors cannot find it: %s", self._generation, error)
 
@@ -53,7 +56,7 @@ class Returns:
         before = self._asked.get(process.actor_id)
         if before != process:
             if before is not None:
-                _clear(before)
+                _clear(process.actor_id, but=process)
             self._asked[process.actor_id] = process
             try:
                 reference = handle.__ray_call__.remote(readmission.begin)
@@ -63,21 +66,23 @@ class Returns:
         return answer_of(process) is not None
 
     def taken_back(self, handles: Mapping[str, Any]) -> None:
-        """These are members again: their processes need not look for requests any more."""
+        """These are members again: their processes see that their answers are gone, and look for no more requests."""
         for handle in handles.values():
-            process = self._asked.get(_compat.actor_id_of(handle))
-            if process is not None:
-                _compat.store(process.key(REQUESTS), packed(("", None, ())))
+            actor_id = _compat.actor_id_of(handle)
+            if actor_id in self._asked:
+                _clear(actor_id)
 
 
 def _process(handle: Any, there: _compat.ActorState) -> Process:
     return Process(_compat.actor_id_of(handle), there.pid, there.node_id)
 
 
-def _clear(process: Process) -> None:
-    """Of a process that has ended: leave nothing in the store."""
+def _clear(actor_id: str, but: Process | None = None) -> None:
+    """Leave nothing of this actor's processes in the store, or nothing but what is of one."""
     for kind in (REQUESTS, ANSWERS):
-        _compat.store(process.key(kind), None)
+        for key in _compat.stored_keys(f"{kind}{actor_id}/"):
+            if but is None or key != but.key(kind):
+                _compat.store(key, None)
 
 
 class MailboxRound:
@@ -118,7 +123,7 @@ class MailboxRound:
                     failures[member] = TimeoutError("no answer")
                 elif check and not process.is_current():
                     failures[member] = BootstrapError("its process has ended")
-                    _clear(process)
+                    _clear(process.actor_id)
                 else:
                     continue
                 del pending[member]

@@ -36,7 +36,7 @@ from raytorchrpc.errors import (
     RpcTimeout,
 )
 from raytorchrpc.filling import Spread
-from raytorchrpc.handles import Handle, Steps, membership, run, wait_at_home
+from raytorchrpc.handles import Handle, Steps, membership, run
 from raytorchrpc.member import LocalMember, process_member
 from raytorchrpc.services import Later
 
@@ -151,7 +151,7 @@ class WeightStore(Handle):
         road = yield from self._ready(local, wait_s)
         if road is not None:
             left = max(0.0, until - time.monotonic())
-            asked = (self._name, self._life, version, wait_at_home(left))
+            asked = (self._name, self._life, version, left)
             return (yield from self._ask(local, WAIT, asked, left))  # type: ignore[no-any-return]
         found = self._here(local).wait(version, until, local.alarms.at)
         return (yield found) if isinstance(found, Later) else found

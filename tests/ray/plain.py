@@ -17,7 +17,7 @@ class Plain:
     def pid(self) -> int:
         return os.getpid()
 
-    def call(self, target: str, x: Any) -> Any:
+    def call_peer(self, target: str, x: Any) -> Any:
         """Loads the package for one call."""
         import raytorchrpc
 

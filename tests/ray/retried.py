@@ -70,10 +70,10 @@ class Retried:
         return answers[0]
 
     def remote_call(self, marker: str) -> Any:
-        rref = rtr.remote("peer", timeout=40).double(21)
-        if first_time(marker):
+        doubled = rtr.remote("peer", timeout=40).double(21).to_here()
+        if first_time(marker):  # after its first connection by torchrpc was complete, see docs/limits.md
             os._exit(1)
-        return rref.to_here()
+        return doubled
 
     def through_queue(self, marker: str) -> Any:
         queue: rtr.Queue[int] = rtr.Queue("items", home="peer")

@@ -27,7 +27,7 @@ from tests.ray.test_weights import pretend
 #: Elements of each tensor: above what travels in a message.
 LARGE = 1 << 19
 #: What an operation may take beyond its timeout here (seconds), where other processes want the processors too.
-SLACK = 0.6
+SLACK = 1.0
 
 
 @pytest.fixture(autouse=True)

@@ -118,7 +118,7 @@ def test_an_actor_whose_class_has_never_heard_of_the_package_is_back_too(spawn: 
         os.kill(ray.get(plain.pid.remote()), signal.SIGKILL)
         while news.get(timeout=60)[:2] != ("back", ("plain",)):
             pass
-        assert ray.get(plain.call.remote("peer", 21), timeout=60) == 42
+        assert ray.get(plain.call_peer.remote("peer", 21), timeout=60) == 42
 
 
 def test_nothing_is_left_in_rays_store(members: Members, marker: str) -> None:
