@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -34,14 +36,27 @@ def model(value: float, count: int = 5) -> dict[str, torch.Tensor]:
 
 def values(tensors: dict[str, torch.Tensor]) -> list[float]:
     """One for each tensor; it has no other."""
-    found = [tensor.unique() for tensor in tensors.values()]
+    found = [torch.unique(tensor) for tensor in tensors.values()]
     assert all(len(value) == 1 for value in found)
     return [float(value) for value in found]
 
 
-def publish(members: Members, value: float, **settings: bool) -> int:
+def publish(members: Members, value: float, keep: int = 1) -> int:
     with members.acting("home"):
-        return rtr.WeightStore("w", **settings).publish(model(value))
+        return rtr.WeightStore("w", keep=keep).publish(model(value))
+
+
+def test_the_memory_of_a_store_ends_with_the_group(members: Members) -> None:
+    publish(members, 1.0)
+    services = members.members["home"].services
+    memory = weakref.ref(next(iter(services.find("weight store", "w", None, "home")._kept.values()))[1].flat)
+    del services
+    with members.acting("a"):
+        rtr.WeightStore.find("w").pull(model(0.0))
+    assert memory() is not None
+    members.close()
+    gc.collect()
+    assert memory() is None
 
 
 @pytest.mark.parametrize("reader", ["home", "a"])
@@ -60,22 +75,28 @@ def test_what_is_published_may_be_changed_at_once(members: Members, reader: str)
 def test_a_pull_that_has_tensors_sent_bounds_each_message(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a tensor that is larger than the bound goes alone."""
     publish(members, 1.0)
-    lane = members.lanes["a"]
+    sent: list[str] = []
+
+    def note(method: str) -> bool:
+        sent.append(method)
+        return False
+
+    members.lanes["a"].holds = note
     for bound, messages in ((2 * SIZE, 3), (5 * SIZE, 1), (1, 5)):
-        sent: list[str] = []
-        lane.holds = lambda method, sent=sent: bool(sent.append(method)) if method == PULL else False  # type: ignore[misc]
+        sent.clear()
         monkeypatch.setattr(weights, "_CHUNK_BYTES", bound)
         with members.acting("a"):
             mine = model(0.0)
             rtr.WeightStore.find("w").pull(mine)
-        assert (len(sent), values(mine)) == (messages, [1.0] * 5)
+        assert (sent.count(PULL), values(mine)) == (messages, [1.0] * 5)
 
 
 def test_since_brings_everything_after_a_pull_that_failed_in_the_middle(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "_CHUNK_BYTES", SIZE)
-    publish(members, 1.0)
+    for value in (1.0, 2.0):
+        publish(members, value, keep=2)
     lane, sent = members.lanes["a"], []
 
     def fails_at_the_third(method: str) -> bool:
@@ -87,14 +108,12 @@ def test_since_brings_everything_after_a_pull_that_failed_in_the_middle(
 
     with members.acting("a"):
         store, mine = rtr.WeightStore.find("w"), model(0.0)
-        assert store.pull(mine) == 1
-    publish(members, 2.0)
-    with members.acting("a"):
+        assert store.pull(mine) == 2
         lane.holds = fails_at_the_third
         with pytest.raises(PeerLost):
-            store.pull(mine, since=1)
-        assert values(mine) == [2.0, 2.0, 1.0, 1.0, 1.0], "tensors of two versions"
-        assert store.pull(mine, since=1) == 2
+            store.pull(mine, version=1)
+        assert values(mine) == [1.0, 1.0, 2.0, 2.0, 2.0], "tensors of two versions"
+        assert store.pull(mine, since=2) == 2
         assert values(mine) == [2.0] * 5
 
 
