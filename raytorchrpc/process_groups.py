@@ -71,7 +71,8 @@ def check_encryption(backend: str, endpoints: Mapping[str, Endpoint]) -> None:
         if not one.same_network(other):
             raise ConfigurationError(
                 f"backend {backend!r} does not encrypt, the group has tls=True, and {first} and {name} share no "
-                f"network namespace: name members of one host in members=, or form a group without tls in your own network"
+                f"network namespace: name members of one host in members=, or form a group without tls in your own "
+                f"network"
             )
 
 
