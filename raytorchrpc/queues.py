@@ -61,7 +61,7 @@ class Queue(Channel):
             home: a member's name, rank or handle, or a Member. None: this member. A process that is in no group gives
                 a name: the first member that uses the handle has the queue made.
             maxsize: items that may wait.
-            max_bytes: likewise; None: a quarter of the memory that the home may use. A larger item is taken in when
+            max_bytes: likewise; None: a quarter of the memory that the home may use. A larger message is taken in when
                 nothing else waits.
             producers: how many calls of ``close`` it takes to end the stream: one for each producer.
 

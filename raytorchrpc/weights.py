@@ -182,9 +182,9 @@ class WeightStore(Handle):
             carry: moves the tensors instead of the lanes, while the home calls ``broadcast``. ``since`` has no effect.
 
         Blocks until tensors on the CPU are filled; copies to a GPU are queued on this thread's current stream.
-        Before anything is written: ConfigurationError naming all that does not match, NotFound for a version that is
-        not there (any more), Empty if nothing was published in time. If it fails later (PeerLost, RpcTimeout) the
-        model may have tensors of two versions: pull again before it is used.
+        Before anything is written: ConfigurationError naming what does not match (up to ten tensors), NotFound for a
+        version that is not there (any more), Empty if nothing was published in time. If it fails later (PeerLost,
+        RpcTimeout) the model may have tensors of two versions: pull again before it is used.
         """
         local, wait_s = run(membership(timeout))
         until = time.monotonic() + wait_s

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
+from raytorchrpc.lanes import _connection
 from raytorchrpc.lanes.base import Pending
 from tests.conformance import peers
 from tests.conformance.peers import ALL_DTYPES, PATIENCE_S, Process, answer, ask, node, random, same, send
@@ -493,6 +494,32 @@ def _answered_after_all_body() -> None:
 def _kept_as_sent_body() -> None:
     (message,) = node().served
     assert bool((message.body.tensors[0] == 1).all())
+
+
+@each("socket over tcp")
+def test_a_connection_to_a_peer_that_reads_nothing_for_long_is_given_up(fresh: Pair) -> None:
+    """Its kernel lives. By default that takes 15 s, here 2."""
+    fresh.run(_give_up_soon)
+    fresh.run(_warm_body)
+    assert fresh.b.process.pid is not None
+    os.kill(fresh.b.process.pid, signal.SIGSTOP)
+    try:
+        fresh.run(_given_up_body)
+    finally:
+        os.kill(fresh.b.process.pid, signal.SIGCONT)
+
+
+def _give_up_soon() -> None:
+    _connection.SILENCE_S, _connection._ASK_AFTER_S, _connection._ASK_EVERY_S = 2, 1, 1
+
+
+def _given_up_body() -> None:
+    pending = send("echo", timeout_s=60)
+    with pytest.raises(PeerLost):
+        answer(send("echo", payload=bytes(50_000_000), timeout_s=60))
+    assert pending.wait(30), "it is still waited for"
+    with pytest.raises(PeerLost):
+        pending.take()
 
 
 @each(*SOCKETS)

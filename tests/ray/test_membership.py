@@ -132,6 +132,7 @@ def test_who_comes_back_need_not_wait_for_another_that_is_away(spawn: Spawn, tmp
         assert ask(a, "b", "count")[1] == 1 and ask(b, "a", "count")[1] == 1
         with pytest.raises(PeerLost, match="'c'"):
             ask(b, "c", "count")
+        assert group.stats(timeout_s=2).missing == ("c",)
         latch.release(held)
         group.wait_ready(20)
         for caller, target in ((a, "c"), (b, "c"), (c, "b")):

@@ -100,6 +100,22 @@ def test_rrefs_say_why_they_cannot_be_had_any_more(members: dict[str, Any]) -> N
     assert "'b'" in inside(a, refused)
 
 
+def test_rrefs_are_refused_where_the_agent_had_to_start_anew(spawn: Spawn) -> None:
+    """Calls go on; restarting the actor is the remedy."""
+    actors = {name: spawn(Peer) for name in "ab"}
+
+    def refused() -> str:
+        assert double("b") == 6
+        with pytest.raises(rtr.LaneUnavailable, match="had to restart its agent for another group") as raised:
+            rtr.remote("b").double(1)
+        return str(raised.value)
+
+    with rtr.init_group(actors, config=rtr.GroupConfig(transports=("uv",))):
+        assert inside(actors["a"], lambda: rtr.remote("b").double(1).to_here()) == 2
+    with rtr.init_group(actors, config=rtr.GroupConfig(transports=("shm", "uv"))):
+        assert "restart the actor" in inside(actors["a"], refused)
+
+
 def test_without_descriptors_no_connection_is_begun(members: dict[str, Any]) -> None:
     """TensorPipe would end the process."""
 

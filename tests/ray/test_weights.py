@@ -247,13 +247,19 @@ def test_one_question_brings_what_lies_on_the_same_host(actors: dict[str, Any], 
     def calls() -> int:
         return sum(row.calls for row in member.process_member().counters.rows(""))
 
-    def follow() -> int:
-        pull(store, 1)  # opens it, and learns what it has
+    def follow(convert: bool) -> int:
+        half = {f"layer{n}": torch.zeros(size).bfloat16() for n, size in enumerate((SMALL, LARGE, 3))}
+        half["steps"] = torch.tensor(0)
+        model = half if convert else filled(-1.0)
+        store.pull(model, convert=convert)  # opens it, and learns what it has
         before = calls()
-        pull(store, 1)
-        return calls() - before
+        store.pull(model, convert=convert)
+        made = calls() - before
+        assert holds(model, 1)
+        return made
 
-    assert in_actor(actors["a"], follow) == 2, "a question, and word that it was read"
+    assert in_actor(actors["a"], follow, False) == 2, "a question, and word that it was read"
+    assert in_actor(actors["a"], follow, True) == 3, "two questions where dtypes are converted"
 
 
 def test_models_of_every_shape_by_one_handle(actors: dict[str, Any], request: Any) -> None:

@@ -38,7 +38,7 @@ class DirectLane(MessageLane):
         """Whether an answer of this method is to wait for ``deliver_answers``."""
         self.answers: list[Callable[[], None]] = []
         self.broken = False
-        """Every request fails, and every answer is lost."""
+        """Every request fails, and every answer is lost, also one that was held."""
         self._under_way: set[SettledPending] = set()
 
     def open(self, serve: Serve, spawn: Spawn) -> None:
@@ -76,15 +76,21 @@ class DirectLane(MessageLane):
         def reply(answer: Message) -> None:
             if pending not in self._under_way:
                 raise PeerLost("caller", "the test broke the connection")
-            self._under_way.discard(pending)
+            arrive = partial(self._arrive, pending, answer)
             if self.delays(message.header[3]):
-                self.answers.append(partial(pending.settle, answer))
+                self.answers.append(arrive)
             else:
-                pending.settle(answer)
+                arrive()
 
         work = peer.server.serve(self, message, reply)
         if work is not None:
             peer.workers.submit(work)
+
+    def _arrive(self, pending: SettledPending, answer: Message) -> None:
+        """Unless the connection broke meanwhile."""
+        if pending in self._under_way:
+            self._under_way.discard(pending)
+            pending.settle(answer)
 
     def release(self, number: int | None = None) -> None:
         """Deliver the request held as number ``number``; None: all, in order, and hold no more."""

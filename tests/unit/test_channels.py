@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -478,6 +480,70 @@ def test_an_item_that_cannot_reach_the_consumer_is_lost_alone(
         assert taken == [1, 2, 4, 5]
 
 
+# --- what waits ----------------------------------------------------------------------------------------------
+
+
+def test_max_bytes_bounds_what_waits(members: Members) -> None:
+    with members.acting("a"):
+        queue = made(max_bytes=1000)
+        queue.put(torch.ones(200))
+        with pytest.raises(rtr.Full):
+            queue.put_nowait(torch.ones(200))
+        assert len(queue.get()) == 200
+        queue.put_nowait(torch.ones(500))  # more than all the room, when nothing else is there
+
+
+def test_waiting_producers_keep_no_threads(members: Members) -> None:
+    count = 100
+
+    async def act() -> None:
+        puts = [asyncio.create_task(queue.aput(number)) for number in range(1, count)]
+        await until(lambda: at_home(members).numbers()["waiting_to_put"] == count - 1)
+        # Idle threads end after some time; those that wait would stay.
+        await until(lambda: threading.active_count() < before + count // 2)
+        assert await queue.aget_many(1) == [0]
+        taken = [await queue.aget() for _ in puts]
+        assert taken == list(range(1, count))
+        await asyncio.gather(*puts)
+
+    with members.acting("a"):
+        queue = made(maxsize=1)
+        queue.put(0)
+        before = threading.active_count()
+        asyncio.run(act())
+
+
+@pytest.mark.parametrize("members", [rtr.GroupConfig(rpc_timeout_s=0.5)], indirect=True)
+@pytest.mark.parametrize("consumer", ["home", "a"])
+def test_without_a_timeout_a_get_waits_as_long_as_a_call_and_an_iteration_longer(
+    members: Members, consumer: str
+) -> None:
+    with members.acting(consumer):
+        queue = made()
+        began = time.monotonic()
+        with pytest.raises(rtr.Empty):
+            queue.get()
+        assert 0.4 < time.monotonic() - began < LONG / 2
+        taking = in_thread(lambda: list(queue))
+        ended = time.monotonic() + 1.2
+        while time.monotonic() < ended:  # more than two calls of the iteration
+            assert wait_until(lambda: at_home(members).numbers()["waiting_to_get"] == 1, LONG)
+        queue.put("late")
+        queue.close()
+        assert taking() == ["late"]
+
+
+def test_an_item_that_holds_an_rref_is_refused(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    with members.acting("a") as local:
+        queue = made()
+        encode = local.codec.encode
+        monkeypatch.setattr(local.codec, "encode", lambda *args, **how: encode(*args, **how)._replace(rrefs=[None]))
+        with pytest.raises(rtr.SerializationError, match="'q' cannot be pickled: an item holds an RRef"):
+            queue.put(object)
+        monkeypatch.undo()
+        assert queue.qsize() == 0
+
+
 # --- members that are away for a while -----------------------------------------------------------------------
 
 
@@ -535,6 +601,38 @@ def test_what_waits_for_a_subscriber_goes_with_its_process(members: Members) -> 
         assert topic.stats()["subscribers"] == 0
         with pytest.raises(rtr.NotFound, match="no such subscription"):
             list(old)
+
+
+def test_an_item_on_its_way_to_a_consumer_that_is_lost_comes_to_nobody_else(members: Members) -> None:
+    """Rather lost than taken twice: the consumer may have it."""
+    lane = members.lanes["b"]
+    with members.acting("b"):
+        queue = made()
+        queue.put_many([1, 2])
+        lane.delays = lambda method: method == TAKE
+        taking = in_thread(lambda: lost(queue.get))
+        assert wait_until(lambda: len(lane.answers) == 1, LONG)
+        members.part("b")
+        assert "an item that was on its way may be lost" in taking()
+        members.reunite("b", incarnation=1)
+    with members.acting("a"):
+        assert rtr.Queue.find("q").get_many(9) == [2]
+
+
+def test_an_item_crosses_to_the_home_once_for_all_subscribers(members: Members) -> None:
+    lane, sent = members.lanes["a"], []
+    with members.acting("a"):
+        topic = rtr.Topic("q", home="home")
+        subscriptions = [topic.subscribe(policy) for policy in ("block", "drop_oldest", "latest")]
+    with members.acting("b"):
+        subscriptions.append(rtr.Topic("q", home="home").subscribe())
+    lane.holds = lambda method: bool(sent.append(method)) if method == PUT else False
+    with members.acting("a"):
+        topic.publish(1)
+        assert [subscription.get() for subscription in subscriptions[:3]] == [1] * 3
+    with members.acting("b"):
+        assert subscriptions[3].get() == 1
+    assert sent == [PUT]
 
 
 def test_a_queue_and_its_handles_outlast_a_partition(members: Members) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import copy
 import dataclasses
+import pickle
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from raytorchrpc import errors
 from raytorchrpc.codec import Codec, Encoded
 from raytorchrpc.errors import PeerLost, RemoteError, SerializationError
 from raytorchrpc.exceptions import decode_exception, encode_exception
@@ -98,6 +100,38 @@ def test_exceptions_arrive_as_they_were_raised(error: Exception) -> None:
     assert cause.type_name == f"{type(error).__module__}.{type(error).__qualname__}"
     assert "in arrival" in cause.traceback_text
     assert "learner.update" in str(cause)
+
+
+OWN_ERRORS: list[errors.RayTorchRpcError] = [
+    errors.RayTorchRpcError("x"),
+    errors.ConfigurationError("x"),
+    errors.BootstrapError("x", ("a", "b")),
+    errors.NotAMember("x"),
+    errors.SerializationError("x"),
+    errors.LaneUnavailable("shm", "x"),
+    errors.PeerLost("a", "x", may_have_run=False),
+    errors.PeerBusy("x", "a", 3, 4),
+    errors.RpcTimeout("x"),
+    errors.NotFound("x"),
+    errors.Empty("x"),
+    errors.Full("x", 3),
+    errors.Closed("x", 3),
+    errors.TransferFailed("id", "a", "x"),
+    errors.ProcessGroupLost("x"),
+    errors.RemoteError("x", "ValueError", "Traceback"),
+]
+
+
+@pytest.mark.parametrize("error", OWN_ERRORS, ids=lambda error: type(error).__name__)
+def test_the_packages_own_errors_survive_pickling(error: errors.RayTorchRpcError) -> None:
+    copied = pickle.loads(pickle.dumps(error))
+    assert type(copied) is type(error)
+    assert (str(copied), copied.args, vars(copied)) == (str(error), error.args, vars(error))
+
+
+def test_all_of_the_packages_own_errors_have_one_base() -> None:
+    own = {value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)}
+    assert own == {type(error) for error in OWN_ERRORS}
 
 
 def test_a_tensor_in_an_exception_travels_with_it() -> None:

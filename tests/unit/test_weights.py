@@ -14,7 +14,7 @@ import torch
 from raytorchrpc._published import Weights
 from raytorchrpc._pulling import Pulled
 from raytorchrpc._relays import HOME, LEAD, Relays
-from raytorchrpc._snapshots import equal
+from raytorchrpc._snapshots import equal, write
 from raytorchrpc.errors import ConfigurationError, NotFound
 from raytorchrpc.lanes._arena import SharedAddress
 from raytorchrpc.lanes._lent import Borrower, Lender
@@ -191,6 +191,24 @@ def test_changes_are_seen_however_they_were_made(alarms: Alarms) -> None:
     assert look(weights, since=None).changed is None
     weights.publish({"other": torch.ones(2)}, None)
     assert look(weights, since=3).changed == [0], "of another model everything is new"
+
+
+def test_a_tensor_that_has_not_changed_is_not_copied_again(alarms: Alarms, monkeypatch: Any) -> None:
+    """Once each of the two pieces of memory has it."""
+    copied: list[int] = []
+
+    def count_and_write(targets: Any, sources: Any, move: Any) -> None:
+        copied.append(len(targets))
+        write(targets, sources, move)
+
+    monkeypatch.setattr("raytorchrpc._published.write", count_and_write)
+    weights, given = store(alarms, track=True), {name: torch.ones(3) for name in "abc"}
+    for value in range(5):
+        given["b"].fill_(value)
+        weights.publish(given, None)
+    assert copied == [3, 3, 1, 1, 1]
+    found = look(weights)
+    assert [float(tensor[0]) for tensor in read(weights, found.lease, (0, None), (1, None))] == [1.0, 4.0]
 
 
 def test_bits_are_compared() -> None:

@@ -1,0 +1,66 @@
+"""Pages of ``docs/`` that make promises: each row says which tests show it, or that none does; and the tests exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from raytorchrpc import _channel_home, _items, _published, handles, weights
+from raytorchrpc.lanes import _connection
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("failure-model.md", "queues.md", "security.md", "weights.md")
+_NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+
+def text_of(page: str) -> str:
+    return (ROOT / "docs" / page).read_text(encoding="utf-8")
+
+
+def rows(page: str) -> list[str]:
+    """Of the tables whose last column is "shown by"."""
+    found, shows = [], False
+    for line in text_of(page).splitlines():
+        if not line.startswith("|"):
+            shows = False
+        elif line.endswith("| shown by |"):
+            shows = True
+        elif shows and not line.startswith("|---"):
+            found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_says_what_shows_its_promises(page: str) -> None:
+    assert len(rows(page)) > 15
+    for row in rows(page):
+        shown = row.split("|")[-2].strip()
+        assert shown == "none" or _NAMED.search(shown), f"neither a test nor 'none': {row}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_tests_that_a_page_names_exist(page: str) -> None:
+    named = sorted(set(_NAMED.findall(text_of(page))))
+    assert named
+    for file, test in named:
+        text = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).exists() else ""
+        assert re.search(rf"^ *(async )?def {test}\(", text, re.MULTILINE), f"{page} names {file}::{test}"
+
+
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [
+        ("queues.md", f"one message ({_items.CHUNK_BYTES >> 20} MiB, or one item)"),
+        ("queues.md", f"parts (of `maxsize` items, or {_items.CHUNK_BYTES >> 20} MiB)"),
+        ("queues.md", f"up to a { {4: 'quarter'}[_channel_home._LENT_SHARE] } of each producer's"),
+        ("queues.md", f"cut off for more than about {_connection.SILENCE_S} s"),
+        ("weights.md", f"at most {weights._CHUNK_BYTES >> 20} MiB, or one tensor, in a message"),
+        ("weights.md", f"A home that stands still costs {handles._ANSWER_S} s more"),
+        ("weights.md", f"{ {60.0: 'a minute'}[_published._LINGER_S] } after the pull's timeout"),
+        ("failure-model.md", f"After about {_connection.SILENCE_S} s of silence the TCP connections are given up"),
+    ],
+)
+def test_the_numbers_on_a_page_are_those_of_the_code(page: str, number: str) -> None:
+    assert number in " ".join(text_of(page).split())

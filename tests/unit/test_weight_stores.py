@@ -1,0 +1,129 @@
+"""Handles of weights between members of one process: what ``publish`` copies, and what ``pull`` brings."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc import member, weights
+from raytorchrpc._weight_services import PULL
+from raytorchrpc.errors import PeerLost
+from tests.unit.members import Members
+
+LONG = 20.0
+#: Bytes of each tensor.
+SIZE = 400
+
+
+@pytest.fixture
+def members() -> Iterator[Members]:
+    made = Members(rtr.GroupConfig(rpc_timeout_s=LONG))
+    try:
+        yield made
+    finally:
+        member.set_local(None)
+        made.close()
+
+
+def model(value: float, count: int = 5) -> dict[str, torch.Tensor]:
+    return {f"layer{number}": torch.full((SIZE // 4,), value) for number in range(count)}
+
+
+def values(tensors: dict[str, torch.Tensor]) -> list[float]:
+    """One for each tensor; it has no other."""
+    found = [torch.unique(tensor) for tensor in tensors.values()]
+    assert all(len(value) == 1 for value in found)
+    return [float(value) for value in found]
+
+
+def publish(members: Members, value: float, keep: int = 1) -> int:
+    with members.acting("home"):
+        return rtr.WeightStore("w", keep=keep).publish(model(value))
+
+
+def test_the_memory_of_a_store_ends_with_the_group(members: Members) -> None:
+    publish(members, 1.0)
+    services = members.members["home"].services
+    memory = weakref.ref(next(iter(services.find("weight store", "w", None, "home")._kept.values()))[1].flat)
+    del services
+    with members.acting("a"):
+        rtr.WeightStore.find("w").pull(model(0.0))
+    assert memory() is not None
+    members.close()
+    gc.collect()
+    assert memory() is None
+
+
+@pytest.mark.parametrize("reader", ["home", "a"])
+def test_what_is_published_may_be_changed_at_once(members: Members, reader: str) -> None:
+    with members.acting("home"):
+        given = model(1.0)
+        assert rtr.WeightStore("w").publish(given) == 1
+        for tensor in given.values():
+            tensor.fill_(9.0)
+    with members.acting(reader):
+        mine = model(0.0)
+        assert rtr.WeightStore.find("w").pull(mine) == 1
+        assert values(mine) == [1.0] * 5
+
+
+def test_a_pull_that_has_tensors_sent_bounds_each_message(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a tensor that is larger than the bound goes alone."""
+    publish(members, 1.0)
+    sent: list[str] = []
+
+    def note(method: str) -> bool:
+        sent.append(method)
+        return False
+
+    members.lanes["a"].holds = note
+    for bound, messages in ((2 * SIZE, 3), (5 * SIZE, 1), (1, 5)):
+        sent.clear()
+        monkeypatch.setattr(weights, "_CHUNK_BYTES", bound)
+        with members.acting("a"):
+            mine = model(0.0)
+            rtr.WeightStore.find("w").pull(mine)
+        assert (sent.count(PULL), values(mine)) == (messages, [1.0] * 5)
+
+
+def test_since_brings_everything_after_a_pull_that_failed_in_the_middle(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "_CHUNK_BYTES", SIZE)
+    for value in (1.0, 2.0):
+        publish(members, value, keep=2)
+    lane, sent = members.lanes["a"], []
+
+    def fails_at_the_third(method: str) -> bool:
+        if method == PULL:
+            sent.append(method)
+            if len(sent) == 3:
+                raise PeerLost("home", "the test broke the connection", may_have_run=False)
+        return False
+
+    with members.acting("a"):
+        store, mine = rtr.WeightStore.find("w"), model(0.0)
+        assert store.pull(mine) == 2
+        lane.holds = fails_at_the_third
+        with pytest.raises(PeerLost):
+            store.pull(mine, version=1)
+        assert values(mine) == [1.0, 1.0, 2.0, 2.0, 2.0], "tensors of two versions"
+        assert store.pull(mine, since=2) == 2
+        assert values(mine) == [2.0] * 5
+
+
+def test_what_does_not_fit_is_named_up_to_ten_tensors(members: Members) -> None:
+    with members.acting("home"):
+        rtr.WeightStore("w").publish(model(1.0, count=12))
+    with members.acting("a"):
+        mine: dict[str, torch.Tensor] = {f"layer{number}": torch.zeros(3) for number in range(12)}
+        with pytest.raises(rtr.ConfigurationError) as error:
+            rtr.WeightStore.find("w").pull(mine)
+        said = str(error.value)
+        assert all(f"'layer{number}' is (100,) as published, and (3,)" in said for number in range(10))
+        assert "and 2 more" in said and values(mine) == [0.0] * 12
