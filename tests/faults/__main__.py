@@ -121,7 +121,8 @@ def main() -> None:
 
         arguments = [f"--{name}={getattr(given, name)}" for name in ("faults", "seed", "lanes", "seconds")]
         arguments += ["--patterns"] * given.patterns + ["--long"] * given.long
-        sys.exit(on_hosts.run(Path(tempfile.mkdtemp(prefix="faults-")), given.hosts, arguments))
+        failures = on_hosts.PATIENT if given.patterns else on_hosts.FAILURES
+        sys.exit(on_hosts.run(Path(tempfile.mkdtemp(prefix="faults-")), given.hosts, arguments, failures))
     directory = given.within or Path(tempfile.mkdtemp(prefix="faults-"))
     print(f"seed {given.seed}, lanes {given.lanes}, {time.strftime('%H:%M:%S')}; notes in {directory}", flush=True)
     hand = FromOutside(directory) if given.within else None

@@ -183,7 +183,6 @@ PATTERNS_HOSTS_TABLE: tuple[tuple[int, Draw], ...] = (
     *PATTERNS_TABLE,
     (40, lambda draw, member: Partition(member, OUTLASTING_S)),
     (15, lambda draw, member: Cable(member, draw.choice((1.0, 3.0)))),
-    (10, lambda draw, member: PowerOff(member)),
 )
 #: The same over minutes: members also stand still for longer than the lease of a reader of weights.
 PATTERNS_LONG_TABLE: tuple[tuple[int, Draw], ...] = (

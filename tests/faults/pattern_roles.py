@@ -140,7 +140,7 @@ class Roles:
         time.sleep(_PAUSE_S)
 
     def _produce(self, role: Role, of: Object, draw: random.Random) -> None:
-        producer = f"{self.member}.{self.life}.{role.number}"
+        producer = f"{self.member}.{self.life}.{role.number} {role.how or 'publish'}"
         numbers = itertools.count(1)
         for handle, held, number in self._sessions(of, role, self.producing_over.is_set):
             verdict = "ok"

@@ -43,6 +43,8 @@ class PatternRunning(Running):
     names: ClassVar[Sequence[str]] = NAMES[:4]
     scale = 1
     """Of the weights."""
+    deaf = False
+    """Somebody was, after a round: what would come then tells nothing more."""
 
     @staticmethod
     def member(place: int) -> tuple[type[Worker], dict[str, Any]]:
@@ -90,9 +92,10 @@ class PatternRunning(Running):
         known = len(self.report.violations)
         self.calm(number)
         if len(self.report.violations) > known:
-            self._judge_patterns(plan, struck)
-            raise RuntimeError("the group is not what it was")
-        self._ask_all("alarm", number=number)
+            self.deaf = True
+            self._violated("DEAF: a member that lives answers nobody, or is not heard by others; see above")
+        else:
+            self._ask_all("alarm", number=number)
         self._judge_patterns(plan, struck)
         self.report.seconds += time.monotonic() - began
         return struck
@@ -207,6 +210,6 @@ def run_patterns(
                 print(f"{number:>4} {done:>4}/{count} {run.report.seconds:7.1f} s  {list(faults)}", flush=True)
                 for text in run.report.violations[known:]:
                     print(f"      !! {text[:700]}", flush=True)
-            if over or run.report.seconds > seconds:
+            if over or run.deaf or run.report.seconds > seconds:
                 break
         return run.report
