@@ -107,7 +107,7 @@ def _of_each(records: Iterable[Record], lives: Lives, starved: bool, parted: boo
         if record.op == "next" and died is not None and record.began < died < record.ended - _TOLD_S - record.still:
             yield "LATE", record, f"told {record.ended - died:.2f} s after its home had died: {text}"
         # An iteration may still have items of the last message.
-        if died is not None and died < record.began and record.verdict in _ANSWERS and record.op != "next":
+        if died is not None and died < record.began and _is_answer(record) and record.op != "next":
             yield "STALE", record, f"{text}, {record.began - died:.3f} s after that life"
         ended = record.verdict == "end" or (record.verdict == "Closed" and record.op != "close")
         if ended and closed.get((record.object, record.held), record.ended) >= record.ended:
@@ -119,6 +119,11 @@ def _of_each(records: Iterable[Record], lives: Lives, starved: bool, parted: boo
                 yield "CROSSED", record, f"item {number} of {producer} is of {name!r}, life {life}"
             if not good:
                 yield "CORRUPT", record, f"item {number} of {producer}"
+
+
+def _is_answer(record: Record) -> bool:
+    """Of the home's."""
+    return record.verdict in _ANSWERS and not record.data.get("cancelled")
 
 
 def _of_call(record: Record, lives: Lives) -> Found:
@@ -196,8 +201,10 @@ def _of_queue(records: Sequence[Record], lives: Lives) -> Found:
     first = records[0]
     consumers = _handles(records)
     allowed = 0
+    # What is given back goes to the front, while later items are on their way to others already.
+    given_back = any(record.data.get("cancelled") for record in records)
     for took in consumers.values():
-        yield from _of_one_consumer(took)
+        yield from (found for found in _of_one_consumer(took) if not (given_back and found[0] == "ORDER"))
         limit = max(record.data.get("limit", 1) for record in took)
         # Told that something may be lost; or died with what was on its way, or noted nowhere yet.
         allowed += sum(record.verdict not in _ANSWERS for record in took) * limit

@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ _PAUSE_S = 0.01
 #: After one that failed.
 _RETRY_S = 0.05
 _MOST = 8
+_ON_A_LOOP = ("aput", "gathered", "aget", "async for", "cancel", "apull")
 
 
 class Roles:
@@ -125,7 +127,7 @@ class Roles:
         """Until the role is over."""
         self.counts[role.number] = 0
         draw = random.Random(f"{self.member} {self.life} {role.number}")
-        acts: dict[str, Callable[[Role, Object, random.Random], None]] = {
+        acts: dict[str, Callable[[Role, Object, random.Random, Any], None]] = {
             "produce": self._produce,
             "publish": self._produce,
             "consume": self._consume,
@@ -133,13 +135,24 @@ class Roles:
             "read": self._read,
             "call": self._call,
         }
-        acts[role.does](role, of, draw)
+        with self._loop(role) as loop:
+            acts[role.does](role, of, draw, loop)
+
+    @contextmanager
+    def _loop(self, role: Role) -> Iterator[asyncio.AbstractEventLoop | None]:
+        """For the coroutines of a role; none for a role without. It has its descriptors before others run short."""
+        loop = asyncio.new_event_loop() if role.how in _ON_A_LOOP else None
+        try:
+            yield loop
+        finally:
+            if loop is not None:
+                loop.close()
 
     def _did(self, role: Role) -> None:
         self.counts[role.number] += 1
         time.sleep(_PAUSE_S)
 
-    def _produce(self, role: Role, of: Object, draw: random.Random) -> None:
+    def _produce(self, role: Role, of: Object, draw: random.Random, loop: Any) -> None:
         producer = f"{self.member}.{self.life}.{role.number} {role.how or 'publish'}"
         numbers = itertools.count(1)
         for handle, held, number in self._sessions(of, role, self.producing_over.is_set):
@@ -153,19 +166,19 @@ class Roles:
 
                 def put(data: dict[str, Any], mine: Any = mine, items: Any = items, timeout: float = timeout) -> None:
                     data.update(producer=producer, ok=[], maybe=mine)
-                    _put(role.how, handle, items, mine, timeout, data)  # noqa: B023
+                    _put(role.how, loop, handle, items, mine, timeout, data)  # noqa: B023
 
                 verdict, _ = self.note("put", of, held, number, timeout + GRACE_S, put)
                 self._did(role)
                 if verdict not in ("ok", "Full"):
                     time.sleep(_RETRY_S)
 
-    def _consume(self, role: Role, of: Object, draw: random.Random) -> None:
+    def _consume(self, role: Role, of: Object, draw: random.Random, loop: Any) -> None:
         for handle, held, number in self._sessions(of, role, self.over.is_set):
-            if self._take_all(role, of, held, number, handle, draw):
+            if self._take_all(role, of, held, number, handle, draw, loop):
                 return
 
-    def _subscribe(self, role: Role, of: Object, draw: random.Random) -> None:
+    def _subscribe(self, role: Role, of: Object, draw: random.Random, loop: Any) -> None:
         policy = role.how.split()[0]
         for topic, held, _ in self._sessions(of, role, self.over.is_set):
             number = self.handle_number()
@@ -177,37 +190,35 @@ class Roles:
             verdict, subscription = self.note("subscribe", of, held, number, RPC_TIMEOUT_S, subscribe)
             if verdict == "ok":
                 how = "items" if "items" in role.how else draw.choice(("get", "get_many"))
-                if self._take_all(role._replace(how=how), of, held, number, subscription, draw):
+                if self._take_all(role._replace(how=how), of, held, number, subscription, draw, loop):
                     return
 
-    def _take_all(self, role: Role, of: Object, held: int, number: str, handle: Any, draw: random.Random) -> bool:
+    def _take_all(
+        self, role: Role, of: Object, held: int, number: str, handle: Any, draw: random.Random, loop: Any
+    ) -> bool:
         """Until the handle says that its object is gone, or that the stream has ended. Returns whether the role has."""
         how = role.how
-        loop = asyncio.new_event_loop() if how in ("aget", "async for", "cancel") else None
         batch = _MOST if how in ("items 8", "get_many") else 1
         stream = handle.items(batch=batch) if how.startswith("items") or how == "async for" else None
-        try:
-            while not self.over.is_set():
-                timeout = draw.choice((0.1, 0.5))
+        while not self.over.is_set():
+            timeout = draw.choice((0.1, 0.5))
 
-                def take(data: dict[str, Any], timeout: float = timeout) -> None:
-                    data["limit"] = batch
-                    taken = _take(how, handle, stream, loop, timeout, draw.random())
-                    data["items"] = [described(item) for item in taken]
+            def take(data: dict[str, Any], timeout: float = timeout) -> None:
+                data["limit"] = batch
+                taken = _take(how, handle, stream, loop, timeout, draw.random())
+                data["items"] = [described(item) for item in taken or ()]
+                data["cancelled"] = taken is None
 
-                op, allowed = ("get", timeout + GRACE_S) if stream is None else ("next", None)
-                verdict, _ = self.note(op, of, held, number, allowed, take)
-                self._did(role)
-                if verdict in ("NotFound", "Closed", "end"):
-                    return self.closing and verdict != "NotFound"
-                if verdict not in ("ok", "Empty"):
-                    time.sleep(_RETRY_S)
-            return True
-        finally:
-            if loop is not None:
-                loop.close()
+            op, allowed = ("get", timeout + GRACE_S) if stream is None else ("next", None)
+            verdict, _ = self.note(op, of, held, number, allowed, take)
+            self._did(role)
+            if verdict in ("NotFound", "Closed", "end"):
+                return self.closing and verdict != "NotFound"
+            if verdict not in ("ok", "Empty"):
+                time.sleep(_RETRY_S)
+        return True
 
-    def _read(self, role: Role, of: Object, draw: random.Random) -> None:
+    def _read(self, role: Role, of: Object, draw: random.Random, loop: Any) -> None:
         for store, held, number in self._sessions(of, role, self._reading_over):
             model = {name: torch.zeros(size, dtype=torch.int64) for name, size in layout(of.shape, held, of.scale)}
             since: int | None = None
@@ -218,7 +229,7 @@ class Roles:
                 def pull(data: dict[str, Any], since: int | None = since, timeout: float = timeout) -> int:
                     data["since"] = since
                     if role.how == "apull":
-                        version = asyncio.run(store.apull(model, since=since, timeout=timeout))  # noqa: B023
+                        version = loop.run_until_complete(store.apull(model, since=since, timeout=timeout))  # noqa: B023
                     else:
                         version = store.pull(model, since=since, timeout=timeout)  # noqa: B023
                     data.update(version=version, ends=ends_of(list(model.items())))  # noqa: B023
@@ -234,7 +245,7 @@ class Roles:
     def _reading_over(self) -> bool:
         return self.closing or self.over.is_set()
 
-    def _call(self, role: Role, of: Object, draw: random.Random) -> None:
+    def _call(self, role: Role, of: Object, draw: random.Random, loop: Any) -> None:
         for count in itertools.count(1):
             if self.closing or self.over.is_set():
                 return
@@ -275,14 +286,16 @@ def new_weights(of: Object, life: int, version: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _put(how: str, handle: Any, items: list[Any], numbers: list[int], timeout: float, data: dict[str, Any]) -> None:
+def _put(
+    how: str, loop: Any, handle: Any, items: list[Any], numbers: list[int], timeout: float, data: dict[str, Any]
+) -> None:
     """``data``: gets the numbers that are in, and those that may be."""
     if how == "":
         handle.publish(items[0], timeout)
     elif how == "put":
         handle.put(items[0], timeout)
     elif how == "aput":
-        asyncio.run(handle.aput(items[0], timeout))
+        loop.run_until_complete(handle.aput(items[0], timeout))
     elif how == "put_many":
         try:
             handle.put_many(items, timeout)
@@ -290,7 +303,7 @@ def _put(how: str, handle: Any, items: list[Any], numbers: list[int], timeout: f
             data.update(ok=numbers[: error.accepted], maybe=[])
             raise
     else:
-        came = asyncio.run(_gathered([handle.aput(item, timeout) for item in items]))
+        came = loop.run_until_complete(_gathered([handle.aput(item, timeout) for item in items]))
         failed = [error for error in came if error is not None]
         sure = (rtr.Full, rtr.Closed, rtr.PeerBusy)
         data["ok"] = [number for number, error in zip(numbers, came, strict=True) if error is None]
@@ -305,8 +318,8 @@ async def _gathered(puts: list[Any]) -> list[Any]:
     return await asyncio.gather(*puts, return_exceptions=True)
 
 
-def _take(how: str, handle: Any, stream: Any, loop: Any, timeout: float, chance: float) -> list[Any]:
-    """``chance``: from 0 to 1, of what is left to it."""
+def _take(how: str, handle: Any, stream: Any, loop: Any, timeout: float, chance: float) -> list[Any] | None:
+    """What came; None: the request was cancelled. ``chance``: from 0 to 1, of what is left to it."""
     if how == "get":
         return [handle.get(timeout)]
     if how == "get_many":
@@ -325,7 +338,7 @@ async def anext_of(stream: Any) -> Any:
     return await stream.__anext__()
 
 
-async def _or_cancelled(queue: rtr.Queue, timeout: float, patience_s: float) -> list[Any]:
+async def _or_cancelled(queue: rtr.Queue, timeout: float, patience_s: float) -> list[Any] | None:
     """What comes within so much; else the request is taken back."""
     getting = asyncio.ensure_future(queue.aget(timeout))
     await asyncio.wait([getting], timeout=patience_s)
@@ -334,4 +347,4 @@ async def _or_cancelled(queue: rtr.Queue, timeout: float, patience_s: float) -> 
     try:
         return [await getting]
     except asyncio.CancelledError:
-        return []
+        return None

@@ -77,6 +77,13 @@ GOOD: dict[str, list[Record]] = {
         record("get", at=99, verdict="PeerLost", held=1),
     ],
     "a handle says that its life is over": [record("get", at=110, verdict="NotFound", held=1)],
+    "cancelled before the home said so": [record("get", at=110, held=1, items=[], cancelled=True)],
+    "given back to the front": [
+        put([1, 2]),
+        record("get", at=15, items=[], cancelled=True),
+        got([2]),
+        got([1], 21),
+    ],
     "a topic": [SUBSCRIBED, put([1, 2], of=TOPIC), got([1, 2], of=TOPIC, handle="s"), CLOSE_TOPIC, TOPIC_ENDED],
     "a subscriber was told": [
         SUBSCRIBED,
