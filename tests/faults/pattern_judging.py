@@ -15,7 +15,7 @@ Each violation's text begins with its kind:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -176,15 +176,22 @@ def _put(records: Iterable[Record]) -> Iterator[tuple[str, int]]:
             yield from ((record.data["producer"], number) for number in record.data.get("ok", ()))
 
 
-def _of_one_consumer(records: Sequence[Record]) -> Found:
-    """Order, and nothing twice, for each producer."""
+def _of_one_consumer(records: Sequence[Record], sure: Set[tuple[str, int]]) -> Found:
+    """Nothing twice, and for each producer the order of what is ``sure`` to have been put when it was put.
+
+    An item whose producer was told that it may be in or not may also come later.
+    """
     last: dict[str, int] = {}
+    came: set[tuple[str, int]] = set()
     for record in records:
         for producer, number in _items([record]):
-            if number <= last.get(producer, 0):
-                kind = "DOUBLED" if number == last[producer] else "ORDER"
-                yield kind, record, f"item {number} of {producer} came after {last[producer]}"
-            last[producer] = max(number, last.get(producer, 0))
+            if (producer, number) in came:
+                yield "DOUBLED", record, f"item {number} of {producer}"
+            came.add((producer, number))
+            if (producer, number) in sure:
+                if number < last.get(producer, 0):
+                    yield "ORDER", record, f"item {number} of {producer} came after {last[producer]}"
+                last[producer] = max(number, last.get(producer, 0))
 
 
 def _handles(records: Iterable[Record]) -> dict[str, list[Record]]:
@@ -199,12 +206,12 @@ def _handles(records: Iterable[Record]) -> dict[str, list[Record]]:
 def _of_queue(records: Sequence[Record], lives: Lives) -> Found:
     """Of one life."""
     first = records[0]
-    consumers = _handles(records)
+    consumers, put = _handles(records), set(_put(records))
     allowed = 0
     # What is given back goes to the front, while later items are on their way to others already.
     given_back = any(record.data.get("cancelled") for record in records)
     for took in consumers.values():
-        yield from (found for found in _of_one_consumer(took) if not (given_back and found[0] == "ORDER"))
+        yield from (found for found in _of_one_consumer(took, put) if not (given_back and found[0] == "ORDER"))
         limit = max(record.data.get("limit", 1) for record in took)
         # Told that something may be lost; or died with what was on its way, or noted nowhere yet.
         allowed += sum(record.verdict not in _ANSWERS for record in took) * limit
@@ -220,44 +227,38 @@ def _of_queue(records: Sequence[Record], lives: Lives) -> Found:
     if not any(record.verdict in ("end", "Closed") for took in consumers.values() for record in took):
         yield "NOT DRAINED", first, "nobody came to its end"
         return
-    lost = sorted(set(_put(records)) - set(came))
+    lost = sorted(put - set(came))
     if len(lost) > allowed:
         yield "LOST", first, f"{len(lost)} items, and {allowed} may be: {lost[:8]}"
 
 
 def _of_topic(records: Sequence[Record]) -> Found:
     """Of one life."""
-    published = list(_put(records))
     begun = {item: record.began for record in records if record.op == "put" for item in _put([record])}
     taken = _handles(records)
     for subscribed in records:
         if subscribed.op != "subscribe" or subscribed.verdict != "ok":
             continue
         took = taken.get(subscribed.handle, [])
-        yield from _of_one_consumer(took)
-        if subscribed.data["policy"] != "block":
-            continue
-        for record in _lost_in(took, subscribed.ended, published, begun):
-            yield "LOST", *record
+        yield from _of_one_consumer(took, begun.keys())
+        if subscribed.data["policy"] == "block":
+            due = {item for item, began in begun.items() if began > subscribed.ended}
+            for record, text in _lost_in(took, due):
+                yield "LOST", record, text
 
 
-def _lost_in(
-    took: Sequence[Record], since: float, published: Sequence[tuple[str, int]], begun: Mapping[tuple[str, int], float]
-) -> Iterator[tuple[Record, str]]:
-    """Items of a subscription that holds up its publishers: each of these comes, or an error says that some may not."""
+def _lost_in(took: Sequence[Record], due: Set[tuple[str, int]]) -> Iterator[tuple[Record, str]]:
+    """Items of a subscription that holds up its publishers: each comes, unless an error says that some may not."""
     came = set(_items(took))
-    for producer in {producer for producer, _ in published}:
-        mine = sorted(number for by, number in published if by == producer and begun[by, number] > since)
-        at = [(place, number) for place, r in enumerate(took) for by, number in _items([r]) if by == producer]
-        for (place, before), (later, number) in pairwise(at):
-            missed = [one for one in mine if before < one < number]
-            if missed and not any(record.verdict not in _ANSWERS for record in took[place : later + 1]):
-                yield took[later], f"{len(missed)} of {producer} between {before} and {number}: {missed[:8]}"
+    for producer in sorted({by for by, _ in due}):
+        mine = sorted(number for by, number in due if by == producer)
+        at = [(-1, 0)]
+        for place, record in enumerate(took):
+            at += [(place, number) for by, number in _items([record]) if by == producer and (by, number) in due]
         if took and took[-1].verdict in ("end", "Closed"):
-            after = at[-1] if at else (0, 0)
-            missed = [one for one in mine if one > after[1] and (producer, one) not in came]
-            if missed and not any(record.verdict not in _ANSWERS for record in took[after[0] :]):
-                yield took[-1], f"the last {len(missed)} of {producer}, before the end: {missed[:8]}"
-        first = [one for one in mine if at and one < at[0][1]]
-        if first and not any(record.verdict not in _ANSWERS for record in took[: at[0][0] + 1]):
-            yield took[at[0][0]], f"the first {len(first)} of {producer}: {first[:8]}"
+            at.append((len(took) - 1, mine[-1] + 1))
+        for (place, before), (later, number) in pairwise(at):
+            missed = [one for one in mine if before < one < number and (producer, one) not in came]
+            told = any(record.verdict not in _ANSWERS for record in took[max(place, 0) : later + 1])
+            if missed and not told:
+                yield took[later], f"{len(missed)} of {producer} between {before} and {number}: {missed[:8]}"

@@ -84,6 +84,15 @@ GOOD: dict[str, list[Record]] = {
         got([2]),
         got([1], 21),
     ],
+    "a put that timed out comes later": [
+        record("put", at=9, verdict="RpcTimeout", producer="p", ok=[], maybe=[1]),
+        put([2, 3]),
+        got([2]),
+        got([1], 21),
+        got([3], 22),
+        CLOSE,
+        ENDED,
+    ],
     "a topic": [SUBSCRIBED, put([1, 2], of=TOPIC), got([1, 2], of=TOPIC, handle="s"), CLOSE_TOPIC, TOPIC_ENDED],
     "a subscriber was told": [
         SUBSCRIBED,
