@@ -63,7 +63,7 @@ def judge(
         if any(record.op == "subscribe" for record in of_life):
             found += _of_topic(of_life)
         else:
-            found += _of_queue(of_life, lives)
+            found += _of_queue(of_life, lives, parted)
     return _firsts(found)
 
 
@@ -203,7 +203,7 @@ def _handles(records: Iterable[Record]) -> dict[str, list[Record]]:
     return taken
 
 
-def _of_queue(records: Sequence[Record], lives: Lives) -> Found:
+def _of_queue(records: Sequence[Record], lives: Lives, parted: bool) -> Found:
     """Of one life."""
     first = records[0]
     consumers, put = _handles(records), set(_put(records))
@@ -217,6 +217,8 @@ def _of_queue(records: Sequence[Record], lives: Lives) -> Found:
         allowed += sum(record.verdict not in _ANSWERS for record in took) * limit
         died = lives.get((took[0].member, took[0].life), Life(None)).died
         allowed += 2 * limit if died is not None else 0
+        # Likewise if a request was cancelled just when its answer could not arrive any more.
+        allowed += limit if parted and given_back else 0
     came = [item for took in consumers.values() for item in _items(took)]
     doubled = {item for item in came if came.count(item) > 1} if len(came) != len(set(came)) else set()
     if doubled:
