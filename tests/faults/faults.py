@@ -67,6 +67,8 @@ class ShortOfMemory(Fault):
 
     seconds: float
     spare: int
+    tensor: bool = False
+    """It brings a tensor, which may go by torchrpc: TensorPipe ends a process that has no memory for it."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ HOSTS_TABLE: tuple[tuple[int, Draw], ...] = (
 
 
 def _short_of_memory(draw: random.Random, member: str) -> Fault:
-    return ShortOfMemory(member, draw.choice((0.3, 1.0, 2.5)), draw.choice((24 * MB, 64 * MB)))
+    return ShortOfMemory(member, draw.choice((0.3, 1.0, 2.5)), draw.choice((24 * MB, 64 * MB)), draw.random() < 0.2)
 
 
 def _short_of_threads(draw: random.Random, member: str) -> Fault:

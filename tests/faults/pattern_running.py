@@ -134,7 +134,8 @@ class PatternRunning(Running):
         spare = fault.spare if isinstance(fault, ShortOfMemory) else None
         starved = remote.ask("starve", seconds=fault.seconds, spare=spare)
         if isinstance(fault, ShortOfMemory):
-            asked = [(others[0], others[0].ask("burden", target=fault.member, size=2 * fault.spare, seconds=3.0))]
+            burden = {"target": fault.member, "size": 2 * fault.spare, "tensor": fault.tensor, "seconds": 3.0}
+            asked = [(others[0], others[0].ask("burden", **burden))]
         else:
             asked = [(other, other.ask("many_calls", target=fault.member, count=40, seconds=3.0)) for other in others]
         for other, future in asked:

@@ -57,6 +57,11 @@ class PatternWorker(Worker):
         """What came, and the life added to the tensor."""
         return self._life, number, tensor.add_(self._life)
 
+    @rtr.method(concurrent=True)
+    def length(self, text: bytes) -> int:
+        """Of what came."""
+        return len(text)
+
     # --- what the test commands ----------------------------------------------------------------------------------
 
     def life(self) -> int:
@@ -172,10 +177,14 @@ class PatternWorker(Worker):
                     resource.setrlimit(resource.RLIMIT_AS, usual)
                     break
 
-    def burden(self, target: str, size: int, seconds: float) -> str:
+    def burden(self, target: str, size: int, tensor: bool, seconds: float) -> str:
         """One large call; returns what came of it."""
         try:
-            rtr.rpc_sync(target, timeout=seconds).echo(1, torch.ones(size // 8, dtype=torch.int64))
+            peer = rtr.rpc_sync(target, timeout=seconds)
+            if tensor:
+                peer.echo(1, torch.ones(size // 8, dtype=torch.int64))
+            else:
+                peer.length(bytes(size))
         except Exception as error:
             return type(error).__name__
         return "ok"
