@@ -203,15 +203,19 @@ def _handles(records: Iterable[Record]) -> dict[str, list[Record]]:
     return taken
 
 
+def _may_give_back(record: Record) -> bool:
+    """Whether an item may have come for it too late, and gone back while later ones were on their way already."""
+    return bool(record.data.get("cancelled")) or (record.op in ("get", "next") and record.verdict == "RpcTimeout")
+
+
 def _of_queue(records: Sequence[Record], lives: Lives, parted: bool) -> Found:
     """Of one life."""
     first = records[0]
     consumers, put = _handles(records), set(_put(records))
     allowed = 0
-    # What is given back goes to the front, while later items are on their way to others already.
-    given_back = any(record.data.get("cancelled") for record in records)
+    given_back = any(map(_may_give_back, records))
     for took in consumers.values():
-        yield from (found for found in _of_one_consumer(took, put) if not (given_back and found[0] == "ORDER"))
+        yield from (one for one in _of_one_consumer(took, put) if one[0] != "ORDER" or not given_back)
         limit = max(record.data.get("limit", 1) for record in took)
         # Told that something may be lost; or died with what was on its way, or noted nowhere yet.
         allowed += sum(record.verdict not in _ANSWERS for record in took) * limit
@@ -242,7 +246,8 @@ def _of_topic(records: Sequence[Record]) -> Found:
         if subscribed.op != "subscribe" or subscribed.verdict != "ok":
             continue
         took = taken.get(subscribed.handle, [])
-        yield from _of_one_consumer(took, begun.keys())
+        found = _of_one_consumer(took, begun.keys())
+        yield from (one for one in found if one[0] != "ORDER" or not any(map(_may_give_back, took)))
         if subscribed.data["policy"] == "block":
             due = {item for item, began in begun.items() if began > subscribed.ended}
             for record, text in _lost_in(took, due):

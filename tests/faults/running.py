@@ -278,6 +278,8 @@ class Running:
                 killed.update({name: one for name, remote in before.items() if remote.host == host})
         killed.update({one.fault.member: one for one in struck if isinstance(one.fault, Kill) and one.landed})
         parted = {before[one.fault.member].host for one in struck if may_part(one.fault)}
+        if socket.gethostname() in parted:  # all others are out of reach from here
+            parted |= {remote.host for remote in before.values()}
         for name, remote in before.items():
             if name not in killed:
                 starved = [one for one in struck if one.fault.member == name and isinstance(one.fault, MAY_END)]

@@ -93,6 +93,13 @@ GOOD: dict[str, list[Record]] = {
         CLOSE,
         ENDED,
     ],
+    "an item came too late and went back": [
+        SUBSCRIBED,
+        put([1, 2], of=TOPIC),
+        record("next", TOPIC, 19, "RpcTimeout", handle="s"),
+        got([2], of=TOPIC, handle="s"),
+        got([1], 21, of=TOPIC, handle="s"),
+    ],
     "a topic": [SUBSCRIBED, put([1, 2], of=TOPIC), got([1, 2], of=TOPIC, handle="s"), CLOSE_TOPIC, TOPIC_ENDED],
     "a subscriber was told": [
         SUBSCRIBED,
