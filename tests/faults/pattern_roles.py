@@ -53,6 +53,8 @@ class Roles:
         self.producing_over, self.over = threading.Event(), threading.Event()
         self.closing = False
         """The home has closed everything, or is about to."""
+        self.pulling: Callable[[], None] | None = None
+        """To be called once, when the next pull begins."""
         self.counts: dict[int, int] = {}
         """Operations of each role."""
         self._numbers = itertools.count(1)
@@ -228,6 +230,9 @@ class Roles:
 
                 def pull(data: dict[str, Any], since: int | None = since, timeout: float = timeout) -> int:
                     data["since"] = since
+                    pulling, self.pulling = self.pulling, None
+                    if pulling is not None:
+                        pulling()
                     if role.how == "apull":
                         version = loop.run_until_complete(store.apull(model, since=since, timeout=timeout))  # noqa: B023
                     else:

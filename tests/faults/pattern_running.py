@@ -19,6 +19,7 @@ from tests.faults.faults import (
     PATTERNS_TABLE,
     Fault,
     ShortOfMemory,
+    Stop,
     may_part,
     random_faults,
 )
@@ -33,6 +34,8 @@ from tests.faults.worker import Worker
 
 #: A role has that long to do what is asked of it between two steps of a round.
 _STEP_S = 10.0
+#: So long after its timeout a reader of weights holds a version (docs/weights.md).
+LEASE_S = 60.0
 #: And to come to its end once everything is closed.
 _END_S = 30.0
 
@@ -115,11 +118,15 @@ class PatternRunning(Running):
                 self.answered(there.ask("begin", plan=plan), f"{name} begins again", there)
 
     def _strike_in_the_middle(self, one: Struck, number: int, healing: ExitStack) -> None:
-        """When a member has done some more."""
+        """When a member has done some more; who stands still for so long that its lease ends does so in a pull."""
         with self._lock:
             observer, least = self._draw.choice(self.names), self._draw.randrange(1, 12)
         remote = self.remotes[observer]
         self.answered(remote.ask("more", least=least, seconds=2.0), f"{observer} goes on", remote)
+        if isinstance(one.fault, Stop) and one.fault.seconds > LEASE_S:
+            target, key = self.remotes[one.fault.member], f"{number}-{one.fault.member}-pulls"
+            if self.answered(target.ask("tell_of_pull", key=key), f"{target.name} tells", target):
+                self.board.await_moment(key, 5.0)
         self._strike(one, number, healing, [])
 
     _lock = threading.Lock()

@@ -17,7 +17,7 @@ from tests.faults.faults import MB
 from tests.faults.pattern_plan import Object, Plan
 from tests.faults.pattern_records import Journal, next_life
 from tests.faults.pattern_roles import GRACE_S, Roles, make, new_weights
-from tests.faults.worker import BEAT_S, Worker
+from tests.faults.worker import BEAT_S, Worker, tell
 
 _JOIN_S = 60.0
 #: Between two versions of weights.
@@ -126,6 +126,14 @@ class PatternWorker(Worker):
                 return True
             time.sleep(0.02)
         return False
+
+    def tell_of_pull(self, key: str) -> bool:
+        """This moment has come when the next pull begins; whether this member pulls."""
+        roles = self._roles
+        if roles is None or not any(name.startswith("read") for name in self._threads):
+            return False
+        roles.pulling = lambda: tell(key, hold=False)
+        return True
 
     def stop_producing(self, seconds: float) -> list[str]:
         """Items are put no longer. Returns those that go on all the same after so many seconds."""
