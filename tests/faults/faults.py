@@ -189,7 +189,7 @@ PATTERNS_HOSTS_TABLE: tuple[tuple[int, Draw], ...] = (
 #: The same over minutes: members also stand still for longer than the lease of a reader of weights.
 PATTERNS_LONG_TABLE: tuple[tuple[int, Draw], ...] = (
     *PATTERNS_TABLE,
-    (20, lambda draw, member: Stop(member, draw.choice((62.0, 75.0)))),
+    (20, lambda draw, member: Stop(member, draw.choice((70.0, 75.0)))),
 )
 OF_A_HOST = (Cable, Partition, PowerOff)
 #: Below five seconds nobody is lost (docs/failure-model.md).
