@@ -50,8 +50,8 @@ LANES: dict[str, dict[str, Any]] = {
     "nng": {"lanes": ("nng",)},
     "nixl": {"lanes": ("socket", "nixl", "torchrpc")},
 }
-#: What its errors say.
-_TENSORPIPE = ("end of file", "broken pipe", "connection reset by peer")
+#: What errors of torchrpc's say, and of TCP between hosts that were parted.
+_BROKEN = ("end of file", "broken pipe", "connection reset by peer", "[Errno 110] Connection timed out")
 #: Nothing here is meant to last so long; what does, hangs (seconds).
 PATIENCE_S = 90.0
 REJOIN_S = 120.0
@@ -322,8 +322,9 @@ class Running:
         except rtr.RayTorchRpcError as error:
             self._violated(f"round {number}: {error}")
         failed = self._everybody(number, "calm", list(self.remotes))
-        # A connection of TensorPipe's that broke shows with the next call on it, and costs that one alone.
-        broke = [one for one in failed if one[1][6] == "PeerLost" and any(text in one[1][8] for text in _TENSORPIPE)]
+        # A connection of TensorPipe's that broke, or one that a partition outlasted, shows with the next call on it, and
+        # costs that one alone.
+        broke = [one for one in failed if one[1][6] == "PeerLost" and any(text in one[1][8] for text in _BROKEN)]
         again = self._everybody(number, "calm-again", sorted({name for name, _ in broke}))
         for name, outcome in [*(one for one in failed if one not in broke), *again]:
             self._violated(f"round {number}: in the calm, {name}: {outcome}")
