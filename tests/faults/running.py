@@ -322,8 +322,8 @@ class Running:
         except rtr.RayTorchRpcError as error:
             self._violated(f"round {number}: {error}")
         failed = self._everybody(number, "calm", list(self.remotes))
-        # A connection of TensorPipe's that broke, or one that a partition outlasted, shows with the next call on it, and
-        # costs that one alone.
+        # A connection of TensorPipe's that broke, or one that a partition outlasted, shows with the next call on it,
+        # and costs that one alone.
         broke = [one for one in failed if one[1][6] == "PeerLost" and any(text in one[1][8] for text in _BROKEN)]
         again = self._everybody(number, "calm-again", sorted({name for name, _ in broke}))
         for name, outcome in [*(one for one in failed if one not in broke), *again]:
