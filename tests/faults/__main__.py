@@ -15,8 +15,10 @@ from pathlib import Path
 
 from tests.faults.faults import HOSTS_TABLE, TABLE, Kill, random_faults
 from tests.faults.hands import FromOutside, Hand
+from tests.faults.pattern_running import run_patterns
 from tests.faults.ray_here import ray_here
-from tests.faults.running import LANES, NAMES, NEAR, Report, running
+from tests.faults.report import Report
+from tests.faults.running import LANES, NAMES, NEAR, running
 
 #: Rounds between two looks at what the processes hold.
 LOOK_EVERY = 5
@@ -110,18 +112,26 @@ def main() -> None:
     parser.add_argument("--lanes", choices=list(LANES), default="default")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no round after so much of it")
     parser.add_argument("--hosts", type=int, default=1, help="needs root, or user namespaces")
+    parser.add_argument("--patterns", action="store_true", help="queues, topics and weights, and their homes")
+    parser.add_argument("--long", action="store_true", help="of --patterns: members stand still for over a minute too")
     parser.add_argument("--within", type=Path, help=argparse.SUPPRESS)  # one of these hosts
     given = parser.parse_args()
     if given.hosts > 1:
         from tests.faults import on_hosts
 
         arguments = [f"--{name}={getattr(given, name)}" for name in ("faults", "seed", "lanes", "seconds")]
-        sys.exit(on_hosts.run(Path(tempfile.mkdtemp(prefix="faults-")), given.hosts, arguments))
+        arguments += ["--patterns"] * given.patterns + ["--long"] * given.long
+        failures = on_hosts.PATIENT if given.patterns else on_hosts.FAILURES
+        sys.exit(on_hosts.run(Path(tempfile.mkdtemp(prefix="faults-")), given.hosts, arguments, failures))
     directory = given.within or Path(tempfile.mkdtemp(prefix="faults-"))
     print(f"seed {given.seed}, lanes {given.lanes}, {time.strftime('%H:%M:%S')}; notes in {directory}", flush=True)
     hand = FromOutside(directory) if given.within else None
     with ray_here(among_hosts=hand is not None):
-        report = run_random(directory, given.seed, given.faults, given.lanes, given.seconds, loud=True, hand=hand)
+        arguments = (directory, given.seed, given.faults, given.lanes, given.seconds)
+        if given.patterns:
+            report = run_patterns(*arguments, loud=True, hand=hand, long=given.long)
+        else:
+            report = run_random(*arguments, loud=True, hand=hand)
     print(table(report))
     for text in report.violations:
         print(f"  {text}")

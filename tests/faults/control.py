@@ -21,6 +21,17 @@ from typing import Any
 HOLD_S = 30.0
 
 
+def start(target: Callable[[], None], name: str) -> threading.Thread:
+    """A thread, as soon as the process has the memory for one."""
+    while True:
+        try:
+            thread = threading.Thread(target=target, name=name, daemon=True)
+            thread.start()
+            return thread
+        except (MemoryError, RuntimeError):  # "can't start new thread"
+            time.sleep(0.02)
+
+
 class Died(Exception):
     """The process ended before it answered."""
 
@@ -181,7 +192,7 @@ class Control:
                     if (event := self._held.get(said["go"])) is not None:
                         event.set()
                     continue
-                threading.Thread(target=self._do, args=(said,), name="test-command", daemon=True).start()
+                start(lambda said=said: self._do(said), "test-command")
 
     def _do(self, said: dict[str, Any]) -> None:
         answer: dict[str, Any] = {"re": said["ask"]}

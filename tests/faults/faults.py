@@ -62,6 +62,23 @@ class FdLimit(Fault):
 
 
 @dataclass(frozen=True)
+class ShortOfMemory(Fault):
+    """For so many seconds it may map ``spare`` more bytes (RLIMIT_AS), and a call brings it more than that."""
+
+    seconds: float
+    spare: int
+    tensor: bool = False
+    """It brings a tensor, which may go by torchrpc: TensorPipe ends a process that has no memory for it."""
+
+
+@dataclass(frozen=True)
+class ShortOfThreads(Fault):
+    """For so many seconds it may map less than a thread's stack takes (RLIMIT_AS), so none can be started."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Garbage(Fault):
     """Bytes of no meaning, from so many connections to each socket it listens on."""
 
@@ -140,9 +157,52 @@ HOSTS_TABLE: tuple[tuple[int, Draw], ...] = (
     (15, lambda draw, member: Partition(member, draw.choice(CUTS_S), *_call_of(draw))),
     (9, lambda draw, member: PowerOff(member, *_call_of(draw))),
 )
+
+
+def _short_of_memory(draw: random.Random, member: str) -> Fault:
+    return ShortOfMemory(member, draw.choice((0.3, 1.0, 2.5)), draw.choice((24 * MB, 64 * MB)), draw.random() < 0.2)
+
+
+def _short_of_threads(draw: random.Random, member: str) -> Fault:
+    return ShortOfThreads(member, draw.choice((0.3, 1.0, 2.5)))
+
+
+def _kill_between_calls(draw: random.Random, member: str) -> Fault:
+    return Kill(member)
+
+
+#: What strikes the homes and the users of queues, topics and weights.
+PATTERNS_TABLE: tuple[tuple[int, Draw], ...] = (
+    (45, _kill_between_calls),
+    (5, _kill),
+    (15, lambda draw, member: Stop(member, draw.choice((0.3, 1.5, 4.0)))),
+    (15, _short_of_memory),
+    (15, _short_of_threads),
+    (5, lambda draw, member: FdLimit(member, draw.randrange(4))),
+)
+#: The same where there are several hosts.
+PATTERNS_HOSTS_TABLE: tuple[tuple[int, Draw], ...] = (
+    *PATTERNS_TABLE,
+    (40, lambda draw, member: Partition(member, OUTLASTING_S)),
+    (15, lambda draw, member: Cable(member, draw.choice((1.0, 3.0)))),
+)
+#: The same over minutes: members also stand still for longer than the lease of a reader of weights.
+PATTERNS_LONG_TABLE: tuple[tuple[int, Draw], ...] = (
+    *PATTERNS_TABLE,
+    (20, lambda draw, member: Stop(member, draw.choice((70.0, 75.0)))),
+)
 OF_A_HOST = (Cable, Partition, PowerOff)
 #: Below five seconds nobody is lost (docs/failure-model.md).
 CUTS_S = (0.3, 1.0, 3.0)
+#: After about fifteen they are, though they live (seconds).
+OUTLASTING_S = 16.0
+#: What may end the process, if Ray's own threads cannot bear it; then it is lost, and Ray restarts it.
+MAY_END = (ShortOfMemory, ShortOfThreads)
+
+
+def may_part(fault: Fault) -> bool:
+    """Whether members that live may be lost to the others by it."""
+    return isinstance(fault, (Cable, Partition)) and fault.seconds > max(CUTS_S)
 
 
 def random_faults(

@@ -20,6 +20,8 @@ from tests.multihost.rig import Host, read_line, stop
 
 #: Health checks in a row, one every half second, by which Ray gives up a silent host: a short cut does not do it.
 FAILURES = 12
+#: With so many it outlasts any partition.
+PATIENT = 100
 _ANSWER_S = 20.0
 
 
@@ -115,12 +117,12 @@ def listening(outside: Outside, directory: Path) -> Iterator[None]:
             thread.join()
 
 
-def run(directory: Path, count: int, arguments: Sequence[str]) -> int:
+def run(directory: Path, count: int, arguments: Sequence[str], failures: int = FAILURES) -> int:
     """``python -m tests.faults <arguments>`` on the first of ``count`` hosts; its output is ours. Returns its status.
 
     ``directory``: for what all hosts are to see. Raises Unavailable where hosts cannot be built.
     """
-    with cluster(count, keep=[directory], failures=FAILURES, cpus=1) as hosts:
+    with cluster(count, keep=[directory], failures=failures, cpus=1) as hosts:
         outside = Outside(hosts)
         try:
             with listening(outside, directory):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import random
 import signal
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, TypeVar
 
 import ray
 
@@ -23,6 +20,7 @@ from tests.faults import garbage
 from tests.faults.control import Board, Died, Remote
 from tests.faults.faults import (
     AS_CALLER,
+    MAY_END,
     MB,
     ArenaFull,
     Cable,
@@ -34,9 +32,11 @@ from tests.faults.faults import (
     PowerOff,
     Silence,
     Stop,
+    may_part,
 )
 from tests.faults.hands import Hand, Here
 from tests.faults.judging import Rest, judge_calls, judge_rest, stood_still
+from tests.faults.report import Change, Report, Struck
 from tests.faults.worker import AsyncWorker, Worker
 
 NAMES = ("c0", "c1", "c2", "c3", "c4", "c5")
@@ -50,57 +50,23 @@ LANES: dict[str, dict[str, Any]] = {
     "nng": {"lanes": ("nng",)},
     "nixl": {"lanes": ("socket", "nixl", "torchrpc")},
 }
-#: What its errors say.
-_TENSORPIPE = ("end of file", "broken pipe", "connection reset by peer")
+#: What errors of torchrpc's say, and of TCP between hosts that were parted.
+_BROKEN = ("end of file", "broken pipe", "connection reset by peer", "[Errno 110] Connection timed out")
 #: Nothing here is meant to last so long; what does, hangs (seconds).
 PATIENCE_S = 90.0
 REJOIN_S = 120.0
 STAGED_S = 5.0
 
 
-class Change(NamedTuple):
-    """As the group told it, and when."""
-
-    at: float
-    kind: str
-    members: tuple[str, ...]
-
-
-@dataclass
-class Struck:
-    """One fault, and what it led to; times in seconds."""
-
-    fault: Fault
-    landed: bool = True
-    """The moment came."""
-    at: float | None = None
-    """When it was killed."""
-    detected: float | None = None
-    """From the kill until the group said so."""
-    caller_told: float | None = None
-    """From the kill until the pending call to the member had failed, without the time that the caller stood still."""
-    caller: str = ""
-    rejoined: float | None = None
-    born: float | None = None
-    """From the kill until Ray had the next process run."""
-
-
-@dataclass
-class Report:
-    """What many rounds came to."""
-
-    struck: list[Struck] = field(default_factory=list)
-    verdicts: Counter[str] = field(default_factory=Counter)
-    violations: list[str] = field(default_factory=list)
-    repeated: int = 0
-    """Calls with retry= that ran more than once, as they may."""
-    latest: float = -math.inf
-    """The most that a call lasted beyond its deadline (seconds)."""
-    seconds: float = 0.0
-
-
 class Running:
     """The group. Use ``running``."""
+
+    names: ClassVar[Sequence[str]] = NAMES
+
+    @staticmethod
+    def member(place: int) -> tuple[type[Worker], dict[str, Any]]:
+        """Its class, and Ray's options for it: three run one method at a time, two have threads, one a loop."""
+        return (AsyncWorker if place == 5 else Worker), ({"max_concurrency": 4} if place in (3, 4) else {})
 
     def __init__(
         self, group: rtr.Group, actors: dict[str, Any], board: Board, log: Path, seed: int, hand: Hand
@@ -128,6 +94,10 @@ class Running:
         with self._changed:
             self.changes.append(Change(time.monotonic(), change.kind, change.members))
             self._changed.notify_all()
+
+    def _was_lost(self, member: str, since: float) -> bool:
+        with self._changed:
+            return any(c.at > since and c.kind == "lost" and member in c.members for c in self.changes)
 
     def _await_change(self, member: str, kinds: tuple[str, ...], since: float, seconds: float) -> float | None:
         """When it was told, or None."""
@@ -158,7 +128,7 @@ class Running:
             for one in early:
                 self._strike(one, number, healing, outcomes)
             loads = {
-                name: remote.ask("load", seed=number, peers=[peer for peer in NAMES if peer != name], least=least,
+                name: remote.ask("load", seed=number, peers=[peer for peer in self.names if peer != name], least=least,
                                  threads=2)
                 for name, remote in before.items()
             }  # fmt: skip
@@ -217,7 +187,7 @@ class Running:
     def _struck(self, one: Struck, number: int, healing: ExitStack, outcomes: list[list[Any]]) -> None:
         fault = one.fault
         remote = self.remotes[fault.member]
-        peers = [name for name in NAMES if name != fault.member]
+        peers = [name for name in self.names if name != fault.member]
         if isinstance(fault, (Kill, Stop, Cable, Partition, PowerOff)):
             if fault.at == "idle":
                 self._signal(one, remote, healing)
@@ -307,14 +277,20 @@ class Running:
                 host = before[one.fault.member].host
                 killed.update({name: one for name, remote in before.items() if remote.host == host})
         killed.update({one.fault.member: one for one in struck if isinstance(one.fault, Kill) and one.landed})
+        parted = {before[one.fault.member].host for one in struck if may_part(one.fault)}
+        if socket.gethostname() in parted:  # all others are out of reach from here
+            parted |= {remote.host for remote in before.values()}
         for name, remote in before.items():
             if name not in killed:
+                starved = [one for one in struck if one.fault.member == name and isinstance(one.fault, MAY_END)]
                 if remote.died is not None:
-                    self._violated(f"round {number}: SURVIVOR LOST: {name} (pid {remote.pid}); {struck}")
-                    killed[name] = Struck(Kill(name))
-                elif any(
-                    change.at > began and change.kind == "lost" and name in change.members for change in self.changes
-                ):
+                    if not starved:
+                        self._violated(f"round {number}: SURVIVOR LOST: {name} (pid {remote.pid}); {struck}")
+                    killed[name] = starved[0] if starved else Struck(Kill(name))
+                elif self._was_lost(name, began) and remote.host in parted:
+                    if self._await_change(name, ("back",), began, REJOIN_S) is None:
+                        self._violated(f"round {number}: {name} could be reached again, and is not back")
+                elif self._was_lost(name, began):
                     self._violated(f"round {number}: {name} was said to be lost, and lived; {struck}")
                 continue
             one = killed[name]
@@ -346,8 +322,9 @@ class Running:
         except rtr.RayTorchRpcError as error:
             self._violated(f"round {number}: {error}")
         failed = self._everybody(number, "calm", list(self.remotes))
-        # A connection of TensorPipe's that broke shows with the next call on it, and costs that one alone.
-        broke = [one for one in failed if one[1][6] == "PeerLost" and any(text in one[1][8] for text in _TENSORPIPE)]
+        # A connection of TensorPipe's that broke, or one that a partition outlasted, shows with the next call on it,
+        # and costs that one alone.
+        broke = [one for one in failed if one[1][6] == "PeerLost" and any(text in one[1][8] for text in _BROKEN)]
         again = self._everybody(number, "calm-again", sorted({name for name, _ in broke}))
         for name, outcome in [*(one for one in failed if one not in broke), *again]:
             self._violated(f"round {number}: in the calm, {name}: {outcome}")
@@ -359,7 +336,7 @@ class Running:
                 "everybody",
                 group=self.group.name,
                 label=f"{number}-{label}",
-                peers=[other for other in NAMES if other != name],
+                peers=[other for other in self.names if other != name],
                 timeout=15,
             )
             for name in names
@@ -383,7 +360,7 @@ class Running:
     def rest(self) -> None:
         """Everybody comes to rest; survivors hold what they held before."""
         for name, remote in self.remotes.items():
-            connected = remote.ask("connect", peers=[peer for peer in NAMES if peer != name])
+            connected = remote.ask("connect", peers=[peer for peer in self.names if peer != name])
             self.answered(connected, f"torchrpc connections of {name}", remote)
         elsewhere = len({remote.host for remote in self.remotes.values()}) > 1
         asked = {name: remote.ask("left", seconds=15) for name, remote in self.remotes.items()}
@@ -400,11 +377,14 @@ class Running:
             ]
 
 
+R = TypeVar("R", bound=Running)
+
+
 @contextmanager
 def running(
-    directory: Path, seed: int, road: str = "default", hand: Hand | None = None, **config: Any
-) -> Iterator[Running]:
-    """A group of six restartable actors (three that run one method at a time, two threaded, one async); Ray runs.
+    directory: Path, seed: int, road: str = "default", hand: Hand | None = None, kind: type[R] = Running, **config: Any
+) -> Iterator[R]:
+    """A group of restartable actors, those of ``kind``; Ray runs.
 
     ``road``: of ``LANES``; ``config``: other settings of the group. ``hand``: there are several hosts, and it strikes
     them; ``NEAR`` are here, and the others on hosts that have Ray's resource "away".
@@ -413,25 +393,20 @@ def running(
     log = directory / f"log-{seed}"
     log.touch()
     actors = {}
-    for place, name in enumerate(NAMES):
-        cls = ray.remote(AsyncWorker if place == 5 else Worker)
-        concurrency = {3: 4, 4: 4}.get(place)
-        options: dict[str, Any] = {
-            "num_cpus": 0,
-            "max_restarts": -1,
-            **({"max_concurrency": concurrency} if concurrency else {}),
-        }
+    for place, name in enumerate(kind.names):
+        cls, own = kind.member(place)
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, **own}
         if hand is not None and name not in NEAR:
             options |= {"resources": {"away": 1}, "scheduling_strategy": "SPREAD"}
         elif hand is not None:
             options |= {"resources": {socket.gethostname(): 1}}
-        actors[name] = cls.options(**options).remote(name, board.path, str(log))
+        actors[name] = ray.remote(cls).options(**options).remote(name, board.path, str(log))
     settings = {"shm_bytes": 80 << 20, "rpc_timeout_s": 10, **LANES[road], **config}
     try:
         with rtr.init_group(
             actors, name=f"faults-{seed}", config=rtr.GroupConfig(**settings), timeout_s=PATIENCE_S
         ) as group:
-            run = Running(group, actors, board, log, seed, hand or Here())
+            run = kind(group, actors, board, log, seed, hand or Here())
             run.pooled = settings["shm_bytes"] if road == "nixl" else 0
             run.calm(0)
             run.rest()
