@@ -38,6 +38,7 @@ from raytorchrpc.errors import (
 )
 from raytorchrpc.execution import Limit, Scope, current_scope
 from raytorchrpc.handles import Handle, Steps, arun, membership, new_ticket, run
+from raytorchrpc.loops import on_loop
 from raytorchrpc.member import LocalMember
 from raytorchrpc.services import Later
 
@@ -225,9 +226,19 @@ class Channel(Handle):
         return self._urgent(local, PUT_BACK, (*self._object, key, batch.stub, packed(batch)), RETURNS)
 
     def _tell_home(self, local: LocalMember, service: str, args: tuple[Any, ...], retry: int = 0) -> None:
-        """As ``_urgent``; nobody waits for the answer, or can do anything if it cannot be sent."""
-        with suppress(RayTorchRpcError):
-            self._urgent(local, service, args, retry)
+        """As ``_urgent``; nobody waits for the answer, or can do anything if it cannot be sent.
+
+        An event loop leaves it to a worker: the connection may be busy for as long as a large message takes.
+        """
+
+        def tell() -> None:
+            with suppress(RayTorchRpcError):
+                self._urgent(local, service, args, retry)
+
+        if on_loop():
+            local.workers.submit(tell)
+        else:
+            tell()
 
     def _urgent(self, local: LocalMember, service: str, args: tuple[Any, ...], retry: int) -> Future[None]:
         """Send it whatever else is under way, and whether or not a deadline has passed. ``retry``: so often again, on a

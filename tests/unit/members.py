@@ -37,6 +37,8 @@ class DirectLane(MessageLane):
         self.delays: Callable[[str], bool] = lambda method: False
         """Whether an answer of this method is to wait for ``deliver_answers``."""
         self.answers: list[Callable[[], None]] = []
+        self.jammed: threading.Event | None = None
+        """If given, what sends stands still until it is set, as on a connection that takes no data."""
         self.broken = False
         """Every request fails, and every answer is lost, also one that was held."""
         self._under_way: set[SettledPending] = set()
@@ -64,6 +66,8 @@ class DirectLane(MessageLane):
         pending = SettledPending(over)
         if self.broken:
             raise PeerLost(peer, "the test broke the connection", may_have_run=False)
+        if self.jammed is not None:
+            self.jammed.wait(timeout_s)
         self._under_way.add(pending)
         deliver = partial(self._deliver, self.peers[peer], message, pending)
         if self.holds(message.header[3]):

@@ -244,6 +244,26 @@ def test_a_cancelled_get_gives_up_its_place_whatever_flow_control_says(members: 
         asyncio.run(act())
 
 
+def test_a_cancelled_get_does_not_hold_its_loop_up_while_the_connection_takes_no_data(members: Members) -> None:
+    lane = members.lanes["a"]
+
+    async def act() -> None:
+        waiting = asyncio.create_task(queue.aget(timeout=10 * LONG))
+        await until(lambda: at_home(members).numbers()["waiting_to_get"] == 1)
+        lane.jammed = threading.Event()
+        waiting.cancel()
+        began = time.monotonic()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert time.monotonic() - began < LONG / 4
+        lane.jammed.set()
+        await until(lambda: at_home(members).numbers()["waiting_to_get"] == 0)
+
+    with members.acting("a"):
+        queue = made()
+        asyncio.run(act())
+
+
 def put_at_home(members: Members, *values: Any) -> None:
     """Whoever else acts here meanwhile."""
     made = all_taken_apart(Codec(), values, 1)

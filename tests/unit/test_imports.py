@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "queues": {"_channel_home", "_channels", "_outlet", "_store", "handles", "member"},
     "topics": {"_channel_home", "_channels", "_outlet", "_store", "handles", "member", "queues"},
     "_channels": {
-        *("_channel_home", "_items", "_order", "_outlet", "_store", "calls", "execution", "handles", "member"),
+        *("_channel_home", "_items", "_order", "_outlet", "_store", "calls", "execution", "handles", "loops", "member"),
         "services",
     },
     "_channel_home": {"_items", "_order", "_outlet", "_store", "handles", "member", "services"},
