@@ -134,7 +134,7 @@ class FrameReader:
 
     def _begin_large(self, head: bytes | bytearray, size: int) -> None:
         if self._authenticator is not None:
-            self._hash = self._authenticator.begin()
+            self._hash = self._authenticator.begin(size - TAG_BYTES)
         try:
             self._large = torch.empty(size, dtype=torch.uint8)  # a bytearray would be zeroed first
         except (MemoryError, RuntimeError):  # torch's allocator raises the latter
