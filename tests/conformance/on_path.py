@@ -20,7 +20,11 @@ class Relay:
         """Addresses as ``socket.bind`` and ``socket.connect`` take them."""
         self._family, self._target = family, target
         self._listener = socket.socket(family)
-        self._listener.bind(listen_at)
+        try:
+            self._listener.bind(listen_at)
+        except OSError:
+            self._listener.close()
+            raise
         self._listener.listen()
         self.address: Any = self._listener.getsockname()
         self.tamper: Tamper | None = None
@@ -30,6 +34,7 @@ class Relay:
         self.relayed = threading.Event()
         """Set once the accepting end has answered something."""
         self._socks: list[socket.socket] = []
+        self._closed = False
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -38,6 +43,8 @@ class Relay:
                 near, _ = self._listener.accept()
                 far = socket.socket(self._family)
                 self._socks += [near, far]
+                if self._closed:
+                    self.close()
                 far.connect(self._target)
                 threading.Thread(target=self._forward, args=(near, far, True), daemon=True).start()
                 threading.Thread(target=self._forward, args=(far, near, False), daemon=True).start()
@@ -54,6 +61,7 @@ class Relay:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        self._closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         for sock in (self._listener, *self._socks):
