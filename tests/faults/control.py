@@ -17,6 +17,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from raytorchrpc import threads
+
 #: Whoever waits at a moment goes on after this, if nobody lets him (seconds).
 HOLD_S = 30.0
 
@@ -25,10 +27,8 @@ def start(target: Callable[[], None], name: str) -> threading.Thread:
     """A thread, as soon as the process has the memory for one."""
     while True:
         try:
-            thread = threading.Thread(target=target, name=name, daemon=True)
-            thread.start()
-            return thread
-        except (MemoryError, RuntimeError):  # "can't start new thread"
+            return threads.start(target, name=name)  # Python's own waits for ever for one that has no memory to begin
+        except (MemoryError, threads.ThreadShortage):
             time.sleep(0.02)
 
 
