@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from raytorchrpc import execution
-from raytorchrpc.member import process_member
+from raytorchrpc.calls import gates
+from raytorchrpc.calls.member import process_member
 
 _COUNTED_ELSEWHERE = ("_Alarm", "_Counter")
-_MAPPED = "raytorchrpc.lanes._cuda_shared.Mapped"
+_MAPPED = "raytorchrpc.lanes.cuda_ipc.mappings.Mapped"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -90,7 +90,7 @@ def in_flight() -> int:
         ipc.tidy()
     return (
         sum(len(connection._pending) for connection in connections)
-        + sum(len(gate._seats) + len(gate._queue) for gate in execution._gates.values())
+        + sum(len(gate._seats) + len(gate._queue) for gate in gates._gates.values())
         + len(member.server.tasks)
         + (len(ipc._out) if ipc is not None else 0)
     )

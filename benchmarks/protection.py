@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from benchmarks._harness import Row, interleaved, show
-from raytorchrpc.codec import Encoded
-from raytorchrpc.lanes import _protection
-from raytorchrpc.lanes._credentials import Credentials
-from raytorchrpc.lanes._tls import make_identity
 from raytorchrpc.lanes.base import Message, MessageLane, PeerAddress, Reply
-from raytorchrpc.lanes.nng import NngLane
-from raytorchrpc.lanes.socket import SocketLane
+from raytorchrpc.lanes.common import protection
+from raytorchrpc.lanes.common.credentials import Credentials
+from raytorchrpc.lanes.common.tls import make_identity
+from raytorchrpc.lanes.nng.lane import NngLane
+from raytorchrpc.lanes.socket.lane import SocketLane
+from raytorchrpc.tensors.codec import Encoded
 
 SECRET = bytes(32)
 #: Payload in bytes, repeats, and the lane that carries it between hosts where torchrpc is left out.
@@ -37,10 +37,10 @@ def _lane(kind: type[Any], way: str, rank: int, tls: bytes, serve: Callable[[Mes
 
 def _bare(way: str) -> None:
     """Take protection off the connections that are made from now on, in this process."""
-    _protection.Tagged = (lambda keys: None) if way == "bare" else _TAGGED  # type: ignore[assignment,misc]
+    protection.Tagged = (lambda keys: None) if way == "bare" else _TAGGED  # type: ignore[assignment,misc]
 
 
-_TAGGED = _protection.Tagged
+_TAGGED = protection.Tagged
 
 
 def _serve(pipe: Connection, tls: bytes) -> None:

@@ -23,13 +23,13 @@ import raytorchrpc as rtr
 from benchmarks import _growth
 from benchmarks._harness import machine, start_ray
 from benchmarks.scale_steps import GROUP, PATIENCE_S, Member, exercise
-from raytorchrpc import topology
-from raytorchrpc.fabric import AgentIdentity
-from raytorchrpc.forming import current_owner
-from raytorchrpc.joining import Prepared, Probe
-from raytorchrpc.lanes._acceptor import SocketAddress
-from raytorchrpc.lanes._credentials import Instance
-from raytorchrpc.roster import Roster
+from raytorchrpc.group.formation import current_owner
+from raytorchrpc.group.roster import Roster
+from raytorchrpc.lanes.common.acceptor import SocketAddress
+from raytorchrpc.lanes.common.credentials import Instance
+from raytorchrpc.lanes.torchrpc.agent import AgentIdentity
+from raytorchrpc.membership.join import Prepared, Probe
+from raytorchrpc.topology import probe
 
 SIZES = (8, 16, 32, 64)
 #: Members of the group that is only planned, and on how many hosts they are.
@@ -224,12 +224,12 @@ def _size(value: Any) -> int:
 
 def plan_alone(members: int, hosts: int) -> dict[str, float]:
     """What the process that forms a group does by itself, for members that only exist on paper: copies of this one."""
-    me = topology.probe(name="member", node_ip="10.0.0.1", wants_gpu=False)
+    me = probe.probe(name="member", node_ip="10.0.0.1", wants_gpu=False)
     probes, prepared = {}, {}
     for rank in range(members):
         name, host = f"member_{rank}", rank % hosts
         address = f"10.0.{host}.1"
-        far = topology.Interface(name="eth0", up=True, addresses=(address,))
+        far = probe.Interface(name="eth0", up=True, addresses=(address,))
         there = me.model_copy(
             update={"name": name, "pid": rank, "boot_id": f"host-{host}", "node_ip": address, "interfaces": (far,)}
         )

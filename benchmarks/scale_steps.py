@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayActorError
 
 import raytorchrpc as rtr
-from raytorchrpc.supervision import Change
+from raytorchrpc.group.supervisor import Change
 
 #: No single step may take longer (seconds).
 PATIENCE_S = 120.0

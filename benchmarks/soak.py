@@ -19,7 +19,7 @@ import raytorchrpc as rtr
 from benchmarks._harness import start_ray
 from benchmarks._held import Held
 from benchmarks._soaking import AsyncSoaker, Soaker
-from raytorchrpc.lanes.cuda_ipc import MAPPINGS
+from raytorchrpc.lanes.cuda_ipc.lane import MAPPINGS
 
 CALLS, QUICK_CALLS = 1_000_000, 20_000
 #: Threads (or tasks) of each member that call.

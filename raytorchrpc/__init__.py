@@ -5,11 +5,12 @@ into a group whose members call each other without it. Importing this changes no
 in an actor that Ray has restarted it lets the actor's group take it back.
 """
 
-from raytorchrpc import rdt, readmission
-from raytorchrpc.calls import Future, method, remote, rpc_async, rpc_sync
-from raytorchrpc.collectives import ProcessGroupInfo
+from raytorchrpc import rdt
+from raytorchrpc.calls import rejoin
+from raytorchrpc.calls.member import current_member
+from raytorchrpc.calls.peers import Member
+from raytorchrpc.calls.verbs import Future, method, remote, rpc_async, rpc_sync
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.device_map import DeviceMap
 from raytorchrpc.errors import (
     BootstrapError,
     Closed,
@@ -28,14 +29,14 @@ from raytorchrpc.errors import (
     SerializationError,
     TransferFailed,
 )
-from raytorchrpc.group import Group, get_group, init_group
-from raytorchrpc.member import current_member
-from raytorchrpc.peers import Member
-from raytorchrpc.process_groups import process_group, process_group_info
-from raytorchrpc.queues import Queue
+from raytorchrpc.group.group import Group, get_group, init_group
+from raytorchrpc.group.process_groups import process_group, process_group_info
+from raytorchrpc.membership.process_group import ProcessGroupInfo
+from raytorchrpc.patterns.queues.queue import Queue
+from raytorchrpc.patterns.queues.topic import Subscription, Topic
+from raytorchrpc.patterns.weights.store import WeightStore
 from raytorchrpc.runtime_env import runtime_env
-from raytorchrpc.topics import Subscription, Topic
-from raytorchrpc.weights import WeightStore
+from raytorchrpc.topology.device_map import DeviceMap
 
 __version__ = "0.1.0.dev0"
 
@@ -79,4 +80,4 @@ __all__ = [
     "runtime_env",
 ]
 
-readmission.begin()
+rejoin.begin()

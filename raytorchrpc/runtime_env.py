@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.runtime_env import RuntimeEnv
 
-from raytorchrpc import _compat
+from raytorchrpc._compat import ray_internals
 from raytorchrpc.errors import ConfigurationError
 
 #: Variables that are read once, early in a process's life, with the values that serve members best.
@@ -85,6 +85,6 @@ def runtime_env(**extra: Any) -> dict[str, Any]:
     for name, value in given.items():
         if not name or "=" in name or "\0" in name + value:
             raise ConfigurationError(f"runtime_env: env_vars: {name!r}: {value!r} cannot be in an environment")
-    inherited = _compat.inherited_env_vars()
+    inherited = ray_internals.inherited_env_vars()
     chosen = {name: os.environ.get(name, value) for name, value in DEFAULTS.items() if name not in inherited}
     return {**extra, "env_vars": {**chosen, **given}}

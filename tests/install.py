@@ -36,7 +36,7 @@ TRIALS = {
     "data": ["import ray.data"],
     "atari": ["import ale_py, gymnasium, matplotlib, numpy"],
     "tls": ["from raytorchrpc.lanes._tls import make_identity; assert make_identity('group')"],
-    "nixl": ["from raytorchrpc import _compat; assert _compat.nixl_package()"],
+    "nixl": ["from raytorchrpc._compat.nixl_package import nixl_package; assert nixl_package()"],
 }
 WHATEVER_IS_THERE = "import importlib, pkgutil, raytorchrpc\n" + (
     "for found in pkgutil.walk_packages(raytorchrpc.__path__, 'raytorchrpc.'):\n"

@@ -24,7 +24,7 @@ import torch.distributed.rpc as rpc
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import raytorchrpc as rtr
-from raytorchrpc import topology
+from raytorchrpc.topology import probe
 
 #: No road waits longer for its peer (seconds).
 PATIENCE_S = 120.0
@@ -134,8 +134,8 @@ class TorchRpcRoad(Road):
     """``torch.distributed.rpc`` with its own defaults. Agents live for one turn: an idle one polls."""
 
     def open(self, met: Any) -> Any:
-        interface = topology.interface_for(
-            topology.probe(node_ip=self.setting.address, wants_gpu=False), self.setting.address
+        interface = probe.interface_for(
+            probe.probe(node_ip=self.setting.address, wants_gpu=False), self.setting.address
         )
         if interface:  # else torch listens where the host name points, often 127.0.1.1
             os.environ.setdefault("TP_SOCKET_IFNAME", interface)

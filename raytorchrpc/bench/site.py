@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from raytorchrpc import _rdma, topology
 from raytorchrpc.bench.options import show_size
 from raytorchrpc.bench.rows import Device, Need, Row
 from raytorchrpc.config import KNOWN_LANES, GroupConfig
-from raytorchrpc.topology import Endpoint
+from raytorchrpc.topology import probe, rdma
+from raytorchrpc.topology.probe import Endpoint
 
 #: Of what is free, as much may be planned for.
 _USABLE = 0.8
@@ -70,7 +70,7 @@ def look_around(node_ip: str) -> Place:
     import torch.distributed
 
     return Place(
-        endpoint=topology.probe(name=socket.gethostname(), node_ip=node_ip, wants_gpu=False),
+        endpoint=probe.probe(name=socket.gethostname(), node_ip=node_ip, wants_gpu=False),
         free_bytes=free_memory(),
         packages=frozenset(name for name in _PACKAGES if importlib.util.find_spec(name)),
         nccl=torch.distributed.is_available() and torch.distributed.is_nccl_available(),
@@ -134,7 +134,7 @@ def _two_gpus(site: Site) -> str | None:
 def _rdma_usable(site: Site) -> str | None:
     if not site.a.endpoint.hcas or not site.b.endpoint.hcas:
         return "no RDMA adapter (HCA)"
-    obstacles = _rdma.ibv_obstacles({"a": site.a.endpoint, "b": site.b.endpoint})
+    obstacles = rdma.ibv_obstacles({"a": site.a.endpoint, "b": site.b.endpoint})
     return next((reason for reason in obstacles.values() if reason), None)
 
 
@@ -148,12 +148,12 @@ def _nccl_rdma(site: Site) -> str | None:
 
 
 def _nccl_gpudirect(site: Site) -> str | None:
-    return _nccl_rdma(site) or _rdma.nccl_obstacle(site.a.endpoint, site.b.endpoint)
+    return _nccl_rdma(site) or rdma.nccl_obstacle(site.a.endpoint, site.b.endpoint)
 
 
 def _gpudirect(site: Site) -> str | None:
     for place in (site.a, site.b):
-        if reason := _rdma.gpudirect_obstacle(place.endpoint, ibv=True):
+        if reason := rdma.gpudirect_obstacle(place.endpoint, ibv=True):
             return reason
     return None
 

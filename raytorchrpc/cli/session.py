@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from raytorchrpc import _compat
+from raytorchrpc._compat import ray_internals
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
 
@@ -66,7 +66,7 @@ def _hint(why: str) -> str:
     """Ray says of a token that is refused no more than that it could not connect."""
     if "Failed to connect" not in why:
         return ""
-    if _compat.ray_token() == "off":
+    if ray_internals.ray_token() == "off":
         return ". Token authentication is off here; if it is on there: RAY_AUTH_MODE=token, and the cluster's token"
     return ". If something answers there, it refused this process's token"
 

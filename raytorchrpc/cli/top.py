@@ -9,11 +9,11 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from raytorchrpc.calls.counters import PairStats
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
-from raytorchrpc.metrics import PairStats
 
 if TYPE_CHECKING:  # it loads Ray and torch
-    from raytorchrpc.watching import GroupLook
+    from raytorchrpc.group.status import GroupLook
 
 FINE, BAD_USAGE = 0, 2
 
@@ -55,7 +55,7 @@ def _show(name: str | None, interval_s: float, once: bool, as_json: bool) -> Non
     from rich.console import Console
     from rich.live import Live
 
-    from raytorchrpc.keeping import look_around
+    from raytorchrpc.group.detached import look_around
 
     first, pause = look_around(name), threading.Event()
     if name is not None and not first:

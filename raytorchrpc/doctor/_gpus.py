@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from raytorchrpc import _sysfs
 from raytorchrpc.doctor.evidence import GpuLink
-from raytorchrpc.topology import Gpu
+from raytorchrpc.topology import sysfs
+from raytorchrpc.topology.probe import Gpu
 
 _NVIDIA = "0x10de"
 #: PCI classes of displays and 3D controllers, without the programming interface.
@@ -30,7 +30,7 @@ class Nvml:
 
 def driver(root: Path) -> str | None:
     """The loaded kernel driver's version, or None."""
-    text = _sysfs.read(root / "proc/driver/nvidia/version") or ""
+    text = sysfs.read(root / "proc/driver/nvidia/version") or ""
     match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
     return match[1] if match else None
 
@@ -40,9 +40,9 @@ def on_the_bus(root: Path) -> tuple[str, ...]:
     home = root / "sys/bus/pci/devices"
     return tuple(
         address
-        for address in _sysfs.listing(home)
-        if _sysfs.read(home / address / "vendor") == _NVIDIA
-        and (_sysfs.read(home / address / "class") or "").startswith(_GPU_CLASSES)
+        for address in sysfs.listing(home)
+        if sysfs.read(home / address / "vendor") == _NVIDIA
+        and (sysfs.read(home / address / "class") or "").startswith(_GPU_CLASSES)
     )
 
 
@@ -50,10 +50,10 @@ def from_files(root: Path) -> tuple[Gpu, ...]:
     """The GPUs that the driver's files list; the size of their memory is what a model's name says, else 0."""
     home = root / "proc/driver/nvidia/gpus"
     # Only the open kernel modules share GPU memory as DMA-BUFs.
-    is_open = "Open Kernel Module" in (_sysfs.read(root / "proc/driver/nvidia/version") or "")
+    is_open = "Open Kernel Module" in (sysfs.read(root / "proc/driver/nvidia/version") or "")
     gpus = []
-    for index, address in enumerate(_sysfs.listing(home)):
-        text = _sysfs.read(home / address / "information") or ""
+    for index, address in enumerate(sysfs.listing(home)):
+        text = sysfs.read(home / address / "information") or ""
         facts = dict(re.findall(r"^([^:\n]+):\s*(.*?)\s*$", text, re.MULTILINE))
         device = root / "sys/bus/pci/devices" / address
         size = re.search(r"(\d+)GB", facts.get("Model", ""))
@@ -64,7 +64,7 @@ def from_files(root: Path) -> tuple[Gpu, ...]:
                 name=facts.get("Model", "NVIDIA GPU"),
                 memory_bytes=int(size[1]) * 10**9 if size else 0,
                 pci_bus_id=address,
-                bar1_bytes=_sysfs.bar1_bytes(root, address),
+                bar1_bytes=sysfs.bar1_bytes(root, address),
                 resource1_present=(device / "resource1").exists() if device.exists() else None,
                 dma_buf=is_open,
             )

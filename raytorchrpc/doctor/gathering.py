@@ -20,11 +20,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from raytorchrpc import _compat, _nccl_env, _sysfs, threads, topology
+from raytorchrpc._compat import ray_internals
 from raytorchrpc.doctor import _gpus
 from raytorchrpc.doctor.evidence import WATCHED, Evidence
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.topology import Endpoint, Interface
+from raytorchrpc.process import threads
+from raytorchrpc.topology import nccl_env, probe, sysfs
+from raytorchrpc.topology.probe import Endpoint, Interface
 
 LIVE = Path("/")
 _RESOLVING_S = 5.0
@@ -36,7 +38,7 @@ def gather(*, name: str = "", node_ip: str | None = None, wants_gpu: bool = True
     Blocks as ``topology.probe`` does, and for as long as the machine's own name takes to resolve (5 s at most).
     With ``wants_gpu`` CUDA is initialised in this process.
     """
-    endpoint = topology.probe(name=name, node_ip=node_ip or _node_ip(), wants_gpu=wants_gpu)
+    endpoint = probe.probe(name=name, node_ip=node_ip or _node_ip(), wants_gpu=wants_gpu)
     files = _from_files(LIVE, os.environ)
     cuda, nvml = _gpus.cuda_works() if wants_gpu else None, _gpus.ask_nvml()
     return Evidence(
@@ -50,7 +52,7 @@ def gather(*, name: str = "", node_ip: str | None = None, wants_gpu: bool = True
         **{**files, "gpu_driver": files["gpu_driver"] or nvml.driver},
         shm_total_bytes=_shm_total(LIVE),
         ray_version=_ray_version(),
-        ray_token=_compat.ray_token(),
+        ray_token=ray_internals.ray_token(),
     )
 
 
@@ -61,18 +63,18 @@ def gather_from(root: Path) -> Evidence:
     if not (root / "sys").is_dir() and not (root / "proc").is_dir():
         raise ConfigurationError(f"{root} has neither sys nor proc; --sysfs-root is a directory that holds them")
     environment = _environment(root)
-    status = _sysfs.read(root / "proc/self/status") or ""
+    status = sysfs.read(root / "proc/self/status") or ""
     uid = re.search(r"^Uid:\s*(\d+)", status, re.MULTILINE)
-    probed = topology.probe(node_ip="", wants_gpu=False, root=root)
+    probed = probe.probe(node_ip="", wants_gpu=False, root=root)
     endpoint = probed.model_copy(
         update={
-            "hostname": _sysfs.read(root / "proc/sys/kernel/hostname") or "",
+            "hostname": sysfs.read(root / "proc/sys/kernel/hostname") or "",
             "pid": 0,
             "uid": int(uid[1]) if uid else 0,
             "interfaces": _interfaces(root, probed),
             "gpus": _gpus.from_files(root),
             "memlock_bytes": _memlock(root),
-            "huge_pages": "forbidden" if _sysfs.huge_pages(root)[0] == "never" else None,
+            "huge_pages": "forbidden" if sysfs.huge_pages(root)[0] == "never" else None,
             "torch_version": "",
             "cuda_version": None,
             "python_version": "",
@@ -83,7 +85,7 @@ def gather_from(root: Path) -> Evidence:
         }
     )
     evidence = Evidence(endpoint=endpoint, live=False, **_from_files(root, environment))
-    text = _sysfs.read(root / "evidence.json")
+    text = sysfs.read(root / "evidence.json")
     if text is None:
         return evidence
     try:
@@ -98,26 +100,26 @@ def gather_from(root: Path) -> Evidence:
 def _from_files(root: Path, environ: Mapping[str, str]) -> dict[str, Any]:
     """What is read in the same way from a machine and from a tree."""
     return {
-        "kernel": _sysfs.read(root / "proc/sys/kernel/osrelease"),
+        "kernel": sysfs.read(root / "proc/sys/kernel/osrelease"),
         "container": _container(root, environ),
         "gpu_driver": _gpus.driver(root),
         "pci_gpus": _gpus.on_the_bus(root),
-        "gpu_files": tuple(n for n in _sysfs.listing(root / "dev") if re.fullmatch(r"nvidia\d+", n)),
+        "gpu_files": tuple(n for n in sysfs.listing(root / "dev") if re.fullmatch(r"nvidia\d+", n)),
         "environment": {name: environ[name] for name in WATCHED if name in environ},
-        "nccl": _nccl_env.chosen_values(environ, root),
-        "may_lock_all": _sysfs.may_lock_all(root),
+        "nccl": nccl_env.chosen_values(environ, root),
+        "may_lock_all": sysfs.may_lock_all(root),
     }
 
 
 def _environment(root: Path) -> dict[str, str]:
-    text = _sysfs.read(root / "proc/self/environ") or ""
+    text = sysfs.read(root / "proc/self/environ") or ""
     return dict(entry.partition("=")[::2] for entry in text.split("\0") if "=" in entry)
 
 
 def _memlock(root: Path) -> int | None:
-    if _sysfs.may_lock_all(root):
+    if sysfs.may_lock_all(root):
         return None
-    limit = re.search(r"^Max locked memory\s+(\d+)", _sysfs.read(root / "proc/self/limits") or "", re.MULTILINE)
+    limit = re.search(r"^Max locked memory\s+(\d+)", sysfs.read(root / "proc/self/limits") or "", re.MULTILINE)
     return int(limit[1]) if limit else None
 
 
@@ -126,14 +128,14 @@ def _interfaces(root: Path, probed: Endpoint) -> tuple[Interface, ...]:
     for gid in (gid for hca in probed.hcas for port in hca.ports for gid in port.gids):
         if gid.interface and gid.ipv4:
             addresses.setdefault(gid.interface, {})[gid.ipv4] = None
-    for name, address in _sysfs.ipv6_addresses(root):
+    for name, address in sysfs.ipv6_addresses(root):
         addresses.setdefault(name, {})[address] = None
-    names = dict.fromkeys([*_sysfs.listing(root / "sys/class/net"), *addresses])
+    names = dict.fromkeys([*sysfs.listing(root / "sys/class/net"), *addresses])
     return tuple(
         Interface(
             name=name,
             addresses=tuple(addresses.get(name, ())),
-            up=_sysfs.read(root / "sys/class/net" / name / "operstate") != "down",
+            up=sysfs.read(root / "sys/class/net" / name / "operstate") != "down",
         )
         for name in names
     )
@@ -146,7 +148,7 @@ def _container(root: Path, environ: Mapping[str, str]) -> str | None:
         return "docker"
     if (root / "run/.containerenv").exists():
         return "podman"
-    found = re.search(r"kubepods|docker|containerd|libpod|lxc", _sysfs.read(root / "proc/1/cgroup") or "")
+    found = re.search(r"kubepods|docker|containerd|libpod|lxc", sysfs.read(root / "proc/1/cgroup") or "")
     return {"kubepods": "kubernetes", "libpod": "podman"}.get(found[0], found[0]) if found else None
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from raytorchrpc import _rdma
-from raytorchrpc._tensorpipe import SMALL_SHM_BYTES
 from raytorchrpc.doctor import rdma
 from raytorchrpc.doctor.evidence import Evidence
 from raytorchrpc.doctor.findings import Finding
+from raytorchrpc.lanes.torchrpc.backends import SMALL_SHM_BYTES
+from raytorchrpc.topology import rdma as _rdma
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from raytorchrpc import _nccl_env, _rdma
 from raytorchrpc.doctor.evidence import Evidence
 from raytorchrpc.doctor.findings import Finding
-from raytorchrpc.topology import Endpoint
+from raytorchrpc.topology import nccl_env, rdma
+from raytorchrpc.topology.probe import Endpoint
 
 
 class NcclValue(BaseModel):
@@ -32,7 +32,7 @@ def values(evidence: Evidence) -> dict[str, NcclValue]:
         name: NcclValue(
             advised=advice.value, reason=advice.reason, chosen=evidence.nccl.get(name), whole_job=advice.both_ends
         )
-        for name, advice in _nccl_env.advise(evidence.endpoint, own=evidence.nccl).items()
+        for name, advice in nccl_env.advise(evidence.endpoint, own=evidence.nccl).items()
     }
 
 
@@ -44,8 +44,8 @@ def findings(evidence: Evidence) -> list[Finding]:
     wrong = [
         text
         for text in (
-            _ifname(endpoint, chosen.get(_nccl_env.IFNAME, "")),
-            _hca(endpoint, chosen.get(_nccl_env.HCA, "")),
+            _ifname(endpoint, chosen.get(nccl_env.IFNAME, "")),
+            _hca(endpoint, chosen.get(nccl_env.HCA, "")),
             _gid(endpoint, chosen),
             _off(endpoint, chosen.get("NCCL_IB_DISABLE", "")),
         )
@@ -78,29 +78,29 @@ def _ifname(endpoint: Endpoint, value: str) -> str:
 
 
 def _hca(endpoint: Endpoint, value: str) -> str:
-    ports = _rdma.usable_ports(endpoint)
-    if not value or not ports or any(_nccl_env.matches(value, *port) for port in ports):
+    ports = rdma.usable_ports(endpoint)
+    if not value or not ports or any(nccl_env.matches(value, *port) for port in ports):
         return ""
     return f"NCCL_IB_HCA={value} takes no port that can be used"
 
 
 def _gid(endpoint: Endpoint, chosen: dict[str, str]) -> str:
-    text = chosen.get(_nccl_env.GID, "")
+    text = chosen.get(nccl_env.GID, "")
     if not text.isdigit():  # -1: NCCL chooses
         return ""
-    ports = [p for p in _rdma.usable_ports(endpoint) if _nccl_env.matches(chosen.get(_nccl_env.HCA, ""), *p)]
+    ports = [p for p in rdma.usable_ports(endpoint) if nccl_env.matches(chosen.get(nccl_env.HCA, ""), *p)]
     for hca, port in ports:
         if port.link_layer != "Ethernet":
             continue
         gid = next((gid for gid in port.gids if gid.index == int(text)), None)
         if gid is None or gid.link_local or "v2" not in gid.kind:
             what = "empty" if gid is None else "a link-local address" if gid.link_local else gid.kind
-            right = _nccl_env.gid_index(endpoint, port)
+            right = nccl_env.gid_index(endpoint, port)
             return f"NCCL_IB_GID_INDEX={text}: on {hca.name} that GID is {what}; {right} is the routed one"
     return ""
 
 
 def _off(endpoint: Endpoint, value: str) -> str:
-    if value in ("", "0") or not _rdma.usable_ports(endpoint):
+    if value in ("", "0") or not rdma.usable_ports(endpoint):
         return ""
     return f"NCCL_IB_DISABLE={value} keeps NCCL from {len(endpoint.hcas)} RDMA adapter(s)"

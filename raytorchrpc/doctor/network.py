@@ -6,7 +6,7 @@ import ipaddress
 
 from raytorchrpc.doctor.evidence import Evidence
 from raytorchrpc.doctor.findings import Finding, Level, some
-from raytorchrpc.topology import interface_for
+from raytorchrpc.topology.probe import interface_for
 
 _SELECTORS = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from raytorchrpc import _rdma
 from raytorchrpc.doctor.evidence import Evidence
 from raytorchrpc.doctor.findings import Finding, some
-from raytorchrpc.topology import Endpoint, Hca
+from raytorchrpc.topology import rdma
+from raytorchrpc.topology.probe import Endpoint, Hca
 
 _RDMA_LANES = ("nixl", "nccl", "torchrpc")
 
@@ -40,7 +40,7 @@ def _findings(endpoint: Endpoint) -> list[Finding]:
     if efa and len(efa) == len(endpoint.hcas):
         return [_efa(efa)]
     found = [_efa(efa)] if efa else []
-    usable = _rdma.usable_ports(endpoint)
+    usable = rdma.usable_ports(endpoint)
     found += _no_verbs(endpoint)
     found += _ports(endpoint, {hca.name for hca, _ in usable})
     found += _roce(endpoint)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from raytorchrpc import _rdma
 from raytorchrpc.doctor.evidence import Evidence
 from raytorchrpc.doctor.findings import Finding
+from raytorchrpc.topology import rdma
 
 
 def findings(evidence: Evidence) -> list[Finding]:
@@ -68,7 +68,7 @@ def _ray(evidence: Evidence) -> list[Finding]:
 
 def _nixl(evidence: Evidence) -> list[Finding]:
     endpoint = evidence.endpoint
-    if not endpoint.torch_version or not _rdma.usable_ports(endpoint):
+    if not endpoint.torch_version or not rdma.usable_ports(endpoint):
         return []
     if endpoint.nixl:
         return [Finding(id="nixl", level="ok", seen="NIXL is installed", lanes=("nixl",))]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
-from raytorchrpc import _nccl_env, _rdma, routing
-from raytorchrpc._lane_rules import TRAFFIC
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.doctor.evidence import Evidence
 from raytorchrpc.doctor.findings import Finding, some
 from raytorchrpc.errors import RayTorchRpcError
-from raytorchrpc.topology import Endpoint
+from raytorchrpc.lanes.rules import TRAFFIC
+from raytorchrpc.routing import planner
+from raytorchrpc.topology import nccl_env, rdma
+from raytorchrpc.topology.probe import Endpoint
 
 
 def findings(evidence: Sequence[Evidence]) -> list[Finding]:
@@ -23,7 +24,7 @@ def findings(evidence: Sequence[Evidence]) -> list[Finding]:
 def _routes(ends: dict[str, Endpoint]) -> list[Finding]:
     """Members with these processes' evidence, as ``init_group`` would see them, with no settings."""
     try:
-        plan = routing.plan(ends, GroupConfig())
+        plan = planner.plan(ends, GroupConfig())
     except RayTorchRpcError as error:
         return [
             Finding(
@@ -64,7 +65,7 @@ def _containers(ends: dict[str, Endpoint]) -> list[Finding]:
 
 
 def _fabrics(ends: dict[str, Endpoint]) -> list[Finding]:
-    with_rdma = [end for end in ends.values() if _rdma.usable_ports(end)]
+    with_rdma = [end for end in ends.values() if rdma.usable_ports(end)]
     found = []
     without = [end.name for end in ends.values() if end not in with_rdma]
     if with_rdma and without:
@@ -79,7 +80,7 @@ def _fabrics(ends: dict[str, Endpoint]) -> list[Finding]:
             )
         )
     for a, b in combinations(with_rdma, 2):
-        obstacle = None if a.same_host(b) else _rdma.ucx_obstacle(a, b, cuda=False)
+        obstacle = None if a.same_host(b) else rdma.ucx_obstacle(a, b, cuda=False)
         if obstacle:
             found.append(
                 Finding(
@@ -98,7 +99,7 @@ def _fabrics(ends: dict[str, Endpoint]) -> list[Finding]:
 def _gid_indices(ends: dict[str, Endpoint]) -> list[Finding]:
     found: dict[str, list[str]] = {}
     for end in ends.values():
-        value = _nccl_env.advise(end)[_nccl_env.GID].value
+        value = nccl_env.advise(end)[nccl_env.GID].value
         if value is not None:
             found.setdefault(value, []).append(end.name)
     if len(found) < 2:

@@ -16,10 +16,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from raytorchrpc.codec import Encoded
 from raytorchrpc.errors import PeerLost
-from raytorchrpc.lanes._bounds import within
-from raytorchrpc.streams import nothing
+from raytorchrpc.lanes.common.bounds import within
+from raytorchrpc.tensors.codec import Encoded
+from raytorchrpc.tensors.cuda_streams import nothing
 
 
 class Message(NamedTuple):

@@ -17,13 +17,6 @@ from typing import Any
 
 import torch
 
-from raytorchrpc.codec import Encoded
-from raytorchrpc.fabric import AgentSpec, FabricPeer, process_fabric
-from raytorchrpc.lanes import _handshake, nng
-from raytorchrpc.lanes._acceptor import listener_identity
-from raytorchrpc.lanes._credentials import Credentials, Identity
-from raytorchrpc.lanes._handshake import SessionKeys, Stream
-from raytorchrpc.lanes._tls import make_identity
 from raytorchrpc.lanes.base import (
     DTYPES,
     Export,
@@ -36,14 +29,22 @@ from raytorchrpc.lanes.base import (
     TensorLane,
     numbers,
 )
-from raytorchrpc.lanes.cuda_ipc import CudaIpcLane
-from raytorchrpc.lanes.loopback import LoopbackLane
-from raytorchrpc.lanes.nccl import NcclLane
-from raytorchrpc.lanes.nixl import NixlLane
-from raytorchrpc.lanes.nng import NngLane
-from raytorchrpc.lanes.shm import ShmLane
-from raytorchrpc.lanes.socket import SocketLane
-from raytorchrpc.lanes.torchrpc import TorchRpcLane
+from raytorchrpc.lanes.common import handshake
+from raytorchrpc.lanes.common.acceptor import listener_identity
+from raytorchrpc.lanes.common.credentials import Credentials, Identity
+from raytorchrpc.lanes.common.handshake import SessionKeys, Stream
+from raytorchrpc.lanes.common.tls import make_identity
+from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
+from raytorchrpc.lanes.loopback.lane import LoopbackLane
+from raytorchrpc.lanes.nccl.lane import NcclLane
+from raytorchrpc.lanes.nixl.lane import NixlLane
+from raytorchrpc.lanes.nng import lane as nng
+from raytorchrpc.lanes.nng.lane import NngLane
+from raytorchrpc.lanes.shm.lane import ShmLane
+from raytorchrpc.lanes.socket.lane import SocketLane
+from raytorchrpc.lanes.torchrpc.agent import AgentSpec, FabricPeer, process_fabric
+from raytorchrpc.lanes.torchrpc.lane import TorchRpcLane
+from raytorchrpc.tensors.codec import Encoded
 from tests.conformance.pipes import PipeCarrier
 
 PATIENCE_S = 20.0
@@ -95,7 +96,7 @@ class Node:
 
     def prove(self, stream: Stream) -> SessionKeys:
         """Prove to be a member to this one, from the other end of a connection to it."""
-        return _handshake.offer(stream, SECRET, Credentials(SECRET).identity("a test"), self.identity, 5)
+        return handshake.offer(stream, SECRET, Credentials(SECRET).identity("a test"), self.identity, 5)
 
     def _torchrpc_address(self) -> FabricPeer:
         fabric = process_fabric()

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from raytorchrpc.lanes import _pieces
-from raytorchrpc.lanes._carrier import RECEIVER, Broken, Carrier, Channel, Mark
 from raytorchrpc.lanes.base import Shape
+from raytorchrpc.lanes.common import packing
+from raytorchrpc.lanes.nccl.carrier import RECEIVER, Broken, Carrier, Channel, Mark
 
 
 class PipeMark:
@@ -131,7 +131,7 @@ class PipeChannel(Channel):
         return self._joined.is_set()
 
     def room(self, shapes: Sequence[Sequence[Shape]]) -> list[torch.Tensor]:
-        return [_pieces.room(piece, torch.device("cpu")) for piece in shapes]
+        return [packing.room(piece, torch.device("cpu")) for piece in shapes]
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         self._begin(("send", list(tensors)))

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from raytorchrpc.errors import PeerLost
-from raytorchrpc.lanes import _control, _handshake
-from raytorchrpc.lanes._acceptor import Acceptor, SocketAddress
-from raytorchrpc.lanes._credentials import Credentials, Identity
+from raytorchrpc.lanes.common import handshake
+from raytorchrpc.lanes.common.acceptor import Acceptor, SocketAddress
+from raytorchrpc.lanes.common.credentials import Credentials, Identity
+from raytorchrpc.lanes.nccl import control_connection
 from tests.conformance import peers
 from tests.conformance.on_path import NngPath, Relay, Tamper
 from tests.conformance.peers import EMPTY, SECRET, Message, Node, PeerAddress, Process, answer, wait_until
@@ -79,7 +80,7 @@ def test_control_connections_of_two_sided_lanes_refuse_such_a_relay(by_tcp: bool
             admitted.append(peer.rank)
             sock.close()
 
-        return Acceptor(_control.SERVICE, "abc"[rank], Credentials(SECRET, rank), lambda: 2, admit)
+        return Acceptor(control_connection.SERVICE, "abc"[rank], Credentials(SECRET, rank), lambda: 2, admit)
 
     caller, dead, living = map(acceptor, range(3))
     for each in (caller, dead, living):
@@ -98,12 +99,14 @@ def test_control_connections_of_two_sided_lanes_refuse_such_a_relay(by_tcp: bool
                 living.accept(living.listeners[fd])
 
     def connect(address: SocketAddress) -> None:
-        _control.connect(address, by_tcp, Credentials(SECRET, 0), caller.address, time.monotonic() + 10).close()
+        control_connection.connect(
+            address, by_tcp, Credentials(SECRET, 0), caller.address, time.monotonic() + 10
+        ).close()
 
     thread = threading.Thread(target=let_in)
     thread.start()
     try:
-        with pytest.raises(_control.Gone, match=EXPECTED):
+        with pytest.raises(control_connection.Gone, match=EXPECTED):
             connect(dead.address)
         assert relay.relayed.wait(5) and admitted == []
         connect(living.address)
@@ -135,16 +138,16 @@ def shake_hands(expected: Identity, actual: Identity, between: Callable[[bytes],
 
     def accept() -> None:
         try:
-            outcome.append(_handshake.accept(far, SECRET, actual, 5))
-        except (OSError, _handshake.Refused) as error:
+            outcome.append(handshake.accept(far, SECRET, actual, 5))
+        except (OSError, handshake.Refused) as error:
             outcome.append(error)
         far.close()
 
     thread = threading.Thread(target=accept)
     thread.start()
     try:
-        offered: Any = _handshake.offer(Changed(), SECRET, RIGHT._replace(rank=0, address="a caller's"), expected, 5)
-    except (OSError, _handshake.Refused) as error:
+        offered: Any = handshake.offer(Changed(), SECRET, RIGHT._replace(rank=0, address="a caller's"), expected, 5)
+    except (OSError, handshake.Refused) as error:
         offered = error
     near.close()
     thread.join(10)
@@ -172,8 +175,8 @@ def test_both_ends_of_a_proved_connection_have_the_same_keys_one_for_each_direct
 )
 def test_a_process_with_the_secret_that_is_not_the_expected_one_is_refused(other: Identity) -> None:
     offered, accepted = shake_hands(RIGHT, other)
-    assert isinstance(offered, _handshake.Refused) and EXPECTED in str(offered)
-    assert isinstance(accepted, (OSError, _handshake.Refused))
+    assert isinstance(offered, handshake.Refused) and EXPECTED in str(offered)
+    assert isinstance(accepted, (OSError, handshake.Refused))
 
 
 def test_a_changed_proof_is_refused() -> None:
@@ -188,7 +191,7 @@ def test_a_changed_proof_is_refused() -> None:
             return data
 
         offered, accepted = shake_hands(RIGHT, RIGHT, flip)
-        assert isinstance(accepted, (OSError, _handshake.Refused)) or isinstance(offered, _handshake.Refused)
+        assert isinstance(accepted, (OSError, handshake.Refused)) or isinstance(offered, handshake.Refused)
 
 
 encrypted = pytest.mark.skipif(not peers.ENCRYPTED, reason="the extra tls is not installed")

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc import staging
-from raytorchrpc.codec import Codec
+from raytorchrpc.calls.receive_into import Buffers
 from raytorchrpc.errors import PeerLost
-from raytorchrpc.filling import Buffers
 from raytorchrpc.lanes.base import Part, Shape, numbers, view_at
-from raytorchrpc.lanes.nccl import NcclLane
-from raytorchrpc.lanes.nixl import NixlLane
+from raytorchrpc.lanes.nccl.lane import NcclLane
+from raytorchrpc.lanes.nixl.lane import NixlLane
+from raytorchrpc.tensors import host_device_copy
+from raytorchrpc.tensors.codec import Codec
 from tests.conformance import peers
 from tests.conformance import test_message_lanes as message_lanes
 from tests.conformance import test_tensor_lanes as tensor_lanes
@@ -83,7 +83,7 @@ def _fill(
     arrived = tensors().lane.fetch("a", descriptor, shapes, targets)
     assert [(tensor.dtype, tuple(tensor.shape)) for tensor in arrived] == shapes
     direct = [tensor is target for tensor, target in zip(arrived, targets, strict=True)]
-    filled = staging.fill(targets, arrived)
+    filled = host_device_copy.fill(targets, arrived)
     assert all(tensor is target for tensor, target in zip(filled, targets, strict=True))
     for target, expected in zip(targets, make(*args), strict=True):
         assert same(_brought(target), expected), (expected.dtype, expected.shape)
@@ -182,7 +182,7 @@ def _spread(sent: tuple[Any, list[Shape]], prepare: Callable[[Shape], torch.Tens
     descriptor, shapes = sent
     parts = [[Part(offset, prepare((dtype, shape))) for offset, dtype, shape in its] for its in _PARTS]
     left = tensors().lane.spread("a", descriptor, [shape[0] for _, shape in shapes], parts)
-    staging.fill([target for target, _ in left], [source for _, source in left])
+    host_device_copy.fill([target for target, _ in left], [source for _, source in left])
     for whole, its in zip(_flat(False), parts, strict=True):
         for offset, target in its:
             expected = view_at(whole, offset, (target.dtype, tuple(target.shape)))
@@ -197,7 +197,7 @@ def test_some_have_no_buffer(pair: Pair) -> None:
 def _fill_all_but(sent: tuple[Any, list[Shape]], number: int) -> None:
     descriptor, shapes = sent
     targets = [None if index == number else _plain(shape) for index, shape in enumerate(shapes)]
-    filled = staging.fill(targets, tensors().lane.fetch("a", descriptor, shapes, targets))
+    filled = host_device_copy.fill(targets, tensors().lane.fetch("a", descriptor, shapes, targets))
     for target, tensor, expected in zip(targets, filled, tensor_lanes._several_large(), strict=True):
         assert target is None or tensor is target
         assert same(_brought(tensor), expected)
@@ -220,7 +220,7 @@ def _refill(sent: tuple[Any, list[Shape]], seed: int) -> None:
     targets = tensors().kept.setdefault("targets", [_plain(shape) for shape in shapes])
     for target in targets:
         target.add_(seed)  # on a GPU perhaps still to come when the lane is asked
-    staging.fill(targets, tensors().lane.fetch("a", descriptor, shapes, targets))
+    host_device_copy.fill(targets, tensors().lane.fetch("a", descriptor, shapes, targets))
 
 
 def _holds(seed: int) -> None:

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.lanes import _connection
 from raytorchrpc.lanes.base import Pending
+from raytorchrpc.lanes.socket import connection as _connection
 from tests.conformance import peers
 from tests.conformance.peers import ALL_DTYPES, PATIENCE_S, Process, answer, ask, node, random, same, send
 

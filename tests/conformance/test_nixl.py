@@ -18,17 +18,17 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc import _compat
+from raytorchrpc._compat import nixl_package
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes._nixl import Agent
 from raytorchrpc.lanes.base import PeerAddress
-from raytorchrpc.lanes.nixl import NixlLane
+from raytorchrpc.lanes.nixl.agent import Agent
+from raytorchrpc.lanes.nixl.lane import NixlLane
 from tests.conformance import peers
 from tests.conformance.peers import export, tensors, wait_until
 from tests.conformance.test_tensor_lanes import Pair, _close_twice, _drop, _export, _fetch, _keep_only
 
 MIB = 1 << 20
-needs_nixl = pytest.mark.skipif(_compat.nixl_package() is None, reason=_compat.NIXL_MISSING)
+needs_nixl = pytest.mark.skipif(nixl_package.nixl_package() is None, reason=nixl_package.NIXL_MISSING)
 
 
 def test_without_the_package_the_lane_says_what_to_install() -> None:

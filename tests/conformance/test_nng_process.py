@@ -12,9 +12,9 @@ import numpy
 import pytest
 import torch
 
-from raytorchrpc.codec import Codec
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.nng import NngServer, OfferAddress, fetch
+from raytorchrpc.lanes.nng.lane import NngServer, OfferAddress, fetch
+from raytorchrpc.tensors.codec import Codec
 from tests.conformance import peers
 from tests.conformance.peers import SECRET
 

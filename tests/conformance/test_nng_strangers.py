@@ -13,8 +13,8 @@ import pynng
 import pytest
 
 from raytorchrpc.errors import PeerLost
-from raytorchrpc.lanes import _nng
-from raytorchrpc.lanes._nng_line import Channel
+from raytorchrpc.lanes.nng import sockets
+from raytorchrpc.lanes.nng.connection import Channel
 from tests.conformance import peers
 from tests.conformance.peers import EMPTY, PATIENCE_S, Message, Node, PeerAddress, answer
 
@@ -55,10 +55,10 @@ def soon() -> float:
     return time.monotonic() + 10
 
 
-def get_wire(member: Node) -> _nng.Wire:
+def get_wire(member: Node) -> sockets.Wire:
     """Anybody gets one; it leads to the handshake."""
-    wire = _nng.Wire()
-    wire.dial(_nng.ask(*door(member), soon()).decode(), soon())
+    wire = sockets.Wire()
+    wire.dial(sockets.ask(*door(member), soon()).decode(), soon())
     return wire
 
 
@@ -73,7 +73,7 @@ def echo(node: Node, timeout_s: float = PATIENCE_S) -> None:
     assert answer(pending).header == ("echo",)
 
 
-def hung_up_on(wire: _nng.Wire) -> bool:
+def hung_up_on(wire: sockets.Wire) -> bool:
     """Whether it is, and has heard no more than the other's half of the handshake."""
     heard = 0
     while True:
@@ -94,7 +94,7 @@ def test_garbage_is_hung_up_on_and_harms_nobody(member: Node, said: bytes, where
         echo(friend)
         url, question = door(member)
         if where == "wire":
-            url = _nng.ask(url, question, soon()).decode()
+            url = sockets.ask(url, question, soon()).decode()
         with dial(url) as sock:
             with suppress(ConnectionError):
                 sock.sendall(said)
@@ -110,10 +110,10 @@ def test_garbage_is_hung_up_on_and_harms_nobody(member: Node, said: bytes, where
 @pytest.mark.parametrize("said", [b"x", b"raytorchrpc/1 nonsense", b"y" * 64], ids=["short", "wrong", "long"])
 def test_a_wrong_question_at_the_door_is_hung_up_on(member: Node, said: bytes) -> None:
     with pytest.raises(ConnectionError):
-        _nng.ask(door(member)[0], said, soon())
+        sockets.ask(door(member)[0], said, soon())
     with pytest.raises(ConnectionError):
-        _nng.ask(door(member)[0], b"z" * 1000, soon())
-    assert _nng.ask(*door(member), soon())
+        sockets.ask(door(member)[0], b"z" * 1000, soon())
+    assert sockets.ask(*door(member), soon())
 
 
 @pytest.mark.parametrize("said", [b"\0" * 48, os.urandom(1 << 20), b"raytorchrpc/2\0\0\0" + b"n" * 200])
@@ -134,7 +134,7 @@ def test_messages_without_proof_are_hung_up_on(member: Node, said: bytes) -> Non
 
 def test_an_empty_message_is_no_harm(member: Node) -> None:
     friend = rightful(member)
-    url = _nng.ask(*door(member), soon()).decode()
+    url = sockets.ask(*door(member), soon()).decode()
     try:
         with pynng.Pair0(recv_max_size=1000, recv_timeout=100) as stranger:
             stranger.dial(url, block=True)
@@ -188,7 +188,7 @@ def test_a_recorded_handshake_cannot_be_played_again(member: Node) -> None:
 
 
 class Recorder(Channel):
-    def __init__(self, wire: _nng.Wire, sent: list[bytes]) -> None:
+    def __init__(self, wire: sockets.Wire, sent: list[bytes]) -> None:
         super().__init__(wire)
         self._sent = sent
 
@@ -206,7 +206,7 @@ def test_connections_that_say_nothing_keep_no_member_out(member: Node, where: st
             else:
                 stack.enter_context(dial(door(member)[0]))
         for _ in range(80 if where == "door" else 0):  # these say who they are to nng
-            asker = _nng.Wire(pynng.Req0)
+            asker = sockets.Wire(pynng.Req0)
             stack.callback(asker.close)
             asker.dial(door(member)[0], soon())
         friend = rightful(member)
@@ -217,8 +217,8 @@ def test_connections_that_say_nothing_keep_no_member_out(member: Node, where: st
 
 
 def test_a_second_one_on_a_members_wire_is_hung_up_on(member: Node) -> None:
-    url = _nng.ask(*door(member), soon()).decode()
-    first, second = _nng.Wire(), _nng.Wire()
+    url = sockets.ask(*door(member), soon()).decode()
+    first, second = sockets.Wire(), sockets.Wire()
     try:
         first.dial(url, soon())
         with suppress(OSError):

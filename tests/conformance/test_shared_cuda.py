@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from raytorchrpc.lanes.base import PeerAddress
-from raytorchrpc.lanes.cuda_ipc import CudaIpcLane
+from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
 from tests.conformance import peers
 from tests.conformance.peers import Process, TensorNode, same, tensors, wait_until
 
@@ -302,7 +302,7 @@ def test_the_users_current_device_stays_what_it_was() -> None:
 
 def _current_device_after_export_and_fetch() -> list[int]:
     """A lane that is its own peer would map what it has exported itself; so it only exports, and staging copies."""
-    from raytorchrpc import staging
+    from raytorchrpc.tensors import host_device_copy
 
     lane = CudaIpcLane((0, 1))
     lane.connect([PeerAddress("b", lane.open())])
@@ -313,8 +313,8 @@ def _current_device_after_export_and_fetch() -> list[int]:
         lane.export([other], "b", {0: 0, 1: 1}).cancel()
         seen.append(torch.cuda.current_device())
         room = torch.empty(1000)
-        staging.copy_out(other, room.data_ptr())
-        staging.wait_for([other])
+        host_device_copy.copy_out(other, room.data_ptr())
+        host_device_copy.wait_for([other])
         assert float(room.sum()) == 1000.0
         seen.append(torch.cuda.current_device())
     lane.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from raytorchrpc.errors import RayTorchRpcError
-from raytorchrpc.workers import Alarms, Workers
+from raytorchrpc.process.workers import Alarms, Workers
 from tests.conformance.peers import EMPTY, Message, Node, PeerAddress, answer
 
 ROUNDS = 6

@@ -19,19 +19,19 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc import _compat
+from raytorchrpc._compat import nixl_package
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes._arena import SLOTS, Arena, PeerArena, SharedAddress
 from raytorchrpc.lanes.base import PeerAddress, Shape, TensorLane, numbers
-from raytorchrpc.lanes.cuda_ipc import CudaIpcLane
-from raytorchrpc.lanes.nccl import NcclLane
-from raytorchrpc.lanes.nixl import NixlLane
-from raytorchrpc.lanes.shm import ShmLane
+from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
+from raytorchrpc.lanes.nccl.lane import NcclLane
+from raytorchrpc.lanes.nixl.lane import NixlLane
+from raytorchrpc.lanes.shm.arena import SLOTS, Arena, PeerArena, SharedAddress
+from raytorchrpc.lanes.shm.lane import ShmLane
 from tests.conformance import peers
 from tests.conformance.peers import ALL_DTYPES, Process, export, open_things, random, same, tensors, wait_until
 
 MIB = 1 << 20
-needs_nixl = pytest.mark.skipif(_compat.nixl_package() is None, reason=_compat.NIXL_MISSING)
+needs_nixl = pytest.mark.skipif(nixl_package.nixl_package() is None, reason=nixl_package.NIXL_MISSING)
 GPU_KINDS = [
     pytest.param("cuda_ipc, one GPU", marks=pytest.mark.gpu(1)),
     pytest.param("cuda_ipc, two GPUs", marks=pytest.mark.gpu(2)),

@@ -23,10 +23,10 @@ import pytest
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes import _control
-from raytorchrpc.lanes._credentials import Credentials
 from raytorchrpc.lanes.base import Export, PeerAddress, Shape
-from raytorchrpc.lanes.nccl import NcclLane
+from raytorchrpc.lanes.common.credentials import Credentials
+from raytorchrpc.lanes.nccl import control_connection
+from raytorchrpc.lanes.nccl.lane import NcclLane
 from tests.conformance import peers
 from tests.conformance.peers import SECRET, Process, tensors, wait_until
 from tests.conformance.pipes import PipeCarrier
@@ -207,8 +207,8 @@ def test_who_cannot_join_says_so_and_may_try_again(ab: Stations, at_sender: bool
 def test_strangers_are_turned_away(ab: Stations) -> None:
     a, b = ab.values()
     control = b.lane._peers["a"].control
-    with pytest.raises(_control.Gone, match="does not have this group's secret"):
-        _control.connect(control, False, Credentials(b"x" * 32, 1), control, time.monotonic() + 5)
+    with pytest.raises(control_connection.Gone, match="does not have this group's secret"):
+        control_connection.connect(control, False, Credentials(b"x" * 32, 1), control, time.monotonic() + 5)
     silent = [socket.socket(socket.AF_UNIX) for _ in range(40)]
     for sock in silent:
         sock.connect("\0" + control.unix)

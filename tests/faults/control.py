@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from raytorchrpc import threads
+from raytorchrpc.process import threads
 
 #: Whoever waits at a moment goes on after this, if nobody lets him (seconds).
 HOLD_S = 30.0

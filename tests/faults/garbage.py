@@ -11,10 +11,10 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import raytorchrpc as rtr
-from raytorchrpc.lanes import _handshake
-from raytorchrpc.lanes._acceptor import listener_identity
-from raytorchrpc.lanes._credentials import Credentials, Identity
-from raytorchrpc.supervision import Supervisor
+from raytorchrpc.group.supervisor import Supervisor
+from raytorchrpc.lanes.common import handshake
+from raytorchrpc.lanes.common.acceptor import listener_identity
+from raytorchrpc.lanes.common.credentials import Credentials, Identity
 
 HELLO = b"raytorchrpc/2\0\0\0"
 #: nng's own greeting on a connection: the protocol's number follows (0x30: Req, 0x10: Pair).
@@ -98,7 +98,7 @@ def recorded(door: Door, known: Credentials) -> bytes:
     assert door.identity is not None
     with door.dial() as sock:
         recorder = _Recorder(sock)
-        _handshake.offer(recorder, known.secret, known.identity("a test"), door.identity, 10)
+        handshake.offer(recorder, known.secret, known.identity("a test"), door.identity, 10)
         return recorder.sent
 
 

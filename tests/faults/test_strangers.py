@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from raytorchrpc.lanes._acceptor import listener_identity
-from raytorchrpc.lanes._credentials import Credentials
 from raytorchrpc.lanes.base import PeerAddress
-from raytorchrpc.lanes.nccl import NcclLane
+from raytorchrpc.lanes.common.acceptor import listener_identity
+from raytorchrpc.lanes.common.credentials import Credentials
+from raytorchrpc.lanes.nccl.lane import NcclLane
 from tests.conformance.peers import SECRET
 from tests.conformance.pipes import PipeCarrier
 from tests.faults.garbage import Door, recorded

@@ -18,8 +18,8 @@ import pytest
 
 AGENT = """
 import sys
-from raytorchrpc import _compat
-agent, store, url = _compat.start_agent(
+from raytorchrpc._compat import torch_internals
+agent, store, url = torch_internals.start_agent(
     "a", 1, threads=4, timeout_s=10, transports=("uv",), channels=("basic",), device_maps={}, devices=()
 )
 print(url, flush=True)

@@ -13,7 +13,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc import member
+from raytorchrpc.calls import member
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Shape
-from raytorchrpc.lanes.nccl import NcclLane
+from raytorchrpc.lanes.nccl.lane import NcclLane
 from tests.conformance import peers
 from tests.conformance.peers import Process, tensors, wait_until
 

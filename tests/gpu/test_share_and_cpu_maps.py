@@ -19,7 +19,7 @@ import torch
 from torch.distributed import autograd as dist_autograd
 
 import raytorchrpc as rtr
-from raytorchrpc import member
+from raytorchrpc.calls import member
 from tests.conformance.peers import same, wait_until
 
 pytestmark = pytest.mark.gpu
@@ -422,10 +422,10 @@ def test_shared_memory_is_registered_at_the_end_that_has_the_gpu(a: Any, h: Any)
         rtr.rpc_sync(peer).describe({"tensor": torch.ones(LARGE, device=device)})
 
     def registered(self: Any) -> int:
-        from raytorchrpc import staging
+        from raytorchrpc.tensors import host_device_copy
 
         assert not any("cannot be registered" in message for message in self.messages), self.messages
-        return sum(len(region.registered) for region in staging._regions._known[1])
+        return sum(len(region.registered) for region in host_device_copy._regions._known[1])
 
     on(h, send, "a", "cpu")
     on(a, send, "h", "cuda")

@@ -22,8 +22,8 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 
 import raytorchrpc as rtr
 from benchmarks import scale_steps
-from raytorchrpc import forking
-from raytorchrpc.fabric import process_fabric
+from raytorchrpc.lanes.torchrpc.agent import process_fabric
+from raytorchrpc.process import fork
 
 TIMEOUT_S = 60.0
 
@@ -60,7 +60,7 @@ class Wanderer:
     @rtr.method(concurrent=True)
     def door(self) -> tuple[str, int]:
         """Where torchrpc listens."""
-        (where,) = set(forking.addresses_in(process_fabric()._url))
+        (where,) = set(fork.addresses_in(process_fabric()._url))
         return where
 
     @rtr.method(concurrent=True)
@@ -224,9 +224,9 @@ class Tasks:
 
     def state(self, name: str) -> str:
         """What Ray says of an actor."""
-        from raytorchrpc import _compat
+        from raytorchrpc._compat import ray_internals
 
-        return _compat.actor_state(_compat.actor_id_of(self._actors[name])).state
+        return ray_internals.actor_state(ray_internals.actor_id_of(self._actors[name])).state
 
     def _have(self, name: str, method: str, *args: Any) -> Any:
         """By Ray, which takes a while to find its own way again after a network was cut."""

@@ -12,7 +12,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc import _compat
+from raytorchrpc._compat import torch_internals
 from tests.ray.actors import AsyncPeer, Latch, Peer
 
 #: Elements: in float32 above what travels in a message.
@@ -292,7 +292,7 @@ class Stage(Peer):
 
     @rtr.method
     def has_context(self) -> bool:
-        return _compat.current_autograd_context() != _compat.NO_CONTEXT
+        return torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT
 
     @rtr.method
     def parameters(self) -> list[Any]:

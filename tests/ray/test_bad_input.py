@@ -18,7 +18,7 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raytorchrpc as rtr
-from raytorchrpc.streams import check_mapped
+from raytorchrpc.tensors.cuda_streams import check_mapped
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.plain import FailsToStart, Plain, RunsItsOwnRpc
@@ -320,7 +320,7 @@ def test_a_member_that_gets_busy_while_the_group_forms(spawn: Spawn, peers: list
 
     forming = threading.Thread(target=form)
     forming.start()
-    while not ray.get(early.has_loaded.remote("raytorchrpc.joining")):
+    while not ray.get(early.has_loaded.remote("raytorchrpc.membership.join")):
         pass  # the actor runs its tasks in order: once this is true, it has answered
     stuck = early.__ray_call__.remote(lambda self, gate: gate.pass_through(), holds_the_rest)
     holds_the_probe.open()
@@ -402,7 +402,7 @@ def test_a_group_that_is_being_formed_cannot_take_members_of_a_formed_one(
 
     forming = threading.Thread(target=form_slowly)
     forming.start()
-    while not ray.get(wanted.has_loaded.remote("raytorchrpc.joining")):
+    while not ray.get(wanted.has_loaded.remote("raytorchrpc.membership.join")):
         pass
     with rtr.init_group({"wanted": wanted, "third": third}, name="quick"):
         gate.open()
@@ -433,11 +433,11 @@ def test_a_group_whose_forming_actor_died_does_not_keep_its_members(spawn: Spawn
 
 
 def leave_whatever_group() -> None:
-    from raytorchrpc import joining
+    from raytorchrpc.membership import join
 
-    info = joining.group_info()
+    info = join.group_info()
     if info is not None:
-        joining.leave(None, info.generation)
+        join.leave(None, info.generation)
 
 
 class ClassLevel:
@@ -491,7 +491,7 @@ def test_a_slow_threaded_member_that_was_rolled_back_keeps_nothing(
     spawn: Spawn, peers: list[Any], latch: MakeLatch
 ) -> None:
     slow = spawn(SlowToList, max_concurrency=4)
-    ray.get(slow.run.remote(__import__, "raytorchrpc.joining"))
+    ray.get(slow.run.remote(__import__, "raytorchrpc.membership.join"))
     gate = latch()
     ray.get(slow.run.remote(at_class_look_up, gate.pass_through))
     with pytest.raises(rtr.BootstrapError, match="'slow': no answer"):
@@ -507,7 +507,7 @@ def test_a_slow_threaded_member_that_was_rolled_back_keeps_nothing(
 def wait_for_the_last_step() -> None:
     """Until prepare(), which goes on after it was held, has returned."""
     while any(
-        frame.f_code.co_name == "prepare" and frame.f_globals.get("__name__") == "raytorchrpc.joining"
+        frame.f_code.co_name == "prepare" and frame.f_globals.get("__name__") == "raytorchrpc.membership.join"
         for top in sys._current_frames().values()
         for frame in _stack(top)
     ):

@@ -324,7 +324,7 @@ def test_a_tensor_sent_to_oneself_is_a_copy(members: Members) -> None:
 
 
 def _kept_by_a() -> list[Any]:
-    from raytorchrpc._compat import actor_instance
+    from raytorchrpc._compat.ray_internals import actor_instance
 
     return actor_instance().take_kept()  # type: ignore[union-attr,no-any-return]
 

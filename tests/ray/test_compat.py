@@ -19,8 +19,8 @@ import pytest
 import ray
 
 import raytorchrpc as rtr
-from raytorchrpc import _compat
-from raytorchrpc.codec import Codec
+from raytorchrpc._compat import ray_internals
+from raytorchrpc.tensors.codec import Codec
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 from tests.ray.plain import Plain
@@ -57,48 +57,48 @@ def test_a_value_is_kept_where_the_whole_cluster_reads_it(cluster: None) -> None
     """ray.experimental.internal_kv._internal_kv_put, _internal_kv_get, _internal_kv_list and _internal_kv_del: without
     them ``raytorchrpc top`` sees detached groups alone, and a restarted actor is back only when it has nothing to do.
     """
-    assert _compat.stored("tests/a") is None and _compat.stored_keys("tests/") == []
+    assert ray_internals.stored("tests/a") is None and ray_internals.stored_keys("tests/") == []
     for _ in range(2):
-        _compat.store("tests/a", b"what")
-        assert _compat.stored("tests/a") == b"what" and _compat.stored_keys("tests/") == ["tests/a"]
-    assert _compat.stored_keys("others/") == []
-    _compat.store("tests/a", None)
-    _compat.store("tests/a", None)
-    assert _compat.stored("tests/a") is None and _compat.stored_keys("tests/") == []
+        ray_internals.store("tests/a", b"what")
+        assert ray_internals.stored("tests/a") == b"what" and ray_internals.stored_keys("tests/") == ["tests/a"]
+    assert ray_internals.stored_keys("others/") == []
+    ray_internals.store("tests/a", None)
+    ray_internals.store("tests/a", None)
+    assert ray_internals.stored("tests/a") is None and ray_internals.stored_keys("tests/") == []
 
 
 def test_whether_token_authentication_is_on_can_be_told(cluster: None) -> None:
     """ray._raylet.get_authentication_mode, AuthenticationMode and AuthenticationTokenLoader: without them the doctor
     cannot say why a process is refused. A local Ray turns authentication on unless the environment says otherwise."""
-    assert _compat.ray_token() == ("on" if os.environ["RAY_AUTH_MODE"] == "token" else "off")
+    assert ray_internals.ray_token() == ("on" if os.environ["RAY_AUTH_MODE"] == "token" else "off")
 
 
 def test_the_actor_in_this_process_is_found(peers: list[Any], asynchronous: Any) -> None:
     """ray._private.worker.global_worker, its .actors and .core_worker.get_actor_id: without them a method called
     through Ray does not know its gate, and direct calls run beside it."""
     for handle in (peers[0], asynchronous):
-        assert inside(handle, lambda instance: _compat.actor_instance() is instance)
-    assert _compat.actor_instance() is None, "a driver is no actor"
+        assert inside(handle, lambda instance: ray_internals.actor_instance() is instance)
+    assert ray_internals.actor_instance() is None, "a driver is no actor"
 
 
 def test_a_task_is_no_actor(cluster: None) -> None:
     """The same names, in a worker process that runs a task."""
-    assert ray.get(ray.remote(num_cpus=0)(lambda: _compat.actor_instance() is None).remote())
+    assert ray.get(ray.remote(num_cpus=0)(lambda: ray_internals.actor_instance() is None).remote())
 
 
 def test_max_concurrency_is_what_the_user_gave(peers: list[Any], threaded: Any, asynchronous: Any) -> None:
     """core_worker.current_actor_max_concurrency: without it a threaded actor serves one direct call at a time, or
     a sync one several."""
-    assert inside(peers[0], lambda instance: _compat.actor_max_concurrency()) == 1
-    assert inside(threaded, lambda instance: _compat.actor_max_concurrency()) == 4
-    assert inside(asynchronous, lambda instance: _compat.actor_max_concurrency()) == 1000
+    assert inside(peers[0], lambda instance: ray_internals.actor_max_concurrency()) == 1
+    assert inside(threaded, lambda instance: ray_internals.actor_max_concurrency()) == 4
+    assert inside(asynchronous, lambda instance: ray_internals.actor_max_concurrency()) == 1000
 
 
 def test_an_async_actor_is_told_from_the_others(peers: list[Any], threaded: Any, asynchronous: Any) -> None:
     """core_worker.current_actor_is_asyncio: without it methods of an async actor run beside its loop."""
-    assert inside(asynchronous, lambda instance: _compat.actor_is_async())
-    assert not inside(peers[0], lambda instance: _compat.actor_is_async())
-    assert not inside(threaded, lambda instance: _compat.actor_is_async())
+    assert inside(asynchronous, lambda instance: ray_internals.actor_is_async())
+    assert not inside(peers[0], lambda instance: ray_internals.actor_is_async())
+    assert not inside(threaded, lambda instance: ray_internals.actor_is_async())
 
 
 def test_the_loop_of_an_async_actor_is_the_one_its_coroutines_run_on(asynchronous: Any) -> None:
@@ -106,7 +106,7 @@ def test_the_loop_of_an_async_actor_is_the_one_its_coroutines_run_on(asynchronou
     directly run on a loop of their own, where the actor's locks and futures do not work."""
 
     def same() -> bool:
-        return _compat.actor_event_loop(None) is asyncio.get_running_loop()
+        return ray_internals.actor_event_loop(None) is asyncio.get_running_loop()
 
     assert ray.get(asynchronous.run.remote(same))
 
@@ -116,7 +116,8 @@ def test_the_concurrency_group_of_a_method_is_known(grouped: Any, peers: list[An
     found = inside(
         grouped,
         lambda instance: [
-            _compat.concurrency_group_of(getattr(type(instance), name)) for name in ("io_group", "compute_group", "who")
+            ray_internals.concurrency_group_of(getattr(type(instance), name))
+            for name in ("io_group", "compute_group", "who")
         ],
     )
     assert found[0] == "io" and found[2] is None
@@ -125,7 +126,7 @@ def test_the_concurrency_group_of_a_method_is_known(grouped: Any, peers: list[An
 
 
 def exposed_groups(instance: Any) -> dict[str, Any]:
-    from raytorchrpc.member import process_member
+    from raytorchrpc.calls.member import process_member
 
     methods = process_member().server.methods
     return {name: methods[name].concurrency_group for name in ("io_group", "compute_group", "who")}
@@ -134,14 +135,14 @@ def exposed_groups(instance: Any) -> dict[str, Any]:
 def test_the_actor_id_of_a_handle_is_the_one_ray_knows_the_actor_by(peers: list[Any]) -> None:
     """ActorHandle._actor_id: without it a handle is no call target, and duplicates in a list go unnoticed."""
     known = inside(peers[0], lambda instance: ray.get_runtime_context().get_actor_id())
-    assert _compat.actor_id_of(peers[0]) == known
-    assert _compat.actor_id_of(ray.get(ray.put([peers[0]]))[0]) == known, "another copy of the handle"
+    assert ray_internals.actor_id_of(peers[0]) == known
+    assert ray_internals.actor_id_of(ray.get(ray.put([peers[0]]))[0]) == known, "another copy of the handle"
 
 
 def test_the_class_name_of_a_handle(peers: list[Any], grouped: Any) -> None:
     """ActorHandle._ray_actor_creation_function_descriptor.class_name: without it members of a list have no names."""
-    assert _compat.actor_class_name(peers[0]) == "Peer"
-    assert _compat.actor_class_name(grouped) == "GroupedPeer"
+    assert ray_internals.actor_class_name(peers[0]) == "Peer"
+    assert ray_internals.actor_class_name(grouped) == "GroupedPeer"
 
 
 def test_a_transport_is_known_to_ray_and_to_the_methods_that_return_by_it() -> None:
@@ -164,7 +165,7 @@ def test_a_transport_is_known_to_ray_and_to_the_methods_that_return_by_it() -> N
 
 def test_when_ray_gives_up_a_transfer_is_known() -> None:
     """ray._private.ray_constants.RDT_FETCH_FAIL_TIMEOUT_SECONDS: without it Ray's error may come before ours."""
-    assert _compat.transfer_timeout_s() == 60
+    assert ray_internals.transfer_timeout_s() == 60
 
 
 def test_an_owner_can_wait_until_it_knows_where_tensors_are(cluster: None) -> None:
@@ -172,7 +173,7 @@ def test_an_owner_can_wait_until_it_knows_where_tensors_are(cluster: None) -> No
     made just now cannot go inside a container."""
     rtr.rdt.enable()
     ref = ray.put(b"no tensors"), ray.put([1], _tensor_transport=rtr.rdt.TRANSPORT)
-    assert [_compat.wait_for_transport_metadata(one, 5) for one in ref] == [True, True]
+    assert [ray_internals.wait_for_transport_metadata(one, 5) for one in ref] == [True, True]
 
 
 def test_a_class_that_ray_brought_by_value_is_the_same_to_our_codec(spawn: Spawn) -> None:
@@ -184,9 +185,9 @@ def test_a_class_that_ray_brought_by_value_is_the_same_to_our_codec(spawn: Spawn
 
     class Trainer:
         def accepts(self, payload: bytes) -> bool:
-            return isinstance(Codec(_compat.cloudpickler()).decode(payload), Config)
+            return isinstance(Codec(ray_internals.cloudpickler()).decode(payload), Config)
 
-    payload = Codec(_compat.cloudpickler()).encode(Config(0.1)).payload
+    payload = Codec(ray_internals.cloudpickler()).encode(Config(0.1)).payload
     assert ray.get(spawn(Trainer).accepts.remote(payload))
 
 
@@ -248,14 +249,14 @@ def test_a_driver_that_died_is_known_and_its_group_keeps_nobody(spawn: Spawn) ->
         assert driver.stdout is not None
         job = driver.stdout.readline().strip()
         assert job, driver.communicate()[1]
-        assert not {job, context.get_job_id()} & _compat.dead_jobs()
+        assert not {job, context.get_job_id()} & ray_internals.dead_jobs()
         with pytest.raises(rtr.BootstrapError, match="'x' is already in group 'of the dead driver'"):
             rtr.init_group({"x": left[0]})
     finally:
         driver.kill()
         driver.communicate()
     deadline = time.monotonic() + 20
-    while job not in _compat.dead_jobs():
+    while job not in ray_internals.dead_jobs():
         assert time.monotonic() < deadline, "the dead driver is not reported"
     with rtr.init_group({"x": left[0], "y": left[1]}):
         assert ray.get(left[0].call.remote("y", "double", 21)) == 42
@@ -266,4 +267,4 @@ def test_a_handle_says_whether_its_actor_may_receive_tensors(spawn: Spawn) -> No
     kinds = [ray.remote(max_restarts=0)(Peer), ray.remote(enable_tensor_transport=True)(Peer)]
     handles = [spawn(kind) for kind in kinds]
     assert all(hasattr(handle, "_ray_enable_tensor_transport") for handle in handles)
-    assert [_compat.may_receive(handle) for handle in handles] == [False, True]
+    assert [ray_internals.may_receive(handle) for handle in handles] == [False, True]

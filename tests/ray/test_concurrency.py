@@ -13,7 +13,7 @@ import pytest
 import ray
 
 import raytorchrpc as rtr
-from raytorchrpc import execution
+from raytorchrpc.calls import gates
 from tests.ray.actors import Latch, Peer
 from tests.ray.call_actors import AsyncCaller, Busy, GroupedBusy
 from tests.ray.conftest import Spawn
@@ -211,10 +211,10 @@ def test_a_chain_of_a_thousand_calls(members: Members, first: str, second: str, 
 
 
 def test_a_chain_without_an_end_is_refused_with_the_limit(members: Members) -> None:
-    limit = execution.MOST_NESTED
+    limit = gates.MOST_NESTED
 
     def set_limit(most: int) -> None:
-        execution.MOST_NESTED = most
+        gates.MOST_NESTED = most
 
     def descend() -> tuple[str, str, float]:
         start = time.monotonic()

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import autograd as dist_autograd
 
 import raytorchrpc as rtr
-from raytorchrpc import member
+from raytorchrpc.calls import member
 from tests.ray.actors import AsyncPeer, Latch
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import MIB, TensorStore, all_given_back, in_actor, used

@@ -15,7 +15,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost
-from raytorchrpc.membership import Loss, lose
+from raytorchrpc.membership.updates import Loss, lose
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
 from tests.ray.returning import Returning, StartsWhenTold

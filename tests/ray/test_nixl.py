@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc import _compat, member
+from raytorchrpc._compat import nixl_package
+from raytorchrpc.calls import member
 from tests.conformance.peers import wait_until
 from tests.ray.call_actors import LARGE
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import MIB, TensorStore, bytes_by_lane, checksum, in_actor
 
-pytestmark = pytest.mark.skipif(_compat.nixl_package() is None, reason=_compat.NIXL_MISSING)
+pytestmark = pytest.mark.skipif(nixl_package.nixl_package() is None, reason=nixl_package.NIXL_MISSING)
 LANES = ("socket", "nixl", "torchrpc")
 
 

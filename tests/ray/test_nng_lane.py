@@ -14,8 +14,8 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc import member
-from raytorchrpc.group import Group
+from raytorchrpc.calls import member
+from raytorchrpc.group.group import Group
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 

@@ -105,11 +105,11 @@ class TestWithoutAGroup:
 
 
 def leave() -> None:
-    from raytorchrpc import joining
+    from raytorchrpc.membership import join
 
-    info = joining.group_info()
+    info = join.group_info()
     assert info is not None
-    joining.leave(None, info.generation)
+    join.leave(None, info.generation)
 
 
 def pulled(group: rtr.Group) -> set[tuple[str, str]]:

@@ -44,7 +44,7 @@ QUIET = """
 import sys
 import raytorchrpc as rtr
 from ray.experimental.rdt import util
-print("TORCHRPC" in util.transport_manager_info, "raytorchrpc._rdt_transport" in sys.modules)
+print("TORCHRPC" in util.transport_manager_info, "raytorchrpc.rdt.transport" in sys.modules)
 rtr.rdt.enable()
 print("TORCHRPC" in util.transport_manager_info)
 """

@@ -22,10 +22,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
 import raytorchrpc as rtr
-from raytorchrpc import _sockfilter
+from raytorchrpc.calls.member import process_member
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, ProcessGroupLost
-from raytorchrpc.member import process_member
-from raytorchrpc.rendezvous import MemberStore
+from raytorchrpc.membership.rendezvous import MemberStore
+from raytorchrpc.process import socket_filter
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 
@@ -157,7 +157,7 @@ def destroy() -> None:
 def listeners() -> set[tuple[str, int]]:
     """Where this process listens for TCP."""
     found = set()
-    for fd in _sockfilter.listening().values():
+    for fd in socket_filter.listening().values():
         sock = socket.socket(fileno=fd)
         found.add(sock.getsockname()[:2])
         sock.detach()

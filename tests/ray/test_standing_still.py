@@ -15,9 +15,10 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc import _published, member
-from raytorchrpc._weight_services import KIND, MIRROR
-from raytorchrpc.lanes.shm import ShmLane
+from raytorchrpc.calls import member
+from raytorchrpc.lanes.shm.lane import ShmLane
+from raytorchrpc.patterns.weights import published
+from raytorchrpc.patterns.weights.services import KIND, MIRROR
 from tests.conformance.peers import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
@@ -67,7 +68,7 @@ def weights(value: float) -> dict[str, torch.Tensor]:
 
 
 def end_leases_soon() -> None:
-    _published._LINGER_S = 1.0
+    published._LINGER_S = 1.0
 
 
 def pull_and_stop_in_the_middle(store: rtr.WeightStore) -> tuple[str, set[float]]:

@@ -17,7 +17,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc import _compat
+from raytorchrpc._compat import ray_internals
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.plain import Plain
@@ -125,12 +125,12 @@ def test_nothing_is_left_in_rays_store(members: Members, marker: str) -> None:
     """What a group and those that came back have kept there; a request may hold the group's secret."""
     ray.get(members.sync.sync_call.remote(marker), timeout=90)
     members.group.wait_ready(30)
-    assert len(_compat.stored_keys("groups/")) == 1
+    assert len(ray_internals.stored_keys("groups/")) == 1
     members.group.shutdown()
-    assert _compat.stored_keys("groups/") == []
+    assert ray_internals.stored_keys("groups/") == []
     until = time.monotonic() + 20
-    while _compat.stored_keys("requests/") or _compat.stored_keys("answers/"):
-        assert time.monotonic() < until, (_compat.stored_keys("requests/"), _compat.stored_keys("answers/"))
+    while ray_internals.stored_keys("requests/") or ray_internals.stored_keys("answers/"):
+        assert time.monotonic() < until, (ray_internals.stored_keys("requests/"), ray_internals.stored_keys("answers/"))
         time.sleep(0.05)  # the process looks into its mailbox now and then
 
 

@@ -14,7 +14,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc import member
+from raytorchrpc.calls import member
 from tests.conformance.peers import wait_until
 from tests.ray.actors import Latch
 from tests.ray.call_actors import LARGE, Store

@@ -149,7 +149,7 @@ def test_distributed_optimizer_on_the_actors_own_parameters(members: Members) ->
 
 
 def reset_layer(seed: int) -> None:
-    from raytorchrpc._compat import actor_instance
+    from raytorchrpc._compat.ray_internals import actor_instance
 
     actor: Any = actor_instance()
     actor.layer.load_state_dict(make_layer(seed).state_dict())

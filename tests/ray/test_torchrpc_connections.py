@@ -15,8 +15,8 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc import forking
-from raytorchrpc.fabric import process_fabric
+from raytorchrpc.lanes.torchrpc.agent import process_fabric
+from raytorchrpc.process import fork
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 
@@ -44,7 +44,7 @@ def url() -> str:
 
 def hang_up_on(there: str) -> int:
     """Shut the connections of this process to an agent; returns how many."""
-    cut, doors = 0, set(forking.addresses_in(there))
+    cut, doors = 0, set(fork.addresses_in(there))
     for entry in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):

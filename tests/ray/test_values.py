@@ -16,7 +16,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc import member
+from raytorchrpc.calls import member
 from tests.conformance.peers import ALL_DTYPES, huge, is_huge, random, resident_bytes, same, shared_mappings, wait_until
 from tests.ray.call_actors import LARGE, Store
 from tests.ray.conftest import Spawn

@@ -12,8 +12,8 @@ import pytest
 import ray
 
 import raytorchrpc as rtr
-from raytorchrpc.keeping import look_around
-from raytorchrpc.watching import GroupLook
+from raytorchrpc.group.detached import look_around
+from raytorchrpc.group.status import GroupLook
 from tests.ray.actors import Latch, Peer
 from tests.ray.commands import Command
 from tests.ray.conftest import Spawn

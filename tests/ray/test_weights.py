@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import raytorchrpc as rtr
-from raytorchrpc import member
-from raytorchrpc._pulling import Pull
+from raytorchrpc.calls import member
+from raytorchrpc.patterns.weights.pull import Pull
 from tests.conformance.peers import wait_until
 from tests.ray.actors import AsyncPeer, Peer
 from tests.ray.conftest import Spawn

@@ -19,9 +19,9 @@ NAMES = ("a", "b")
 
 
 def start(me: int) -> tuple[Any, Any, str]:
-    from raytorchrpc import _compat
+    from raytorchrpc._compat import torch_internals
 
-    return _compat.start_agent(
+    return torch_internals.start_agent(
         NAMES[me],
         11 + me,
         threads=2,
@@ -35,15 +35,15 @@ def start(me: int) -> tuple[Any, Any, str]:
 
 def second(link: Any) -> None:
     """The other process: answers until it is told to end."""
-    from raytorchrpc import _compat
+    from raytorchrpc._compat import torch_internals
 
     agent, store, url = start(1)
-    _compat.init_autograd(12)
+    torch_internals.init_autograd(12)
     link.send(url)
-    _compat.add_peer(agent, store, "a", 11, link.recv(), devices=[], inverse_map={})
+    torch_internals.add_peer(agent, store, "a", 11, link.recv(), devices=[], inverse_map={})
     link.send("met")
     link.recv()
-    _compat.stop_agent()
+    torch_internals.stop_agent()
 
 
 def first(link: Any) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def first(link: Any) -> dict[str, Any]:
     import torch.distributed.autograd as dist_autograd
     import torch.distributed.rpc as rpc
 
-    from raytorchrpc import _compat
+    from raytorchrpc._compat import torch_internals
 
     seen: dict[str, Any] = {}
 
@@ -61,21 +61,24 @@ def first(link: Any) -> dict[str, Any]:
         except Exception:
             seen[name] = traceback.format_exc()
 
-    seen["agent before"] = _compat.agent_is_set()
+    seen["agent before"] = torch_internals.agent_is_set()
     agent, store, url = start(0)
     seen["url"] = url
-    seen["agent after"] = _compat.agent_is_set()
-    step("autograd id before", _compat.autograd_id)
-    step("autograd id", lambda: [_compat.init_autograd(11), _compat.init_autograd(999), _compat.autograd_id()])
+    seen["agent after"] = torch_internals.agent_is_set()
+    step("autograd id before", torch_internals.autograd_id)
+    step(
+        "autograd id",
+        lambda: [torch_internals.init_autograd(11), torch_internals.init_autograd(999), torch_internals.autograd_id()],
+    )
 
     step("autograd id as torch has it", lambda: dist_autograd._get_max_id() >> 48)
 
     peer_url = link.recv()
-    _compat.add_peer(agent, store, "b", 12, peer_url, devices=[], inverse_map={})
+    torch_internals.add_peer(agent, store, "b", 12, peer_url, devices=[], inverse_map={})
     link.send(url)
     link.recv()
     b = agent.get_worker_info("b")
-    step("call", lambda: _compat.invoke_async(b, operator.add, (1, 2), 20.0).wait())
+    step("call", lambda: torch_internals.invoke_async(b, operator.add, (1, 2), 20.0).wait())
     step("call by name", lambda: rpc.rpc_sync("b", operator.add, args=(1, 2)))
 
     def answers_while_peers_come_and_go() -> int:
@@ -84,8 +87,8 @@ def first(link: Any) -> dict[str, Any]:
 
         def come_and_go() -> None:
             while not over.is_set():
-                _compat.add_peer(agent, store, "x", 13, peer_url, devices=[], inverse_map={})
-                _compat.remove_peer(agent, "x", 13, devices=[], inverse_maps={})
+                torch_internals.add_peer(agent, store, "x", 13, peer_url, devices=[], inverse_map={})
+                torch_internals.remove_peer(agent, "x", 13, devices=[], inverse_maps={})
 
         coming = threading.Thread(target=come_and_go)
         coming.start()
@@ -97,42 +100,42 @@ def first(link: Any) -> dict[str, Any]:
             coming.join()
 
     step("answers while peers come and go", answers_while_peers_come_and_go)
-    step("timeout", lambda: _error(lambda: _compat.invoke_async(b, time.sleep, (0.3,), 0.05).wait()))
-    step("rref", lambda: isinstance(rpc.remote("b", operator.add, args=(1, 2)), _compat.RREF_TYPE))
+    step("timeout", lambda: _error(lambda: torch_internals.invoke_async(b, time.sleep, (0.3,), 0.05).wait()))
+    step("rref", lambda: isinstance(rpc.remote("b", operator.add, args=(1, 2)), torch_internals.RREF_TYPE))
     step("rref value", lambda: rpc.remote("b", operator.add, args=(1, 2)).to_here())
 
     def contexts() -> list[Any]:
-        outside = _compat.current_autograd_context()
+        outside = torch_internals.current_autograd_context()
         with dist_autograd.context() as context:
-            inside = _compat.current_autograd_context()
+            inside = torch_internals.current_autograd_context()
             elsewhere: list[Any] = []
 
             def on_another_thread() -> None:
-                elsewhere.append(_compat.current_autograd_context())
-                with _compat.autograd_context(context):
-                    elsewhere.append(_compat.current_autograd_context())
+                elsewhere.append(torch_internals.current_autograd_context())
+                with torch_internals.autograd_context(context):
+                    elsewhere.append(torch_internals.current_autograd_context())
                     weight = torch.ones(2, requires_grad=True)
                     loss = rpc.rpc_sync("b", torch.mul, args=(weight, 3.0)).sum()
                     dist_autograd.backward(context, [loss])
                     elsewhere.append(dist_autograd.get_gradients(context)[weight].tolist())
-                elsewhere.append(_compat.current_autograd_context())
+                elsewhere.append(torch_internals.current_autograd_context())
 
             thread = threading.Thread(target=on_another_thread)
             thread.start()
             thread.join()
-            with _compat.autograd_context(_compat.NO_CONTEXT):
-                suspended = _compat.current_autograd_context()
-            resumed = _compat.current_autograd_context()
+            with torch_internals.autograd_context(torch_internals.NO_CONTEXT):
+                suspended = torch_internals.current_autograd_context()
+            resumed = torch_internals.current_autograd_context()
         entered, *rest = elsewhere[1:]
         return [outside, inside == context, suspended, resumed == context, elsewhere[0], entered == context, *rest]
 
     step("contexts", contexts)
 
-    _compat.remove_peer(agent, "b", 12, devices=[], inverse_maps={})
+    torch_internals.remove_peer(agent, "b", 12, devices=[], inverse_maps={})
     step("removed", lambda: _error(lambda: agent.get_worker_info("b")))
     link.send("end")
-    _compat.stop_agent()
-    seen["agent stopped"] = _compat.agent_is_set()
+    torch_internals.stop_agent()
+    seen["agent stopped"] = torch_internals.agent_is_set()
     return seen
 
 

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
-from raytorchrpc import member
+from raytorchrpc.calls import member
+from raytorchrpc.calls.member import Absence, LocalMember
+from raytorchrpc.calls.peers import Member, PeerRoad, process_token
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerLost
-from raytorchrpc.lanes._pending import SettledPending
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
-from raytorchrpc.member import Absence, LocalMember
-from raytorchrpc.peers import Member, PeerRoad, process_token
+from raytorchrpc.lanes.common.pending import SettledPending
 
 GENERATION = "generation"
 

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from raytorchrpc.allowance import Allowance, Allowances, Ticket
+from raytorchrpc.calls.flow_control import Allowance, Allowances, Ticket
+from raytorchrpc.calls.peers import Member
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerBusy, RpcTimeout
-from raytorchrpc.peers import Member
 
 B = Member(1, "b", None, "node", 1, "rtr-b", 1)
 

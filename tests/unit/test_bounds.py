@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc._rdt_pull import _filled
-from raytorchrpc.codec import Encoded
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable
-from raytorchrpc.lanes import _cuda_events, _frames, _pieces
-from raytorchrpc.lanes._bounds import OutOfBounds, checked, within
-from raytorchrpc.lanes._cuda_shared import Loan, Mapped, tensor_over
-from raytorchrpc.lanes._registered import check_members
 from raytorchrpc.lanes.base import Message, Part, view_at
+from raytorchrpc.lanes.common import frames, packing
+from raytorchrpc.lanes.common.bounds import OutOfBounds, checked, within
+from raytorchrpc.lanes.cuda_ipc import events
+from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, tensor_over
+from raytorchrpc.lanes.nixl.memory import check_members
+from raytorchrpc.rdt.pull import _filled
+from raytorchrpc.tensors.codec import Encoded
 
 FLOATS = (torch.float32, (2, 3))
 
@@ -70,10 +71,10 @@ def test_other_errors_of_a_lane_stay_what_they_are() -> None:
 def frame(described: Any) -> memoryview:
     """With one tensor of 24 bytes in its area, described like this."""
     message = Message(("x",), Encoded(b"", [torch.ones(2, 3)], (), 0))
-    whole = b"".join(bytes(part) for part in _frames.pack(_frames.REQUEST, 1, message))
-    call, area, payload, _, kind = _frames._PREFIX.unpack_from(whole)
+    whole = b"".join(bytes(part) for part in frames.pack(frames.REQUEST, 1, message))
+    call, area, payload, _, kind = frames._PREFIX.unpack_from(whole)
     blob = marshal.dumps((("x",), described, 0, ()))
-    head = _frames._PREFIX.pack(call, area, payload, len(blob), kind) + blob
+    head = frames._PREFIX.pack(call, area, payload, len(blob), kind) + blob
     return memoryview(head + bytes(-len(head) % 64) + whole[-area:])
 
 
@@ -81,7 +82,7 @@ def frame(described: Any) -> memoryview:
 def test_tensors_outside_of_their_frame_are_no_frame(kept: bool) -> None:
     def read(view: memoryview) -> torch.Tensor:
         storage = torch.frombuffer(bytearray(view), dtype=torch.uint8)
-        return _frames.parse(view, storage if kept else None).message.body.tensors[0]
+        return frames.parse(view, storage if kept else None).message.body.tensors[0]
 
     assert torch.equal(read(frame([("float32", (2, 3), 0)])), torch.ones(2, 3))
     for described in (
@@ -114,18 +115,18 @@ def test_memory_of_a_peers_gpu_ends_where_it_ends() -> None:
 
 
 def test_numbers_and_devices_of_a_shared_page() -> None:
-    assert _cuda_events.told((5, 0, "more"), (0, 1)) == (5, 0, "more")
-    for number, device in ((-1, 0), (_cuda_events.FLAGS, 0), (5, 2), (5, -1)):
+    assert events.told((5, 0, "more"), (0, 1)) == (5, 0, "more")
+    for number, device in ((-1, 0), (events.FLAGS, 0), (5, 2), (5, -1)):
         with pytest.raises(ValueError, match=r"are not in|not in tuple"):
-            _cuda_events.told((number, device), (0, 1))
+            events.told((number, device), (0, 1))
 
 
 def test_parts_for_a_gpu_lie_in_their_flat_tensor() -> None:
     target = torch.zeros(10, dtype=torch.uint8)
-    assert _pieces.together([Part(90, target)], 100) == ([Part(90, target)], [])
+    assert packing.together([Part(90, target)], 100) == ([Part(90, target)], [])
     for offset in (-1, 91, 1 << 40):
         with pytest.raises(OutOfBounds):
-            _pieces.together([Part(offset, target)], 100)
+            packing.together([Part(offset, target)], 100)
 
 
 def test_pieces_that_are_read_by_rdma_are_no_larger_than_their_tensors_need() -> None:

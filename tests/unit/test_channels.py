@@ -13,13 +13,14 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc import _order, member
-from raytorchrpc._channel_home import PUT, PUT_BACK, TAKE, WITHDRAW, Home
-from raytorchrpc._items import all_taken_apart
-from raytorchrpc.codec import Codec
+from raytorchrpc.calls import member
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.handles import OPEN
-from raytorchrpc.topics import _SUBSCRIBE as SUBSCRIBE
+from raytorchrpc.patterns.handle import OPEN
+from raytorchrpc.patterns.queues import order
+from raytorchrpc.patterns.queues.home import PUT, PUT_BACK, TAKE, WITHDRAW, Home
+from raytorchrpc.patterns.queues.items import all_taken_apart
+from raytorchrpc.patterns.queues.topic import _SUBSCRIBE as SUBSCRIBE
+from raytorchrpc.tensors.codec import Codec
 from tests.conformance.peers import wait_until
 from tests.unit.members import Members, in_thread
 
@@ -174,7 +175,7 @@ def test_none_waits_for_one_that_was_lost_on_its_way(members: Members) -> None:
 def test_one_that_is_late_costs_those_behind_it_their_time_and_not_the_order(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_order, "_HOLD_S", 0.05)
+    monkeypatch.setattr(order, "_HOLD_S", 0.05)
     lane = members.lanes["a"]
 
     async def put() -> None:

@@ -17,8 +17,8 @@ import numpy
 import pytest
 import torch
 
-from raytorchrpc.codec import LIFT_BUFFER_BYTES, Codec
 from raytorchrpc.errors import SerializationError
+from raytorchrpc.tensors.codec import LIFT_BUFFER_BYTES, Codec
 
 
 class ByValue(pickle.Pickler):

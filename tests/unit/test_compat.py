@@ -15,8 +15,8 @@ import numpy
 import pytest
 import torch
 
-from raytorchrpc import _compat
-from raytorchrpc.codec import Codec
+from raytorchrpc._compat import ray_internals, torch_internals
+from raytorchrpc.tensors.codec import Codec
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,9 +86,9 @@ def test_the_id_that_distributed_autograd_took_before_can_be_read(seen: dict[str
 
 ANOTHERS_AUTOGRAD = """
 import torch.distributed.autograd as dist_autograd
-from raytorchrpc import _compat
+from raytorchrpc._compat import torch_internals
 dist_autograd._init(11)
-print(_compat.autograd_id(), _compat.init_autograd(77), _compat.init_autograd(78), _compat.autograd_id())
+print(torch_internals.autograd_id(), torch_internals.init_autograd(77), torch_internals.init_autograd(78), torch_internals.autograd_id())
 """
 
 
@@ -103,7 +103,7 @@ def test_an_id_that_somebody_else_gave_distributed_autograd_stays_in_force() -> 
 def test_an_autograd_context_can_be_entered_on_another_thread(seen: dict[str, Any]) -> None:
     """_ZN5torch11distributed8autograd21DistAutogradContainer's static members in libtorch_cpu.so, which read, set
     and clear the context: without them methods, which run on their own threads, are lost to the backward pass."""
-    none = _compat.NO_CONTEXT
+    none = torch_internals.NO_CONTEXT
     assert seen["contexts"] == [none, True, none, True, none, True, [3.0, 3.0], none]
 
 
@@ -111,7 +111,7 @@ def test_many_tensors_are_copied_by_one_call() -> None:
     """torch._foreach_copy_: without it every tensor of a result that is received into buffers takes a kernel."""
     targets = [torch.zeros(2, 3).T, torch.zeros(4, dtype=torch.int64)]
     sources = [torch.arange(6.0).view(3, 2), torch.arange(4)]
-    _compat.copy_all(targets, sources)
+    torch_internals.copy_all(targets, sources)
     assert [target.tolist() for target in targets] == [source.tolist() for source in sources]
 
 
@@ -119,30 +119,30 @@ def test_a_tensor_that_nobody_else_holds_is_told_from_one_that_is_shared() -> No
     """torch._C._storage_Use_Count of the storage's _cdata: without it every result is copied, or, worse, none
     is and the next method changes what the caller gets."""
     tensor = torch.ones(4)
-    assert _compat.is_sole_owner(tensor)
+    assert torch_internals.is_sole_owner(tensor)
     view = tensor[1:]
-    assert not _compat.is_sole_owner(tensor)
-    assert not _compat.is_sole_owner(view)
+    assert not torch_internals.is_sole_owner(tensor)
+    assert not torch_internals.is_sole_owner(view)
     del view
-    assert _compat.is_sole_owner(tensor)
+    assert torch_internals.is_sole_owner(tensor)
     detached = tensor.detach()
-    assert not _compat.is_sole_owner(detached)
+    assert not torch_internals.is_sole_owner(detached)
     del tensor
-    assert _compat.is_sole_owner(detached), "what the codec lifts out"
+    assert torch_internals.is_sole_owner(detached), "what the codec lifts out"
     storage = detached.untyped_storage()
-    assert not _compat.is_sole_owner(detached), "the storage itself is in somebody's hands"
+    assert not torch_internals.is_sole_owner(detached), "the storage itself is in somebody's hands"
     del storage
-    assert _compat.is_sole_owner(detached)
+    assert torch_internals.is_sole_owner(detached)
     from_array = torch.from_numpy(numpy.ones(4))
-    assert not _compat.is_sole_owner(from_array), "the array could still change it"
+    assert not torch_internals.is_sole_owner(from_array), "the array could still change it"
 
 
 def test_backends_can_be_asked_for_by_name() -> None:
     """The options _transports and _channels again: they tell what this torch build has."""
-    assert _compat.has_tensorpipe("transports", "uv")
-    assert _compat.has_tensorpipe("channels", "basic")
-    assert not _compat.has_tensorpipe("transports", "carrier_pigeon")
-    assert not _compat.has_tensorpipe("channels", "carrier_pigeon")
+    assert torch_internals.has_tensorpipe("transports", "uv")
+    assert torch_internals.has_tensorpipe("channels", "basic")
+    assert not torch_internals.has_tensorpipe("transports", "carrier_pigeon")
+    assert not torch_internals.has_tensorpipe("channels", "carrier_pigeon")
 
 
 @pytest.mark.parametrize(("state", "dead"), [("ALIVE", False), ("RESTARTING", False), ("DEAD", True), (None, False)])
@@ -158,14 +158,14 @@ def test_an_actor_that_ray_gave_up_is_known(monkeypatch: pytest.MonkeyPatch, sta
             return None if state is None else ActorTableData(state=state).SerializeToString()
 
     monkeypatch.setattr(ray_state.state, "_connect_and_get_accessor", Gcs)
-    assert _compat.actor_is_dead("ab" * 16) is dead
+    assert ray_internals.actor_is_dead("ab" * 16) is dead
 
 
 def test_rays_pickler_takes_functions_by_value_and_lets_tensors_be_lifted() -> None:
     """ray.cloudpickle.CloudPickler with a reducer_override to build on: without it lambdas and classes of the
     driver's __main__ cannot be sent."""
     offset = 2
-    codec = Codec(_compat.cloudpickler())
+    codec = Codec(ray_internals.cloudpickler())
     encoded = codec.encode((lambda x: x + offset, torch.ones(3)))
     assert len(encoded.tensors) == 1
     function, tensor = codec.decode(*encoded)
@@ -176,20 +176,20 @@ def test_rays_pickler_takes_functions_by_value_and_lets_tensors_be_lifted() -> N
 def test_the_current_stream_has_the_name_that_cuda_knows() -> None:
     """By ``torch._C._cuda_getCurrentRawStream``."""
     other = torch.cuda.Stream()
-    assert _compat.current_cuda_stream(0) == torch.cuda.current_stream(0).cuda_stream
+    assert torch_internals.current_cuda_stream(0) == torch.cuda.current_stream(0).cuda_stream
     with torch.cuda.stream(other):
-        assert _compat.current_cuda_stream(0) == other.cuda_stream
+        assert torch_internals.current_cuda_stream(0) == other.cuda_stream
 
 
 def test_process_groups_can_be_ended_though_somebody_is_gone() -> None:
     """distributed_c10d._abort_process_group: without it the end of a process group waits for members that are lost."""
     script = """
 import torch.distributed as dist
-from raytorchrpc import _compat
+from raytorchrpc._compat import torch_internals
 for _ in range(2):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.new_group()
-    _compat.abort_process_groups()
+    torch_internals.abort_process_groups()
     assert not dist.is_initialized()
 """
     ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -29,7 +29,7 @@ NEEDS = {
     "raytorchrpc/cli/demo.py": "demo",
     "raytorchrpc/cli/digits.py": "demo",
     "raytorchrpc/doctor/_gpus.py": "doctor",
-    "raytorchrpc/lanes/_tls.py": "tls",
+    "raytorchrpc/lanes/common/tls.py": "tls",
     "raytorchrpc/manifest": "cli",
     "examples/atari_dqn": "atari",
     "examples/ray_data.py": "data",

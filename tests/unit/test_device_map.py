@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.device_map import DeviceMap, gpu_pairs, inverse, resolve, validate, way_back
 from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.topology.device_map import DeviceMap, gpu_pairs, inverse, resolve, validate, way_back
 from tests.unit.clusters import a100s, member
 
 # -- forms ---------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from raytorchrpc import _nccl_env
 from raytorchrpc.doctor.catalogue import FINDINGS
+from raytorchrpc.topology import nccl_env
 
 ROOT = Path(__file__).parents[2]
 DOCTOR = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
@@ -34,7 +34,7 @@ def test_the_code_says_what_is_listed_and_nothing_else() -> None:
 
 
 def test_the_page_tells_of_every_variable_of_nccls() -> None:
-    for name in _nccl_env.VARIABLES:
+    for name in nccl_env.VARIABLES:
         assert re.search(rf"^\| `{name}` \|", DOCTOR, re.MULTILINE), name
 
 

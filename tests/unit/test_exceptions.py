@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from raytorchrpc import errors
-from raytorchrpc.codec import Codec, Encoded
 from raytorchrpc.errors import PeerLost, RemoteError, SerializationError
-from raytorchrpc.exceptions import decode_exception, encode_exception
+from raytorchrpc.tensors.codec import Codec, Encoded
+from raytorchrpc.tensors.exceptions import decode_exception, encode_exception
 
 
 class Odd(Exception):

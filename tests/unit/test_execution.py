@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from raytorchrpc import execution, loops
+from raytorchrpc.calls import event_loops
+from raytorchrpc.calls import gates as execution
+from raytorchrpc.calls.gates import Gate, Limit, Scope, Seat, Work, current_scope, wait_serving
 from raytorchrpc.errors import RayTorchRpcError
-from raytorchrpc.execution import Gate, Limit, Scope, Seat, Work, current_scope, wait_serving
-from raytorchrpc.workers import Alarms, Leftovers, Workers
+from raytorchrpc.process.workers import Alarms, Leftovers, Workers
 
 PATIENCE_S = 10.0
 
@@ -393,7 +394,7 @@ def test_a_loop_that_stands_still_for_a_call_refuses_what_that_call_brings_back(
     async def main() -> list[str]:
         log: list[str] = []
         loop = asyncio.get_running_loop()
-        mine, other = loops.token_on_loop(), loops.token_on_loop()
+        mine, other = event_loops.token_on_loop(), event_loops.token_on_loop()
         assert mine and other and mine != other
         waiting = Waiting(mine)
 
@@ -402,7 +403,7 @@ def test_a_loop_that_stands_still_for_a_call_refuses_what_that_call_brings_back(
                 log.append(f"{name} refused")
                 waiting.finish()
 
-            loops.start_on_loop(loop, path, lambda: log.append(f"{name} started"), refuse)
+            event_loops.start_on_loop(loop, path, lambda: log.append(f"{name} started"), refuse)
 
         start("of another chain", other)
         start("of no chain")
@@ -423,7 +424,7 @@ def test_a_loop_that_stands_still_for_a_call_refuses_what_that_call_brings_back(
 
 
 def test_a_thread_without_a_loop_needs_no_token() -> None:
-    assert loops.token_on_loop() is None
+    assert event_loops.token_on_loop() is None
 
 
 # --- workers -------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from raytorchrpc.calls.counters import BUCKETS, CallCounters
 from raytorchrpc.errors import PeerLost, RpcTimeout
-from raytorchrpc.exporting import COUNTERS, GAUGES, Exporter
-from raytorchrpc.metrics import BUCKETS, CallCounters
+from raytorchrpc.membership.ray_metrics import COUNTERS, GAUGES, Exporter
 
 Key = tuple[str, frozenset[tuple[str, str]]]
 

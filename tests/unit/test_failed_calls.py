@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc import serving
-from raytorchrpc.calls import Future
-from raytorchrpc.codec import NOTHING, Codec
+from raytorchrpc.calls import incoming
+from raytorchrpc.calls.counters import CallCounters
+from raytorchrpc.calls.out_of_band import Shipped
+from raytorchrpc.calls.outgoing import CallUnderWay
+from raytorchrpc.calls.verbs import Future
 from raytorchrpc.errors import PeerLost, RpcTimeout
-from raytorchrpc.exceptions import encode_exception
 from raytorchrpc.lanes.base import Message, Pending
-from raytorchrpc.metrics import CallCounters
-from raytorchrpc.shipping import Shipped
-from raytorchrpc.underway import CallUnderWay
+from raytorchrpc.tensors.codec import NOTHING, Codec
+from raytorchrpc.tensors.exceptions import encode_exception
 
 CODEC = Codec()
 
@@ -59,7 +59,7 @@ def under_way(outcome: Message | Exception | None, member: Any = None) -> Future
 
 
 def outcomes() -> dict[str, tuple[Message | Exception | None, type[Exception]]]:
-    raised = Message((serving.RAISED,), encode_exception(CODEC, KeyError("on purpose")))
+    raised = Message((incoming.RAISED,), encode_exception(CODEC, KeyError("on purpose")))
     return {
         "raised by the method": (raised, KeyError),
         "peer lost": (PeerLost("peer", "it went away"), PeerLost),

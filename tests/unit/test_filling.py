@@ -10,13 +10,13 @@ import numpy
 import pytest
 import torch
 
-from raytorchrpc import _compat
-from raytorchrpc.codec import Codec, Encoded, orders
+from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls.receive_into import Buffers, Spread
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.filling import Buffers, Spread
 from raytorchrpc.lanes.base import Part
+from raytorchrpc.tensors.codec import Codec, Encoded, orders
 
-CODEC = Codec(_compat.cloudpickler())
+CODEC = Codec(ray_internals.cloudpickler())
 
 
 def receive(obj: Any, *buffers: torch.Tensor, keep: bool = False) -> Any:

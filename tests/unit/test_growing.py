@@ -8,13 +8,13 @@ import pickle
 import pytest
 
 from benchmarks import _growth
-from raytorchrpc import joining
-from raytorchrpc.admission import Owner, Prepared, Probe, Table
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.fabric import AgentIdentity
-from raytorchrpc.lanes._acceptor import SocketAddress
-from raytorchrpc.lanes._credentials import Instance
-from raytorchrpc.roster import Roster
+from raytorchrpc.group.roster import Roster
+from raytorchrpc.lanes.common.acceptor import SocketAddress
+from raytorchrpc.lanes.common.credentials import Instance
+from raytorchrpc.lanes.torchrpc.agent import AgentIdentity
+from raytorchrpc.membership import join
+from raytorchrpc.membership.messages import Owner, Prepared, Probe, Table
 from tests.unit import clusters
 from tests.unit.clusters import Cluster
 
@@ -71,7 +71,7 @@ def test_what_a_member_is_told_of_those_who_come_is_all_it_misses(who: str) -> N
         if name not in coming:
             told = again.arrival(name, info, everybody, 1.0, coming)
             assert {member.name for member in told.table.info.members} == set(coming)
-            same(joining._merged(known[name], told.table), again.table(name, info, everybody, 1.0))
+            same(join._merged(known[name], told.table), again.table(name, info, everybody, 1.0))
 
 
 def test_what_a_member_is_told_does_not_grow_with_those_who_are_there() -> None:

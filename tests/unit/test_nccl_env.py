@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from raytorchrpc import GroupConfig, _nccl_env, equipment
-from raytorchrpc._nccl_env import GID, HCA, IFNAME, QPS, TIMEOUT, advise, apply, chosen_values, matches
-from raytorchrpc.lanes._credentials import Credentials
-from raytorchrpc.topology import Endpoint, Gid, Hca, Interface
+from raytorchrpc import GroupConfig
+from raytorchrpc.lanes.common.credentials import Credentials
+from raytorchrpc.membership import local_setup
+from raytorchrpc.topology import nccl_env
+from raytorchrpc.topology.nccl_env import GID, HCA, IFNAME, QPS, TIMEOUT, advise, apply, chosen_values, matches
+from raytorchrpc.topology.probe import Endpoint, Gid, Hca, Interface
 from tests.unit.clusters import a100s, efa_hcas, infiniband_hcas, member, roce_hcas, with_port
 
 ETHERNET = tuple(
@@ -192,12 +194,12 @@ def test_a_value_in_ncclss_own_file_stays(tmp_path: Path) -> None:
 def test_advice_is_given_for_every_variable_with_its_reason() -> None:
     for hcas in ((), roce_hcas(), infiniband_hcas(), efa_hcas()):
         advice = advise(node(hcas))
-        assert tuple(sorted(advice)) == tuple(sorted(_nccl_env.VARIABLES))
+        assert tuple(sorted(advice)) == tuple(sorted(nccl_env.VARIABLES))
         assert all(each.reason for each in advice.values())
 
 
 def test_a_member_that_opens_the_nccl_lane_sets_them_in_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in _nccl_env.VARIABLES:
+    for name in nccl_env.VARIABLES:
         monkeypatch.setenv(name, "")  # so that it is as before in the end
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", "/nonexistent")
@@ -209,8 +211,8 @@ def test_a_member_that_opens_the_nccl_lane_sets_them_in_its_process(monkeypatch:
         by_tcp=(),
         config=GroupConfig(interface="lo"),
     )
-    (lane,) = equipment._tensor_lanes(spec, ["nccl"])
+    (lane,) = local_setup._tensor_lanes(spec, ["nccl"])
     assert (lane.name, os.environ[IFNAME]) == ("nccl", "=lo")
     monkeypatch.setenv(IFNAME, "eth9")
-    equipment._tensor_lanes(spec, ["nccl"])
+    local_setup._tensor_lanes(spec, ["nccl"])
     assert os.environ[IFNAME] == "eth9"

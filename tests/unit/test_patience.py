@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from raytorchrpc.lanes._patience import LOOK_S, Patience, Timer
+from raytorchrpc.lanes.socket.spin import LOOK_S, Patience, Timer
 
 several_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="with one core nobody looks again")
 

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from raytorchrpc.codec import NOTHING, Codec
+from raytorchrpc.calls.counters import CallCounters
+from raytorchrpc.calls.gates import NO_SCOPE
+from raytorchrpc.calls.incoming import CALL, KEPT, OK, RAISED, Server, _Job
+from raytorchrpc.calls.out_of_band import Shipped, Shipper
+from raytorchrpc.calls.outgoing import CallUnderWay
+from raytorchrpc.calls.retry import RetriedCall
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerBusy, PeerLost, RayTorchRpcError
-from raytorchrpc.exceptions import decode_exception, encode_exception
-from raytorchrpc.execution import NO_SCOPE
-from raytorchrpc.lanes._connection import Connection, SocketPending, tune
 from raytorchrpc.lanes.base import Message, Pending
-from raytorchrpc.metrics import CallCounters
-from raytorchrpc.retrying import RetriedCall
-from raytorchrpc.serving import CALL, KEPT, OK, RAISED, Server, _Job
-from raytorchrpc.shipping import Shipped, Shipper
-from raytorchrpc.underway import CallUnderWay
-from raytorchrpc.workers import Alarms, Workers
+from raytorchrpc.lanes.socket.connection import Connection, SocketPending, tune
+from raytorchrpc.process.workers import Alarms, Workers
+from raytorchrpc.tensors.codec import NOTHING, Codec
+from raytorchrpc.tensors.exceptions import decode_exception, encode_exception
 
 LISTENERS: Any = SimpleNamespace(
     arm=lambda fd: None, disarm=lambda fd: None, watch=lambda one: None, forget=lambda one: None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.process_groups import check_backend, check_encryption
+from raytorchrpc.group.process_groups import check_backend, check_encryption
 from tests.unit import clusters
 
 

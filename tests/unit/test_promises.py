@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from raytorchrpc import _channel_home, _items, _published, handles, weights
-from raytorchrpc.lanes import _connection
+from raytorchrpc.lanes.socket import connection
+from raytorchrpc.patterns import handle
+from raytorchrpc.patterns.queues import home, items
+from raytorchrpc.patterns.weights import published, store
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("failure-model.md", "queues.md", "security.md", "weights.md")
@@ -52,14 +54,14 @@ def test_the_tests_that_a_page_names_exist(page: str) -> None:
 @pytest.mark.parametrize(
     ("page", "number"),
     [
-        ("queues.md", f"one message ({_items.CHUNK_BYTES >> 20} MiB, or one item)"),
-        ("queues.md", f"parts (of `maxsize` items, or {_items.CHUNK_BYTES >> 20} MiB)"),
-        ("queues.md", f"up to a { {4: 'quarter'}[_channel_home._LENT_SHARE] } of each producer's"),
-        ("queues.md", f"cut off for more than about {_connection.SILENCE_S} s"),
-        ("weights.md", f"at most {weights._CHUNK_BYTES >> 20} MiB, or one tensor, in a message"),
-        ("weights.md", f"A home that stands still costs {handles._ANSWER_S} s more"),
-        ("weights.md", f"{ {60.0: 'a minute'}[_published._LINGER_S] } after the pull's timeout"),
-        ("failure-model.md", f"After about {_connection.SILENCE_S} s of silence the TCP connections are given up"),
+        ("queues.md", f"one message ({items.CHUNK_BYTES >> 20} MiB, or one item)"),
+        ("queues.md", f"parts (of `maxsize` items, or {items.CHUNK_BYTES >> 20} MiB)"),
+        ("queues.md", f"up to a { {4: 'quarter'}[home._LENT_SHARE] } of each producer's"),
+        ("queues.md", f"cut off for more than about {connection.SILENCE_S} s"),
+        ("weights.md", f"at most {store._CHUNK_BYTES >> 20} MiB, or one tensor, in a message"),
+        ("weights.md", f"A home that stands still costs {handle._ANSWER_S} s more"),
+        ("weights.md", f"{ {60.0: 'a minute'}[published._LINGER_S] } after the pull's timeout"),
+        ("failure-model.md", f"After about {connection.SILENCE_S} s of silence the TCP connections are given up"),
     ],
 )
 def test_the_numbers_on_a_page_are_those_of_the_code(page: str, number: str) -> None:

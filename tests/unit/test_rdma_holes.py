@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from raytorchrpc import GroupConfig, _nccl_env
+from raytorchrpc import GroupConfig
 from raytorchrpc.doctor import Evidence
 from raytorchrpc.doctor.reports import make_report
-from raytorchrpc.routing import RoutePlan, plan
-from raytorchrpc.topology import Hca
+from raytorchrpc.routing.planner import RoutePlan, plan
+from raytorchrpc.topology import nccl_env
+from raytorchrpc.topology.probe import Hca
 from tests.unit import clusters
 from tests.unit.clusters import Cluster, a100s, efa_hcas, infiniband_hcas, member, public_nodes, roce_hcas, with_port
 
@@ -68,7 +69,7 @@ def test_several_adapters_of_which_the_first_is_unusable(name: str) -> None:
     assert (preferred(routes, "cuda"), preferred(routes, "cpu")) == ("nccl", "torchrpc")
     routes = plan(with_nixl(cluster), GroupConfig())
     assert (preferred(routes, "cuda"), preferred(routes, "cpu")) == ("nixl", "nixl")
-    told = _nccl_env.advise(cluster["worker_1"])[_nccl_env.HCA].value
+    told = nccl_env.advise(cluster["worker_1"])[nccl_env.HCA].value
     assert told == "=" + ",".join(f"mlx5_{number}:1" for number in range(1, 9))
     assert findings(cluster)[said] == {"warning"}
 
@@ -86,7 +87,7 @@ def test_roce_that_needs_another_gid_index() -> None:
     assert [routes.agents[name].transports for name in cluster] == [("uv",)] * 2
     assert preferred(routes, "cuda") == "nccl"
     assert preferred(plan(with_nixl(cluster), GroupConfig()), "cpu") == "nixl"
-    assert [_nccl_env.advise(each)[_nccl_env.GID].value for each in cluster.values()] == ["3", "5"]
+    assert [nccl_env.advise(each)[nccl_env.GID].value for each in cluster.values()] == ["3", "5"]
     assert {"rdma-roce", "together-gid-index-differs"} <= findings(cluster).keys()
     assert not {level for levels in findings(cluster).values() for level in levels} - {"note", "warning"}
 
@@ -136,6 +137,6 @@ def test_efa() -> None:
     assert preferred(routes, "cuda") == "torchrpc"
     by_name = plan(cluster, GroupConfig(lanes=("socket", "shm", "cuda_ipc", "nccl", "torchrpc")))
     assert preferred(by_name, "cuda") == "nccl"
-    advice = _nccl_env.advise(cluster["worker_0"])
-    assert [advice[name].value for name in (_nccl_env.HCA, _nccl_env.GID, _nccl_env.TIMEOUT)] == [None] * 3
+    advice = nccl_env.advise(cluster["worker_0"])
+    assert [advice[name].value for name in (nccl_env.HCA, nccl_env.GID, nccl_env.TIMEOUT)] == [None] * 3
     assert findings(cluster)["rdma-efa"] == {"warning"}

@@ -13,11 +13,13 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc import _rdt_pull, _rdt_source, _rdt_transport
-from raytorchrpc._rdt_pull import Pull
-from raytorchrpc._rdt_source import Source
-from raytorchrpc.codec import Codec, Encoded
-from raytorchrpc.lanes.nng import NngServer
+from raytorchrpc.lanes.nng.lane import NngServer
+from raytorchrpc.rdt import pull as _rdt_pull
+from raytorchrpc.rdt import source as _rdt_source
+from raytorchrpc.rdt import transport as _rdt_transport
+from raytorchrpc.rdt.pull import Pull
+from raytorchrpc.rdt.source import Source
+from raytorchrpc.tensors.codec import Codec, Encoded
 
 SECRET = b"s" * 32
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
+from raytorchrpc.calls.services import Later
 from raytorchrpc.errors import PeerLost, ProcessGroupLost, RpcTimeout
-from raytorchrpc.rendezvous import KeyTable, MemberStore
-from raytorchrpc.services import Later
+from raytorchrpc.membership.rendezvous import KeyTable, MemberStore
 
 
 def store_of(table: KeyTable) -> MemberStore:

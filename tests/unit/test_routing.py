@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from raytorchrpc import routing
-from raytorchrpc._lane_rules import Pair
 from raytorchrpc.config import KNOWN_LANES, GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
-from raytorchrpc.routing import LANES, PairRoute, RoutePlan, Traffic, plan
+from raytorchrpc.lanes.rules import Pair
+from raytorchrpc.routing import planner
+from raytorchrpc.routing.planner import LANES, PairRoute, RoutePlan, Traffic, plan
 from tests.unit import clusters
 from tests.unit.clusters import (
     CPU_CHANNELS,
@@ -296,7 +296,7 @@ def test_what_is_decided_for_many_pairs_at_once_is_what_each_pair_would_get(case
     routes = plan(cluster, config)
     lanes = {lane.name: None for lane in LANES}
     for a, b in itertools.combinations(cluster, 2):
-        alone = routing._judge(Pair(cluster[a], cluster[b], routes.agents[a], routes.agents[b]), lanes)
+        alone = planner._judge(Pair(cluster[a], cluster[b], routes.agents[a], routes.agents[b]), lanes)
         assert (routes.route(a, b).choices, routes.route(a, b).rejected) == alone
 
 

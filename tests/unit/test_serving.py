@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc.calls import Exposed
-from raytorchrpc.codec import NOTHING, Codec
+from raytorchrpc.calls.incoming import CALL, FETCH, OK, RAISED, Server, own_methods
+from raytorchrpc.calls.services import Later
+from raytorchrpc.calls.verbs import Exposed
 from raytorchrpc.errors import NotFound, RpcTimeout
-from raytorchrpc.exceptions import decode_exception
 from raytorchrpc.lanes.base import Capabilities, Message
-from raytorchrpc.services import Later
-from raytorchrpc.serving import CALL, FETCH, OK, RAISED, Server, own_methods
-from raytorchrpc.workers import Alarms, Workers
+from raytorchrpc.process.workers import Alarms, Workers
+from raytorchrpc.tensors.codec import NOTHING, Codec
+from raytorchrpc.tensors.exceptions import decode_exception
 from tests.conformance.peers import wait_until
 
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from raytorchrpc.codec import Codec, Encoded
+from raytorchrpc.calls.out_of_band import Parcel, Shipper, joined, owned
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes import _pieces, base
+from raytorchrpc.lanes import base
 from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane
-from raytorchrpc.shipping import Parcel, Shipper, joined, owned
+from raytorchrpc.lanes.common import packing
+from raytorchrpc.tensors.codec import Codec, Encoded
 
 
 class Box(Export):
@@ -342,6 +343,6 @@ def test_small_parts_that_lie_side_by_side_are_brought_at_once() -> None:
     near = [part(begin + 64 * number, 40) for number in range(9)]
     over = part(begin, 64 * 9)
     far = [part(begin + (1 << 20) * (number + 1), 40) for number in range(9)]
-    alone, runs = _pieces.together([*reversed(far), near[3], *large, over, *near[:3], *near[4:]], 1 << 40)
+    alone, runs = packing.together([*reversed(far), near[3], *large, over, *near[:3], *near[4:]], 1 << 40)
     assert alone == [*large, *far]
     assert [sorted(run, key=id) for run in runs] == [sorted([over, *near], key=id)]

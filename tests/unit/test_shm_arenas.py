@@ -12,7 +12,7 @@ import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Part, PeerAddress
-from raytorchrpc.lanes.shm import ShmLane
+from raytorchrpc.lanes.shm.lane import ShmLane
 
 SIZE = 1 << 20
 

@@ -9,8 +9,8 @@ import numpy
 import pytest
 import torch
 
-from raytorchrpc.codec import Codec
-from raytorchrpc.shipping import snapshot
+from raytorchrpc.calls.out_of_band import snapshot
+from raytorchrpc.tensors.codec import Codec
 
 
 def copied(method: Callable[[], Any]) -> bool:

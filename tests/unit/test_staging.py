@@ -9,11 +9,11 @@ import threading
 import pytest
 import torch
 
-from raytorchrpc import staging
-from raytorchrpc.codec import Encoded
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes._cuda_shared import Loan, span_of
-from raytorchrpc.staging import PART, Region, Regions, pieces
+from raytorchrpc.lanes.cuda_ipc.mappings import Loan, span_of
+from raytorchrpc.tensors import host_device_copy
+from raytorchrpc.tensors.codec import Encoded
+from raytorchrpc.tensors.host_device_copy import PART, Region, Regions, pieces
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_many_threads_register_each_part_once() -> None:
 def test_memory_that_cannot_be_registered_is_told_of_once_and_not_tried_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "_warned", False)
+    monkeypatch.setattr(host_device_copy, "_warned", False)
     with caplog.at_level(logging.WARNING, "raytorchrpc"):
         for base in (BASE, 2 * BASE):
             registrar = Registrar(refuses_after=1)
@@ -108,15 +108,15 @@ def test_regions_are_found_by_address() -> None:
 
 
 def test_withdrawing_what_was_never_used_needs_no_gpu() -> None:
-    staging.announce(BASE, PART)
-    staging.withdraw(BASE)
-    staging.withdraw(BASE)
+    host_device_copy.announce(BASE, PART)
+    host_device_copy.withdraw(BASE)
+    host_device_copy.withdraw(BASE)
 
 
 def test_a_body_without_anything_to_move_is_taken_as_it_is() -> None:
     body = Encoded(b"", [torch.ones(3)], (), 0)
     for devices in ({}, {0: 0}, {0: "cpu"}, {"cpu": 0}):
-        assert staging.outbound(body, devices) is body
+        assert host_device_copy.outbound(body, devices) is body
 
 
 # --- shared memory ---------------------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc._items import (
+from raytorchrpc.calls.services import Later
+from raytorchrpc.errors import NotAMember, NotFound
+from raytorchrpc.patterns.queues.items import (
     CHUNK_BYTES,
     Item,
     Loans,
@@ -27,12 +29,10 @@ from raytorchrpc._items import (
     taken_apart,
     unpacked,
 )
-from raytorchrpc._outlet import Outlet, Policy
-from raytorchrpc._store import Store
-from raytorchrpc.codec import Codec
-from raytorchrpc.errors import NotAMember, NotFound
-from raytorchrpc.services import Later
-from raytorchrpc.workers import Alarms
+from raytorchrpc.patterns.queues.outlet import Outlet, Policy
+from raytorchrpc.patterns.queues.store import Store
+from raytorchrpc.process.workers import Alarms
+from raytorchrpc.tensors.codec import Codec
 
 LONG = 20.0
 

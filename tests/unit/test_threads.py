@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc import threads
 from raytorchrpc.errors import PeerLost, RpcTimeout
-from raytorchrpc.lanes import _frames
-from raytorchrpc.lanes._copier import Copier
+from raytorchrpc.group.announcements import Standing, Teller
+from raytorchrpc.group.events import Change, News
 from raytorchrpc.lanes.base import Message, PeerAddress
-from raytorchrpc.news import Change, News
-from raytorchrpc.telling import Standing, Teller
-from raytorchrpc.threads import ThreadShortage
-from raytorchrpc.workers import Alarms, Leftovers, Workers
+from raytorchrpc.lanes.common import frames
+from raytorchrpc.lanes.shm.parallel_copy import Copier
+from raytorchrpc.process import threads
+from raytorchrpc.process.threads import ThreadShortage
+from raytorchrpc.process.workers import Alarms, Leftovers, Workers
 from tests.conformance.peers import EMPTY, Node, answer, wait_until
 
 PATIENCE_S = 10.0
@@ -118,7 +118,7 @@ def test_no_thread_is_started_anywhere_else() -> None:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         # The benchmark's own threads serve no member.
-        if path == PACKAGE / "threads.py" or PACKAGE / "bench" in path.parents:
+        if path == PACKAGE / "process" / "threads.py" or PACKAGE / "bench" in path.parents:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             called = node.func if isinstance(node, ast.Call) else None
@@ -529,12 +529,12 @@ def test_a_frame_that_is_skipped_tells_what_it_was() -> None:
     message = Message(
         (1, 2, "t", "method", ("x" * 70_000,)), EMPTY._replace(payload=bytes(200_000)), waybills=(("shm",),)
     )
-    data = b"".join(bytes(part) for part in _frames.pack(_frames.REQUEST, 7, message))
-    unread = _frames.Unread(len(data))
+    data = b"".join(bytes(part) for part in frames.pack(frames.REQUEST, 7, message))
+    unread = frames.Unread(len(data))
     for begin in range(0, len(data), 10_000):
         unread.add(data[begin : begin + 10_000])
     assert not unread.left
     frame = unread.frame()
-    assert (frame.kind, frame.call) == (_frames.REQUEST, 7)
+    assert (frame.kind, frame.call) == (frames.REQUEST, 7)
     assert (frame.message.header, frame.message.waybills) == (message.header, message.waybills)
     assert frame.message.unread_bytes == len(data)

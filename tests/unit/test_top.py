@@ -7,9 +7,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from raytorchrpc.calls.counters import BUCKETS, CallCounters, PairStats
 from raytorchrpc.cli.top import as_data, rates, run, tables
-from raytorchrpc.metrics import BUCKETS, CallCounters, PairStats
-from raytorchrpc.watching import GroupLook, UnderWay, from_json
+from raytorchrpc.group.status import GroupLook, UnderWay, from_json
 
 
 def look(counters: CallCounters, at: float, **more: object) -> GroupLook:

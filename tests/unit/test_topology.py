@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc import topology
-from raytorchrpc.topology import Endpoint, Interface, interface_for, probe
+from raytorchrpc.topology import probe as topology
+from raytorchrpc.topology.probe import Endpoint, Interface, interface_for, probe
 from tests.unit.clusters import gid_table, member
 
 

@@ -6,8 +6,8 @@ import json
 from itertools import pairwise
 from typing import Any
 
-from raytorchrpc.trace_file import Clock, GroupTrace, chrome
-from raytorchrpc.tracing import Event, MemberTrace, Tracer
+from raytorchrpc.calls.spans import Event, MemberTrace, Tracer
+from raytorchrpc.group.chrome_trace import Clock, GroupTrace, chrome
 
 
 def event(kind: str, begin: float, end: float, *, thread: int = 0, mark: int | None = None, name: str = "b.f") -> Event:

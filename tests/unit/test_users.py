@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from raytorchrpc.admission import Owner, Probe
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.roster import Roster
-from raytorchrpc.topology import Endpoint
+from raytorchrpc.group.roster import Roster
+from raytorchrpc.membership.messages import Owner, Probe
+from raytorchrpc.topology.probe import Endpoint
 from tests.unit import clusters
 
 

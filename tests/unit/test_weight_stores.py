@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc import member, weights
-from raytorchrpc._weight_services import PULL
+from raytorchrpc.calls import member
 from raytorchrpc.errors import PeerLost
+from raytorchrpc.patterns.weights import store as weights
+from raytorchrpc.patterns.weights.services import PULL
 from tests.unit.members import Members
 
 LONG = 20.0

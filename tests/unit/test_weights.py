@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc._published import Weights
-from raytorchrpc._pulling import Pulled
-from raytorchrpc._relays import HOME, LEAD, Relays
-from raytorchrpc._snapshots import equal, write
+from raytorchrpc.calls.services import Later
 from raytorchrpc.errors import ConfigurationError, NotFound
-from raytorchrpc.lanes._arena import SharedAddress
-from raytorchrpc.lanes._lent import Borrower, Lender
 from raytorchrpc.lanes.base import PeerAddress
-from raytorchrpc.lanes.shm import ShmLane
-from raytorchrpc.services import Later
-from raytorchrpc.workers import Alarms
+from raytorchrpc.lanes.shm.arena import SharedAddress
+from raytorchrpc.lanes.shm.lane import ShmLane
+from raytorchrpc.lanes.shm.read_only import Borrower, Lender
+from raytorchrpc.patterns.weights.published import Weights
+from raytorchrpc.patterns.weights.pull import Pulled
+from raytorchrpc.patterns.weights.relays import HOME, LEAD, Relays
+from raytorchrpc.patterns.weights.snapshots import equal, write
+from raytorchrpc.process.workers import Alarms
 from tests.conformance.peers import wait_until
 
 LONG = 20.0
@@ -98,7 +98,7 @@ def test_versions_ascend_and_the_newest_are_kept(alarms: Alarms) -> None:
 
 
 def test_a_reader_that_is_gone_or_says_nothing_holds_nothing(alarms: Alarms, monkeypatch: Any) -> None:
-    monkeypatch.setattr("raytorchrpc._published._LINGER_S", 0.0)
+    monkeypatch.setattr("raytorchrpc.patterns.weights.published._LINGER_S", 0.0)
     weights = store(alarms)
     weights.publish(model(1), None)
     silent = weights.look(1, None, None, 0, 0.02)
@@ -115,8 +115,8 @@ def test_a_reader_that_is_gone_or_says_nothing_holds_nothing(alarms: Alarms, mon
 
 def test_a_reader_that_is_lost_and_lives_may_go_on_reading(alarms: Alarms, monkeypatch: Any) -> None:
     """Until it ends, if that can be seen here; until its time is over in any case."""
-    monkeypatch.setattr("raytorchrpc._published._LINGER_S", 0.5)
-    monkeypatch.setattr("raytorchrpc._published._LOOK_S", 0.01)
+    monkeypatch.setattr("raytorchrpc.patterns.weights.published._LINGER_S", 0.5)
+    monkeypatch.setattr("raytorchrpc.patterns.weights.published._LOOK_S", 0.01)
     weights = store(alarms)
     weights.publish(model(1), None)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
@@ -134,7 +134,7 @@ def test_a_reader_that_is_lost_and_lives_may_go_on_reading(alarms: Alarms, monke
 
 def test_a_read_within_the_home_has_no_limit(alarms: Alarms, monkeypatch: Any) -> None:
     """A broadcast may take as long as the slowest of those who take part."""
-    monkeypatch.setattr("raytorchrpc._published._LINGER_S", 0.0)
+    monkeypatch.setattr("raytorchrpc.patterns.weights.published._LINGER_S", 0.0)
     weights = store(alarms)
     weights.publish(model(1), None)
     limited, own = weights.look(1, None, None, 0, 0.0), weights.look(0, None, None, 0, None)
@@ -201,7 +201,7 @@ def test_a_tensor_that_has_not_changed_is_not_copied_again(alarms: Alarms, monke
         copied.append(len(targets))
         write(targets, sources, move)
 
-    monkeypatch.setattr("raytorchrpc._published.write", count_and_write)
+    monkeypatch.setattr("raytorchrpc.patterns.weights.published.write", count_and_write)
     weights, given = store(alarms, track=True), {name: torch.ones(3) for name in "abc"}
     for value in range(5):
         given["b"].fill_(value)

@@ -1,0 +1,235 @@
+"""Every private torch or Ray name the package leans on, in one place.
+
+Nothing else may import a name that starts with an underscore from either. When a release moves one, exactly
+one function here breaks, and its test in ``tests/ray/test_compat.py`` or ``tests/unit/test_compat.py`` says
+what it was for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+# --- torch: an agent without a rendezvous server ---------------------------------------------------------
+
+
+# --- torch: distributed autograd ---------------------------------------------------------------------------
+
+_autograd_id: int | None = None
+
+
+# --- Ray: what a worker knows about the actor it runs --------------------------------------------------------
+
+
+def _worker() -> Any:
+    from ray._private import worker
+
+    return worker.global_worker
+
+
+def actor_instance() -> Any | None:
+    """The actor object living in this process; None in a driver, a task, or outside Ray."""
+    worker = _worker()
+    instances = getattr(worker, "actors", None)
+    if not instances:
+        return None
+    return instances.get(worker.core_worker.get_actor_id())
+
+
+def actor_max_concurrency() -> int:
+    """``max_concurrency`` of the actor in this process (1000 unless set, for an async actor)."""
+    return int(_worker().core_worker.current_actor_max_concurrency())
+
+
+def actor_is_async() -> bool:
+    """Whether Ray runs this process's actor on an event loop."""
+    return bool(_worker().core_worker.current_actor_is_asyncio())
+
+
+def actor_event_loop(concurrency_group: str | None) -> asyncio.AbstractEventLoop:
+    """The loop Ray runs the coroutines of this concurrency group on (None: the default group)."""
+    from ray._raylet import PythonFunctionDescriptor  # type: ignore[attr-defined]
+
+    descriptor = PythonFunctionDescriptor("", "", "")
+    loop: asyncio.AbstractEventLoop = _worker().core_worker.get_event_loop(descriptor, concurrency_group)[0]
+    return loop
+
+
+def concurrency_group_of(function: Any) -> str | None:
+    """The group named by ``@ray.method(concurrency_group=...)`` on this method."""
+    group: str | None = getattr(function, "__ray_concurrency_group__", None)
+    return group
+
+
+def actor_id_of(handle: Any) -> str:
+    """Hex id of an ``ActorHandle``; the same for every copy of the handle and across restarts."""
+    return str(handle._actor_id.hex())
+
+
+def actor_key(handle: Any) -> Any:
+    """Something hashable, the same for every copy of the handle, and quicker than its hex id; see ``key_of_actor``."""
+    return handle._actor_id
+
+
+def key_of_actor(actor_id: str) -> Any:
+    """The ``actor_key`` of the actor with this hex id."""
+    from ray import ActorID
+
+    return ActorID.from_hex(actor_id)
+
+
+def actor_class_name(handle: Any) -> str:
+    """Name of the class the actor was made from."""
+    return str(handle._ray_actor_creation_function_descriptor.class_name).rpartition(".")[2]
+
+
+def dead_jobs() -> frozenset[str]:
+    """Hex ids of the drivers that are gone."""
+    from ray._private.state import state
+
+    return frozenset(
+        job["JobID"]
+        for job in state.job_table()  # type: ignore[no-untyped-call]
+        if job["IsDead"]
+    )
+
+
+def actor_is_dead(actor_id: str) -> bool:
+    """Whether Ray has given this actor up for good."""
+    from ray._private.state import actors
+
+    return bool(actors(actor_id).get("State") == "DEAD")
+
+
+class ActorState(NamedTuple):
+    """What Ray knows of an actor."""
+
+    state: str
+    """ALIVE, RESTARTING, DEAD, PENDING_CREATION or DEPENDENCIES_UNREADY."""
+    pid: int
+    """Of its last process."""
+    node_id: str
+    """Where that was: hosts with pid namespaces of their own can have equal pids."""
+    cause: str
+    """Of its last death, if Ray tells one."""
+    restarts: int = 0
+
+
+def actor_state(actor_id: str) -> ActorState:
+    """Asks Ray's control store, about a millisecond. An actor that it has forgotten is DEAD."""
+    from ray._private.state import actors
+
+    found = actors(actor_id)
+    if not found:
+        return ActorState("DEAD", 0, "", "Ray knows no such actor any more")
+    where, cause = found["Address"]["NodeID"], _death_cause(found.get("DeathCause"))
+    return ActorState(found["State"], int(found["Pid"]), where, cause, int(found["NumRestarts"]))
+
+
+def _death_cause(cause: Any) -> str:
+    died = getattr(cause, "actor_died_error_context", None)
+    text = " ".join(str(getattr(died, "error_message", "") or "").split())
+    return text.partition(" Some common causes")[0]
+
+
+def inherited_env_vars() -> dict[str, str]:
+    """``env_vars`` that Ray gives every actor started from here, asked or not: those of the job, or of this worker."""
+    import ray
+
+    if ray.is_initialized():
+        return dict(ray.get_runtime_context().runtime_env.get("env_vars") or {})
+    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+
+    # A submitted job's entrypoint has them there until ray.init() takes them up.
+    submitted = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("runtime_env") or {}
+    return dict(submitted.get("env_vars") or {})
+
+
+def ray_token() -> Literal["on", "off", "missing"]:
+    """Ray's token authentication in this process; ``missing``: it is on, and no token is found. Reads, makes none."""
+    from ray import _raylet
+
+    compiled: Any = _raylet
+    if compiled.get_authentication_mode() != compiled.AuthenticationMode.TOKEN:
+        return "off"
+    return "on" if compiled.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True) else "missing"
+
+
+def returns_by(method: Any, transport: str) -> Any:
+    """The actor method, marked so that Ray keeps the tensors that it returns for this tensor transport."""
+    import ray
+
+    return ray.method(tensor_transport=transport)(method)
+
+
+def register_transport(name: str, devices: Sequence[str], manager: type[Any], data_type: type[Any]) -> None:
+    """Make a tensor transport known to Ray in this process, if it is not: Ray also brings it to actors made here."""
+    from ray.experimental.rdt import util
+
+    if name not in util.transport_manager_info:
+        util.register_tensor_transport(name, list(devices), manager, data_type)
+
+
+def may_receive(actor: Any) -> bool:
+    """Whether Ray receives tensors for this actor beside its tasks, and not behind them."""
+    return bool(getattr(actor, "_ray_enable_tensor_transport", True))
+
+
+def transfer_timeout_s() -> float:
+    """When Ray gives up a transfer of tensors (``RAY_rdt_fetch_fail_timeout_milliseconds``)."""
+    from ray._private import ray_constants
+
+    return float(ray_constants.RDT_FETCH_FAIL_TIMEOUT_SECONDS)
+
+
+def wait_for_transport_metadata(ref: Any, timeout_s: float) -> bool:
+    """Block until the owner of an ObjectRef, which is this process, knows where its tensors are; False: not in time."""
+    manager = _worker().rdt_manager
+    if not manager.is_managed_object(ref.hex()):
+        return True
+    return manager.wait_for_tensor_transport_metadata(ref.hex(), timeout_s) is not None
+
+
+def cloudpickler() -> type[Any]:
+    """Ray's own pickler class.
+
+    The stand-alone cloudpickle keeps its own table of by-value classes, so a class from the driver's
+    ``__main__`` would arrive as a stranger to the copy that came with the actor's code.
+    """
+    from ray import cloudpickle
+
+    pickler: type[Any] = cloudpickle.CloudPickler
+    return pickler
+
+
+_NAMESPACE = b"raytorchrpc"
+
+
+def store(key: str, value: bytes | None) -> None:
+    """Keep a value in the cluster's key-value store, where every process of the cluster can read it; None: drop it."""
+    from ray.experimental import internal_kv
+
+    if value is None:
+        internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
+    else:
+        internal_kv._internal_kv_put(key, value, True, namespace=_NAMESPACE)
+
+
+def stored(key: str) -> bytes | None:
+    """The value that is kept there, if there is one."""
+    from ray.experimental import internal_kv
+
+    return internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+
+
+def stored_keys(prefix: str) -> list[str]:
+    """Where values are kept, of those keys that begin so."""
+    from ray.experimental import internal_kv
+
+    return [key.decode() for key in internal_kv._internal_kv_list(prefix, namespace=_NAMESPACE)]
+
+
+# --- NIXL: which of its packages ---------------------------------------------------------------------------

@@ -1,0 +1,231 @@
+"""Private names of torch that this package uses."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_rpc import PyRRef, TensorPipeAgent, WorkerInfo, _is_current_rpc_agent_set
+from torch.distributed import distributed_c10d
+from torch.distributed.rpc import api as rpc_api
+
+from raytorchrpc._compat.ray_internals import _autograd_id
+
+DeviceDict = Mapping[int, int]
+
+
+#: torch's RRef as C++ hands it out; ``rpc.RRef`` derives from it.
+RREF_TYPE: type[Any] = PyRRef
+
+
+def current_cuda_stream(device: int) -> int:
+    """What CUDA calls this thread's current stream on that device; ten times quicker than by a Stream object."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def has_tensorpipe(kind: Literal["transports", "channels"], name: str) -> bool:
+    """Whether this torch build has that TensorPipe transport or channel. Starts nothing.
+
+    Asked by building an options object: torch looks the names up in its registries there.
+    """
+    try:
+        if kind == "transports":
+            rpc.TensorPipeRpcBackendOptions(_transports=[name])
+        else:
+            rpc.TensorPipeRpcBackendOptions(_channels=[name])
+    except RuntimeError:
+        return False
+    return True
+
+
+def start_agent(
+    name: str,
+    worker_id: int,
+    *,
+    threads: int,
+    timeout_s: float,
+    transports: Sequence[str],
+    channels: Sequence[str],
+    device_maps: Mapping[str, DeviceDict],
+    devices: Sequence[int],
+) -> tuple[TensorPipeAgent, Store, str]:
+    """Start this process's torchrpc agent alone, over a store of its own.
+
+    ``init_rpc`` would meet the others through a shared store; here the driver carries the addresses.
+    Returns the agent, its store (which ``add_peer`` writes into) and the URL it listens on.
+    """
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=threads,
+        rpc_timeout=timeout_s,
+        _transports=list(transports),
+        _channels=list(channels),
+        device_maps={peer: _devices(mapping) for peer, mapping in device_maps.items()},
+        devices=list(devices),
+    )
+    if devices:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    store = HashStore()
+    agent = TensorPipeAgent(
+        store, name, worker_id, None, options, {}, [torch.device("cuda", index) for index in devices]
+    )
+    rpc_api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
+    url: bytes = store.get("addrs/" + name)
+    return agent, store, url.decode()
+
+
+def _devices(mapping: DeviceDict) -> dict[Any, Any]:
+    return {torch.device("cuda", mine): torch.device("cuda", its) for mine, its in mapping.items()}
+
+
+def add_peer(
+    agent: TensorPipeAgent,
+    store: Store,
+    name: str,
+    worker_id: int,
+    url: str,
+    *,
+    devices: Sequence[int],
+    inverse_map: DeviceDict,
+) -> None:
+    """Let the agent call ``name``; ``inverse_map`` (my gpu -> the peer's) carries results back to it."""
+    store.set("addrs/" + name, url)
+    agent._update_group_membership(
+        WorkerInfo(name, worker_id),
+        [torch.device("cuda", index) for index in devices],
+        {name: _devices(inverse_map)} if inverse_map else {},
+        True,
+    )
+
+
+def remove_peer(
+    agent: TensorPipeAgent, name: str, worker_id: int, *, devices: Sequence[int], inverse_maps: Mapping[str, DeviceDict]
+) -> None:
+    """Forget a peer. Its broken pipe stays cached under its id, so the id must never come back.
+
+    ``devices``, ``inverse_maps`` (none of them empty): what the agent keeps for those who stay; it drops the rest. It
+    takes no lock for that, and copies the maps with every answer that it sends: a map which is dropped meanwhile ends
+    the process, so there is none for a peer without GPUs.
+    """
+    agent._update_group_membership(
+        WorkerInfo(name, worker_id),
+        [torch.device("cuda", index) for index in devices],
+        {peer: _devices(inverse_map) for peer, inverse_map in inverse_maps.items()},
+        False,
+    )
+
+
+def stop_agent() -> None:
+    """End the agent without asking the peers: a graceful end waits for all of them, dead ones included."""
+    rpc.shutdown(graceful=False)
+
+
+def agent_is_set() -> bool:
+    """Whether this process runs a torchrpc agent, ours or the user's own."""
+    return _is_current_rpc_agent_set()
+
+
+def invoke_async(
+    worker: WorkerInfo, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
+) -> torch.futures.Future[Any]:
+    """``rpc.rpc_async`` with a ready WorkerInfo (a name would be looked up on every call)."""
+    return rpc.rpc_async(worker, function, args=args, timeout=timeout_s)  # type: ignore[no-any-return]
+
+
+def is_sole_owner(tensor: torch.Tensor) -> bool:
+    """Whether nobody but this tensor holds its memory: no other tensor in Python or C++, no array it came from."""
+    return bool(tensor.untyped_storage().resizable()) and _holders(tensor) == _holders_of_a_new_one()
+
+
+def _holders(tensor: torch.Tensor) -> tuple[int, int]:
+    """References to the Python object of a tensor's storage, and uses of the storage, this function's included."""
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
+
+
+@functools.cache
+def _holders_of_a_new_one() -> tuple[int, int]:
+    return _holders(torch.empty(1))
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """``copy_`` for each pair, on a GPU in one kernel for many."""
+    torch._foreach_copy_(targets, sources)
+
+
+def abort_process_groups() -> None:
+    """End torch.distributed's default process group and all its subgroups, without waiting for anybody else.
+
+    ``destroy_process_group`` would wait for collectives that a lost member keeps from ending.
+    """
+    distributed_c10d._abort_process_group()
+
+
+def init_autograd(worker_id: int) -> int:
+    """Give distributed autograd its id. It takes one per process life; returns the one in force."""
+    global _autograd_id
+    if _autograd_id is None:
+        try:
+            dist_autograd._init(worker_id)  # type: ignore[attr-defined]
+            _autograd_id = worker_id
+        except RuntimeError:  # init_rpc was here before; the upper bits of its ids tell what it took
+            _autograd_id = dist_autograd._get_max_id() >> 48  # type: ignore[attr-defined]
+    return _autograd_id
+
+
+def autograd_id() -> int | None:
+    """The id distributed autograd carries in this process, or None before the first group."""
+    return _autograd_id
+
+
+@functools.cache
+def _autograd_symbols() -> tuple[Callable[[], int], Callable[[int], None], Callable[[], None]]:
+    """The thread's current context as C++ keeps it: read, set, clear.
+
+    Python can open a context but not enter an existing one, and methods run on a member's own threads, not
+    on the torchrpc thread that received the call. These are the static members of DistAutogradContainer.
+    """
+    library = ctypes.PyDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+    prefix = "_ZN5torch11distributed8autograd21DistAutogradContainer"
+    current = getattr(library, prefix + "16currentContextIdEv")
+    current.restype, current.argtypes = ctypes.c_int64, []
+    enter = getattr(library, prefix + "19setCurrentContextIdEl")
+    enter.restype, enter.argtypes = None, [ctypes.c_int64]
+    leave = getattr(library, prefix + "19clearCurrentContextEv")
+    leave.restype, leave.argtypes = None, []
+    return current, enter, leave
+
+
+NO_CONTEXT = -1
+
+
+def current_autograd_context() -> int:
+    """The distributed autograd context this thread is in, or ``NO_CONTEXT``. About 0.3 us."""
+    return _autograd_symbols()[0]()
+
+
+@contextmanager
+def autograd_context(context_id: int) -> Iterator[None]:
+    """Run in an existing distributed autograd context, then put back the one this thread was in."""
+    current, enter, leave = _autograd_symbols()
+    before = current()
+    if context_id == before:
+        yield
+        return
+    leave()
+    if context_id != NO_CONTEXT:
+        enter(context_id)
+    try:
+        yield
+    finally:
+        leave()
+        if before != NO_CONTEXT:
+            enter(before)

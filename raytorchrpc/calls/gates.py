@@ -1,0 +1,403 @@
+"""Where a member's methods run: its workers, the gate that keeps the actor's own concurrency, call chains.
+
+A gate admits as many methods at a time as Ray would (one for a sync actor). Whoever is admitted holds a
+seat, and every call made from there carries the tokens of the seats held along its way. A call that comes
+back to an actor it is already inside names a seat held there, so it does not queue behind itself: it runs on
+the very thread that waits for it, or, in an async actor, on the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol
+
+from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls.event_loops import ON_A_THREAD, PROCESS, Token, loop_standing_still, new_token, on_loop
+from raytorchrpc.errors import RayTorchRpcError
+from raytorchrpc.process import threads
+
+#: Calls that come back run on the thread that waits, one inside the other. After so many the next one has a thread of
+#: its own: each takes a dozen frames and what the method needs, and Python's limit is a thousand.
+_ON_ONE_STACK = 8
+#: Calls that may be inside one seat at a time. More are a recursion without an end, as good as always.
+MOST_NESTED = 2000
+
+
+Work = Callable[[], None]
+
+
+class Job(Protocol):
+    """One method call waiting for its turn."""
+
+    @property
+    def label(self) -> str:
+        """member.method, for messages."""
+
+    def admit(self, seat: Seat) -> Work | None:
+        """Its turn has come. Returns the work, for the calling thread to do or to ``spawn``; None if it went
+        elsewhere (to an event loop). Quick, never raises. The work ends with ``seat.gate.leave``.
+        """
+
+    def spawn(self, work: Work) -> None:
+        """Do the work on some other thread."""
+
+    def run_inside(self, seat: Seat) -> None:
+        """Do the work here and now, inside a seat that its chain already holds. Does not raise."""
+
+
+class _Turn:
+    """A Job that only tells a waiting caller that its turn has come."""
+
+    label = "a turn"
+
+    def __init__(self, told: Callable[[Seat], None]) -> None:
+        self.told = told
+
+    def admit(self, seat: Seat) -> Work | None:
+        self.told(seat)
+        return None
+
+    def spawn(self, work: Work) -> None:
+        raise AssertionError("a turn has no work of its own")
+
+    def run_inside(self, seat: Seat) -> None:
+        raise AssertionError("a turn is never posted to a seat")
+
+
+class Seat:
+    """Admission to a gate, held while one method runs (and whatever comes back to it meanwhile)."""
+
+    __slots__ = ("_changed", "direct", "gate", "inbox", "nested", "owner", "token")
+
+    def __init__(self, gate: Gate, token: Token, direct: bool) -> None:
+        self.gate = gate
+        self.direct = direct
+        self.token = token
+        self.owner: int | None = None
+        """Ident of the thread the method runs on; None on an event loop."""
+        self.inbox: deque[Job] = deque()
+        self.nested = 0
+        """Calls that came back and have not returned, one inside the other."""
+        self._changed: threading.Condition | None = None
+
+    @property
+    def changed(self) -> threading.Condition:
+        """Of the gate's lock: told when something comes in. Made when first needed; most seats never wait."""
+        if self._changed is None:
+            self._changed = threading.Condition(self.gate.lock)
+        return self._changed
+
+    @property
+    def taken(self) -> bool:
+        """False once it was given up."""
+        return self.gate.held((self.token,)) is self
+
+
+class Gate:
+    """Admits ``limit`` methods at a time, first come first served.
+
+    ``elastic``: Ray admits by a width that it does not tell (a concurrency group's). Then what comes through
+    Ray waits only for direct calls, and direct calls may be as many as Ray was ever seen to admit at once.
+    """
+
+    def __init__(self, limit: int, *, elastic: bool = False) -> None:
+        self.lock = threading.Lock()
+        self._limit = limit
+        self._elastic = elastic
+        self._direct = 0  # seats of direct calls
+        self._seats: dict[Token, Seat] = {}
+        self._queue: deque[Job] = deque()
+
+    def request(self, job: Job) -> Work | None:
+        """Admit the job now, returning its work, or queue it: then it starts when somebody leaves."""
+        with self.lock:
+            if len(self._seats) >= self._limit:
+                self._queue.append(job)
+                return None
+            seat = self._admit(direct=True)
+        try:
+            return job.admit(seat)
+        except BaseException:
+            self.leave(seat)
+            raise
+
+    def enter(self) -> Seat:
+        """Block this thread until admitted, as Ray's own queue would."""
+        seat = self.enter_now()
+        if seat is None:
+            admitted: list[Seat] = []
+            turn = threading.Lock()
+            turn.acquire()
+
+            def told(mine: Seat) -> None:
+                admitted.append(mine)
+                turn.release()
+
+            self._queue_up(_Turn(told))
+            turn.acquire()
+            seat = admitted[0]
+        seat.owner = threading.get_ident()
+        return seat
+
+    def enter_now(self) -> Seat | None:
+        """A seat if one is free and nobody queues for it; never blocks."""
+        with self.lock:
+            if len(self._seats) >= self._limit:
+                if not self._elastic or self._direct:
+                    return None
+                self._limit = len(self._seats) + 1
+            return self._admit(direct=False)
+
+    async def enter_on_loop(self) -> Seat:
+        """As ``enter``, from a coroutine."""
+        seat = self.enter_now()
+        if seat is not None:
+            return seat
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[Seat] = loop.create_future()
+
+        def settle(mine: Seat) -> None:
+            if turn.cancelled():
+                self.leave(mine)
+            else:
+                turn.set_result(mine)
+
+        self._queue_up(_Turn(lambda mine: _discard(loop.call_soon_threadsafe(settle, mine))))
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # cancelled between its turn and its next step
+                self.leave(turn.result())
+            raise
+
+    def _queue_up(self, turn: _Turn) -> None:
+        with self.lock:
+            if len(self._seats) >= self._limit:
+                self._queue.append(turn)
+                return
+            seat = self._admit(direct=False)
+        turn.admit(seat)
+
+    def held(self, path: tuple[Token, ...]) -> Seat | None:
+        """The seat here that a call chain already holds, if it has come back."""
+        for token in reversed(path):
+            seat = self._seats.get(token)
+            if seat is not None:
+                return seat
+        return None
+
+    def post(self, seat: Seat, job: Job) -> bool:
+        """Have the thread that holds ``seat`` run this when it next waits; False if the seat was given up.
+
+        Raises RayTorchRpcError if too much runs inside it already.
+        """
+        if seat.nested >= MOST_NESTED:
+            raise RayTorchRpcError(
+                f"{job.label} was not called: its chain of calls has come back to that actor {MOST_NESTED} times "
+                f"already, which is the limit; end the recursion earlier, or make it a loop"
+            )
+        with self.lock:
+            if seat.token not in self._seats:
+                return False
+            seat.inbox.append(job)
+            if seat._changed is not None:
+                seat._changed.notify_all()
+            return True
+
+    def leave(self, seat: Seat) -> None:
+        """Give the seat up; the next in line starts, on a thread of its own."""
+        following = self.pass_on(seat)
+        if following is not None:
+            job, work = following
+            job.spawn(work)
+
+    def pass_on(self, seat: Seat) -> tuple[Job, Work] | None:
+        """Give the seat up; returns the next in line for this thread to run, if it needs a thread.
+
+        What is left in the seat's inbox queues like anybody else.
+        """
+        with self.lock:
+            del self._seats[seat.token]
+            self._direct -= seat.direct
+            self._queue.extend(seat.inbox)
+            if not self._queue:
+                return None
+            following = self._admit(direct=not isinstance(self._queue[0], _Turn))
+            job = self._queue.popleft()
+        work = job.admit(following)
+        return None if work is None else (job, work)
+
+    def _admit(self, *, direct: bool) -> Seat:
+        seat = Seat(self, new_token(), direct)
+        self._direct += direct
+        self._seats[seat.token] = seat
+        return seat
+
+
+def _discard(_: object) -> None:
+    return None
+
+
+class Limit:
+    """The deadline of a call being served (``time.monotonic``); void once the call is over.
+
+    Work that a method leaves behind (a task, a thread) inherits its context, and outlives its deadline.
+    """
+
+    __slots__ = ("allowances", "at", "over")
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+        self.over = False
+        self.allowances: dict[int, Any] = {}
+        """By peer's rank, for the calls made on behalf of this one; see ``allowance``."""
+
+
+class Scope(NamedTuple):
+    """What the code running in this context belongs to; calls it makes carry this on."""
+
+    path: tuple[Token, ...] = ()
+    """Seats held along the chain of calls, oldest first, this process's included."""
+    limit: Limit | None = None
+    """Of the call being served; calls made on its behalf end by then too."""
+    seat: Seat | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        """The limit that is in force, if any."""
+        return None if self.limit is None or self.limit.over else self.limit.at
+
+    @property
+    def holds_a_thread(self) -> bool:
+        """Whether a method of this process may wait for this call to end."""
+        return any(token.startswith(PROCESS) for token in self.path)
+
+    def on_a_thread(self, seat: Seat | None) -> Scope:
+        """As ``inside``; a method without a seat is noted too."""
+        if seat is not None or ON_A_THREAD in self.path:
+            return self.inside(seat)
+        return Scope((*self.path, ON_A_THREAD), self.limit)
+
+    def inside(self, seat: Seat | None) -> Scope:
+        """The scope of a method that runs in ``seat``, on behalf of this one."""
+        if seat is None or seat.token in self.path:
+            return self._replace(seat=seat)
+        return Scope((*self.path, seat.token), self.limit, seat)
+
+
+NO_SCOPE = Scope()
+current_scope: ContextVar[Scope] = ContextVar("raytorchrpc_scope", default=NO_SCOPE)
+
+
+class Waitable(Protocol):
+    """What a wait is for: a call under way."""
+
+    @property
+    def loop_token(self) -> Token | None:
+        """In the path of the call, if it was made on an event loop."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until done, at most ``timeout_s``; whether it is done."""
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, which is short, when done."""
+
+
+def wait_serving(pending: Waitable, timeout_s: float) -> bool:
+    """Block until ``pending`` is done, running meanwhile what comes back to the seat held on this thread.
+
+    False if ``timeout_s`` ran out first.
+    """
+    if pending.loop_token is not None and on_loop():
+        with loop_standing_still(pending.loop_token):
+            return pending.wait(timeout_s)
+    seat = current_scope.get().seat
+    if seat is None or seat.owner != threading.get_ident():  # or a thread of the method's own, in a copied context
+        return pending.wait(timeout_s)
+    return _serve_inbox(seat, pending, time.monotonic() + timeout_s)
+
+
+def _serve_inbox(seat: Seat, pending: Waitable, deadline: float) -> bool:
+    finished = False
+    with seat.gate.lock:
+        changed = seat.changed
+
+    def finish() -> None:
+        nonlocal finished
+        with changed:
+            finished = True
+            changed.notify_all()
+
+    pending.add_done_callback(finish)
+    while True:
+        with changed:
+            while not finished and not seat.inbox:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or not changed.wait(remaining):
+                    return finished
+            if finished:
+                return True
+            job = seat.inbox.popleft()
+        seat.nested += 1
+        try:
+            if seat.nested % _ON_ONE_STACK:
+                job.run_inside(seat)
+            else:
+                _run_on_another_stack(seat, job)
+        finally:
+            seat.nested -= 1
+
+
+def _run_on_another_stack(seat: Seat, job: Job) -> None:
+    """Hand the seat to a thread of its own until it has done the job. Blocks."""
+    mine, done = seat.owner, threading.Event()
+
+    def run() -> None:
+        seat.owner = threading.get_ident()
+        try:
+            job.run_inside(seat)
+        finally:
+            seat.owner = mine
+            done.set()
+
+    context = contextvars.copy_context()
+    try:
+        threads.start(context.run, run, name="raytorchrpc-chain")
+    except threads.ThreadShortage:  # no thread can be started: this stack may have some room left
+        job.run_inside(seat)
+        return
+    done.wait()
+
+
+# --- the actor in this process ---------------------------------------------------------------------------
+
+_actor: Any = None
+_gates: dict[str | None, Gate] = {}
+_gates_lock = threading.Lock()
+
+
+def gate_of(instance: Any, group: str | None) -> Gate | None:
+    """The gate of this actor's methods in Ray concurrency group ``group``; None for any other object.
+
+    Each group has a gate of its own. Ray does not tell the actor's process how wide a named group is, so it begins
+    with the actor's ``max_concurrency`` and learns more from what Ray admits.
+    """
+    global _actor
+    if instance is not _actor:
+        if instance is None or ray_internals.actor_instance() is not instance:
+            return None
+        with _gates_lock:
+            _actor = instance
+            _gates.clear()
+    gate = _gates.get(group)
+    if gate is None:
+        with _gates_lock:
+            width = ray_internals.actor_max_concurrency()
+            gate = _gates.setdefault(group, Gate(width, elastic=group is not None))
+    return gate

@@ -1,0 +1,64 @@
+"""Who the members are, and by which lanes one reaches another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from raytorchrpc.lanes.base import MessageLane
+from raytorchrpc.topology.device_map import Device
+
+
+@dataclass(frozen=True)
+class Member:
+    """One member of a group, as every other sees it. Small and picklable."""
+
+    rank: int
+    name: str
+    actor_id: str | None
+    """Hex id of the Ray actor; None for a driver that joined."""
+    node_id: str
+    pid: int
+    rpc_name: str
+    """Its name in torch's own API: ``torch.distributed.rpc.rpc_sync(member.rpc_name, ...)``."""
+    worker_id: int
+    """Its torchrpc id; unique in the group, never used again for another process."""
+    incarnation: int = 0
+    """How often its actor has come back into the group after a restart."""
+
+    def __repr__(self) -> str:
+        return f"Member(rank={self.rank}, name={self.name!r}, pid={self.pid}, node_id={self.node_id[:8]!r})"
+
+
+@dataclass(frozen=True)
+class PeerRoad:
+    """How messages reach one peer."""
+
+    member: Member
+    calls: MessageLane
+    """Carries calls without tensors, and those whose tensors it can take in band."""
+    tensors: MessageLane
+    """Carries the other calls with tensors."""
+    fabric: MessageLane
+    """torchrpc: carries RRefs and what distributed autograd follows."""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """Lanes for tensors that travel beside a message of ``calls``, by device type."""
+    devices: Mapping[Device, Device] = field(default_factory=dict)
+    """Where arguments arrive: this process's GPU, or "cpu" -> the peer's, or "cpu"."""
+    devices_back: Mapping[Device, Device] = field(default_factory=dict)
+    """Where CUDA results for the peer's calls arrive, likewise."""
+    cpu_arrives_on: Device | None = None
+    """The GPU of this process on which CPU arguments of the peer's calls arrive; None leaves them on the CPU."""
+    same_gpus: frozenset[tuple[int, int]] = frozenset()
+    """(index here, index there) of each GPU that both processes use."""
+    token: str = ""
+    """Names the very process: what is meant for an earlier or later incarnation is refused."""
+    retries: Mapping[str, int] = field(default_factory=dict)
+    """By method: how often a call may be repeated there, if the member is lost and comes back."""
+    same_clock: bool = False
+    """Both are on one node, so ``time.monotonic`` is the same on both: a deadline need not wait to be read."""
+
+
+def process_token(generation: str, rank: int, incarnation: int) -> str:
+    """Names one member's present process in requests to it."""
+    return f"{generation}.{rank}.{incarnation}"

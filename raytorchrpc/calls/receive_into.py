@@ -1,0 +1,172 @@
+"""Results that arrive in tensors which the caller has already: ``into=``, and a model's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import increment_version
+
+from raytorchrpc._compat import torch_internals
+from raytorchrpc.calls.out_of_band import Parcel, filled, kinds, owned, spread
+from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.lanes.base import Part, Shape
+from raytorchrpc.tensors.codec import Codec, Encoded, orders, placed
+
+_NO_MEMORY = "has no memory: its storage was freed"
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+class Receiver(Protocol):
+    """Takes the result of one call. Used at most once."""
+
+    def receive(
+        self, codec: Codec, body: Encoded, parcels: list[Parcel], label: str, keep: bool
+    ) -> tuple[Encoded, Any]:
+        """The body with the tensors that hold the result, and the result itself. Blocks as fetching does.
+
+        ``label``: of the call, for errors; ``keep``: arrays of the result have to be in memory of their own.
+        """
+
+
+class Spread:
+    """Takes a result with flat tensors, of which the caller wants parts, each in a tensor that there is already."""
+
+    def __init__(self, plan: Callable[[Any], Sequence[Sequence[Part]] | None]) -> None:
+        """``plan(result)`` says what parts of each flat tensor; None: nothing of them. It finds empty tensors in their
+        places. What it raises, the caller gets.
+        """
+        self._plan = plan
+
+    def receive(
+        self, codec: Codec, body: Encoded, parcels: list[Parcel], label: str, keep: bool
+    ) -> tuple[Encoded, Any]:
+        """See Receiver. The body that it returns has what was filled."""
+        try:
+            places: list[torch.Tensor] = [_EMPTY] * len(kinds(body, parcels))
+            value = codec.decode(*body._replace(tensors=places), load=placed)
+            parts = self._plan(value)
+            if parts is None:
+                parcels.clear()
+                return body._replace(tensors=[]), value
+            targets = [target for its in parts for _, target in its]
+            with _unrecorded(targets):
+                try:
+                    for parcel in parcels:  # one has them all, or none is needed
+                        parcel.spread(parts)
+                    if not parcels:
+                        spread(body.tensors, parts)
+                finally:
+                    increment_version(targets)  # lanes write behind autograd's back
+        except BaseException:
+            parcels.clear()  # what raises holds this frame; it is not to hold the sender's memory
+            raise
+        return body._replace(tensors=targets), value
+
+
+_EMPTY = torch.empty(0)
+
+
+class Buffers:
+    """What a caller gave for the tensors of one result. Filled at most once."""
+
+    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+        """Raises ConfigurationError for what cannot be filled."""
+        if not isinstance(given, (list, tuple)):
+            raise ConfigurationError(f"into= is a list or a tuple of tensors, not a {type(given).__name__}")
+        for place, buffer in enumerate(given):
+            if (obstacle := _obstacle(buffer)) is not None:
+                raise ConfigurationError(f"buffer {place} of into= {obstacle}")
+        self._given: list[torch.Tensor] = list(given)
+
+    def receive(
+        self, codec: Codec, body: Encoded, parcels: list[Parcel], label: str, keep: bool
+    ) -> tuple[Encoded, Any]:
+        """See Receiver. Raises ConfigurationError if they do not match, before any is changed."""
+        try:
+            lifted = kinds(body, parcels)
+            split = len(lifted) - body.buffers
+            targets = self._targets(lifted[:split], orders(body), label)
+            with _unrecorded(self._given):
+                body = self._filled(body, parcels, [*targets, *[None] * body.buffers])
+        except BaseException:
+            parcels.clear()  # what raises holds this frame; it is not to hold the sender's memory
+            raise
+        arrays = body.tensors[split:]
+        if keep:
+            arrays = owned(body._replace(tensors=arrays)).tensors
+        body = body._replace(tensors=[*self._given, *arrays])
+        return body, codec.decode(*body, load=placed)
+
+    def _filled(self, body: Encoded, parcels: Sequence[Parcel], targets: Sequence[torch.Tensor | None]) -> Encoded:
+        try:
+            return filled(body, parcels, targets)
+        finally:
+            increment_version(self._given)  # lanes write behind autograd's back
+
+    def _targets(self, lifted: Sequence[Shape], turned: dict[int, tuple[int, ...]], label: str) -> list[torch.Tensor]:
+        """For each tensor as it travels, the buffer with its dimensions in that order."""
+        if len(lifted) != len(self._given):
+            raise ConfigurationError(
+                f"the result of {label} does not fit: it has {len(lifted)} tensors, and into= {len(self._given)}"
+            )
+        targets: list[torch.Tensor] = []
+        for place, ((dtype, shape), buffer) in enumerate(zip(lifted, self._given, strict=True)):
+            order = turned.get(place)
+            wanted = shape if order is None else tuple(shape[dimension] for dimension in order)
+            if buffer.dtype != dtype or buffer.shape != wanted:
+                raise ConfigurationError(
+                    f"the result of {label} does not fit: tensor {place} of it is {_shown(dtype, wanted)}, and buffer "
+                    f"{place} of into= is {_shown(buffer.dtype, tuple(buffer.shape))}"
+                )
+            if not buffer.data_ptr() and buffer.numel():  # since the call
+                raise ConfigurationError(f"buffer {place} of into= {_NO_MEMORY}")
+            target = buffer.detach() if buffer.requires_grad else buffer
+            if order is not None:
+                target = target.permute(sorted(range(len(order)), key=order.__getitem__))
+            targets.append(target)
+        return targets
+
+
+def receiver(into: Sequence[torch.Tensor] | Spread) -> Receiver:
+    """What takes a result for ``into=``. Raises ConfigurationError for what cannot be filled."""
+    if isinstance(into, Spread):
+        return into
+    if torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT:
+        raise ConfigurationError(
+            "into= cannot be used inside a distributed autograd context: a result there has a history, which a buffer "
+            "cannot take; leave into= out and copy what arrives"
+        )
+    return Buffers(into)
+
+
+def _obstacle(buffer: Any) -> str | None:
+    """Why nothing can be received into this."""
+    kind = type(buffer)
+    if kind not in _TENSORS:
+        if not isinstance(buffer, torch.Tensor):
+            return f"is a {kind.__name__}, not a tensor"
+        if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return f"is a {kind.__name__}, which has no memory of its own; give the tensor inside"
+    if buffer.layout is not torch.strided or buffer.is_quantized or buffer.is_nested or buffer.is_meta:
+        return "is no dense tensor with memory"
+    if buffer.is_conj() or buffer.is_neg():
+        return "is a conjugated or negated view; give what it is a view of"
+    if not buffer.is_contiguous() and any(
+        stride == 0 and extent > 1 for stride, extent in zip(buffer.stride(), buffer.shape, strict=True)
+    ):
+        return "is expanded: several of its elements share one place; clone() it"
+    if not buffer.data_ptr() and buffer.numel():
+        return _NO_MEMORY
+    return None
+
+
+def _unrecorded(given: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+    # Tensors made under inference mode can only be written under it.
+    return torch.inference_mode() if any(map(torch.Tensor.is_inference, given)) else torch.no_grad()
+
+
+def _shown(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {shape}"

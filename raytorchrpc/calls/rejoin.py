@@ -1,0 +1,297 @@
+"""A restarted actor before its group has taken it back: how long its direct calls wait, and how the group reaches it.
+
+One thread per restarted process looks for the group's requests (see ``mailbox``) and runs them, so the actor joins
+without a turn: Ray may be running an interrupted method again, which waits for the group.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, NamedTuple
+
+import ray
+
+from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls.mailbox import Mailbox, Process, Record, find_record
+from raytorchrpc.calls.services import Later
+from raytorchrpc.errors import NotAMember, RpcTimeout
+from raytorchrpc.process import fork, threads
+from raytorchrpc.process.workers import Alarms
+
+logger = logging.getLogger(__name__)
+
+#: Between two looks into the mailbox (seconds): so short at first, then longer, as a share of the time waited.
+_SHORTEST_S, _LONGEST_S, _SHARE = 0.005, 0.1, 0.02
+#: How often the process asks whether the group is still there (seconds).
+_CHECK_S = 1.0
+#: A process that is a member again waits so long to be told that this is final (seconds).
+_LAST_WORD_S = 60.0
+#: For a call without a deadline of its own, until it is known which group waits for (seconds): as ``rpc_timeout_s``.
+_UNKNOWN_S = 60.0
+#: For the error of a wait to come before the wait gives up by itself (seconds).
+_GRACE_S = 1.0
+
+#: The id of the task that makes an actor is this and the actor's.
+_INIT_TASK = "f" * 16
+
+_NO_GROUP = (
+    "this process is in no group: call raytorchrpc.init_group([...]) with this actor first; a driver takes part with "
+    "init_group(..., include_driver=True)"
+)
+
+
+class _Waiter(NamedTuple):
+    later: Later
+    since: float
+    timeout_s: float | None
+
+
+class Readmission:
+    """The wait of one restarted process, and the thread that ends it. Thread-safe."""
+
+    def __init__(self, actor_id: str) -> None:
+        self._actor_id = actor_id
+        self._lock = threading.Lock()
+        self._waiters: list[_Waiter] = []
+        self._alarms = Alarms("raytorchrpc-readmission")
+        self._record: Record | None = None
+        self._local: Any = None
+        self._refusal: NotAMember | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to look. Raises ThreadShortage."""
+        self._thread = threads.start(self._work, name="raytorchrpc-readmission")
+        fork.inherited(self)
+
+    def after_fork(self) -> tuple[()]:
+        """See forking.Heirloom."""
+        if not self.over:
+            self._refusal = NotAMember(_NO_GROUP)
+            fork.forked_from("a restarted actor")
+        return ()
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more can come of it."""
+        return self._refusal is not None or (self._thread is not None and not self._thread.is_alive())
+
+    def awaited(self, timeout_s: float | None) -> Later:
+        """Settled with the LocalMember that this process becomes, with NotAMember once it is known that it becomes
+        none, or with RpcTimeout after ``timeout_s`` (None: as a call).
+        """
+        waiter = _Waiter(Later(), time.monotonic(), timeout_s)
+        with self._lock:
+            local, refusal = self._local, self._refusal
+            if local is None and refusal is None:
+                self._waiters.append(waiter)
+        if local is not None or refusal is not None:
+            waiter.later.settle(local, refusal if local is None else None)
+        else:
+            self._watch_deadline(waiter)
+        return waiter.later
+
+    def patience(self, timeout_s: float | None) -> float:
+        """Seconds that a call waits."""
+        if timeout_s is not None:
+            return timeout_s
+        return _UNKNOWN_S if self._record is None else self._record.timeout_s
+
+    def why_late(self, since: float) -> str:
+        """For the error of a call that has waited ``since`` then."""
+        group = "its group" if self._record is None else f"group {self._record.group!r}"
+        return f"this process was restarted and {group} has not taken it back in {time.monotonic() - since:.3g} s"
+
+    def _watch_deadline(self, waiter: _Waiter) -> None:
+        cancel = self._alarms.at(waiter.since + self.patience(waiter.timeout_s), lambda: self._expire(waiter))
+        waiter.later.add_done_callback(lambda _: cancel())
+
+    def _expire(self, waiter: _Waiter) -> None:
+        if time.monotonic() - waiter.since < self.patience(
+            waiter.timeout_s
+        ):  # it has become known meanwhile how long a call waits
+            self._watch_deadline(waiter)
+            return
+        with self._lock:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+        waiter.later.settle(None, RpcTimeout(self.why_late(waiter.since)))
+
+    def joined(self, local: Any) -> None:
+        """This process is that member now; None: it is none any more."""
+        with self._lock:
+            self._local = local
+            settled, self._waiters = (self._waiters, []) if local is not None else ([], self._waiters)
+        for waiter in settled:
+            waiter.later.settle(local)
+
+    def _refuse(self, refusal: NotAMember) -> None:
+        with self._lock:
+            self._refusal = refusal
+            settled, self._waiters = self._waiters, []
+        for waiter in settled:
+            waiter.later.settle(None, refusal)
+        self._alarms.stop()
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        refusal = NotAMember(_NO_GROUP)
+        try:
+            self._look()
+        except Exception as error:
+            logger.warning("this restarted actor cannot be taken back into its group: %s", error, exc_info=True)
+            refusal = NotAMember(f"this process was restarted and cannot be taken back into its group: {error}")
+        finally:
+            if self._record is not None and self._local is None:
+                refusal = NotAMember(
+                    f"this process was restarted, and group {self._record.group!r} has ended meanwhile"
+                )
+            self._refuse(refusal)
+
+    def _look(self) -> None:
+        self._record = find_record(self._actor_id)
+        if self._record is None or self._local is not None:  # it has joined by another way just now
+            return
+        with self._lock:
+            waiters = list(self._waiters)
+        for waiter in waiters:
+            if waiter.timeout_s is None:
+                self._watch_deadline(waiter)
+        mailbox = Mailbox(Process(self._actor_id, os.getpid(), ray.get_runtime_context().get_node_id()))
+        mailbox.announce()
+        try:
+            self._serve(mailbox)
+        finally:
+            mailbox.close()
+
+    def _serve(self, mailbox: Mailbox) -> None:
+        since = time.monotonic()
+        next_check = since + _CHECK_S
+        while True:
+            request, now = mailbox.take(), time.monotonic()
+            if request is not None:
+                mailbox.answer(request, ray_internals.actor_instance())
+                since = time.monotonic()
+                continue
+            if self._local is not None and (now - since > _LAST_WORD_S or mailbox.is_over()):
+                return
+            if now >= next_check:
+                next_check = now + _CHECK_S
+                if self._local is None and find_record(self._actor_id) is None:
+                    return
+            pause = min(_LONGEST_S, max(_SHORTEST_S, (now - since) * _SHARE))
+            threading.Event().wait(pause)  # Ray's store offers nothing to wait on
+
+
+# --- the one of this process ------------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_current: Readmission | None = None
+_was_member = False
+"""This process has joined a group since it began: one that it is not in any more does not take it back."""
+_restarted: bool | None = None
+
+
+def begin(instance: Any = None) -> None:
+    """If an actor that Ray has restarted lives here, let its group reach this process. Idempotent, quick.
+
+    Runs when the package is imported, which a class with methods for direct calls does before the actor's ``__init__``;
+    and through Ray (with the instance), if the process does not listen.
+    """
+    try:
+        actor_id = _actor_here()
+        if actor_id is not None and not _was_member:
+            _begin(actor_id)
+    except Exception as error:  # an import is not to fail for this; the first call tries again
+        logger.debug("this process cannot look for its group yet: %s", error)
+
+
+def _begin(actor_id: str) -> Readmission:
+    global _current
+    with _lock:
+        if _current is None or _current.over:
+            _current = Readmission(actor_id)
+            _current.start()
+        return _current
+
+
+def awaited(timeout_s: float | None) -> Later:
+    """For a process that is no member now: settled with the LocalMember that it becomes; see Readmission.awaited.
+
+    Raises NotAMember at once where there is nothing to wait for.
+    """
+    fork.check_process()
+    actor_id = _actor_here()
+    if actor_id is None or _left() or _runs_init(actor_id) or not _was_restarted(actor_id):
+        raise NotAMember(_NO_GROUP)
+    return _begin(actor_id).awaited(_number(timeout_s))
+
+
+def wait(timeout_s: float | None) -> tuple[Any, float | None]:
+    """The LocalMember that this process becomes, and what is left of ``timeout_s``. Blocks; raises as ``awaited``."""
+    since = time.monotonic()
+    later = awaited(timeout_s)
+    try:
+        local = later.result(patience(timeout_s) + _GRACE_S)
+    except FutureTimeoutError:
+        raise RpcTimeout(why_late(since)) from None
+    return local, left_of(local, timeout_s, since)
+
+
+def left_of(local: Any, timeout_s: float | None, since: float) -> float | None:
+    """What is left of a call's time once this process is a member."""
+    if timeout_s is not None and _number(timeout_s) is None:
+        return timeout_s  # the call refuses it
+    whole: float = local.config.rpc_timeout_s if timeout_s is None else timeout_s
+    return max(_SHORTEST_S, whole - (time.monotonic() - since))
+
+
+def patience(timeout_s: float | None) -> float:
+    """See Readmission.patience."""
+    current, seconds = _current, _number(timeout_s)
+    return (seconds or _UNKNOWN_S) if current is None else current.patience(seconds)
+
+
+def why_late(since: float) -> str:
+    """See Readmission.why_late."""
+    current = _current
+    return "this process is in no group" if current is None else current.why_late(since)
+
+
+def _number(timeout_s: Any) -> float | None:
+    """None also for what is no number: the call itself refuses that."""
+    return timeout_s if isinstance(timeout_s, (int, float)) else None
+
+
+def _left() -> bool:
+    return _was_member and (_current is None or _current.over)
+
+
+def _actor_here() -> str | None:
+    """Hex id of the actor that lives in this process, or is about to; None where none does."""
+    return ray.get_runtime_context().get_actor_id() if ray.is_initialized() else None
+
+
+def _runs_init(actor_id: str) -> bool:
+    """Whether this thread runs the actor's ``__init__``: it cannot be a member before that has ended."""
+    return ray.get_runtime_context().get_task_id() == _INIT_TASK + actor_id
+
+
+def _was_restarted(actor_id: str) -> bool:
+    global _restarted
+    if _restarted is None:
+        _restarted = ray_internals.actor_state(actor_id).restarts > 0
+    return _restarted
+
+
+def joined(local: Any) -> None:
+    """This process has become that member; None: it has left."""
+    global _was_member
+    _was_member = _was_member or local is not None
+    if _current is not None:
+        _current.joined(local)

@@ -1,0 +1,167 @@
+"""A member's side of a trace: what its calls did and when, in a ring that forgets the oldest.
+
+Off, which it is but for the time of ``Group.trace``, it costs a call a few tests of an attribute. All times are
+``time.monotonic`` of this process, in seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from raytorchrpc.calls.event_loops import on_loop
+from raytorchrpc.lanes.base import Message, Reply
+
+#: A mark is a number within its caller, above the caller's rank, so that no two calls of a group have the same.
+_RANK_SHIFT = 40
+
+
+class Event(NamedTuple):
+    """Something that took from ``begin`` to ``end``."""
+
+    kind: str
+    """``call``: a call, at its caller; ``serve``: a method, at its callee; ``ship`` and ``fetch``: tensors on their way
+    beside a message."""
+    name: str
+    begin: float
+    end: float
+    thread: int
+    """0: other events of that kind may overlap with it, as those of coroutines do."""
+    mark: int | None
+    """The same for a call and for the method that it ran."""
+    about: dict[str, Any]
+
+
+class MemberTrace(NamedTuple):
+    """What one member recorded."""
+
+    name: str
+    rank: int
+    pid: int
+    events: list[Event]
+    dropped: int
+    """Events that the ring had no room for, the oldest ones."""
+    threads: dict[int, str]
+
+
+class Tracer:
+    """Records. Thread-safe: a deque's append is, and nothing else is shared."""
+
+    def __init__(self, rank: int, capacity: int) -> None:
+        self._base = rank << _RANK_SHIFT
+        self._marks = itertools.count(1)
+        self._recorded = itertools.count(1)
+        self._last = 0
+        self._events: deque[Event] = deque(maxlen=capacity)
+        self._threads: dict[int, str] = {}
+        self.forget_limit: Callable[[], None] = lambda: None
+        """Prevents what would stop this at its time limit, and holds it until then."""
+
+    def call(self, label: str, attended: bool) -> CallSpan:
+        """A call begins, on this thread; ``attended``: which waits for it at once."""
+        return CallSpan(self, label, self._base + next(self._marks), attended)
+
+    def served(self, label: str, mark: int | None) -> ServedSpan:
+        """A request has arrived."""
+        return ServedSpan(self, label, mark)
+
+    def here(self) -> int:
+        """This thread."""
+        ident = threading.get_ident()
+        if ident not in self._threads:
+            self._threads[ident] = threading.current_thread().name
+        return ident
+
+    def add(self, event: Event) -> None:
+        """Record it."""
+        self._last = next(self._recorded)
+        self._events.append(event)
+
+    def taken(self) -> tuple[list[Event], int, dict[int, str]]:
+        """What there is, how much was forgotten, and the names of the threads."""
+        events = list(self._events)
+        return events, max(0, self._last - len(events)), dict(self._threads)
+
+
+class CallSpan:
+    """One call, at its caller."""
+
+    __slots__ = ("_about", "_began", "_lap", "_name", "_thread", "_tracer", "mark")
+
+    def __init__(self, tracer: Tracer, name: str, mark: int, attended: bool) -> None:
+        self._tracer, self._name, self.mark = tracer, name, mark
+        self._thread = tracer.here() if attended else 0
+        self._about: dict[str, Any] = {}
+        self._began = self._lap = time.monotonic()
+
+    def lap(self) -> None:
+        """Tensors are about to be laid out, or fetched."""
+        self._lap = time.monotonic()
+
+    def sent(self, lane: str, beside: str | None, size: int, when: float) -> None:
+        """By these lanes, the message and its tensors."""
+        self._about.update(lane=lane, bytes_out=size)
+        if beside is not None:
+            self._beside("ship", beside, when)
+
+    def fetched(self, lane: str) -> None:
+        """The result's tensors, since ``lap``."""
+        self._beside("fetch", lane, time.monotonic())
+
+    def _beside(self, kind: str, lane: str, end: float) -> None:
+        self._about[kind] = lane
+        event = Event(kind, f"{kind} by {lane}", self._lap, end, self._tracer.here(), None, {"call": self._name})
+        self._tracer.add(event)
+
+    def end(self, size: int, error: BaseException | None) -> None:
+        """Its outcome was taken, or it could not be sent."""
+        self._about["bytes_in"] = size
+        if error is not None:
+            self._about["error"] = type(error).__name__
+        self._tracer.add(Event("call", self._name, self._began, time.monotonic(), self._thread, self.mark, self._about))
+
+
+class ServedSpan:
+    """One call, at its callee."""
+
+    __slots__ = ("_arrived", "_began", "_ended", "_lap", "_mark", "_name", "_thread", "_tracer")
+
+    def __init__(self, tracer: Tracer, name: str, mark: int | None) -> None:
+        self._tracer, self._name, self._mark = tracer, name, mark
+        self._thread, self._ended = 0, False
+        self._arrived = self._began = self._lap = time.monotonic()
+
+    def begin(self) -> None:
+        """It has its turn, on this thread."""
+        self._thread = 0 if on_loop() else self._tracer.here()
+        self._began = self._lap = time.monotonic()
+
+    def lap(self) -> None:
+        """The result's tensors are about to be laid out."""
+        self._lap = time.monotonic()
+
+    def beside(self, kind: str, lane: str) -> None:
+        """Tensors were fetched, or laid out, since ``begin`` or ``lap``."""
+        here, about = self._tracer.here(), {"call": self._name}
+        self._tracer.add(Event(kind, f"{kind} by {lane}", self._lap, time.monotonic(), here, None, about))
+
+    def until(self, reply: Reply) -> Reply:
+        """It ends with its answer. Recorded just before that is sent: who has the answer finds it in the trace."""
+
+        def last(message: Message) -> None:
+            self._end()
+            reply(message)
+
+        return last
+
+    def _end(self) -> None:
+        if self._ended:  # an answer that no lane took is followed by another
+            return
+        self._ended = True
+        about = {"waited_us": round((self._began - self._arrived) * 1e6, 1)}
+        event = Event("serve", self._name, self._began, time.monotonic(), self._thread, self._mark, about)
+        self._tracer.add(event)

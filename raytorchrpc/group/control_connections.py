@@ -1,0 +1,119 @@
+"""The connections of whoever looks after a group to its members: by them it hears of a process's end, and asks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls import incoming
+from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
+from raytorchrpc.lanes.base import Message, PeerAddress, Pending, Reply
+from raytorchrpc.lanes.common.acceptor import SocketAddress
+from raytorchrpc.lanes.common.credentials import Credentials
+from raytorchrpc.lanes.socket.lane import SocketLane
+from raytorchrpc.tensors.codec import NOTHING, Codec
+from raytorchrpc.tensors.exceptions import decode_exception
+
+_NOBODY = -1
+"""The rank of one that is no member."""
+#: To connect and prove oneself (seconds).
+_CONNECT_S = 2.0
+
+
+class Lines:
+    """Thread-safe. Calls no method of an actor: members answer on threads of their own."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._codec = Codec(ray_internals.cloudpickler())
+        self._lane = SocketLane("supervisor", credentials, tcp_host=None, by_tcp=frozenset())
+        self._lane.open(_refuse, lambda work: work())
+        self._tokens: dict[str, str] = {}
+        self._watches: dict[str, Pending] = {}
+
+    def reach(self, by_tcp: set[str]) -> None:
+        """These are to be reached by TCP."""
+        self._lane.reach(None, frozenset(by_tcp))
+
+    def meet(self, name: str, token: str, address: SocketAddress) -> None:
+        """Learn where a member's present process listens. Connects later."""
+        self._lane.disconnect(name)
+        self._tokens[name] = token
+        self._lane.connect([PeerAddress(name, address)])
+
+    def part(self, name: str) -> None:
+        """Forget a member."""
+        self._watches.pop(name, None)
+        self._tokens.pop(name, None)
+        self._lane.disconnect(name)
+
+    def watch(self, name: str, ended: Callable[[str], None], patience_s: float = _CONNECT_S) -> None:
+        """Call ``ended(cause)``, on a thread of the lane's, when the member's process has ended.
+
+        Blocks until it has answered once, at most ``patience_s``. Raises RayTorchRpcError if there is no line to it:
+        a PeerLost whose ``__cause__`` is an OSError if no connection can be made at all.
+        """
+        token = self._tokens.get(name)
+        ping = self._send(incoming.PING, name, Message((), NOTHING), patience_s)
+        if not ping.wait(patience_s):
+            raise RpcTimeout(f"{name!r} does not answer")
+        if ping.take().header[0] != incoming.OK:
+            raise PeerLost(name, "another process listens where it did", may_have_run=False)
+        pending = self._send(incoming.WATCH, name, Message((), NOTHING), _CONNECT_S)
+        if self._tokens.get(name) != token:
+            raise PeerLost(name, "another process has taken its place meanwhile", may_have_run=False)
+        self._watches[name] = pending
+        pending.add_done_callback(partial(self._over, name, pending, ended))
+
+    def _over(self, name: str, pending: Pending, ended: Callable[[str], None]) -> None:
+        if self._watches.get(name) is pending:
+            del self._watches[name]
+            try:
+                pending.take()
+            except RayTorchRpcError as error:
+                ended(getattr(error, "cause", None) or str(error))
+
+    def ask(
+        self, function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], deadline: float
+    ) -> tuple[dict[str, Any], dict[str, Exception]]:
+        """Have ``function(*arguments[name])``, of this package, run at each; returns results and failures by name."""
+        results: dict[str, Any] = {}
+        failures: dict[str, Exception] = {}
+        asked: dict[str, Pending] = {}
+        for name, args in arguments.items():
+            body = self._codec.encode((function, args), own=True)
+            try:
+                asked[name] = self._send(incoming.ASK, name, Message((), body), deadline - time.monotonic())
+            except RayTorchRpcError as error:
+                failures[name] = error
+        for name, pending in asked.items():
+            try:
+                if not pending.wait(max(0.0, deadline - time.monotonic())):
+                    raise RpcTimeout(f"{name!r} did not answer in time")
+                message = pending.take()
+                if message.header[0] != incoming.OK:
+                    raised = decode_exception(self._codec, message.body, name)
+                    failures[name] = raised if isinstance(raised, Exception) else RayTorchRpcError(str(raised))
+                    continue
+                results[name] = self._codec.decode(*message.body)
+            except RayTorchRpcError as error:
+                failures[name] = error
+        return results, failures
+
+    def _send(self, kind: int, name: str, message: Message, timeout_s: float) -> Pending:
+        token = self._tokens.get(name)
+        if token is None:
+            raise PeerLost(name, "it is not in the group (any more)", may_have_run=False)
+        header = (kind, _NOBODY, token)
+        return self._lane.call(name, message._replace(header=header), max(0.001, timeout_s))
+
+    def close(self) -> None:
+        """Idempotent, never raises."""
+        self._watches.clear()
+        self._lane.close()
+
+
+def _refuse(message: Message, reply: Reply) -> None:
+    """Nobody calls one that is no member."""

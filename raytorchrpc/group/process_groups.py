@@ -1,0 +1,172 @@
+"""Creates a torch.distributed process group across members, and gives members access to it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from raytorchrpc.calls.member import process_member
+from raytorchrpc.errors import BootstrapError, ConfigurationError
+from raytorchrpc.group.control_connections import Lines
+from raytorchrpc.group.roster import Roster
+from raytorchrpc.membership import updates
+from raytorchrpc.membership.process_group import BACKENDS, Meeting, ProcessGroupInfo
+from raytorchrpc.membership.rendezvous import StoreAddress
+from raytorchrpc.process import threads
+from raytorchrpc.topology.probe import Endpoint
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+#: For members to hear that an attempt was given up (seconds).
+_WORD_S = 1.0
+
+
+def process_group(*, timeout_s: float = 0.0) -> dist.ProcessGroup:
+    """This member's torch.distributed process group, which ``Group.process_group`` had all members make.
+
+    It is torch's default one (``torch.distributed.group.WORLD``), so DDP, FSDP and ``init_device_mesh`` find it by
+    themselves. Waits ``timeout_s`` seconds for one, as after the loss of a member; 0 does not wait.
+
+    Raises ProcessGroupLost, with the cause, if there is none, and NotAMember outside a group.
+    """
+    return process_member().collectives.get(timeout_s)[0]
+
+
+def process_group_info(*, timeout_s: float = 0.0) -> ProcessGroupInfo:
+    """Who is in this member's process group, and as which rank. Waits and raises as ``process_group``."""
+    return process_member().collectives.get(timeout_s)[1]
+
+
+def check_backend(backend: Any, endpoints: Mapping[str, Endpoint]) -> None:
+    """Raise ConfigurationError for what cannot work, from what the members published when they joined."""
+    if backend not in BACKENDS:
+        raise ConfigurationError(f"process_group(backend=...) is 'gloo' or 'nccl', not {backend!r}")
+    if backend == "gloo":
+        return
+    without = [name for name, endpoint in endpoints.items() if not endpoint.gpus]
+    if without:
+        raise ConfigurationError(
+            f"backend 'nccl' needs a GPU in every member; none in {', '.join(without)} (an actor gets one with "
+            f"num_gpus=1 and a torch build with CUDA): use backend='gloo', or name those that have one in members="
+        )
+    owners: dict[str, str] = {}
+    for name, endpoint in endpoints.items():
+        if len(endpoint.gpus) > 1:
+            continue  # which one it will use is not known
+        gpu = endpoint.gpus[0].uuid
+        if gpu and gpu in owners:
+            raise ConfigurationError(
+                f"backend 'nccl': {owners[gpu]} and {name} are on one GPU, and NCCL takes one process for each: give "
+                f"each num_gpus=1, or use backend='gloo'"
+            )
+        owners[gpu] = name
+
+
+def check_encryption(backend: str, endpoints: Mapping[str, Endpoint]) -> None:
+    """For a group with ``tls=True``: raise ConfigurationError if the backend would send in the clear over a network."""
+    (first, one), *others = endpoints.items()
+    for name, other in others:
+        if not one.same_network(other):
+            raise ConfigurationError(
+                f"backend {backend!r} does not encrypt, the group has tls=True, and {first} and {name} share no "
+                f"network namespace: name members of one host in members=, or form a group without tls"
+            )
+
+
+def boot(
+    roster: Roster,
+    lines: Lines,
+    number: int,
+    backend: str,
+    timeout_s: float,
+    collective_s: float,
+    names: Sequence[str] | None = None,
+) -> ProcessGroupInfo:
+    """Have these members (None: all) make a process group. Blocks until all of them have it.
+
+    Raises ConfigurationError and BootstrapError, naming who stood in the way; then nobody has one.
+    """
+    deadline = time.monotonic() + timeout_s
+    everybody = sorted(roster.seats.items(), key=lambda item: item[1].rank)
+    seats = [(name, seat) for name, seat in everybody if names is None or name in names]
+    if gone := sorted(set(names or ()) - roster.seats.keys()):
+        raise BootstrapError(f"{', '.join(gone)} left the group meanwhile", members=tuple(gone))
+    endpoints = {name: seat.probe.endpoint for name, seat in seats}
+    check_backend(backend, endpoints)
+    if roster.config.tls:
+        check_encryption(backend, endpoints)
+    info = ProcessGroupInfo(backend, number, {name: rank for rank, (name, _) in enumerate(seats)}, collective_s)
+    if others := [name for name, _ in everybody if name not in info.ranks]:
+        # One that does not hear of it in time keeps at most the one before, which the others have left.
+        _Asking(roster, lines, time.monotonic() + _WORD_S).some(
+            updates.stay_out_of_process_group, dict.fromkeys(others, (info,))
+        )
+    home = seats[0][0]
+    asking = _Asking(roster, lines, deadline)
+    try:
+        left = max(1.0, deadline - time.monotonic())
+        ids = asking.all(updates.prepare_process_group, {name: (info, name == home, left) for name in info.ranks})
+        left = max(1.0, deadline - time.monotonic())
+        store, agents = StoreAddress(home, ids[home]), roster.plan.agents
+        translated = roster.config.torchrpc_from
+        meetings = {
+            name: (Meeting(info, store, agents[name].interface, seat.probe.endpoint, left, translated),)
+            for name, seat in seats
+        }
+        asking.all(updates.make_process_group, meetings)
+    except BaseException as error:
+        said = (number, f"it could not be made: {error}")
+        _Asking(roster, lines, time.monotonic() + _WORD_S).some(
+            updates.give_up_process_group, dict.fromkeys(info.ranks, said)
+        )
+        raise
+    return info
+
+
+class _Asking:
+    """One question to several members at once, this process included if it is one of them."""
+
+    def __init__(self, roster: Roster, lines: Lines, deadline: float) -> None:
+        self._roster, self._lines, self._deadline = roster, lines, deadline
+
+    def some(
+        self, function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]]
+    ) -> tuple[dict[str, Any], dict[str, Exception]]:
+        """Results and failures by name."""
+        generation, here = self._roster.generation, [name for name in self._roster.local if name in arguments]
+        results: dict[str, Any] = {}
+        failures: dict[str, Exception] = {}
+
+        def ask_here(name: str) -> None:
+            try:
+                results[name] = function(generation, *arguments[name])
+            except Exception as error:
+                failures[name] = error
+
+        # The others cannot finish before this process has begun.
+        asking: list[threading.Thread] = [
+            threads.start(ask_here, name, name=f"raytorchrpc-process-group-{name}") for name in here
+        ]
+        asked = {name: (generation, *args) for name, args in arguments.items() if name not in here}
+        answers, errors = self._lines.ask(function, asked, self._deadline)
+        for name, thread in zip(here, asking, strict=True):
+            thread.join(max(0.0, self._deadline - time.monotonic()))
+            if thread.is_alive():
+                errors[name] = BootstrapError("no answer in time")
+        return {**results, **answers}, {**failures, **errors}
+
+    def all(self, function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+        """As ``some``. Raises the first ConfigurationError, or BootstrapError naming all that failed."""
+        results, failures = self.some(function, arguments)
+        for error in failures.values():
+            if isinstance(error, ConfigurationError):
+                raise error
+        if failures:
+            reasons = "; ".join(f"{name}: {error}" for name, error in failures.items())
+            raise BootstrapError(
+                f"group {self._roster.name!r}: no process group was made: {reasons}", members=tuple(failures)
+            )
+        return results

@@ -1,0 +1,138 @@
+"""The restarted actors that a group takes back: the side of the process that looks after it. See ``mailbox``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls import rejoin
+from raytorchrpc.calls.mailbox import ANSWERS, REQUESTS, Process, Record, answer_of, packed, post_record
+from raytorchrpc.errors import BootstrapError
+from raytorchrpc.group.roster import Roster
+
+logger = logging.getLogger(__name__)
+
+#: Time between two looks for an answer, and between two questions whether the process is still there (seconds).
+_ANSWER_S = 0.005
+_ALIVE_S = 0.1
+
+
+class Returns:
+    """For the one thread that looks after the group."""
+
+    def __init__(self, generation: str) -> None:
+        self._generation = generation
+        self._asked: dict[str, Process] = {}
+        """By actor: the last process that was asked to listen."""
+
+    def post(self, roster: Roster | None) -> None:
+        """Post whom the group takes back; None: nobody. What prevents that is logged: all else works without."""
+        record = None
+        try:
+            if roster is not None:
+                actors = tuple(
+                    ray_internals.actor_id_of(handle) for handle in roster.handles.values() if handle is not None
+                )
+                node_id = ray.get_runtime_context().get_node_id()
+                record = Record(roster.name, actors, roster.owner, os.getpid(), node_id, roster.config.rpc_timeout_s)
+            post_record(self._generation, record)
+            if record is None:
+                for actor_id in self._asked:
+                    _clear(actor_id)
+        except Exception as error:
+            logger.warning("group of generation %s: restarted actors cannot find it: %s", self._generation, error)
+
+    def is_listening(self, handle: Any, there: ray_internals.ActorState) -> bool:
+        """Whether the actor's present process looks for requests. It is asked to once, through Ray, in case that it has
+        not loaded this package.
+        """
+        process = _process(handle, there)
+        before = self._asked.get(process.actor_id)
+        if before != process:
+            if before is not None:
+                _clear(process.actor_id, but=process)
+            self._asked[process.actor_id] = process
+            try:
+                reference = handle.__ray_call__.remote(rejoin.begin)
+                reference.future().add_done_callback(lambda late: late.exception())  # Ray prints what nobody looks at
+            except RayError as error:  # its queue is full
+                logger.debug("%s: %s", process, error)
+        return answer_of(process) is not None
+
+    def taken_back(self, handles: Mapping[str, Any]) -> None:
+        """These are members again: their processes see that their answers are gone, and look for no more requests."""
+        for handle in handles.values():
+            actor_id = ray_internals.actor_id_of(handle)
+            if actor_id in self._asked:
+                _clear(actor_id)
+
+
+def _process(handle: Any, there: ray_internals.ActorState) -> Process:
+    return Process(ray_internals.actor_id_of(handle), there.pid, there.node_id)
+
+
+def _clear(actor_id: str, but: Process | None = None) -> None:
+    """Leave nothing of this actor's processes in the store, or nothing but what is of one."""
+    for kind in (REQUESTS, ANSWERS):
+        for key in ray_internals.stored_keys(f"{kind}{actor_id}/"):
+            if but is None or key != but.key(kind):
+                ray_internals.store(key, None)
+
+
+class MailboxRound:
+    """As ``forming.Round``, for restarted actors: takes no turn of theirs."""
+
+    def __init__(self, participants: Mapping[str, Any], deadline: float) -> None:
+        self._participants, self._deadline = participants, deadline
+
+    def all(
+        self,
+        function: Callable[..., Any],
+        arguments: Mapping[str, tuple[Any, ...]],
+        *,
+        fail_fast: bool = False,
+        retry_restarting: bool = False,
+    ) -> tuple[dict[str, Any], dict[str, Exception]]:
+        """See Round.all. One whose process has ended meanwhile is among the failures."""
+        results: dict[str, Any] = {}
+        failures: dict[str, Exception] = {}
+        pending: dict[str, tuple[Process, str]] = {}
+        for member, args in arguments.items():
+            handle = self._participants[member]
+            process, number = (
+                _process(handle, ray_internals.actor_state(ray_internals.actor_id_of(handle))),
+                uuid.uuid4().hex,
+            )
+            ray_internals.store(process.key(REQUESTS), packed((number, function, args)))
+            pending[member] = process, number
+        next_check = time.monotonic() + _ALIVE_S
+        while pending and not (fail_fast and failures):
+            now = time.monotonic()
+            check = now >= next_check
+            if check:
+                next_check = now + _ALIVE_S
+            for member, (process, number) in list(pending.items()):
+                answer = answer_of(process)
+                if answer is not None and answer[0] == number:
+                    _, is_result, value = answer
+                    (results if is_result else failures)[member] = value
+                elif now >= self._deadline:
+                    failures[member] = TimeoutError("no answer")
+                elif check and not process.is_current():
+                    failures[member] = BootstrapError("its process has ended")
+                    _clear(process.actor_id)
+                else:
+                    continue
+                del pending[member]
+            if pending:
+                threading.Event().wait(_ANSWER_S)  # Ray's store offers nothing to wait on
+        return results, failures

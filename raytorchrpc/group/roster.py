@@ -1,0 +1,307 @@
+"""Who is in a group, as whoever formed it keeps it: the evidence, what follows from it, and what each is told."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls.peers import Member
+from raytorchrpc.config import GroupConfig
+from raytorchrpc.errors import ConfigurationError, NotAMember
+from raytorchrpc.lanes.common.credentials import Credentials
+from raytorchrpc.lanes.torchrpc.agent import OWN_NUMBERS, AgentSpec
+from raytorchrpc.membership.messages import GroupInfo, JoinSpec, Owner, Prepared, Probe, Table
+from raytorchrpc.membership.updates import Arrival
+from raytorchrpc.routing import planner
+from raytorchrpc.topology import device_map
+from raytorchrpc.topology.device_map import Device, DeviceMap
+from raytorchrpc.topology.probe import Endpoint
+
+#: torchrpc ids are 16-bit and signed.
+_WORKER_IDS = range(1, OWN_NUMBERS.start)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One member as it is now; a restarted actor takes its seat again, with the next incarnation."""
+
+    rank: int
+    incarnation: int
+    handle: Any
+    """None for the driver itself."""
+    probe: Probe
+    worker_id: int
+    renew_agent: bool
+    """Its running agent's id is another member's: it has to start a new one."""
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Immutable: taking somebody in makes another one, so that a failed attempt changes nothing."""
+
+    name: str
+    config: GroupConfig
+    owner: Owner
+    watcher: Endpoint
+    """The process that keeps this: members that it cannot reach by Unix socket listen for TCP."""
+    generation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    tls: bytes | None = field(default=None, repr=False)
+    """The key and the certificate of a group that encrypts."""
+    seats: Mapping[str, Seat] = field(default_factory=dict)
+    """By member, in rank order."""
+    plan: planner.RoutePlan = field(default_factory=lambda: planner.RoutePlan({}, {}))
+    maps: Mapping[str, DeviceMap] = field(default_factory=dict)
+    devices: Mapping[str, set[int]] = field(default_factory=dict)
+    """By member, its GPUs that some map of anybody's names."""
+    used_ids: frozenset[int] = frozenset()
+    """torchrpc ids that somebody has, or had: peers keep the broken pipe of an agent that is gone under its id."""
+    next_rank: int = 0
+
+    def admit(
+        self, handles: Mapping[str, Any], probes: Mapping[str, Probe], tried: Mapping[str, int] | None = None
+    ) -> Roster:
+        """With these, new or come back, on the evidence of their probes. ``tried``: incarnations of theirs that did not
+        get in, but of which some member may know. Raises ConfigurationError, BootstrapError.
+        """
+        seats, used, rank = dict(self.seats), self.used_ids, self.next_rank
+        used |= {probe.autograd_id for probe in probes.values() if probe.autograd_id is not None}
+        ids, renew = _worker_ids(probes, used, {seat.worker_id for seat in seats.values()})
+        for member, probe in probes.items():
+            before = seats.get(member)
+            if before is None:
+                before = Seat(rank, -1, handles[member], probe, 0, False)
+                rank += 1
+            seats[member] = replace(
+                before,
+                incarnation=max(before.incarnation, (tried or {}).get(member, -1)) + 1,
+                handle=handles[member],
+                probe=probe,
+                worker_id=ids[member],
+                renew_agent=member in renew,
+            )
+        admitted = replace(self, seats=seats, used_ids=used | set(ids.values()), next_rank=rank)
+        return admitted._decided(self)
+
+    @property
+    def credentials(self) -> Credentials:
+        """What the process that keeps this proves itself with to the members; it is no member by that."""
+        across_users = self.config.across_users
+        return Credentials(
+            self.secret, group=self.name, generation=self.generation, across_users=across_users, tls=self.tls
+        )
+
+    def check_newcomers(self, handles: Mapping[str, Any]) -> None:
+        """Raise ConfigurationError for who is a member already, by name or as an actor."""
+        known = {ray_internals.actor_id_of(handle): name for name, handle in self.handles.items() if handle is not None}
+        for name, handle in handles.items():
+            if name in self.seats:
+                raise ConfigurationError(f"group {self.name!r} has a member {name!r} already")
+            if (taken := known.get(ray_internals.actor_id_of(handle))) is not None:
+                raise ConfigurationError(f"{name!r} is a member of group {self.name!r} already, as {taken!r}")
+
+    def check_leavers(self, names: Sequence[str]) -> None:
+        """Raise ConfigurationError unless all of these can be removed; NotAMember for who is not in the group."""
+        for name in names:
+            if name not in self.seats:
+                raise NotAMember(f"{name!r} is not in group {self.name!r} any more")
+            if names.count(name) > 1:
+                raise ConfigurationError(f"remove takes each member once: {name!r} is named {names.count(name)} times")
+            if self.seats[name].handle is None:
+                raise ConfigurationError("the driver stays as long as its group: use shutdown()")
+        if not names:
+            raise ConfigurationError("remove takes at least one member; the list is empty")
+        if len(names) == len(self.seats):
+            raise ConfigurationError(f"{', '.join(names)}: nobody would be left in the group: use shutdown()")
+
+    def without(self, names: Iterable[str]) -> Roster:
+        """Without these; their ranks are not given again."""
+        gone = set(names)
+        left = replace(self, seats={name: seat for name, seat in self.seats.items() if name not in gone})
+        return left._decided(self) if left.seats else left
+
+    def _decided(self, before: Roster) -> Roster:
+        endpoints = {name: seat.probe.endpoint for name, seat in self.seats.items()}
+        known = {name: seat.probe.endpoint for name, seat in before.seats.items()}
+        if not self.config.across_users and not self.config.always_tcp:
+            _check_users({**endpoints, "the process that forms the group": self.watcher})
+        maps = device_map.resolve(self.config, list(endpoints), endpoints)
+        plan = planner.plan(endpoints, self.config, (known, before.plan))
+        devices: dict[str, set[int]] = {name: set() for name in self.seats}
+        for name, each in maps.items():
+            for peer, mapping in each.to_dict().items():
+                pairs = device_map.gpu_pairs(mapping)
+                devices[name] |= set(pairs)
+                devices.setdefault(str(peer), set()).update(pairs.values())
+        return replace(self, plan=plan, maps=maps, devices=devices)
+
+    # --- what each is told -----------------------------------------------------------------------------------
+
+    @property
+    def handles(self) -> dict[str, Any]:
+        """Actor handles by member."""
+        return {name: seat.handle for name, seat in self.seats.items()}
+
+    @property
+    def local(self) -> dict[str, Any]:
+        """This very process, if it is a member."""
+        return {name: None for name, seat in self.seats.items() if seat.handle is None}
+
+    def reached_by_tcp(self, member: str) -> bool:
+        """Whether the watcher has to use TCP to this member."""
+        return self.config.always_tcp or not self.watcher.same_network(self.seats[member].probe.endpoint)
+
+    def spec(self, member: str, attempt: str = "") -> JoinSpec:
+        """What this member needs to get ready. ``attempt``: see JoinSpec."""
+        seat, agent = self.seats[member], self.plan.agents[member]
+        given = self.maps[member].to_dict()
+        pairs = {peer: device_map.gpu_pairs(given[peer]) for peer in self.seats if peer in given}
+        outgoing = {peer: mapping for peer, mapping in pairs.items() if mapping}
+        agent_spec = AgentSpec(
+            name=self.rpc_name(member),
+            worker_id=seat.worker_id,
+            interface=agent.interface,
+            transports=agent.transports,
+            channels=agent.channels,
+            threads=self.config.torchrpc_threads,
+            timeout_s=self.config.rpc_timeout_s,
+            device_maps={self.rpc_name(peer): mapping for peer, mapping in outgoing.items()},
+            devices=tuple(sorted(self.devices[member])),
+            admitted=(*self._addresses(), *self.config.torchrpc_from),
+        )
+        elsewhere = self._elsewhere(member)
+        return JoinSpec(
+            group=self.name,
+            generation=self.generation,
+            attempt=attempt,
+            incarnation=seat.incarnation,
+            replaces=seat.probe.generation,
+            name=member,
+            rank=seat.rank,
+            config=self.config,
+            agent=agent_spec,
+            renew_agent=seat.renew_agent,
+            device_maps=outgoing,
+            secret=self.secret,
+            tls=self.tls,
+            tcp_host=agent.address if elsewhere or self.reached_by_tcp(member) else None,
+            by_tcp=elsewhere,
+            beside=self.plan.beside(member),
+            nng=self.plan.uses(member, "nng"),
+        )
+
+    def _addresses(self) -> list[str]:
+        """All that some member's host has: torchrpc connects from whichever leads to the peer."""
+        endpoints = [seat.probe.endpoint for seat in self.seats.values()]
+        found = {address for endpoint in endpoints for each in endpoint.interfaces for address in each.addresses}
+        return sorted({*found, *(endpoint.node_ip for endpoint in endpoints)})
+
+    def _elsewhere(self, member: str) -> tuple[str, ...]:
+        endpoint = self.seats[member].probe.endpoint
+        return tuple(
+            peer
+            for peer, seat in self.seats.items()
+            if peer != member and (self.config.always_tcp or not seat.probe.endpoint.same_network(endpoint))
+        )
+
+    def rpc_name(self, member: str) -> str:
+        """torchrpc's name of this member's process."""
+        seat = self.seats[member]
+        if seat.probe.agent is not None:
+            return seat.probe.agent.name
+        # No colon: torch's RemoteModule takes "name/device" and reads a colon as "rank:".
+        if seat.handle is None:
+            return f"rtr-driver-{seat.probe.node_id[:12]}-{seat.probe.pid}"
+        return f"rtr-{ray_internals.actor_id_of(seat.handle)}"
+
+    def info(self, prepared: Mapping[str, Prepared]) -> GroupInfo:
+        """What everybody is to know."""
+        members = tuple(
+            Member(
+                rank=seat.rank,
+                name=name,
+                actor_id=None if seat.handle is None else ray_internals.actor_id_of(seat.handle),
+                node_id=seat.probe.node_id,
+                pid=seat.probe.pid,
+                rpc_name=prepared[name].agent.name,
+                worker_id=prepared[name].agent.worker_id,
+                incarnation=seat.incarnation,
+            )
+            for name, seat in self.seats.items()
+        )
+        texts = {name: {str(peer): pairs for peer, pairs in each.to_dict().items()} for name, each in self.maps.items()}
+        return GroupInfo(self.name, self.generation, self.owner, members, self.config, self.plan, texts)
+
+    def table(self, member: str, info: GroupInfo, prepared: Mapping[str, Prepared], timeout_s: float) -> Table:
+        """What this member needs to meet the others."""
+        own = info._replace(plan=self.plan.for_member(member), device_maps=_of(member, info.device_maps, self.seats))
+        return Table(own, {name: prepared[name] for name in self.seats}, timeout_s)
+
+    def arrival(
+        self,
+        member: str,
+        info: GroupInfo,
+        prepared: Mapping[str, Prepared],
+        timeout_s: float,
+        coming: tuple[str, ...],
+    ) -> Arrival:
+        """What one that is there already needs to meet those who come in: nothing about the others."""
+        members = tuple(each for each in info.members if each.name in coming)
+        news = info._replace(
+            members=members,
+            plan=self.plan.for_arrivals(member, coming),
+            device_maps=_of(member, info.device_maps, coming),
+        )
+        spec = self.spec(member)
+        bare = spec._replace(device_maps={}, agent=spec.agent._replace(device_maps={}))  # an agent has them for life
+        return Arrival(bare, Table(news, {name: prepared[name] for name in (member, *coming)}, timeout_s), coming)
+
+
+def _check_users(endpoints: Mapping[str, Endpoint]) -> None:
+    """Raise ConfigurationError if two processes that would connect by Unix sockets run as different users."""
+    first: dict[str, tuple[str, Endpoint]] = {}
+    for name, endpoint in endpoints.items():
+        network = f"{endpoint.boot_id} {endpoint.namespaces.get('net', name)}"
+        other, its = first.setdefault(network, (name, endpoint))
+        if its.uid != endpoint.uid or its.namespaces.get("user") != endpoint.namespaces.get("user"):
+            raise ConfigurationError(
+                f"{other} (uid {its.uid}) and {name} (uid {endpoint.uid}) share a host and run as different users, or "
+                "in different user namespaces; if all of them may run code as each other, form the group with "
+                "GroupConfig(across_users=True)"
+            )
+
+
+_Maps = Mapping[str, Mapping[str, Mapping[Device, Device]]]
+
+
+def _of(member: str, maps: _Maps, others: Iterable[str]) -> _Maps:
+    """The maps between one member and others, itself included."""
+    found = {other: {member: maps[other][member]} for other in others if member in maps[other]}
+    found[member] = {other: maps[member][other] for other in (member, *others) if other in maps[member]}
+    return found
+
+
+def _worker_ids(probes: Mapping[str, Probe], used: frozenset[int], taken: set[int]) -> tuple[dict[str, int], set[str]]:
+    """An id for each, unique in the group, and who has to give its present one up.
+
+    A running agent keeps its own. The others get random ones, because distributed autograd keeps a process's
+    first id for life and must not meet it again in a later group.
+    """
+    ids: dict[str, int] = {}
+    renew: set[str] = set()
+    for member, probe in probes.items():
+        if probe.agent is None:
+            continue
+        if probe.agent.worker_id in ids.values() or probe.agent.worker_id in taken:
+            renew.add(member)
+        else:
+            ids[member] = probe.agent.worker_id
+    free = sorted(set(_WORKER_IDS).difference(used, taken, ids.values()))
+    missing = [member for member in probes if member not in ids]
+    ids.update(zip(missing, random.SystemRandom().sample(free, len(missing)), strict=True))
+    return ids, renew

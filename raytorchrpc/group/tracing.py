@@ -1,0 +1,177 @@
+"""Tracing a whole group: has every member record, fetches what they recorded, puts it into one file.
+
+The members are asked over the connections of whoever looks after the group, on threads of their own, so that one which
+is busy in a method takes part too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from raytorchrpc.calls.member import LocalMember, current_local
+from raytorchrpc.calls.spans import MemberTrace, Tracer
+from raytorchrpc.errors import ConfigurationError, NotAMember, RayTorchRpcError
+from raytorchrpc.group.chrome_trace import Clock, GroupTrace, chrome
+from raytorchrpc.group.control_connections import Lines
+from raytorchrpc.group.roster import Roster
+
+#: A member stops recording by itself after this (seconds): whoever asked for it may be gone.
+LIMIT_S = 3600.0
+#: To begin, and to hand over what was recorded (seconds).
+BEGIN_S, COLLECT_S = 5.0, 30.0
+#: Round trips from which a clock is estimated.
+_ROUND_TRIPS = 8
+
+# --- at a member ----------------------------------------------------------------------------------------------------
+
+
+def begin(generation: str, capacity: int) -> None:
+    """Record from now on; what was recorded before is dropped."""
+    local = _member_of(generation)
+    tracer = Tracer(local.me.rank, capacity)
+    local.trace(tracer)
+
+    def stop() -> None:
+        if local.tracer is tracer:
+            local.trace(None)
+
+    tracer.forget_limit = local.alarms.at(time.monotonic() + LIMIT_S, stop)
+
+
+def take(generation: str) -> MemberTrace | None:
+    """Stop recording; returns what there is, None if this process recorded nothing (it came after the beginning)."""
+    local = _member_of(generation)
+    tracer = local.tracer
+    if tracer is None:
+        return None
+    local.trace(None)
+    tracer.forget_limit()
+    events, dropped, threads = tracer.taken()
+    return MemberTrace(local.me.name, local.me.rank, os.getpid(), events, dropped, threads)
+
+
+def clock() -> float:
+    """This process's, by which it records."""
+    return time.monotonic()
+
+
+def _member_of(generation: str) -> LocalMember:
+    local = current_local()
+    if local is None or local.generation != generation:
+        raise NotAMember(f"this process has left generation {generation} of the group")
+    return local
+
+
+# --- who looks after the group ---------------------------------------------------------------------------------------
+
+
+class Tracing:
+    """One per group: begins a trace and ends it. Thread-safe."""
+
+    def __init__(self, lines: Lines) -> None:
+        self._lines = lines
+        self._lock = threading.Lock()
+        self._until = 0.0
+        """When a trace that is under way ends by itself; 0: there is none."""
+        self._missing: set[str] = set()
+
+    def begin(self, roster: Roster, capacity: int) -> None:
+        """Raises ConfigurationError if one is under way."""
+        with self._lock:
+            if self._until > time.monotonic():
+                raise ConfigurationError(f"group {roster.name!r} is being traced already; end that trace first")
+            self._until = time.monotonic() + LIMIT_S
+        self._missing = self._ask(roster, begin, (roster.generation, capacity), BEGIN_S)[1]
+
+    def end(self, roster: Roster) -> GroupTrace:
+        """What the members recorded. One that is gone, or came back meanwhile, is among the missing."""
+        try:
+            clocks = {name: self._clock(roster, name) for name in roster.seats}
+            found, silent = self._ask(roster, take, (roster.generation,), COLLECT_S)
+        finally:
+            with self._lock:
+                self._until = 0.0
+        members = [member for member in found.values() if member is not None]
+        there = {member.name for member in members}
+        missing = sorted((self._missing | silent | roster.seats.keys()) - there)
+        return GroupTrace(roster.name, members, clocks, tuple(missing))
+
+    def _ask(
+        self, roster: Roster, function: Any, arguments: tuple[Any, ...], patience_s: float
+    ) -> tuple[dict[str, Any], set[str]]:
+        others = [name for name in roster.seats if name not in roster.local]
+        found, failures = self._lines.ask(function, dict.fromkeys(others, arguments), time.monotonic() + patience_s)
+        for name in roster.local:
+            try:
+                found[name] = function(*arguments)
+            except RayTorchRpcError as error:
+                failures[name] = error
+        return {name: found[name] for name in roster.seats if name in found}, set(failures)
+
+    def _clock(self, roster: Roster, name: str) -> Clock:
+        if roster.watcher.same_host(roster.seats[name].probe.endpoint):
+            return Clock()
+        best = Clock(0.0, float("inf"))
+        for _ in range(_ROUND_TRIPS):
+            sent = time.monotonic()
+            found, _failures = self._lines.ask(clock, {name: ()}, sent + 1.0)
+            back = time.monotonic()
+            if name not in found:
+                break
+            if (back - sent) / 2 < best.error_s:
+                best = Clock(found[name] - (sent + back) / 2, (back - sent) / 2)
+        return best if best.error_s < float("inf") else Clock()
+
+
+# --- what a user holds -----------------------------------------------------------------------------------------------
+
+
+class Traceable(Protocol):
+    """Who looks after a group, for this."""
+
+    def begin_trace(self, capacity: int) -> None:
+        """Have the members record."""
+
+    def end_trace(self) -> GroupTrace:
+        """What they recorded."""
+
+
+class Trace:
+    """A trace of a group; made by ``Group.trace``, a context manager. Its attributes are there after the block.
+
+    Attributes:
+        events: how many were written.
+        dropped: by member, how many of its oldest events its ring had no room for.
+        missing: members that took no part from the beginning to the end: away, added, or restarted meanwhile.
+        clock_error_s: by how much times of different hosts may be wrong against each other, at most; 0 on one host.
+    """
+
+    def __init__(self, keeper: Traceable, path: str | os.PathLike[str], capacity: int) -> None:
+        self._keeper, self.path, self._capacity = keeper, Path(path), capacity
+        self.events = 0
+        self.dropped: dict[str, int] = {}
+        self.missing: tuple[str, ...] = ()
+        self.clock_error_s = 0.0
+
+    def __enter__(self) -> Trace:
+        if not self.path.parent.is_dir():  # better now than with the trace in hand
+            raise ConfigurationError(f"cannot write a trace to {self.path}: there is no folder {self.path.parent}")
+        self._keeper.begin_trace(self._capacity)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        found = self._keeper.end_trace()
+        self.events = sum(len(member.events) for member in found.members)
+        self.dropped = {member.name: member.dropped for member in found.members if member.dropped}
+        self.missing = found.missing
+        errors = sorted((one.error_s for one in found.clocks.values()), reverse=True)
+        self.clock_error_s = sum(errors[:2])  # between two hosts, neither of which need be the watcher's
+        self.path.write_text(json.dumps(chrome(found)))

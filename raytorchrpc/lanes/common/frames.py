@@ -1,0 +1,246 @@
+"""How a message looks on a socket: one frame, with CPU tensors in band.
+
+    prefix | header (marshal) | payload (pickle) | padding to 64 bytes | tensor area, each tensor padded to 64
+
+The header is marshalled: it holds builtins only, and a frame comes from a peer that proved it has the group's
+secret. Tensors are sent from where they lie and arrive as writable views of the frame they came in. Where the
+connection authenticates frames, a tag follows each one (see ``_protection``).
+"""
+
+from __future__ import annotations
+
+import marshal
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from raytorchrpc.lanes.base import DTYPE_NAMES, DTYPES, Message, numbers, view_at
+from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection, check_tag
+from raytorchrpc.tensors.codec import NOTHING, Encoded
+
+REQUEST, REPLY = 0, 1
+
+#: call id, tensor area, payload, header (bytes), kind
+_PREFIX = struct.Struct("<QQQIB")
+PREFIX_BYTES = _PREFIX.size
+_ALIGN = 64
+_CHUNK = 1 << 16
+#: Far above anything sensible; a length beyond it means the stream is out of step.
+_MAX_FRAME = 1 << 40
+
+_PADDING = bytes(_ALIGN)
+
+
+class Frame(NamedTuple):
+    """One message as it arrived."""
+
+    kind: int
+    call: int
+    message: Message
+
+
+def pack(kind: int, call: int, message: Message) -> list[Any]:
+    """The buffers to send, in order. The tensors' memory is among them: it must not change until sent."""
+    header, body = message.header, message.body
+    if not body.tensors:
+        blob = marshal.dumps((header, None, body.buffers, message.waybills))
+        prefix = _PREFIX.pack(call, 0, len(body.payload), len(blob), kind)
+        return [prefix + blob + body.payload] if len(body.payload) < _CHUNK else [prefix + blob, body.payload]
+    described: list[tuple[str, tuple[int, ...], int]] = []
+    parts: list[Any] = []
+    area = 0
+    for tensor in body.tensors:
+        described.append((DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), area))
+        raw = _bytes_of(tensor)
+        if raw is not None:
+            parts.append(raw)
+            area += raw.nbytes
+            if gap := -raw.nbytes % _ALIGN:
+                parts.append(_PADDING[:gap])
+                area += gap
+    blob = marshal.dumps((header, described, body.buffers, message.waybills))
+    head = _PREFIX.pack(call, area, len(body.payload), len(blob), kind) + blob
+    gap = -(len(head) + len(body.payload)) % _ALIGN if area else 0
+    return [head, body.payload, _PADDING[:gap], *parts]
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
+    if not tensor.numel():
+        return None
+    flat = (tensor if tensor.is_contiguous() else numbers(tensor).contiguous()).view(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
+class FrameReader:
+    """Cuts a stream into frames. One per connection; one thread at a time."""
+
+    def __init__(self, protection: Protection | None = None) -> None:
+        """``protection``: of the connection; None: the stream consists of bare frames."""
+        self._decrypt = None if protection is None else protection.decrypt
+        self._authenticator = None if protection is None else protection.incoming
+        self._tag_bytes = 0 if self._authenticator is None else TAG_BYTES
+        self._rest: bytes | bytearray = b""  # the beginning of a frame
+        self._large: torch.Tensor | None = None  # a frame too large for one read, being filled, and its tag
+        self._filled = 0
+        self._hash: Any = None  # of what has been filled, without the tag
+        self._unread: Unread | None = None  # a frame that there is no memory for, being skipped
+
+    def read(self, sock: socket.socket, flags: int = 0) -> list[Frame]:
+        """Read once and return the frames that are complete now.
+
+        Raises BlockingIOError if nothing is there, EOFError at the end of the stream, ValueError if it is
+        out of step or a frame is not authentic.
+        """
+        if self._large is not None and self._decrypt is None:
+            return self._fill(sock, flags)
+        data = sock.recv(_CHUNK, flags)
+        if not data:
+            raise EOFError
+        return self.feed(data if self._decrypt is None else self._decrypt(data))
+
+    def feed(self, data: bytes | bytearray) -> list[Frame]:
+        """Take the next bytes of the stream, any number; return the frames that are complete now. Raises ValueError."""
+        frames: list[Frame] = []
+        if self._large is not None:
+            view = self._large.numpy().data
+            taken = min(len(data), len(view) - self._filled)
+            view[self._filled : self._filled + taken] = memoryview(data)[:taken]
+            frames += self._filled_more(taken)
+            data = data[taken:]
+        elif self._unread is not None:
+            taken = min(len(data), self._unread.left)
+            frames += self._skip(self._unread, memoryview(data)[:taken])
+            data = data[taken:]
+        if self._rest:
+            data = self._rest + data
+        start, end = 0, len(data)
+        while end - start >= _PREFIX.size:
+            size = sizes(data, start)[1] + self._tag_bytes
+            if end - start < size:
+                if size > _CHUNK:
+                    self._begin_large(data[start:], size)
+                    start = end
+                break
+            frame = memoryview(data)[start : start + size]
+            if self._authenticator is not None:
+                self._authenticator.check(frame[:-TAG_BYTES], frame[-TAG_BYTES:])
+            frames.append(parse(frame))
+            start += size
+        self._rest = data[start:] if start < end else b""
+        return frames
+
+    def _begin_large(self, head: bytes | bytearray, size: int) -> None:
+        if self._authenticator is not None:
+            self._hash = self._authenticator.begin(size - TAG_BYTES)
+        try:
+            self._large = torch.empty(size, dtype=torch.uint8)  # a bytearray would be zeroed first
+        except (MemoryError, RuntimeError):  # torch's allocator raises the latter
+            self._unread = Unread(size, self._hash, self._tag_bytes)
+            self._skip(self._unread, memoryview(head))
+            return
+        self._large.numpy()[: len(head)] = memoryview(head)
+        self._filled = 0
+        self._filled_more(len(head))
+
+    def _fill(self, sock: socket.socket, flags: int) -> list[Frame]:
+        assert self._large is not None
+        count = sock.recv_into(self._large.numpy().data[self._filled :], 0, flags)
+        if not count:
+            raise EOFError
+        return self._filled_more(count)
+
+    def _filled_more(self, count: int) -> list[Frame]:
+        """Note that so many more bytes of the large frame are there; returns it once it is complete."""
+        assert self._large is not None
+        view = self._large.numpy().data
+        before, self._filled = self._filled, self._filled + count
+        body = len(view) - self._tag_bytes
+        if self._hash is not None:  # while the rest is on its way
+            self._hash.update(view[before : min(self._filled, body)])
+        if self._filled < len(view):
+            return []
+        if self._hash is not None:
+            check_tag(self._hash.digest(), view[body:])
+        large, self._large, self._hash = self._large, None, None
+        return [parse(view[:body], large[:body])]
+
+    def _skip(self, unread: Unread, data: memoryview) -> list[Frame]:
+        unread.add(data)
+        if unread.left:
+            return []
+        self._unread = self._hash = None
+        return [unread.frame()]
+
+
+class Unread:
+    """A frame that this process has no memory for: the stream goes on behind it, and whoever sent it can be told."""
+
+    def __init__(self, size: int, authenticator: Any = None, tag_bytes: int = 0) -> None:
+        """``authenticator``: of the frame, whose last ``tag_bytes`` are its tag; None: there is none."""
+        self._size = self.left = size
+        self._hash, self._tag_bytes = authenticator, tag_bytes
+        self._head = self._tag = b""
+
+    def add(self, data: Any) -> None:
+        """The next part of it, of which no more is kept than tells what it is."""
+        body = data[: max(0, self.left - self._tag_bytes)]
+        self.left -= len(data)
+        self._tag += bytes(data[len(body) :])
+        if self._hash is not None:
+            self._hash.update(body)
+        if len(self._head) < PREFIX_BYTES or len(self._head) < self._head_size():
+            self._head += bytes(body[:_CHUNK])
+
+    def _head_size(self) -> int:
+        header: int = _PREFIX.unpack_from(self._head)[3]
+        return PREFIX_BYTES + header
+
+    def frame(self) -> Frame:
+        """It, without its body, once all of it has been added. Raises ValueError if it is not authentic."""
+        if self._hash is not None:
+            check_tag(self._hash.digest(), self._tag)
+        call, _, _, _, kind = _PREFIX.unpack_from(self._head)
+        fields, _, _, waybills = marshal.loads(memoryview(self._head)[PREFIX_BYTES : self._head_size()])
+        return Frame(kind, call, Message(fields, NOTHING, waybills=waybills, unread_bytes=self._size))
+
+
+def sizes(data: Any, start: int) -> tuple[int, int]:
+    """Where the tensor area begins, and the whole frame's length, both from the frame's start. Raises ValueError."""
+    _, area, payload, header, kind = _PREFIX.unpack_from(data, start)
+    head: int = _PREFIX.size + header + payload
+    if kind not in (REQUEST, REPLY) or head + area > _MAX_FRAME:
+        raise ValueError("not a frame")
+    return head, head + (-head % _ALIGN + area if area else 0)
+
+
+def parse(view: memoryview, storage: torch.Tensor | None = None) -> Frame:
+    """Read a whole frame. Raises ValueError for what is none.
+
+    ``storage``: the tensor whose memory ``view`` is, if it may be kept; else the tensor area is copied.
+    """
+    try:
+        return _parsed(view, storage)
+    except (EOFError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"not a frame: {error}") from error
+
+
+def _parsed(view: memoryview, storage: torch.Tensor | None) -> Frame:
+    call, area, payload, header, kind = _PREFIX.unpack_from(view, 0)
+    begin = _PREFIX.size + header
+    fields, described, buffers, waybills = marshal.loads(view[_PREFIX.size : begin])
+    head = begin + payload
+    tensors: Sequence[torch.Tensor] = ()
+    if described:
+        head_padded = head + (-head % _ALIGN if area else 0)
+        if storage is not None:
+            source: torch.Tensor = storage[head_padded:]
+        elif area:
+            source = torch.frombuffer(bytearray(view[head_padded : head_padded + area]), dtype=torch.uint8)
+        else:
+            source = torch.empty(0, dtype=torch.uint8)
+        tensors = [view_at(source, offset, (DTYPES[name], shape)) for name, shape, offset in described]
+    body = Encoded(bytes(view[begin:head]), tensors, (), buffers)
+    return Frame(kind, call, Message(fields, body, waybills=waybills))

@@ -1,0 +1,146 @@
+"""How the two ends of a new connection prove to each other that they belong to the same group, and are who they meant.
+
+Each proof covers fresh random numbers of both ends, the direction, and what identifies both ends: group, generation,
+rank, incarnation and listening address. So a proof can be neither replayed nor reflected, and a process that relays the
+messages between two members is refused, because each of them names whom it meant. Both ends derive the same session
+keys, one for each direction, with which the frames that follow are authenticated where others can change them.
+"""
+
+from __future__ import annotations
+
+import ast
+import hmac
+import os
+import socket
+import struct
+import time
+from typing import NamedTuple, Protocol
+
+from raytorchrpc.errors import RayTorchRpcError
+from raytorchrpc.lanes.common.credentials import Credentials, Identity
+
+_HELLO = b"raytorchrpc/2\0\0\0"
+_NONCE, _PROOF = 32, 32
+_LENGTH = struct.Struct("<H")
+_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+#: Longest identity that is read from a peer that has proved nothing yet (bytes).
+_IDENTITY_BYTES = 4096
+
+
+class Stream(Protocol):
+    """The part of a socket that the handshake needs."""
+
+    def settimeout(self, seconds: float | None, /) -> None:
+        """Set the limit of each following operation."""
+
+    def sendall(self, data: bytes, /) -> None:
+        """Send. Raises OSError."""
+
+    def recv(self, size: int, /) -> bytes:
+        """Return at most ``size`` bytes; none once the other end hung up. Raises OSError, TimeoutError."""
+
+
+class Refused(RayTorchRpcError):
+    """The other end is not the expected member of this group, or did not answer in time."""
+
+
+class HungUp(Refused):
+    """The other end closed the connection before the proof was complete. It may be crowded: try again."""
+
+
+class SessionKeys(NamedTuple):
+    """Secrets of one connection, 32 bytes each."""
+
+    sending: bytes
+    receiving: bytes
+
+
+def offer(sock: Stream, secret: bytes, me: Identity, peer: Identity, timeout_s: float) -> SessionKeys:
+    """The connecting end: proves to be ``me``, and that the other end is ``peer``.
+
+    Blocks for at most ``timeout_s`` seconds. Raises Refused or OSError; close the connection then.
+    """
+    deadline = time.monotonic() + timeout_s
+    mine = os.urandom(_NONCE)
+    sock.settimeout(timeout_s)
+    sock.sendall(_HELLO + mine)
+    answer = _receive(sock, _NONCE + _PROOF, deadline)
+    its, proof = answer[:_NONCE], answer[_NONCE:]
+    if not hmac.compare_digest(proof, _mac(secret, b"accept", mine, its, peer.encode())):
+        raise Refused("the process at that address does not have this group's secret, or is not the expected member")
+    name = me.encode()
+    sock.sendall(_LENGTH.pack(len(name)) + name + _mac(secret, b"offer", its, mine, peer.encode(), name))
+    session = _mac(secret, b"session", mine, its, peer.encode(), name)
+    if not hmac.compare_digest(_receive(sock, _PROOF, deadline), _mac(session, b"ready")):
+        raise Refused("the confirmation of the handshake was changed on its way")
+    sock.settimeout(None)
+    return SessionKeys(_mac(session, b"from the connecting end"), _mac(session, b"from the accepting end"))
+
+
+def accept(sock: Stream, secret: bytes, me: Identity, timeout_s: float) -> tuple[Identity, SessionKeys]:
+    """The accepting end: proves to be ``me``; returns the identity that the other end proved.
+
+    Blocks for at most ``timeout_s`` seconds. Raises Refused or OSError; close the connection then.
+    """
+    deadline = time.monotonic() + timeout_s
+    sock.settimeout(timeout_s)
+    hello = _receive(sock, len(_HELLO) + _NONCE, deadline)
+    if not hello.startswith(_HELLO):
+        raise Refused("it does not speak this protocol")
+    its, mine = hello[len(_HELLO) :], os.urandom(_NONCE)
+    sock.sendall(mine + _mac(secret, b"accept", its, mine, me.encode()))
+    size: int = _LENGTH.unpack(_receive(sock, _LENGTH.size, deadline))[0]
+    if size > _IDENTITY_BYTES:
+        raise Refused("it does not speak this protocol")
+    answer = _receive(sock, size + _PROOF, deadline)
+    name, proof = answer[:size], answer[size:]
+    if not hmac.compare_digest(proof, _mac(secret, b"offer", mine, its, me.encode(), name)):
+        raise Refused("it does not have this group's secret")
+    session = _mac(secret, b"session", its, mine, me.encode(), name)
+    sock.sendall(_mac(session, b"ready"))
+    sock.settimeout(None)
+    keys = SessionKeys(_mac(session, b"from the accepting end"), _mac(session, b"from the connecting end"))
+    return _decode(name), keys
+
+
+def _decode(name: bytes) -> Identity:
+    # The proof shows that a process with the secret wrote it.
+    return Identity(*ast.literal_eval(name.decode()))
+
+
+def check_user(sock: socket.socket, credentials: Credentials) -> None:
+    """Raise Refused if the other end of a Unix socket runs as another user than this process."""
+    if sock.family == socket.AF_UNIX and not credentials.across_users:
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+        check_uid(_PEER_CREDENTIALS.unpack(raw)[1])
+
+
+def check_uid(uid: int) -> None:
+    """Raise Refused unless ``uid``, of the process at the other end, is this process's own."""
+    if uid != os.geteuid():
+        raise Refused(
+            f"a process of another user (uid {uid}) is at that address, and this one has uid {os.geteuid()}; "
+            "GroupConfig(across_users=True) lets members of several users connect"
+        )
+
+
+def _mac(key: bytes, role: bytes, *parts: bytes) -> bytes:
+    # Each part with its length: no two lists of parts give the same bytes.
+    return hmac.digest(key, b"".join(len(part).to_bytes(4, "little") + part for part in (role, *parts)), "sha256")
+
+
+def _receive(sock: Stream, size: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise Refused("it did not prove itself in time")
+        sock.settimeout(remaining)
+        try:
+            part = sock.recv(size - len(data))
+        except TimeoutError:
+            raise Refused("it did not prove itself in time") from None
+        if not part:
+            raise HungUp("it hung up")
+        data += part
+    return data

@@ -1,0 +1,102 @@
+"""Which tensors of one message travel together, and how they are joined and taken apart again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import attrgetter
+
+import torch
+
+from raytorchrpc.lanes.base import SMALL, UNCOPIED, Part, Shape, numbers, view_at
+from raytorchrpc.lanes.common.bounds import within
+
+#: More tensors than this, each smaller than _SMALL, travel as one.
+_FEW, _SMALL = 4, 1 << 20
+#: What lies between two small parts may be brought with them (bytes).
+_GAP = 64 << 10
+_shape, _offset = attrgetter("shape"), attrgetter("offset")
+
+
+def pieces(kinds: Sequence[tuple[torch.dtype, int]]) -> list[tuple[int, ...]]:
+    """For tensors of these dtypes and bytes: many small ones of a dtype as one, every other alone."""
+    if len(kinds) <= _FEW:
+        return [(index,) for index in range(len(kinds))]
+    if kinds[0][1] < _SMALL and kinds.count(kinds[0]) == len(kinds):
+        return [tuple(range(len(kinds)))]
+    small: dict[torch.dtype, list[int]] = {}
+    alone: list[tuple[int, ...]] = []
+    for index, (dtype, size) in enumerate(kinds):
+        if size < _SMALL:
+            small.setdefault(dtype, []).append(index)
+        else:
+            alone.append((index,))
+    return alone + [tuple(members) for members in small.values()]
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensors of one piece as one contiguous tensor; the tensor itself where nothing has to be done."""
+    dtype = tensors[0].dtype
+    if dtype in UNCOPIED:
+        return joined([numbers(tensor) for tensor in tensors]).view(dtype)
+    if len(tensors) == 1:
+        return tensors[0].contiguous()
+    shapes = list(map(_shape, tensors))
+    if shapes.count(shapes[0]) == len(shapes):  # one call instead of one for each
+        return torch.stack(list(tensors))
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def room(shapes: Sequence[Shape], device: torch.device) -> torch.Tensor:
+    """Memory for one piece, on the current stream."""
+    dtype, shape = shapes[0]
+    if len(shapes) > 1 and shapes.count(shapes[0]) == len(shapes):
+        shape = (len(shapes) * math.prod(shape),)
+    elif len(shapes) > 1:
+        shape = (sum(math.prod(extents) for _, extents in shapes),)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def given(
+    piece: Sequence[int], into: Sequence[torch.Tensor | None] | None, device: torch.device
+) -> torch.Tensor | None:
+    """The receiver's own tensor, if a piece can arrive in it just as it is."""
+    target = into[piece[0]] if into is not None and len(piece) == 1 else None
+    return target if target is not None and target.device == device and target.is_contiguous() else None
+
+
+def together(parts: Sequence[Part], size: int) -> tuple[list[Part], list[list[Part]]]:
+    """Parts of one flat tensor of ``size`` bytes to be brought one by one, and those to be brought in one piece: many
+    small ones that lie side by side. Raises OutOfBounds.
+    """
+    alone: list[Part] = []
+    runs: list[list[Part]] = []
+    end = 0
+    for part in sorted(parts, key=_offset):
+        within(part.offset, part.target.nbytes, size)
+        if part.target.nbytes >= SMALL:
+            alone.append(part)
+            continue
+        if runs and part.offset - end < _GAP:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+        end = max(end, part.offset + part.target.nbytes)
+    alone += [part for run in runs if len(run) <= _FEW for part in run]
+    return alone, [run for run in runs if len(run) > _FEW]
+
+
+def part_of(flat: torch.Tensor, offset: int, target: torch.Tensor) -> torch.Tensor:
+    """What a target gets out of a flat tensor."""
+    return view_at(flat, offset, (target.dtype, tuple(target.shape)))
+
+
+def split(tensor: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+    """The tensors of one piece."""
+    if len(shapes) == 1:
+        return [tensor]
+    first = shapes[0]
+    if shapes.count(first) == len(shapes):
+        return list(tensor.view(len(shapes), *first[1]).unbind(0))
+    parts = tensor.split([math.prod(shape) for _, shape in shapes])  # type: ignore[no-untyped-call]
+    return [part.view(shape) for part, (_, shape) in zip(parts, shapes, strict=True)]

@@ -1,0 +1,180 @@
+"""What the GPUs of two processes have done, by interprocess events.
+
+Every member has a page of memory that its peers map. In it lie flags, by which a receiver tells a sender what became of
+each number that this one gave out, and the handles of the receiver's events.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from raytorchrpc._compat import torch_internals
+from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes.base import PeerAddress
+from raytorchrpc.lanes.common.bounds import within
+from raytorchrpc.lanes.shm.arena import Gone, SharedAddress, SharedBytes, is_gone, map_shared
+from raytorchrpc.process.cuda_driver import HANDLE_BYTES
+
+#: Numbers that a member can give out; each has a flag byte.
+FLAGS = 1 << 16
+#: Behind the flags, a second byte for each number: 0, or 1 plus the place of the event that follows the use so far.
+USES = FLAGS
+#: Streams of a member that receive tensors; each has an event, whose handle lies behind the flags.
+_EVENTS = 200
+_HANDLES = 2 * FLAGS
+
+
+def told(descriptor: Any, devices: Sequence[int]) -> Any:
+    """What a sender says of an export: a number of its page, one of these devices, and more. Raises ValueError."""
+    within(descriptor[0], 1, FLAGS)
+    devices.index(descriptor[1])  # raises for a GPU that this lane does not have
+    return descriptor
+
+
+class SharedEvents:
+    """One member's page and events, and those of its peers as they are known here. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._peers: dict[str, SharedAddress] = {}
+        self._pages: dict[str, numpy.ndarray] = {}
+        """By their tags: a peer that was restarted has another."""
+        self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+        """By device and what CUDA calls it, the streams that were current here: making one anew takes longer."""
+        self._ready: dict[tuple[int, int], tuple[torch.cuda.Event, bytes]] = {}
+        """Likewise: recorded when tensors of that stream are exported; with its handle."""
+        self._done: dict[tuple[int, int], tuple[int, torch.cuda.Event]] = {}
+        """Likewise: recorded after a copy; with its place in this member's page."""
+        self._opened: dict[bytes, torch.cuda.Event] = {}
+        """Of peers, by their handles."""
+
+    def open(self) -> SharedAddress:
+        """Make the page; returns what peers map it by. Raises LaneUnavailable."""
+        self._page = SharedBytes(_HANDLES + _EVENTS * HANDLE_BYTES)
+        return self._page.address
+
+    @property
+    def page(self) -> numpy.ndarray:
+        """This member's."""
+        return self._page.bytes
+
+    @property
+    def tag(self) -> str:
+        """Of this process's page."""
+        return self._page.address.tag
+
+    # --- this member's streams -------------------------------------------------------------------------------
+
+    def current(self, device: int) -> tuple[torch.cuda.Stream, int]:
+        """This thread's current stream on that device, and what CUDA calls it."""
+        raw = torch_internals.current_cuda_stream(device)
+        stream = self._streams.get((device, raw))
+        if stream is None:
+            stream = self._streams[device, raw] = torch.cuda.current_stream(device)
+        return stream, raw
+
+    def ready(self, device: int) -> bytes:
+        """The handle of an event, recorded now on the current stream of that device."""
+        stream, raw = self.current(device)
+        known = self._ready.get((device, raw))
+        if known is None:
+            event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+            event.record(stream)
+            known = self._ready[device, raw] = (event, bytes(event.ipc_handle()))  # type: ignore[no-untyped-call]
+        else:
+            known[0].record(stream)
+        return known[1]
+
+    def record(self, device: int, stream: torch.cuda.Stream, raw: int) -> int:
+        """Record this stream's event; returns its place in the page, where peers find its handle."""
+        key = (device, raw)
+        known = self._done.get(key)
+        if known is None:
+            with self._lock:
+                place = len(self._done)
+                if place >= _EVENTS:  # a program with hundreds of streams: wait, so that any event will do
+                    stream.synchronize()
+                    return 0
+                event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+                event.record(stream)
+                begin = _HANDLES + place * HANDLE_BYTES
+                handle = numpy.frombuffer(bytes(event.ipc_handle()), dtype=numpy.uint8)  # type: ignore[no-untyped-call]
+                self.page[begin : begin + HANDLE_BYTES] = handle
+                known = self._done[key] = (place, event)
+        place, event = known
+        event.record(stream)
+        return place
+
+    def has_recorded(self, device: int, raw: int) -> bool:
+        """Whether ``record`` has an event for it already, so that it takes no lock."""
+        return (device, raw) in self._done
+
+    # --- peers -----------------------------------------------------------------------------------------------
+
+    def connect(self, peers: Sequence[PeerAddress]) -> None:
+        """Learn of these."""
+        self._peers.update((peer.peer, peer.address) for peer in peers)
+
+    def address_of(self, peer: str) -> SharedAddress | None:
+        """As it is known."""
+        return self._peers.get(peer)
+
+    def tag_of(self, peer: str) -> str:
+        """Of its present process. Raises Gone."""
+        address = self._peers.get(peer)
+        if address is None:
+            raise Gone("cuda_ipc", f"member {peer!r} is not known here, or gone")
+        return address.tag
+
+    def is_dead(self, peer: str) -> bool:
+        """Whether its process has ended."""
+        address = self._peers.get(peer)
+        return address is None or is_gone(address)
+
+    def page_of(self, peer: str, tag: str) -> numpy.ndarray:
+        """The page of one process of a peer. Raises LaneUnavailable, Gone."""
+        page = self._pages.get(tag)
+        if page is None:
+            if self.tag_of(peer) != tag:  # in its next process's page the numbers are of other tensors
+                raise Gone("cuda_ipc", f"the process of member {peer!r} that sent these tensors is gone")
+            page = self._pages[tag] = map_shared(self._peers[peer])
+        return page
+
+    def opened(self, handle: bytes, device: int) -> torch.cuda.Event:
+        """A peer's event, for a device of this process."""
+        event = self._opened.get(handle)
+        if event is None:
+            event = self._opened[handle] = torch.cuda.Event.from_ipc_handle(torch.device("cuda", device), handle)  # type: ignore[no-untyped-call]
+        return event
+
+    def recorded(self, peer: str, tag: str, place: int, device: int) -> torch.cuda.Event | None:
+        """What a peer recorded at that place; None if it is gone, and all its work with it."""
+        begin = _HANDLES + place * HANDLE_BYTES
+        try:
+            handle = self.page_of(peer, tag)[begin : begin + HANDLE_BYTES].tobytes()
+            return self.opened(handle, device)
+        except (LaneUnavailable, RuntimeError):  # it has left, and waited for its GPUs first
+            return None
+
+    # --- the end ---------------------------------------------------------------------------------------------
+
+    def forget(self, peer: str, keep_page: bool) -> None:
+        """``keep_page``: tensors of it are still to be given back."""
+        address = self._peers.pop(peer, None)
+        if address is not None and not keep_page:
+            self._pages.pop(address.tag, None)
+
+    def close(self, keep_opened: bool) -> None:
+        """``keep_opened``: tensors are still to be given back. Idempotent."""
+        if not keep_opened:
+            self._opened.clear()
+        self._streams.clear()
+        self._ready.clear()
+        self._done.clear()
+        if hasattr(self, "_page"):
+            self._page.close()

@@ -1,0 +1,53 @@
+"""The lane of a member to itself: no wire, the same rules (private copies, the actor's own turn)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn, copied
+from raytorchrpc.lanes.common.pending import SettledPending
+from raytorchrpc.tensors.cuda_streams import hand_over
+
+
+class LoopbackLane(MessageLane):
+    """Serves a request in the process that makes it. Tensors are copied, unless autograd follows them."""
+
+    name: ClassVar[str] = "loopback"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        in_band_bytes=None, in_band_cuda=True, copies_at_once=True, rrefs=True
+    )
+
+    def open(self, serve: Serve, spawn: Spawn) -> None:
+        self._serve, self._spawn = serve, spawn
+
+    def connect(self, peers: Sequence[PeerAddress]) -> None:
+        """Nothing to do."""
+
+    def call(
+        self,
+        peer: str,
+        message: Message,
+        timeout_s: float,
+        *,
+        attended: bool = False,
+        settled: Callable[[], None] | None = None,
+    ) -> Pending:
+        pending = SettledPending(settled)
+        work = self._serve(_private(message), lambda reply: pending.settle(_private(reply)))
+        if work is not None:
+            self._spawn(work)
+        return pending
+
+    def disconnect(self, peer: str) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+def _private(message: Message) -> Message:
+    tensors = [
+        tensor if tensor.requires_grad and not tensor.is_leaf else copied(tensor) for tensor in message.body.tensors
+    ]
+    return message._replace(body=message.body._replace(tensors=tensors), adopt=hand_over(tensors))

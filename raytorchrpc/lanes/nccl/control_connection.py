@@ -1,0 +1,145 @@
+"""Small messages between two processes that have the group's secret: how a two-sided lane agrees on what comes next.
+
+A connection is Unix within a network namespace, TCP otherwise. Its end tells both sides that the other is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import marshal
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from typing import Any
+
+from raytorchrpc.lanes.common.acceptor import CONNECT_TIMEOUT_S, SocketAddress, dial
+from raytorchrpc.lanes.common.credentials import Credentials
+from raytorchrpc.lanes.common.handshake import Refused
+from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection
+
+#: Names these connections in proofs.
+SERVICE = "nccl"
+_LENGTH = struct.Struct("<I")
+#: Far above any message; a length beyond it means the stream is out of step.
+_MAX_BYTES = 1 << 20
+_OVER = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+
+
+class Gone(Exception):
+    """The other end hung up, or this one did. The text says which, as far as it can be told."""
+
+
+class Late(Exception):
+    """The deadline passed."""
+
+
+class Control:
+    """One end of a connection that has been proved. Anybody may send; one thread at a time receives."""
+
+    def __init__(self, sock: socket.socket, protection: Protection | None) -> None:
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._sock = sock
+        self._sending = threading.Lock()
+        self._protection = protection
+        self._tag_bytes = TAG_BYTES if protection is not None and protection.incoming is not None else 0
+        self._rest = b""
+        self._closed = False
+        weakref.finalize(self, sock.close)  # not before: a thread may be about to wait for this descriptor's number
+
+    @property
+    def fd(self) -> int:
+        """For a poll set; valid as long as this object lives."""
+        return self._sock.fileno()
+
+    def send(self, message: tuple[Any, ...], deadline: float) -> None:
+        """Send builtins. Raises Gone or Late; after Late the stream is out of step and has to be closed."""
+        blob = marshal.dumps(message)
+        framed = _LENGTH.pack(len(blob)) + blob
+        if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise Late
+        try:
+            data = memoryview(framed if self._protection is None else b"".join(self._protection.seal([framed])))
+            while data:
+                try:
+                    data = data[self._sock.send(data, socket.MSG_NOSIGNAL) :]
+                except BlockingIOError:
+                    self._wait(select.POLLOUT, deadline)
+        except OSError as error:
+            raise Gone(f"connection broke: {error}") from error
+        finally:
+            self._sending.release()
+
+    def receive(self, deadline: float | None) -> tuple[Any, ...]:
+        """The next message. Blocks until it is there. Raises Gone or Late."""
+        try:
+            while (size := self._complete()) is None:
+                try:
+                    part = self._sock.recv(1 << 16)
+                except BlockingIOError:
+                    self._wait(select.POLLIN, deadline)
+                    continue
+                if not part:
+                    raise Gone("connection closed (the process ended or left the group)")
+                decrypt = None if self._protection is None else self._protection.decrypt
+                self._rest += part if decrypt is None else decrypt(part)
+            end = size + self._tag_bytes
+            framed, tag, self._rest = self._rest[:size], self._rest[size:end], self._rest[end:]
+            if self._protection is not None and self._protection.incoming is not None:
+                self._protection.incoming.check(framed, tag)
+            blob = framed[_LENGTH.size :]
+            message: tuple[Any, ...] = marshal.loads(blob)
+            return message
+        except (OSError, ValueError, EOFError, TypeError) as error:
+            raise Gone(f"connection broke: {error}") from error
+
+    def _complete(self) -> int | None:
+        if len(self._rest) < _LENGTH.size:
+            return None
+        size: int = _LENGTH.unpack_from(self._rest)[0] + _LENGTH.size
+        if size > _MAX_BYTES:
+            raise ValueError("not a message")
+        return size if len(self._rest) >= size + self._tag_bytes else None
+
+    def _wait(self, event: int, deadline: float | None) -> None:
+        poll = select.poll()
+        poll.register(self.fd, event)
+        if deadline is None:
+            poll.poll()
+        elif not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise Late
+
+    def readable(self) -> bool:
+        """Whether ``receive`` has something to take, or to raise. Never waits."""
+        return bool(self._rest) or self._closed or bool(self._look(select.POLLIN))
+
+    def hung_up(self) -> bool:
+        """Whether either end has hung up. Never waits."""
+        return self._closed or bool(self._look(select.POLLRDHUP) & _OVER)
+
+    def _look(self, event: int) -> int:
+        poll = select.poll()
+        poll.register(self.fd, event)
+        return sum(found for _, found in poll.poll(0))
+
+    def close(self) -> None:
+        """Hang up; whoever waits here is woken. The descriptor itself goes with this object."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+
+def connect(
+    address: SocketAddress, by_tcp: bool, credentials: Credentials, own: SocketAddress, deadline: float
+) -> Control:
+    """Connect, and prove to each other who both are. ``own``: where this process listens. Raises Gone."""
+    timeout_s = max(0.001, min(deadline - time.monotonic(), CONNECT_TIMEOUT_S))
+    try:
+        return Control(*dial(SERVICE, credentials, own, address, by_tcp, timeout_s))
+    except (OSError, Refused) as error:
+        raise Gone(f"no connection to it: {error}") from error

@@ -1,0 +1,375 @@
+"""The nccl lane: CUDA tensors to another GPU, of this host or of another, by NCCL's own transports.
+
+NCCL is two-sided: both ends have to post each transfer, and in the same order. So the receiver asks, on a control
+connection to the sender, to which communicators of two belong; ``_two_sided`` has the order. A connection and its
+communicators end together: when the peer dies, when NCCL fails, or at a deadline. The next fetch makes new ones.
+
+``fetch`` returns when the data has arrived. A stream that waits for NCCL cannot be told that the peer died in the
+middle; only the calling thread can, by raising.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import logging
+import math
+import os
+import random
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from raytorchrpc.errors import LaneUnavailable, PeerLost
+from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane
+from raytorchrpc.lanes.common import packing
+from raytorchrpc.lanes.common.acceptor import Acceptor, SocketAddress
+from raytorchrpc.lanes.common.bounds import checked
+from raytorchrpc.lanes.common.credentials import Credentials, Identity
+from raytorchrpc.lanes.common.protection import Protection
+from raytorchrpc.lanes.nccl import control_connection
+from raytorchrpc.lanes.nccl.carrier import Broken, Carrier
+from raytorchrpc.lanes.nccl.control_connection import Control, Gone, Late
+from raytorchrpc.lanes.nccl.libnccl import NcclCarrier
+from raytorchrpc.lanes.nccl.protocol import Kept, Receiving, Sending
+from raytorchrpc.process import fork, threads
+
+logger = logging.getLogger(__name__)
+
+#: Between attempts to accept where descriptors have run out (seconds).
+_BREATH_S = 0.05
+#: The lane's own thread waits this long, at most, for a peer that is to be told something (seconds).
+_PATIENCE_S = 1.0
+
+
+class NcclAddress(NamedTuple):
+    """Where a member's lane is, and what it may be joined to."""
+
+    rank: int
+    control: SocketAddress
+    devices: dict[int, str]
+    """What tells each GPU from every other, by the member's own index."""
+
+
+class NcclLane(TensorLane):
+    """One per member. ``export`` neither copies nor sends; the memory is kept until it has been asked for and sent."""
+
+    name: ClassVar[str] = "nccl"
+    capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(
+        devices=frozenset({"cuda"}), one_sided=False, same_host=False, zero_copy=False
+    )
+
+    def __init__(
+        self,
+        me: str,
+        credentials: Credentials,
+        devices: Sequence[int],
+        *,
+        tcp_host: str | None = None,
+        by_tcp: frozenset[str] = frozenset(),
+        timeout_s: float = 60.0,
+        carrier: Carrier | None = None,
+    ) -> None:
+        """``devices``: local CUDA indices that tensors come from or arrive on. ``tcp_host``: address to listen on for
+        the peers ``by_tcp``. ``timeout_s``: for everything that one fetch needs. NCCL's own variables are the caller's
+        to set, before the first lane of the process opens.
+        """
+        self._me, self._credentials = me, credentials
+        self._devices, self._tcp_host, self._by_tcp = tuple(devices), tcp_host, by_tcp
+        self._timeout_s = timeout_s
+        self._carrier: Carrier = carrier or NcclCarrier()
+        self._lock = threading.Lock()
+        self._peers: dict[str, NcclAddress] = {}
+        self._dialing: dict[str, threading.Lock] = {}
+        self._receiving: dict[str, Receiving] = {}
+        self._sending: set[Sending] = set()
+        # What an earlier process of this member sent, and a peer still gives up, is none of these.
+        self._numbers = itertools.count(random.SystemRandom().getrandbits(48))
+        self._kept: dict[int, Kept] = {}
+        self._unwanted: collections.deque[tuple[str, int]] = collections.deque()
+        peers = self._peers.__len__
+        self._acceptor = Acceptor(control_connection.SERVICE, me, credentials, peers, self._serve, "nccl-sender")
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes the lane's own thread
+        self._closed = False
+
+    def __del__(self) -> None:
+        os.close(self._bell)  # not before: anybody who has the lane may ring
+
+    def open(self) -> NcclAddress:
+        self._identities = self._carrier.open(self._devices)
+        try:
+            control = self._acceptor.open(self._tcp_host)
+        except OSError as error:
+            raise LaneUnavailable(self.name, str(error)) from error
+        self._address = NcclAddress(self._credentials.rank, control, dict(self._identities))
+        try:
+            self._thread("attendant", self._attend)
+        except threads.ThreadShortage as error:
+            self._acceptor.close()
+            raise LaneUnavailable(self.name, str(error)) from error
+        fork.inherited(self)
+        return self._address
+
+    def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
+        # Who came from another host after this lane was opened for one host only is reached by torchrpc.
+        self._by_tcp = by_tcp
+
+    def after_fork(self) -> list[fork.Address]:
+        """See forking.Heirloom. What is under way there is the parent's, and CUDA does not survive a fork."""
+        closed, self._closed = self._closed, True
+        known = [] if closed else [self._address, *self._peers.values()]
+        return [address.control.tcp for address in known if address.control.tcp is not None]
+
+    def _thread(self, what: str, work: Callable[..., None], *args: Any) -> None:
+        threads.start(work, *args, name=f"raytorchrpc-{self._me}-nccl-{what}")
+
+    def connect(self, peers: Sequence[PeerAddress]) -> None:
+        for peer in peers:
+            self._dialing.setdefault(peer.peer, threading.Lock())
+            self._peers[peer.peer] = peer.address
+
+    # --- sending -------------------------------------------------------------------------------------------
+
+    def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[int, int]) -> Export:
+        source = _index(tensors[0])
+        if any(_index(tensor) != source for tensor in tensors):
+            raise LaneUnavailable(self.name, "one message with tensors of several GPUs")
+        if source not in devices or source not in self._identities:
+            raise LaneUnavailable(self.name, f"cuda:{source} is not in the device map")
+        self._check_apart(peer, source, devices[source])
+        try:
+            # Also the way to fetch from that peer; here its end is to tell that nobody will come for the tensors.
+            watched = self._way(peer, time.monotonic() + self._timeout_s)
+        except (Gone, Late) as error:
+            raise LaneUnavailable(self.name, f"no way to {peer!r}: {str(error) or 'not in time'}") from error
+        places = packing.pieces([(tensor.dtype, tensor.nbytes) for tensor in tensors])
+        pieces = [packing.joined([tensors[index] for index in place]) for place in places]
+        pieces = [piece for piece in pieces if piece.nbytes]
+        kept = Kept(peer, pieces, self._carrier.mark(source))
+        number = next(self._numbers)
+        self._kept[number] = kept
+        if self._receiving.get(peer) is not watched:
+            self._kept.pop(number, None)
+            raise LaneUnavailable(self.name, f"the connection to {peer!r} has just ended")
+        descriptor = (number, source, devices[source], tuple(piece.nbytes for piece in pieces))
+        return _NcclExport(self, number, kept, descriptor)
+
+    def _check_apart(self, peer: str, mine: int, its: int) -> None:
+        address = self._peers.get(peer)
+        if address is None:
+            raise LaneUnavailable(self.name, f"member {peer!r} is not known here, or gone")
+        if its not in address.devices:
+            raise LaneUnavailable(self.name, f"{peer!r} has not opened cuda:{its} for this lane")
+        if self._identities[mine] and address.devices[its] == self._identities[mine]:
+            raise LaneUnavailable(
+                self.name, f"both ends are on GPU {self._identities[mine]} and NCCL needs two; allow cuda_ipc"
+            )
+
+    def take_back(self, number: int) -> None:
+        """Forget an export, if it has not gone."""
+        self._kept.pop(number, None)
+
+    def _take(self, rank: int, number: int) -> Kept | None:
+        """The export of that number, if it is for this rank; it is the caller's now."""
+        kept = self._kept.get(number)
+        if kept is None or (address := self._peers.get(kept.peer)) is None or address.rank != rank:
+            return None
+        return self._kept.pop(number, None)
+
+    def _drop(self, peer: str) -> None:
+        for number in [number for number, kept in self._kept.copy().items() if kept.peer == peer]:
+            self._kept.pop(number, None)
+
+    def _serve(self, sock: socket.socket, protection: Protection | None, peer: Identity) -> None:
+        """On a thread of its own: answer until the other end hangs up."""
+        control, rank = Control(sock, protection), peer.rank
+        sending = Sending(control, self._carrier, self._timeout_s, partial(self._take, rank))
+        with self._lock:
+            self._sending.add(sending)
+            closed = self._closed
+        try:
+            if closed:
+                control.close()
+            sending.serve()
+        except (Gone, Late, Broken) as error:
+            logger.debug("%s: rank %d fetches no more by this connection: %s", self._me, rank, error)
+        except Exception:
+            logger.exception("%s cannot send to rank %d", self._me, rank)
+        finally:
+            with self._lock:
+                self._sending.discard(sending)
+
+    # --- receiving -----------------------------------------------------------------------------------------
+
+    @checked
+    def fetch(
+        self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
+    ) -> list[torch.Tensor]:
+        number, source, target, sizes = descriptor
+        if target not in self._devices:
+            raise LaneUnavailable(self.name, f"{peer!r} sends to cuda:{target}, which was not opened for this lane")
+        deadline = time.monotonic() + self._timeout_s
+        kinds = [(dtype, dtype.itemsize * math.prod(extents)) for dtype, extents in shapes]
+        places = packing.pieces(kinds)
+        expected = [sum(kinds[index][1] for index in place) for place in places]
+        pieces = [[shapes[index] for index in place] for place in places]
+        own = None if into is None else [packing.given(place, into, self._carrier.device(target)) for place in places]
+        try:
+            if tuple(size for size in expected if size) != tuple(sizes):
+                raise LaneUnavailable(self.name, f"{peer!r} packs tensors in another way; run one release everywhere")
+            way = self._way(peer, deadline)
+            try:
+                room, channel = way.fetch(number, source, target, pieces, deadline, own)
+            except (LaneUnavailable, PeerLost, torch.OutOfMemoryError):
+                raise  # nothing was posted
+            except BaseException:
+                self._end(way)  # the ends may be out of step
+                raise
+        except BaseException as error:
+            self.discard(peer, descriptor)
+            if isinstance(error, (Gone, Late, Broken)):
+                why = str(error) or f"it did not send tensors within {self._timeout_s:g} s"
+                raise PeerLost(peer, why) from error
+            raise
+        channel.adopt(room)
+        arrived: dict[int, torch.Tensor] = {}
+        for place, piece, tensor in zip(places, pieces, room, strict=True):
+            arrived.update(zip(place, packing.split(tensor, piece), strict=True))
+        return [arrived[index] for index in range(len(shapes))]
+
+    def discard(self, peer: str, descriptor: Any) -> None:
+        # Only noted: the garbage collector may call this in the middle of anything.
+        self._unwanted.append((peer, descriptor[0]))
+        self._ring()
+
+    def _way(self, peer: str, deadline: float) -> Receiving:
+        """The way to fetch from this peer; made if there is none. Raises Gone or Late."""
+        way = self._receiving.get(peer)
+        if way is not None:
+            return way
+        address, dialing = self._peers.get(peer), self._dialing.get(peer)
+        if address is None or dialing is None or self._closed:
+            raise Gone("it is not known here, or gone")
+        if not dialing.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise Late
+        try:
+            way = self._receiving.get(peer)
+            if way is not None:
+                return way
+            by_tcp = peer in self._by_tcp
+            control = control_connection.connect(
+                address.control, by_tcp, self._credentials, self._acceptor.address, deadline
+            )
+            way = Receiving(peer, self.name, control, self._carrier)
+            self._add(way)
+            return way
+        finally:
+            dialing.release()
+
+    def _add(self, way: Receiving) -> None:
+        with self._lock:
+            if not self._closed:
+                self._receiving[way.peer] = way
+                self._ring()
+                return
+        way.end()
+        raise Gone("this member has left the group")
+
+    def _end(self, way: Receiving) -> None:
+        with self._lock:
+            known = self._receiving.get(way.peer) is way
+            if known:
+                del self._receiving[way.peer]
+        if known and way.control.hung_up():  # not this member, which is about to
+            self._drop(way.peer)
+        way.end()
+
+    # --- the lane's own thread -------------------------------------------------------------------------------
+
+    def _ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(self._bell, 1)
+
+    def _attend(self) -> None:
+        """Let peers in, notice those that are gone, and tell what nobody wants."""
+        threads.serve(self._attend_once, f"the nccl attendant of {self._me}", give_up=self.close)
+        self._acceptor.close()
+
+    def _attend_once(self) -> bool:
+        if self._closed:
+            return False
+        listeners = self._acceptor.listeners
+        poll = select.poll()
+        for fd in (self._bell, *listeners):
+            poll.register(fd, select.POLLIN)
+        with self._lock:
+            ways = {way.control.fd: way for way in self._receiving.values()}
+        for fd in ways:
+            poll.register(fd, select.POLLRDHUP)
+        for fd, _ in poll.poll():
+            if fd == self._bell:
+                os.eventfd_read(self._bell)
+            elif fd in listeners:
+                if not self._acceptor.accept(listeners[fd]):
+                    threading.Event().wait(_BREATH_S)  # else poll would tell of it at once again
+            else:
+                self._end(ways[fd])
+        ways.clear()
+        self._tell_unwanted()
+        return True
+
+    def _tell_unwanted(self) -> None:
+        while self._unwanted and not self._closed:
+            peer, number = self._unwanted.popleft()
+            deadline = time.monotonic() + _PATIENCE_S
+            try:
+                self._way(peer, deadline).discard(number, deadline)
+            except Gone:
+                self._drop(peer)  # it takes nothing any more either
+            except (LaneUnavailable, Late):
+                continue
+
+    # --- the end ---------------------------------------------------------------------------------------------
+
+    def disconnect(self, peer: str) -> None:
+        self._peers.pop(peer, None)
+        self._drop(peer)
+        if (way := self._receiving.get(peer)) is not None:
+            self._end(way)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            receiving, sending = list(self._receiving.values()), list(self._sending)
+        for one in sending:
+            one.end()
+        for way in receiving:
+            self._end(way)
+        self._kept.clear()
+        self._ring()
+
+
+class _NcclExport(Export):
+    def __init__(self, lane: NcclLane, number: int, kept: Kept, descriptor: Any) -> None:
+        self._lane, self._number, self._kept = lane, number, kept
+        self.descriptor = descriptor
+
+    def cancel(self) -> None:
+        self._lane.take_back(self._number)
+
+    def finished(self) -> None:
+        if self._kept.channel is not None:
+            self._kept.channel.precede()
+
+
+def _index(tensor: torch.Tensor) -> int:
+    return tensor.device.index or 0

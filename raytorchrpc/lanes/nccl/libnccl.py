@@ -1,0 +1,301 @@
+"""The few calls of NCCL that the nccl lane needs, in the library that torch has loaded.
+
+Communicators do not block: every call returns at once, ``settled`` tells when what it began is done, and so no thread
+can be stuck in NCCL when a peer dies. The calling threads of one communicator take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes.base import Shape
+from raytorchrpc.lanes.common import packing
+from raytorchrpc.lanes.nccl.carrier import RECEIVER, SENDER, Broken, Carrier, Channel, Mark
+from raytorchrpc.process import threads
+
+#: ncclResult_t, ncclDataType_t and the constants of ncclConfig_t that are used here.
+_SUCCESS, _IN_PROGRESS, _UINT8 = 0, 7, 1
+_UNDEFINED = -(1 << 31)
+_MAGIC = 0xCAFEBEEF
+#: The header whose ncclConfig_t this is; newer libraries fill in what they have added since.
+_CONFIG_VERSION = 21805
+_STREAM_NON_BLOCKING = 1
+TICKET_BYTES = 128
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_ubyte * TICKET_BYTES)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cgaClusterSize", ctypes.c_int),
+        ("minCTAs", ctypes.c_int),
+        ("maxCTAs", ctypes.c_int),
+        ("netName", ctypes.c_char_p),
+        ("splitShare", ctypes.c_int),
+    ]
+
+
+def _not_blocking() -> _Config:
+    undefined = (_UNDEFINED,) * 3
+    return _Config(ctypes.sizeof(_Config), _MAGIC, _CONFIG_VERSION, 0, *undefined, None, _UNDEFINED)
+
+
+class Library:
+    """libnccl. Thread-safe where NCCL is: one thread at a time for each communicator."""
+
+    def __init__(self) -> None:
+        try:
+            self._nccl = ctypes.CDLL(_path())
+            self._cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise LaneUnavailable("nccl", f"no NCCL library: {error}; install a torch build with CUDA") from error
+        pointer, out = ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
+        signatures: dict[str, list[Any]] = {
+            "ncclGetVersion": [ctypes.POINTER(ctypes.c_int)],
+            "ncclGetUniqueId": [ctypes.POINTER(_UniqueId)],
+            "ncclCommInitRankConfig": [out, ctypes.c_int, _UniqueId, ctypes.c_int, ctypes.POINTER(_Config)],
+            "ncclCommGetAsyncError": [pointer, ctypes.POINTER(ctypes.c_int)],
+            "ncclCommAbort": [pointer],
+            "ncclGroupStart": [],
+            "ncclGroupEnd": [],
+            "ncclSend": [pointer, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, pointer, pointer],
+            "ncclRecv": [pointer, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, pointer, pointer],
+        }
+        try:
+            for name, arguments in signatures.items():
+                function = getattr(self._nccl, name)
+                function.argtypes, function.restype = arguments, ctypes.c_int
+            for name, argument in (("ncclGetErrorString", ctypes.c_int), ("ncclGetLastError", pointer)):
+                function = getattr(self._nccl, name)
+                function.argtypes, function.restype = [argument], ctypes.c_char_p
+        except AttributeError as error:
+            raise LaneUnavailable("nccl", f"this NCCL library is too old: {error}") from error
+        version = ctypes.c_int()
+        self._nccl.ncclGetVersion(ctypes.byref(version))
+        self.version: int = version.value
+        if self.version < _CONFIG_VERSION:
+            raise LaneUnavailable("nccl", f"NCCL {self.version} is too old: this lane needs 2.18.5 or newer")
+
+    def ticket(self) -> bytes:
+        """A fresh ncclUniqueId; this process listens for those who join by it."""
+        unique = _UniqueId()
+        self.check(self._nccl.ncclGetUniqueId(ctypes.byref(unique)), "ncclGetUniqueId")
+        return bytes(unique.internal)
+
+    def join(self, ticket: bytes, end: int, device: int) -> ctypes.c_void_p:
+        """Begin to make a communicator of two."""
+        comm, config = ctypes.c_void_p(), _not_blocking()
+        unique = _UniqueId.from_buffer_copy(ticket)
+        with torch.cuda.device(device):
+            code = self._nccl.ncclCommInitRankConfig(ctypes.byref(comm), 2, unique, end, ctypes.byref(config))
+        try:
+            self.check(code, "ncclCommInitRankConfig")
+        except Broken:
+            if comm.value:
+                self.abort(comm)
+            raise
+        return comm
+
+    def settled(self, comm: ctypes.c_void_p) -> bool:
+        """Whether what was begun is done."""
+        state = ctypes.c_int()
+        self.check(self._nccl.ncclCommGetAsyncError(comm, ctypes.byref(state)), "ncclCommGetAsyncError", comm)
+        self.check(state.value, "NCCL", comm)
+        return state.value == _SUCCESS
+
+    def move(self, comm: ctypes.c_void_p, end: int, tensors: Sequence[torch.Tensor], stream: int) -> None:
+        """Begin to send or receive these, as one group."""
+        each, other = (self._nccl.ncclSend, RECEIVER) if end == SENDER else (self._nccl.ncclRecv, SENDER)
+        codes = [self._nccl.ncclGroupStart()]
+        codes += [each(tensor.data_ptr(), tensor.nbytes, _UINT8, other, comm, stream) for tensor in tensors]
+        codes.append(self._nccl.ncclGroupEnd())
+        for code in codes:
+            self.check(code, "ncclSend" if end == SENDER else "ncclRecv", comm)
+
+    def abort(self, comm: ctypes.c_void_p) -> None:
+        """End the communicator and its kernels. May wait for the device."""
+        self._nccl.ncclCommAbort(comm)
+
+    def check(self, code: int, what: str, comm: ctypes.c_void_p | None = None) -> None:
+        """Raise Broken for a result that is a failure."""
+        if code in (_SUCCESS, _IN_PROGRESS):
+            return
+        texts = [self._nccl.ncclGetErrorString(code), self._nccl.ncclGetLastError(comm)]
+        text = ": ".join(text.decode(errors="replace").strip() for text in texts if text)
+        raise Broken(f"{what} failed: {text}")
+
+    def new_stream(self, device: int) -> torch.cuda.Stream:
+        """A stream of nobody else's. torch's own come round again, and would chain channels to each other."""
+        handle = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device).query()  # the device's context is current on this thread from here on
+            code = self._cuda.cuStreamCreate(ctypes.byref(handle), ctypes.c_uint(_STREAM_NON_BLOCKING))
+        if code != 0 or handle.value is None:
+            raise Broken(f"cuStreamCreate failed with driver error {code}")
+        return torch.cuda.ExternalStream(handle.value, device=device)  # type: ignore[no-untyped-call]
+
+
+def _path() -> str:
+    """torch's own libnccl: the one in this process, else the one of its package, else what the loader finds."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            name = line.split(maxsplit=5)[-1]
+            if re.search(r"/libnccl\.so[.\d]*$", name):
+                return name
+    with contextlib.suppress(ImportError, ValueError):
+        found = importlib.util.find_spec("nvidia.nccl")
+        for folder in (found.submodule_search_locations or ()) if found else ():
+            if (path := Path(folder) / "lib" / "libnccl.so.2").exists():
+                return str(path)
+    return "libnccl.so.2"
+
+
+@functools.cache
+def library() -> Library:
+    """This process's. Raises LaneUnavailable where there is none."""
+    return Library()
+
+
+class _Streams:
+    """Streams that channels use in turn. None is destroyed: torch's allocator keeps memory by stream."""
+
+    def __init__(self) -> None:
+        self._idle: dict[int, list[torch.cuda.Stream]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, device: int) -> torch.cuda.Stream:
+        with self._lock:
+            if idle := self._idle.get(device):
+                return idle.pop()
+        return library().new_stream(device)
+
+    def give_back(self, device: int, stream: torch.cuda.Stream) -> None:
+        with self._lock:
+            self._idle.setdefault(device, []).append(stream)
+
+
+_streams = _Streams()
+
+
+class _EventMark:
+    """A CUDA event."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def reached(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+class NcclCarrier(Carrier):
+    """NCCL and CUDA as a Carrier."""
+
+    def open(self, devices: Sequence[int]) -> Mapping[int, str]:
+        library()
+        return {index: str(getattr(torch.cuda.get_device_properties(index), "uuid", "")) for index in devices}
+
+    def device(self, index: int) -> torch.device:
+        return torch.device("cuda", index)
+
+    def mark(self, device: int) -> Mark:
+        return _EventMark(torch.cuda.current_stream(device))
+
+    def ticket(self) -> bytes:
+        return library().ticket()
+
+    def join(self, ticket: bytes, end: int, device: int) -> Channel:
+        return NcclChannel(ticket, end, device)
+
+
+class NcclChannel(Channel):
+    """A communicator of two, used in one direction, with a stream of its own."""
+
+    def __init__(self, ticket: bytes, end: int, device: int) -> None:
+        self._end, self._device = end, device
+        self._lock = threading.Lock()
+        self._last: Mark | None = None
+        self._stream = _streams.take(device)
+        try:
+            self._comm: ctypes.c_void_p | None = library().join(ticket, end, device)
+        except BaseException:
+            _streams.give_back(device, self._stream)
+            raise
+
+    def _with_comm(self, use: Callable[[ctypes.c_void_p], Any]) -> Any:
+        with self._lock:  # so that ``abort`` frees nothing that is in use
+            if self._comm is None:
+                raise Broken("the channel was given up")
+            return use(self._comm)
+
+    def settled(self) -> bool:
+        return bool(self._with_comm(library().settled))
+
+    def room(self, shapes: Sequence[Sequence[Shape]]) -> list[torch.Tensor]:
+        # Of this channel's stream: it need not wait for what the user has queued.
+        with torch.cuda.stream(self._stream):
+            return [packing.room(piece, torch.device("cuda", self._device)) for piece in shapes]
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+        self._move(tensors)
+
+    def receive(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._move(tensors)
+
+    def follow(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+
+    def _move(self, tensors: Sequence[torch.Tensor]) -> None:
+        stream: int = self._stream.cuda_stream
+        self._with_comm(lambda comm: library().move(comm, self._end, tensors, stream))
+
+    def mark(self) -> Mark:
+        return _EventMark(self._stream)
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+    def precede(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def abort(self) -> None:
+        with self._lock:
+            comm, self._comm = self._comm, None
+        if comm is not None:
+            # It waits for the device, and frees memory there, which waits too: nobody else should.
+            try:
+                threads.start(self._let_go, comm, name="raytorchrpc-nccl-abort")
+            except threads.ThreadShortage as error:
+                threads.report(error, "waiting here for a communicator to end")
+                self._let_go(comm)
+
+    def over(self) -> bool:
+        return self._last is not None and self._last.reached()
+
+    def _let_go(self, comm: ctypes.c_void_p) -> None:
+        library().abort(comm)
+        self._last = self.mark()
+        _streams.give_back(self._device, self._stream)

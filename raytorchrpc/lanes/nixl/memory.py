@@ -1,0 +1,277 @@
+"""Memory that is registered with NIXL and stays so, because registering costs more than most transfers.
+
+``HostPool``: blocks of host memory, used again and again. ``Segments``: the allocations of torch's CUDA allocator,
+each registered whole when a tensor on it is first used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+import numpy
+import torch
+
+from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes.base import Shape, numbers, view_at
+from raytorchrpc.lanes.common.bounds import within
+from raytorchrpc.lanes.nixl.agent import LANE, Agent, Registered
+from raytorchrpc.process.cuda_driver import driver
+
+_SMALLEST = 1 << 16
+_ALIGN = 64
+#: From here on a CPU tensor has a block of its own, so that keeping it keeps nothing else (bytes).
+_OWN_BLOCK = 1 << 20
+
+#: What a receiver is told of one piece of a message: its memory's number and blob (see ``Registered``), address, bytes.
+Place = tuple[int, bytes, int, int]
+NOTHING: Place = (0, b"", 0, 0)
+#: The tensors in a piece: (position, offset in it).
+Members = tuple[tuple[int, int], ...]
+
+
+class Block:
+    """A piece of registered host memory. Whoever took it gives it back once."""
+
+    __slots__ = ("bytes", "memory", "size")
+
+    def __init__(self, agent: Agent, size: int) -> None:
+        """Raises LaneUnavailable."""
+        try:
+            mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError) as error:
+            raise LaneUnavailable(LANE, f"cannot map {size} bytes of memory: {error}") from error
+        if hasattr(mmap, "MADV_HUGEPAGE") and size >= 2 << 20:
+            mapped.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults while registering
+        self.size = size
+        self.bytes = numpy.frombuffer(mapped, dtype=numpy.uint8)
+        self.memory: Registered = agent.register("cpu", self.bytes.ctypes.data, size)
+
+    def tensor(self, size: int) -> torch.Tensor:
+        """Its first bytes, flat."""
+        return torch.from_numpy(self.bytes[:size])
+
+
+class HostPool:
+    """Thread-safe. Sizes are rounded up by an eighth at most, so that blocks fit again."""
+
+    def __init__(self, agent: Agent, capacity: int) -> None:
+        """``capacity``: bytes at most, in use or kept for later."""
+        self.capacity = capacity
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._free: dict[int, list[Block]] = {}
+        self._returned: deque[Block] = deque()
+        self._given: dict[int, tuple[Block, weakref.ref[numpy.ndarray]]] = {}
+        self._total = 0
+        self._spare = 0
+        self._closed = False
+
+    @property
+    def used(self) -> int:
+        """Bytes that are out."""
+        with self._lock:
+            self._collect()
+            return self._total - self._spare
+
+    def crowded(self) -> bool:
+        """Whether more than half is out."""
+        return self.used * 2 > self.capacity
+
+    def take(self, size: int, *, beyond: bool = False) -> Block:
+        """A block of at least ``size`` bytes; ``beyond``: even if the pool is full.
+
+        Registers new memory if none is left that fits. Raises LaneUnavailable.
+        """
+        size = _rounded(size)
+        with self._lock:
+            self._collect()
+            if self._closed:
+                raise LaneUnavailable(LANE, "the lane is closed")
+            for fits in (size, *(larger for larger in sorted(self._free) if size < larger <= 2 * size)):
+                if self._free.get(fits):
+                    self._spare -= fits
+                    return self._free[fits].pop()
+            self._make_room(size)
+            if self._total + size > self.capacity and not beyond:
+                raise LaneUnavailable(
+                    LANE,
+                    f"no room for {size} bytes: {(self._total - self._spare) >> 20} MiB of {self.capacity >> 20} MiB "
+                    f"are on their way or still used; clone() what is kept, or raise GroupConfig.shm_bytes",
+                )
+            self._total += size
+        try:
+            return Block(self._agent, size)
+        except BaseException:
+            with self._lock:
+                self._total -= size
+            raise
+
+    def give(self, block: Block) -> None:
+        """Give a block back. Takes no lock: also called while garbage is collected, on any thread."""
+        self._returned.append(block)
+
+    def give_away(self, block: Block, size: int, *, copy: bool) -> torch.Tensor:
+        """The block's first bytes as a flat tensor of uint8; it comes back when nothing uses them any more.
+
+        ``copy``: give a copy instead, and take the block back at once.
+        """
+        if copy:
+            copied = block.tensor(size).clone()
+            self.give(block)
+            return copied
+        view = block.bytes[:size]
+        self._given[id(block)] = (block, weakref.ref(view, partial(_came_back, self._given, self._returned, id(block))))
+        return torch.from_numpy(view)
+
+    def close(self) -> None:
+        """Deregister everything. What tensors still use stays theirs, as plain memory."""
+        with self._lock:
+            self._closed = True
+            self._collect()
+            blocks = [block for kept in self._free.values() for block in kept]
+            blocks += [block for block, _ in list(self._given.values())]
+            self._free.clear()
+            self._given.clear()
+        for block in blocks:
+            self._agent.deregister(block.memory)
+
+    def _collect(self) -> None:
+        while self._returned:
+            block = self._returned.popleft()
+            if self._closed:
+                continue
+            if self._total > self.capacity:
+                self._drop(block)
+            else:
+                self._free.setdefault(block.size, []).append(block)
+                self._spare += block.size
+
+    def _make_room(self, size: int) -> None:
+        for largest in sorted(self._free, reverse=True):
+            while self._free[largest] and self._total + size > self.capacity:
+                self._spare -= largest
+                self._drop(self._free[largest].pop())
+            if not self._free[largest]:
+                del self._free[largest]
+
+    def _drop(self, block: Block) -> None:
+        self._total -= block.size
+        self._agent.deregister(block.memory)
+
+
+def _came_back(
+    given: dict[int, tuple[Block, weakref.ref[numpy.ndarray]]], returned: deque[Block], number: int, _: object
+) -> None:
+    found = given.pop(number, None)
+    if found is not None:
+        returned.append(found[0])
+
+
+def _rounded(size: int) -> int:
+    """The next of eight sizes between a power of two and the next."""
+    if size <= _SMALLEST:
+        return _SMALLEST
+    step = 1 << ((size - 1).bit_length() - 4)
+    return -(-size // step) * step
+
+
+def lay_out(
+    pool: HostPool, tensors: Sequence[torch.Tensor]
+) -> tuple[list[Block], tuple[Place, ...], tuple[Members, ...]]:
+    """Copy CPU tensors into blocks: these, and what a receiver needs. Raises LaneUnavailable."""
+    blocks: list[Block] = []
+    places: list[Place] = []
+    pieces = _pieces([tensor.nbytes for tensor in tensors])
+    try:
+        for size, members in pieces:
+            if not size:
+                places.append(NOTHING)
+                continue
+            block = pool.take(size)
+            blocks.append(block)
+            places.append((block.memory.number, block.memory.blob, block.memory.address, size))
+            flat = block.tensor(size)
+            for index, offset in members:
+                tensor = tensors[index]
+                if tensor.is_contiguous():
+                    ctypes.memmove(block.memory.address + offset, tensor.data_ptr(), tensor.nbytes)
+                else:
+                    strided = numbers(tensor)
+                    view_at(flat, offset, (strided.dtype, tuple(strided.shape))).copy_(strided)
+    except BaseException:
+        for block in blocks:
+            pool.give(block)
+        raise
+    return blocks, tuple(places), tuple(members for _, members in pieces)
+
+
+def _pieces(sizes: Sequence[int]) -> list[tuple[int, Members]]:
+    """Pieces of a message, with their bytes: large tensors alone, small ones together."""
+    pieces: list[tuple[int, Members]] = []
+    small: list[tuple[int, int]] = []
+    filled = 0
+    for index, size in enumerate(sizes):
+        if size >= _OWN_BLOCK:
+            pieces.append((size, ((index, 0),)))
+        else:
+            small.append((index, filled))
+            filled += (size + _ALIGN - 1) & -_ALIGN
+    if small:
+        pieces.append((filled, tuple(small)))
+    return pieces
+
+
+def check_members(places: Sequence[Place], members: Sequence[Members], shapes: Sequence[Shape]) -> None:
+    """That the tensors of each piece lie in it, and that it is no larger than they need. Raises OutOfBounds."""
+    for (_, _, _, size), group in zip(places, members, strict=True):
+        sizes = [math.prod(shapes[index][1]) * shapes[index][0].itemsize for index, _ in group]
+        within(0, size, sum(sizes) + _ALIGN * len(sizes))
+        for (_, offset), its in zip(group, sizes, strict=True):
+            if its:
+                within(offset, its, size)
+
+
+class Segments:
+    """Thread-safe. An allocation that was freed is found out, and deregistered, when the next one is registered."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._known: dict[int, Registered] = {}
+        """By the allocation's identity, which never comes back."""
+
+    def covering(self, tensor: torch.Tensor) -> Registered:
+        """The registered allocation that a CUDA tensor, not empty, lies in. Raises LaneUnavailable."""
+        pointer, device = tensor.data_ptr(), tensor.device.index
+        with driver().on(device):
+            base, identity = driver().allocation(pointer)
+            with self._lock:
+                known = self._known.get(identity)
+                if known is None:
+                    self._drop_freed()
+                    known = self._agent.register("cuda", base, driver().size_of(base))
+                    self._known[identity] = known
+                return known
+
+    def _drop_freed(self) -> None:
+        for identity, memory in list(self._known.items()):
+            try:
+                alive = driver().allocation(memory.address) == (memory.address, identity)
+            except LaneUnavailable:
+                alive = False  # no allocation is there now
+            if not alive:
+                self._agent.deregister(self._known.pop(identity))
+
+    def close(self) -> None:
+        """Deregister everything."""
+        with self._lock:
+            for memory in self._known.values():
+                self._agent.deregister(memory)
+            self._known.clear()

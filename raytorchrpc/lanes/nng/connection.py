@@ -1,0 +1,228 @@
+"""One proved connection of the nng lane, and a call under way on it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from raytorchrpc.errors import LaneUnavailable, PeerLost, RpcTimeout
+from raytorchrpc.lanes.base import Message
+from raytorchrpc.lanes.common import frames
+from raytorchrpc.lanes.common.pending import SettledPending, lose_all, settle
+from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection
+from raytorchrpc.lanes.nng.sockets import Wire
+from raytorchrpc.tensors.codec import Encoded
+
+logger = logging.getLogger(__name__)
+
+_CLOSED = "connection closed (the process ended or left the group)"
+#: Messages read from one line before the others have their turn.
+_TURN = 64
+
+
+class Channel:
+    """A wire as the handshake wants it; see _handshake.Stream."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._rest = b""
+        self._timeout: float | None = None
+
+    def settimeout(self, seconds: float | None) -> None:
+        """For each step that follows."""
+        self._timeout = seconds
+
+    def sendall(self, data: bytes) -> None:
+        """Send. Raises OSError."""
+        until = time.monotonic() + (self._timeout or 0.0)
+        self._wire.send([data], lambda: until)
+
+    def recv(self, size: int) -> bytes:
+        """At most ``size`` bytes; none once the other end hung up. Raises OSError, TimeoutError."""
+        until = time.monotonic() + (self._timeout or 0.0)
+        while not self._rest:
+            gone = self._wire.gone
+            if (arrived := self._wire.receive()) is not None:
+                self._rest = bytes(arrived)
+            elif gone:
+                return b""
+            elif not self._wire.await_data(until):
+                raise TimeoutError
+        taken, self._rest = self._rest[:size], self._rest[size:]
+        return taken
+
+
+class _Assembly:
+    """Puts frames together from messages: one whole, or one after the other in pieces."""
+
+    def __init__(self) -> None:
+        self._large: torch.Tensor | None = None
+        self._filled = 0
+        self._unread: frames.Unread | None = None
+
+    def add(self, data: Any) -> frames.Frame | None:
+        """The frame that this completes, if any. Raises ValueError for what is none."""
+        if self._large is not None:
+            return self._fill(data)
+        if self._unread is not None:
+            return self._skip(self._unread, data)
+        if len(data) < frames.PREFIX_BYTES:
+            raise ValueError("not a frame")
+        tensors, size = frames.sizes(data, 0)
+        if len(data) < size:
+            try:
+                self._large, self._filled = torch.empty(size, dtype=torch.uint8), 0
+            except (MemoryError, RuntimeError):  # torch's allocator raises the latter
+                self._unread = frames.Unread(size)
+                return self._skip(self._unread, data)
+            return self._fill(data)
+        if len(data) > size:
+            raise ValueError("more than a frame")
+        # Tensors are views of nng's own memory.
+        return frames.parse(memoryview(data), torch.frombuffer(data, dtype=torch.uint8) if size > tensors else None)
+
+    def _fill(self, data: Any) -> frames.Frame | None:
+        assert self._large is not None
+        end = self._filled + len(data)
+        if not len(data) or end > len(self._large):
+            raise ValueError("more than a frame")
+        self._large[self._filled : end].copy_(torch.frombuffer(data, dtype=torch.uint8))
+        self._filled = end
+        if end < len(self._large):
+            return None
+        whole, self._large = self._large, None
+        return frames.parse(whole.numpy().data, whole)
+
+    def _skip(self, unread: frames.Unread, data: Any) -> frames.Frame | None:
+        if not 0 < len(data) <= unread.left:
+            raise ValueError("more than a frame")
+        unread.add(data)
+        if unread.left:
+            return None
+        self._unread = None
+        return unread.frame()
+
+
+class Line:
+    """Requests go out and replies come in (``peer`` is set), or the other way round. One thread reads."""
+
+    def __init__(
+        self, wire: Wire, protection: Protection | None, peer: str | None, ended: Callable[[Line], None]
+    ) -> None:
+        """``protection``: of each message of nng's. ``ended``: called once, before the wire is closed: whoever reads it
+        is to stop."""
+        self.wire, self.peer = wire, peer
+        self._seal = None if protection is None else protection.seal
+        self._incoming = None if protection is None else protection.incoming
+        self._decrypt = None if protection is None else protection.decrypt
+        self._on_end = ended
+        self._assembly = _Assembly()
+        self._sending = threading.Lock()
+        self._state = threading.Lock()
+        self._pending: dict[int, SettledPending] = {}
+        self._calls = 0
+        self._ended: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it can carry nothing more."""
+        return self._ended is not None
+
+    def call(self, message: Message, deadline: float, settled: Callable[[], None] | None = None) -> SettledPending:
+        """Send a request. Raises LaneUnavailable, PeerLost, RpcTimeout."""
+        check_carried(message.body)
+        pending = SettledPending(settled)
+        with self._state:
+            if self._ended is not None:
+                raise PeerLost(self.peer or "?", self._ended, may_have_run=False)
+            self._calls += 1
+            number = self._calls
+            self._pending[number] = pending
+        try:
+            self._send(frames.pack(frames.REQUEST, number, message), deadline, lambda: deadline)
+        except BaseException:
+            with self._state:
+                self._pending.pop(number, None)
+            raise
+        return pending
+
+    def reply(self, number: int, message: Message, patience_s: float) -> None:
+        """Answer a request. Raises LaneUnavailable, PeerLost, RpcTimeout; ``patience_s`` is for each piece."""
+        check_carried(message.body)
+
+        def until() -> float:
+            return time.monotonic() + patience_s
+
+        self._send(frames.pack(frames.REPLY, number, message), until(), until)
+
+    def _send(self, buffers: list[Any], deadline: float, until: Callable[[], float]) -> None:
+        if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise RpcTimeout(f"the road to {self.peer or 'the caller'} was busy until the deadline")
+        try:
+            if self._ended is not None:
+                raise ConnectionResetError(self._ended)
+            self.wire.send(buffers, until, self._seal)
+            return
+        except (OSError, MemoryError) as error:
+            reason = str(error)
+        finally:
+            self._sending.release()
+        # Half of a message may be on its way, and nothing can follow it.
+        self.end(reason)
+        raise PeerLost(self.peer or "the caller", reason, may_have_run=False)
+
+    def read(self) -> list[frames.Frame]:
+        """Take what arrived, without blocking: completes the calls whose replies came, returns the requests."""
+        gone = self.wire.gone  # asked first: what arrived before that is still served
+        requests: list[frames.Frame] = []
+        try:
+            for _ in range(_TURN):
+                data = self.wire.receive()
+                if data is None:
+                    if gone:
+                        self.end(_CLOSED)
+                    break
+                if self._incoming is not None:
+                    whole = memoryview(data)
+                    data = whole[:-TAG_BYTES]
+                    self._incoming.check(data, whole[-TAG_BYTES:])
+                elif self._decrypt is not None:
+                    data = self._decrypt(data)
+                frame = self._assembly.add(data)
+                if frame is not None and frame.kind == frames.REQUEST:
+                    requests.append(frame)
+                elif frame is not None:
+                    with self._state:
+                        pending = self._pending.pop(frame.call, None)
+                    if pending is not None:
+                        settle(pending, frame.message)
+        except Exception as error:
+            self.end(f"connection broke: {error}")
+        return requests
+
+    def end(self, reason: str) -> None:
+        """Close; every call under way fails with PeerLost. Not while sending."""
+        with self._state:
+            if self._ended is not None:
+                return
+            self._ended = reason
+        try:  # without memory, too: the other end has to hear of it, and those who wait
+            self.wire.hang_up()
+            self._on_end(self)
+        finally:
+            lose_all(self._pending, self.peer or "?", reason)
+            with self._sending:  # who was sending has been woken
+                self.wire.close()
+
+
+def check_carried(body: Encoded) -> None:
+    """Raise LaneUnavailable for what cannot travel here, before a byte of it does."""
+    if body.rrefs:
+        raise LaneUnavailable("nng", "it carries no RRefs; allow torchrpc in GroupConfig.lanes")
+    if any(not tensor.is_cpu for tensor in body.tensors):
+        raise LaneUnavailable("nng", "it carries CPU tensors only; move them there, or allow a lane for CUDA tensors")

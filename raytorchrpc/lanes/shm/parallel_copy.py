@@ -1,0 +1,80 @@
+"""Large copies within a process's memory, shared between threads."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from functools import partial
+
+from raytorchrpc.process import threads
+from raytorchrpc.process.workers import Workers
+
+_ALIGN = 64
+#: A copy is shared between threads in parts of at least this (bytes).
+_PART = 4 << 20
+
+
+class Copier:
+    """Thread-safe; its threads start with the first large copy."""
+
+    def __init__(self, threads: int) -> None:
+        """``threads``: that share a large copy, the one that asks for it among them."""
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._pool: Workers | None = None
+        self._closed = False
+
+    def move(self, target: int, source: int, size: int) -> None:
+        """Copy so many bytes from one address to another; blocks. Raises RuntimeError if it was closed."""
+        parts = min(self._threads, size // _PART)
+        if parts < 2:
+            ctypes.memmove(target, source, size)
+            return
+        step = -(-size // parts) + _ALIGN & -_ALIGN
+        pool = self._threads_of()
+        waiting: list[threading.Event] = []
+        try:
+            for begin in range(step, size, step):
+                done = threading.Event()
+                part = partial(_move_part, target + begin, source + begin, min(step, size - begin), done)
+                try:
+                    pool.submit(part)
+                except threads.ThreadShortage:
+                    part()
+                else:
+                    waiting.append(done)
+            ctypes.memmove(target, source, step)  # this thread does its share
+        finally:
+            for done in waiting:  # also when this thread is interrupted: others may use that memory afterwards
+                done.wait()
+
+    def _threads_of(self) -> Workers:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("closed")
+            if self._pool is None:
+                self._pool = Workers("raytorchrpc-copy", self._threads - 1)
+            return self._pool
+
+    def close(self) -> None:
+        """Idempotent; what is under way is finished."""
+        with self._lock:
+            self._closed, pool = True, self._pool
+        if pool is not None:
+            pool.stop()
+
+
+def _move_part(target: int, source: int, size: int, done: threading.Event) -> None:
+    try:
+        ctypes.memmove(target, source, size)
+    finally:
+        done.set()
+
+
+def default_threads() -> int:
+    """Threads that share a large copy. One core does not fill the memory's bandwidth, and both of two do: 640 MB took
+    38 ms instead of 60 there. More than four gain little.
+    """
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, max(2, min(4, cores // 2)))

@@ -1,0 +1,110 @@
+"""Shared memory that its owner keeps and others only read: weights that many pull, each by one copy out of it.
+
+Unlike a slot of an arena it is given to nobody. Whoever lends it knows by other means when all have read it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy
+import torch
+
+from raytorchrpc.lanes.shm.arena import SharedAddress, SharedBytes, map_shared
+
+#: Peers' memory that stays mapped: the pieces used last, so many of them.
+_MAPPED = 16
+
+#: In a message: (where the pieces are, for each tensor (piece, offset)).
+Places = tuple[tuple[tuple[int, int, str, int], ...], tuple[tuple[int, int], ...]]
+
+
+class _Piece(NamedTuple):
+    begin: int
+    end: int
+    shared: SharedBytes
+
+
+class Lender:
+    """What this process lends. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pieces: dict[int, _Piece] = {}
+
+    def make(self, size: int) -> torch.Tensor:
+        """A piece, as flat uint8; lent as long as a tensor on it lives. Raises LaneUnavailable."""
+        shared = SharedBytes(max(1, size))
+        array = shared.bytes[:size]  # of its own: its end is the end of the last tensor on it
+        begin = shared.bytes.ctypes.data
+        with self._lock:
+            self._pieces[begin] = _Piece(begin, begin + size, shared)
+        weakref.finalize(array, self._drop, begin).atexit = False
+        return torch.from_numpy(array)
+
+    def _drop(self, begin: int) -> None:
+        piece = self._pieces.pop(begin, None)
+        if piece is not None:
+            piece.shared.close()
+
+    def places(self, tensors: Sequence[torch.Tensor]) -> Places | None:
+        """Where these are, if all of them lie in what is lent."""
+        if not self._pieces:
+            return None
+        pieces = list(self._pieces.values())
+        used: dict[int, int] = {}
+        found = []
+        last = pieces[0]
+        for tensor in tensors:
+            address, size = tensor.data_ptr(), tensor.nbytes
+            if not size:
+                found.append((0, 0))
+                used.setdefault(last.begin, len(used))
+                continue
+            if not last.begin <= address < last.end:
+                other = next((piece for piece in pieces if piece.begin <= address < piece.end), None)
+                if other is None:
+                    return None
+                last = other
+            if not tensor.is_contiguous():
+                return None
+            found.append((used.setdefault(last.begin, len(used)), address - last.begin))
+        by_begin = {piece.begin: piece for piece in pieces}
+        addresses = tuple((*by_begin[begin].shared.address,) for begin in used)
+        return addresses, tuple(found)
+
+    def close(self) -> None:
+        """Nobody can map it from now on; its tensors live on."""
+        for piece in list(self._pieces.values()):
+            piece.shared.close()
+        self._pieces.clear()
+
+
+class Borrower:
+    """What peers lend, mapped here. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mapped: OrderedDict[tuple[str, str], numpy.ndarray] = OrderedDict()
+
+    def bytes_at(self, peer: str, address: SharedAddress) -> numpy.ndarray:
+        """A piece. Raises LaneUnavailable."""
+        key = peer, address.name
+        with self._lock:
+            array = self._mapped.get(key)
+            if array is None:
+                array = self._mapped[key] = map_shared(address)
+            self._mapped.move_to_end(key)
+            while len(self._mapped) > _MAPPED:
+                self._mapped.popitem(last=False)
+            return array
+
+    def forget(self, peer: str | None = None) -> None:
+        """What that peer lends; None: what all do."""
+        with self._lock:
+            for key in [key for key in self._mapped if peer is None or key[0] == peer]:
+                del self._mapped[key]

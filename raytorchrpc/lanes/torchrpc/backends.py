@@ -1,0 +1,330 @@
+"""Which TensorPipe transports and channels each member's agent may open, from evidence alone.
+
+TensorPipe checks little before it uses a backend: it opens the first RDMA adapter whatever its state, and
+compares GPUs across containers in a way that can abort the process. Its settings belong to an agent, not to
+a pair, so a backend is left out of an agent as soon as one member it could meet would make it fail.
+Leaving a backend out is always safe: two agents use what both of them have.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from raytorchrpc.config import GroupConfig
+from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.topology import rdma
+from raytorchrpc.topology.device_map import gpu_count
+from raytorchrpc.topology.probe import Endpoint, Interface, interface_for
+
+MIB = 1 << 20
+SMALL_SHM_BYTES = 256 * MIB
+
+CHANNEL_REASONS = {
+    "cma": "same host and container: one copy out of the other process's memory",
+    "mpt_uv": "different networks: several TCP streams",
+    "basic": "one stream over the transport",
+    "cuda_ipc": "same host and container: copied from GPU to GPU",
+    "cuda_gdr": "GPUDirect RDMA on both sides",
+    "cuda_basic": "staged through CPU memory on both sides",
+}
+
+
+@dataclass(frozen=True)
+class AgentPlan:
+    """How one member's torchrpc agent is made. Both lists are in TensorPipe's order of preference."""
+
+    interface: str | None
+    """For TP_SOCKET_IFNAME; None if no interface of the member holds its node's address."""
+    address: str
+    transports: tuple[str, ...]
+    channels: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    """One line per backend: ``ibv: not used, no RDMA adapter``."""
+    small_pages: str | None = None
+    """Why large CPU tensors that torchrpc brings to this member cost a fault for each small page, and the remedy;
+    None if they do not, or nobody knows."""
+
+
+Verdicts = dict[str, tuple[bool, str]]
+Members = Mapping[str, Endpoint]
+
+
+def plan_agents(members: Members, config: GroupConfig) -> tuple[dict[str, AgentPlan], tuple[str, ...]]:
+    """Every member's AgentPlan, and the group's warnings. ``members`` carry their names, in rank order."""
+    for endpoint in members.values():
+        _check_forced(endpoint, config)
+    warnings = _Warnings()
+    transports = _plan_transports(members, config, warnings)
+    agents = {}
+    shared: dict[AgentPlan, AgentPlan] = {}  # most read the same; one copy keeps what members are told small
+    for name, endpoint in members.items():
+        others = [other for other in members.values() if other is not endpoint]
+        interface, address = _listener(endpoint, others, config, warnings)
+        channels = _channels(endpoint, others, transports[name], warnings)
+        agent = AgentPlan(
+            interface=interface,
+            address=address,
+            transports=_used(transports[name], config.transports),
+            channels=_used(channels, config.channels),
+            notes=_notes(transports[name], config.transports) + _notes(channels, config.channels),
+            small_pages=_small_pages(endpoint),
+        )
+        agents[name] = shared.setdefault(agent, agent)
+        if "shm" in agents[name].transports:
+            _check_shm(endpoint, others, warnings)
+    return agents, warnings.texts()
+
+
+def transport_between(a: Endpoint, b: Endpoint, plan_a: AgentPlan, plan_b: AgentPlan) -> str | None:
+    """The transport TensorPipe will settle on between the two, or None."""
+    for name in plan_a.transports:
+        if name in plan_b.transports and (name != "shm" or a.shares(b, "net", "ipc", "mnt")):
+            return name
+    return None
+
+
+def channel_between(a: Endpoint, b: Endpoint, plan_a: AgentPlan, plan_b: AgentPlan, *, cuda: bool) -> str | None:
+    """The channel TensorPipe will settle on for CPU or CUDA tensors between the two, or None."""
+    usable = {
+        "cma": _may_read_memory(a, b),
+        "cuda_ipc": a.same_host(b),
+        "cuda_xth": False,  # threads of one process only
+    }
+    for name in plan_a.channels:
+        if name.startswith("cuda_") is cuda and name in plan_b.channels and usable.get(name, True):
+            return name
+    return None
+
+
+class _Warnings:
+    """Texts with the members each concerns: one warning per cause, however many members have it."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, list[str]] = {}
+
+    def add(self, member: str, text: str) -> None:
+        self._members.setdefault(text, []).append(member)
+
+    def texts(self) -> tuple[str, ...]:
+        return tuple(f"{name_range(names)}: {text}" for text, names in self._members.items())
+
+
+def _used(verdicts: Verdicts, forced: tuple[str, ...] | None) -> tuple[str, ...]:
+    return forced if forced is not None else tuple(name for name, (use, _) in verdicts.items() if use)
+
+
+def _notes(verdicts: Verdicts, forced: tuple[str, ...] | None) -> tuple[str, ...]:
+    if forced is not None:
+        return (f"{', '.join(forced)}: forced by the configuration",)
+    return tuple(f"{name}: {'used' if use else 'not used'}, {why}" for name, (use, why) in verdicts.items())
+
+
+# -- transports ---------------------------------------------------------------------------------------------
+
+
+def _plan_transports(members: Members, config: GroupConfig, warnings: _Warnings) -> dict[str, Verdicts]:
+    ibv = rdma.ibv_obstacles(members)
+    several_hosts = any(not a.same_host(b) for a in members.values() for b in members.values() if a is not b)
+    plans: dict[str, Verdicts] = {}
+    for name, endpoint in members.items():
+        obstacle = ibv[name]
+        if endpoint.hcas and obstacle and several_hosts:
+            if config.transports is None:
+                warnings.add(name, f"RDMA is not used by torchrpc, TCP is: {obstacle}")
+            elif "ibv" in config.transports:
+                warnings.add(name, f"transport ibv is forced, though it may fail: {obstacle}")
+        plans[name] = {
+            "ibv": (obstacle is None, obstacle or "RDMA between hosts (its thread keeps one core busy)"),
+            "shm": (False, "keeps half a core busy when idle and fails beyond 18 processes on a host"),
+            "uv": (True, "TCP, reaches every member"),
+        }
+    return plans
+
+
+# -- channels -----------------------------------------------------------------------------------------------
+
+
+def _channels(endpoint: Endpoint, others: Sequence[Endpoint], transports: Verdicts, warnings: _Warnings) -> Verdicts:
+    cohosted = [other for other in others if endpoint.same_host(other)]
+    ibv = transports["ibv"][0]
+    obstacles = {
+        "cma": _cma_obstacle(endpoint, cohosted, warnings),
+        "mpt_uv": _mpt_uv_obstacle(ibv),
+        "basic": None,
+        **_cuda_obstacles(endpoint, cohosted, ibv, warnings),
+    }
+    reasons = {**CHANNEL_REASONS, "cuda_xth": "within one process"}
+    return {
+        name: (obstacle is None, obstacle or reasons[name])
+        for name, obstacle in obstacles.items()
+        if name in endpoint.tensorpipe_channels
+    }
+
+
+def _may_read_memory(a: Endpoint, b: Endpoint) -> bool:
+    """Whether the kernel lets either process read the other's memory, as far as can be told."""
+    return a.shares(b, "pid", "user") and a.uid == b.uid
+
+
+def _cma_obstacle(endpoint: Endpoint, cohosted: Sequence[Endpoint], warnings: _Warnings) -> str | None:
+    # Also where nobody else is on this host: the agent outlives the group, and in the next one somebody may be.
+    apart = [other.name for other in cohosted if not _may_read_memory(endpoint, other)]
+    if not apart:
+        return None
+    warnings.add(
+        endpoint.name,
+        "members on one host are in different containers or run as different users, so CPU tensors between "
+        "them go through the network; put them in one container, as one user",
+    )
+    return f"{name_range(apart)} on this host differs in pid namespace, user namespace or uid"
+
+
+def _mpt_uv_obstacle(ibv: bool) -> str | None:
+    # Also where all share one network: cma comes first there, and the next group may need it.
+    if ibv:
+        # TensorPipe prefers mpt_uv to basic; with it, CPU tensors would leave RDMA for TCP.
+        return "basic takes CPU tensors over RDMA, mpt_uv would take them over TCP"
+    return None
+
+
+def _cuda_obstacles(
+    endpoint: Endpoint, cohosted: Sequence[Endpoint], ibv: bool, warnings: _Warnings
+) -> dict[str, str | None]:
+    if gpu_count(endpoint) == 0:
+        # Even with no device to serve, these channels initialise CUDA and can abort.
+        return dict.fromkeys(("cuda_xth", "cuda_ipc", "cuda_gdr", "cuda_basic"), "this member has no GPU")
+    gdr = rdma.gpudirect_obstacle(endpoint, ibv)
+    if gdr and ibv:
+        text = f"GPUDirect RDMA is off, CUDA tensors are staged through CPU memory: {gdr}"
+        warnings.add(endpoint.name, text)
+    twins = [o.name for o in cohosted if o.pid == endpoint.pid and not endpoint.shares(o, "pid")]
+    return {
+        "cuda_xth": f"{name_range(twins)} in another container has the same pid" if twins else None,
+        "cuda_ipc": _cuda_ipc_obstacle(endpoint, cohosted, warnings),
+        "cuda_gdr": gdr,
+        "cuda_basic": None,
+    }
+
+
+def _cuda_ipc_obstacle(endpoint: Endpoint, cohosted: Sequence[Endpoint], warnings: _Warnings) -> str | None:
+    # Only agents that both have the channel compare GPUs, and those without a GPU never have it.
+    peers = [other for other in cohosted if gpu_count(other)]
+    if not peers:
+        return "no other member on this host has a GPU"
+    apart = [other.name for other in peers if not endpoint.shares(other, "pid", "mnt")]
+    if apart:
+        warnings.add(
+            endpoint.name,
+            "members with GPUs on one host are in different containers, where TensorPipe's GPU-to-GPU copies "
+            "can abort the process; CUDA tensors are staged through CPU memory instead; put them in one "
+            "container",
+        )
+        return f"{name_range(apart)} on this host is in another container: TensorPipe can abort there"
+    for owner in (endpoint, *peers):
+        if any(" MIG " in gpu.name for gpu in owner.gpus):
+            return f"{owner.name} has a MIG slice, which TensorPipe cannot find by its UUID"
+    return None
+
+
+# -- the rest -----------------------------------------------------------------------------------------------
+
+
+def _check_forced(endpoint: Endpoint, config: GroupConfig) -> None:
+    build = f"the torch build of {endpoint.name} ({endpoint.torch_version})"
+    if "uv" not in endpoint.tensorpipe_transports:
+        raise ConfigurationError(f"{build} has no torchrpc (TensorPipe) support")
+    for kind, forced, offered in (
+        ("transports", config.transports, endpoint.tensorpipe_transports),
+        ("channels", config.channels, endpoint.tensorpipe_channels),
+    ):
+        for name in forced or ():
+            if name not in offered:
+                raise ConfigurationError(f"{kind}: {build} has no {name!r}; it has: {', '.join(offered)}")
+        if forced is not None and not forced:
+            raise ConfigurationError(f"{kind} is empty; {build} has: {', '.join(offered)}")
+
+
+def _listener(
+    endpoint: Endpoint, others: Sequence[Endpoint], config: GroupConfig, warnings: _Warnings
+) -> tuple[str | None, str]:
+    """The interface and address torchrpc listens on."""
+    if config.interface is not None:
+        name, address = config.interface, _address(_interface(endpoint, config.interface), endpoint.node_ip)
+    else:
+        name, address = interface_for(endpoint, endpoint.node_ip) or "", endpoint.node_ip
+    if not name:
+        warnings.add(
+            endpoint.name,
+            "no interface holds the Ray node's address, so torchrpc listens where the host name points; "
+            "name one with GroupConfig(interface=...)",
+        )
+    far = [other.name for other in others if not endpoint.same_network(other)]
+    if far and _is_loopback(address):
+        raise ConfigurationError(
+            f"{endpoint.name} would listen on {address} ({name}), where {name_range(far)} cannot reach it; "
+            f"start Ray with --node-ip-address, or name an interface with GroupConfig(interface=...)"
+        )
+    return name or None, address
+
+
+def _interface(endpoint: Endpoint, name: str) -> Interface:
+    found = next((i for i in endpoint.interfaces if i.name == name), None)
+    if found is None:
+        problem = "has no such interface"
+    elif not found.up:
+        problem = "has it, but it is down"
+    elif not found.addresses:
+        problem = "has it, but without an address"
+    else:
+        return found
+    usable = ", ".join(i.name for i in endpoint.interfaces if i.up and i.addresses) or "none"
+    raise ConfigurationError(f"interface={name!r}: {endpoint.name} {problem}; usable there: {usable}")
+
+
+def _address(interface: Interface, node_ip: str) -> str:
+    return node_ip if node_ip in interface.addresses else interface.addresses[0]
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_shm(endpoint: Endpoint, others: Sequence[Endpoint], warnings: _Warnings) -> None:
+    if endpoint.shm_free_bytes < SMALL_SHM_BYTES and any(endpoint.same_host(other) for other in others):
+        warnings.add(
+            endpoint.name,
+            f"TensorPipe's shm transport lives in /dev/shm, which has less than {SMALL_SHM_BYTES // MIB} MiB free; "
+            f"mount a larger one (Docker: --shm-size, Kubernetes: an emptyDir with medium: Memory)",
+        )
+
+
+def _small_pages(endpoint: Endpoint) -> str | None:
+    if endpoint.huge_pages == "forbidden":
+        return "its kernel gives no huge pages; write madvise to /sys/kernel/mm/transparent_hugepage/enabled there"
+    if endpoint.huge_pages == "unused":
+        return (
+            "torch does not use huge pages in it; start the actor with runtime_env=raytorchrpc.runtime_env() "
+            "(a driver: export THP_MEM_ALLOC_ENABLE=1 before it starts)"
+        )
+    return None
+
+
+def name_range(names: Iterable[str]) -> str:
+    """``worker_0..worker_3, learner``: runs of three or more that count up are shortened."""
+    runs: list[list[str]] = []
+    previous: tuple[str, int] | None = None
+    for name in names:
+        match = re.fullmatch(r"(.*?)(\d+)", name)
+        current = (match[1], int(match[2])) if match else None
+        if current and previous and current == (previous[0], previous[1] + 1):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+        previous = current
+    return ", ".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs)

@@ -1,0 +1,284 @@
+"""The torchrpc lane: requests and replies with their tensors in band, over TensorPipe, to any peer.
+
+It is the only lane that carries RRefs and distributed autograd. User code never runs on torchrpc's own
+threads: the served function returns a torch Future at once and the member completes it later.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed.rpc as rpc
+from torch.distributed.rpc.internal import RemoteException
+
+from raytorchrpc._compat import torch_internals
+from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RemoteError, RpcTimeout
+from raytorchrpc.lanes.base import (
+    UNCOPIED,
+    Capabilities,
+    Message,
+    MessageLane,
+    PeerAddress,
+    Pending,
+    Serve,
+    Spawn,
+    copied,
+)
+from raytorchrpc.lanes.torchrpc.agent import Fabric, FabricPeer
+from raytorchrpc.tensors.codec import Encoded
+from raytorchrpc.tensors.cuda_streams import check_mapped, hand_over
+from raytorchrpc.tensors.exceptions import traceback_text
+
+
+class _Served(NamedTuple):
+    serve: Serve
+    spawn: Spawn
+    devices: list[int | str | torch.device]
+
+
+#: Who waits does so by the deadline; torch itself would say that a call is over whose arguments the peer still holds.
+_NO_LIMIT = 0.0
+#: Broken connections to one peer are made anew no oftener than this (seconds).
+_RENEW_EVERY_S = 0.5
+_served: _Served | None = None  # what a request that arrives in this process goes to; emptied by close()
+
+
+class TorchRpcLane(MessageLane):
+    """Blocks nowhere but in ``Pending.wait``. Arguments are sent without a copy, so they must not change
+    until the call is done. Addresses are FabricPeer tuples.
+    """
+
+    name: ClassVar[str] = "torchrpc"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        in_band_bytes=None, in_band_cuda=True, copies_at_once=False, rrefs=True
+    )
+
+    def __init__(self, me: str, fabric: Fabric, devices: Sequence[int], maps: dict[str, dict[int, int]]) -> None:
+        """``me``: this member's name. ``maps``: by peer's member name, my gpu -> its gpu."""
+        self._me, self._fabric = me, fabric
+        self._devices: list[int | str | torch.device] = [torch.device("cuda", index) for index in devices]
+        self._maps = maps
+        self._rpc_names: dict[str, str] = {}
+        """Torchrpc's names by member name."""
+        self._broken: dict[str, Any] = {}
+        """By member name, the WorkerInfo by which its connections broke; the member may well live."""
+        self._renewed_at: dict[str, float] = {}
+
+    def open(self, serve: Serve, spawn: Spawn) -> None:
+        global _served
+        _served = _Served(serve, spawn, self._devices)
+
+    def connect(self, peers: Sequence[PeerAddress]) -> None:
+        if (identity := self._fabric.identity) is not None:
+            self._rpc_names[self._me] = identity.name
+        self._rpc_names.update({peer.peer: peer.address.name for peer in peers})
+        self._fabric.meet([peer.address for peer in peers])
+
+    def call(
+        self,
+        peer: str,
+        message: Message,
+        timeout_s: float,
+        *,
+        attended: bool = False,
+        settled: Callable[[], None] | None = None,
+    ) -> Pending:
+        worker = self._worker(peer, message.body.tensors)
+        header, body = message.header, message.body
+        args = (header, body.payload, _sendable(body.tensors), list(body.rrefs), body.buffers)
+        try:
+            future = torch_internals.invoke_async(worker, _serve, args, _NO_LIMIT)
+        except RuntimeError as error:
+            raise self._failed(error, peer, worker, sent=False) from error
+        if settled is not None:
+            future.add_done_callback(lambda _: settled())
+        return _TorchPending(future, partial(self._failed, peer=peer, worker=worker, sent=True))
+
+    def remote(self, peer: str, message: Message, timeout_s: float) -> Any:
+        """Like ``call``, but the result stays there: returns torch's RRef to it at once."""
+        if not self._fabric.can_rref():
+            raise LaneUnavailable(
+                "torchrpc",
+                "torch's RRefs only work with the first agent of a process, and this process had to restart its "
+                "agent for another group (other devices, transports or interface); restart the actor",
+            )
+        worker = self._worker(peer, message.body.tensors)
+        if self._fabric.is_renewed(self._rpc_names.get(peer, "")):
+            raise LaneUnavailable(
+                "torchrpc",
+                f"the connections to {peer!r} broke and were made anew, and torch's RRefs only work with the first "
+                f"ones; restart either actor",
+            )
+        header, body = message.header, message.body
+        args = (header, body.payload, _sendable(body.tensors), list(body.rrefs), body.buffers)
+        try:
+            return rpc.remote(worker, _serve_value, args=args, timeout=timeout_s)
+        except RuntimeError as error:
+            raise self._failed(error, peer, worker, sent=False) from error
+
+    def _worker(self, peer: str, tensors: Sequence[torch.Tensor]) -> Any:
+        check_mapped(tensors, peer, self._maps.get(peer, {}), self.name)
+        name = self._rpc_names.get(peer)
+        if name is None:  # lost while this message was made ready
+            raise PeerLost(peer, "it is not in the group (any more)", may_have_run=False)
+        if self._broken and (broken := self._broken.get(peer)) is not None:
+            self._renew(peer, name, broken)
+        try:
+            return self._fabric.worker(name)
+        except PeerLost as lost:
+            raise PeerLost(peer, lost.cause, may_have_run=False) from lost
+
+    def _renew(self, peer: str, name: str, broken: Any) -> None:
+        """Whoever broke off may live: it had no descriptor left when it was called, or something between them hung up.
+
+        Not often: of one that is dead, whoever looks after the group tells soon.
+        """
+        now = time.monotonic()
+        if now - self._renewed_at.get(peer, -math.inf) >= _RENEW_EVERY_S:
+            self._renewed_at[peer] = now
+            self._broken.pop(peer, None)
+            self._fabric.renew(name, broken)
+
+    def _failed(self, error: RuntimeError, peer: str, worker: Any, sent: bool) -> RayTorchRpcError:
+        """What to raise for what torch raised."""
+        ours = _translate(error, peer, sent=sent)
+        if isinstance(ours, PeerLost) and peer in self._rpc_names and "has left the group" not in str(error):
+            self._broken[peer] = worker
+        return ours
+
+    def disconnect(self, peer: str) -> None:
+        self._broken.pop(peer, None)
+        name = self._rpc_names.pop(peer, None)
+        if name is not None and peer != self._me:  # the agent, which outlives the group, knows itself for life
+            self._fabric.part([name])
+
+    def close(self) -> None:
+        global _served
+        _served = None
+        for peer in list(self._rpc_names):
+            self.disconnect(peer)
+
+
+class _TorchPending(Pending):
+    __slots__ = ("_failed", "_future")
+
+    def __init__(self, future: torch.futures.Future[Any], failed: Callable[[RuntimeError], RayTorchRpcError]) -> None:
+        self._future, self._failed = future, failed
+
+    def wait(self, timeout_s: float) -> bool:
+        if self._future.done() or timeout_s <= 0:
+            return bool(self._future.done())
+        # A lock, not future.wait(): that one knows no time limit and cannot be interrupted by Ctrl-C.
+        arrived = threading.Lock()
+        arrived.acquire()
+        self._future.add_done_callback(lambda _: arrived.release())
+        return arrived.acquire(timeout=timeout_s)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        self._future.add_done_callback(lambda _: callback())
+
+    def take(self) -> Message:
+        try:
+            # Makes this thread's CUDA streams wait for the tensors, which is why it runs here and not earlier.
+            header, payload, tensors, rrefs, buffers = self._future.wait()
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        return Message(header, Encoded(payload, tensors, rrefs, buffers))
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def _serve(
+    header: tuple[Any, ...], payload: bytes, tensors: list[torch.Tensor], rrefs: list[Any], buffers: int
+) -> torch.futures.Future[Any]:
+    """Runs on a torchrpc thread; hands the request on and returns a Future of the reply."""
+    future = _future()
+
+    def reply(message: Message) -> None:
+        body = message.body
+        try:
+            future.set_result((message.header, body.payload, _sendable(body.tensors), list(body.rrefs), body.buffers))
+        except RuntimeError as error:  # a tensor on a device that the agent was not given
+            future.set_exception(error)
+
+    _hand_over(Message(header, Encoded(payload, tensors, rrefs, buffers), hand_over(tensors)), reply)
+    return future
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def _serve_value(
+    header: tuple[Any, ...], payload: bytes, tensors: list[torch.Tensor], rrefs: list[Any], buffers: int
+) -> torch.futures.Future[Any]:
+    """As ``_serve``, for ``remote``: the reply's header carries the bare result, which stays here."""
+    future = _future()
+
+    def reply(message: Message) -> None:
+        failed, value = message.header
+        # A torch Future's own exception would become the RRef's value; this is what torch raises in to_here().
+        future.set_result(_remote_exception(value) if failed else value)
+
+    _hand_over(Message(header, Encoded(payload, tensors, rrefs, buffers), hand_over(tensors)), reply)
+    return future
+
+
+def _remote_exception(error: BaseException) -> RemoteException:
+    """As torch carries it: a text, and a type to make of it. The error's own, if that will do; else RemoteError."""
+    cls: type[BaseException] = type(error)
+    try:
+        text = str(error.args[0] if len(error.args) == 1 else error)
+        usable = cls.__module__ in ("builtins", RayTorchRpcError.__module__) and str(cls(text)) == str(error)
+    except BaseException:  # its constructor needs more, or what it shows cannot be shown
+        usable = False
+    if not usable or not isinstance(error, Exception):
+        cls, text = RemoteError, traceback_text(error)
+    return RemoteException(text.encode("unicode_escape").decode(), cls)  # torch unescapes it
+
+
+def _sendable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    # torch sends a small part of a large storage as a clone; it ends the process if it cannot make one.
+    return [copied(tensor) if tensor.dtype in UNCOPIED else tensor for tensor in tensors]
+
+
+def _future() -> torch.futures.Future[Any]:
+    return torch.futures.Future(devices=_served.devices if _served else None)
+
+
+def _hand_over(message: Message, reply: Callable[[Message], None]) -> None:
+    served = _served
+    if served is None:
+        raise RuntimeError("raytorchrpc: this process has left the group")
+    work = served.serve(message, reply)
+    if work is not None:
+        served.spawn(work)
+
+
+_BROKEN = (
+    "originated at tensorpipe",
+    "eof",
+    "epipe",
+    "econnre",
+    "pipe closed",
+    "not running",
+    "shutting down",
+    "no longer running",
+)
+
+
+def _translate(error: RuntimeError, peer: str, *, sent: bool) -> RayTorchRpcError:
+    """torchrpc raises RuntimeError for everything; tell the cases apart by their text."""
+    text = str(error)
+    if "RPC ran for more than set timeout" in text:
+        return RpcTimeout(f"no reply from {peer!r} in time over torchrpc; the call may still run there")
+    if "has left the group" in text:
+        return PeerLost(peer, "it has left the group", may_have_run=False)
+    if any(sign in text.lower() for sign in _BROKEN):
+        return PeerLost(peer, text.split("(this error originated")[0].strip(), may_have_run=sent)
+    return RayTorchRpcError(f"torchrpc failed between this member and {peer!r}: {text}")
+
+
+__all__ = ["FabricPeer", "TorchRpcLane"]

@@ -1,0 +1,298 @@
+"""A member's side of torch.distributed: the process's default process group, which all members make together.
+
+Regular communication among many GPUs is NCCL's job, and gloo's on CPUs. This boots them: ranks, interface, store (see
+``rendezvous``), deadlines, and the end when somebody is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from raytorchrpc._compat import torch_internals
+from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupLost
+from raytorchrpc.membership import gloo_peers
+from raytorchrpc.membership.rendezvous import KeyTable, StoreAddress
+from raytorchrpc.process import fork, socket_filter, threads
+from raytorchrpc.topology import nccl_env
+from raytorchrpc.topology.probe import Endpoint
+
+BACKENDS = ("gloo", "nccl")
+
+#: How long the end of one may take before those who have to wait for it go on (seconds).
+_END_S = 5.0
+_NONE_YET = "none was made: call Group.process_group() in the process that formed the group"
+
+
+@dataclass(frozen=True)
+class ProcessGroupInfo:
+    """Who is in a process group, and as which rank. Picklable."""
+
+    backend: str
+    """``gloo`` or ``nccl``."""
+    number: int
+    """The first one of a group is 1; each call of ``Group.process_group`` makes the next."""
+    ranks: Mapping[str, int]
+    """torch's rank by member name. No gaps; in the order of the members' ranks in the group, which may have some."""
+    timeout_s: float
+    """Deadline of a collective, in seconds."""
+
+    @property
+    def world_size(self) -> int:
+        """How many members it has."""
+        return len(self.ranks)
+
+
+class Meeting(NamedTuple):
+    """How a member gets into a process group."""
+
+    info: ProcessGroupInfo
+    store: StoreAddress
+    interface: str | None
+    """This member's own, for gloo and NCCL; None: unknown, they find one by themselves."""
+    endpoint: Endpoint
+    """This member's own evidence, by which NCCL is told what to use."""
+    timeout_s: float
+    """For this step."""
+    translated: tuple[str, ...] = ()
+    """Networks from which members come with other addresses than their own; see GroupConfig.torchrpc_from."""
+
+
+class _Made(NamedTuple):
+    info: ProcessGroupInfo
+    group: dist.ProcessGroup
+    store: Store
+    """Kept for torch's threads, which find its methods only while this object lives."""
+    end: Callable[[], None]
+    """Undoes what making it did to this process, outside torch."""
+
+
+class Collectives:
+    """One per membership. Thread-safe. What blocks has a deadline; nothing here runs on a thread of a lane's."""
+
+    def __init__(self, name: str) -> None:
+        """``name``: of this member."""
+        self._name = name
+        self._changed = threading.Condition()
+        self._making = threading.Lock()
+        """Held while torch makes one, which nothing can interrupt."""
+        self._wanted: ProcessGroupInfo | None = None
+        """The one that is made, or being made; None after its end."""
+        self._made: _Made | None = None
+        self._keys: KeyTable | None = None
+        """If this member is the home of the store."""
+        self._ending: threading.Thread | None = None
+        self._cause = _NONE_YET
+        self._closed = False
+
+    # --- for the member's own code ---------------------------------------------------------------------------------
+
+    def get(self, timeout_s: float) -> tuple[dist.ProcessGroup, ProcessGroupInfo]:
+        """The present one; waits so long for it. Raises ProcessGroupLost with the cause if there is none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._made is not None or self._closed, timeout_s)
+            if self._made is None:
+                raise ProcessGroupLost(f"member {self._name!r} has no process group: {self._cause}")
+            if dist.group.WORLD is not self._made.group:
+                raise ProcessGroupLost(
+                    f"member {self._name!r} has no process group: it was destroyed here; call Group.process_group() "
+                    f"again in the process that formed the group"
+                )
+            return self._made.group, self._made.info
+
+    # --- for whoever formed the group --------------------------------------------------------------------------------
+
+    def prepare(self, info: ProcessGroupInfo, is_home: bool, timeout_s: float) -> str | None:
+        """End the one before, and see whether this process can make one. With ``is_home``, hold the store's keys;
+        returns the store's id.
+
+        Raises ConfigurationError, BootstrapError.
+        """
+        self._end(f"number {info.number} takes its place")
+        if (ending := self._ending) is not None:
+            ending.join(min(timeout_s, _END_S))
+            if ending.is_alive():
+                raise BootstrapError(f"the process group before is still ending in {self._name!r}")
+        if not self._making.acquire(timeout=min(timeout_s, _END_S)):
+            raise BootstrapError(f"an earlier process group is still being made in {self._name!r}; it ends by itself")
+        self._making.release()
+        if dist.is_initialized():
+            raise ConfigurationError(
+                f"torch.distributed is initialised in {self._name!r} already, and not by this group: call "
+                f"torch.distributed.destroy_process_group() there first, or go on with that process group"
+            )
+        if info.backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+            raise ConfigurationError(f"backend 'nccl': {self._name!r} has no NCCL or no GPU; use backend='gloo'")
+        if info.backend == "gloo" and not dist.is_gloo_available():
+            raise ConfigurationError(f"backend 'gloo': torch in {self._name!r} was built without gloo")
+        keys = KeyTable() if is_home else None
+        with self._changed:
+            if self._closed:
+                raise BootstrapError(f"{self._name!r} has left the group")
+            self._wanted, self._keys = info, keys
+            self._cause = f"number {info.number} is being made"
+        return keys.store_id if keys is not None else None
+
+    def keys(self, store_id: str) -> KeyTable:
+        """The keys of that store. Raises ProcessGroupLost if they are not, or no longer, here."""
+        keys = self._keys
+        if keys is None or keys.store_id != store_id:
+            raise ProcessGroupLost(f"its process group has ended in its home {self._name!r}: {self._cause}")
+        return keys
+
+    def make(self, meeting: Meeting, store: Store) -> None:
+        """Make it, together with all others: blocks until each has begun, at most ``meeting.timeout_s`` or the deadline
+        of a collective, whichever is later. Raises BootstrapError.
+        """
+        with self._making:
+            self._make(meeting, store)
+
+    def _make(self, meeting: Meeting, store: Store) -> None:
+        info = meeting.info
+        with self._changed:
+            if self._wanted != info:
+                raise BootstrapError(f"process group {info.number} was given up: {self._cause}")
+        leave = _environment(info.backend, meeting)
+        hook, listeners = sys.excepthook, socket_filter.listening()
+        try:
+            store.set_timeout(timedelta(seconds=meeting.timeout_s))
+            dist.init_process_group(
+                info.backend,
+                store=store,
+                rank=info.ranks[self._name],
+                world_size=info.world_size,
+                timeout=timedelta(seconds=info.timeout_s),
+                device_id=_only_gpu() if info.backend == "nccl" else None,
+            )
+        except Exception as error:  # torch's own are RuntimeError and ValueError, NCCL's DistBackendError
+            leave()
+            raise BootstrapError(f"{info.backend} could not start in {self._name!r}: {_first_line(error)}") from error
+        finally:
+            sys.excepthook = hook  # torch puts one of its own in front, each time
+        group = dist.group.WORLD
+        assert group is not None
+        if info.backend == "gloo":
+            try:
+                gloo_peers.check(store, info.ranks[self._name], info.world_size, listeners, meeting.translated)
+            except Exception as error:
+                _abort(_Made(info, group, store, leave), None, str(error))
+                raise error if isinstance(error, BootstrapError) else BootstrapError(_first_line(error)) from error
+        atexit.unregister(self._end_at_exit)
+        atexit.register(self._end_at_exit)
+        with self._changed:
+            made = _Made(info, group, store, leave)
+            if self._wanted == info:
+                self._made = made
+                self._changed.notify_all()
+                return
+        _abort(made, None, self._cause)
+        raise BootstrapError(f"process group {info.number} was given up: {self._cause}")
+
+    def stay_out(self, info: ProcessGroupInfo) -> None:
+        """Others make one without this member: end the one before. Does not wait."""
+        cause = f"number {info.number} is among others: {', '.join(info.ranks)}"
+        self._end(cause)
+        with self._changed:
+            self._cause = cause
+
+    def give_up(self, number: int, cause: str) -> None:
+        """Of an attempt that failed elsewhere. Idempotent, does not wait."""
+        with self._changed:
+            if self._wanted is None or self._wanted.number != number:
+                return
+        self._end(cause)
+
+    # --- for changes of the group ------------------------------------------------------------------------------------
+
+    def lose(self, member: str, cause: str) -> None:
+        """That member is gone, or another process has taken its place: end what it was part of. Does not wait."""
+        with self._changed:
+            if self._wanted is None or member not in self._wanted.ranks:
+                return
+        again = "call Group.process_group() again in the process that formed the group"
+        self._end(f"member {member!r} was lost ({cause}); {again}")
+
+    def close(self) -> None:
+        """The membership ends. Idempotent; waits a few seconds at most."""
+        with self._changed:
+            self._closed = True
+        self._end("the group was shut down")
+        if (ending := self._ending) is not None:
+            ending.join(_END_S)
+        atexit.unregister(self._end_at_exit)
+
+    def _end_at_exit(self) -> None:
+        """Stop NCCL's threads: one that called the store while the interpreter ends would crash the process."""
+        if not fork.forked():
+            self.close()
+
+    def _end(self, cause: str) -> None:
+        with self._changed:
+            made, self._made = self._made, None
+            keys = self._keys
+            if self._wanted is not None or made is not None:
+                self._cause = cause
+            self._wanted = None
+            self._changed.notify_all()
+            if made is not None:
+                # NCCL may wait for the device. The keys go last, as NCCL's own threads look at them.
+                name = f"raytorchrpc-{self._name}-process-group"
+                try:
+                    self._ending = threads.start(_abort, made, keys, cause, name=name)
+                    return
+                except threads.ThreadShortage as error:
+                    threads.report(error, f"{self._name} waits for its process group to end")
+        if made is not None:
+            _abort(made, keys, cause)
+        elif keys is not None:
+            keys.close(cause)  # whoever still waits for a key hears of it
+
+
+def _environment(backend: str, meeting: Meeting) -> Callable[[], None]:
+    """What gloo and NCCL read when they start, and again for every subgroup; only where the user set nothing. Without
+    it gloo takes the address of the host's own name, which is often 127.0.1.1. Returns what undoes it.
+    """
+    wanted = {} if meeting.interface is None else {"GLOO_SOCKET_IFNAME": meeting.interface}
+    if backend == "nccl":
+        nccl_env.apply(meeting.endpoint, interface=meeting.interface)  # stays: NCCL reads it once
+        # torch's own choice ends the whole process when a collective fails: here it is to raise.
+        wanted["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
+    ours = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(ours)
+
+    def undo() -> None:
+        for name, value in ours.items():
+            if os.environ.get(name) == value:
+                del os.environ[name]
+
+    return undo
+
+
+def _only_gpu() -> torch.device | None:
+    """An actor sees the GPUs that Ray gave it. With one, NCCL connects at once instead of at the first collective."""
+    return torch.device("cuda", 0) if torch.cuda.device_count() == 1 else None
+
+
+def _abort(made: _Made, keys: KeyTable | None, cause: str) -> None:
+    """End it and all its subgroups; what is under way fails, by nccl at once and by gloo at its deadline."""
+    with contextlib.suppress(Exception):
+        if dist.group.WORLD is made.group:  # else somebody has destroyed it already
+            torch_internals.abort_process_groups()
+    made.end()
+    if keys is not None:
+        keys.close(cause)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or repr(error)

@@ -1,0 +1,246 @@
+"""The key-value store of a process group: how its members exchange addresses and ids (a ``torch.distributed.Store``).
+
+One member, the home (torch's rank 0), holds the keys. The others send it requests over the group's own connections, so
+only members can read or change a key, and nothing listens for it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from raytorchrpc.calls.services import Later
+from raytorchrpc.errors import ProcessGroupLost, RayTorchRpcError, RpcTimeout
+
+#: The shortest time given to a request that waits for no key (seconds): a store's timeout may be a poll's.
+_REQUEST_S = 5.0
+
+
+class StoreAddress(NamedTuple):
+    """Where the keys of one process group are."""
+
+    home: str
+    """The name of the member that holds them."""
+    store_id: str
+    """Belongs to this process group alone: requests for an earlier one are refused."""
+
+
+class KeyTable:
+    """The keys of one process group, in its home. Thread-safe, never blocks.
+
+    After ``close`` every operation, and every wait under way, raises ProcessGroupLost with the cause.
+    """
+
+    def __init__(self) -> None:
+        self.store_id = secrets.token_hex(16)
+        self._lock = threading.Lock()
+        self._values: dict[str, bytes] = {}
+        self._waits: dict[Later, tuple[tuple[str, ...], bool]] = {}
+        """Keys, and whether the answer is their values."""
+        self._cause: str | None = None
+        """Why it was closed."""
+
+    def operate(self, operation: str, *args: Any) -> Any:
+        """Run one of ``set``, ``append``, ``add``, ``compare_set``, ``delete``, ``check``, ``count`` and ``wait``.
+
+        ``wait`` may return a Later. Raises ProcessGroupLost after ``close``, and ValueError.
+        """
+        ready: list[tuple[Later, Any]] = []
+        with self._lock:
+            if self._cause is not None:
+                raise _ended(self._cause)
+            result = _OPERATIONS[operation](self, *args)
+            if operation in _WRITES and self._waits:
+                ready = [(later, self._outcome(*wait)) for later, wait in self._waits.items() if self._has(wait[0])]
+                for later, _ in ready:
+                    del self._waits[later]
+        for later, values in ready:
+            later.settle(values)
+        return result
+
+    def give_up(self, later: Later, error: Exception) -> None:
+        """End a wait whose time is over. Idempotent."""
+        with self._lock:
+            self._waits.pop(later, None)
+        later.settle(None, error)
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Those of ``keys`` that are not set."""
+        with self._lock:
+            return [key for key in keys if key not in self._values]
+
+    def close(self, cause: str) -> None:
+        """Drop the keys and end all waits. Idempotent."""
+        with self._lock:
+            self._cause = self._cause or cause
+            waits, self._waits = list(self._waits), {}
+            self._values.clear()
+        for later in waits:
+            later.settle(None, _ended(cause))
+
+    # --- operations, under the lock --------------------------------------------------------------------------------
+
+    def _set(self, pairs: Mapping[str, bytes]) -> None:
+        self._values.update(pairs)
+
+    def _append(self, key: str, value: bytes) -> None:
+        self._values[key] = self._values.get(key, b"") + value
+
+    def _add(self, key: str, amount: int) -> int:
+        number = int(self._values.get(key, b"0")) + amount
+        self._values[key] = b"%d" % number
+        return number
+
+    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        current = self._values.get(key)
+        if current is None and expected:
+            return expected
+        if current is not None and current != expected:
+            return current
+        self._values[key] = desired
+        return desired
+
+    def _delete(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+    def _check(self, keys: Sequence[str]) -> bool:
+        return self._has(keys)
+
+    def _count(self) -> int:
+        return len(self._values)
+
+    def _wait(self, keys: Sequence[str], read: bool) -> Any:
+        if self._has(keys):
+            return self._outcome(keys, read)
+        later = Later()
+        self._waits[later] = tuple(keys), read
+        return later
+
+    def _has(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def _outcome(self, keys: Sequence[str], read: bool) -> list[bytes] | None:
+        return [self._values[key] for key in keys] if read else None
+
+
+def _ended(cause: str) -> ProcessGroupLost:
+    return ProcessGroupLost(f"the process group has ended: {cause}")
+
+
+_WRITES = frozenset({"set", "append", "add", "compare_set"})
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "set": KeyTable._set,
+    "append": KeyTable._append,
+    "add": KeyTable._add,
+    "compare_set": KeyTable._compare_set,
+    "delete": KeyTable._delete,
+    "check": KeyTable._check,
+    "count": KeyTable._count,
+    "wait": KeyTable._wait,
+}
+
+
+class MemberStore(Store):
+    """A member's end of a process group's store. torch's C++ threads call it too: torch takes the interpreter lock.
+
+    Raises torch's own errors: ``DistStoreError`` when time ran out, ``DistNetworkError`` when the home cannot be
+    reached or the process group has ended. C++ finds the methods of this object only while it lives.
+    """
+
+    def __init__(self, send: Callable[[float, str, tuple[Any, ...]], Any]) -> None:
+        """``send(seconds, operation, arguments)``: has the home run ``KeyTable.operate``; blocks for the result."""
+        super().__init__()
+        self._send = send
+
+    def _request(self, operation: str, *args: Any) -> Any:
+        return self._sent(max(_REQUEST_S, self._timeout_s()), operation, args)
+
+    def _awaited(self, keys: Sequence[str], timeout: timedelta | None, read: bool) -> Any:
+        seconds = self._timeout_s() if timeout is None else timeout.total_seconds()
+        return self._sent(seconds, "wait", (list(keys), read))
+
+    def _sent(self, seconds: float, operation: str, args: tuple[Any, ...]) -> Any:
+        try:
+            return self._send(seconds, operation, args)
+        except RpcTimeout as error:
+            raise dist.DistStoreError(f"the process group's store: {error}") from error
+        except RayTorchRpcError as error:
+            raise dist.DistNetworkError(f"the process group's store: {error}") from error
+
+    def _timeout_s(self) -> float:
+        timeout: timedelta = self.timeout  # type: ignore[attr-defined]  # torch's stub lacks it
+        return timeout.total_seconds()
+
+    # --- what torch calls -------------------------------------------------------------------------------------------
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key."""
+        self._request("set", {key: _bytes(value)})
+
+    def get(self, key: str) -> bytes:
+        """A key's value. Blocks until it is set, at most the store's timeout."""
+        value: bytes = self._awaited([key], None, True)[0]
+        return value
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter, which begins at 0; returns what it is then."""
+        number: int = self._request("add", key, value)
+        return number
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """Set a key if it has the expected value, or has none and none is expected; returns what it has then."""
+        value: bytes = self._request("compare_set", key, _bytes(expected_value), _bytes(desired_value))
+        return value
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append to a key's value."""
+        self._request("append", key, _bytes(value))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """As ``get``, for several keys."""
+        values: list[bytes] = self._awaited(keys, None, True)
+        return values
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set several keys at once."""
+        self._request("set", dict(zip(keys, map(_bytes, values), strict=True)))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all these keys are set."""
+        found: bool = self._request("check", list(keys))
+        return found
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Block until all these keys are set. Raises DistStoreError after ``timeout``; None: the store's."""
+        self._awaited(keys, timeout, False)
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key; returns whether it was set."""
+        was_set: bool = self._request("delete", key)
+        return was_set
+
+    def num_keys(self) -> int:
+        """How many keys are set."""
+        number: int = self._request("count")
+        return number
+
+    def has_extended_api(self) -> bool:
+        """Whether there are ``append``, ``multi_get`` and ``multi_set``."""
+        return True
+
+    def clone(self) -> MemberStore:
+        """A store for another thread: this one, as all threads may use it."""
+        return self
+
+    # C++ looks for these two by their names there.
+    deleteKey, getNumKeys = delete_key, num_keys
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,227 @@
+"""A member's side of changes in its group: who comes, who is away for now, who is gone.
+
+Each function is run here by whoever looks after the group (see ``supervision``), on a thread of the member's own, so
+that a member which is busy in a method learns of it too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+from raytorchrpc._compat import torch_internals
+from raytorchrpc.calls.gates import Limit, Scope, current_scope
+from raytorchrpc.calls.member import MAX_TIMEOUT_S, Absence, LocalMember, current_local
+from raytorchrpc.calls.services import Later
+from raytorchrpc.calls.verbs import Future
+from raytorchrpc.errors import NotAMember, RpcTimeout
+from raytorchrpc.lanes.base import MessageLane, TensorLane
+from raytorchrpc.lanes.torchrpc.agent import process_fabric
+from raytorchrpc.membership import join
+from raytorchrpc.membership.messages import JoinSpec, Prepared, Table
+from raytorchrpc.membership.process_group import Meeting, ProcessGroupInfo
+from raytorchrpc.membership.rendezvous import MemberStore, StoreAddress
+from raytorchrpc.patterns import handle
+
+_JOINING = Absence("it has not joined yet", for_good=False)
+
+
+class Arrival(NamedTuple):
+    """What a member is told when others come in."""
+
+    spec: JoinSpec
+    """Its own, as they need it."""
+    table: Table
+    """Of those who come in and of itself; of everybody for ``catch_up``."""
+    names: tuple[str, ...]
+    """Who comes in, for the first time or again."""
+
+
+class Loss(NamedTuple):
+    """One member that is away."""
+
+    name: str
+    incarnation: int
+    cause: str
+    for_good: bool
+
+
+def meet(generation: str, step: int, arrival: Arrival) -> Prepared:
+    """Get ready for them and learn their addresses; ``welcome`` makes them callable. Returns one's own addresses."""
+    with _taking(generation, step) as local:
+        return _meet(local, arrival)
+
+
+def welcome(generation: str, step: int, names: Sequence[str]) -> None:
+    """They are members now."""
+    with _taking(generation, step) as local:
+        _welcome(local, names)
+
+
+def catch_up(generation: str, step: int, arrival: Arrival, away: Sequence[Loss]) -> Prepared:
+    """For a member that has missed some of these: the group as it is now, and who is away or dead."""
+    with _taking(generation, step) as local:
+        known = {road.member.name: road.member for road in local.roads}
+        members = {member.name: member for member in arrival.table.info.members}
+        dead = {loss.name for loss in away if loss.for_good}
+        _remove(local, [name for name in known if name not in members and name not in dead])
+        late = [
+            name
+            for name, member in members.items()
+            if name not in known or known[name].incarnation < member.incarnation or name in arrival.names
+        ]
+        for name in known.keys() & set(arrival.names):  # this member was out of reach
+            process_fabric().distrust(known[name].rpc_name)
+        prepared = _meet(local, arrival._replace(names=tuple(name for name in late if name != local.me.name)))
+        missing = {loss.name for loss in away}
+        _welcome(local, [name for name in members if name not in missing])
+        # One that has come and died meanwhile was never known here.
+        _lose(local, [loss for loss in away if loss.name in members or loss.name in known])
+        return prepared
+
+
+def lose(generation: str, step: int, losses: Sequence[Loss]) -> None:
+    """They are away: calls under way to them fail, later ones fail at once, what they held is taken back."""
+    with _taking(generation, step) as local:
+        _lose(local, losses)
+
+
+def remove(generation: str, step: int, names: Sequence[str]) -> None:
+    """They are members no longer."""
+    with _taking(generation, step) as local:
+        _remove(local, names)
+
+
+# --- process groups: no changes of the group, so these have no step --------------------------------------------------
+
+
+def prepare_process_group(generation: str, info: ProcessGroupInfo, is_home: bool, timeout_s: float) -> str | None:
+    """See Collectives.prepare."""
+    return _member_of(generation).collectives.prepare(info, is_home, timeout_s)
+
+
+def make_process_group(generation: str, meeting: Meeting) -> None:
+    """See Collectives.make."""
+    store = MemberStore(partial(_send_to_home, generation, meeting.store))
+    _member_of(generation).collectives.make(meeting, store)
+
+
+def stay_out_of_process_group(generation: str, info: ProcessGroupInfo) -> None:
+    """See Collectives.stay_out."""
+    _member_of(generation).collectives.stay_out(info)
+
+
+def give_up_process_group(generation: str, number: int, cause: str) -> None:
+    """See Collectives.give_up."""
+    _member_of(generation).collectives.give_up(number, cause)
+
+
+_STORE = "raytorchrpc.process_group_store"
+#: The home answers in time that a key is missing; a request waits so much longer for that answer (seconds).
+_ANSWER_S = 5.0
+
+
+def _operate(
+    local: LocalMember, caller: int, store_id: str, seconds: float, operation: str, args: tuple[Any, ...]
+) -> Any:
+    """At the home: run an operation of the store. A wait is answered after so many seconds at the latest."""
+    keys = local.collectives.keys(store_id)
+    result = keys.operate(operation, *args)
+    if isinstance(result, Later):
+
+        def time_out() -> None:
+            missing = ", ".join(keys.missing(args[0]))
+            keys.give_up(result, RpcTimeout(f"nobody has set {missing} within {seconds:.3g} s"))
+
+        cancel = local.alarms.at(time.monotonic() + seconds, time_out)
+        result.add_done_callback(lambda _: cancel())
+    return result
+
+
+handle.serve(_STORE, _operate)
+
+
+def _send_to_home(generation: str, store: StoreAddress, seconds: float, operation: str, args: tuple[Any, ...]) -> Any:
+    """See MemberStore. Waits for nothing but the home: not for a turn of the actor's, nor for calls under way."""
+    local = _member_of(generation)
+    budget = min(MAX_TIMEOUT_S, seconds + _ANSWER_S)
+    if store.home == local.me.name:
+        result = _operate(local, local.me.rank, store.store_id, seconds, operation, args)
+        if not isinstance(result, Later):
+            return result
+        result.exception(budget)
+        return result.outcome()
+    # A scope of its own: torch's timeout counts here, and what the caller has sent to the home does not hold this up.
+    before = current_scope.set(Scope(limit=Limit(time.monotonic() + budget)))
+    try:
+        with torch_internals.autograd_context(torch_internals.NO_CONTEXT):
+            request = (store.store_id, seconds, operation, args)
+            return Future(local.call(store.home, _STORE, request, {}, budget, retry=0)).wait()
+    finally:
+        current_scope.reset(before)
+
+
+def _member_of(generation: str) -> LocalMember:
+    local = current_local()
+    if local is None or local.generation != generation:
+        raise NotAMember(f"this process has left generation {generation} of the group")
+    return local
+
+
+@contextmanager
+def _taking(generation: str, step: int) -> Iterator[LocalMember]:
+    """Changes take effect one at a time and in order. What comes late, as after a broken network, is refused: whoever
+    sent it has had no answer, and sends the group as it is then (``catch_up``).
+    """
+    local = _member_of(generation)
+    with join.changing:
+        if step <= local.step:
+            raise NotAMember(f"a later change than {step} has taken effect already")
+        local.step = step
+        yield local
+
+
+def _meet(local: LocalMember, arrival: Arrival) -> Prepared:
+    prepared = join.extend(local, arrival.spec, arrival.table)
+    coming = [member for member in arrival.table.info.members if member.name in arrival.names]
+    for member in coming:
+        local.miss(member.rank, _JOINING)
+        local.collectives.lose(member.name, "it left and came back")
+        _part(local, member.name)
+    join.meet_peers(local, arrival.table, coming)
+    join.rejoined(arrival.spec, arrival.table, prepared)
+    return prepared
+
+
+def _welcome(local: LocalMember, names: Sequence[str]) -> None:
+    for name in names:
+        local.welcome(local.road(name).member.rank)
+
+
+def _lose(local: LocalMember, losses: Sequence[Loss]) -> None:
+    for loss in losses:
+        member = local.road(loss.name).member
+        if member.incarnation <= loss.incarnation:  # an earlier one has gone before
+            local.miss(member.rank, Absence(loss.cause, loss.for_good))
+            local.collectives.lose(loss.name, loss.cause)
+            process_fabric().distrust(member.rpc_name)
+            _part(local, loss.name)
+    join.removed([loss.name for loss in losses if loss.for_good])
+
+
+def _remove(local: LocalMember, names: Sequence[str]) -> None:
+    for name in names:
+        rank = local.road(name).member.rank
+        local.forget(rank)
+        local.collectives.lose(name, "it was removed from the group")
+        _part(local, name)
+    join.removed(names)
+
+
+def _part(local: LocalMember, name: str) -> None:
+    everything: list[MessageLane | TensorLane] = [*local.lanes, *local.tensor_lanes.values()]
+    for lane in everything:
+        lane.disconnect(name)

@@ -1,0 +1,284 @@
+"""A member's own threads: those that run methods, the one that watches deadlines, and the one that tidies up."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from raytorchrpc.process import threads
+from raytorchrpc.process.threads import ThreadShortage
+
+logger = logging.getLogger(__name__)
+
+#: A worker that had nothing to do for so long ends (seconds): one burst is not to cost its threads for ever.
+_IDLE_S = 30.0
+
+
+class Workers:
+    """Daemon threads that run methods: made when none is idle, kept for a while after. Hot path.
+
+    Daemons, because a method that never returns must not keep the process from ending.
+    """
+
+    def __init__(
+        self, name: str, limit: int = 512, idle_s: float = _IDLE_S, *, keep: bool = False, alarms: Alarms | None = None
+    ) -> None:
+        """``limit``: threads at most. ``idle_s``: seconds without a task after which one ends.
+
+        ``keep``: the first thread starts now and does not end before ``stop``, so that tasks are run even where no
+        further thread can be started. ``alarms``: used to try again then. Raises ThreadShortage.
+        """
+        self._name, self._limit, self._idle_s = name, limit, idle_s
+        self._keep, self._alarms = int(keep), alarms
+        self._tasks: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0  # threads waiting for a task, less the tasks waiting for a thread
+        self._threads = 0
+        self._retrying = False
+        self._stopped = False
+        if keep:
+            self._threads = self._idle = 1
+            threads.start(self._work, name=f"{name}-1")
+
+    def submit(self, function: Callable[..., None], *args: Any) -> None:
+        """Run ``function(*args)``, which must not raise, on a worker; returns at once.
+
+        If no thread can be started, the task waits for one that exists. Raises ThreadShortage, and does not run it, if
+        there is none; never with ``keep``.
+
+        After ``stop`` too, on a thread of its own: a method that waited for its turn holds a seat now, and has
+        to give it back. Beyond the limit too, if it is the method of an object that ``may_not_wait``.
+        """
+        with self._lock:
+            full = self._idle <= 0 and self._threads >= self._limit
+            late = self._stopped or (full and getattr(getattr(function, "__self__", None), "may_not_wait", False))
+            if not late:
+                self._idle -= 1
+                grows = self._idle < 0 and self._threads < self._limit
+                if grows:
+                    self._threads += 1
+                    self._idle += 1
+        if late:
+            self._run_late(function, args)
+            return
+        # Outside the lock: it waits for the thread to begin.
+        if grows and not self._start_one() and not self._is_waited_for():
+            raise ThreadShortage(self._name, "no memory, or no more threads")
+        with self._lock:
+            if not self._stopped:
+                try:
+                    self._tasks.put((function, args))  # under the lock: not behind what stop() puts there
+                    return
+                except MemoryError:
+                    self._idle += 1
+        self._run_late(function, args)
+
+    def _run_late(self, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+        try:
+            threads.start(function, *args, name=f"{self._name}-late")
+        except ThreadShortage as error:
+            threads.report(error, f"{self._name} runs a task on the thread that submitted it")
+            function(*args)
+
+    def _start_one(self) -> bool:
+        """Start the thread that was counted already; if that fails, it is counted no more."""
+        try:
+            threads.start(self._work, name=f"{self._name}-{self._threads}")
+        except ThreadShortage as error:
+            threads.report(error, f"{self._name}: tasks have to wait for a thread")
+            with self._lock:
+                self._threads -= 1
+                self._idle -= 1
+            return False
+        return True
+
+    def _is_waited_for(self) -> bool:
+        """A task without a thread: whether one that exists will come to it. Has more started later, if that is so."""
+        with self._lock:
+            if not self._threads:
+                self._idle += 1
+                return False
+            retries = self._alarms is not None and not self._retrying
+            if retries:
+                self._retrying = True
+        if retries and self._alarms is not None:
+            try:
+                self._alarms.at(time.monotonic() + threads.PAUSE_S, self._grow)
+            except MemoryError:  # the thread that exists has to do
+                self._retrying = False
+        return True
+
+    def _grow(self) -> None:
+        """Start the threads that tasks wait for, as far as that is possible now."""
+        grows = True
+        while grows:
+            with self._lock:
+                self._retrying = False
+                grows = not self._stopped and self._idle < 0 and self._threads < self._limit
+                if grows:
+                    self._threads += 1
+                    self._idle += 1
+            if grows and not self._start_one():
+                self._is_waited_for()
+                return
+
+    def _work(self) -> None:
+        threads.serve(self._do_next, f"a worker of {self._name}")
+
+    def _do_next(self) -> bool:
+        try:
+            task = self._tasks.get(timeout=self._idle_s)
+        except queue.Empty:
+            with self._lock:
+                # Perhaps a task that this thread was counted for is just being put there.
+                if self._idle <= 0 or self._threads <= self._keep or self._stopped:
+                    return True
+                self._threads -= 1
+                self._idle -= 1
+                return False
+        if task is None:
+            return False
+        function, args = task
+        try:
+            function(*args)
+        finally:
+            del task, function, args  # an idle worker keeps no tensor alive
+            with self._lock:
+                self._idle += 1
+        return True
+
+    def stop(self) -> None:
+        """Let idle threads end now and busy ones after their task. Does not wait. Idempotent."""
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+            for _ in range(self._threads):
+                self._tasks.put(None)
+
+
+class _Alarm:
+    __slots__ = ("callback", "when")
+
+    def __init__(self, when: float, callback: Callable[[], None]) -> None:
+        self.when = when
+        self.callback: Callable[[], None] | None = callback
+
+    def __lt__(self, other: _Alarm) -> bool:
+        return self.when < other.when
+
+
+class Alarms:
+    """Calls back when a deadline passes, on one daemon thread. Thread-safe."""
+
+    def __init__(self, name: str) -> None:
+        """Raises ThreadShortage."""
+        self._changed = threading.Condition()
+        self._heap: list[_Alarm] = []
+        self._cancelled = 0
+        self._stopped = False
+        # Now, and not with the first alarm: a member that cannot end its waits is not to join.
+        threads.start(self._watch, f"the alarms of {name}", name=f"{name}-alarms")
+
+    def at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call ``callback``, which is short and does not raise, at ``when`` (``time.monotonic``), unless what
+        this returns is called before. A callback that finds no memory is called again.
+        """
+        alarm = _Alarm(when, callback)
+        with self._changed:
+            heapq.heappush(self._heap, alarm)
+            if self._heap[0] is alarm:
+                self._changed.notify()
+
+        def cancel() -> None:
+            with self._changed:
+                if alarm.callback is not None:
+                    alarm.callback = None  # what it holds may be large
+                    self._cancelled += 1
+                if self._cancelled > 64 and self._cancelled > len(self._heap) // 2:
+                    self._heap = [kept for kept in self._heap if kept.callback is not None]
+                    heapq.heapify(self._heap)
+                    self._cancelled = 0
+
+        return cancel
+
+    def _watch(self, who: str) -> None:
+        threads.serve(self._call_next, who)
+
+    def _call_next(self) -> bool:
+        with self._changed:
+            while not self._stopped and (not self._heap or self._heap[0].when > time.monotonic()):
+                self._changed.wait(self._heap[0].when - time.monotonic() if self._heap else None)
+            if self._stopped:
+                return False
+            alarm = heapq.heappop(self._heap)
+            callback, alarm.callback = alarm.callback, None
+            if callback is None:
+                self._cancelled -= 1
+                return True
+        try:
+            callback()
+        except Exception as error:
+            if threads.is_shortage(error):
+                with self._changed:
+                    if not self._stopped:
+                        alarm.callback, alarm.when = callback, time.monotonic() + threads.PAUSE_S
+                        heapq.heappush(self._heap, alarm)
+            raise
+        return True
+
+    def stop(self) -> None:
+        """No alarm goes off any more."""
+        with self._changed:
+            self._stopped = True
+            self._heap.clear()
+            self._changed.notify()
+
+
+class Leftovers:
+    """What finalizers leave to be done, on one daemon thread.
+
+    Python may run a finalizer in the middle of anything, on a thread that holds any lock: one that takes a lock can
+    wait for itself for ever.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Raises ThreadShortage."""
+        self._left: queue.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._stopped = False
+        threads.start(self._work, f"the leftovers of {name}", name=f"{name}-leftovers")
+
+    def leave(self, function: Callable[..., object], *args: Any) -> None:
+        """Have ``function(*args)`` run soon, but not after ``stop``. Takes no lock. What it raises is logged."""
+        if not self._stopped:
+            self._left.put((function, args))
+
+    def _work(self, who: str) -> None:
+        threads.serve(self._do_next, who)
+
+    def _do_next(self) -> bool:
+        task = self._left.get()
+        if task is None:
+            return False
+        if self._stopped:
+            return True
+        function, args = task
+        try:
+            function(*args)
+        except Exception as error:
+            if not threads.is_shortage(error):
+                logger.exception("what a finalizer has left could not be done")
+                return True
+            self._left.put(task)  # else it would never be given back
+            raise
+        return True
+
+    def stop(self) -> None:
+        """Nothing more is done. Idempotent."""
+        self._stopped = True
+        self._left.put(None)

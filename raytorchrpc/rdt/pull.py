@@ -1,0 +1,249 @@
+"""The side of Ray Direct Transport that wants the tensors: one pull, from asking to having them."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from raytorchrpc._compat import ray_internals, torch_internals
+from raytorchrpc.calls import gates
+from raytorchrpc.calls.member import LocalMember, current_local
+from raytorchrpc.calls.outgoing import CallUnderWay
+from raytorchrpc.calls.peers import Member
+from raytorchrpc.calls.retry import RetriedCall
+from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RpcTimeout, TransferFailed
+from raytorchrpc.process import threads
+from raytorchrpc.process.workers import Workers
+from raytorchrpc.rdt import source as _rdt_source
+from raytorchrpc.rdt.source import PULL, Source
+from raytorchrpc.tensors.codec import Codec
+from raytorchrpc.tensors.host_device_copy import fill
+
+if TYPE_CHECKING:
+    from raytorchrpc.lanes.nng.lane import NngClient
+
+#: Of the time that Ray gives a transfer, what a pull may take: its own error says more than Ray's.
+_SHARE_OF_TIME = 0.8
+#: Whoever waits looks this often (seconds) whether Ray has aborted the transfer.
+_LOOK_S = 0.1
+#: What the road by the group may raise where the door can still do.
+_ROAD_LOST = (PeerLost, NotAMember, LaneUnavailable)
+
+_workers = Workers("raytorchrpc-pull")
+_under_way: weakref.WeakSet[Pull] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def abort(object_id: str) -> None:
+    """End the pulls of this object that are under way here: whoever waits for one gets TransferFailed."""
+    with _lock:
+        pulls = [pull for pull in _under_way if pull.object_id == object_id]
+    for pull in pulls:
+        pull.fail("Ray aborted the transfer")
+
+
+class Pull:
+    """The tensors of one object, on their way here. Begun by its constructor, which does not block."""
+
+    def __init__(
+        self,
+        object_id: str,
+        source: Source,
+        on_gpu: bool,
+        targets: Sequence[torch.Tensor] | None = None,
+        *,
+        attended: bool = False,
+    ) -> None:
+        """``on_gpu``: some tensor is on a GPU there. ``targets``: tensors to be filled instead of new ones.
+        ``attended``: ``wait`` follows at once.
+        """
+        self.object_id, self._source, self._on_gpu, self._targets = object_id, source, on_gpu, targets
+        self._deadline = time.monotonic() + _SHARE_OF_TIME * ray_internals.transfer_timeout_s()
+        # What is to end on the CPU need not see a GPU of this process on its way, which may have none.
+        self._to_cpu = bool(targets) and on_gpu and not any(target.is_cuda for target in targets or ())
+        self._done = threading.Event()
+        self._changing = threading.Lock()
+        self._take: Callable[[], list[torch.Tensor]] | None = None
+        """Gets the tensors once ``_done``, on the thread that will use them."""
+        self._call: CallUnderWay | RetriedCall | None = None
+        """To the member that has them: whoever waits reads its answer, which spares waking a thread for it."""
+        self._failure: str | None = None
+        self._cause: BaseException | None = None
+        with _lock:
+            _under_way.add(self)
+        local = current_local()
+        member = None if local is None else _member_at(local, source)
+        if source.process == _rdt_source.process_token():
+            self._settle(self._own)
+        elif local is not None and member is not None:
+            self._ask_member(local, member, attended)
+        else:
+            self._ask_at_door()
+
+    def _own(self) -> list[torch.Tensor]:
+        kept = _rdt_source.tensors_of(self.object_id, self._source.process)
+        kept.adopt()
+        return kept.tensors if self._targets is None else _filled(self._targets, kept.tensors)
+
+    def _ask_member(self, local: LocalMember, member: Member, attended: bool) -> None:
+        try:
+            scope = gates.current_scope.set(gates.NO_SCOPE)  # its deadline is the transfer's own
+            try:
+                with torch_internals.autograd_context(torch_internals.NO_CONTEXT):
+                    args = (self.object_id, self._source.process, self._to_cpu)
+                    left = self._remaining()
+                    self._call = local.call(member, PULL, args, {}, left, into=self._targets, attended=attended)
+            finally:
+                gates.current_scope.reset(scope)
+        except _ROAD_LOST:
+            self._ask_at_door()
+
+    def _ask_at_door(self) -> None:
+        try:
+            _workers.submit(_fetch_for, weakref.ref(self), self._source, self.object_id, self._deadline)
+        except threads.ThreadShortage as error:
+            self.fail(str(error), error)
+
+    def _settle(self, take: Callable[[], list[torch.Tensor]]) -> None:
+        with self._changing:
+            if not self._done.is_set():
+                self._take = take
+                self._done.set()
+
+    def fail(self, cause: str, error: BaseException | None = None) -> None:
+        """Let whoever waits have TransferFailed with this cause; no effect once it is done."""
+        with self._changing:
+            if not self._done.is_set():
+                self._failure, self._cause = cause, error
+                self._done.set()
+
+    def _remaining(self) -> float:
+        return max(0.001, self._deadline - time.monotonic())
+
+    def _arrives(self, until: float) -> bool:
+        """Block until it is done, at most ``until``."""
+        call, self._call = self._call, None
+        while call is not None and not self._done.is_set():
+            left = until - time.monotonic()
+            if call.wait(max(0.0, min(left, _LOOK_S))):
+                self._settle(partial(_outcome, call))
+            elif left <= 0:
+                self._call = call  # it may be asked again
+                return False
+        return self._done.wait(max(0.0, until - time.monotonic()))
+
+    def wait(self, timeout_s: float | None) -> list[torch.Tensor]:
+        """The tensors, in order; to be called once, on the thread that will use them. Blocks.
+
+        Raises TransferFailed, TimeoutError if ``timeout_s`` is over first.
+        """
+        until = self._deadline if timeout_s is None else min(self._deadline, time.monotonic() + timeout_s)
+        while True:
+            if not self._arrives(until):
+                if until < self._deadline:
+                    raise TimeoutError(f"object {self.object_id} has not arrived within {timeout_s:.3g} s")
+                self.fail(f"it did not come within {_SHARE_OF_TIME * ray_internals.transfer_timeout_s():.3g} s")
+            take, self._take = self._take, None
+            if take is None:
+                raise TransferFailed(self.object_id, self._source.shown, self._failure or "") from self._cause
+            try:
+                return take()
+            except PeerLost:  # it may have left the group and still be there
+                with self._changing:
+                    self._done.clear()
+                self._ask_at_door()
+                continue
+            except Exception as error:
+                raise TransferFailed(self.object_id, self._source.shown, _text(error, self._on_gpu)) from error
+
+
+def _outcome(call: CallUnderWay | RetriedCall) -> list[torch.Tensor]:
+    outcome = call.outcome()
+    assert outcome is not None  # it is never sent again
+    value, error = outcome
+    try:
+        if error is not None:
+            raise error
+        return value  # type: ignore[no-any-return]
+    finally:
+        del error  # its traceback holds this frame
+
+
+def _filled(targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The targets, on whatever device, with what the tensors hold. Raises ValueError if they are of other kinds."""
+    for target, tensor in zip(targets, tensors, strict=True):
+        if (target.dtype, target.shape) != (tensor.dtype, tensor.shape):
+            its, its_target = (f"{one.dtype} {tuple(one.shape)}" for one in (tensor, target))
+            raise ValueError(f"a tensor of {its} cannot be received into one of {its_target}")
+    fill([target.detach() for target in targets], [tensor.detach() for tensor in tensors])
+    return list(targets)
+
+
+def _text(error: BaseException, on_gpu: bool = False) -> str:
+    if isinstance(error, LaneUnavailable) and on_gpu:
+        return f"{error.reason}; or get it with ray.experimental.set_target_device_for_ref(ref, 'cpu')"
+    if isinstance(error, PeerLost):
+        return f"it is gone, or cannot be reached from here ({error.cause})"
+    known = isinstance(error, (LookupError, LaneUnavailable, RpcTimeout))
+    return str(error.args[0]) if known and error.args else f"{type(error).__name__}: {error}"
+
+
+def _member_at(local: LocalMember, source: Source) -> Member | None:
+    """The member that is this process, if the group that we are in has it."""
+    for road in local.roads:
+        if road.member.pid == source.pid and road.member.node_id == source.node_id:
+            return road.member
+    return None
+
+
+@functools.cache
+def _client() -> NngClient:
+    from raytorchrpc.lanes.nng.lane import NngClient  # members do without its library
+
+    return NngClient()
+
+
+def _fetch_for(waiting: weakref.ref[Pull], source: Source, object_id: str, deadline: float) -> None:
+    """Get an object at the door, for a pull that somebody may still wait for."""
+    try:
+        if source.door is None:
+            raise LaneUnavailable("nng", "it has no door for processes that are not in its group")
+        body = _client().fetch(source.door, source.secret, object_id, max(0.001, deadline - time.monotonic()))
+    except BaseException as error:
+        pull = waiting()
+        if pull is not None:
+            pull.fail(_text(error), error)
+        return
+    pull = waiting()
+    if pull is None:
+        return
+    targets = pull._targets
+
+    def take() -> list[torch.Tensor]:
+        tensors, on_gpu = Codec(ray_internals.cloudpickler()).decode(*body)
+        return _placed(tensors, on_gpu) if targets is None else _filled(targets, tensors)
+
+    pull._settle(take)
+
+
+def _placed(tensors: list[torch.Tensor], on_gpu: Sequence[int]) -> list[torch.Tensor]:
+    """Those that were on a GPU there go to this process's, if it uses one; else they stay on the CPU."""
+    if on_gpu and _uses_gpu():
+        for position in on_gpu:
+            tensors[position] = tensors[position].cuda()
+    return tensors
+
+
+def _uses_gpu() -> bool:
+    import ray
+
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return True
+    return torch.cuda.is_available() and bool(ray.get_runtime_context().get_accelerator_ids().get("GPU"))

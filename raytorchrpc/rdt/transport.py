@@ -1,0 +1,154 @@
+"""What Ray asks of a tensor transport, and who answers it here: ``_rdt_source`` and ``_rdt_pull``."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from ray.experimental.rdt.tensor_transport_manager import (
+    CommunicatorMetadata,
+    FetchRequest,
+    TensorTransportManager,
+    TensorTransportMetadata,
+)
+
+from raytorchrpc import rdt
+from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls.out_of_band import Runs, runs_of
+from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.lanes.base import DTYPES
+from raytorchrpc.rdt import pull as _rdt_pull
+from raytorchrpc.rdt import source as _rdt_source
+from raytorchrpc.rdt.source import Source
+
+logger = logging.getLogger(__name__)
+
+_DEVICES = ("cpu", "cuda")
+
+
+def register() -> None:
+    """See ``rdt.enable``."""
+    ray_internals.register_transport(rdt.TRANSPORT, _DEVICES, TorchRpcTransport, torch.Tensor)
+
+
+@dataclass
+class ObjectMeta(TensorTransportMetadata):
+    """What travels with an ObjectRef: of what kind its tensors are, and where."""
+
+    source: Source | None = None
+    on_gpu: bool = False
+    runs: Runs = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A thousand tensors that are alike take no more room than one.
+        return _arrived, (self.runs, self.tensor_device, self.source, self.on_gpu)
+
+
+def _arrived(runs: Runs, device: str | None, source: Source | None, on_gpu: bool) -> ObjectMeta:
+    register()  # whoever gets such an ObjectRef may want what it stands for
+    return ObjectMeta(_kinds(runs), device, source, on_gpu, runs)
+
+
+def _kinds(runs: Runs) -> list[Any]:
+    """(shape, dtype) of each tensor."""
+    kinds: list[Any] = []
+    for name, shape, count in runs:
+        kinds += [(torch.Size(shape), DTYPES[name])] * count
+    return kinds
+
+
+class _Fetch(FetchRequest):
+    """A pull, as Ray holds it."""
+
+    def __init__(self, object_id: str, pull: _rdt_pull.Pull | None) -> None:
+        super().__init__(obj_id=object_id, tensors=[])
+        self.pull = pull
+
+
+class TorchRpcTransport(TensorTransportManager):
+    """One per process, made by Ray."""
+
+    def tensor_transport_backend(self) -> str:
+        return rdt.TRANSPORT
+
+    @staticmethod
+    def is_one_sided() -> bool:
+        return True
+
+    @staticmethod
+    def can_abort_transport() -> bool:
+        return True
+
+    def actor_has_tensor_transport(self, actor: Any) -> bool:
+        return True
+
+    def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[torch.Tensor]) -> ObjectMeta:
+        """In the source, on the thread that ran the method: keep the tensors."""
+        if not rdt_object:
+            return ObjectMeta([])
+        if strange := {tensor.device.type for tensor in rdt_object} - set(_DEVICES):
+            raise ConfigurationError(
+                f"{rdt.TRANSPORT} carries tensors on {' and '.join(_DEVICES)}, not on {', '.join(sorted(strange))}: "
+                f"move them before you return or put them"
+            )
+        context = ray.get_runtime_context()
+        actor = context.get_actor_id()
+        shown = f"the driver (pid {os.getpid()})" if actor is None else f"actor {actor}"
+        source = _rdt_source.here(context.get_node_id(), _node_ip(), shown)
+        _rdt_source.keep(obj_id, rdt_object)
+        on_gpu = any(tensor.is_cuda for tensor in rdt_object)
+        runs = runs_of(rdt_object)
+        return ObjectMeta(_kinds(runs), rdt_object[0].device.type, source, on_gpu, runs)
+
+    def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: Any = None) -> CommunicatorMetadata:
+        """In whoever made the call. Must not raise: Ray may be calling from a thread that cannot take it."""
+        if dst_actor is not None and not ray_internals.may_receive(dst_actor):
+            logger.warning(
+                "%r was made without @ray.remote(enable_tensor_transport=True): its task may wait, up to %g s, for "
+                "tensors that Ray has it receive only after that task",
+                dst_actor,
+                ray_internals.transfer_timeout_s(),
+            )
+        return CommunicatorMetadata()
+
+    def fetch_multiple_tensors(
+        self, obj_id: str, tensor_transport_metadata: Any, communicator_metadata: Any, target_buffers: Any = None
+    ) -> FetchRequest:
+        """In the receiver: begin to pull."""
+        return _Fetch(obj_id, _pull(obj_id, tensor_transport_metadata, target_buffers))
+
+    def wait_fetch_complete(self, fetch_request: Any, timeout: float = -1) -> list[torch.Tensor]:
+        pull = fetch_request.pull
+        return [] if pull is None else pull.wait(None if timeout < 0 else timeout)
+
+    def recv_multiple_tensors(
+        self, obj_id: str, tensor_transport_metadata: Any, communicator_metadata: Any, target_buffers: Any = None
+    ) -> list[torch.Tensor]:
+        pull = _pull(obj_id, tensor_transport_metadata, target_buffers, attended=True)
+        return [] if pull is None else pull.wait(None)
+
+    def send_multiple_tensors(self, tensors: Any, tensor_transport_metadata: Any, communicator_metadata: Any) -> None:
+        raise NotImplementedError("this transport is one-sided: the receiver pulls")
+
+    def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: Any) -> None:
+        """In the source: the last ObjectRef is gone."""
+        _rdt_source.drop(obj_id)
+
+    def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
+        """In the receiver."""
+        _rdt_pull.abort(obj_id)
+
+
+def _pull(object_id: str, meta: ObjectMeta, targets: Any, *, attended: bool = False) -> _rdt_pull.Pull | None:
+    """None for an object without tensors."""
+    if meta.source is None:
+        return None
+    return _rdt_pull.Pull(object_id, meta.source, meta.on_gpu, targets, attended=attended)
+
+
+def _node_ip() -> str:
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]

@@ -1,0 +1,57 @@
+"""CUDA tensors that pass from one thread or process to another: where to, and in order without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.topology.device_map import CPU, Device
+
+
+def nothing() -> None:
+    """For tensors that need no hand-over."""
+
+
+def hand_over(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """Called on the thread (and streams) that made the tensors; the result is called on the one that uses them.
+
+    The user's streams then wait for the maker's, on the GPU, without blocking the CPU. ``record_stream`` keeps
+    the memory from being handed out again while the user's kernels still read it.
+    """
+    # One for each storage: the allocator keeps account of nothing smaller.
+    on_gpu = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor.is_cuda}
+    if not on_gpu:
+        return nothing
+    kept: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in on_gpu.values():
+        kept.setdefault(tensor.device, []).append(tensor)
+    made = {device: torch.cuda.current_stream(device).record_event() for device in kept}
+
+    def adopt() -> None:
+        for device, event in made.items():
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(event)
+            for tensor in kept[device]:
+                tensor.record_stream(stream)
+
+    return adopt
+
+
+def check_mapped(tensors: Sequence[torch.Tensor], peer: str, mapping: Mapping[Any, Device], lane: str) -> None:
+    """Raise LaneUnavailable for a CUDA tensor that the device map to ``peer`` (mine -> its) does not know."""
+    for index in {tensor.get_device() for tensor in tensors if tensor.is_cuda}:
+        if index not in mapping:
+            shown = ", ".join(f"{_shown(mine)} -> {_shown(its)}" for mine, its in mapping.items()) or "empty"
+            raise LaneUnavailable(
+                lane,
+                f"a tensor on cuda:{index} has no mapping to member {peer!r} (device map: {shown}); map it with "
+                f"GroupConfig(device_maps=...), to a GPU or to 'cpu', give the peer's actor a GPU, or send "
+                f"tensor.cpu()",
+            )
+
+
+def _shown(device: Device) -> str:
+    return device if device == CPU else f"cuda:{device}"

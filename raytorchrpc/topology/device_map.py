@@ -1,0 +1,401 @@
+"""Device maps: where a tensor lands when it is sent to a peer.
+
+The arguments of a call take the caller's map, and its result the inverse of that same map. The callee's own map
+plays no part in it, so the two directions of a pair may differ freely: ``a: {b: {0: 1}}`` together with
+``b: {a: {0: 0}}`` is no contradiction.
+
+An entry leads from GPU to GPU, or crosses between a GPU and the CPU. A CPU tensor that the map does not mention stays
+a CPU tensor. So the inverse for a result is:
+
+* from a GPU of the peer: to the local GPU that is mapped to it, else to the CPU if ``"cpu"`` is mapped to it;
+* from the peer's CPU: to the CPU, always.
+
+``{"cpu": 0}`` therefore brings a CUDA result from the peer's ``cuda:0`` back as a CPU tensor. ``{0: "cpu"}`` changes no
+result: a CPU tensor there may just as well stem from a CPU tensor here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+from raytorchrpc.config import GroupConfig
+from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.topology.probe import Endpoint
+
+Peer = str | int
+CPU: Final = "cpu"
+#: One side of an entry: a CUDA index, or the CPU.
+Device = int | Literal["cpu"]
+Pairs = tuple[tuple[Device, Device], ...]
+
+_ENTRY = re.compile(r"(\d+)_(\d+|cpu)_(\d+|cpu)")
+_SHAPE = "expected <peer rank>_<local gpu>_<peer gpu>, e.g. 1_0_1, with cpu for one of the GPUs where it is meant"
+
+
+class DeviceMap:
+    """One member's maps, peer -> {local GPU: peer GPU}; "cpu" in place of a GPU crosses to or from the CPU.
+
+    Immutable, hashable, picklable.
+
+    Peers are member names or ranks; ``named`` turns all of them into names.
+    """
+
+    __slots__ = ("_entries",)
+    _entries: tuple[tuple[Peer, Pairs], ...]
+
+    def __init__(self, entries: Mapping[Any, Mapping[Any, Device]] | None = None) -> None:
+        moved = {  # what stays on the CPU needs no entry
+            peer: tuple(pair for pair in pairs.items() if pair != (CPU, CPU)) for peer, pairs in (entries or {}).items()
+        }
+        fixed = tuple((peer, pairs) for peer, pairs in moved.items() if pairs)
+        object.__setattr__(self, "_entries", fixed)
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceMap:
+        """Read ``<peer rank>_<local gpu>_<peer gpu>,...``; spaces around commas are allowed, "" is no map.
+
+        ``cpu`` in place of a GPU crosses: with ``1_cpu_0`` CPU tensors arrive on rank 1's GPU 0, with ``1_0_cpu`` CUDA
+        tensors of GPU 0 arrive there as CPU tensors.
+
+        Raises ConfigurationError naming the entry, its position (from 1) and what was expected.
+        """
+        entries: dict[Peer, dict[Device, Device]] = {}
+        if not isinstance(text, str):
+            raise ConfigurationError(f"a device map's text form is a str, not {text!r}")
+        for position, raw in enumerate(text.split(",") if text.strip() else (), start=1):
+            entry = raw.strip()
+            match = _ENTRY.fullmatch(entry)
+            if not match:
+                raise ConfigurationError(f"device map entry {position} ({entry!r}) is malformed: {_SHAPE}")
+            peer, local, target = int(match[1]), _read(match[2]), _read(match[3])
+            if local in entries.setdefault(peer, {}):
+                raise ConfigurationError(
+                    f"device map entry {position} ({entry!r}): {_label(local)} is already mapped to "
+                    f"{_label(entries[peer][local])} of peer {peer}; one local GPU goes to one GPU of a peer"
+                )
+            entries[peer][local] = target
+        return cls(entries)
+
+    @classmethod
+    def from_dict(cls, value: Mapping[Any, Any]) -> DeviceMap:
+        """Read ``{peer name or rank: {local gpu: peer gpu}}``; a GPU is 0, "0", "cuda:0" or torch.device.
+
+        In place of a GPU, "cpu" crosses: ``{"learner": {"cpu": 0}}``, ``{"learner": {0: "cpu"}}``.
+
+        Raises ConfigurationError naming the peer and the entry.
+        """
+        entries: dict[Peer, dict[Device, Device]] = {}
+        for peer, pairs in value.items():
+            if isinstance(peer, bool) or not isinstance(peer, (str, int)):
+                raise ConfigurationError(f"device map: peer {peer!r} is neither a member's name nor its rank")
+            if not isinstance(pairs, Mapping):
+                raise ConfigurationError(
+                    f"device map for peer {peer!r}: expected {{local gpu: peer gpu}}, got {pairs!r}"
+                )
+            mapped = entries.setdefault(peer, {})
+            for local, target in pairs.items():
+                index = _device(local, peer)
+                if index in mapped:
+                    raise ConfigurationError(f"device map for peer {peer!r}: {_label(index)} is mapped twice")
+                mapped[index] = _device(target, peer)
+        return cls(entries)
+
+    @classmethod
+    def of(cls, value: Any) -> DeviceMap:
+        """A DeviceMap from any form that ``GroupConfig.device_maps`` accepts."""
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            return cls.parse(value)
+        if isinstance(value, Mapping):
+            return cls.from_dict(value)
+        raise ConfigurationError(
+            f"a device map is a DeviceMap, its text form or {{peer: {{local gpu: peer gpu}}}}, not {value!r}"
+        )
+
+    @classmethod
+    def auto(
+        cls,
+        local: Endpoint | int,
+        peers: Mapping[str, Endpoint | int],
+        *,
+        local_devices: Sequence[int] | None = None,
+    ) -> DeviceMap:
+        """Map every visible local GPU to the same index, modulo the peer's count.
+
+        Args:
+            local: this member's endpoint, or its number of GPUs.
+            peers: the same for each peer, by name.
+            local_devices: local GPUs that may be used; those this member does not have are skipped.
+
+        torchrpc refuses two local GPUs mapped onto one GPU of a peer. Where this side has more of them
+        than the peer, the lowest local index keeps the target and the rest stay unmapped for that peer:
+        a tensor on one of those has to be moved, or a map be given, before it is sent. A side with no
+        GPU, or whose actor asked Ray for none, has no map.
+        """
+        count = gpu_count(local)
+        usable = [i for i in range(count) if local_devices is None or i in local_devices]
+        entries: dict[Peer, Mapping[Any, Device]] = {}
+        for peer, endpoint in peers.items():
+            targets = gpu_count(endpoint)
+            taken: dict[int, int] = {}
+            for index in usable if targets else ():
+                taken.setdefault(index % targets, index)
+            entries[peer] = inverse(taken)
+        return cls(entries)
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """Peers that have at least one entry, in the order given."""
+        return tuple(peer for peer, _ in self._entries)
+
+    def for_peer(self, peer: Peer) -> dict[Device, Device]:
+        """{local GPU or "cpu": peer GPU or "cpu"} for this peer; empty where nothing is mapped."""
+        return {local: target for name, pairs in self._entries if name == peer for local, target in pairs}
+
+    def to_dict(self) -> dict[Peer, dict[Device, Device]]:
+        """The dict form that ``from_dict`` reads."""
+        return {peer: dict(pairs) for peer, pairs in self._entries}
+
+    def to_text(self, members: Sequence[str] = ()) -> str:
+        """The text form that ``parse`` reads. ``members`` (in rank order) is needed if peers are names."""
+        parts: list[str] = []
+        for peer, pairs in self._entries:
+            rank = peer if isinstance(peer, int) else _rank(peer, members)
+            parts.extend(f"{rank}_{local}_{target}" for local, target in pairs)
+        return ",".join(parts)
+
+    def named(self, members: Sequence[str], owner: str = "") -> DeviceMap:
+        """The same map with every rank replaced by the member's name.
+
+        Raises ConfigurationError naming ``owner``, the peer and the known members if there is none such.
+        """
+        entries: dict[str, dict[Device, Device]] = {}
+        for peer, pairs in self._entries:
+            name = _member(peer, members)
+            if name is None:
+                raise ConfigurationError(f"device map of {owner or 'a member'}: no member {peer!r} ({_known(members)})")
+            mapped = entries.setdefault(name, {})
+            for local, target in pairs:
+                if mapped.setdefault(local, target) != target:
+                    raise ConfigurationError(
+                        f"device map of {owner or 'a member'}: {_label(local)} is mapped to both "
+                        f"{_label(mapped[local])} and {_label(target)} of {name} (given by name and by rank)"
+                    )
+        return DeviceMap(entries)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"DeviceMap is immutable; cannot set {name!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (DeviceMap, (self.to_dict(),))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DeviceMap):
+            return NotImplemented
+        return self.to_dict() == other.to_dict()
+
+    def __hash__(self) -> int:
+        # The order in which entries were written makes no difference to what they mean.
+        return hash(frozenset((peer, frozenset(pairs)) for peer, pairs in self._entries))
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def __repr__(self) -> str:
+        return f"DeviceMap({self.to_dict()!r})"
+
+
+def gpu_pairs(mapping: Mapping[Device, Device]) -> dict[int, int]:
+    """The entries of one peer's map from GPU to GPU: all that torchrpc and lanes are told of it."""
+    return {local: target for local, target in mapping.items() if isinstance(local, int) and isinstance(target, int)}
+
+
+def way_back(mapping: Mapping[Device, Device]) -> dict[Device, Device]:
+    """{peer GPU: local GPU or "cpu"} of one peer's map: where CUDA results arrive."""
+    back: dict[Device, Device] = {}
+    if CPU in mapping:
+        back[mapping[CPU]] = CPU
+    back.update((target, local) for local, target in gpu_pairs(mapping).items())  # a GPU's goes back to a GPU
+    return back
+
+
+def inverse(mapping: Mapping[int, int]) -> dict[int, int]:
+    """{peer GPU: local GPU} of a map of GPUs alone. Raises if two GPUs share a target."""
+    turned = {target: local for local, target in mapping.items()}
+    if len(turned) != len(mapping):
+        raise ConfigurationError(f"device map {dict(mapping)!r} sends two GPUs to one and has no inverse")
+    return turned
+
+
+def gpu_count(side: Endpoint | int) -> int:
+    """GPUs a member may map: none for an actor that asked Ray for none, whatever it sees."""
+    if isinstance(side, int):
+        return side
+    return len(side.gpus) if side.wants_gpu else 0
+
+
+def validate(maps: Mapping[str, DeviceMap], members: Mapping[str, Endpoint | int]) -> None:
+    """Check every map against the GPUs both sides have.
+
+    Args:
+        maps: by member; peers may be names or ranks.
+        members: every member's endpoint or GPU count, in rank order.
+
+    Raises ConfigurationError naming the member, the peer and the entry: an unknown member or peer, a GPU
+    that does not exist on either side, two GPUs sent to one, a map to oneself that is not the identity, a map by
+    which CPU tensors arrive on a GPU and CUDA tensors on the CPU.
+    """
+    names = list(members)
+    for owner, device_map in maps.items():
+        if owner not in members:
+            raise ConfigurationError(f"device map for {owner!r}: no such member ({_known(names)})")
+        for peer, pairs in device_map.named(names, owner).to_dict().items():
+            _validate_pair(owner, str(peer), pairs, members)
+
+
+def given_maps(config: GroupConfig, members: Sequence[str]) -> dict[str, DeviceMap]:
+    """The maps that the configuration gives, read and with peers by name; needs no evidence.
+
+    Raises ConfigurationError for a malformed map (where), an unknown member or one that is given twice.
+    """
+    given: dict[str, DeviceMap] = {}
+    for key, value in (config.device_maps or {}).items():
+        owner = _member(key, members)
+        if owner is None:
+            raise ConfigurationError(f"device_maps: no member {key!r} ({_known(members)})")
+        if owner in given:
+            raise ConfigurationError(f"device_maps: {owner!r} is given twice, by name and by rank")
+        try:
+            given[owner] = DeviceMap.of(value).named(members, owner)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"device_maps[{key!r}]: {error}") from error
+    return given
+
+
+def resolve(
+    config: GroupConfig, members: Sequence[str], endpoints: Mapping[str, Endpoint | int]
+) -> dict[str, DeviceMap]:
+    """Every member's device map, validated, with peers by name.
+
+    Args:
+        config: ``device_maps`` (by member name or rank) and ``local_devices``.
+        members: names in rank order.
+        endpoints: each member's endpoint, or its number of GPUs.
+
+    A member named in ``config.device_maps`` gets exactly what is written there: a peer left out has no
+    GPU mapped. The others get generated maps (``DeviceMap.auto``), to themselves included. Giving only
+    one direction of a pair, or two that are not each other's inverse, is fine: a result always goes back
+    through the inverse of the map its request came by.
+    """
+    sides = {name: endpoints[name] for name in members}
+    given = given_maps(config, members)
+    _check_local_devices(config, given, sides)
+    maps = {
+        name: given[name] if name in given else DeviceMap.auto(sides[name], sides, local_devices=config.local_devices)
+        for name in members
+    }
+    validate(maps, sides)
+    return maps
+
+
+def _check_local_devices(
+    config: GroupConfig, given: Mapping[str, DeviceMap], sides: Mapping[str, Endpoint | int]
+) -> None:
+    generated = [name for name in sides if name not in given]
+    most = max((gpu_count(sides[name]) for name in generated), default=0)
+    missing = [index for index in config.local_devices or () if not 0 <= index < most]
+    if missing and generated:
+        raise ConfigurationError(
+            f"local_devices={config.local_devices}: no member has GPU {missing[0]} "
+            f"(the most any of them sees is {most})"
+        )
+
+
+def _validate_pair(
+    owner: str, peer: str, pairs: Mapping[Device, Device], members: Mapping[str, Endpoint | int]
+) -> None:
+    where = f"device map of {owner} to {peer}"
+    seen: dict[int, int] = {}
+    for local, target in pairs.items():
+        entry = f"entry {local} -> {target}"
+        for side, index in ((owner, local), (peer, target)):
+            if index != CPU and not 0 <= index < gpu_count(members[side]):
+                raise ConfigurationError(f"{where}, {entry}: {side} has no GPU {index} ({_has(members[side])})")
+        if owner == peer and local != target:
+            raise ConfigurationError(f"{where}, {entry}: a member maps to itself only as {local} -> {local}")
+        if target == CPU and CPU in pairs:
+            raise ConfigurationError(
+                f"{where}, {entry}: CPU tensors already arrive on {_label(pairs[CPU])} (cpu -> {pairs[CPU]}), and what "
+                f"comes from GPU {local} would be one; keep one of the two"
+            )
+        if isinstance(local, int) and isinstance(target, int):
+            if target in seen:
+                raise ConfigurationError(
+                    f"{where}, {entry}: GPU {target} of {peer} is already the target of GPU {seen[target]}; "
+                    f"torchrpc takes one local GPU per GPU of a peer"
+                )
+            seen[target] = local
+
+
+def _has(side: Endpoint | int) -> str:
+    count = gpu_count(side)
+    if count == 0 and not isinstance(side, int) and not side.wants_gpu:
+        return "its actor asked Ray for no GPU"
+    return f"it sees {count}"
+
+
+def _read(text: str) -> Device:
+    return CPU if text == CPU else int(text)
+
+
+def _label(device: Device) -> str:
+    return "the CPU" if device == CPU else f"GPU {device}"
+
+
+def _device(device: Any, peer: Peer) -> Device:
+    """What 0, "0", "cuda:0", "cpu" or a torch.device means; torch itself is not needed to read one."""
+    kind, index = getattr(device, "type", None), getattr(device, "index", None)
+    if not isinstance(device, str):
+        if kind == "cuda" and isinstance(index, int):
+            return index
+        if kind == CPU and index is None:
+            return CPU
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
+        return device
+    if isinstance(device, str):
+        match = re.fullmatch(r"(?:cuda:)?(\d+)", device.strip())
+        if match:
+            return int(match[1])
+        if device.strip() == CPU:
+            return CPU
+    raise ConfigurationError(
+        f"device map for peer {peer!r}: {device!r} is not a CUDA device with an index (0, 'cuda:0'), nor 'cpu'"
+    )
+
+
+def _member(key: Peer, members: Sequence[str]) -> str | None:
+    """A member's name from its name or rank. A name wins over a rank spelt the same way (JSON has both
+    as text)."""
+    if isinstance(key, str):
+        if key in members:
+            return key
+        if not key.isdecimal():
+            return None
+        key = int(key)
+    return members[key] if 0 <= key < len(members) else None
+
+
+def _rank(peer: str, members: Sequence[str]) -> int:
+    if peer not in members:
+        raise ConfigurationError(f"the text form needs ranks, and {peer!r} has none ({_known(members)})")
+    return members.index(peer)
+
+
+def _known(members: Iterable[str]) -> str:
+    names = list(members)
+    shown = ", ".join(f"{rank}: {name}" for rank, name in enumerate(names[:16]))
+    rest = f", ... {len(names) - 16} more" if len(names) > 16 else ""
+    return f"members: {shown}{rest}" if names else "no members are known"

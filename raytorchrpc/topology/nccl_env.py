@@ -1,0 +1,231 @@
+"""NCCL's environment, read off what a process knows about where it runs.
+
+``advise`` is a pure function of the evidence; ``apply`` puts what it says into this process's environment, where
+nobody has chosen a value. NCCL calls ``getenv`` when it first needs a variable and keeps the answer for the life of
+the process, so ``apply`` has to come before the first communicator and does nothing for later ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from raytorchrpc.topology.probe import Endpoint, Gid, Hca, HcaPort, interface_for
+from raytorchrpc.topology.rdma import usable_ports
+
+HCA, IFNAME, GID, TIMEOUT, QPS = (
+    "NCCL_IB_HCA",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_IB_GID_INDEX",
+    "NCCL_IB_TIMEOUT",
+    "NCCL_IB_QPS_PER_CONNECTION",
+)
+VARIABLES = (IFNAME, HCA, GID, TIMEOUT, QPS)
+
+#: Whoever sets one of these chooses GIDs by other means than their index.
+_OTHER_GIDS = ("NCCL_IB_ADDR_FAMILY", "NCCL_IB_ADDR_RANGE", "NCCL_IB_ROCE_VERSION_NUM")
+
+# 4.096 us x 2^20 = 4.3 s, and seven tries: 30 s, half of the time that a call has by default.
+_TIMEOUT = 20
+# A RoCE fabric chooses among equal paths by a hash over the UDP source port, and each queue pair has one of its own.
+_ROCE_QPS = 4
+
+_Port = tuple[Hca, HcaPort]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One variable's value for this process, and why."""
+
+    value: str | None
+    """None = leave it unset."""
+    reason: str
+    both_ends: bool = False
+    """Peers must have the same value, so no process sets it for itself: it belongs into the job's environment."""
+
+
+def advise(
+    endpoint: Endpoint, *, interface: str | None = None, own: Mapping[str, str] | None = None
+) -> dict[str, Advice]:
+    """What NCCL's variables should be in this process; one entry for each of ``VARIABLES``.
+
+    Args:
+        endpoint: the evidence of this process (``topology.probe``).
+        interface: to meet other hosts on; None takes the one that holds the Ray node's address.
+        own: NCCL variables that somebody has chosen. The GID index is that of the adapters which they name.
+    """
+    own = own or {}
+    advice = {IFNAME: _ifname(endpoint, interface)}
+    other = _elsewhere(own)
+    ports = usable_ports(endpoint)
+    if other or not ports:
+        if other:
+            why = f"{other} takes NCCL elsewhere"
+        else:
+            why = "no RDMA adapter" if not endpoint.hcas else "no RDMA adapter that NCCL could use by itself"
+        return advice | {name: Advice(None, why) for name in (HCA, GID, TIMEOUT, QPS)}
+    chosen, left_out = _choose(ports)
+    advice[HCA] = Advice(_exact(chosen), _hca_reason(endpoint, chosen, left_out))
+    used = [port for port in ports if matches(own[HCA], *port)] if own.get(HCA) else chosen
+    roce = [port for port in used if port[1].link_layer == "Ethernet"]
+    advice[GID] = _gid_index(endpoint, roce, own) if used else Advice(None, f"{HCA}={own[HCA]} takes no usable port")
+    advice[TIMEOUT] = Advice(
+        str(_TIMEOUT), "a packet is given up after 7 x 4.3 s = 30 s, before a call's deadline of 60 s is over"
+    )
+    if roce:
+        why = "RoCE fabrics spread queue pairs, not bytes, over equal paths"
+        advice[QPS] = Advice(str(_ROCE_QPS), why, both_ends=True)
+    else:
+        advice[QPS] = Advice(None, "InfiniBand needs no more than NCCL's default of 1", both_ends=True)
+    return advice
+
+
+def apply(
+    endpoint: Endpoint, *, interface: str | None = None, environ: MutableMapping[str, str] | None = None
+) -> dict[str, str]:
+    """Set NCCL's variables in ``environ`` (this process's, by default) where nobody has chosen a value.
+
+    A value in one of NCCL's own files (``NCCL_CONF_FILE`` or ``~/.nccl.conf``, and ``/etc/nccl.conf``) is somebody's
+    choice too. ``NCCL_IB_QPS_PER_CONNECTION`` is never set here: NCCL takes it for the peer's as well, and a peer whose
+    NCCL had begun before would keep another. Returns what was set. Has to run before NCCL's first communicator.
+    """
+    environ = os.environ if environ is None else environ
+    own = chosen_values(environ)
+    made = {
+        name: advice.value
+        for name, advice in advise(endpoint, interface=interface, own=own).items()
+        if advice.value is not None and not advice.both_ends and name not in own
+    }
+    environ.update(made)
+    return made
+
+
+def chosen_values(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
+    """NCCL's variables as it will see them: the environment, then the user's file, then the machine's."""
+    values = {name: text for name, text in environ.items() if name.startswith("NCCL_")}
+    if conf := environ.get("NCCL_CONF_FILE"):
+        users = root / conf.lstrip("/") if root != Path("/") else Path(conf)
+    else:
+        users = root / environ.get("HOME", "/nonexistent").lstrip("/") / ".nccl.conf"
+    for file in (users, root / "etc/nccl.conf"):
+        try:
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            name, equals, text = line.partition("=")
+            if equals and name.startswith("NCCL_"):
+                values.setdefault(name, text)
+    return values
+
+
+def matches(filter_text: str, hca: Hca, port: HcaPort) -> bool:
+    """Whether a value of NCCL_IB_HCA takes this port: ``[^][=]name[:port[:rail[:plane]]],...``, prefixes without =."""
+    without = filter_text.startswith("^")
+    text = filter_text[1:] if without else filter_text
+    exact = text.startswith("=")
+    entries = [entry.split(":") for entry in text.removeprefix("=").split(",") if entry.split(":")[0]]
+    if not entries:
+        return True
+    found = any(
+        (hca.name == name if exact else hca.name.startswith(name)) and (not rest or rest[0] in ("", str(port.number)))
+        for name, *rest in entries
+    )
+    return found is not without
+
+
+def gid_index(endpoint: Endpoint, port: HcaPort) -> int | None:
+    """The GID index that RoCE traffic of this port should use: a RoCE v2 GID made of an IPv4 address, best one that
+    an interface of this process holds, best of all the Ray node's; None if there is none.
+    """
+    held = {address: i for i in endpoint.interfaces if i.up for address in i.addresses}
+
+    def rank(gid: Gid) -> tuple[bool, bool, bool, int]:
+        where = held.get(gid.ipv4 or "")
+        foreign = where is None or gid.interface not in (None, where.name)
+        return (gid.ipv4 != endpoint.node_ip, foreign, gid.ipv4 is None, gid.index)
+
+    routed = [gid for gid in port.gids if "v2" in gid.kind and not gid.link_local]
+    return min(routed, key=rank).index if routed else None
+
+
+def _elsewhere(own: Mapping[str, str]) -> str | None:
+    """What sends NCCL to something else than its own verbs; None if nothing does."""
+    if own.get("NCCL_IB_DISABLE", "0") not in ("", "0"):
+        return f"NCCL_IB_DISABLE={own['NCCL_IB_DISABLE']}"
+    net = own.get("NCCL_NET", "")
+    return None if not net or net.startswith("IB") else f"NCCL_NET={net}"
+
+
+def _ifname(endpoint: Endpoint, interface: str | None) -> Advice:
+    name = interface or interface_for(endpoint, endpoint.node_ip)
+    if not endpoint.node_ip:
+        return Advice(None, "the Ray node's address is not known here") if not name else _exactly(name, "as asked for")
+    if name is None:
+        return Advice(None, f"no interface holds the Ray node's address {endpoint.node_ip}")
+    if interface is None and name == "lo":
+        return Advice(None, f"the Ray node's address {endpoint.node_ip} is this machine's own alone")
+    return _exactly(name, "as asked for" if interface else f"it holds the Ray node's address {endpoint.node_ip}")
+
+
+def _exactly(name: str, why: str) -> Advice:
+    # Without =, NCCL takes the text for a prefix: eth1 is eth10 too.
+    return Advice(f"={name}", why)
+
+
+def _choose(ports: list[_Port]) -> tuple[list[_Port], list[tuple[_Port, str]]]:
+    """The ports to use, and those left out with the reason."""
+    left_out: list[tuple[_Port, str]] = []
+    by_layer: dict[str, list[_Port]] = {}
+    for port in ports:
+        by_layer.setdefault(port[1].link_layer, []).append(port)
+    # NCCL cannot join InfiniBand to RoCE. Every host decides by the same rule.
+    layer = max(by_layer, key=lambda name: (sum(p.rate_gbps or 0 for _, p in by_layer[name]), name == "InfiniBand"))
+    for name, members in by_layer.items():
+        if name != layer:
+            left_out += [(port, f"its link layer is {name}") for port in members]
+    fastest = max((p.rate_gbps or 0 for _, p in by_layer[layer]), default=0)
+    chosen = []
+    for port in by_layer[layer]:
+        rate = port[1].rate_gbps
+        if rate is not None and rate * 2 < fastest:
+            left_out.append((port, f"{rate:g} of {fastest:g} Gb/s"))
+        else:
+            chosen.append(port)
+    return chosen, left_out
+
+
+def _exact(ports: list[_Port]) -> str:
+    return "=" + ",".join(f"{hca.name}:{port.number}" for hca, port in ports)
+
+
+def _hca_reason(endpoint: Endpoint, chosen: list[_Port], left_out: list[tuple[_Port, str]]) -> str:
+    total = sum(len(hca.ports) for hca in endpoint.hcas)
+    text = f"{len(chosen)} of {total} ports, {chosen[0][1].link_layer}"
+    usable = {(hca.name, port.number) for hca, port in usable_ports(endpoint)}
+    reasons = [f"{hca.name}:{port.number} ({why})" for (hca, port), why in left_out]
+    reasons += [
+        f"{hca.name}:{port.number} (cannot be used)"
+        for hca in endpoint.hcas
+        for port in hca.ports
+        if (hca.name, port.number) not in usable
+    ]
+    return text + (f"; not {', '.join(reasons)}" if reasons else "")
+
+
+def _gid_index(endpoint: Endpoint, roce: list[_Port], own: Mapping[str, str]) -> Advice:
+    if not roce:
+        return Advice(None, "InfiniBand needs none")
+    by_hand = next((name for name in _OTHER_GIDS if own.get(name)), None)
+    if by_hand:
+        return Advice(None, f"{by_hand} is set, and NCCL chooses by it")
+    found = {f"{hca.name}:{port.number}": gid_index(endpoint, port) for hca, port in roce}
+    values = set(found.values())
+    if len(values) > 1:
+        each = ", ".join(f"{name} {index}" for name, index in found.items())
+        return Advice(None, f"the adapters need different ones ({each}), and NCCL (2.21 and newer) finds each itself")
+    (value,) = values
+    example = next(gid for gid in roce[0][1].gids if gid.index == value)
+    return Advice(str(value), f"RoCE v2 with the address {example.ipv4 or example.value} on {roce[0][0].name}")

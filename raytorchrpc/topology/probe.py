@@ -1,0 +1,374 @@
+"""What one process knows about where it runs: the evidence that routing decides from.
+
+``probe`` looks at this process and returns an ``Endpoint``. Endpoints are plain data: they pickle, travel
+through Ray, and every member's routes are computed from the same set of them. Torch is imported inside the
+functions that ask it, so that the models alone (all that routing needs) load without it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import ipaddress
+import os
+import platform
+import re
+import resource
+import socket
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from raytorchrpc.topology import sysfs
+
+#: Every backend name TensorPipe has had, in the order it prefers them itself.
+TENSORPIPE_TRANSPORTS = ("shm", "ibv", "uv")
+TENSORPIPE_CHANNELS = ("cma", "mpt_uv", "basic", "cuda_xth", "cuda_ipc", "cuda_gdr", "cuda_basic")
+
+_PEER_MEMORY_CLIENTS = ("nv_mem", "nv_mem_nc", "nvidia-peermem")
+
+#: CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
+_DMA_BUF_SUPPORTED = 124
+
+# GID tables have up to 256 slots, filled from the low end; each read is a query to the adapter.
+_GID_SLOTS = 32
+
+
+# More than glibc ever serves from memory that it kept (32 MiB), so these pages are new. Few of them are touched.
+_TRIAL_BYTES = 64 << 20
+# A huge page takes one fault; a quarter of one takes 128 in small pages, or 8 in the middle-sized ones of new kernels.
+_FEW_FAULTS = 2
+
+
+class _Evidence(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Gpu(_Evidence):
+    """One GPU this process sees."""
+
+    index: int
+    """CUDA index in this process; under Ray's masking every actor's own GPU is 0."""
+    uuid: str
+    name: str
+    memory_bytes: int
+    pci_bus_id: str | None = None
+    """As sysfs spells it: ``0000:53:00.0``."""
+    bar1_bytes: int | None = None
+    """Size of the window through which a network adapter reaches this GPU's memory; None = unknown."""
+    resource1_present: bool | None = None
+    """Whether sysfs has the ``resource1`` file, which TensorPipe's cuda_gdr takes for granted; None where
+    the PCI device is not in sysfs at all."""
+    dma_buf: bool | None = None
+    """Whether the driver shares this GPU's memory as DMA-BUFs, by which adapters reach it without nvidia-peermem
+    (NCCL can use that, TensorPipe cannot); None = unknown."""
+
+
+class Gid(_Evidence):
+    """One filled slot of a port's GID table."""
+
+    index: int
+    value: str
+    kind: str
+    """``IB/RoCE v1`` or ``RoCE v2``."""
+    interface: str | None = None
+    ipv4: str | None = None
+
+    @property
+    def link_local(self) -> bool:
+        """An fe80:: address: valid on its own link only, never routed."""
+        return ipaddress.IPv6Address(self.value).is_link_local
+
+
+class HcaPort(_Evidence):
+    """One port of an RDMA adapter."""
+
+    number: int
+    state: str
+    """``ACTIVE``, ``DOWN``, ``INIT``, ...; ``UNKNOWN`` if it cannot be read."""
+    link_layer: str
+    """``InfiniBand`` or ``Ethernet`` (RoCE); what sysfs says otherwise."""
+    rate_gbps: float | None = None
+    gids: tuple[Gid, ...] = ()
+
+
+class Hca(_Evidence):
+    """One RDMA adapter."""
+
+    name: str
+    driver: str | None = None
+    """Kernel driver: ``mlx5_core``, ``efa``, ..."""
+    ports: tuple[HcaPort, ...] = ()
+    verbs_device: bool | None = None
+    """Whether this process may open its /dev/infiniband/uverbs file; None = unknown."""
+
+    def port(self, number: int) -> HcaPort | None:
+        """The port of that number (from 1), or None."""
+        return next((port for port in self.ports if port.number == number), None)
+
+
+class Interface(_Evidence):
+    """One network interface of this process's network namespace."""
+
+    name: str
+    addresses: tuple[str, ...] = ()
+    """IPv4 addresses first, in the kernel's order."""
+    up: bool = True
+
+
+class Endpoint(_Evidence):
+    """What one process publishes about itself. Sizes are bytes."""
+
+    name: str = ""
+    hostname: str
+    pid: int
+    boot_id: str
+    """The kernel's boot id; empty if it cannot be read, and then no two processes count as co-hosted."""
+    namespaces: dict[str, str]
+    """Kind (pid, net, ipc, mnt, user) -> inode."""
+    uid: int
+    node_ip: str
+    """The address Ray knows this node by."""
+    interfaces: tuple[Interface, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
+    """Empty for an actor that asked Ray for no GPU, even if it could see some."""
+    hcas: tuple[Hca, ...] = ()
+    """In the order libibverbs usually lists them; TensorPipe's ibv transport opens the first one."""
+    peer_memory: bool = False
+    """The kernel lets network adapters reach GPU memory (nvidia-peermem is registered)."""
+    memlock_bytes: int | None = None
+    """Bytes RDMA may lock; None = unlimited."""
+    shm_free_bytes: int = 0
+    huge_pages: Literal["used", "unused", "forbidden"] | None = None
+    """Whether a large CPU tensor that torch allocates here lies in huge pages, as tried; ``forbidden`` if the kernel
+    gives none to anybody. None = unknown."""
+    torch_version: str
+    cuda_version: str | None = None
+    python_version: str = ""
+    tensorpipe_transports: tuple[str, ...] = ()
+    tensorpipe_channels: tuple[str, ...] = ()
+    nixl: bool = False
+    """NIXL is installed, for the CUDA release of this torch build."""
+    wants_gpu: bool = False
+    """The actor asked Ray for a GPU, or a fraction of one."""
+
+    def same_host(self, other: Endpoint) -> bool:
+        """One kernel runs both. Host names are never compared: clones and containers share them."""
+        return bool(self.boot_id) and self.boot_id == other.boot_id
+
+    def shares(self, other: Endpoint, *kinds: str) -> bool:
+        """Both are on one host and in the same namespace of every given kind."""
+        return self.same_host(other) and all(
+            kind in self.namespaces and self.namespaces[kind] == other.namespaces.get(kind) for kind in kinds
+        )
+
+    def same_network(self, other: Endpoint) -> bool:
+        """Both see the same network interfaces, loopback included."""
+        return self.shares(other, "net")
+
+    def same_container(self, other: Endpoint) -> bool:
+        """Both see the same processes, files and shared memory."""
+        return self.shares(other, "pid", "mnt", "ipc")
+
+
+def probe(*, name: str = "", node_ip: str, wants_gpu: bool = True, root: Path = Path("/")) -> Endpoint:
+    """Describe this process.
+
+    Args:
+        name: the member's name, if it has one already.
+        node_ip: the address Ray gives for this node.
+        wants_gpu: False for an actor that asked Ray for no GPU: CUDA is then never touched.
+        root: where /proc, /sys and /dev are looked for.
+
+    Blocks for a few milliseconds; with GPUs, for as long as CUDA takes to initialise in this process.
+    A file that is missing or unreadable leaves its field empty; nothing is raised for it.
+    """
+    import torch
+
+    from raytorchrpc._compat import nixl_package
+
+    transports, channels = tensorpipe_backends()
+    return Endpoint(
+        name=name,
+        hostname=socket.gethostname(),
+        pid=os.getpid(),
+        boot_id=sysfs.read(root / "proc/sys/kernel/random/boot_id") or "",
+        namespaces=sysfs.namespaces(root),
+        uid=os.getuid(),
+        node_ip=node_ip,
+        interfaces=_interfaces(root),
+        gpus=_gpus(root) if wants_gpu else (),
+        hcas=tuple(_hca(root, hca) for hca in sysfs.listing(root / "sys/class/infiniband")),
+        peer_memory=_peer_memory(root),
+        memlock_bytes=sysfs.memlock_bytes(root),
+        shm_free_bytes=sysfs.shm_free_bytes(root),
+        huge_pages=_huge_pages(root),
+        torch_version=str(torch.__version__),
+        cuda_version=torch.version.cuda,
+        python_version=platform.python_version(),
+        tensorpipe_transports=transports,
+        tensorpipe_channels=channels,
+        nixl=nixl_package.nixl_package() is not None,
+        wants_gpu=wants_gpu,
+    )
+
+
+def interface_for(endpoint: Endpoint, address: str) -> str | None:
+    """The interface that holds ``address`` (the Ray node's), or None if none of this process's does.
+
+    Loopback is the answer only for a loopback address. A host name that resolves to 127.0.x.x plays no
+    part, because only addresses are compared.
+    """
+    for interface in endpoint.interfaces:
+        if address in interface.addresses:
+            return interface.name
+    try:
+        loopback = ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return None
+    return "lo" if loopback else None
+
+
+@functools.lru_cache(maxsize=1)
+def tensorpipe_backends() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The (transports, channels) this torch build has, in TensorPipe's own order; empty without torchrpc.
+
+    Torch checks a name against its registries and starts nothing.
+    """
+    from raytorchrpc._compat import torch_internals
+
+    return (
+        tuple(name for name in TENSORPIPE_TRANSPORTS if torch_internals.has_tensorpipe("transports", name)),
+        tuple(name for name in TENSORPIPE_CHANNELS if torch_internals.has_tensorpipe("channels", name)),
+    )
+
+
+def _interfaces(root: Path) -> tuple[Interface, ...]:
+    addresses: dict[str, list[str]] = {}
+    for interface, address in sysfs.ipv4_addresses() + sysfs.ipv6_addresses(root):
+        addresses.setdefault(interface, []).append(address)
+    return tuple(
+        Interface(name=name, addresses=tuple(addresses.get(name, ())), up=up)
+        for name, up in sysfs.interfaces_up().items()
+    )
+
+
+def _huge_pages(root: Path) -> Literal["used", "unused", "forbidden"] | None:
+    """Tried, not read off a variable: torch looks at its variable once, and whoever sets it later is not heard."""
+    import torch
+
+    mode, size = sysfs.huge_pages(root)
+    if mode == "never":
+        return "forbidden"
+    if not mode or not 0 < size <= _TRIAL_BYTES // 2:
+        return None
+    try:
+        tensor = torch.empty(_TRIAL_BYTES, dtype=torch.uint8)
+    except RuntimeError:  # no room for it
+        return None
+    start = tensor.data_ptr() + -tensor.data_ptr() % size
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    ctypes.memset(start, 0, size // 4)
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    if faults == 0:  # memory that was in use before, or a kernel that does not count
+        return None
+    return "used" if faults <= _FEW_FAULTS else "unused"
+
+
+def _gpus(root: Path) -> tuple[Gpu, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(_gpu(root, index) for index in range(torch.cuda.device_count()))
+
+
+def _gpu(root: Path, index: int) -> Gpu:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    bdf = None
+    # Older torch releases do not say where the GPU sits; its BAR1 then stays unknown.
+    bus, slot = getattr(properties, "pci_bus_id", None), getattr(properties, "pci_device_id", None)
+    if bus is not None and slot is not None:
+        bdf = f"{getattr(properties, 'pci_domain_id', 0):04x}:{bus:02x}:{slot:02x}.0"
+    device = root / "sys/bus/pci/devices" / bdf if bdf else None
+    return Gpu(
+        index=index,
+        uuid=str(getattr(properties, "uuid", "")),
+        name=properties.name,
+        memory_bytes=properties.total_memory,
+        pci_bus_id=bdf,
+        bar1_bytes=sysfs.bar1_bytes(root, bdf) if bdf else None,
+        resource1_present=(device / "resource1").exists() if device and device.exists() else None,
+        dma_buf=_dma_buf(index),
+    )
+
+
+def _dma_buf(index: int) -> bool | None:
+    """Asks the driver, which torch has initialised."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, supported = ctypes.c_int(), ctypes.c_int()
+    if cuda.cuDeviceGet(ctypes.byref(device), ctypes.c_int(index)):
+        return None
+    if cuda.cuDeviceGetAttribute(ctypes.byref(supported), ctypes.c_int(_DMA_BUF_SUPPORTED), device):
+        return None
+    return bool(supported.value)
+
+
+def _peer_memory(root: Path) -> bool:
+    clients = root / "sys/kernel/mm/memory_peers"
+    return any((clients / client / "version").exists() for client in _PEER_MEMORY_CLIENTS)
+
+
+def _hca(root: Path, name: str) -> Hca:
+    home = root / "sys/class/infiniband" / name
+    ports = (_port(home / "ports" / n, int(n)) for n in sysfs.listing(home / "ports") if n.isdigit())
+    return Hca(
+        name=name,
+        driver=sysfs.link_name(home / "device/driver"),
+        ports=tuple(ports),
+        verbs_device=_verbs_device(root, home),
+    )
+
+
+def _verbs_device(root: Path, home: Path) -> bool | None:
+    names = sysfs.listing(home / "device/infiniband_verbs")
+    if not names:
+        return None
+    return any(os.access(root / "dev/infiniband" / name, os.R_OK | os.W_OK) for name in names)
+
+
+def _port(home: Path, number: int) -> HcaPort:
+    # "4: ACTIVE" and "200 Gb/sec (4X HDR)"
+    state = sysfs.read(home / "state") or "0: UNKNOWN"
+    rate = re.match(r"[\d.]+", sysfs.read(home / "rate") or "")
+    gids = (_gid(home, slot) for slot in range(_GID_SLOTS))
+    return HcaPort(
+        number=number,
+        state=state.split(":", 1)[-1].strip(),
+        link_layer=sysfs.read(home / "link_layer") or "InfiniBand",
+        rate_gbps=float(rate[0]) if rate else None,
+        gids=tuple(gid for gid in gids if gid),
+    )
+
+
+def _gid(home: Path, slot: int) -> Gid | None:
+    value = sysfs.read(home / "gids" / str(slot))
+    try:
+        address = ipaddress.IPv6Address(value or "::")
+    except ValueError:
+        return None
+    if address == ipaddress.IPv6Address("::"):  # an empty slot
+        return None
+    return Gid(
+        index=slot,
+        value=address.exploded,
+        kind=sysfs.read(home / "gid_attrs/types" / str(slot)) or "IB/RoCE v1",
+        interface=sysfs.read(home / "gid_attrs/ndevs" / str(slot)),
+        ipv4=str(address.ipv4_mapped) if address.ipv4_mapped else None,
+    )

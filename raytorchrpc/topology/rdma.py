@@ -1,0 +1,193 @@
+"""Whether TensorPipe, NCCL and UCX can use a member's RDMA adapters, and if not, why and what to do about it.
+
+TensorPipe's ibv transport opens the first adapter of the list, port 1, GID index 0, hop limit 1, and looks at
+no port state; its cuda_gdr channel does the same with the adapter nearest to each GPU. NCCL, and UCX
+underneath the nixl lane, look at every adapter and choose ports and GIDs by their state.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+
+from raytorchrpc.topology.probe import Endpoint, Hca, HcaPort
+
+MIB = 1 << 20
+MIN_MEMLOCK_BYTES = 64 * MIB
+
+_RDMA_ELSEWHERE = "NCCL can be told what to use (NCCL_IB_HCA, NCCL_IB_GID_INDEX), TensorPipe cannot"
+
+
+def ibv_obstacles(members: Mapping[str, Endpoint]) -> dict[str, str | None]:
+    """Why each member's agent must not open ibv; None where it may.
+
+    Any two agents that have ibv believe they can reach each other by it, so all of those must be able to.
+    """
+    verdicts = {name: _ibv_obstacle(endpoint) for name, endpoint in members.items()}
+    able = {name: members[name] for name, obstacle in verdicts.items() if obstacle is None}
+    hosts = {endpoint.boot_id for endpoint in able.values()}
+    subnets = {_subnet(endpoint) for endpoint in able.values()} - {None}
+    common = None
+    if len({endpoint.boot_id for endpoint in members.values()}) < 2:
+        common = "every member is on one host"
+    elif len(hosts) < 2:
+        common = "no member on another host can use its RDMA adapter"
+    elif len(subnets) > 1:
+        common = (
+            f"the members' adapters are on different InfiniBand subnets "
+            f"({', '.join(sorted(map(str, subnets)))}) and TensorPipe's packets are not routed; "
+            f"{_RDMA_ELSEWHERE}"
+        )
+    return {name: common if name in able else obstacle for name, obstacle in verdicts.items()}
+
+
+def _ibv_obstacle(endpoint: Endpoint) -> str | None:
+    if "ibv" not in endpoint.tensorpipe_transports:
+        return "this torch build does not have it"
+    if not endpoint.hcas:
+        return "no RDMA adapter"
+    obstacle = tensorpipe_obstacle(endpoint.hcas[0])
+    if obstacle:
+        return obstacle + ("" if len(endpoint.hcas) == 1 else _first_only(endpoint))
+    if endpoint.memlock_bytes is not None and endpoint.memlock_bytes < MIN_MEMLOCK_BYTES:
+        return (
+            f"the process may lock only {endpoint.memlock_bytes / MIB:.0f} MiB of memory and RDMA buffers "
+            f"are locked; raise the limit (ulimit -l unlimited, LimitMEMLOCK=infinity in the runtime: "
+            f"IPC_LOCK alone does nothing for a user other than root)"
+        )
+    return None
+
+
+def _first_only(endpoint: Endpoint) -> str:
+    return (
+        f". TensorPipe opens only the first of {len(endpoint.hcas)} adapters, {endpoint.hcas[0].name}: let "
+        f"the container see only adapters that work, or use NCCL"
+    )
+
+
+def tensorpipe_obstacle(hca: Hca) -> str | None:
+    """Why TensorPipe cannot use this adapter: it takes port 1, GID index 0 and hop limit 1, unchecked."""
+    if hca.driver == "efa":
+        return f"{hca.name} is an EFA adapter, which passes for InfiniBand but fails in TensorPipe; use NCCL"
+    if hca.verbs_device is False:
+        return (
+            f"{hca.name} has no /dev/infiniband/uverbs device here that may be opened; give the container "
+            f"the device (Kubernetes: ask for the RDMA device plugin's resource)"
+        )
+    port = hca.port(1)
+    if port is None:
+        return f"{hca.name} has no port 1"
+    if port.state != "ACTIVE":
+        return f"port 1 of {hca.name} is {port.state}; bring the link up"
+    if port.link_layer == "InfiniBand":
+        return None
+    if port.link_layer != "Ethernet":
+        return f"{hca.name} has link layer {port.link_layer}, neither InfiniBand nor RoCE"
+    gid = next((gid for gid in port.gids if gid.index == 0), None)
+    if gid is None:
+        return f"{hca.name} (RoCE) has no GID at index 0, the only one TensorPipe uses; {_RDMA_ELSEWHERE}"
+    kind = f"a link-local {gid.kind} address" if gid.link_local else f"a {gid.kind} address"
+    # Hop limit 1 reaches the same Ethernet segment only, and nothing published tells segments apart.
+    return (
+        f"{hca.name} is RoCE and its GID index 0, the only one TensorPipe uses, is {kind} sent with hop "
+        f"limit 1, so it is not routed; {_RDMA_ELSEWHERE}. If all members share one Ethernet segment, force "
+        f"transports=('ibv', 'uv')"
+    )
+
+
+def _subnet(endpoint: Endpoint) -> str | None:
+    """The InfiniBand subnet prefix of the port TensorPipe uses; None = unknown."""
+    port = endpoint.hcas[0].port(1) if endpoint.hcas else None
+    gid = next((gid for gid in port.gids if gid.index == 0), None) if port else None
+    return str(ipaddress.IPv6Network((gid.value, 64), strict=False)) if gid else None
+
+
+def gpudirect_obstacle(endpoint: Endpoint, ibv: bool) -> str | None:
+    """Why this agent must not open cuda_gdr; None where it may. ``ibv``: whether it opens that."""
+    if not ibv:
+        return "ibv is not used"
+    if not endpoint.peer_memory:
+        return "the kernel has no peer-memory client; load nvidia-peermem"
+    for gpu in endpoint.gpus:
+        if gpu.resource1_present is not True:
+            return f"GPU {gpu.index} ({gpu.pci_bus_id}) has no resource1 file; TensorPipe crashes without it"
+        if gpu.bar1_bytes is None or gpu.bar1_bytes < gpu.memory_bytes:
+            size = "unknown" if gpu.bar1_bytes is None else f"{gpu.bar1_bytes / MIB:.0f} MiB"
+            return (
+                f"BAR1 of GPU {gpu.index} is {size}, smaller than its memory "
+                f"({gpu.memory_bytes / MIB:.0f} MiB); turn on above-4G decoding / resizable BAR"
+            )
+    # Each GPU takes the adapter nearest to it, so here every adapter has to work, not just the first.
+    for hca in endpoint.hcas:
+        obstacle = tensorpipe_obstacle(hca)
+        if obstacle:
+            return f"TensorPipe pairs each GPU with its nearest adapter, unchecked, and {obstacle}"
+    return None
+
+
+def nccl_obstacle(a: Endpoint, b: Endpoint) -> str | None:
+    """Why NCCL has no GPUDirect RDMA between two members on different hosts; None where it has.
+
+    The same with a and b exchanged.
+    """
+    return ucx_obstacle(a, b, cuda=True)
+
+
+def ucx_obstacle(a: Endpoint, b: Endpoint, *, cuda: bool) -> str | None:
+    """Why UCX has no RDMA between two members on different hosts, of GPU memory if ``cuda``; None where it has.
+
+    The same with a and b exchanged.
+    """
+    obstacles = {end.name: obstacle for end in (a, b) if (obstacle := _rdma_alone(end, cuda))}
+    if len(obstacles) == 2 and len(set(obstacles.values())) == 1:
+        return obstacles[a.name]  # without names, so that many pairs read the same
+    if obstacles:
+        return "; ".join(sorted(f"{name}: {obstacle}" for name, obstacle in obstacles.items()))
+    if not _fabrics(a) & _fabrics(b):
+        return "no adapters of the two are on one InfiniBand subnet, or both RoCE"
+    return None
+
+
+def _rdma_alone(endpoint: Endpoint, cuda: bool) -> str | None:
+    if not endpoint.hcas:
+        return "no RDMA adapter"
+    if not _fabrics(endpoint):
+        return "no adapter has an active port that may be opened (EFA needs a plug-in, which cannot be seen here)"
+    if endpoint.memlock_bytes is not None and endpoint.memlock_bytes < MIN_MEMLOCK_BYTES:
+        return f"only {endpoint.memlock_bytes / MIB:.0f} MiB of memory may be locked; raise the limit (ulimit -l)"
+    if cuda and not endpoint.peer_memory and not all(gpu.dma_buf for gpu in endpoint.gpus):
+        return "adapters cannot reach GPU memory; load nvidia-peermem, or use the open GPU driver (DMA-BUF)"
+    return None
+
+
+def _fabrics(endpoint: Endpoint) -> set[str]:
+    """What the usable ports lead to: InfiniBand subnets, and "RoCE" (routed, so one for all)."""
+    found: set[str] = set()
+    for _hca, port in usable_ports(endpoint):
+        if port.link_layer == "InfiniBand":
+            found |= {str(ipaddress.IPv6Network((gid.value, 64), strict=False)) for gid in port.gids[:1]}
+        else:
+            found.add("RoCE")
+    return found
+
+
+def usable_ports(endpoint: Endpoint) -> list[tuple[Hca, HcaPort]]:
+    """The ports that NCCL and UCX can use: active, on an adapter that may be opened, on RoCE with a routed address."""
+    return [(hca, port) for hca in endpoint.hcas for port in hca.ports if port_obstacle(hca, port) is None]
+
+
+def port_obstacle(hca: Hca, port: HcaPort) -> str | None:
+    """Why NCCL and UCX cannot use this port; None where they can."""
+    if hca.driver == "efa":
+        return "an EFA adapter, which needs a plug-in"
+    if hca.verbs_device is False:
+        return "its /dev/infiniband/uverbs device may not be opened here"
+    if port.state != "ACTIVE":
+        return f"the port is {port.state}"
+    if port.link_layer == "InfiniBand":
+        return None
+    if port.link_layer != "Ethernet":
+        return f"link layer {port.link_layer}, neither InfiniBand nor RoCE"
+    if not any("v2" in gid.kind and not gid.link_local for gid in port.gids):
+        return "RoCE without a routed address: no RoCE v2 GID but link-local ones"
+    return None
