@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from raytorchrpc.calls import gates
-from raytorchrpc.calls.member import process_member
+from raytorchrpc.calls.current import process_member
 
 _COUNTED_ELSEWHERE = ("_Alarm", "_Counter")
 _MAPPED = "raytorchrpc.lanes.cuda_ipc.mappings.Mapped"

@@ -23,13 +23,13 @@ import raytorchrpc as rtr
 from benchmarks import _growth
 from benchmarks._harness import machine, start_ray
 from benchmarks.scale_steps import GROUP, PATIENCE_S, Member, exercise
-from raytorchrpc.group.formation import current_owner
+from raytorchrpc.group.participants import current_owner
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.lanes.common.acceptor import SocketAddress
 from raytorchrpc.lanes.common.credentials import Instance
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity
 from raytorchrpc.membership.join import Prepared, Probe
-from raytorchrpc.topology import probe
+from raytorchrpc.topology import endpoint, probe
 
 SIZES = (8, 16, 32, 64)
 #: Members of the group that is only planned, and on how many hosts they are.
@@ -229,7 +229,7 @@ def plan_alone(members: int, hosts: int) -> dict[str, float]:
     for rank in range(members):
         name, host = f"member_{rank}", rank % hosts
         address = f"10.0.{host}.1"
-        far = probe.Interface(name="eth0", up=True, addresses=(address,))
+        far = endpoint.Interface(name="eth0", up=True, addresses=(address,))
         there = me.model_copy(
             update={"name": name, "pid": rank, "boot_id": f"host-{host}", "node_ip": address, "interfaces": (far,)}
         )

@@ -7,10 +7,12 @@ in an actor that Ray has restarted it lets the actor's group take it back.
 
 from raytorchrpc import rdt
 from raytorchrpc.calls import rejoin
-from raytorchrpc.calls.member import current_member
+from raytorchrpc.calls.current import current_member
+from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.peers import Member
-from raytorchrpc.calls.verbs import Future, method, remote, rpc_async, rpc_sync
+from raytorchrpc.calls.verbs import remote, rpc_async, rpc_sync
 from raytorchrpc.config import GroupConfig
+from raytorchrpc.decorator import method
 from raytorchrpc.errors import (
     BootstrapError,
     Closed,

@@ -18,8 +18,6 @@ from typing import Any, Literal, NamedTuple
 
 # --- torch: distributed autograd ---------------------------------------------------------------------------
 
-_autograd_id: int | None = None
-
 
 # --- Ray: what a worker knows about the actor it runs --------------------------------------------------------
 

@@ -18,8 +18,6 @@ from torch._C._distributed_rpc import PyRRef, TensorPipeAgent, WorkerInfo, _is_c
 from torch.distributed import distributed_c10d
 from torch.distributed.rpc import api as rpc_api
 
-from raytorchrpc._compat.ray_internals import _autograd_id
-
 DeviceDict = Mapping[int, int]
 
 
@@ -167,6 +165,9 @@ def abort_process_groups() -> None:
     ``destroy_process_group`` would wait for collectives that a lost member keeps from ending.
     """
     distributed_c10d._abort_process_group()
+
+
+_autograd_id: int | None = None
 
 
 def init_autograd(worker_id: int) -> int:

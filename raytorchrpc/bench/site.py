@@ -14,7 +14,7 @@ from raytorchrpc.bench.options import show_size
 from raytorchrpc.bench.rows import Device, Need, Row
 from raytorchrpc.config import KNOWN_LANES, GroupConfig
 from raytorchrpc.topology import probe, rdma
-from raytorchrpc.topology.probe import Endpoint
+from raytorchrpc.topology.endpoint import Endpoint
 
 #: Of what is free, as much may be planned for.
 _USABLE = 0.8

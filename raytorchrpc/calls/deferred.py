@@ -19,7 +19,7 @@ from raytorchrpc.calls.retry import RetriedCall
 from raytorchrpc.calls.services import Later
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
 from raytorchrpc.process import threads
-from raytorchrpc.process.workers import Alarms
+from raytorchrpc.process.deadlines import Alarms
 
 Call = CallUnderWay | RetriedCall
 

@@ -11,10 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from raytorchrpc.calls import gates
+from raytorchrpc.calls import waiting
 from raytorchrpc.calls.event_loops import on_loop
-from raytorchrpc.calls.gates import current_scope
 from raytorchrpc.calls.peers import Member
+from raytorchrpc.calls.scope import current_scope
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerBusy, RpcTimeout
 
@@ -179,7 +179,7 @@ class Allowances:
         began = time.monotonic()
         turn = allowance.queue(size)
         try:
-            if not gates.wait_serving(turn, patience_s):
+            if not waiting.wait_serving(turn, patience_s):
                 raise RpcTimeout(f"{peer}.{method} was not sent by its deadline: {under_way}")
         except BaseException:
             turn.give_up()

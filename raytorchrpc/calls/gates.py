@@ -11,20 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
-from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.event_loops import ON_A_THREAD, PROCESS, Token, loop_standing_still, new_token, on_loop
+from raytorchrpc.calls.event_loops import Token, new_token
 from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.process import threads
 
 #: Calls that come back run on the thread that waits, one inside the other. After so many the next one has a thread of
 #: its own: each takes a dozen frames and what the method needs, and Python's limit is a thousand.
-_ON_ONE_STACK = 8
+ON_ONE_STACK = 8
 #: Calls that may be inside one seat at a time. More are a recursion without an end, as good as always.
 MOST_NESTED = 2000
 
@@ -244,117 +242,7 @@ def _discard(_: object) -> None:
     return None
 
 
-class Limit:
-    """The deadline of a call being served (``time.monotonic``); void once the call is over.
-
-    Work that a method leaves behind (a task, a thread) inherits its context, and outlives its deadline.
-    """
-
-    __slots__ = ("allowances", "at", "over")
-
-    def __init__(self, at: float) -> None:
-        self.at = at
-        self.over = False
-        self.allowances: dict[int, Any] = {}
-        """By peer's rank, for the calls made on behalf of this one; see ``allowance``."""
-
-
-class Scope(NamedTuple):
-    """What the code running in this context belongs to; calls it makes carry this on."""
-
-    path: tuple[Token, ...] = ()
-    """Seats held along the chain of calls, oldest first, this process's included."""
-    limit: Limit | None = None
-    """Of the call being served; calls made on its behalf end by then too."""
-    seat: Seat | None = None
-
-    @property
-    def deadline(self) -> float | None:
-        """The limit that is in force, if any."""
-        return None if self.limit is None or self.limit.over else self.limit.at
-
-    @property
-    def holds_a_thread(self) -> bool:
-        """Whether a method of this process may wait for this call to end."""
-        return any(token.startswith(PROCESS) for token in self.path)
-
-    def on_a_thread(self, seat: Seat | None) -> Scope:
-        """As ``inside``; a method without a seat is noted too."""
-        if seat is not None or ON_A_THREAD in self.path:
-            return self.inside(seat)
-        return Scope((*self.path, ON_A_THREAD), self.limit)
-
-    def inside(self, seat: Seat | None) -> Scope:
-        """The scope of a method that runs in ``seat``, on behalf of this one."""
-        if seat is None or seat.token in self.path:
-            return self._replace(seat=seat)
-        return Scope((*self.path, seat.token), self.limit, seat)
-
-
-NO_SCOPE = Scope()
-current_scope: ContextVar[Scope] = ContextVar("raytorchrpc_scope", default=NO_SCOPE)
-
-
-class Waitable(Protocol):
-    """What a wait is for: a call under way."""
-
-    @property
-    def loop_token(self) -> Token | None:
-        """In the path of the call, if it was made on an event loop."""
-
-    def wait(self, timeout_s: float) -> bool:
-        """Block until done, at most ``timeout_s``; whether it is done."""
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback``, which is short, when done."""
-
-
-def wait_serving(pending: Waitable, timeout_s: float) -> bool:
-    """Block until ``pending`` is done, running meanwhile what comes back to the seat held on this thread.
-
-    False if ``timeout_s`` ran out first.
-    """
-    if pending.loop_token is not None and on_loop():
-        with loop_standing_still(pending.loop_token):
-            return pending.wait(timeout_s)
-    seat = current_scope.get().seat
-    if seat is None or seat.owner != threading.get_ident():  # or a thread of the method's own, in a copied context
-        return pending.wait(timeout_s)
-    return _serve_inbox(seat, pending, time.monotonic() + timeout_s)
-
-
-def _serve_inbox(seat: Seat, pending: Waitable, deadline: float) -> bool:
-    finished = False
-    with seat.gate.lock:
-        changed = seat.changed
-
-    def finish() -> None:
-        nonlocal finished
-        with changed:
-            finished = True
-            changed.notify_all()
-
-    pending.add_done_callback(finish)
-    while True:
-        with changed:
-            while not finished and not seat.inbox:
-                remaining = deadline - time.monotonic()
-                if remaining <= 0 or not changed.wait(remaining):
-                    return finished
-            if finished:
-                return True
-            job = seat.inbox.popleft()
-        seat.nested += 1
-        try:
-            if seat.nested % _ON_ONE_STACK:
-                job.run_inside(seat)
-            else:
-                _run_on_another_stack(seat, job)
-        finally:
-            seat.nested -= 1
-
-
-def _run_on_another_stack(seat: Seat, job: Job) -> None:
+def run_on_another_stack(seat: Seat, job: Job) -> None:
     """Hand the seat to a thread of its own until it has done the job. Blocks."""
     mine, done = seat.owner, threading.Event()
 

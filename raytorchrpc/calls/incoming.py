@@ -18,14 +18,16 @@ from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls import gates
 from raytorchrpc.calls.autograd import in_autograd_context
 from raytorchrpc.calls.event_loops import start_on_loop
-from raytorchrpc.calls.gates import Limit, Scope, Seat, Work, current_scope
+from raytorchrpc.calls.gates import Seat, Work
 from raytorchrpc.calls.out_of_band import Parcel, Shipped, Waybill, joined, owned, snapshot
+from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.services import Later
 from raytorchrpc.calls.spans import ServedSpan, Tracer
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.process import threads
-from raytorchrpc.process.workers import Alarms, Workers
+from raytorchrpc.process.deadlines import Alarms
+from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 from raytorchrpc.tensors.cuda_streams import hand_over

@@ -15,7 +15,6 @@ from ray import cloudpickle
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.errors import RayTorchRpcError
-from raytorchrpc.membership.messages import Owner
 
 _GROUPS, REQUESTS, ANSWERS = "groups/", "requests/", "answers/"
 
@@ -24,6 +23,15 @@ def packed(value: Any) -> bytes:
     """As the store keeps it."""
     data: bytes = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
     return data
+
+
+class Owner(NamedTuple):
+    """The process that formed a group; a group outlives it only by accident."""
+
+    job: str
+    """Hex id of the Ray job."""
+    actor: str | None
+    """Hex id of the actor, if it was one; None for a driver."""
 
 
 class Record(NamedTuple):

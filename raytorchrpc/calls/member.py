@@ -12,28 +12,29 @@ from typing import Any, NamedTuple
 import torch
 
 from raytorchrpc._compat import ray_internals, torch_internals
-from raytorchrpc.calls import incoming, rejoin
+from raytorchrpc.calls import incoming
 from raytorchrpc.calls.counters import CallCounters
 from raytorchrpc.calls.event_loops import Token, token_on_loop
 from raytorchrpc.calls.flow_control import Allowances
-from raytorchrpc.calls.gates import current_scope
 from raytorchrpc.calls.out_of_band import Parcel, Shipped, Shipper, Waybill, snapshot
 from raytorchrpc.calls.outgoing import CallUnderWay, body_bytes
 from raytorchrpc.calls.peers import Member, PeerRoad, process_token
 from raytorchrpc.calls.receive_into import Receiver, Spread, receiver
 from raytorchrpc.calls.retry import RetriedCall
+from raytorchrpc.calls.scope import current_scope
 from raytorchrpc.calls.services import Services
 from raytorchrpc.calls.spans import Tracer
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError, NotAMember, PeerLost, RpcTimeout, SerializationError
 from raytorchrpc.lanes.base import Message, MessageLane, Pending, TensorLane
 from raytorchrpc.membership.process_group import Collectives
-from raytorchrpc.process import fork
-from raytorchrpc.process.workers import Alarms, Leftovers, Workers
+from raytorchrpc.process.deadlines import Alarms
+from raytorchrpc.process.deferred_cleanup import Leftovers
+from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 from raytorchrpc.tensors.cuda_streams import check_mapped
-from raytorchrpc.topology.device_map import CPU, Device
+from raytorchrpc.tensors.devices import CPU, Device
 
 logger = logging.getLogger(__name__)
 
@@ -420,14 +421,6 @@ class LocalMember:
         else:
             self._heavy.discard((rank, method))
 
-    def after_fork(self) -> tuple[()]:
-        """See forking.Heirloom."""
-        global _local, _parents
-        if _local is self:
-            _local, _parents = None, self
-            fork.forked_from(f"member {self.me.name!r} of group {self.group!r}")
-        return ()
-
     def leave(self) -> None:
         """Stop serving and calling. Idempotent, bounded, never raises."""
         with self._changed:
@@ -469,38 +462,3 @@ def _seconds(timeout: Any) -> float:
 
 
 # --- the one membership of this process ------------------------------------------------------------------
-
-_local: LocalMember | None = None
-_parents: LocalMember | None = None
-"""In a forked child: never used and never freed, as that could wait for threads that are not here."""
-_local_lock = threading.Lock()
-
-
-def process_member(timeout_s: float | None = None) -> LocalMember:
-    """This process's membership. Raises NotAMember, with the remedy, where there is none. In a restarted actor that its
-    group has not taken back yet it blocks for that, at most ``timeout_s`` (None: as long as a call), then RpcTimeout.
-    """
-    local = _local
-    if local is None:
-        local = rejoin.wait(timeout_s)[0]
-    return local
-
-
-def current_local() -> LocalMember | None:
-    """This process's membership, or None."""
-    return _local
-
-
-def set_local(local: LocalMember | None) -> None:
-    """Enter or leave; the caller has made sure that the change is due."""
-    global _local
-    with _local_lock:
-        _local = local
-    if local is not None:
-        fork.inherited(local)
-    rejoin.joined(local)
-
-
-def current_member() -> Member:
-    """This process's own ``Member``. Raises NotAMember outside a group."""
-    return process_member().me

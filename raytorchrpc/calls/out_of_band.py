@@ -14,11 +14,12 @@ import torch
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import DTYPE_NAMES, DTYPES, Export, Part, Shape, TensorLane, copied, view_at
+from raytorchrpc.lanes.base import Export, Part, TensorLane
 from raytorchrpc.process import fork
 from raytorchrpc.tensors.codec import Encoded
+from raytorchrpc.tensors.devices import CPU, Device
+from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, Shape, copied, view_at
 from raytorchrpc.tensors.host_device_copy import fill, goes_to_cpu, outbound, to_cpu
-from raytorchrpc.topology.device_map import CPU, Device
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,9 @@ from raytorchrpc.calls.spans import CallSpan
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError, shown
 from raytorchrpc.lanes.base import MessageLane, Pending
 from raytorchrpc.process import fork
-from raytorchrpc.process.workers import Alarms, Leftovers, Workers
+from raytorchrpc.process.deadlines import Alarms
+from raytorchrpc.process.deferred_cleanup import Leftovers
+from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors.codec import Codec, Encoded
 from raytorchrpc.tensors.exceptions import decode_exception
 

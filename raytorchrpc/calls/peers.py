@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from raytorchrpc.lanes.base import MessageLane
-from raytorchrpc.topology.device_map import Device
+from raytorchrpc.tensors.devices import Device
 
 
 @dataclass(frozen=True)

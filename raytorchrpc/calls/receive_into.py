@@ -12,8 +12,9 @@ from torch.autograd.graph import increment_version
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.out_of_band import Parcel, filled, kinds, owned, spread
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.lanes.base import Part, Shape
+from raytorchrpc.lanes.base import Part
 from raytorchrpc.tensors.codec import Codec, Encoded, orders, placed
+from raytorchrpc.tensors.dtypes import Shape
 
 _NO_MEMORY = "has no memory: its storage was freed"
 _TENSORS = (torch.Tensor, torch.nn.Parameter)

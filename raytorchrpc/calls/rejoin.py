@@ -20,7 +20,7 @@ from raytorchrpc.calls.mailbox import Mailbox, Process, Record, find_record
 from raytorchrpc.calls.services import Later
 from raytorchrpc.errors import NotAMember, RpcTimeout
 from raytorchrpc.process import fork, threads
-from raytorchrpc.process.workers import Alarms
+from raytorchrpc.process.deadlines import Alarms
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from raytorchrpc.calls.event_loops import Token
-from raytorchrpc.calls.gates import current_scope
 from raytorchrpc.calls.outgoing import CallUnderWay, call_back
+from raytorchrpc.calls.scope import current_scope
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.process.workers import Alarms, Workers
+from raytorchrpc.process.deadlines import Alarms
+from raytorchrpc.process.workers import Workers
 
 Send = Callable[[float], CallUnderWay]
 """``send(seconds left)``: sends the call, once. Raises PeerLost if it cannot."""

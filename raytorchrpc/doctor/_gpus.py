@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from raytorchrpc.doctor.evidence import GpuLink
 from raytorchrpc.topology import sysfs
-from raytorchrpc.topology.probe import Gpu
+from raytorchrpc.topology.endpoint import Gpu
 
 _NVIDIA = "0x10de"
 #: PCI classes of displays and 3D controllers, without the programming interface.

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from raytorchrpc.topology.probe import Endpoint
+from raytorchrpc.topology.endpoint import Endpoint
 
 #: The variables that some rule looks at; the rest of an environment stays where it is.
 WATCHED = (

@@ -26,7 +26,7 @@ from raytorchrpc.doctor.evidence import WATCHED, Evidence
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.process import threads
 from raytorchrpc.topology import nccl_env, probe, sysfs
-from raytorchrpc.topology.probe import Endpoint, Interface
+from raytorchrpc.topology.endpoint import Endpoint, Interface
 
 LIVE = Path("/")
 _RESOLVING_S = 5.0

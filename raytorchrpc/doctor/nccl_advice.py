@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 from raytorchrpc.doctor.evidence import Evidence
 from raytorchrpc.doctor.findings import Finding
 from raytorchrpc.topology import nccl_env, rdma
-from raytorchrpc.topology.probe import Endpoint
+from raytorchrpc.topology.endpoint import Endpoint
 
 
 class NcclValue(BaseModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from raytorchrpc.doctor.evidence import Evidence
 from raytorchrpc.doctor.findings import Finding, some
 from raytorchrpc.topology import rdma
-from raytorchrpc.topology.probe import Endpoint, Hca
+from raytorchrpc.topology.endpoint import Endpoint, Hca
 
 _RDMA_LANES = ("nixl", "nccl", "torchrpc")
 

@@ -12,7 +12,7 @@ from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.lanes.rules import TRAFFIC
 from raytorchrpc.routing import planner
 from raytorchrpc.topology import nccl_env, rdma
-from raytorchrpc.topology.probe import Endpoint
+from raytorchrpc.topology.endpoint import Endpoint
 
 
 def findings(evidence: Sequence[Evidence]) -> list[Finding]:

@@ -6,14 +6,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.group.control_connections import Lines
-from raytorchrpc.group.roster import Roster
+from raytorchrpc.group.state import Standing
 from raytorchrpc.membership import updates
-from raytorchrpc.membership.messages import GroupInfo, Prepared
+from raytorchrpc.membership.messages import Prepared
 from raytorchrpc.membership.updates import Arrival, Loss
 from raytorchrpc.process import threads
 
@@ -26,37 +25,6 @@ WORD_S = 0.5
 _LOSS_S, _LOSS_EACH_S = 0.05, 0.01
 #: One that did not answer is told again after this (seconds).
 _AGAIN_S = 0.5
-#: A restarted actor that could not be taken in is tried again after this (seconds), doubled each time.
-_RETRY_S = 0.1
-
-
-class Missing:
-    """A member whose process has ended, or may have."""
-
-    def __init__(self, cause: str) -> None:
-        self.cause = cause
-        self.since = self.next_look = time.monotonic()
-        self.told = False
-        """The others know."""
-        self.dialling = False
-        """A thread tries to get another line to it."""
-        self.next_dial = self.since
-        self.returning = False
-        """Ray has restarted it."""
-        self.pause_s = _RETRY_S
-        """Before the next attempt to take it in; doubled each time."""
-
-
-@dataclass
-class Standing:
-    """What the group is now. Only the thread that looks after the group changes it, and its end."""
-
-    roster: Roster
-    info: GroupInfo
-    prepared: dict[str, Prepared]
-    missing: dict[str, Missing] = field(default_factory=dict)
-    dead: dict[str, Loss] = field(default_factory=dict)
-    """Who died for good and is on the roster no longer: for those who have missed it."""
 
 
 class Teller:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import re
-import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
-import ray
-from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
-
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.errors import BootstrapError, ConfigurationError, RayTorchRpcError
+from raytorchrpc.calls.mailbox import Owner
+from raytorchrpc.errors import BootstrapError, ConfigurationError
+from raytorchrpc.group.ray_round import Round
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.membership import join
-from raytorchrpc.membership.messages import GroupInfo, Owner, Prepared, Probe
-
-#: While an actor restarts, it is asked again this often (seconds).
-_RESTART_POLL_S = 0.05
-#: The name of a driver that takes part.
-DRIVER = "driver"
+from raytorchrpc.membership.messages import GroupInfo, Prepared, Probe
 
 
 class Questions(Protocol):
@@ -37,67 +28,6 @@ class Questions(Protocol):
         retry_restarting: bool = False,
     ) -> tuple[dict[str, Any], dict[str, Exception]]:
         """See Round.all."""
-
-
-class Round:
-    """One question to several members at once, with one deadline."""
-
-    def __init__(self, participants: Mapping[str, Any], deadline: float) -> None:
-        self._participants, self._deadline = participants, deadline
-
-    def all(
-        self,
-        function: Callable[..., Any],
-        arguments: Mapping[str, tuple[Any, ...]],
-        *,
-        fail_fast: bool = False,
-        retry_restarting: bool = False,
-    ) -> tuple[dict[str, Any], dict[str, Exception]]:
-        """Run ``function(instance, *arguments[name])`` at every named member.
-
-        Returns results and failures by name; TimeoutError stands for no answer by the deadline. With
-        ``fail_fast`` the first failure ends the wait, and members still silent are in neither. With
-        ``retry_restarting`` an actor that restarts is asked again.
-        """
-        results: dict[str, Any] = {}
-        failures: dict[str, Exception] = {}
-        pending: dict[Any, str] = {}
-        for member, args in arguments.items():
-            handle = self._participants[member]
-            if handle is not None:
-                try:
-                    pending[handle.__ray_call__.remote(function, *args)] = member
-                except RayError as error:  # its queue is full
-                    failures[member] = error
-        for member, args in arguments.items():
-            if self._participants[member] is None:
-                try:
-                    results[member] = function(None, *args)
-                except RayTorchRpcError as error:
-                    failures[member] = error
-        while pending and not (fail_fast and failures):
-            remaining = max(0.0, self._deadline - time.monotonic())
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=remaining)
-            if not ready:
-                failures.update({member: TimeoutError("no answer") for member in pending.values()})
-                break
-            member = pending.pop(ready[0])
-            try:
-                results[member] = ray.get(ready[0], timeout=max(1.0, remaining))
-            except RayTaskError as error:
-                cause = error.cause if isinstance(error.cause, Exception) else error
-                failures[member] = cause
-            except ActorUnavailableError as error:
-                if not retry_restarting or time.monotonic() >= self._deadline:
-                    failures[member] = error
-                    continue
-                threading.Event().wait(_RESTART_POLL_S)  # it is restarting; Ray offers nothing to wait on
-                pending[self._participants[member].__ray_call__.remote(function, *arguments[member])] = member
-            except RayError as error:
-                failures[member] = error
-        for reference in pending:  # Ray prints an error that nobody looks at
-            reference.future().add_done_callback(lambda late: late.exception())
-        return results, failures
 
 
 class Forming:
@@ -206,66 +136,3 @@ class Forming:
                 f"starting, waiting for resources, or busy?)"
             )
         return " ".join(str(error).split()) or repr(error)
-
-
-def current_owner() -> Owner:
-    """This process, as the owner of the groups it forms."""
-    context = ray.get_runtime_context()
-    return Owner(context.get_job_id(), context.get_actor_id())
-
-
-def current_session() -> tuple[str, ...]:
-    """Names this process's present connection to Ray; empty if there is none. A job's id alone is the same again in the
-    next cluster that a process starts.
-    """
-    if not ray.is_initialized():
-        return ()
-    context = ray.get_runtime_context()
-    return context.get_job_id(), context.get_node_id(), context.get_actor_id() or ""
-
-
-def participants_of(actors: Any, include_driver: bool, first_rank: int = 0) -> dict[str, Any]:
-    """Members by name, in rank order; the driver's handle is None. Raises ConfigurationError."""
-    if not ray.is_initialized():
-        raise ConfigurationError("call ray.init() before init_group")
-    if isinstance(actors, ActorHandle) or not isinstance(actors, (Mapping, Sequence)) or isinstance(actors, str):
-        raise ConfigurationError(f"init_group takes a list or a dict of actor handles, not {actors!r}")
-    pairs = list(actors.items()) if isinstance(actors, Mapping) else [(None, actor) for actor in actors]
-    if not pairs:
-        raise ConfigurationError("init_group needs at least one actor handle; the list is empty")
-    named: dict[str, Any] = {}
-    seen: dict[str, str] = {}
-    for rank, (given, handle) in enumerate(pairs):
-        label = f"actors[{rank if given is None else given!r}]"
-        if not isinstance(handle, ActorHandle):
-            raise ConfigurationError(
-                f"{label} is not an actor handle but {handle!r}; pass what Class.remote() or ray.get_actor() returns"
-            )
-        member = _generated_name(handle, first_rank + rank) if given is None else given
-        _check_member_name(member, label)
-        actor_id = ray_internals.actor_id_of(handle)
-        if actor_id in seen:
-            raise ConfigurationError(f"{label} is the same actor as {seen[actor_id]}")
-        seen[actor_id] = label
-        named[member] = handle
-    if include_driver:
-        if DRIVER in named:
-            raise ConfigurationError(f"the name {DRIVER!r} is the driver's own with include_driver=True")
-        named[DRIVER] = None
-    return named
-
-
-_LONGEST_STEM = 48
-
-
-def _generated_name(handle: Any, rank: int) -> str:
-    ascii_only = re.sub(r"[^A-Za-z0-9_]", "_", ray_internals.actor_class_name(handle))
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", ascii_only).lower()
-    return f"{snake[:_LONGEST_STEM]}_{rank}"
-
-
-def _check_member_name(name: Any, label: str) -> None:
-    if not isinstance(name, str) or not re.fullmatch(r"(?!\d+$)[A-Za-z0-9_.:-]{1,64}", name):
-        raise ConfigurationError(
-            f"{label}: {name!r} cannot name a member; use up to 64 letters, digits or '_.:-', not digits alone"
-        )

@@ -14,19 +14,22 @@ from ray.actor import ActorHandle
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.counters import GroupStats
-from raytorchrpc.calls.member import MAX_TIMEOUT_S, current_local, process_member
+from raytorchrpc.calls.current import current_local, process_member
+from raytorchrpc.calls.member import MAX_TIMEOUT_S
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
-from raytorchrpc.group.detached import Keeper, find_detached, form, form_detached
+from raytorchrpc.group.detached import find_detached, form_detached
 from raytorchrpc.group.events import Change
-from raytorchrpc.group.formation import current_session, participants_of
+from raytorchrpc.group.host import Keeper, form
+from raytorchrpc.group.participants import current_session, participants_of
 from raytorchrpc.group.tracing import Trace
 from raytorchrpc.membership import join
 from raytorchrpc.membership.messages import GroupInfo
 from raytorchrpc.membership.process_group import ProcessGroupInfo
 from raytorchrpc.process import fork
-from raytorchrpc.routing import planner
+from raytorchrpc.routing import routes as _routes
+from raytorchrpc.tensors import devices
 from raytorchrpc.topology import device_map
 
 logger = logging.getLogger(__name__)
@@ -79,7 +82,7 @@ class Group:
         """Everybody, by rank."""
         return self._info.members
 
-    def routes(self) -> planner.RoutePlan:
+    def routes(self) -> _routes.RoutePlan:
         """Who reaches whom by which lane, and why; ``print`` it for a table."""
         return self._info.plan
 
@@ -87,7 +90,7 @@ class Group:
         """All that decided the road between two members (names, ranks, handles or Members), as text."""
         return self._info.plan.explain(self._member(a).name, self._member(b).name)
 
-    def device_map(self, a: Any, b: Any) -> dict[device_map.Device, device_map.Device]:
+    def device_map(self, a: Any, b: Any) -> dict[devices.Device, devices.Device]:
         """Where a's tensors arrive on b: {a's gpu: b's gpu}, each as that process numbers its own, or "cpu".
 
         ConfigurationError in a member that is neither: it knows only its own maps and routes.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raytorchrpc.calls.member import process_member
+from raytorchrpc.calls.current import process_member
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.group.control_connections import Lines
 from raytorchrpc.group.roster import Roster
@@ -15,7 +15,7 @@ from raytorchrpc.membership import updates
 from raytorchrpc.membership.process_group import BACKENDS, Meeting, ProcessGroupInfo
 from raytorchrpc.membership.rendezvous import StoreAddress
 from raytorchrpc.process import threads
-from raytorchrpc.topology.probe import Endpoint
+from raytorchrpc.topology.endpoint import Endpoint
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -10,17 +10,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls.mailbox import Owner
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError, NotAMember
 from raytorchrpc.lanes.common.credentials import Credentials
 from raytorchrpc.lanes.torchrpc.agent import OWN_NUMBERS, AgentSpec
-from raytorchrpc.membership.messages import GroupInfo, JoinSpec, Owner, Prepared, Probe, Table
+from raytorchrpc.membership.messages import GroupInfo, JoinSpec, Prepared, Probe, Table
 from raytorchrpc.membership.updates import Arrival
-from raytorchrpc.routing import planner
+from raytorchrpc.routing import planner, routes
+from raytorchrpc.tensors.devices import Device
 from raytorchrpc.topology import device_map
-from raytorchrpc.topology.device_map import Device, DeviceMap
-from raytorchrpc.topology.probe import Endpoint
+from raytorchrpc.topology.device_map import DeviceMap
+from raytorchrpc.topology.endpoint import Endpoint
 
 #: torchrpc ids are 16-bit and signed.
 _WORKER_IDS = range(1, OWN_NUMBERS.start)
@@ -55,7 +57,7 @@ class Roster:
     """The key and the certificate of a group that encrypts."""
     seats: Mapping[str, Seat] = field(default_factory=dict)
     """By member, in rank order."""
-    plan: planner.RoutePlan = field(default_factory=lambda: planner.RoutePlan({}, {}))
+    plan: routes.RoutePlan = field(default_factory=lambda: routes.RoutePlan({}, {}))
     maps: Mapping[str, DeviceMap] = field(default_factory=dict)
     devices: Mapping[str, set[int]] = field(default_factory=dict)
     """By member, its GPUs that some map of anybody's names."""

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.counters import PairStats
-from raytorchrpc.calls.member import current_local
+from raytorchrpc.calls.current import current_local
 from raytorchrpc.errors import NotAMember, RayTorchRpcError
 from raytorchrpc.group.control_connections import Lines
 from raytorchrpc.group.roster import Roster

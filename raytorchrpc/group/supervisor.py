@@ -18,15 +18,18 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.counters import GroupStats
 from raytorchrpc.calls.peers import process_token
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
-from raytorchrpc.group.announcements import MEET_S, WORD_S, Missing, Standing, Teller
+from raytorchrpc.group.announcements import MEET_S, WORD_S, Teller
 from raytorchrpc.group.chrome_trace import GroupTrace
 from raytorchrpc.group.control_connections import Lines
 from raytorchrpc.group.events import Change, News
-from raytorchrpc.group.formation import Forming, Round, current_session, participants_of
+from raytorchrpc.group.formation import Forming
+from raytorchrpc.group.participants import current_session, participants_of
 from raytorchrpc.group.process_groups import boot, check_backend
+from raytorchrpc.group.ray_round import Round
 from raytorchrpc.group.requested_change import RequestedChange
 from raytorchrpc.group.restarts import MailboxRound, Returns
 from raytorchrpc.group.roster import Roster
+from raytorchrpc.group.state import Missing, Standing
 from raytorchrpc.group.status import LOOK_S, GroupLook, Post, look
 from raytorchrpc.group.tracing import Tracing
 from raytorchrpc.membership import join, updates

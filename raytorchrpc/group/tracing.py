@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from raytorchrpc.calls.member import LocalMember, current_local
+from raytorchrpc.calls.current import current_local
+from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.spans import MemberTrace, Tracer
 from raytorchrpc.errors import ConfigurationError, NotAMember, RayTorchRpcError
 from raytorchrpc.group.chrome_trace import Clock, GroupTrace, chrome

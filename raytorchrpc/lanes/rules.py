@@ -13,7 +13,7 @@ from raytorchrpc.lanes.torchrpc import backends
 from raytorchrpc.lanes.torchrpc.backends import AgentPlan
 from raytorchrpc.topology import rdma
 from raytorchrpc.topology.device_map import gpu_count
-from raytorchrpc.topology.probe import Endpoint
+from raytorchrpc.topology.endpoint import Endpoint
 
 Traffic = Literal["calls", "cpu", "cuda"]
 TRAFFIC: tuple[Traffic, ...] = ("calls", "cpu", "cuda")

@@ -23,12 +23,12 @@ from raytorchrpc import rdt
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls import incoming
 from raytorchrpc.calls.counters import PairStats
-from raytorchrpc.calls.member import Absence, LocalMember, current_local, set_local
+from raytorchrpc.calls.current import current_local, set_local
+from raytorchrpc.calls.member import Absence, LocalMember
 from raytorchrpc.calls.out_of_band import Shipper
 from raytorchrpc.calls.peers import Member, PeerRoad, process_token
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
 from raytorchrpc.lanes.base import MessageLane, PeerAddress, Pending, TensorLane
-from raytorchrpc.lanes.shm.lane import default_capacity
 from raytorchrpc.lanes.torchrpc.absent import AbsentLane
 from raytorchrpc.lanes.torchrpc.agent import FabricPeer, process_fabric
 from raytorchrpc.membership.local_setup import (
@@ -41,8 +41,10 @@ from raytorchrpc.membership.local_setup import (
 )
 from raytorchrpc.membership.messages import GroupInfo, JoinSpec, Prepared, Probe, Table
 from raytorchrpc.membership.ray_metrics import Exporter
+from raytorchrpc.process.memory import default_capacity
 from raytorchrpc.routing.planner import BESIDE, forbidden
-from raytorchrpc.topology.device_map import CPU, gpu_pairs, way_back
+from raytorchrpc.tensors.devices import CPU
+from raytorchrpc.topology.device_map import gpu_pairs, way_back
 
 logger = logging.getLogger(__name__)
 

@@ -10,21 +10,22 @@ from typing import Any
 import ray
 
 from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls.exposed import exposed
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.verbs import exposed
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.base import MessageLane, TensorLane
 from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
 from raytorchrpc.lanes.loopback.lane import LoopbackLane
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.lanes.nixl.lane import NixlLane
-from raytorchrpc.lanes.shm.lane import ShmLane, default_capacity
+from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.lanes.socket.lane import SocketLane
 from raytorchrpc.lanes.torchrpc.agent import Fabric
 from raytorchrpc.lanes.torchrpc.lane import TorchRpcLane
 from raytorchrpc.membership.messages import JoinSpec
+from raytorchrpc.process.memory import default_capacity
 from raytorchrpc.topology import nccl_env, probe
-from raytorchrpc.topology.probe import Endpoint
+from raytorchrpc.topology.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 

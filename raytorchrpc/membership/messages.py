@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from raytorchrpc.calls.mailbox import Owner
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.lanes.common.credentials import Credentials
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, AgentSpec
-from raytorchrpc.routing.planner import RoutePlan
-from raytorchrpc.topology.device_map import Device
-from raytorchrpc.topology.probe import Endpoint
-
-
-class Owner(NamedTuple):
-    """The process that formed a group; a group outlives it only by accident."""
-
-    job: str
-    """Hex id of the Ray job."""
-    actor: str | None
-    """Hex id of the actor, if it was one; None for a driver."""
+from raytorchrpc.routing.routes import RoutePlan
+from raytorchrpc.tensors.devices import Device
+from raytorchrpc.topology.endpoint import Endpoint
 
 
 class Probe(NamedTuple):

@@ -26,7 +26,7 @@ from raytorchrpc.membership import gloo_peers
 from raytorchrpc.membership.rendezvous import KeyTable, StoreAddress
 from raytorchrpc.process import fork, socket_filter, threads
 from raytorchrpc.topology import nccl_env
-from raytorchrpc.topology.probe import Endpoint
+from raytorchrpc.topology.endpoint import Endpoint
 
 BACKENDS = ("gloo", "nccl")
 

@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from raytorchrpc._compat import torch_internals
-from raytorchrpc.calls.gates import Limit, Scope, current_scope
-from raytorchrpc.calls.member import MAX_TIMEOUT_S, Absence, LocalMember, current_local
+from raytorchrpc.calls.current import current_local
+from raytorchrpc.calls.future import Future
+from raytorchrpc.calls.member import MAX_TIMEOUT_S, Absence, LocalMember
+from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.services import Later
-from raytorchrpc.calls.verbs import Future
 from raytorchrpc.errors import NotAMember, RpcTimeout
 from raytorchrpc.lanes.base import MessageLane, TensorLane
 from raytorchrpc.lanes.torchrpc.agent import process_fabric

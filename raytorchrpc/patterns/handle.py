@@ -12,12 +12,15 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-from raytorchrpc.calls import gates, incoming, rejoin
-from raytorchrpc.calls.gates import current_scope
-from raytorchrpc.calls.member import MAX_TIMEOUT_S, LocalMember, current_local, process_member
+from raytorchrpc.calls import incoming, rejoin
+from raytorchrpc.calls import waiting as _waiting
+from raytorchrpc.calls.current import current_local, process_member
+from raytorchrpc.calls.exposed import Exposed
+from raytorchrpc.calls.future import Future
+from raytorchrpc.calls.member import MAX_TIMEOUT_S, LocalMember
 from raytorchrpc.calls.peers import Member, PeerRoad
+from raytorchrpc.calls.scope import current_scope
 from raytorchrpc.calls.services import Later
-from raytorchrpc.calls.verbs import Exposed, Future
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, PeerLost, RpcTimeout
 
 T = TypeVar("T")
@@ -99,7 +102,7 @@ def _waited_for(waiting: Future[Any] | Later) -> Any:
             return waiting.wait()
         finally:
             del waiting
-    gates.wait_serving(_Waiting(waiting), MAX_TIMEOUT_S)  # whoever made it sees to it that it is settled in time
+    _waiting.wait_serving(_Waiting(waiting), MAX_TIMEOUT_S)  # whoever made it sees to it that it is settled in time
     return waiting.outcome()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
 import queue
 import threading
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raytorchrpc.process import threads
+from raytorchrpc.process.deadlines import Alarms
 from raytorchrpc.process.threads import ThreadShortage
 
 logger = logging.getLogger(__name__)
@@ -160,125 +160,3 @@ class Workers:
             self._stopped = True
             for _ in range(self._threads):
                 self._tasks.put(None)
-
-
-class _Alarm:
-    __slots__ = ("callback", "when")
-
-    def __init__(self, when: float, callback: Callable[[], None]) -> None:
-        self.when = when
-        self.callback: Callable[[], None] | None = callback
-
-    def __lt__(self, other: _Alarm) -> bool:
-        return self.when < other.when
-
-
-class Alarms:
-    """Calls back when a deadline passes, on one daemon thread. Thread-safe."""
-
-    def __init__(self, name: str) -> None:
-        """Raises ThreadShortage."""
-        self._changed = threading.Condition()
-        self._heap: list[_Alarm] = []
-        self._cancelled = 0
-        self._stopped = False
-        # Now, and not with the first alarm: a member that cannot end its waits is not to join.
-        threads.start(self._watch, f"the alarms of {name}", name=f"{name}-alarms")
-
-    def at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call ``callback``, which is short and does not raise, at ``when`` (``time.monotonic``), unless what
-        this returns is called before. A callback that finds no memory is called again.
-        """
-        alarm = _Alarm(when, callback)
-        with self._changed:
-            heapq.heappush(self._heap, alarm)
-            if self._heap[0] is alarm:
-                self._changed.notify()
-
-        def cancel() -> None:
-            with self._changed:
-                if alarm.callback is not None:
-                    alarm.callback = None  # what it holds may be large
-                    self._cancelled += 1
-                if self._cancelled > 64 and self._cancelled > len(self._heap) // 2:
-                    self._heap = [kept for kept in self._heap if kept.callback is not None]
-                    heapq.heapify(self._heap)
-                    self._cancelled = 0
-
-        return cancel
-
-    def _watch(self, who: str) -> None:
-        threads.serve(self._call_next, who)
-
-    def _call_next(self) -> bool:
-        with self._changed:
-            while not self._stopped and (not self._heap or self._heap[0].when > time.monotonic()):
-                self._changed.wait(self._heap[0].when - time.monotonic() if self._heap else None)
-            if self._stopped:
-                return False
-            alarm = heapq.heappop(self._heap)
-            callback, alarm.callback = alarm.callback, None
-            if callback is None:
-                self._cancelled -= 1
-                return True
-        try:
-            callback()
-        except Exception as error:
-            if threads.is_shortage(error):
-                with self._changed:
-                    if not self._stopped:
-                        alarm.callback, alarm.when = callback, time.monotonic() + threads.PAUSE_S
-                        heapq.heappush(self._heap, alarm)
-            raise
-        return True
-
-    def stop(self) -> None:
-        """No alarm goes off any more."""
-        with self._changed:
-            self._stopped = True
-            self._heap.clear()
-            self._changed.notify()
-
-
-class Leftovers:
-    """What finalizers leave to be done, on one daemon thread.
-
-    Python may run a finalizer in the middle of anything, on a thread that holds any lock: one that takes a lock can
-    wait for itself for ever.
-    """
-
-    def __init__(self, name: str) -> None:
-        """Raises ThreadShortage."""
-        self._left: queue.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None] = queue.SimpleQueue()
-        self._stopped = False
-        threads.start(self._work, f"the leftovers of {name}", name=f"{name}-leftovers")
-
-    def leave(self, function: Callable[..., object], *args: Any) -> None:
-        """Have ``function(*args)`` run soon, but not after ``stop``. Takes no lock. What it raises is logged."""
-        if not self._stopped:
-            self._left.put((function, args))
-
-    def _work(self, who: str) -> None:
-        threads.serve(self._do_next, who)
-
-    def _do_next(self) -> bool:
-        task = self._left.get()
-        if task is None:
-            return False
-        if self._stopped:
-            return True
-        function, args = task
-        try:
-            function(*args)
-        except Exception as error:
-            if not threads.is_shortage(error):
-                logger.exception("what a finalizer has left could not be done")
-                return True
-            self._left.put(task)  # else it would never be given back
-            raise
-        return True
-
-    def stop(self) -> None:
-        """Nothing more is done. Idempotent."""
-        self._stopped = True
-        self._left.put(None)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from raytorchrpc._compat import ray_internals, torch_internals
-from raytorchrpc.calls import gates
-from raytorchrpc.calls.member import LocalMember, current_local
+from raytorchrpc.calls import scope as _scope
+from raytorchrpc.calls.current import current_local
+from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.outgoing import CallUnderWay
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.retry import RetriedCall
@@ -27,7 +28,7 @@ from raytorchrpc.tensors.codec import Codec
 from raytorchrpc.tensors.host_device_copy import fill
 
 if TYPE_CHECKING:
-    from raytorchrpc.lanes.nng.lane import NngClient
+    from raytorchrpc.lanes.nng.offers import NngClient
 
 #: Of the time that Ray gives a transfer, what a pull may take: its own error says more than Ray's.
 _SHARE_OF_TIME = 0.8
@@ -94,14 +95,14 @@ class Pull:
 
     def _ask_member(self, local: LocalMember, member: Member, attended: bool) -> None:
         try:
-            scope = gates.current_scope.set(gates.NO_SCOPE)  # its deadline is the transfer's own
+            scope = _scope.current_scope.set(_scope.NO_SCOPE)  # its deadline is the transfer's own
             try:
                 with torch_internals.autograd_context(torch_internals.NO_CONTEXT):
                     args = (self.object_id, self._source.process, self._to_cpu)
                     left = self._remaining()
                     self._call = local.call(member, PULL, args, {}, left, into=self._targets, attended=attended)
             finally:
-                gates.current_scope.reset(scope)
+                _scope.current_scope.reset(scope)
         except _ROAD_LOST:
             self._ask_at_door()
 
@@ -205,7 +206,7 @@ def _member_at(local: LocalMember, source: Source) -> Member | None:
 
 @functools.cache
 def _client() -> NngClient:
-    from raytorchrpc.lanes.nng.lane import NngClient  # members do without its library
+    from raytorchrpc.lanes.nng.offers import NngClient  # members do without its library
 
     return NngClient()
 

@@ -17,14 +17,14 @@ import torch
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import incoming
-from raytorchrpc.calls.member import current_local
-from raytorchrpc.calls.verbs import Exposed
+from raytorchrpc.calls.current import current_local
+from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.tensors.codec import Codec, Encoded
 from raytorchrpc.tensors.cuda_streams import hand_over
 
 if TYPE_CHECKING:
-    from raytorchrpc.lanes.nng.lane import NngServer, OfferAddress
+    from raytorchrpc.lanes.nng.offers import NngServer, OfferAddress
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ def here(node_id: str, node_ip: str, shown: str) -> Source:
 
 
 def _opened(node_ip: str) -> _Door:
-    from raytorchrpc.lanes.nng.lane import NngServer  # only those who make objects need its library
+    from raytorchrpc.lanes.nng.offers import NngServer  # only those who make objects need its library
 
     secret = os.urandom(32)
     server = NngServer("objects", secret, tcp_host=node_ip)

@@ -20,10 +20,10 @@ from raytorchrpc import rdt
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.out_of_band import Runs, runs_of
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.lanes.base import DTYPES
 from raytorchrpc.rdt import pull as _rdt_pull
 from raytorchrpc.rdt import source as _rdt_source
 from raytorchrpc.rdt.source import Source
+from raytorchrpc.tensors.dtypes import DTYPES
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.topology.device_map import CPU, Device
+from raytorchrpc.tensors.devices import CPU, Device
 
 
 def nothing() -> None:

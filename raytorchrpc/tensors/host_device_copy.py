@@ -18,10 +18,10 @@ import torch
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import numbers
 from raytorchrpc.process.cuda_driver import driver
 from raytorchrpc.tensors.codec import Encoded
-from raytorchrpc.topology.device_map import CPU, Device
+from raytorchrpc.tensors.devices import CPU, Device
+from raytorchrpc.tensors.dtypes import numbers
 
 logger = logging.getLogger(__name__)
 

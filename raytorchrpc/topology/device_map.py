@@ -18,16 +18,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any
 
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.topology.probe import Endpoint
+from raytorchrpc.tensors.devices import CPU, Device
+from raytorchrpc.topology.endpoint import Endpoint
 
 Peer = str | int
-CPU: Final = "cpu"
-#: One side of an entry: a CUDA index, or the CPU.
-Device = int | Literal["cpu"]
 Pairs = tuple[tuple[Device, Device], ...]
 
 _ENTRY = re.compile(r"(\d+)_(\d+|cpu)_(\d+|cpu)")

@@ -12,7 +12,8 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from raytorchrpc.topology.probe import Endpoint, Gid, Hca, HcaPort, interface_for
+from raytorchrpc.topology.endpoint import Endpoint, Gid, Hca, HcaPort
+from raytorchrpc.topology.probe import interface_for
 from raytorchrpc.topology.rdma import usable_ports
 
 HCA, IFNAME, GID, TIMEOUT, QPS = (

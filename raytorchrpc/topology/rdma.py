@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 
-from raytorchrpc.topology.probe import Endpoint, Hca, HcaPort
+from raytorchrpc.topology.endpoint import Endpoint, Hca, HcaPort
 
 MIB = 1 << 20
 MIN_MEMLOCK_BYTES = 64 * MIB

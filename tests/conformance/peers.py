@@ -17,18 +17,7 @@ from typing import Any
 
 import torch
 
-from raytorchrpc.lanes.base import (
-    DTYPES,
-    Export,
-    Message,
-    MessageLane,
-    PeerAddress,
-    Pending,
-    Reply,
-    Shape,
-    TensorLane,
-    numbers,
-)
+from raytorchrpc.lanes.base import Export, Message, MessageLane, PeerAddress, Pending, Reply, TensorLane
 from raytorchrpc.lanes.common import handshake
 from raytorchrpc.lanes.common.acceptor import listener_identity
 from raytorchrpc.lanes.common.credentials import Credentials, Identity
@@ -45,6 +34,7 @@ from raytorchrpc.lanes.socket.lane import SocketLane
 from raytorchrpc.lanes.torchrpc.agent import AgentSpec, FabricPeer, process_fabric
 from raytorchrpc.lanes.torchrpc.lane import TorchRpcLane
 from raytorchrpc.tensors.codec import Encoded
+from raytorchrpc.tensors.dtypes import DTYPES, Shape, numbers
 from tests.conformance.pipes import PipeCarrier
 
 PATIENCE_S = 20.0

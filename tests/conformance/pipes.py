@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from raytorchrpc.lanes.base import Shape
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.nccl.carrier import RECEIVER, Broken, Carrier, Channel, Mark
+from raytorchrpc.tensors.dtypes import Shape
 
 
 class PipeMark:

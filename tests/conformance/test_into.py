@@ -15,11 +15,12 @@ import torch
 
 from raytorchrpc.calls.receive_into import Buffers
 from raytorchrpc.errors import PeerLost
-from raytorchrpc.lanes.base import Part, Shape, numbers, view_at
+from raytorchrpc.lanes.base import Part
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.lanes.nixl.lane import NixlLane
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import Codec
+from raytorchrpc.tensors.dtypes import Shape, numbers, view_at
 from tests.conformance import peers
 from tests.conformance import test_message_lanes as message_lanes
 from tests.conformance import test_tensor_lanes as tensor_lanes

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Part, Shape
+from raytorchrpc.lanes.base import Part
+from raytorchrpc.tensors.dtypes import Shape
 from tests.conformance.peers import export, random, tensors
 from tests.conformance.test_tensor_lanes import GPU_KINDS, NIXL_KINDS, Pair, make_pair
 

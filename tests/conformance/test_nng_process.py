@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.nng.lane import NngServer, OfferAddress, fetch
+from raytorchrpc.lanes.nng.offers import NngServer, OfferAddress, fetch
 from raytorchrpc.tensors.codec import Codec
 from tests.conformance import peers
 from tests.conformance.peers import SECRET

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from raytorchrpc.errors import RayTorchRpcError
-from raytorchrpc.process.workers import Alarms, Workers
+from raytorchrpc.process.deadlines import Alarms
+from raytorchrpc.process.workers import Workers
 from tests.conformance.peers import EMPTY, Message, Node, PeerAddress, answer
 
 ROUNDS = 6

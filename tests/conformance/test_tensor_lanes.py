@@ -21,12 +21,14 @@ import torch
 
 from raytorchrpc._compat import nixl_package
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import PeerAddress, Shape, TensorLane, numbers
+from raytorchrpc.lanes.base import PeerAddress, TensorLane
+from raytorchrpc.lanes.common.shared_memory import SharedAddress
 from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.lanes.nixl.lane import NixlLane
-from raytorchrpc.lanes.shm.arena import SLOTS, Arena, PeerArena, SharedAddress
+from raytorchrpc.lanes.shm.arena import SLOTS, Arena, PeerArena
 from raytorchrpc.lanes.shm.lane import ShmLane
+from raytorchrpc.tensors.dtypes import Shape, numbers
 from tests.conformance import peers
 from tests.conformance.peers import ALL_DTYPES, Process, export, open_things, random, same, tensors, wait_until
 

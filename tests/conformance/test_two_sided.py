@@ -23,10 +23,11 @@ import pytest
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Export, PeerAddress, Shape
+from raytorchrpc.lanes.base import Export, PeerAddress
 from raytorchrpc.lanes.common.credentials import Credentials
 from raytorchrpc.lanes.nccl import control_connection
 from raytorchrpc.lanes.nccl.lane import NcclLane
+from raytorchrpc.tensors.dtypes import Shape
 from tests.conformance import peers
 from tests.conformance.peers import SECRET, Process, tensors, wait_until
 from tests.conformance.pipes import PipeCarrier

@@ -13,7 +13,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import member
+from raytorchrpc.calls import current, member
 
 pytestmark = pytest.mark.gpu
 
@@ -119,7 +119,7 @@ def take_shared() -> None:
 def nothing_is_out() -> bool:
     from tests.conformance.peers import wait_until
 
-    lane: Any = member.process_member().tensor_lanes["cuda_ipc"]
+    lane: Any = current.process_member().tensor_lanes["cuda_ipc"]
     return wait_until(lambda: not lane._out, 5)
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Shape
 from raytorchrpc.lanes.nccl.lane import NcclLane
+from raytorchrpc.tensors.dtypes import Shape
 from tests.conformance import peers
 from tests.conformance.peers import Process, tensors, wait_until
 

@@ -19,7 +19,7 @@ import torch
 from torch.distributed import autograd as dist_autograd
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import member
+from raytorchrpc.calls import current
 from tests.conformance.peers import same, wait_until
 
 pytestmark = pytest.mark.gpu
@@ -149,7 +149,7 @@ def all_back(sender: Any, receiver: Any) -> bool:
 
     def nothing_out(self: Any) -> bool:
         gc.collect()
-        lane: Any = member.process_member().tensor_lanes["cuda_ipc"]
+        lane: Any = current.process_member().tensor_lanes["cuda_ipc"]
         return wait_until(lambda: not lane._out, 5)
 
     on(receiver, drop)
@@ -400,7 +400,7 @@ def test_many_that_cross_keep_their_values_and_give_their_memory_back(a: Any, h:
         return wrong
 
     def given_back(self: Any) -> bool:
-        arena: Any = member.process_member().tensor_lanes["shm"]._arena  # type: ignore[attr-defined]
+        arena: Any = current.process_member().tensor_lanes["shm"]._arena  # type: ignore[attr-defined]
 
         def empty() -> bool:
             with arena._lock:

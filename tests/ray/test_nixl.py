@@ -11,7 +11,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc._compat import nixl_package
-from raytorchrpc.calls import member
+from raytorchrpc.calls import current
 from tests.conformance.peers import wait_until
 from tests.ray.call_actors import LARGE
 from tests.ray.conftest import Spawn
@@ -40,7 +40,7 @@ def group(stores: list[Any]) -> Iterator[rtr.Group]:
 
 def used() -> int:
     """Bytes of this process's registered memory that somebody still holds."""
-    lane: Any = member.process_member().tensor_lanes["nixl"]
+    lane: Any = current.process_member().tensor_lanes["nixl"]
     lane.tidy()
     return int(lane._pool.used)
 

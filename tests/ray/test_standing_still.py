@@ -15,7 +15,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import member
+from raytorchrpc.calls import current, member
 from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.patterns.weights import published
 from raytorchrpc.patterns.weights.services import KIND, MIRROR
@@ -104,7 +104,7 @@ def test_a_pull_that_outlasts_its_lease_fails(actors: dict[str, Any], group: rtr
         return all(bool((tensor == value).all()) for value in [store.pull(model)] for tensor in model.values())
 
     def nobody_reads(kind: str, name: str) -> bool:
-        services = member.process_member().services
+        services = current.process_member().services
         found = next(services.get(kind, known) for known in services.names(kind) if known.startswith(name))
         return wait_until(lambda: found.shelf.readers == 0, 20)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import member
+from raytorchrpc.calls import current, member
 from raytorchrpc.patterns.weights.pull import Pull
 from tests.conformance.peers import wait_until
 from tests.ray.actors import AsyncPeer, Peer
@@ -136,7 +136,7 @@ def test_nobody_reads_two_versions(actors: dict[str, Any], request: Any, sizes: 
     assert all(count >= 1 for count in ray.get(readers, timeout=60))
 
     def at_rest() -> bool:
-        weights = member.process_member().services.find(store.kind, store.name, None, "learner")
+        weights = current.process_member().services.find(store.kind, store.name, None, "learner")
         return wait_until(lambda: weights.shelf.readers == 0, 20)
 
     assert in_actor(actors["learner"], at_rest)
@@ -235,7 +235,7 @@ def test_what_does_not_fit_is_not_kept_for_the_reader(actors: dict[str, Any], re
 
 
 def no_readers(store: rtr.WeightStore) -> bool:
-    shelf = member.process_member().services.find(store.kind, store.name, None, "").shelf
+    shelf = current.process_member().services.find(store.kind, store.name, None, "").shelf
     return wait_until(lambda: shelf.readers == 0, 20)
 
 
@@ -245,7 +245,7 @@ def test_one_question_brings_what_lies_on_the_same_host(actors: dict[str, Any], 
     in_actor(actors["learner"], publish, store, 1)
 
     def calls() -> int:
-        return sum(row.calls for row in member.process_member().counters.rows(""))
+        return sum(row.calls for row in current.process_member().counters.rows(""))
 
     def follow(convert: bool) -> int:
         half = {f"layer{n}": torch.zeros(size).bfloat16() for n, size in enumerate((SMALL, LARGE, 3))}
@@ -342,7 +342,7 @@ def test_waiting_for_versions(actors: dict[str, Any], request: Any) -> None:
 
 def pretend(nodes: dict[str, str]) -> None:
     """Let this member take the others for members on these nodes."""
-    local = member.process_member()
+    local = current.process_member()
     for road in local.roads:
         node = nodes.get(road.member.name, road.member.node_id)
         local.know(dataclasses.replace(road, member=dataclasses.replace(road.member, node_id=node)))
@@ -351,7 +351,7 @@ def pretend(nodes: dict[str, str]) -> None:
 def came_from() -> dict[str, int]:
     """Bytes that came to this member, by peer."""
     found: dict[str, int] = {}
-    for row in member.process_member().counters.rows(""):
+    for row in current.process_member().counters.rows(""):
         found[row.peer] = found.get(row.peer, 0) + row.bytes_in
     return found
 
@@ -422,12 +422,12 @@ def test_readers_that_die_and_a_home_that_does(spawn: Spawn, actors: dict[str, A
 
     def begin_to_read() -> int:
         assert store.version() == 1
-        local = member.process_member()
+        local = current.process_member()
         pull = Pull("weights", filled(0.0), None, False, True)
         return store._look(local, pull, None, None, False, time.monotonic() + 60).lease
 
     def readers() -> int:
-        return int(member.process_member().services.find(store.kind, "weights", None, "").shelf.readers)
+        return int(current.process_member().services.find(store.kind, "weights", None, "").shelf.readers)
 
     assert in_actor(dying["reader"], begin_to_read)
     assert in_actor(dying["learner2"], readers) == 1

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from raytorchrpc.topology.probe import Endpoint, Gid, Gpu, Hca, HcaPort, Interface
+from raytorchrpc.topology.endpoint import Endpoint, Gid, Gpu, Hca, HcaPort, Interface
 
 DATA = Path(__file__).parent / "data"
 MIB = 1 << 20

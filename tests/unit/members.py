@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
-from raytorchrpc.calls import member
+from raytorchrpc.calls import current
 from raytorchrpc.calls.member import Absence, LocalMember
 from raytorchrpc.calls.peers import Member, PeerRoad, process_token
 from raytorchrpc.config import GroupConfig
@@ -153,12 +153,12 @@ class Members:
     @contextmanager
     def acting(self, name: str) -> Iterator[LocalMember]:
         """What is done here is done by this member."""
-        before = member.current_local()
-        member.set_local(self.members[name])
+        before = current.current_local()
+        current.set_local(self.members[name])
         try:
             yield self.members[name]
         finally:
-            member.set_local(before)
+            current.set_local(before)
 
     def part(self, name: str) -> None:
         """The home is told that this member is away; the connection between them is gone."""

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable
-from raytorchrpc.lanes.base import Message, Part, view_at
+from raytorchrpc.lanes.base import Message, Part
 from raytorchrpc.lanes.common import frames, packing
-from raytorchrpc.lanes.common.bounds import OutOfBounds, checked, within
 from raytorchrpc.lanes.cuda_ipc import events
 from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, tensor_over
 from raytorchrpc.lanes.nixl.memory import check_members
 from raytorchrpc.rdt.pull import _filled
+from raytorchrpc.tensors.bounds import OutOfBounds, checked, within
 from raytorchrpc.tensors.codec import Encoded
+from raytorchrpc.tensors.dtypes import view_at
 
 FLOATS = (torch.float32, (2, 3))
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import member
+from raytorchrpc.calls import current
+from raytorchrpc.calls import member as member_module
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.patterns.handle import OPEN
 from raytorchrpc.patterns.queues import order
@@ -35,7 +36,7 @@ def members(request: Any) -> Iterator[Members]:
     try:
         yield made
     finally:
-        member.set_local(None)
+        current.set_local(None)
         made.close()
 
 
@@ -299,7 +300,7 @@ def test_an_item_that_comes_for_a_cancelled_get_goes_back_whatever_flow_control_
 def test_an_item_goes_back_as_soon_as_its_home_can_be_reached(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member, "_MISSED_AFTER_S", 0.05)
+    monkeypatch.setattr(member_module, "_MISSED_AFTER_S", 0.05)
     lane, failed = members.lanes["a"], []
 
     def fails_twice(method: str) -> bool:
@@ -711,7 +712,7 @@ def test_no_buffer_is_left_of_a_subscription_that_failed_or_was_cancelled(member
 def test_a_subscription_that_is_cancelled_while_the_home_is_away_ends(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member, "_MISSED_AFTER_S", 0.05)
+    monkeypatch.setattr(member_module, "_MISSED_AFTER_S", 0.05)
     with members.acting("b"):
         subscription = rtr.Topic("q", home="home").subscribe()
         members.part("b")

@@ -88,7 +88,8 @@ ANOTHERS_AUTOGRAD = """
 import torch.distributed.autograd as dist_autograd
 from raytorchrpc._compat import torch_internals
 dist_autograd._init(11)
-print(torch_internals.autograd_id(), torch_internals.init_autograd(77), torch_internals.init_autograd(78), torch_internals.autograd_id())
+ids = torch_internals
+print(ids.autograd_id(), ids.init_autograd(77), ids.init_autograd(78), ids.autograd_id())
 """
 
 

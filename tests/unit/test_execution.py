@@ -15,9 +15,13 @@ import pytest
 
 from raytorchrpc.calls import event_loops
 from raytorchrpc.calls import gates as execution
-from raytorchrpc.calls.gates import Gate, Limit, Scope, Seat, Work, current_scope, wait_serving
+from raytorchrpc.calls.gates import Gate, Seat, Work
+from raytorchrpc.calls.scope import Limit, Scope, current_scope
+from raytorchrpc.calls.waiting import wait_serving
 from raytorchrpc.errors import RayTorchRpcError
-from raytorchrpc.process.workers import Alarms, Leftovers, Workers
+from raytorchrpc.process.deadlines import Alarms
+from raytorchrpc.process.deferred_cleanup import Leftovers
+from raytorchrpc.process.workers import Workers
 
 PATIENCE_S = 10.0
 

@@ -14,9 +14,9 @@ import torch
 
 from raytorchrpc.calls import incoming
 from raytorchrpc.calls.counters import CallCounters
+from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.out_of_band import Shipped
 from raytorchrpc.calls.outgoing import CallUnderWay
-from raytorchrpc.calls.verbs import Future
 from raytorchrpc.errors import PeerLost, RpcTimeout
 from raytorchrpc.lanes.base import Message, Pending
 from raytorchrpc.tensors.codec import NOTHING, Codec

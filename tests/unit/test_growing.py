@@ -8,13 +8,14 @@ import pickle
 import pytest
 
 from benchmarks import _growth
+from raytorchrpc.calls.mailbox import Owner
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.lanes.common.acceptor import SocketAddress
 from raytorchrpc.lanes.common.credentials import Instance
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity
 from raytorchrpc.membership import join
-from raytorchrpc.membership.messages import Owner, Prepared, Probe, Table
+from raytorchrpc.membership.messages import Prepared, Probe, Table
 from tests.unit import clusters
 from tests.unit.clusters import Cluster
 

@@ -13,8 +13,8 @@ from raytorchrpc import GroupConfig
 from raytorchrpc.lanes.common.credentials import Credentials
 from raytorchrpc.membership import local_setup
 from raytorchrpc.topology import nccl_env
+from raytorchrpc.topology.endpoint import Endpoint, Gid, Hca, Interface
 from raytorchrpc.topology.nccl_env import GID, HCA, IFNAME, QPS, TIMEOUT, advise, apply, chosen_values, matches
-from raytorchrpc.topology.probe import Endpoint, Gid, Hca, Interface
 from tests.unit.clusters import a100s, efa_hcas, infiniband_hcas, member, roce_hcas, with_port
 
 ETHERNET = tuple(

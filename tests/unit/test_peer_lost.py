@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 
 from raytorchrpc.calls.counters import CallCounters
-from raytorchrpc.calls.gates import NO_SCOPE
 from raytorchrpc.calls.incoming import CALL, KEPT, OK, RAISED, Server, _Job
 from raytorchrpc.calls.out_of_band import Shipped, Shipper
 from raytorchrpc.calls.outgoing import CallUnderWay
 from raytorchrpc.calls.retry import RetriedCall
+from raytorchrpc.calls.scope import NO_SCOPE
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerBusy, PeerLost, RayTorchRpcError
 from raytorchrpc.lanes.base import Message, Pending
 from raytorchrpc.lanes.socket.connection import Connection, SocketPending, tune
-from raytorchrpc.process.workers import Alarms, Workers
+from raytorchrpc.process.deadlines import Alarms
+from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors.codec import NOTHING, Codec
 from raytorchrpc.tensors.exceptions import decode_exception, encode_exception
 

@@ -12,9 +12,10 @@ import pytest
 from raytorchrpc import GroupConfig
 from raytorchrpc.doctor import Evidence
 from raytorchrpc.doctor.reports import make_report
-from raytorchrpc.routing.planner import RoutePlan, plan
+from raytorchrpc.routing.planner import plan
+from raytorchrpc.routing.routes import RoutePlan
 from raytorchrpc.topology import nccl_env
-from raytorchrpc.topology.probe import Hca
+from raytorchrpc.topology.endpoint import Hca
 from tests.unit import clusters
 from tests.unit.clusters import Cluster, a100s, efa_hcas, infiniband_hcas, member, public_nodes, roce_hcas, with_port
 

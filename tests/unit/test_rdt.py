@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.lanes.nng.lane import NngServer
+from raytorchrpc.lanes.nng.offers import NngServer
 from raytorchrpc.rdt import pull as _rdt_pull
 from raytorchrpc.rdt import source as _rdt_source
 from raytorchrpc.rdt import transport as _rdt_transport

@@ -14,7 +14,8 @@ from raytorchrpc.config import KNOWN_LANES, GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.lanes.rules import Pair
 from raytorchrpc.routing import planner
-from raytorchrpc.routing.planner import LANES, PairRoute, RoutePlan, Traffic, plan
+from raytorchrpc.routing.planner import LANES, Traffic, plan
+from raytorchrpc.routing.routes import PairRoute, RoutePlan
 from tests.unit import clusters
 from tests.unit.clusters import (
     CPU_CHANNELS,

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.incoming import CALL, FETCH, OK, RAISED, Server, own_methods
 from raytorchrpc.calls.services import Later
-from raytorchrpc.calls.verbs import Exposed
 from raytorchrpc.errors import NotFound, RpcTimeout
 from raytorchrpc.lanes.base import Capabilities, Message
-from raytorchrpc.process.workers import Alarms, Workers
+from raytorchrpc.process.deadlines import Alarms
+from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors.codec import NOTHING, Codec
 from raytorchrpc.tensors.exceptions import decode_exception
 from tests.conformance.peers import wait_until

@@ -15,9 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from raytorchrpc.calls.out_of_band import Parcel, Shipper, joined, owned
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes import base
-from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane
+from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane
 from raytorchrpc.lanes.common import packing
+from raytorchrpc.tensors import dtypes
 from raytorchrpc.tensors.codec import Codec, Encoded
+from raytorchrpc.tensors.dtypes import Shape
 
 
 class Box(Export):
@@ -131,7 +133,7 @@ def test_a_lane_that_brings_no_parts_brings_the_whole() -> None:
 
 def test_every_dtype_has_a_name_that_leads_back() -> None:
     for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
-        assert base.DTYPES[base.DTYPE_NAMES[dtype]] is dtype
+        assert dtypes.DTYPES[dtypes.DTYPE_NAMES[dtype]] is dtype
 
 
 @pytest.mark.parametrize("kinds", ["cg", "gc", "ccgg", "cgcgc", "ggc", "gcccg", "g", "c"])

@@ -31,7 +31,7 @@ from raytorchrpc.patterns.queues.items import (
 )
 from raytorchrpc.patterns.queues.outlet import Outlet, Policy
 from raytorchrpc.patterns.queues.store import Store
-from raytorchrpc.process.workers import Alarms
+from raytorchrpc.process.deadlines import Alarms
 from raytorchrpc.tensors.codec import Codec
 
 LONG = 20.0

@@ -17,14 +17,17 @@ import pytest
 import torch
 
 from raytorchrpc.errors import PeerLost, RpcTimeout
-from raytorchrpc.group.announcements import Standing, Teller
+from raytorchrpc.group.announcements import Teller
 from raytorchrpc.group.events import Change, News
+from raytorchrpc.group.state import Standing
 from raytorchrpc.lanes.base import Message, PeerAddress
 from raytorchrpc.lanes.common import frames
 from raytorchrpc.lanes.shm.parallel_copy import Copier
 from raytorchrpc.process import threads
+from raytorchrpc.process.deadlines import Alarms
+from raytorchrpc.process.deferred_cleanup import Leftovers
 from raytorchrpc.process.threads import ThreadShortage
-from raytorchrpc.process.workers import Alarms, Leftovers, Workers
+from raytorchrpc.process.workers import Workers
 from tests.conformance.peers import EMPTY, Node, answer, wait_until
 
 PATIENCE_S = 10.0

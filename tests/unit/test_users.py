@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from raytorchrpc.calls.mailbox import Owner
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.group.roster import Roster
-from raytorchrpc.membership.messages import Owner, Probe
-from raytorchrpc.topology.probe import Endpoint
+from raytorchrpc.membership.messages import Probe
+from raytorchrpc.topology.endpoint import Endpoint
 from tests.unit import clusters
 
 

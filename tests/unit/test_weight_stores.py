@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import member
+from raytorchrpc.calls import current
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.patterns.weights import store as weights
 from raytorchrpc.patterns.weights.services import PULL
@@ -27,7 +27,7 @@ def members() -> Iterator[Members]:
     try:
         yield made
     finally:
-        member.set_local(None)
+        current.set_local(None)
         made.close()
 
 

@@ -14,14 +14,14 @@ import torch
 from raytorchrpc.calls.services import Later
 from raytorchrpc.errors import ConfigurationError, NotFound
 from raytorchrpc.lanes.base import PeerAddress
-from raytorchrpc.lanes.shm.arena import SharedAddress
+from raytorchrpc.lanes.common.shared_memory import SharedAddress
 from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.lanes.shm.read_only import Borrower, Lender
 from raytorchrpc.patterns.weights.published import Weights
 from raytorchrpc.patterns.weights.pull import Pulled
 from raytorchrpc.patterns.weights.relays import HOME, LEAD, Relays
 from raytorchrpc.patterns.weights.snapshots import equal, write
-from raytorchrpc.process.workers import Alarms
+from raytorchrpc.process.deadlines import Alarms
 from tests.conformance.peers import wait_until
 
 LONG = 20.0

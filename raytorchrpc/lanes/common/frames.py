@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raytorchrpc.lanes.base import DTYPE_NAMES, DTYPES, Message, numbers, view_at
+from raytorchrpc.lanes.base import Message
 from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection, check_tag
 from raytorchrpc.tensors.codec import NOTHING, Encoded
+from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, numbers, view_at
 
 REQUEST, REPLY = 0, 1
 

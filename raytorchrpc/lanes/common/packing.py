@@ -8,8 +8,9 @@ from operator import attrgetter
 
 import torch
 
-from raytorchrpc.lanes.base import SMALL, UNCOPIED, Part, Shape, numbers, view_at
-from raytorchrpc.lanes.common.bounds import within
+from raytorchrpc.lanes.base import SMALL, Part
+from raytorchrpc.tensors.bounds import within
+from raytorchrpc.tensors.dtypes import UNCOPIED, Shape, numbers, view_at
 
 #: More tensors than this, each smaller than _SMALL, travel as one.
 _FEW, _SMALL = 4, 1 << 20

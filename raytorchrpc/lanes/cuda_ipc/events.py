@@ -16,9 +16,9 @@ import torch
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.base import PeerAddress
-from raytorchrpc.lanes.common.bounds import within
-from raytorchrpc.lanes.shm.arena import Gone, SharedAddress, SharedBytes, is_gone, map_shared
+from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress, SharedBytes, is_gone, map_shared
 from raytorchrpc.process.cuda_driver import HANDLE_BYTES
+from raytorchrpc.tensors.bounds import within
 
 #: Numbers that a member can give out; each has a flag byte.
 FLAGS = 1 << 16

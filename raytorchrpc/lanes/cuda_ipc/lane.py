@@ -23,14 +23,15 @@ import numpy
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Export, Part, PeerAddress, Shape, TensorCapabilities, TensorLane
+from raytorchrpc.lanes.base import Export, Part, PeerAddress, TensorCapabilities, TensorLane
 from raytorchrpc.lanes.common import packing
-from raytorchrpc.lanes.common.bounds import MALFORMED, checked, within
+from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress, is_gone
 from raytorchrpc.lanes.cuda_ipc.events import FLAGS, USES, SharedEvents, told
 from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, Mappings, span_of, tensor_over
-from raytorchrpc.lanes.shm.arena import Gone, SharedAddress, is_gone
 from raytorchrpc.process import threads
 from raytorchrpc.process.cuda_driver import driver
+from raytorchrpc.tensors.bounds import MALFORMED, checked, within
+from raytorchrpc.tensors.dtypes import Shape
 
 #: Mapped allocations of peers kept open, the least recently used closed beyond that.
 MAPPINGS = 256

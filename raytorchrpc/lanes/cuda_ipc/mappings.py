@@ -19,10 +19,10 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from raytorchrpc.lanes.base import Shape
-from raytorchrpc.lanes.common.bounds import OutOfBounds, within
 from raytorchrpc.process import fork
 from raytorchrpc.process.cuda_driver import driver
+from raytorchrpc.tensors.bounds import OutOfBounds, within
+from raytorchrpc.tensors.dtypes import Shape
 
 
 def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:

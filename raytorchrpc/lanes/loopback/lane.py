@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn, copied
+from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
 from raytorchrpc.lanes.common.pending import SettledPending
 from raytorchrpc.tensors.cuda_streams import hand_over
+from raytorchrpc.tensors.dtypes import copied
 
 
 class LoopbackLane(MessageLane):

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from raytorchrpc.lanes.base import Shape
+from raytorchrpc.tensors.dtypes import Shape
 
 #: The two ends of a channel.
 SENDER, RECEIVER = 0, 1

@@ -28,10 +28,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane
+from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.acceptor import Acceptor, SocketAddress
-from raytorchrpc.lanes.common.bounds import checked
 from raytorchrpc.lanes.common.credentials import Credentials, Identity
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.nccl import control_connection
@@ -40,6 +39,8 @@ from raytorchrpc.lanes.nccl.control_connection import Control, Gone, Late
 from raytorchrpc.lanes.nccl.libnccl import NcclCarrier
 from raytorchrpc.lanes.nccl.protocol import Kept, Receiving, Sending
 from raytorchrpc.process import fork, threads
+from raytorchrpc.tensors.bounds import checked
+from raytorchrpc.tensors.dtypes import Shape
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import Shape
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.nccl.carrier import RECEIVER, SENDER, Broken, Carrier, Channel, Mark
 from raytorchrpc.process import threads
+from raytorchrpc.tensors.dtypes import Shape
 
 #: ncclResult_t, ncclDataType_t and the constants of ncclConfig_t that are used here.
 _SUCCESS, _IN_PROGRESS, _UINT8 = 0, 7, 1

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Shape
 from raytorchrpc.lanes.nccl.carrier import RECEIVER, SENDER, Broken, Carrier, Channel, Mark
 from raytorchrpc.lanes.nccl.control_connection import Control, Gone, Late
+from raytorchrpc.tensors.dtypes import Shape
 
 logger = logging.getLogger(__name__)
 

@@ -28,12 +28,13 @@ import torch
 
 from raytorchrpc._compat import nixl_package
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Export, PeerAddress, Shape, TensorCapabilities, TensorLane, view_at
+from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane
 from raytorchrpc.lanes.common import packing
-from raytorchrpc.lanes.common.bounds import checked, within
 from raytorchrpc.lanes.nixl.agent import Agent, Kind, Lost, Read, Span
 from raytorchrpc.lanes.nixl.memory import NOTHING, Block, HostPool, Members, Place, Segments, check_members, lay_out
 from raytorchrpc.process import threads
+from raytorchrpc.tensors.bounds import checked, within
+from raytorchrpc.tensors.dtypes import Shape, view_at
 
 #: While exports wait to be fetched, their sender looks this often whether they have been (seconds).
 _JANITOR_S = 0.02

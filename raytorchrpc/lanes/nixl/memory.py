@@ -19,10 +19,10 @@ import numpy
 import torch
 
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import Shape, numbers, view_at
-from raytorchrpc.lanes.common.bounds import within
 from raytorchrpc.lanes.nixl.agent import LANE, Agent, Registered
 from raytorchrpc.process.cuda_driver import driver
+from raytorchrpc.tensors.bounds import within
+from raytorchrpc.tensors.dtypes import Shape, numbers, view_at
 
 _SMALLEST = 1 << 16
 _ALIGN = 64

@@ -9,7 +9,6 @@ a message and without waking anybody.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import threading
@@ -22,11 +21,10 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import never_fetched
-from raytorchrpc.lanes.common.bounds import within
+from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes.common.shared_memory import LIBC, SharedAddress, SharedBytes, map_shared, open_shared
 from raytorchrpc.process import fork
-from raytorchrpc.process.identity import has_ended
+from raytorchrpc.tensors.bounds import within
 
 SLOTS = 1 << 16
 _DATA = 1 << 20
@@ -37,85 +35,6 @@ _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 #: Up to so many slots out, each taking looks for given-back ones; beyond, only when slots or bytes have doubled.
 _SWEEP_EACH_TIME = 64
 _SWEEP_BYTES = 64 << 20
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-
-
-class SharedAddress(NamedTuple):
-    """How a peer finds shared memory of this process."""
-
-    pid: int
-    fd: int
-    name: str
-    size: int
-
-    @property
-    def tag(self) -> str:
-        """Short, and another for any other memory that a member shares or has shared."""
-        return self.name[-8:]
-
-
-def is_gone(address: SharedAddress) -> bool:
-    """Whether the process behind an address has ended, so that nobody there uses anything any more."""
-    return has_ended(address.pid)
-
-
-class SharedBytes:
-    """Memory of this process that peers may map. It lives as long as somebody uses it."""
-
-    def __init__(self, size: int) -> None:
-        """Raises LaneUnavailable."""
-        name = "raytorchrpc-" + os.urandom(12).hex()
-        fd = os.memfd_create(name, os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(fd, size)
-            mapped = mmap.mmap(fd, size)
-        except (OSError, ValueError) as error:
-            os.close(fd)
-            raise LaneUnavailable("shm", f"cannot map {size} bytes of shared memory: {error}") from error
-        _advise(mapped)
-        self.address = SharedAddress(os.getpid(), fd, name, size)
-        self.bytes = numpy.frombuffer(mapped, dtype=numpy.uint8)
-
-    def close(self) -> None:
-        """Nobody can map it from now on. Idempotent."""
-        fd, self.address = self.address.fd, self.address._replace(fd=-1)
-        if fd >= 0:
-            os.close(fd)
-
-
-class Gone(LaneUnavailable):
-    """What was shared is not there any more: its process ended, or closed it."""
-
-    def lost(self, peer: str) -> PeerLost:
-        """For who was to get something out of it."""
-        return never_fetched(peer)
-
-
-def map_shared(address: SharedAddress) -> numpy.ndarray:
-    """The bytes of a peer's SharedBytes. Raises LaneUnavailable if this process may not, or cannot, map them; Gone."""
-    try:
-        fd = _opened(address)
-        try:
-            mapped = mmap.mmap(fd, address.size)
-        finally:
-            os.close(fd)
-    except FileNotFoundError as error:
-        raise Gone("shm", f"the peer's memory is gone: {error}") from error
-    except (OSError, ValueError) as error:
-        raise LaneUnavailable("shm", f"cannot map the peer's memory: {error}") from error
-    _advise(mapped)
-    return numpy.frombuffer(mapped, dtype=numpy.uint8)
-
-
-def _opened(address: SharedAddress) -> int:
-    path = f"/proc/{address.pid}/fd/{address.fd}"
-    if address.name not in os.readlink(path):
-        raise Gone("shm", "another process has that pid now")
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 
 class Slot(NamedTuple):
@@ -299,9 +218,9 @@ class PeerArena:
     def after_fork(self) -> tuple[()]:
         """See forking.Heirloom. What this process writes from now on, its parent is not to see."""
         with contextlib.suppress(OSError, LaneUnavailable):  # the owner is gone: nothing to map it from
-            fd = _opened(self._address)
+            fd = open_shared(self._address)
             private = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
-            _libc.mmap(*self.span, mmap.PROT_READ | mmap.PROT_WRITE, private, fd, 0)
+            LIBC.mmap(*self.span, mmap.PROT_READ | mmap.PROT_WRITE, private, fd, 0)
             os.close(fd)
         return ()
 
@@ -329,12 +248,3 @@ def _given_back(
     held.pop(index, None)
     if os.getpid() == pid:  # what a forked child drops, its parent may still use
         states[index] = _FREE
-
-
-def _advise(mapped: mmap.mmap) -> None:
-    # Takes effect where the kernel allows huge pages for shared memory (shmem_enabled=advise); costs nothing else.
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            return

@@ -11,7 +11,6 @@ CUDA tensors that are to arrive on the CPU are copied into the arena by their GP
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -20,23 +19,14 @@ import numpy
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import (
-    Export,
-    Part,
-    PeerAddress,
-    Shape,
-    TensorCapabilities,
-    TensorLane,
-    copied,
-    never_fetched,
-    numbers,
-    view_at,
-)
-from raytorchrpc.lanes.common.bounds import MALFORMED, checked, within
-from raytorchrpc.lanes.shm.arena import Arena, Gone, PeerArena, SharedAddress, Slot, is_gone
+from raytorchrpc.lanes.base import Export, Part, PeerAddress, TensorCapabilities, TensorLane, never_fetched
+from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress, is_gone
+from raytorchrpc.lanes.shm.arena import Arena, PeerArena, Slot
 from raytorchrpc.lanes.shm.parallel_copy import Copier, default_threads
 from raytorchrpc.lanes.shm.read_only import Borrower, Lender, Places
 from raytorchrpc.tensors import host_device_copy
+from raytorchrpc.tensors.bounds import MALFORMED, checked, within
+from raytorchrpc.tensors.dtypes import Shape, copied, numbers, view_at
 
 _ALIGN = 64
 #: From here on a tensor has a slot of its own, so that keeping it keeps nothing else (bytes).
@@ -349,15 +339,3 @@ def _grouped(tensors: Sequence[torch.Tensor]) -> list[tuple[int, list[tuple[int,
     if small:
         groups.append((filled, small))
     return groups
-
-
-def default_capacity() -> int:
-    """A quarter of the memory this process may use (physical, or its control group's limit), in bytes."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        with open("/sys/fs/cgroup/memory.max") as file:
-            text = file.read().strip()
-        total = min(total, int(text)) if text.isdigit() else total
-    except OSError:
-        pass  # no control group here
-    return max(64 << 20, total // 4)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from raytorchrpc.lanes.shm.arena import SharedAddress, SharedBytes, map_shared
+from raytorchrpc.lanes.common.shared_memory import SharedAddress, SharedBytes, map_shared
 
 #: Peers' memory that stays mapped: the pieces used last, so many of them.
 _MAPPED = 16

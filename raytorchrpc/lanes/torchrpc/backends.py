@@ -17,7 +17,8 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.topology import rdma
 from raytorchrpc.topology.device_map import gpu_count
-from raytorchrpc.topology.probe import Endpoint, Interface, interface_for
+from raytorchrpc.topology.endpoint import Endpoint, Interface
+from raytorchrpc.topology.probe import interface_for
 
 MIB = 1 << 20
 SMALL_SHM_BYTES = 256 * MIB

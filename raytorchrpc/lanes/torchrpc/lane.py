@@ -19,20 +19,11 @@ from torch.distributed.rpc.internal import RemoteException
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RemoteError, RpcTimeout
-from raytorchrpc.lanes.base import (
-    UNCOPIED,
-    Capabilities,
-    Message,
-    MessageLane,
-    PeerAddress,
-    Pending,
-    Serve,
-    Spawn,
-    copied,
-)
+from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
 from raytorchrpc.lanes.torchrpc.agent import Fabric, FabricPeer
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.cuda_streams import check_mapped, hand_over
+from raytorchrpc.tensors.dtypes import UNCOPIED, copied
 from raytorchrpc.tensors.exceptions import traceback_text
 
 

@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import Any
 
 from raytorchrpc.calls.event_loops import on_loop
-from raytorchrpc.calls.gates import Limit, Scope, current_scope
+from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.services import Later
-from raytorchrpc.calls.verbs import Future
 from raytorchrpc.errors import (
     Closed,
     ConfigurationError,

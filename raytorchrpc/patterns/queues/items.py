@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from raytorchrpc.errors import SerializationError
-from raytorchrpc.lanes.base import copied
 from raytorchrpc.tensors.codec import Codec
 from raytorchrpc.tensors.containers import is_ordinary
 from raytorchrpc.tensors.cuda_streams import hand_over, nothing
+from raytorchrpc.tensors.dtypes import copied
 
 #: Of one message: beyond, ``put_many`` sends another (bytes).
 CHUNK_BYTES = 32 << 20

@@ -16,10 +16,11 @@ from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.services import Later
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound
-from raytorchrpc.lanes.base import DTYPE_NAMES, TensorLane
+from raytorchrpc.lanes.base import TensorLane
 from raytorchrpc.patterns.weights.relays import Relays
 from raytorchrpc.patterns.weights.snapshots import Flat, Kind, Shelf, Snapshot, equal, write
 from raytorchrpc.process.identity import has_ended
+from raytorchrpc.tensors.dtypes import DTYPE_NAMES
 
 #: A reader that says nothing keeps its snapshot so much longer than its pull may take (seconds): a copy that began in
 #: time is not to find other weights there.

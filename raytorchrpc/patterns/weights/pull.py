@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from raytorchrpc.errors import ConfigurationError, NotFound
-from raytorchrpc.lanes.base import DTYPE_NAMES, DTYPES, Part
+from raytorchrpc.lanes.base import Part
 from raytorchrpc.patterns.weights.published import Look, Row
 from raytorchrpc.patterns.weights.snapshots import Kind, converted_kinds, laid_out
+from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES
 
 #: Moves tensors by other means than the group's lanes: ``carry(version, tensors)`` fills them at those who pull, and
 #: sends them at the one that published. A collective fits.

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 
 from raytorchrpc.errors import NotFound
-from raytorchrpc.lanes.base import DTYPES, SMALL, numbers
+from raytorchrpc.lanes.base import SMALL
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.cuda_streams import hand_over, nothing
+from raytorchrpc.tensors.dtypes import DTYPES, numbers
 
 _ALIGN = 64
 #: Pieces of memory that are kept for the next snapshots of one kind.

@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any, ClassVar
 
 from raytorchrpc._compat import torch_internals
-from raytorchrpc.calls.member import LocalMember, process_member
+from raytorchrpc.calls.current import process_member
+from raytorchrpc.calls.future import Future
+from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.receive_into import Spread
 from raytorchrpc.calls.services import Later
-from raytorchrpc.calls.verbs import Future
 from raytorchrpc.errors import (
     ConfigurationError,
     Empty,

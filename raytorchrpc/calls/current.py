@@ -1,0 +1,60 @@
+"""The membership of this process."""
+
+from __future__ import annotations
+
+import threading
+
+from raytorchrpc.calls import rejoin
+from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.peers import Member
+from raytorchrpc.process import fork
+
+
+class _Current:
+    """Holds the one membership that this process has, and lets go of it in a forked child."""
+
+    def __init__(self) -> None:
+        self.local: LocalMember | None = None
+        self.lock = threading.Lock()
+        self._parents: LocalMember | None = None
+
+    def after_fork(self) -> tuple[()]:
+        """See fork.ForkAware. The parent's membership is never freed here: that could wait for threads that the child
+        does not have.
+        """
+        if self.local is not None:
+            self._parents, self.local = self.local, None
+            fork.forked_from(f"member {self._parents.me.name!r} of group {self._parents.group!r}")
+        return ()
+
+
+_current = _Current()
+
+
+def process_member(timeout_s: float | None = None) -> LocalMember:
+    """This process's membership. Raises NotAMember, with the remedy, where there is none. In a restarted actor that its
+    group has not taken back yet it blocks for that, at most ``timeout_s`` (None: as long as a call), then RpcTimeout.
+    """
+    local = _current.local
+    if local is None:
+        local = rejoin.wait(timeout_s)[0]
+    return local
+
+
+def current_local() -> LocalMember | None:
+    """This process's membership, or None."""
+    return _current.local
+
+
+def set_local(local: LocalMember | None) -> None:
+    """Enter or leave a group. The caller has checked that the change is due."""
+    with _current.lock:
+        _current.local = local
+    if local is not None:
+        fork.inherited(_current)
+    rejoin.joined(local)
+
+
+def current_member() -> Member:
+    """This process's own ``Member``. Raises NotAMember outside a group."""
+    return process_member().me

@@ -1,0 +1,94 @@
+"""Exposed methods: what ``@method`` records about a function, and how its wrapper takes a turn at the actor's gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls import gates
+from raytorchrpc.calls.event_loops import on_loop
+from raytorchrpc.calls.scope import current_scope
+from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
+
+MARK = "__raytorchrpc_method__"
+
+
+class Exposed(NamedTuple):
+    """What ``method`` notes about a function: the function itself, and how it may run."""
+
+    function: Callable[..., Any]
+    concurrent: bool
+    concurrency_group: str | None
+    is_coroutine: bool
+    share: bool
+    keep: bool
+    frozen: bool = False
+    """For a method of the package's own: nobody changes its results, so they are not copied before they are sent."""
+    retry: int = 0
+    service: bool = False
+    """For a method of the package's own: it is called with the member and the caller's rank instead of the actor, and
+    may return a ``services.Later``."""
+
+
+def exposed(function: Any) -> Exposed | None:
+    """The note that ``method`` left, or None for an undecorated function."""
+    note: Exposed | None = getattr(function, MARK, None)
+    return note
+
+
+def checked_retry(retry: Any) -> int:
+    if isinstance(retry, bool) or not isinstance(retry, int) or retry < 0:
+        raise ConfigurationError(f"retry= is how often a call may be sent again, 0 or more; not {retry!r}")
+    return retry
+
+
+def _gate_for(note: Exposed, instance: Any) -> gates.Gate | None:
+    """The gate that a call through Ray, or by another method of the actor, has to pass, if any."""
+    if note.concurrent:
+        return None
+    group = note.concurrency_group
+    if group is None:  # ray.method, when it was applied after ours, wrote onto the wrapper
+        group = ray_internals.concurrency_group_of(getattr(type(instance), note.function.__name__, None))
+    gate = gates.gate_of(instance, group)
+    seat = current_scope.get().seat
+    # A method that calls another of its own object just calls it, as everywhere.
+    return None if seat is not None and seat.taken else gate
+
+
+def take_turn(note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    gate = _gate_for(note, instance)
+    if gate is None:
+        return note.function(instance, *args, **kwargs)
+    scope, looping = current_scope.get(), on_loop()
+    if not looping and gate.held(scope.path):
+        raise RayTorchRpcError(
+            f"{note.function.__qualname__} was called by a concurrent method, on behalf of a call whose chain is "
+            f"inside this actor already and waits: it would wait for itself; make it concurrent=True as well"
+        )
+    seat = gate.enter_now() if looping else gate.enter()
+    if seat is None:
+        # Waiting here would stop the loop that the holder needs; nothing else runs on it meanwhile anyway.
+        return note.function(instance, *args, **kwargs)
+    before = current_scope.set(scope.inside(seat))
+    try:
+        return note.function(instance, *args, **kwargs)
+    finally:
+        current_scope.reset(before)
+        gate.leave(seat)
+
+
+async def take_turn_on_loop(note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    gate = _gate_for(note, instance)
+    if gate is None:
+        return await note.function(instance, *args, **kwargs)
+    scope = current_scope.get()
+    if gate.held(scope.path):  # it would wait for itself
+        return await note.function(instance, *args, **kwargs)
+    seat = await gate.enter_on_loop()
+    before = current_scope.set(scope.inside(seat))
+    try:
+        return await note.function(instance, *args, **kwargs)
+    finally:
+        current_scope.reset(before)
+        gate.leave(seat)

@@ -1,0 +1,62 @@
+"""What the running code belongs to: its chain of calls, its deadline and its admission."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from raytorchrpc.calls.event_loops import ON_A_THREAD, PROCESS, Token
+from raytorchrpc.calls.gates import Seat
+
+
+class Limit:
+    """The deadline of a call being served (``time.monotonic``); void once the call is over.
+
+    Work that a method leaves behind (a task, a thread) inherits its context, and outlives its deadline.
+    """
+
+    __slots__ = ("allowances", "at", "over")
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+        self.over = False
+        self.allowances: dict[int, Any] = {}
+        """By peer's rank, for the calls made on behalf of this one; see ``allowance``."""
+
+
+class Scope(NamedTuple):
+    """What the code running in this context belongs to; calls it makes carry this on."""
+
+    path: tuple[Token, ...] = ()
+    """Seats held along the chain of calls, oldest first, this process's included."""
+    limit: Limit | None = None
+    """Of the call being served; calls made on its behalf end by then too."""
+    seat: Seat | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        """The limit that is in force, if any."""
+        return None if self.limit is None or self.limit.over else self.limit.at
+
+    @property
+    def holds_a_thread(self) -> bool:
+        """Whether a method of this process may wait for this call to end."""
+        return any(token.startswith(PROCESS) for token in self.path)
+
+    def on_a_thread(self, seat: Seat | None) -> Scope:
+        """As ``inside``; a method without a seat is noted too."""
+        if seat is not None or ON_A_THREAD in self.path:
+            return self.inside(seat)
+        return Scope((*self.path, ON_A_THREAD), self.limit)
+
+    def inside(self, seat: Seat | None) -> Scope:
+        """The scope of a method that runs in ``seat``, on behalf of this one."""
+        if seat is None or seat.token in self.path:
+            return self._replace(seat=seat)
+        return Scope((*self.path, seat.token), self.limit, seat)
+
+
+NO_SCOPE = Scope()
+
+
+current_scope: ContextVar[Scope] = ContextVar("raytorchrpc_scope", default=NO_SCOPE)

@@ -1,0 +1,71 @@
+"""Waits for a call, and meanwhile serves the calls of its chain that come back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from raytorchrpc.calls.event_loops import Token, loop_standing_still, on_loop
+from raytorchrpc.calls.gates import ON_ONE_STACK, Seat, run_on_another_stack
+from raytorchrpc.calls.scope import current_scope
+
+
+class Waitable(Protocol):
+    """What a wait is for: a call under way."""
+
+    @property
+    def loop_token(self) -> Token | None:
+        """In the path of the call, if it was made on an event loop."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until done, at most ``timeout_s``; whether it is done."""
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, which is short, when done."""
+
+
+def wait_serving(pending: Waitable, timeout_s: float) -> bool:
+    """Block until ``pending`` is done, running meanwhile what comes back to the seat held on this thread.
+
+    False if ``timeout_s`` ran out first.
+    """
+    if pending.loop_token is not None and on_loop():
+        with loop_standing_still(pending.loop_token):
+            return pending.wait(timeout_s)
+    seat = current_scope.get().seat
+    if seat is None or seat.owner != threading.get_ident():  # or a thread of the method's own, in a copied context
+        return pending.wait(timeout_s)
+    return _serve_inbox(seat, pending, time.monotonic() + timeout_s)
+
+
+def _serve_inbox(seat: Seat, pending: Waitable, deadline: float) -> bool:
+    finished = False
+    with seat.gate.lock:
+        changed = seat.changed
+
+    def finish() -> None:
+        nonlocal finished
+        with changed:
+            finished = True
+            changed.notify_all()
+
+    pending.add_done_callback(finish)
+    while True:
+        with changed:
+            while not finished and not seat.inbox:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or not changed.wait(remaining):
+                    return finished
+            if finished:
+                return True
+            job = seat.inbox.popleft()
+        seat.nested += 1
+        try:
+            if seat.nested % ON_ONE_STACK:
+                job.run_inside(seat)
+            else:
+                run_on_another_stack(seat, job)
+        finally:
+            seat.nested -= 1

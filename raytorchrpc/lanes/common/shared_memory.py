@@ -1,0 +1,105 @@
+"""Shared memory between processes of one host, addressed by process and file descriptor."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import NamedTuple
+
+import numpy
+
+from raytorchrpc.errors import LaneUnavailable, PeerLost
+from raytorchrpc.lanes.base import never_fetched
+from raytorchrpc.process.identity import has_ended
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+LIBC.mmap.restype = ctypes.c_void_p
+
+
+LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+
+
+class SharedAddress(NamedTuple):
+    """How a peer finds shared memory of this process."""
+
+    pid: int
+    fd: int
+    name: str
+    size: int
+
+    @property
+    def tag(self) -> str:
+        """Short, and another for any other memory that a member shares or has shared."""
+        return self.name[-8:]
+
+
+def is_gone(address: SharedAddress) -> bool:
+    """Whether the process behind an address has ended, so that nobody there uses anything any more."""
+    return has_ended(address.pid)
+
+
+class SharedBytes:
+    """Memory of this process that peers may map. It lives as long as somebody uses it."""
+
+    def __init__(self, size: int) -> None:
+        """Raises LaneUnavailable."""
+        name = "raytorchrpc-" + os.urandom(12).hex()
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, size)
+            mapped = mmap.mmap(fd, size)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise LaneUnavailable("shm", f"cannot map {size} bytes of shared memory: {error}") from error
+        _advise(mapped)
+        self.address = SharedAddress(os.getpid(), fd, name, size)
+        self.bytes = numpy.frombuffer(mapped, dtype=numpy.uint8)
+
+    def close(self) -> None:
+        """Nobody can map it from now on. Idempotent."""
+        fd, self.address = self.address.fd, self.address._replace(fd=-1)
+        if fd >= 0:
+            os.close(fd)
+
+
+class Gone(LaneUnavailable):
+    """What was shared is not there any more: its process ended, or closed it."""
+
+    def lost(self, peer: str) -> PeerLost:
+        """For who was to get something out of it."""
+        return never_fetched(peer)
+
+
+def map_shared(address: SharedAddress) -> numpy.ndarray:
+    """The bytes of a peer's SharedBytes. Raises LaneUnavailable if this process may not, or cannot, map them; Gone."""
+    try:
+        fd = open_shared(address)
+        try:
+            mapped = mmap.mmap(fd, address.size)
+        finally:
+            os.close(fd)
+    except FileNotFoundError as error:
+        raise Gone("shm", f"the peer's memory is gone: {error}") from error
+    except (OSError, ValueError) as error:
+        raise LaneUnavailable("shm", f"cannot map the peer's memory: {error}") from error
+    _advise(mapped)
+    return numpy.frombuffer(mapped, dtype=numpy.uint8)
+
+
+def open_shared(address: SharedAddress) -> int:
+    path = f"/proc/{address.pid}/fd/{address.fd}"
+    if address.name not in os.readlink(path):
+        raise Gone("shm", "another process has that pid now")
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+
+def _advise(mapped: mmap.mmap) -> None:
+    # Takes effect where the kernel allows huge pages for shared memory (shmem_enabled=advise); costs nothing else.
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            return

@@ -1,0 +1,250 @@
+"""Routes as data: which lanes connect two members, what was rejected and why; and their table as text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+
+from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.lanes.rules import BESIDE, TRAFFIC, TRAFFIC_TEXT, Traffic
+from raytorchrpc.lanes.torchrpc.backends import AgentPlan, name_range
+
+# Groups above this size get one line per kind of route instead of one per pair.
+_TABLE_LIMIT = 8
+
+
+@dataclass(frozen=True)
+class LaneChoice:
+    """A lane that carries ``traffic`` between two members, and how."""
+
+    lane: str
+    traffic: Traffic
+    how: str
+    """What it runs over: ``unix socket``, ``torchrpc over uv, channel mpt_uv``."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A lane that does not, and what would change that."""
+
+    lane: str
+    traffic: Traffic
+    reason: str
+
+
+@dataclass(frozen=True)
+class PairRoute:
+    """The lanes between two members; the same in both directions."""
+
+    a: str
+    b: str
+    choices: tuple[LaneChoice, ...]
+    """In order of preference within each kind of traffic."""
+    rejected: tuple[Rejection, ...]
+    same_gpus: tuple[tuple[int, int], ...] = ()
+    """(a's index, b's index) of each GPU that both use, if they can map its memory: what share=True can share."""
+
+    def same_gpus_from(self, name: str) -> tuple[tuple[int, int], ...]:
+        """The same, with the index of the member ``name`` first."""
+        return self.same_gpus if name == self.a else tuple((its, mine) for mine, its in self.same_gpus)
+
+    def lanes(self, traffic: Traffic) -> tuple[LaneChoice, ...]:
+        """Usable lanes for this traffic, the preferred one first; empty if there is none."""
+        return tuple(choice for choice in self.choices if choice.traffic == traffic)
+
+    @property
+    def message_lane(self) -> str:
+        """The lane for calls that carry no tensor."""
+        return self.lanes("calls")[0].lane
+
+    @property
+    def in_band_lane(self) -> str | None:
+        """The lane whose messages take CPU tensors of any size; None if all of them travel beside messages."""
+        return next((choice.lane for choice in self.lanes("cpu") if choice.lane not in BESIDE), None)
+
+    def why_not(self, lane: str) -> str | None:
+        """Why a lane carries no calls here; None if it can."""
+        if any(choice.lane == lane for choice in self.lanes("calls")):
+            return None
+        reasons = [no.reason for no in self.rejected if (no.lane, no.traffic) == (lane, "calls")]
+        return reasons[0] if reasons else "no route uses it"
+
+    @property
+    def tensor_lanes(self) -> tuple[LaneChoice, ...]:
+        """The lanes for CPU tensors, then those for CUDA tensors."""
+        return self.lanes("cpu") + self.lanes("cuda")
+
+
+@dataclass(frozen=True)
+class RoutePlan:
+    """Every agent's settings and every pair's route. Immutable data; pickles."""
+
+    agents: dict[str, AgentPlan]
+    """By member, in rank order."""
+    routes: dict[tuple[str, str], PairRoute] = field(repr=False)
+    """By pair, lower rank first; use ``route`` to look one up in either order."""
+    warnings: tuple[str, ...] = ()
+    """What runs slower than the hardware could, with the cause and the remedy; one per cause."""
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names in rank order."""
+        return tuple(self.agents)
+
+    def route(self, a: str, b: str) -> PairRoute:
+        """The route between two different members. Raises ConfigurationError for a name that is not one."""
+        for name in (a, b):
+            if name not in self.agents:
+                raise ConfigurationError(f"no member {name!r}; members: {', '.join(self.agents)}")
+        found = self.routes.get((a, b)) or self.routes.get((b, a))
+        if found is None:
+            raise ConfigurationError(f"this plan has no route between {a!r} and {b!r}")
+        return found
+
+    def beside(self, name: str) -> tuple[str, ...]:
+        """Lanes for tensors alone that some route of this member prefers."""
+        used = set()
+        for route in self._kinds_of(name):
+            used |= {lanes[0].lane for traffic in TRAFFIC if (lanes := route.lanes(traffic))}
+        return tuple(lane for lane in BESIDE if lane in used)
+
+    def uses(self, name: str, lane: str) -> bool:
+        """Whether messages of this member go by that lane, on any of its routes."""
+        return any(lane in (route.message_lane, route.in_band_lane) for route in self._kinds_of(name))
+
+    def for_member(self, name: str) -> RoutePlan:
+        """The part that one member needs: all agents, and only the routes that start or end at it."""
+        return replace(self, routes=self._own(name))
+
+    def for_arrivals(self, name: str, coming: Collection[str]) -> RoutePlan:
+        """The part that is new to one member when others come in: their agents, its own, and its routes to them."""
+        agents = {member: self.agents[member] for member in (name, *coming)}
+        return replace(self, agents=agents, routes=self._own(name, coming), warnings=())
+
+    def _kinds_of(self, name: str) -> Iterable[PairRoute]:
+        """One route of this member for each set of choices that it has."""
+        return {id(route.choices): route for route in self._own(name).values()}.values()
+
+    def _own(self, name: str, others: Iterable[str] | None = None) -> dict[tuple[str, str], PairRoute]:
+        """The routes of one member, without a look at those of others: they are many more."""
+        pairs = (
+            pair for other in (self.agents if others is None else others) for pair in ((name, other), (other, name))
+        )
+        return {pair: route for pair in pairs if (route := self.routes.get(pair)) is not None}
+
+    def explain(self, a: str, b: str) -> str:
+        """Several lines of text: the lanes between a and b with reasons, what was rejected, both agents."""
+        if a == b:
+            self._known(a)
+            return f"{a} -> {b}: a member calls itself in place\n" + _agent_text(a, self.agents[a])
+        route = self.route(a, b)
+        lines = [f"{a} <-> {b}"]
+        for traffic in TRAFFIC:
+            chosen = route.lanes(traffic)
+            if not chosen:
+                lines.append(f"  {TRAFFIC_TEXT[traffic]}: none")
+            for choice in chosen:
+                lines.append(f"  {TRAFFIC_TEXT[traffic]}: {choice.lane} ({choice.how}): {choice.reason}")
+        for mine, its in route.same_gpus_from(a):
+            lines.append(f"  share=True shares the memory of cuda:{mine} of {a}, which is cuda:{its} of {b}")
+        for no in route.rejected:
+            lines.append(f"  not {no.lane} for {TRAFFIC_TEXT[no.traffic]}: {no.reason}")
+        if route.lanes("cpu")[0].lane == "torchrpc":
+            lines += [
+                f"  note: large CPU tensors reach {name} at a fraction of the possible speed: {why}"
+                for name in (a, b)
+                if (why := self.agents[name].small_pages)
+            ]
+        lines += [_agent_text(name, self.agents[name]) for name in (a, b)]
+        return "\n".join(lines)
+
+    def table(self) -> str:
+        """A plain-text table: from, to, calls, cpu tensors, cuda tensors, why.
+
+        Groups of more than eight members get one line per kind of route, with the members it joins.
+        """
+        rows = _rows(self) if len(self.agents) <= _TABLE_LIMIT else _merged_rows(self)
+        if not rows:
+            return "one member, no routes"
+        return _format([("from", "to", "calls", "cpu tensors", "cuda tensors", "why"), *rows])
+
+    __str__ = table
+
+    def _known(self, name: str) -> None:
+        if name not in self.agents:
+            raise ConfigurationError(f"no member {name!r}; members: {', '.join(self.agents)}")
+
+
+def _agent_text(name: str, agent: AgentPlan) -> str:
+    head = (
+        f"  {name}: {agent.address} on {agent.interface or 'an unknown interface'}, "
+        f"transports {', '.join(agent.transports)}, channels {', '.join(agent.channels)}"
+    )
+    return "\n".join([head, *(f"    {note}" for note in agent.notes)])
+
+
+def _cells(route: PairRoute) -> tuple[str, str, str, str]:
+    def first(traffic: Traffic) -> str:
+        chosen = route.lanes(traffic)
+        return f"{chosen[0].lane} ({chosen[0].how.removeprefix(f'{chosen[0].lane} over ')})" if chosen else "-"
+
+    preferred = [route.lanes(traffic)[:1] for traffic in TRAFFIC]
+    why = "; ".join(f"{choice.traffic}: {choice.reason}" for chosen in preferred for choice in chosen)
+    return first("calls"), first("cpu"), first("cuda"), why
+
+
+def _rows(plan: RoutePlan) -> list[tuple[str, ...]]:
+    return [(a, b, *_cells(route)) for (a, b), route in plan.routes.items()]
+
+
+def _merged_rows(plan: RoutePlan) -> list[tuple[str, ...]]:
+    """One row per kind of route. ``|`` separates sets of members whose routes do not differ."""
+    sets = _alike(plan)
+    within: dict[tuple[str, ...], list[int]] = {}
+    between: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    for i, names in enumerate(sets):
+        if len(names) > 1:
+            within.setdefault(_cells(plan.route(*names[:2])), []).append(i)
+        for j in range(i + 1, len(sets)):
+            between.setdefault(_cells(plan.route(names[0], sets[j][0])), []).append((i, j))
+    label = [name_range(names) for names in sets]
+    rows = [(" | ".join(label[i] for i in of), "each other", *cells) for cells, of in within.items()]
+    for cells, pairs in between.items():
+        joined = sorted({i for pair in pairs for i in pair})
+        if len(joined) > 2 and len(pairs) == len(joined) * (len(joined) - 1) // 2:
+            rows.append((" | ".join(label[i] for i in joined), "across |", *cells))
+        else:
+            rows.extend((label[i], label[j], *cells) for i, j in pairs)
+    return rows
+
+
+def _alike(plan: RoutePlan) -> list[list[str]]:
+    """Members in sets such that the table's cells depend only on the two members' sets.
+
+    Two members are alike if their routes to every third one read the same. That is an equivalence, and it
+    makes all routes within a set, and all between two sets, read the same too.
+    """
+    cells = {pair: _cells(route) for pair, route in plan.routes.items()}
+
+    def between(a: str, b: str) -> tuple[str, ...]:
+        return cells.get((a, b)) or cells[b, a]
+
+    sets: list[list[str]] = []
+    for name in plan.members:
+        for alike in sets:
+            other = alike[0]
+            if all(between(name, m) == between(other, m) for m in plan.members if m not in (name, other)):
+                alike.append(name)
+                break
+        else:
+            sets.append([name])
+    return sets
+
+
+def _format(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
+    lines = ["  ".join(cells).rstrip() for cells in padded]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)

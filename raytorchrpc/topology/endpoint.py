@@ -1,0 +1,145 @@
+"""What a process publishes about itself: its host, GPUs, network interfaces and RDMA ports."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+#: Every backend name TensorPipe has had, in the order it prefers them itself.
+TENSORPIPE_TRANSPORTS = ("shm", "ibv", "uv")
+
+
+TENSORPIPE_CHANNELS = ("cma", "mpt_uv", "basic", "cuda_xth", "cuda_ipc", "cuda_gdr", "cuda_basic")
+
+
+class _Evidence(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Gpu(_Evidence):
+    """One GPU this process sees."""
+
+    index: int
+    """CUDA index in this process; under Ray's masking every actor's own GPU is 0."""
+    uuid: str
+    name: str
+    memory_bytes: int
+    pci_bus_id: str | None = None
+    """As sysfs spells it: ``0000:53:00.0``."""
+    bar1_bytes: int | None = None
+    """Size of the window through which a network adapter reaches this GPU's memory; None = unknown."""
+    resource1_present: bool | None = None
+    """Whether sysfs has the ``resource1`` file, which TensorPipe's cuda_gdr takes for granted; None where
+    the PCI device is not in sysfs at all."""
+    dma_buf: bool | None = None
+    """Whether the driver shares this GPU's memory as DMA-BUFs, by which adapters reach it without nvidia-peermem
+    (NCCL can use that, TensorPipe cannot); None = unknown."""
+
+
+class Gid(_Evidence):
+    """One filled slot of a port's GID table."""
+
+    index: int
+    value: str
+    kind: str
+    """``IB/RoCE v1`` or ``RoCE v2``."""
+    interface: str | None = None
+    ipv4: str | None = None
+
+    @property
+    def link_local(self) -> bool:
+        """An fe80:: address: valid on its own link only, never routed."""
+        return ipaddress.IPv6Address(self.value).is_link_local
+
+
+class HcaPort(_Evidence):
+    """One port of an RDMA adapter."""
+
+    number: int
+    state: str
+    """``ACTIVE``, ``DOWN``, ``INIT``, ...; ``UNKNOWN`` if it cannot be read."""
+    link_layer: str
+    """``InfiniBand`` or ``Ethernet`` (RoCE); what sysfs says otherwise."""
+    rate_gbps: float | None = None
+    gids: tuple[Gid, ...] = ()
+
+
+class Hca(_Evidence):
+    """One RDMA adapter."""
+
+    name: str
+    driver: str | None = None
+    """Kernel driver: ``mlx5_core``, ``efa``, ..."""
+    ports: tuple[HcaPort, ...] = ()
+    verbs_device: bool | None = None
+    """Whether this process may open its /dev/infiniband/uverbs file; None = unknown."""
+
+    def port(self, number: int) -> HcaPort | None:
+        """The port of that number (from 1), or None."""
+        return next((port for port in self.ports if port.number == number), None)
+
+
+class Interface(_Evidence):
+    """One network interface of this process's network namespace."""
+
+    name: str
+    addresses: tuple[str, ...] = ()
+    """IPv4 addresses first, in the kernel's order."""
+    up: bool = True
+
+
+class Endpoint(_Evidence):
+    """What one process publishes about itself. Sizes are bytes."""
+
+    name: str = ""
+    hostname: str
+    pid: int
+    boot_id: str
+    """The kernel's boot id; empty if it cannot be read, and then no two processes count as co-hosted."""
+    namespaces: dict[str, str]
+    """Kind (pid, net, ipc, mnt, user) -> inode."""
+    uid: int
+    node_ip: str
+    """The address Ray knows this node by."""
+    interfaces: tuple[Interface, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
+    """Empty for an actor that asked Ray for no GPU, even if it could see some."""
+    hcas: tuple[Hca, ...] = ()
+    """In the order libibverbs usually lists them; TensorPipe's ibv transport opens the first one."""
+    peer_memory: bool = False
+    """The kernel lets network adapters reach GPU memory (nvidia-peermem is registered)."""
+    memlock_bytes: int | None = None
+    """Bytes RDMA may lock; None = unlimited."""
+    shm_free_bytes: int = 0
+    huge_pages: Literal["used", "unused", "forbidden"] | None = None
+    """Whether a large CPU tensor that torch allocates here lies in huge pages, as tried; ``forbidden`` if the kernel
+    gives none to anybody. None = unknown."""
+    torch_version: str
+    cuda_version: str | None = None
+    python_version: str = ""
+    tensorpipe_transports: tuple[str, ...] = ()
+    tensorpipe_channels: tuple[str, ...] = ()
+    nixl: bool = False
+    """NIXL is installed, for the CUDA release of this torch build."""
+    wants_gpu: bool = False
+    """The actor asked Ray for a GPU, or a fraction of one."""
+
+    def same_host(self, other: Endpoint) -> bool:
+        """One kernel runs both. Host names are never compared: clones and containers share them."""
+        return bool(self.boot_id) and self.boot_id == other.boot_id
+
+    def shares(self, other: Endpoint, *kinds: str) -> bool:
+        """Both are on one host and in the same namespace of every given kind."""
+        return self.same_host(other) and all(
+            kind in self.namespaces and self.namespaces[kind] == other.namespaces.get(kind) for kind in kinds
+        )
+
+    def same_network(self, other: Endpoint) -> bool:
+        """Both see the same network interfaces, loopback included."""
+        return self.shares(other, "net")
+
+    def same_container(self, other: Endpoint) -> bool:
+        """Both see the same processes, files and shared memory."""
+        return self.shares(other, "pid", "mnt", "ipc")
