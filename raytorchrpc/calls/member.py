@@ -27,7 +27,6 @@ from raytorchrpc.calls.spans import Tracer
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError, NotAMember, PeerLost, RpcTimeout, SerializationError
 from raytorchrpc.lanes.base import Message, MessageLane, Pending, TensorLane
-from raytorchrpc.membership.process_group import Collectives
 from raytorchrpc.process.deadlines import Alarms
 from raytorchrpc.process.deferred_cleanup import Leftovers
 from raytorchrpc.process.workers import Workers
@@ -83,7 +82,6 @@ class LocalMember:
             self.workers = Workers(f"raytorchrpc-{me.name}", keep=True, alarms=self.alarms)
             undo.pop_all()
         self.shipper = Shipper({})
-        self.collectives = Collectives(me.name)
         self.tracer: Tracer | None = None
         """While the group is traced."""
         self.at_end: list[Callable[[], None]] = []
@@ -426,8 +424,6 @@ class LocalMember:
         with self._changed:
             self._left = True
             self._changed.notify_all()
-        for end in self.at_end:
-            end()
         everything: list[MessageLane | TensorLane] = [*self.lanes, *self.tensor_lanes.values()]
         for lane in everything:
             with contextlib.suppress(Exception):
@@ -439,7 +435,8 @@ class LocalMember:
         self.leftovers.stop()
         # Their memory goes now, and not when the garbage collector finds this member, which is part of cycles.
         self.tensor_lanes, self.shipper = {}, Shipper({})
-        self.collectives.close()
+        for end in self.at_end:
+            end()
 
 
 def _whole(body: Encoded, devices: Mapping[Device, Device]) -> Shipped:

@@ -12,7 +12,7 @@ from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.group.control_connections import Lines
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.membership import updates
-from raytorchrpc.membership.process_group import BACKENDS, Meeting, ProcessGroupInfo
+from raytorchrpc.membership.process_group import BACKENDS, Meeting, ProcessGroupInfo, collectives_of
 from raytorchrpc.membership.rendezvous import StoreAddress
 from raytorchrpc.process import threads
 from raytorchrpc.topology.endpoint import Endpoint
@@ -32,12 +32,12 @@ def process_group(*, timeout_s: float = 0.0) -> dist.ProcessGroup:
 
     Raises ProcessGroupLost, with the cause, if there is none, and NotAMember outside a group.
     """
-    return process_member().collectives.get(timeout_s)[0]
+    return collectives_of(process_member()).get(timeout_s)[0]
 
 
 def process_group_info(*, timeout_s: float = 0.0) -> ProcessGroupInfo:
     """Who is in this member's process group, and as which rank. Waits and raises as ``process_group``."""
-    return process_member().collectives.get(timeout_s)[1]
+    return collectives_of(process_member()).get(timeout_s)[1]
 
 
 def check_backend(backend: Any, endpoints: Mapping[str, Endpoint]) -> None:

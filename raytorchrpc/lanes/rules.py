@@ -5,7 +5,6 @@ A new lane is one more entry of ``LANES``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,16 +39,7 @@ class Pair:
 Verdict = str | tuple[str, str]
 
 
-@dataclass(frozen=True)
-class Lane:
-    """One entry of the routing table."""
-
-    name: str
-    carries: tuple[Traffic, ...]
-    rule: Callable[[Pair, Traffic], Verdict]
-
-
-def _socket_rule(pair: Pair, traffic: Traffic) -> Verdict:
+def socket_rule(pair: Pair, traffic: Traffic) -> Verdict:
     a, b = pair.a, pair.b
     if pair.tcp:
         return "tcp socket", "asked for by always_tcp"
@@ -59,12 +49,12 @@ def _socket_rule(pair: Pair, traffic: Traffic) -> Verdict:
     return "tcp socket", why
 
 
-def _shm_rule(pair: Pair, traffic: Traffic) -> Verdict:
+def shm_rule(pair: Pair, traffic: Traffic) -> Verdict:
     obstacle = _separate(pair)
     return obstacle or ("shared memory", "same host: one copy, then a view of the memory it arrived in")
 
 
-def _cuda_ipc_rule(pair: Pair, traffic: Traffic) -> Verdict:
+def cuda_ipc_rule(pair: Pair, traffic: Traffic) -> Verdict:
     a, b = pair.a, pair.b
     obstacle = _separate(pair)
     if obstacle:
@@ -84,7 +74,7 @@ def _in_the_clear(pair: Pair) -> str | None:
     return "GroupConfig(tls=True), and it does not encrypt what it sends over a network"
 
 
-def _nixl_rule(pair: Pair, traffic: Traffic) -> Verdict:
+def nixl_rule(pair: Pair, traffic: Traffic) -> Verdict:
     a, b = pair.a, pair.b
     if exposed := _in_the_clear(pair):
         return exposed
@@ -110,7 +100,7 @@ def _any_slice(pair: Pair) -> bool:
     return any(" MIG " in gpu.name for e in (pair.a, pair.b) for gpu in e.gpus)
 
 
-def _nccl_rule(pair: Pair, traffic: Traffic) -> Verdict:
+def nccl_rule(pair: Pair, traffic: Traffic) -> Verdict:
     a, b = pair.a, pair.b
     if exposed := _in_the_clear(pair):
         return exposed
@@ -155,7 +145,7 @@ def _bare_text(bare: list[str]) -> str:
     return f"{who}; map it to 'cpu' with device_maps, or move the tensor to the CPU first"
 
 
-def _torchrpc_rule(pair: Pair, traffic: Traffic) -> Verdict:
+def torchrpc_rule(pair: Pair, traffic: Traffic) -> Verdict:
     if exposed := _in_the_clear(pair):
         return exposed
     transport = backends.transport_between(pair.a, pair.b, pair.agent_a, pair.agent_b)
@@ -173,22 +163,6 @@ def _torchrpc_rule(pair: Pair, traffic: Traffic) -> Verdict:
     return f"torchrpc over {transport}, channel {channel}", backends.CHANNEL_REASONS[channel]
 
 
-def _nng_rule(pair: Pair, traffic: Traffic) -> Verdict:
+def nng_rule(pair: Pair, traffic: Traffic) -> Verdict:
     how = "ipc" if pair.a.shares(pair.b, "net") and not pair.tcp else "tcp"
     return f"nng over {how}", "reaches every member; slower than the others"
-
-
-#: Every lane, in the order routing prefers them for each kind of traffic they carry.
-LANES: tuple[Lane, ...] = (
-    Lane("socket", ("calls",), _socket_rule),
-    Lane("shm", ("cpu",), _shm_rule),
-    Lane("cuda_ipc", ("cuda",), _cuda_ipc_rule),
-    Lane("nixl", ("cpu", "cuda"), _nixl_rule),
-    Lane("nccl", ("cuda",), _nccl_rule),
-    Lane("torchrpc", ("calls", "cpu", "cuda"), _torchrpc_rule),
-    Lane("nng", ("calls", "cpu"), _nng_rule),
-)
-
-
-#: Lanes for tensors alone: the message they belong to goes by socket.
-BESIDE = ("shm", "cuda_ipc", "nixl", "nccl")

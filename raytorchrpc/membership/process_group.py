@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from raytorchrpc._compat import torch_internals
+from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupLost
 from raytorchrpc.membership import gloo_peers
 from raytorchrpc.membership.rendezvous import KeyTable, StoreAddress
@@ -296,3 +298,17 @@ def _abort(made: _Made, keys: KeyTable | None, cause: str) -> None:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0] or repr(error)
+
+
+_lock = threading.Lock()
+_collectives: weakref.WeakKeyDictionary[LocalMember, Collectives] = weakref.WeakKeyDictionary()
+
+
+def collectives_of(local: LocalMember) -> Collectives:
+    """The process groups of this membership; they end with it."""
+    with _lock:
+        found = _collectives.get(local)
+        if found is None:
+            found = _collectives[local] = Collectives(local.me.name)
+            local.at_end.append(found.close)
+        return found

@@ -23,7 +23,7 @@ from raytorchrpc.lanes.base import MessageLane, TensorLane
 from raytorchrpc.lanes.torchrpc.agent import process_fabric
 from raytorchrpc.membership import join
 from raytorchrpc.membership.messages import JoinSpec, Prepared, Table
-from raytorchrpc.membership.process_group import Meeting, ProcessGroupInfo
+from raytorchrpc.membership.process_group import Meeting, ProcessGroupInfo, collectives_of
 from raytorchrpc.membership.rendezvous import MemberStore, StoreAddress
 from raytorchrpc.patterns import handle
 
@@ -101,23 +101,23 @@ def remove(generation: str, step: int, names: Sequence[str]) -> None:
 
 def prepare_process_group(generation: str, info: ProcessGroupInfo, is_home: bool, timeout_s: float) -> str | None:
     """See Collectives.prepare."""
-    return _member_of(generation).collectives.prepare(info, is_home, timeout_s)
+    return collectives_of(_member_of(generation)).prepare(info, is_home, timeout_s)
 
 
 def make_process_group(generation: str, meeting: Meeting) -> None:
     """See Collectives.make."""
     store = MemberStore(partial(_send_to_home, generation, meeting.store))
-    _member_of(generation).collectives.make(meeting, store)
+    collectives_of(_member_of(generation)).make(meeting, store)
 
 
 def stay_out_of_process_group(generation: str, info: ProcessGroupInfo) -> None:
     """See Collectives.stay_out."""
-    _member_of(generation).collectives.stay_out(info)
+    collectives_of(_member_of(generation)).stay_out(info)
 
 
 def give_up_process_group(generation: str, number: int, cause: str) -> None:
     """See Collectives.give_up."""
-    _member_of(generation).collectives.give_up(number, cause)
+    collectives_of(_member_of(generation)).give_up(number, cause)
 
 
 _STORE = "raytorchrpc.process_group_store"
@@ -129,7 +129,7 @@ def _operate(
     local: LocalMember, caller: int, store_id: str, seconds: float, operation: str, args: tuple[Any, ...]
 ) -> Any:
     """At the home: run an operation of the store. A wait is answered after so many seconds at the latest."""
-    keys = local.collectives.keys(store_id)
+    keys = collectives_of(local).keys(store_id)
     result = keys.operate(operation, *args)
     if isinstance(result, Later):
 
@@ -190,7 +190,7 @@ def _meet(local: LocalMember, arrival: Arrival) -> Prepared:
     coming = [member for member in arrival.table.info.members if member.name in arrival.names]
     for member in coming:
         local.miss(member.rank, _JOINING)
-        local.collectives.lose(member.name, "it left and came back")
+        collectives_of(local).lose(member.name, "it left and came back")
         _part(local, member.name)
     join.meet_peers(local, arrival.table, coming)
     join.rejoined(arrival.spec, arrival.table, prepared)
@@ -207,7 +207,7 @@ def _lose(local: LocalMember, losses: Sequence[Loss]) -> None:
         member = local.road(loss.name).member
         if member.incarnation <= loss.incarnation:  # an earlier one has gone before
             local.miss(member.rank, Absence(loss.cause, loss.for_good))
-            local.collectives.lose(loss.name, loss.cause)
+            collectives_of(local).lose(loss.name, loss.cause)
             process_fabric().distrust(member.rpc_name)
             _part(local, loss.name)
     join.removed([loss.name for loss in losses if loss.for_good])
@@ -217,7 +217,7 @@ def _remove(local: LocalMember, names: Sequence[str]) -> None:
     for name in names:
         rank = local.road(name).member.rank
         local.forget(rank)
-        local.collectives.lose(name, "it was removed from the group")
+        collectives_of(local).lose(name, "it was removed from the group")
         _part(local, name)
     join.removed(names)
 

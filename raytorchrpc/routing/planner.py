@@ -17,7 +17,8 @@ from dataclasses import replace
 
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
-from raytorchrpc.lanes.rules import BESIDE, LANES, TRAFFIC, TRAFFIC_TEXT, Pair, Traffic
+from raytorchrpc.lanes.registry import BESIDE, LANES
+from raytorchrpc.lanes.rules import TRAFFIC, TRAFFIC_TEXT, Pair, Traffic
 from raytorchrpc.lanes.torchrpc import backends
 from raytorchrpc.lanes.torchrpc.backends import AgentPlan
 from raytorchrpc.routing.routes import LaneChoice, PairRoute, Rejection, RoutePlan

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.lanes.rules import BESIDE, TRAFFIC, TRAFFIC_TEXT, Traffic
+from raytorchrpc.lanes.registry import BESIDE
+from raytorchrpc.lanes.rules import TRAFFIC, TRAFFIC_TEXT, Traffic
 from raytorchrpc.lanes.torchrpc.backends import AgentPlan, name_range
 
 # Groups above this size get one line per kind of route instead of one per pair.
