@@ -1,4 +1,4 @@
-"""Direct calls between Ray actors; tensors cross by the fastest road between the two processes.
+"""Direct calls between Ray actors; tensors cross by the fastest available transport.
 
 Ray stays in charge of scheduling, placement, restarts and jobs. ``init_group(actors)`` joins a set of actors
 into a group whose members call each other without it. Importing this changes no environment and no logging;

@@ -65,7 +65,7 @@ class LaneUnavailable(RayTorchRpcError):
 
 
 class PeerLost(RayTorchRpcError, ConnectionError):
-    """The other member went away, or the road to it broke, while a call was under way.
+    """The other member went away, or the route to it broke, while a call was under way.
 
     Attributes:
         peer: the member's name.

@@ -16,17 +16,17 @@ from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.event_loops import Token, on_loop
 from raytorchrpc.calls.outgoing import CallUnderWay, call_back
 from raytorchrpc.calls.retry import RetriedCall
-from raytorchrpc.calls.services import Later
+from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
 from raytorchrpc.process import threads
-from raytorchrpc.process.deadlines import Alarms
+from raytorchrpc.process.deadlines import Deadlines
 
 Call = CallUnderWay | RetriedCall
 
 
 @functools.cache
-def _alarms() -> Alarms:
-    return Alarms("raytorchrpc-deferred")  # its thread begins with the first call that is deferred
+def _deadlines() -> Deadlines:
+    return Deadlines("raytorchrpc-deferred")  # its thread begins with the first call that is deferred
 
 
 def call(
@@ -36,16 +36,16 @@ def call(
     kwargs: dict[str, Any],
     timeout: float | None,
     *,
-    attended: bool = False,
+    caller_waits: bool = False,
     **options: Any,
 ) -> Call | DeferredCall:
     """As ``LocalMember.call``. Blocks until this process is a member, except for ``rpc_async`` on an event loop."""
 
     def send(local: Any, seconds: float | None) -> Call:
-        sent: Call = local.call(target, method, args, kwargs, seconds, attended=attended, **options)
+        sent: Call = local.call(target, method, args, kwargs, seconds, caller_waits=caller_waits, **options)
         return sent
 
-    if not attended and on_loop():
+    if not caller_waits and on_loop():
         return DeferredCall(f"{target}.{method}", send, timeout)
     return send(*rejoin.wait(timeout))
 
@@ -68,7 +68,7 @@ class DeferredCall:
         self._started = time.monotonic()
         self._context = copy_context()  # a chain of calls stays one, and its deadline
         self._sending = threading.Lock()
-        self._sent = Later()
+        self._sent = DeferredReply()
         """Settled with the call, or with what keeps it from being sent."""
         loop = asyncio.get_running_loop()
 
@@ -142,7 +142,7 @@ class DeferredCall:
 
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
         """See CallUnderWay."""
-        return _alarms().at(time.monotonic() + self.remaining(), callback)
+        return _deadlines().at(time.monotonic() + self.remaining(), callback)
 
     def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
         """Run a user's callback on a worker, or on a thread of its own."""
@@ -153,7 +153,7 @@ class DeferredCall:
             threads.start(call_back, callback, argument, name="raytorchrpc-deferred-callback")
 
 
-def _settled(later: Later, timeout_s: float) -> bool:
+def _settled(later: DeferredReply, timeout_s: float) -> bool:
     try:
         later.exception(timeout_s)  # returns it, if there is one
     except FutureTimeoutError:

@@ -16,7 +16,7 @@ _tokens = itertools.count()
 PROCESS = os.urandom(6).hex()
 """How the tokens of this process begin."""
 ON_A_THREAD: Token = f"{PROCESS}.thread"
-"""Of all methods that run on a thread here without a seat."""
+"""Of all methods that run on a thread here without an admission."""
 
 
 def new_token() -> Token:

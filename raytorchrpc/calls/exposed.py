@@ -28,7 +28,7 @@ class Exposed(NamedTuple):
     retry: int = 0
     service: bool = False
     """For a method of the package's own: it is called with the member and the caller's rank instead of the actor, and
-    may return a ``services.Later``."""
+    may return a ``services.DeferredReply``."""
 
 
 def exposed(function: Any) -> Exposed | None:
@@ -51,9 +51,9 @@ def _gate_for(note: Exposed, instance: Any) -> gates.Gate | None:
     if group is None:  # ray.method, when it was applied after ours, wrote onto the wrapper
         group = ray_internals.concurrency_group_of(getattr(type(instance), note.function.__name__, None))
     gate = gates.gate_of(instance, group)
-    seat = current_scope.get().seat
+    admission = current_scope.get().admission
     # A method that calls another of its own object just calls it, as everywhere.
-    return None if seat is not None and seat.taken else gate
+    return None if admission is not None and admission.taken else gate
 
 
 def take_turn(note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,16 +66,16 @@ def take_turn(note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict[
             f"{note.function.__qualname__} was called by a concurrent method, on behalf of a call whose chain is "
             f"inside this actor already and waits: it would wait for itself; make it concurrent=True as well"
         )
-    seat = gate.enter_now() if looping else gate.enter()
-    if seat is None:
+    admission = gate.enter_now() if looping else gate.enter()
+    if admission is None:
         # Waiting here would stop the loop that the holder needs; nothing else runs on it meanwhile anyway.
         return note.function(instance, *args, **kwargs)
-    before = current_scope.set(scope.inside(seat))
+    before = current_scope.set(scope.inside(admission))
     try:
         return note.function(instance, *args, **kwargs)
     finally:
         current_scope.reset(before)
-        gate.leave(seat)
+        gate.leave(admission)
 
 
 async def take_turn_on_loop(note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -85,10 +85,10 @@ async def take_turn_on_loop(note: Exposed, instance: Any, args: tuple[Any, ...],
     scope = current_scope.get()
     if gate.held(scope.path):  # it would wait for itself
         return await note.function(instance, *args, **kwargs)
-    seat = await gate.enter_on_loop()
-    before = current_scope.set(scope.inside(seat))
+    admission = await gate.enter_on_loop()
+    before = current_scope.set(scope.inside(admission))
     try:
         return await note.function(instance, *args, **kwargs)
     finally:
         current_scope.reset(before)
-        gate.leave(seat)
+        gate.leave(admission)

@@ -1,6 +1,6 @@
 """How much may be under way to one peer at a time: back-pressure for those who send faster than it works.
 
-Calls that are made on behalf of a call being served have allowances of their own, one for each call served. They must
+Calls that are made on behalf of a call being served have credit of their own, one for each call served. They must
 not wait for what others sent: in a chain of calls that comes back, those may be waiting for them.
 """
 
@@ -137,7 +137,7 @@ class Allowance:
         return tell
 
 
-class Allowances:
+class CreditWindows:
     """Those of one member, by peer."""
 
     def __init__(self, config: GroupConfig, max_bytes: int) -> None:
@@ -156,10 +156,10 @@ class Allowances:
         Serves what comes back to this actor while it waits. Raises PeerBusy, RpcTimeout.
         """
         limit = current_scope.get().limit
-        allowances = self._by_rank if limit is None or limit.over else limit.allowances
-        allowance = allowances.get(peer.rank)
+        credit = self._by_rank if limit is None or limit.over else limit.credit
+        allowance = credit.get(peer.rank)
         if allowance is None:
-            allowance = allowances.setdefault(peer.rank, Allowance(self._max_calls, self._max_bytes))
+            allowance = credit.setdefault(peer.rank, Allowance(self._max_calls, self._max_bytes))
         ticket = allowance.take(size)
         return (self._wait(allowance, peer.name, method, size, patience_s)) if ticket is None else (ticket, 0.0)
 

@@ -1,8 +1,8 @@
 """Where a member's methods run: its workers, the gate that keeps the actor's own concurrency, call chains.
 
 A gate admits as many methods at a time as Ray would (one for a sync actor). Whoever is admitted holds a
-seat, and every call made from there carries the tokens of the seats held along its way. A call that comes
-back to an actor it is already inside names a seat held there, so it does not queue behind itself: it runs on
+admission, and every call made from there carries the tokens of the admissions held along its way. A call that comes
+back to an actor it is already inside names an admission held there, so it does not queue behind itself: it runs on
 the very thread that waits for it, or, in an async actor, on the loop.
 """
 
@@ -23,7 +23,7 @@ from raytorchrpc.process import threads
 #: Calls that come back run on the thread that waits, one inside the other. After so many the next one has a thread of
 #: its own: each takes a dozen frames and what the method needs, and Python's limit is a thousand.
 ON_ONE_STACK = 8
-#: Calls that may be inside one seat at a time. More are a recursion without an end, as good as always.
+#: Calls that may be inside one admission at a time. More are a recursion without an end, as good as always.
 MOST_NESTED = 2000
 
 
@@ -37,16 +37,16 @@ class Job(Protocol):
     def label(self) -> str:
         """member.method, for messages."""
 
-    def admit(self, seat: Seat) -> Work | None:
+    def admit(self, admission: Admission) -> Work | None:
         """Its turn has come. Returns the work, for the calling thread to do or to ``spawn``; None if it went
-        elsewhere (to an event loop). Quick, never raises. The work ends with ``seat.gate.leave``.
+        elsewhere (to an event loop). Quick, never raises. The work ends with ``admission.gate.leave``.
         """
 
     def spawn(self, work: Work) -> None:
         """Do the work on some other thread."""
 
-    def run_inside(self, seat: Seat) -> None:
-        """Do the work here and now, inside a seat that its chain already holds. Does not raise."""
+    def run_inside(self, admission: Admission) -> None:
+        """Do the work here and now, inside an admission that its chain already holds. Does not raise."""
 
 
 class _Turn:
@@ -54,21 +54,21 @@ class _Turn:
 
     label = "a turn"
 
-    def __init__(self, told: Callable[[Seat], None]) -> None:
+    def __init__(self, told: Callable[[Admission], None]) -> None:
         self.told = told
 
-    def admit(self, seat: Seat) -> Work | None:
-        self.told(seat)
+    def admit(self, admission: Admission) -> Work | None:
+        self.told(admission)
         return None
 
     def spawn(self, work: Work) -> None:
         raise AssertionError("a turn has no work of its own")
 
-    def run_inside(self, seat: Seat) -> None:
-        raise AssertionError("a turn is never posted to a seat")
+    def run_inside(self, admission: Admission) -> None:
+        raise AssertionError("a turn is never posted to an admission")
 
 
-class Seat:
+class Admission:
     """Admission to a gate, held while one method runs (and whatever comes back to it meanwhile)."""
 
     __slots__ = ("_changed", "direct", "gate", "inbox", "nested", "owner", "token")
@@ -86,7 +86,7 @@ class Seat:
 
     @property
     def changed(self) -> threading.Condition:
-        """Of the gate's lock: told when something comes in. Made when first needed; most seats never wait."""
+        """Of the gate's lock: told when something comes in. Made when first needed; most admissions never wait."""
         if self._changed is None:
             self._changed = threading.Condition(self.gate.lock)
         return self._changed
@@ -108,59 +108,59 @@ class Gate:
         self.lock = threading.Lock()
         self._limit = limit
         self._elastic = elastic
-        self._direct = 0  # seats of direct calls
-        self._seats: dict[Token, Seat] = {}
+        self._direct = 0  # admissions of direct calls
+        self._admitted: dict[Token, Admission] = {}
         self._queue: deque[Job] = deque()
 
     def request(self, job: Job) -> Work | None:
         """Admit the job now, returning its work, or queue it: then it starts when somebody leaves."""
         with self.lock:
-            if len(self._seats) >= self._limit:
+            if len(self._admitted) >= self._limit:
                 self._queue.append(job)
                 return None
-            seat = self._admit(direct=True)
+            admission = self._admit(direct=True)
         try:
-            return job.admit(seat)
+            return job.admit(admission)
         except BaseException:
-            self.leave(seat)
+            self.leave(admission)
             raise
 
-    def enter(self) -> Seat:
+    def enter(self) -> Admission:
         """Block this thread until admitted, as Ray's own queue would."""
-        seat = self.enter_now()
-        if seat is None:
-            admitted: list[Seat] = []
+        admission = self.enter_now()
+        if admission is None:
+            admitted: list[Admission] = []
             turn = threading.Lock()
             turn.acquire()
 
-            def told(mine: Seat) -> None:
+            def told(mine: Admission) -> None:
                 admitted.append(mine)
                 turn.release()
 
             self._queue_up(_Turn(told))
             turn.acquire()
-            seat = admitted[0]
-        seat.owner = threading.get_ident()
-        return seat
+            admission = admitted[0]
+        admission.owner = threading.get_ident()
+        return admission
 
-    def enter_now(self) -> Seat | None:
-        """A seat if one is free and nobody queues for it; never blocks."""
+    def enter_now(self) -> Admission | None:
+        """An admission if one is free and nobody queues for it; never blocks."""
         with self.lock:
-            if len(self._seats) >= self._limit:
+            if len(self._admitted) >= self._limit:
                 if not self._elastic or self._direct:
                     return None
-                self._limit = len(self._seats) + 1
+                self._limit = len(self._admitted) + 1
             return self._admit(direct=False)
 
-    async def enter_on_loop(self) -> Seat:
+    async def enter_on_loop(self) -> Admission:
         """As ``enter``, from a coroutine."""
-        seat = self.enter_now()
-        if seat is not None:
-            return seat
+        admission = self.enter_now()
+        if admission is not None:
+            return admission
         loop = asyncio.get_running_loop()
-        turn: asyncio.Future[Seat] = loop.create_future()
+        turn: asyncio.Future[Admission] = loop.create_future()
 
-        def settle(mine: Seat) -> None:
+        def settle(mine: Admission) -> None:
             if turn.cancelled():
                 self.leave(mine)
             else:
@@ -176,54 +176,54 @@ class Gate:
 
     def _queue_up(self, turn: _Turn) -> None:
         with self.lock:
-            if len(self._seats) >= self._limit:
+            if len(self._admitted) >= self._limit:
                 self._queue.append(turn)
                 return
-            seat = self._admit(direct=False)
-        turn.admit(seat)
+            admission = self._admit(direct=False)
+        turn.admit(admission)
 
-    def held(self, path: tuple[Token, ...]) -> Seat | None:
-        """The seat here that a call chain already holds, if it has come back."""
+    def held(self, path: tuple[Token, ...]) -> Admission | None:
+        """The admission here that a call chain already holds, if it has come back."""
         for token in reversed(path):
-            seat = self._seats.get(token)
-            if seat is not None:
-                return seat
+            admission = self._admitted.get(token)
+            if admission is not None:
+                return admission
         return None
 
-    def post(self, seat: Seat, job: Job) -> bool:
-        """Have the thread that holds ``seat`` run this when it next waits; False if the seat was given up.
+    def post(self, admission: Admission, job: Job) -> bool:
+        """Have the thread that holds ``admission`` run this when it next waits; False if the admission was given up.
 
         Raises RayTorchRpcError if too much runs inside it already.
         """
-        if seat.nested >= MOST_NESTED:
+        if admission.nested >= MOST_NESTED:
             raise RayTorchRpcError(
                 f"{job.label} was not called: its chain of calls has come back to that actor {MOST_NESTED} times "
                 f"already, which is the limit; end the recursion earlier, or make it a loop"
             )
         with self.lock:
-            if seat.token not in self._seats:
+            if admission.token not in self._admitted:
                 return False
-            seat.inbox.append(job)
-            if seat._changed is not None:
-                seat._changed.notify_all()
+            admission.inbox.append(job)
+            if admission._changed is not None:
+                admission._changed.notify_all()
             return True
 
-    def leave(self, seat: Seat) -> None:
-        """Give the seat up; the next in line starts, on a thread of its own."""
-        following = self.pass_on(seat)
+    def leave(self, admission: Admission) -> None:
+        """Give the admission up; the next in line starts, on a thread of its own."""
+        following = self.pass_on(admission)
         if following is not None:
             job, work = following
             job.spawn(work)
 
-    def pass_on(self, seat: Seat) -> tuple[Job, Work] | None:
-        """Give the seat up; returns the next in line for this thread to run, if it needs a thread.
+    def pass_on(self, admission: Admission) -> tuple[Job, Work] | None:
+        """Give the admission up; returns the next in line for this thread to run, if it needs a thread.
 
-        What is left in the seat's inbox queues like anybody else.
+        What is left in the admission's inbox queues like anybody else.
         """
         with self.lock:
-            del self._seats[seat.token]
-            self._direct -= seat.direct
-            self._queue.extend(seat.inbox)
+            del self._admitted[admission.token]
+            self._direct -= admission.direct
+            self._queue.extend(admission.inbox)
             if not self._queue:
                 return None
             following = self._admit(direct=not isinstance(self._queue[0], _Turn))
@@ -231,34 +231,34 @@ class Gate:
         work = job.admit(following)
         return None if work is None else (job, work)
 
-    def _admit(self, *, direct: bool) -> Seat:
-        seat = Seat(self, new_token(), direct)
+    def _admit(self, *, direct: bool) -> Admission:
+        admission = Admission(self, new_token(), direct)
         self._direct += direct
-        self._seats[seat.token] = seat
-        return seat
+        self._admitted[admission.token] = admission
+        return admission
 
 
 def _discard(_: object) -> None:
     return None
 
 
-def run_on_another_stack(seat: Seat, job: Job) -> None:
-    """Hand the seat to a thread of its own until it has done the job. Blocks."""
-    mine, done = seat.owner, threading.Event()
+def run_on_another_stack(admission: Admission, job: Job) -> None:
+    """Hand the admission to a thread of its own until it has done the job. Blocks."""
+    mine, done = admission.owner, threading.Event()
 
     def run() -> None:
-        seat.owner = threading.get_ident()
+        admission.owner = threading.get_ident()
         try:
-            job.run_inside(seat)
+            job.run_inside(admission)
         finally:
-            seat.owner = mine
+            admission.owner = mine
             done.set()
 
     context = contextvars.copy_context()
     try:
         threads.start(context.run, run, name="raytorchrpc-chain")
     except threads.ThreadShortage:  # no thread can be started: this stack may have some room left
-        job.run_inside(seat)
+        job.run_inside(admission)
         return
     done.wait()
 

@@ -18,19 +18,19 @@ from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls import gates
 from raytorchrpc.calls.autograd import in_autograd_context
 from raytorchrpc.calls.event_loops import start_on_loop
-from raytorchrpc.calls.gates import Seat, Work
-from raytorchrpc.calls.out_of_band import Parcel, Shipped, Waybill, joined, owned, snapshot
+from raytorchrpc.calls.gates import Admission, Work
+from raytorchrpc.calls.out_of_band import Payload, PendingTensors, TensorManifest, joined, owned, snapshot
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
-from raytorchrpc.calls.services import Later
+from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.calls.spans import ServedSpan, Tracer
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.process import threads
-from raytorchrpc.process.deadlines import Alarms
+from raytorchrpc.process.deadlines import Deadlines
 from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
-from raytorchrpc.tensors.cuda_streams import hand_over
+from raytorchrpc.tensors.cuda_streams import handoff_streams
 from raytorchrpc.tensors.exceptions import encode_exception
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ KEPT = 2
 
 
 #: Methods of the package's own that every member serves: name -> an ``Exposed``, as for ``Server``.
-own_methods: dict[str, Any] = {}
+builtin_services: dict[str, Any] = {}
 
 
 class _Kept(NamedTuple):
@@ -69,14 +69,14 @@ class _Kept(NamedTuple):
     """Prevents that it is dropped."""
 
 
-class Roads(Protocol):
+class ReplyRoutes(Protocol):
     """The ways to the other members, by rank: what a server needs of its member."""
 
-    alarms: Alarms
+    deadlines: Deadlines
     strangers: Set[int]
     """Ranks of those who were removed."""
 
-    def ship_back(self, rank: int, body: Encoded, share: bool, frozen: bool) -> Shipped | None:
+    def ship_back(self, rank: int, body: Encoded, share: bool, frozen: bool) -> Payload | None:
         """Lay a result's tensors out beside its message; None if it cannot be done. ``share``: see calls.method.
         ``frozen``: nobody here changes them.
         """
@@ -87,7 +87,7 @@ class Roads(Protocol):
     def arrived(self, rank: int, body: Encoded) -> Encoded:
         """A request's body, its CPU tensors on the GPU where they are to arrive."""
 
-    def receive(self, rank: int, waybills: Sequence[Waybill]) -> list[Parcel]:
+    def receive(self, rank: int, manifests: Sequence[TensorManifest]) -> list[PendingTensors]:
         """Take charge of what came beside a request."""
 
     def check_back(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
@@ -105,13 +105,13 @@ class Server:
         methods: Mapping[str, Any],
         codec: Codec,
         workers: Workers,
-        roads: Roads,
+        routes: ReplyRoutes,
     ) -> None:
         """``methods``: name -> what ``calls.method`` noted (function, concurrent, group, coroutine, keep, frozen)."""
         self.name, self.token = name, token
         self.instance, self.methods, self.codec = instance, methods, codec
         self.workers = workers
-        self.roads = roads
+        self.routes = routes
         self.is_async = instance is not None and ray_internals.actor_is_async()
         self.tasks: set[asyncio.Task[None]] = set()
         self.tracer: Tracer | None = None
@@ -129,14 +129,14 @@ class Server:
         kind, caller, token = message.header[:3]
         try:
             # First of all: a request that is refused gives back what it brought.
-            parcels = self._parcels(caller, message) if message.waybills else []
+            parcels = self._parcels(caller, message) if message.manifests else []
             if message.unread_bytes:
                 raise MemoryError(
                     f"{self.name} has no memory for a request of {message.unread_bytes} bytes; it did not run there"
                 )
             if token != self.token:
                 raise PeerLost(self.name, "it belongs to another generation of the group", may_have_run=False)
-            if caller in self.roads.strangers:
+            if caller in self.routes.strangers:
                 raise NotAMember(f"the caller was removed from the group of {self.name!r}")
             if kind == PING:
                 return partial(self._send, reply, lambda: Message((OK,), NOTHING))
@@ -163,9 +163,9 @@ class Server:
             refusal = self._refusal(kind, error)
             return partial(self._send, reply, lambda: refusal)
 
-    def _parcels(self, caller: int, message: Message) -> list[Parcel]:
+    def _parcels(self, caller: int, message: Message) -> list[PendingTensors]:
         try:
-            return self.roads.receive(caller, message.waybills)
+            return self.routes.receive(caller, message.manifests)
         except LaneUnavailable as error:
             raise PeerLost(self.name, "it has left the group", may_have_run=False) from error
 
@@ -178,7 +178,7 @@ class Server:
         self._send(reply, lambda: answer)
 
     def _exposed(self, name: str) -> Any:
-        note = self.methods.get(name) or own_methods.get(name)
+        note = self.methods.get(name) or builtin_services.get(name)
         if note is not None:
             return note
         if self.instance is None:
@@ -198,12 +198,12 @@ class Server:
         gate = gates.gate_of(self.instance, job.note.concurrency_group)
         if gate is None:
             raise NotAMember(f"the actor of member {self.name!r} is gone from its process")
-        seat = gate.held(job.scope.path) if job.scope.path else None
-        if seat is None:
+        admission = gate.held(job.scope.path) if job.scope.path else None
+        if admission is None:
             return gate.request(job)
-        if seat.owner is not None:
-            return None if gate.post(seat, job) else gate.request(job)
-        job.run_inside(seat)
+        if admission.owner is not None:
+            return None if gate.post(admission, job) else gate.request(job)
+        job.run_inside(admission)
         return None
 
     # --- results that another lane has to carry ------------------------------------------------------------
@@ -211,7 +211,7 @@ class Server:
     def keep(self, message: Message, seconds: float) -> int:
         """Keep a result for the caller to fetch; dropped after ``seconds``, as callers may have lost interest."""
         number = next(self._numbers)
-        fetched = self.roads.alarms.at(time.monotonic() + seconds, partial(self._drop, number))
+        fetched = self.routes.deadlines.at(time.monotonic() + seconds, partial(self._drop, number))
         self._outbox[number] = _Kept(message, fetched)
         return number
 
@@ -274,7 +274,7 @@ class _Job:
         message: Message,
         reply: Reply,
         scope: Scope,
-        parcels: list[Parcel],
+        parcels: list[PendingTensors],
     ) -> None:
         self.server, self.lane, self.note = server, lane, note
         self.message, self.reply, self.scope = message, reply, scope
@@ -283,13 +283,13 @@ class _Job:
         self.kind = message.header[0]
         self.context = torch_internals.current_autograd_context()
         self.label = f"{server.name}.{method}"
-        self.seat: Seat | None = None
+        self.admission: Admission | None = None
 
-    def admit(self, seat: Seat | None) -> Work | None:
+    def admit(self, admission: Admission | None) -> Work | None:
         if self.note.is_coroutine or (self.server.is_async and not self.note.concurrent):
-            self._start_on_loop(seat, seat)
+            self._start_on_loop(admission, admission)
             return None
-        self.seat = seat
+        self.admission = admission
         return self._work
 
     @property
@@ -300,40 +300,40 @@ class _Job:
     def spawn(self, work: Work) -> None:
         self.server.workers.submit(work)
 
-    def run_inside(self, seat: Seat) -> None:
-        if seat.owner is None:
-            self._start_on_loop(seat, None)
+    def run_inside(self, admission: Admission) -> None:
+        if admission.owner is None:
+            self._start_on_loop(admission, None)
         else:
-            self._run(seat)
+            self._run(admission)
 
     def _work(self) -> None:
-        """Run, then all who are next in line for the seat, on the same thread. The line may be of any length."""
+        """Run, then all who are next in line for the admission, on the same thread. The line may be of any length."""
         job: Any = self
         while job is not None:
             job = job._take_turn()
 
     def _take_turn(self) -> Any:
         """Returns the job that comes next, if this thread is to run it; only jobs like this one need a thread."""
-        seat, following = self.seat, None
-        if seat is None:
+        admission, following = self.admission, None
+        if admission is None:
             self._run(None)
             return None
-        seat.owner = threading.get_ident()
+        admission.owner = threading.get_ident()
         try:
-            self._run(seat)
+            self._run(admission)
         except BaseException as error:
             threads.report(error, f"{self.label} was not served to its end")
             self.server.answer_without_memory(self.kind, self.reply)
         finally:
-            following = seat.gate.pass_on(seat)
+            following = admission.gate.pass_on(admission)
         return following and following[0]
 
-    def _start_on_loop(self, seat: Seat | None, to_leave: Seat | None) -> None:
+    def _start_on_loop(self, admission: Admission | None, to_leave: Admission | None) -> None:
         loop = ray_internals.actor_event_loop(self.note.concurrency_group)
         tasks = self.server.tasks
 
         def create() -> None:
-            task = loop.create_task(self._run_on_loop(seat, to_leave))
+            task = loop.create_task(self._run_on_loop(admission, to_leave))
             tasks.add(task)  # the loop itself keeps only a weak reference
             task.add_done_callback(tasks.discard)
 
@@ -348,11 +348,11 @@ class _Job:
 
         start_on_loop(loop, self.scope.path, create, refuse)
 
-    def _run(self, seat: Seat | None) -> None:
-        """On a thread of the member's own, or on the one that waits inside ``seat``."""
+    def _run(self, admission: Admission | None) -> None:
+        """On a thread of the member's own, or on the one that waits inside ``admission``."""
         before = None
         try:
-            before = current_scope.set(self.scope.on_a_thread(seat))
+            before = current_scope.set(self.scope.on_a_thread(admission))
             if self.context == torch_internals.NO_CONTEXT:
                 self._call()
             else:
@@ -368,11 +368,11 @@ class _Job:
     def _call(self) -> None:
         args, kwargs = self._arguments()
         if self.note.service:
-            result = self.note.function(self.server.roads, self.caller, *args, **kwargs)
+            result = self.note.function(self.server.routes, self.caller, *args, **kwargs)
         else:
             result = self.note.function(self.server.instance, *args, **kwargs)
         del args, kwargs
-        if isinstance(result, Later):
+        if isinstance(result, DeferredReply):
             # Whoever settles it may have other things to do than to send, which can take long.
             result.add_done_callback(partial(self.server.workers.submit, self._answer_later))
             return
@@ -389,8 +389,8 @@ class _Job:
         finally:
             host_device_copy.sweep()
 
-    async def _run_on_loop(self, seat: Seat | None, to_leave: Seat | None) -> None:
-        current_scope.set(self.scope.inside(seat))  # a task has a context of its own: nothing to put back
+    async def _run_on_loop(self, admission: Admission | None, to_leave: Admission | None) -> None:
+        current_scope.set(self.scope.inside(admission))  # a task has a context of its own: nothing to put back
         try:
             args, kwargs = self._arguments()
             if self.note.is_coroutine:
@@ -424,9 +424,9 @@ class _Job:
             raise RpcTimeout(f"{self.label} waited for its turn until the deadline; it did not run")
         self.message.adopt()
         try:
-            body = self.server.roads.arrived(self.caller, joined(self.message.body, self.parcels))
+            body = self.server.routes.arrived(self.caller, joined(self.message.body, self.parcels))
             if self.parcels and self.span is not None:
-                self.span.beside("fetch", self.message.waybills[0][0])
+                self.span.beside("fetch", self.message.manifests[0][0])
             decoded = self.server.codec.decode(*(owned(body) if self.note.keep else body))
             del body  # the method alone is to hold its arguments
             args, kwargs = decoded or ((), {})  # a call without arguments has no payload
@@ -456,31 +456,31 @@ class _Job:
         if self.kind == REMOTE:
             self.reply(Message((False, result), NOTHING))
             return
-        self.server.roads.check_back(self.caller, body.tensors)
+        self.server.routes.check_back(self.caller, body.tensors)
         can = self.lane.capabilities
         if can.carries(body.tensors) and (can.rrefs or not body.rrefs):
             if body.tensors:
-                body = self.server.roads.staged_back(self.caller, body)
+                body = self.server.routes.staged_back(self.caller, body)
             kept_graph = any(tensor.requires_grad for tensor in body.tensors)
             self.reply(Message((OK,), body if can.copies_at_once or kept_graph else self._snapshot(body)))
             return
         note = self.note
         if self.span is not None:
             self.span.lap()
-        shipped = None if body.rrefs else self.server.roads.ship_back(self.caller, body, note.share, note.frozen)
+        shipped = None if body.rrefs else self.server.routes.ship_back(self.caller, body, note.share, note.frozen)
         if shipped is not None:
             if self.span is not None and shipped.lane is not None:
                 self.span.beside("ship", shipped.lane)
             try:
-                self.reply(Message((OK,), shipped.body, waybills=shipped.waybills))
+                self.reply(Message((OK,), shipped.body, manifests=shipped.manifests))
             except BaseException as error:
                 shipped.cancel()
                 if not isinstance(error, PeerLost):
                     raise
             return
-        body = self._snapshot(self.server.roads.staged_back(self.caller, body))
+        body = self._snapshot(self.server.routes.staged_back(self.caller, body))
         left = max(1.0, (self.scope.deadline or 0.0) - time.monotonic())
-        number = self.server.keep(Message((OK,), body, hand_over(body.tensors)), left)
+        number = self.server.keep(Message((OK,), body, handoff_streams(body.tensors)), left)
         self.reply(Message((KEPT, number), NOTHING))
 
     def _snapshot(self, body: Encoded) -> Encoded:

@@ -15,10 +15,10 @@ from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls import incoming
 from raytorchrpc.calls.counters import CallCounters
 from raytorchrpc.calls.event_loops import Token, token_on_loop
-from raytorchrpc.calls.flow_control import Allowances
-from raytorchrpc.calls.out_of_band import Parcel, Shipped, Shipper, Waybill, snapshot
+from raytorchrpc.calls.flow_control import CreditWindows
+from raytorchrpc.calls.out_of_band import Payload, PayloadSplitter, PendingTensors, TensorManifest, snapshot
 from raytorchrpc.calls.outgoing import CallUnderWay, body_bytes
-from raytorchrpc.calls.peers import Member, PeerRoad, process_token
+from raytorchrpc.calls.peers import Member, PeerRoute, process_token
 from raytorchrpc.calls.receive_into import Receiver, Spread, receiver
 from raytorchrpc.calls.retry import RetriedCall
 from raytorchrpc.calls.scope import current_scope
@@ -27,8 +27,8 @@ from raytorchrpc.calls.spans import Tracer
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError, NotAMember, PeerLost, RpcTimeout, SerializationError
 from raytorchrpc.lanes.base import Message, MessageLane, Pending, TensorLane
-from raytorchrpc.process.deadlines import Alarms
-from raytorchrpc.process.deferred_cleanup import Leftovers
+from raytorchrpc.process.deadlines import Deadlines
+from raytorchrpc.process.deferred_cleanup import DeferredCleanup
 from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
@@ -70,18 +70,18 @@ class LocalMember:
         """
         self.group, self.generation, self.me, self.config = group, generation, me, config
         self.max_bytes = max_bytes
-        self.allowances = Allowances(config, max_bytes)
+        self.credit = CreditWindows(config, max_bytes)
         self.services = Services()
         self.codec = Codec(ray_internals.cloudpickler())
         self.counters = CallCounters()
         with contextlib.ExitStack() as undo:
-            self.alarms = Alarms(f"raytorchrpc-{me.name}")
-            undo.callback(self.alarms.stop)
-            self.leftovers = Leftovers(f"raytorchrpc-{me.name}")
-            undo.callback(self.leftovers.stop)
-            self.workers = Workers(f"raytorchrpc-{me.name}", keep=True, alarms=self.alarms)
+            self.deadlines = Deadlines(f"raytorchrpc-{me.name}")
+            undo.callback(self.deadlines.stop)
+            self.cleanup = DeferredCleanup(f"raytorchrpc-{me.name}")
+            undo.callback(self.cleanup.stop)
+            self.workers = Workers(f"raytorchrpc-{me.name}", keep=True, deadlines=self.deadlines)
             undo.pop_all()
-        self.shipper = Shipper({})
+        self.splitter = PayloadSplitter({})
         self.tracer: Tracer | None = None
         """While the group is traced."""
         self.at_end: list[Callable[[], None]] = []
@@ -91,7 +91,7 @@ class LocalMember:
         self.server = incoming.Server(me.name, token, instance, methods, self.codec, self.workers, self)
         self.lanes: list[MessageLane] = []
         self.tensor_lanes: dict[str, TensorLane] = {}
-        self._roads: dict[int, PeerRoad] = {}
+        self._routes: dict[int, PeerRoute] = {}
         self._ranks: dict[Any, int] = {}
         self._heavy: set[tuple[int, str]] = set()
         """Methods whose last result needed another lane than its call: they go there at once."""
@@ -100,15 +100,15 @@ class LocalMember:
         """The last change of the group that has taken effect here."""
         self._absent: dict[int, Absence] = {}
         self._changed = threading.Condition()
-        """Told when ``_absent`` or the roads change."""
+        """Told when ``_absent`` or the routes change."""
 
     # --- peers ---------------------------------------------------------------------------------------------
 
-    def know(self, road: PeerRoad) -> None:
+    def know(self, route: PeerRoute) -> None:
         """Add a peer (or this member itself), or replace what was known of it."""
-        peer = road.member
+        peer = route.member
         with self._changed:
-            self._roads[peer.rank] = road
+            self._routes[peer.rank] = route
             self._ranks[peer.name] = self._ranks[peer.rank] = peer.rank
             if peer.actor_id is not None:
                 self._ranks[ray_internals.key_of_actor(peer.actor_id)] = peer.rank
@@ -127,12 +127,12 @@ class LocalMember:
         with self._changed:
             self._absent.pop(rank, None)
             self._changed.notify_all()
-        self.services.welcome(rank, self._roads[rank].token)
+        self.services.welcome(rank, self._routes[rank].token)
 
     def forget(self, rank: int) -> None:
         """A peer was removed: it is a member no longer, and nothing it asks is served."""
         with self._changed:
-            self._roads.pop(rank, None)
+            self._routes.pop(rank, None)
             self._absent.pop(rank, None)
             self._ranks = {key: known for key, known in self._ranks.items() if known != rank}
             self.strangers = self.strangers | {rank}
@@ -142,16 +142,16 @@ class LocalMember:
     def absent(self) -> dict[str, Absence]:
         """Who is away, by name."""
         with self._changed:
-            return {self._roads[rank].member.name: absence for rank, absence in self._absent.items()}
+            return {self._routes[rank].member.name: absence for rank, absence in self._absent.items()}
 
-    def why_gone(self, road: PeerRoad) -> str | None:
+    def why_gone(self, route: PeerRoute) -> str | None:
         """See underway.Caller."""
         if self._left:
             return "this process has left the group"
-        absence, now = self._absent.get(road.member.rank), self._roads.get(road.member.rank)
+        absence, now = self._absent.get(route.member.rank), self._routes.get(route.member.rank)
         if absence is not None:
             return absence.cause
-        return None if now is not None and now.token == road.token else "its process was replaced, or removed"
+        return None if now is not None and now.token == route.token else "its process was replaced, or removed"
 
     def await_everybody(self, until: float) -> bool:
         """Block until nobody is away; False at ``until``."""
@@ -160,22 +160,22 @@ class LocalMember:
 
     def incarnation(self, target: Any) -> int:
         """See retrying.Returns."""
-        return self.road(target).member.incarnation
+        return self.route(target).member.incarnation
 
     def await_return(self, target: Any, after: int, until: float) -> bool:
         """See retrying.Returns."""
-        peer = self.road(target).member
+        peer = self.route(target).member
         rank = peer.rank
         patience = time.monotonic() + _MISSED_AFTER_S
         with self._changed:
             while True:
-                if self._left or rank not in self._roads:
+                if self._left or rank not in self._routes:
                     raise PeerLost(peer.name, "it was removed from the group", may_have_run=False)
-                absence, road = self._absent.get(rank), self._roads[rank]
-                if absence is None and road.member.incarnation > after:
+                absence, route = self._absent.get(rank), self._routes[rank]
+                if absence is None and route.member.incarnation > after:
                     return True
                 if absence is not None and absence.for_good:
-                    raise PeerLost(road.member.name, absence.cause, may_have_run=False)
+                    raise PeerLost(route.member.name, absence.cause, may_have_run=False)
                 now = time.monotonic()
                 # Nobody says that it is gone: perhaps only the connection broke.
                 if absence is None and now >= patience:
@@ -189,15 +189,15 @@ class LocalMember:
         self.tracer = self.server.tracer = tracer
 
     def under_way(self) -> dict[str, tuple[int, int]]:
-        """By peer: calls that have no answer yet, bytes of their arguments; see Allowances.under_way."""
-        return {road.member.name: self.allowances.under_way(road.member.rank) for road in self.roads}
+        """By peer: calls that have no answer yet, bytes of their arguments; see CreditWindows.under_way."""
+        return {route.member.name: self.credit.under_way(route.member.rank) for route in self.routes}
 
     @property
-    def roads(self) -> tuple[PeerRoad, ...]:
+    def routes(self) -> tuple[PeerRoute, ...]:
         """To everybody in the group, by rank, this member included."""
-        return tuple(self._roads[rank] for rank in sorted(self._roads))
+        return tuple(self._routes[rank] for rank in sorted(self._routes))
 
-    def road(self, target: Any) -> PeerRoad:
+    def route(self, target: Any) -> PeerRoute:
         """Whom ``target`` (handle, name, rank, Member) means. Raises NotAMember, naming who there is."""
         key: Any = target
         if isinstance(target, Member):
@@ -211,9 +211,9 @@ class LocalMember:
                 ) from None
         rank = self._ranks.get(key)
         if rank is None:
-            names = ", ".join(f"{road.member.name} ({road.member.rank})" for road in self.roads)
+            names = ", ".join(f"{route.member.name} ({route.member.rank})" for route in self.routes)
             raise NotAMember(f"{target!r} is not in group {self.group!r}; its members: {names}")
-        return self._roads[rank]
+        return self._routes[rank]
 
     # --- calls -----------------------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class LocalMember:
         kwargs: dict[str, Any],
         timeout: float | None,
         *,
-        attended: bool = False,
+        caller_waits: bool = False,
         share: bool = False,
         keep: bool = False,
         into: Sequence[torch.Tensor] | Spread | None = None,
@@ -233,26 +233,26 @@ class LocalMember:
     ) -> CallUnderWay | RetriedCall:
         """Send a call; returns before its result. Raises what keeps it from being sent.
 
-        ``attended``: the caller is going to wait for it at once. ``share``: CUDA tensors need not be copied for a peer
+        ``caller_waits``: it is about to wait for the call. ``share``: CUDA tensors need not be copied for a peer
         on the same GPU. ``keep``: the result's tensors shall be in memory of their own. ``into``: tensors that the
         result's are to be received into, in their order (see ``calls.rpc_sync``), or what spreads them. ``retry``: how
         often it may be sent again to a peer that was lost; None: as often as the method says.
         """
         buffers = None if into is None else receiver(into)
-        road = self._road_to(target)
-        repeats = road.retries.get(method, 0) if retry is None else retry
+        route = self._route_to(target)
+        repeats = route.retries.get(method, 0) if retry is None else retry
         if not repeats:
-            return self._call(road, method, args, kwargs, timeout, share, keep, buffers, attended=attended)
+            return self._call(route, method, args, kwargs, timeout, share, keep, buffers, caller_waits=caller_waits)
 
         def send(seconds: float) -> CallUnderWay:
-            return self._call(self._road_to(target), method, args, kwargs, seconds, share, keep, buffers)
+            return self._call(self._route_to(target), method, args, kwargs, seconds, share, keep, buffers)
 
-        budget = self._budget(f"{road.member.name}.{method}", timeout)
-        return RetriedCall(self, target, f"{road.member.name}.{method}", send, budget, repeats)
+        budget = self._budget(f"{route.member.name}.{method}", timeout)
+        return RetriedCall(self, target, f"{route.member.name}.{method}", send, budget, repeats)
 
     def _call(
         self,
-        road: PeerRoad,
+        route: PeerRoute,
         method: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -261,30 +261,30 @@ class LocalMember:
         keep: bool,
         buffers: Receiver | None,
         *,
-        attended: bool = False,
+        caller_waits: bool = False,
     ) -> CallUnderWay:
-        self._check_there(road)
+        self._check_there(route)
         tracer = self.tracer
-        span = None if tracer is None else tracer.call(f"{road.member.name}.{method}", attended)
+        span = None if tracer is None else tracer.call(f"{route.member.name}.{method}", caller_waits)
         loop_token = token_on_loop()
-        header, body, budget = self._request(incoming.CALL, road, method, args, kwargs, timeout, loop_token)
+        header, body, budget = self._request(incoming.CALL, route, method, args, kwargs, timeout, loop_token)
         size = body_bytes(body)
-        ticket, waited_s = self.allowances.take(road.member, method, size, budget)
-        shipped: Shipped | None = None
+        ticket, waited_s = self.credit.take(route.member, method, size, budget)
+        shipped: Payload | None = None
         try:
             if waited_s:
                 if self._left:
                     raise NotAMember(f"this process has left group {self.group!r} (it was shut down)")
-                self._check_there(road)
+                self._check_there(route)
                 budget = max(0.001, budget - waited_s)
                 header = (*header[:5], budget, *header[6:])
             if span is not None:
                 header = (*header, span.mark)
                 span.lap()
-            lane, shipped = self._load(road, method, body, share)
+            lane, shipped = self._load(route, method, body, share)
             started = time.monotonic()
-            message = Message(header, shipped.body, waybills=shipped.waybills)
-            pending = lane.call(road.member.name, message, budget, attended=attended, settled=ticket.give_back)
+            message = Message(header, shipped.body, manifests=shipped.manifests)
+            pending = lane.call(route.member.name, message, budget, caller_waits=caller_waits, settled=ticket.give_back)
         except BaseException as error:
             ticket.give_back()
             if shipped is not None:
@@ -292,96 +292,96 @@ class LocalMember:
             if span is not None:
                 span.end(0, error)
             raise
-        self.counters.sent(road.member.name, shipped.lane or lane.name, size)
+        self.counters.sent(route.member.name, shipped.lane or lane.name, size)
         until = started + budget
-        call = CallUnderWay(self, road, method, lane, pending, started, until, loop_token, shipped, keep, buffers)
+        call = CallUnderWay(self, route, method, lane, pending, started, until, loop_token, shipped, keep, buffers)
         if span is not None:
             span.sent(lane.name, shipped.lane, size, started)
             call.span = span
         return call
 
-    def _check_there(self, road: PeerRoad) -> None:
-        if self._absent and (absence := self._absent.get(road.member.rank)) is not None:
-            raise PeerLost(road.member.name, absence.cause, may_have_run=False)
+    def _check_there(self, route: PeerRoute) -> None:
+        if self._absent and (absence := self._absent.get(route.member.rank)) is not None:
+            raise PeerLost(route.member.name, absence.cause, may_have_run=False)
 
-    def _load(self, road: PeerRoad, method: str, body: Encoded, share: bool) -> tuple[MessageLane, Shipped]:
+    def _load(self, route: PeerRoute, method: str, body: Encoded, share: bool) -> tuple[MessageLane, Payload]:
         """The lane for a call's message, and its tensors in or beside it."""
         # What the method makes of its own parameters belongs to the caller's autograd context too.
         if body.rrefs or torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT:
-            return road.fabric, _whole(body, road.devices)
+            return route.fabric, _whole(body, route.devices)
         if not body.tensors:
-            lane = road.tensors if (road.member.rank, method) in self._heavy else road.calls
-            return lane, Shipped(body, (), ())
-        if road.calls.capabilities.carries(body.tensors):
-            return road.calls, _whole(body, road.devices)
-        if road.member.rank != self.me.rank:
-            check_mapped(body.tensors, road.member.name, road.devices, "torchrpc")
-        shipped = self._ship(road, body, road.devices, share and _on_one_gpu(body, road.devices, road.same_gpus))
-        return (road.tensors, _whole(body, road.devices)) if shipped is None else (road.calls, shipped)
+            lane = route.tensors if (route.member.rank, method) in self._heavy else route.calls
+            return lane, Payload(body, (), ())
+        if route.calls.capabilities.carries(body.tensors):
+            return route.calls, _whole(body, route.devices)
+        if route.member.rank != self.me.rank:
+            check_mapped(body.tensors, route.member.name, route.devices, "torchrpc")
+        shipped = self._ship(route, body, route.devices, share and _on_one_gpu(body, route.devices, route.same_gpus))
+        return (route.tensors, _whole(body, route.devices)) if shipped is None else (route.calls, shipped)
 
-    def _ship(self, road: PeerRoad, body: Encoded, devices: Mapping[Device, Device], share: bool) -> Shipped | None:
-        if not road.beside and CPU not in devices.values():
+    def _ship(self, route: PeerRoute, body: Encoded, devices: Mapping[Device, Device], share: bool) -> Payload | None:
+        if not route.beside and CPU not in devices.values():
             return None
-        in_band = road.calls.capabilities.in_band_bytes or 0
-        return self.shipper.ship(body, road.member.name, road.beside, devices, in_band, share)
+        in_band = route.calls.capabilities.in_band_bytes or 0
+        return self.splitter.ship(body, route.member.name, route.beside, devices, in_band, share)
 
-    def ship_back(self, rank: int, body: Encoded, share: bool, frozen: bool) -> Shipped | None:
-        """See serving.Roads."""
-        road = self._roads[rank]
-        devices = road.devices_back
-        if not road.beside and CPU not in devices.values():
+    def ship_back(self, rank: int, body: Encoded, share: bool, frozen: bool) -> Payload | None:
+        """See serving.ReplyRoutes."""
+        route = self._routes[rank]
+        devices = route.devices_back
+        if not route.beside and CPU not in devices.values():
             return None
-        share = share and _on_one_gpu(body, devices, road.same_gpus)
+        share = share and _on_one_gpu(body, devices, route.same_gpus)
         # What stays on GPUs is copied later, from where it is.
         later = any(tensor.is_cuda and not host_device_copy.goes_to_cpu(tensor, devices) for tensor in body.tensors)
         copies = later and not share and not frozen
-        return self._ship(road, snapshot(body) if copies else body, devices, share)
+        return self._ship(route, snapshot(body) if copies else body, devices, share)
 
     def staged_back(self, rank: int, body: Encoded) -> Encoded:
-        """See serving.Roads."""
-        return host_device_copy.outbound(body, self._roads[rank].devices_back)
+        """See serving.ReplyRoutes."""
+        return host_device_copy.outbound(body, self._routes[rank].devices_back)
 
     def arrived(self, rank: int, body: Encoded) -> Encoded:
-        """See serving.Roads."""
-        index = self._roads[rank].cpu_arrives_on
+        """See serving.ReplyRoutes."""
+        index = self._routes[rank].cpu_arrives_on
         return body if index is None or index == CPU or not body.tensors else host_device_copy.inbound(body, index)
 
     def check_back(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
-        """See serving.Roads."""
-        road = self._roads[rank]
+        """See serving.ReplyRoutes."""
+        route = self._routes[rank]
         if rank != self.me.rank:
-            check_mapped(tensors, road.member.name, road.devices_back, "torchrpc")
+            check_mapped(tensors, route.member.name, route.devices_back, "torchrpc")
 
-    def receive(self, rank: int, waybills: Sequence[Waybill]) -> list[Parcel]:
-        """See serving.Roads."""
-        return self.shipper.receive(self._roads[rank].member.name, waybills)
+    def receive(self, rank: int, manifests: Sequence[TensorManifest]) -> list[PendingTensors]:
+        """See serving.ReplyRoutes."""
+        return self.splitter.receive(self._routes[rank].member.name, manifests)
 
     def remote(
         self, target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
     ) -> Any:
         """Send a call whose result stays there; returns torch's RRef to it."""
-        road = self._road_to(target)
-        self._check_there(road)
-        header, body, budget = self._request(incoming.REMOTE, road, method, args, kwargs, timeout)
-        lane: Any = road.fabric
-        rref = lane.remote(road.member.name, Message(header, host_device_copy.outbound(body, road.devices)), budget)
-        self.counters.sent(road.member.name, lane.name, body_bytes(body))
+        route = self._route_to(target)
+        self._check_there(route)
+        header, body, budget = self._request(incoming.REMOTE, route, method, args, kwargs, timeout)
+        lane: Any = route.fabric
+        rref = lane.remote(route.member.name, Message(header, host_device_copy.outbound(body, route.devices)), budget)
+        self.counters.sent(route.member.name, lane.name, body_bytes(body))
         return rref
 
-    def system(self, road: PeerRoad, lane: MessageLane, kind: int, *fields: Any, timeout_s: float) -> Pending:
+    def system(self, route: PeerRoute, lane: MessageLane, kind: int, *fields: Any, timeout_s: float) -> Pending:
         """Send a request of the group's own over the given lane."""
-        header = (kind, self.me.rank, road.token, *fields)
-        return lane.call(road.member.name, Message(header, NOTHING), timeout_s)
+        header = (kind, self.me.rank, route.token, *fields)
+        return lane.call(route.member.name, Message(header, NOTHING), timeout_s)
 
-    def _road_to(self, target: Any) -> PeerRoad:
+    def _route_to(self, target: Any) -> PeerRoute:
         if self._left:
             raise NotAMember(f"this process has left group {self.group!r} (it was shut down)")
-        return self.road(target)
+        return self.route(target)
 
     def _request(
         self,
         kind: int,
-        road: PeerRoad,
+        route: PeerRoute,
         method: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -389,18 +389,18 @@ class LocalMember:
         loop_token: Token | None = None,
     ) -> tuple[tuple[Any, ...], Encoded, float]:
         scope = current_scope.get()
-        budget = self._budget(f"{road.member.name}.{method}", timeout)
-        until = time.monotonic() + budget if road.same_clock else None
+        budget = self._budget(f"{route.member.name}.{method}", timeout)
+        until = time.monotonic() + budget if route.same_clock else None
         context = torch_internals.current_autograd_context()
         try:
             given = (args, kwargs) if args or kwargs else None
             body = self.codec.encode(given, keep_graph=context != torch_internals.NO_CONTEXT, own=True)
         except SerializationError as error:
             raise SerializationError(
-                f"an argument of {road.member.name}.{method} cannot be pickled: {error}"
+                f"an argument of {route.member.name}.{method} cannot be pickled: {error}"
             ) from error
         path = scope.path if loop_token is None else (*scope.path, loop_token)
-        return (kind, self.me.rank, road.token, method, path, budget, until), body, budget
+        return (kind, self.me.rank, route.token, method, path, budget, until), body, budget
 
     def _budget(self, label: str, timeout: float | None) -> float:
         """Seconds until the deadline of a call that is made now."""
@@ -431,17 +431,17 @@ class LocalMember:
         self.services.close()
         self.server.close()
         self.workers.stop()
-        self.alarms.stop()
-        self.leftovers.stop()
+        self.deadlines.stop()
+        self.cleanup.stop()
         # Their memory goes now, and not when the garbage collector finds this member, which is part of cycles.
-        self.tensor_lanes, self.shipper = {}, Shipper({})
+        self.tensor_lanes, self.splitter = {}, PayloadSplitter({})
         for end in self.at_end:
             end()
 
 
-def _whole(body: Encoded, devices: Mapping[Device, Device]) -> Shipped:
+def _whole(body: Encoded, devices: Mapping[Device, Device]) -> Payload:
     """All of it in the message."""
-    return Shipped(host_device_copy.outbound(body, devices), (), ())
+    return Payload(host_device_copy.outbound(body, devices), (), ())
 
 
 def _on_one_gpu(body: Encoded, devices: Mapping[Device, Device], same: Set[tuple[Any, Any]]) -> bool:

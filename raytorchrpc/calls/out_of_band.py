@@ -27,20 +27,20 @@ logger = logging.getLogger(__name__)
 Runs = tuple[tuple[str, tuple[int, ...], int], ...]
 #: What a message says of the tensors beside it: (lane, their positions in the body (None: all of it), what they are,
 #: descriptor).
-Waybill = tuple[str, tuple[int, ...] | None, Runs, Any]
+TensorManifest = tuple[str, tuple[int, ...] | None, Runs, Any]
 
 
-class Shipped(NamedTuple):
+class Payload(NamedTuple):
     """A body ready to go: what stays in the message, and what goes beside it."""
 
     body: Encoded
-    waybills: tuple[Waybill, ...]
+    manifests: tuple[TensorManifest, ...]
     exports: tuple[Export, ...]
 
     @property
     def lane(self) -> str | None:
         """The lane that most of it goes by, if any went beside."""
-        return self.waybills[0][0] if self.waybills else None
+        return self.manifests[0][0] if self.manifests else None
 
     def cancel(self) -> None:
         """The message was not sent after all."""
@@ -52,11 +52,11 @@ def _at_once(function: Callable[..., object], *args: Any) -> None:
     function(*args)
 
 
-class Shipper:
+class PayloadSplitter:
     """Splits and joins the tensors of messages. One per member; thread-safe."""
 
     def __init__(self, lanes: Mapping[str, TensorLane], leave: Callable[..., object] = _at_once) -> None:
-        """``leave``: see workers.Leftovers; it gives up what nobody fetches."""
+        """``leave``: see workers.DeferredCleanup; it gives up what nobody fetches."""
         self._lanes, self._leave = lanes, leave
         self._warned: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
@@ -69,7 +69,7 @@ class Shipper:
         devices: Mapping[Any, Device],
         in_band: int,
         share: bool = False,
-    ) -> Shipped | None:
+    ) -> Payload | None:
         """Export what is too large for the message.
 
         Args:
@@ -85,8 +85,8 @@ class Shipper:
         if "cpu" in beside and sum(body.tensors[position].nbytes for position in beside["cpu"]) <= in_band:
             del beside["cpu"]
         if not beside:
-            return Shipped(outbound(body, devices), (), ())
-        waybills: list[Waybill] = []
+            return Payload(outbound(body, devices), (), ())
+        manifests: list[TensorManifest] = []
         exports: list[Export] = []
         for kind, positions in beside.items():
             name = routes.get(kind)
@@ -108,10 +108,10 @@ class Shipper:
                     self._warn(peer, name, error)
                 return None
             exports.append(export)
-            waybills.append((name, None if whole else tuple(positions), runs_of(tensors), export.descriptor))
+            manifests.append((name, None if whole else tuple(positions), runs_of(tensors), export.descriptor))
         gone = {position for positions in beside.values() for position in positions}
         left = [tensor for position, tensor in enumerate(body.tensors) if position not in gone]
-        return Shipped(outbound(body._replace(tensors=left), devices), tuple(waybills), tuple(exports))
+        return Payload(outbound(body._replace(tensors=left), devices), tuple(manifests), tuple(exports))
 
     def _lane(self, name: str) -> TensorLane:
         lane = self._lanes.get(name)
@@ -127,20 +127,22 @@ class Shipper:
         if not known:
             logger.warning("tensors to %s go by torchrpc instead of %s: %s", peer, lane, error.reason)
 
-    def receive(self, peer: str, waybills: Sequence[Waybill]) -> list[Parcel]:
+    def receive(self, peer: str, manifests: Sequence[TensorManifest]) -> list[PendingTensors]:
         """Take charge of what came beside a message; to be called for every message that has any."""
-        return [Parcel(self._lane(waybill[0]), peer, waybill, self._leave) for waybill in waybills]
+        return [PendingTensors(self._lane(manifest[0]), peer, manifest, self._leave) for manifest in manifests]
 
 
-class Parcel:
+class PendingTensors:
     """Tensors that wait to be fetched. One that nobody fetches is given up when the message is dropped."""
 
     __slots__ = ("_descriptor", "_lane", "_leave", "_peer", "_waybill")
 
-    def __init__(self, lane: TensorLane, peer: str, waybill: Waybill, leave: Callable[..., object] = _at_once) -> None:
+    def __init__(
+        self, lane: TensorLane, peer: str, manifest: TensorManifest, leave: Callable[..., object] = _at_once
+    ) -> None:
         self._lane, self._peer, self._leave = lane, peer, leave
-        self._waybill: Waybill | None = waybill
-        self._descriptor = waybill[3]
+        self._waybill: TensorManifest | None = manifest
+        self._descriptor = manifest[3]
 
     @property
     def contents(self) -> tuple[tuple[int, ...] | None, list[Shape]]:
@@ -218,7 +220,7 @@ def spread(tensors: Sequence[torch.Tensor], parts: Sequence[Sequence[Part]]) -> 
         fill([target for _, target in its], views)
 
 
-def kinds(body: Encoded, parcels: Sequence[Parcel]) -> list[Shape]:
+def kinds(body: Encoded, parcels: Sequence[PendingTensors]) -> list[Shape]:
     """What all the tensors of a body are, before any is fetched."""
     beside: dict[int, Shape] = {}
     for parcel in parcels:
@@ -231,13 +233,15 @@ def kinds(body: Encoded, parcels: Sequence[Parcel]) -> list[Shape]:
     return [beside[place] if place in beside else next(stayed) for place in range(total)]
 
 
-def filled(body: Encoded, parcels: Sequence[Parcel], into: Sequence[torch.Tensor | None]) -> Encoded:
+def filled(body: Encoded, parcels: Sequence[PendingTensors], into: Sequence[torch.Tensor | None]) -> Encoded:
     """As ``joined``, with each tensor copied into the one of ``into`` in its place, where there is one."""
     body = joined(body, parcels, into)
     return body._replace(tensors=fill(into, body.tensors))  # what stayed in the message
 
 
-def joined(body: Encoded, parcels: Sequence[Parcel], into: Sequence[torch.Tensor | None] | None = None) -> Encoded:
+def joined(
+    body: Encoded, parcels: Sequence[PendingTensors], into: Sequence[torch.Tensor | None] | None = None
+) -> Encoded:
     """The body with all its tensors in their places. Blocks as long as fetching does."""
     if not parcels:
         return body

@@ -13,15 +13,15 @@ from typing import Any, Protocol
 from raytorchrpc.calls import incoming
 from raytorchrpc.calls.counters import CallCounters
 from raytorchrpc.calls.event_loops import Token
-from raytorchrpc.calls.out_of_band import Shipped, Shipper, joined, owned
-from raytorchrpc.calls.peers import PeerRoad
+from raytorchrpc.calls.out_of_band import Payload, PayloadSplitter, joined, owned
+from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.calls.receive_into import Receiver
 from raytorchrpc.calls.spans import CallSpan
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError, shown
 from raytorchrpc.lanes.base import MessageLane, Pending
 from raytorchrpc.process import fork
-from raytorchrpc.process.deadlines import Alarms
-from raytorchrpc.process.deferred_cleanup import Leftovers
+from raytorchrpc.process.deadlines import Deadlines
+from raytorchrpc.process.deferred_cleanup import DeferredCleanup
 from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors.codec import Codec, Encoded
 from raytorchrpc.tensors.exceptions import decode_exception
@@ -35,15 +35,15 @@ class Caller(Protocol):
     codec: Codec
     counters: CallCounters
     workers: Workers
-    alarms: Alarms
-    leftovers: Leftovers
-    shipper: Shipper
+    deadlines: Deadlines
+    cleanup: DeferredCleanup
+    splitter: PayloadSplitter
 
-    def system(self, road: PeerRoad, lane: MessageLane, kind: int, *fields: Any, timeout_s: float) -> Pending:
+    def system(self, route: PeerRoute, lane: MessageLane, kind: int, *fields: Any, timeout_s: float) -> Pending:
         """Send a request of the group's own."""
 
-    def why_gone(self, road: PeerRoad) -> str | None:
-        """Why the process that a road leads to cannot be called any more; None if it can, as far as is known here."""
+    def why_gone(self, route: PeerRoute) -> str | None:
+        """Why the process that a route leads to cannot be called any more; None if it can, as far as is known here."""
 
     def note_weight(self, rank: int, method: str, heavy: bool) -> None:
         """Remember whether a method's results need the lane for tensors."""
@@ -60,18 +60,18 @@ class CallUnderWay:
     def __init__(
         self,
         local: Caller,
-        road: PeerRoad,
+        route: PeerRoute,
         method: str,
         lane: MessageLane,
         pending: Pending,
         started: float,
         deadline: float,
         loop_token: Token | None,
-        shipped: Shipped,
+        shipped: Payload,
         keep: bool = False,
         into: Receiver | None = None,
     ) -> None:
-        self._local, self._road, self._method = local, road, method
+        self._local, self._route, self._method = local, route, method
         self._lane, self._pending = lane, pending
         self._started, self._deadline = started, deadline
         self.loop_token = loop_token
@@ -85,7 +85,7 @@ class CallUnderWay:
     @property
     def label(self) -> str:
         """member.method, for messages."""
-        return f"{self._road.member.name}.{self._method}"
+        return f"{self._route.member.name}.{self._method}"
 
     def remaining(self) -> float:
         """Seconds until the call's deadline, at least 0."""
@@ -127,18 +127,18 @@ class CallUnderWay:
         message = self._pending.take()
         if message.header[0] != incoming.KEPT:
             return self._pending
-        self._local.note_weight(self._road.member.rank, self._method, heavy=True)
-        self._lane = self._road.tensors
+        self._local.note_weight(self._route.member.rank, self._method, heavy=True)
+        self._lane = self._route.tensors
         number, left = message.header[1], max(0.001, self.remaining())
         try:
-            return self._local.system(self._road, self._lane, incoming.FETCH, number, timeout_s=left)
+            return self._local.system(self._route, self._lane, incoming.FETCH, number, timeout_s=left)
         except RayTorchRpcError as error:
             raise self._since_answered(error) from error
 
     def _since_answered(self, error: RayTorchRpcError) -> RayTorchRpcError:
         """What became of a result that has been announced. The method ran, whatever kept its result from arriving."""
-        if isinstance(error, LaneUnavailable) and (why := self._local.why_gone(self._road)) is not None:
-            return PeerLost(self._road.member.name, f"{why}; its result had not been fetched")
+        if isinstance(error, LaneUnavailable) and (why := self._local.why_gone(self._route)) is not None:
+            return PeerLost(self._route.member.name, f"{why}; its result had not been fetched")
         if isinstance(error, PeerLost) and not error.may_have_run:
             return PeerLost(error.peer, error.cause)
         return error
@@ -171,32 +171,32 @@ class CallUnderWay:
             body = message.body
             if body.tensors:
                 came_by = self._lane.name
-            if message.waybills:
-                came_by = message.waybills[0][0]
-            if message.waybills and self.span is not None:
+            if message.manifests:
+                came_by = message.manifests[0][0]
+            if message.manifests and self.span is not None:
                 self.span.lap()
             into = self._into if message.header[0] == incoming.OK else None
             if into is not None:
-                parcels = self._local.shipper.receive(self._road.member.name, message.waybills)
+                parcels = self._local.splitter.receive(self._route.member.name, message.manifests)
                 body, value = into.receive(self._local.codec, body, parcels, self.label, self._keep)
             else:
-                if message.waybills:
-                    body = joined(body, self._local.shipper.receive(self._road.member.name, message.waybills))
+                if message.manifests:
+                    body = joined(body, self._local.splitter.receive(self._route.member.name, message.manifests))
                 if self._keep:
                     body = owned(body)
-            if message.waybills and self.span is not None:
+            if message.manifests and self.span is not None:
                 self.span.fetched(came_by)
             size = body_bytes(body)
             if message.header[0] == incoming.OK:
-                if self._lane is not self._road.calls and not message.body.tensors:
-                    self._local.note_weight(self._road.member.rank, self._method, heavy=False)
+                if self._lane is not self._route.calls and not message.body.tensors:
+                    self._local.note_weight(self._route.member.rank, self._method, heavy=False)
                 if into is None:
                     value = self._local.codec.decode(*body)
             else:
                 error = decode_exception(self._local.codec, body, self.label)
                 # Not the method's: the server refused it.
                 self.peer_was_lost = (
-                    isinstance(error, PeerLost) and error.peer == self._road.member.name and not error.may_have_run
+                    isinstance(error, PeerLost) and error.peer == self._route.member.name and not error.may_have_run
                 )
                 if final is not self._pending and isinstance(error, RayTorchRpcError):
                     error = self._since_answered(error)
@@ -240,15 +240,15 @@ class CallUnderWay:
         if not self._taken and self._error is None and not fork.forked():  # then it is the parent's
             with contextlib.suppress(Exception):
                 local = self._local
-                local.leftovers.leave(_give_back_later, local.shipper, self._road.member.name, self._pending)
+                local.cleanup.leave(_give_back_later, local.splitter, self._route.member.name, self._pending)
 
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call ``callback``, which is short, when the deadline passes; returns what prevents it."""
-        return self._local.alarms.at(self._deadline, callback)
+        return self._local.deadlines.at(self._deadline, callback)
 
     def _count(self, size: int, came_by: str, error: BaseException | None) -> None:
         elapsed = time.monotonic() - self._started
-        self._local.counters.finished(self._road.member.name, self._sent_by, came_by, size, elapsed, error)
+        self._local.counters.finished(self._route.member.name, self._sent_by, came_by, size, elapsed, error)
         if self.span is not None:
             self.span.end(size, error)
 
@@ -257,18 +257,18 @@ class CallUnderWay:
         self._local.workers.submit(call_back, callback, argument)
 
 
-def _give_back_later(shipper: Shipper, peer: str, pending: Pending) -> None:
-    pending.add_done_callback(lambda: _give_back(shipper, peer, pending))
+def _give_back_later(splitter: PayloadSplitter, peer: str, pending: Pending) -> None:
+    pending.add_done_callback(lambda: _give_back(splitter, peer, pending))
 
 
-def _give_back(shipper: Shipper, peer: str, pending: Pending) -> None:
+def _give_back(splitter: PayloadSplitter, peer: str, pending: Pending) -> None:
     try:
         message = pending.take()
     except RayTorchRpcError as error:  # it failed: nothing came
         error.__traceback__ = None  # nobody else has seen it; its frames lead to the call, which leads to it
         return
     with contextlib.suppress(RayTorchRpcError):
-        shipper.receive(peer, message.waybills).clear()
+        splitter.receive(peer, message.manifests).clear()
 
 
 class Awaitable(Protocol):

@@ -31,7 +31,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class PeerRoad:
+class PeerRoute:
     """How messages reach one peer."""
 
     member: Member

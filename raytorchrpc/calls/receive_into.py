@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from raytorchrpc._compat import torch_internals
-from raytorchrpc.calls.out_of_band import Parcel, filled, kinds, owned, spread
+from raytorchrpc.calls.out_of_band import PendingTensors, filled, kinds, owned, spread
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.lanes.base import Part
 from raytorchrpc.tensors.codec import Codec, Encoded, orders, placed
@@ -24,7 +24,7 @@ class Receiver(Protocol):
     """Takes the result of one call. Used at most once."""
 
     def receive(
-        self, codec: Codec, body: Encoded, parcels: list[Parcel], label: str, keep: bool
+        self, codec: Codec, body: Encoded, parcels: list[PendingTensors], label: str, keep: bool
     ) -> tuple[Encoded, Any]:
         """The body with the tensors that hold the result, and the result itself. Blocks as fetching does.
 
@@ -42,7 +42,7 @@ class Spread:
         self._plan = plan
 
     def receive(
-        self, codec: Codec, body: Encoded, parcels: list[Parcel], label: str, keep: bool
+        self, codec: Codec, body: Encoded, parcels: list[PendingTensors], label: str, keep: bool
     ) -> tuple[Encoded, Any]:
         """See Receiver. The body that it returns has what was filled."""
         try:
@@ -83,7 +83,7 @@ class Buffers:
         self._given: list[torch.Tensor] = list(given)
 
     def receive(
-        self, codec: Codec, body: Encoded, parcels: list[Parcel], label: str, keep: bool
+        self, codec: Codec, body: Encoded, parcels: list[PendingTensors], label: str, keep: bool
     ) -> tuple[Encoded, Any]:
         """See Receiver. Raises ConfigurationError if they do not match, before any is changed."""
         try:
@@ -101,7 +101,9 @@ class Buffers:
         body = body._replace(tensors=[*self._given, *arrays])
         return body, codec.decode(*body, load=placed)
 
-    def _filled(self, body: Encoded, parcels: Sequence[Parcel], targets: Sequence[torch.Tensor | None]) -> Encoded:
+    def _filled(
+        self, body: Encoded, parcels: Sequence[PendingTensors], targets: Sequence[torch.Tensor | None]
+    ) -> Encoded:
         try:
             return filled(body, parcels, targets)
         finally:

@@ -17,10 +17,10 @@ import ray
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.mailbox import Mailbox, Process, Record, find_record
-from raytorchrpc.calls.services import Later
+from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import NotAMember, RpcTimeout
 from raytorchrpc.process import fork, threads
-from raytorchrpc.process.deadlines import Alarms
+from raytorchrpc.process.deadlines import Deadlines
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _NO_GROUP = (
 
 
 class _Waiter(NamedTuple):
-    later: Later
+    later: DeferredReply
     since: float
     timeout_s: float | None
 
@@ -57,7 +57,7 @@ class Readmission:
         self._actor_id = actor_id
         self._lock = threading.Lock()
         self._waiters: list[_Waiter] = []
-        self._alarms = Alarms("raytorchrpc-readmission")
+        self._deadlines = Deadlines("raytorchrpc-readmission")
         self._record: Record | None = None
         self._local: Any = None
         self._refusal: NotAMember | None = None
@@ -69,7 +69,7 @@ class Readmission:
         fork.inherited(self)
 
     def after_fork(self) -> tuple[()]:
-        """See forking.Heirloom."""
+        """See forking.ForkAware."""
         if not self.over:
             self._refusal = NotAMember(_NO_GROUP)
             fork.forked_from("a restarted actor")
@@ -80,11 +80,11 @@ class Readmission:
         """Whether nothing more can come of it."""
         return self._refusal is not None or (self._thread is not None and not self._thread.is_alive())
 
-    def awaited(self, timeout_s: float | None) -> Later:
+    def awaited(self, timeout_s: float | None) -> DeferredReply:
         """Settled with the LocalMember that this process becomes, with NotAMember once it is known that it becomes
         none, or with RpcTimeout after ``timeout_s`` (None: as a call).
         """
-        waiter = _Waiter(Later(), time.monotonic(), timeout_s)
+        waiter = _Waiter(DeferredReply(), time.monotonic(), timeout_s)
         with self._lock:
             local, refusal = self._local, self._refusal
             if local is None and refusal is None:
@@ -107,7 +107,7 @@ class Readmission:
         return f"this process was restarted and {group} has not taken it back in {time.monotonic() - since:.3g} s"
 
     def _watch_deadline(self, waiter: _Waiter) -> None:
-        cancel = self._alarms.at(waiter.since + self.patience(waiter.timeout_s), lambda: self._expire(waiter))
+        cancel = self._deadlines.at(waiter.since + self.patience(waiter.timeout_s), lambda: self._expire(waiter))
         waiter.later.add_done_callback(lambda _: cancel())
 
     def _expire(self, waiter: _Waiter) -> None:
@@ -135,7 +135,7 @@ class Readmission:
             settled, self._waiters = self._waiters, []
         for waiter in settled:
             waiter.later.settle(None, refusal)
-        self._alarms.stop()
+        self._deadlines.stop()
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ def _begin(actor_id: str) -> Readmission:
         return _current
 
 
-def awaited(timeout_s: float | None) -> Later:
+def awaited(timeout_s: float | None) -> DeferredReply:
     """For a process that is no member now: settled with the LocalMember that it becomes; see Readmission.awaited.
 
     Raises NotAMember at once where there is nothing to wait for.

@@ -11,7 +11,7 @@ from raytorchrpc.calls.event_loops import Token
 from raytorchrpc.calls.outgoing import CallUnderWay, call_back
 from raytorchrpc.calls.scope import current_scope
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.process.deadlines import Alarms
+from raytorchrpc.process.deadlines import Deadlines
 from raytorchrpc.process.workers import Workers
 
 Send = Callable[[float], CallUnderWay]
@@ -22,7 +22,7 @@ class Returns(Protocol):
     """The member that makes the call: what a repeated one needs of it besides."""
 
     workers: Workers
-    alarms: Alarms
+    deadlines: Deadlines
 
     def incarnation(self, target: Any) -> int:
         """Of the peer's process that a call would go to now."""
@@ -135,7 +135,7 @@ class RetriedCall:
 
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
         """See CallUnderWay."""
-        return self._local.alarms.at(self._deadline, callback)
+        return self._local.deadlines.at(self._deadline, callback)
 
     def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
         """Run a user's callback on a worker."""

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from raytorchrpc.calls.event_loops import ON_A_THREAD, PROCESS, Token
-from raytorchrpc.calls.gates import Seat
+from raytorchrpc.calls.gates import Admission
 
 
 class Limit:
@@ -15,12 +15,12 @@ class Limit:
     Work that a method leaves behind (a task, a thread) inherits its context, and outlives its deadline.
     """
 
-    __slots__ = ("allowances", "at", "over")
+    __slots__ = ("at", "credit", "over")
 
     def __init__(self, at: float) -> None:
         self.at = at
         self.over = False
-        self.allowances: dict[int, Any] = {}
+        self.credit: dict[int, Any] = {}
         """By peer's rank, for the calls made on behalf of this one; see ``allowance``."""
 
 
@@ -31,7 +31,7 @@ class Scope(NamedTuple):
     """Seats held along the chain of calls, oldest first, this process's included."""
     limit: Limit | None = None
     """Of the call being served; calls made on its behalf end by then too."""
-    seat: Seat | None = None
+    admission: Admission | None = None
 
     @property
     def deadline(self) -> float | None:
@@ -43,17 +43,17 @@ class Scope(NamedTuple):
         """Whether a method of this process may wait for this call to end."""
         return any(token.startswith(PROCESS) for token in self.path)
 
-    def on_a_thread(self, seat: Seat | None) -> Scope:
-        """As ``inside``; a method without a seat is noted too."""
-        if seat is not None or ON_A_THREAD in self.path:
-            return self.inside(seat)
+    def on_a_thread(self, admission: Admission | None) -> Scope:
+        """As ``inside``; a method without an admission is noted too."""
+        if admission is not None or ON_A_THREAD in self.path:
+            return self.inside(admission)
         return Scope((*self.path, ON_A_THREAD), self.limit)
 
-    def inside(self, seat: Seat | None) -> Scope:
-        """The scope of a method that runs in ``seat``, on behalf of this one."""
-        if seat is None or seat.token in self.path:
-            return self._replace(seat=seat)
-        return Scope((*self.path, seat.token), self.limit, seat)
+    def inside(self, admission: Admission | None) -> Scope:
+        """The scope of a method that runs in ``admission``, on behalf of this one."""
+        if admission is None or admission.token in self.path:
+            return self._replace(admission=admission)
+        return Scope((*self.path, admission.token), self.limit, admission)
 
 
 NO_SCOPE = Scope()

@@ -1,7 +1,7 @@
 """What lives in a member beside its actor, and is served beside its methods: queues, topics, weights, by name.
 
 A service (``Exposed.service``) runs on a thread of the member's own and takes no turn of the actor's. Where it has to
-wait for something it returns a ``Later``, so no thread stands still meanwhile.
+wait for something it returns a ``DeferredReply``, so no thread stands still meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-class Later(Future[Any]):
+class DeferredReply(Future[Any]):
     """An answer that is not there yet. The request is answered as soon as somebody settles it."""
 
     convert: Callable[[Any], Any] = staticmethod(_as_it_is)

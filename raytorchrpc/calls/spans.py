@@ -61,9 +61,9 @@ class Tracer:
         self.forget_limit: Callable[[], None] = lambda: None
         """Prevents what would stop this at its time limit, and holds it until then."""
 
-    def call(self, label: str, attended: bool) -> CallSpan:
-        """A call begins, on this thread; ``attended``: which waits for it at once."""
-        return CallSpan(self, label, self._base + next(self._marks), attended)
+    def call(self, label: str, caller_waits: bool) -> CallSpan:
+        """A call begins, on this thread; ``caller_waits``: which waits for it at once."""
+        return CallSpan(self, label, self._base + next(self._marks), caller_waits)
 
     def served(self, label: str, mark: int | None) -> ServedSpan:
         """A request has arrived."""
@@ -92,9 +92,9 @@ class CallSpan:
 
     __slots__ = ("_about", "_began", "_lap", "_name", "_thread", "_tracer", "mark")
 
-    def __init__(self, tracer: Tracer, name: str, mark: int, attended: bool) -> None:
+    def __init__(self, tracer: Tracer, name: str, mark: int, caller_waits: bool) -> None:
         self._tracer, self._name, self.mark = tracer, name, mark
-        self._thread = tracer.here() if attended else 0
+        self._thread = tracer.here() if caller_waits else 0
         self._about: dict[str, Any] = {}
         self._began = self._lap = time.monotonic()
 

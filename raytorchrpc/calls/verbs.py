@@ -40,7 +40,7 @@ class _Proxy:
         self._share, self._keep, self._into = share, keep, into
         self._retry = None if retry is None else checked_retry(retry)
 
-    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], attended: bool) -> UnderWay:
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], caller_waits: bool) -> UnderWay:
         local = current_local()
         send: Any = deferred.call if local is None else local.call
         sent: UnderWay = send(
@@ -49,7 +49,7 @@ class _Proxy:
             args,
             kwargs,
             self._timeout,
-            attended=attended,
+            caller_waits=caller_waits,
             share=self._share,
             keep=self._keep,
             into=self._into,
@@ -71,14 +71,14 @@ class _Sync(_Proxy):
 
     def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
         # No variable for the call: it may hold what is raised, whose traceback holds this frame.
-        return Future(self._call(_name, args, kwargs, attended=True)).wait()
+        return Future(self._call(_name, args, kwargs, caller_waits=True)).wait()
 
 
 class _Async(_Proxy):
     __slots__ = ()
 
     def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-        return Future(self._call(_name, args, kwargs, attended=False))
+        return Future(self._call(_name, args, kwargs, caller_waits=False))
 
 
 class _Remote(_Proxy):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from raytorchrpc.calls.event_loops import Token, loop_standing_still, on_loop
-from raytorchrpc.calls.gates import ON_ONE_STACK, Seat, run_on_another_stack
+from raytorchrpc.calls.gates import ON_ONE_STACK, Admission, run_on_another_stack
 from raytorchrpc.calls.scope import current_scope
 
 
@@ -27,23 +27,25 @@ class Waitable(Protocol):
 
 
 def wait_serving(pending: Waitable, timeout_s: float) -> bool:
-    """Block until ``pending`` is done, running meanwhile what comes back to the seat held on this thread.
+    """Block until ``pending`` is done, running meanwhile what comes back to the admission held on this thread.
 
     False if ``timeout_s`` ran out first.
     """
     if pending.loop_token is not None and on_loop():
         with loop_standing_still(pending.loop_token):
             return pending.wait(timeout_s)
-    seat = current_scope.get().seat
-    if seat is None or seat.owner != threading.get_ident():  # or a thread of the method's own, in a copied context
+    admission = current_scope.get().admission
+    if (
+        admission is None or admission.owner != threading.get_ident()
+    ):  # or a thread of the method's own, in a copied context
         return pending.wait(timeout_s)
-    return _serve_inbox(seat, pending, time.monotonic() + timeout_s)
+    return _serve_inbox(admission, pending, time.monotonic() + timeout_s)
 
 
-def _serve_inbox(seat: Seat, pending: Waitable, deadline: float) -> bool:
+def _serve_inbox(admission: Admission, pending: Waitable, deadline: float) -> bool:
     finished = False
-    with seat.gate.lock:
-        changed = seat.changed
+    with admission.gate.lock:
+        changed = admission.changed
 
     def finish() -> None:
         nonlocal finished
@@ -54,18 +56,18 @@ def _serve_inbox(seat: Seat, pending: Waitable, deadline: float) -> bool:
     pending.add_done_callback(finish)
     while True:
         with changed:
-            while not finished and not seat.inbox:
+            while not finished and not admission.inbox:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0 or not changed.wait(remaining):
                     return finished
             if finished:
                 return True
-            job = seat.inbox.popleft()
-        seat.nested += 1
+            job = admission.inbox.popleft()
+        admission.nested += 1
         try:
-            if seat.nested % ON_ONE_STACK:
-                job.run_inside(seat)
+            if admission.nested % ON_ONE_STACK:
+                job.run_inside(admission)
             else:
-                run_on_another_stack(seat, job)
+                run_on_another_stack(admission, job)
         finally:
-            seat.nested -= 1
+            admission.nested -= 1

@@ -13,7 +13,7 @@ from raytorchrpc.calls.counters import PairStats
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
 if TYPE_CHECKING:  # it loads Ray and torch
-    from raytorchrpc.group.status import GroupLook
+    from raytorchrpc.group.status import GroupStatus
 
 FINE, BAD_USAGE = 0, 2
 
@@ -55,15 +55,15 @@ def _show(name: str | None, interval_s: float, once: bool, as_json: bool) -> Non
     from rich.console import Console
     from rich.live import Live
 
-    from raytorchrpc.group.detached import look_around
+    from raytorchrpc.group.detached import cluster_status
 
-    first, pause = look_around(name), threading.Event()
+    first, pause = cluster_status(name), threading.Event()
     if name is not None and not first:
         raise ConfigurationError(
             f"no group {name!r} can be seen: top sees detached groups, and others that were formed with "
             f"GroupConfig(metrics_period_s=...)"
         )
-    known: dict[str, tuple[GroupLook, list[Rate]]] = {look.generation: (look, []) for look in first}
+    known: dict[str, tuple[GroupStatus, list[Rate]]] = {look.generation: (look, []) for look in first}
     console = Console()
     live = None if once or as_json else Live(console=console, auto_refresh=False)
     try:
@@ -72,8 +72,8 @@ def _show(name: str | None, interval_s: float, once: bool, as_json: bool) -> Non
             live.update(tables(list(known.values())), refresh=True)
         while True:
             pause.wait(max([interval_s, *(look.period_s * 1.5 for look in first)]) if once else interval_s)
-            latest: dict[str, tuple[GroupLook, list[Rate]]] = {}
-            for look in look_around(name):
+            latest: dict[str, tuple[GroupStatus, list[Rate]]] = {}
+            for look in cluster_status(name):
                 before, found = known.get(look.generation, (None, []))
                 if before is None or look.at > before.at:  # a posted one may be the same as the last time
                     found = rates(before, look)
@@ -92,7 +92,7 @@ def _show(name: str | None, interval_s: float, once: bool, as_json: bool) -> Non
             live.stop()
 
 
-def rates(before: GroupLook | None, now: GroupLook) -> list[Rate]:
+def rates(before: GroupStatus | None, now: GroupStatus) -> list[Rate]:
     """What was done between two looks at one group; a member that came back has begun to count anew."""
     seconds = 0.0 if before is None else now.at - before.at
     known = {(row.caller, row.peer, row.lane): row for row in before.rows} if before is not None else {}
@@ -120,7 +120,7 @@ def rates(before: GroupLook | None, now: GroupLook) -> list[Rate]:
     return found
 
 
-def as_data(look: GroupLook, found: Sequence[Rate]) -> dict[str, Any]:
+def as_data(look: GroupStatus, found: Sequence[Rate]) -> dict[str, Any]:
     """For --json."""
     return {
         "group": look.group,
@@ -133,7 +133,7 @@ def as_data(look: GroupLook, found: Sequence[Rate]) -> dict[str, Any]:
     }
 
 
-def tables(shown: Sequence[tuple[GroupLook, Sequence[Rate]]]) -> Any:
+def tables(shown: Sequence[tuple[GroupStatus, Sequence[Rate]]]) -> Any:
     """One table a group, the busiest pairs first."""
     from rich.console import Group
     from rich.table import Table

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from raytorchrpc.errors import PeerLost
-from raytorchrpc.group.control_connections import Lines
-from raytorchrpc.group.state import Standing
+from raytorchrpc.group.control_connections import ControlConnections
+from raytorchrpc.group.state import GroupState
 from raytorchrpc.membership import updates
 from raytorchrpc.membership.messages import Prepared
 from raytorchrpc.membership.updates import Arrival, Loss
@@ -27,13 +27,13 @@ _LOSS_S, _LOSS_EACH_S = 0.05, 0.01
 _AGAIN_S = 0.5
 
 
-class Teller:
+class Announcer:
     """Used by the one thread that looks after the group."""
 
     def __init__(
         self,
-        now: Standing,
-        lines: Lines,
+        now: GroupState,
+        lines: ControlConnections,
         soon: Callable[[Callable[[], None]], None],
         caught_up: Callable[[], None],
     ) -> None:
@@ -62,7 +62,7 @@ class Teller:
     def others(self, names: Collection[str]) -> list[str]:
         """Everybody else who is there, but those who will be told everything at once."""
         out = {*names, *self._now.missing, *self._behind}
-        return [name for name in self._now.roster.seats if name not in out]
+        return [name for name in self._now.roster.records if name not in out]
 
     def tell(
         self, function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], patience_s: float
@@ -73,7 +73,7 @@ class Teller:
         results: dict[str, Any] = {}
         asked = {}
         for name, args in arguments.items():
-            if self._now.roster.seats[name].handle is None:
+            if self._now.roster.records[name].handle is None:
                 results[name] = function(*change, *args)
             else:
                 asked[name] = (*change, *args)
@@ -91,7 +91,7 @@ class Teller:
 
     def reunite(self, name: str) -> bool:
         """It was out of reach, but has lived on: it and the others make new connections. False if it cannot yet."""
-        everybody = tuple(self._now.roster.seats)
+        everybody = tuple(self._now.roster.records)
         told = self.tell(updates.catch_up, {name: (self._arrival(name, everybody), self._away(name))}, MEET_S)
         if name not in told:
             return False
@@ -114,7 +114,7 @@ class Teller:
     def _away(self, name: str) -> list[Loss]:
         """Who of the others cannot be called, or never again."""
         away = [
-            Loss(other, self._now.roster.seats[other].incarnation, missing.cause, False)
+            Loss(other, self._now.roster.records[other].incarnation, missing.cause, False)
             for other, missing in self._now.missing.items()
             if missing.told and other != name
         ]
@@ -133,7 +133,7 @@ class Teller:
                 self._bring_up_to_date(name)
 
     def _bring_up_to_date(self, name: str) -> None:
-        if name not in self._now.roster.seats:
+        if name not in self._now.roster.records:
             self.told([name])
             return
         self._behind[name] = math.inf
@@ -160,7 +160,7 @@ class Teller:
             raise
 
     def _brought_up_to_date(self, name: str, step: int, prepared: Prepared | None) -> None:
-        if name not in self._now.roster.seats:
+        if name not in self._now.roster.records:
             self.told([name])
         elif prepared is None:
             self._behind[name] = time.monotonic() + _AGAIN_S

@@ -23,7 +23,7 @@ _NOBODY = -1
 _CONNECT_S = 2.0
 
 
-class Lines:
+class ControlConnections:
     """Thread-safe. Calls no method of an actor: members answer on threads of their own."""
 
     def __init__(self, credentials: Credentials) -> None:

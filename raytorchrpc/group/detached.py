@@ -16,7 +16,7 @@ from raytorchrpc.group.chrome_trace import GroupTrace
 from raytorchrpc.group.events import Change
 from raytorchrpc.group.host import form
 from raytorchrpc.group.participants import current_session
-from raytorchrpc.group.status import LOOK_S, GroupLook, posted
+from raytorchrpc.group.status import LOOK_S, GroupStatus, posted
 from raytorchrpc.group.supervisor import Supervisor
 from raytorchrpc.group.tracing import BEGIN_S, COLLECT_S
 from raytorchrpc.membership.messages import GroupInfo
@@ -30,7 +30,7 @@ NAMESPACE = "raytorchrpc"
 _GRACE_S = 30.0
 
 
-class _KeeperActor:
+class _HostActor:
     """Runs in the detached actor."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class _KeeperActor:
         return self._supervisor
 
 
-class RemoteKeeper:
+class DetachedHost:
     """A Keeper in a detached actor."""
 
     def __init__(self, name: str, actor: Any) -> None:
@@ -90,8 +90,8 @@ class RemoteKeeper:
         rows: GroupStats = self._do("stats", timeout_s, timeout_s)
         return rows
 
-    def look(self, timeout_s: float) -> GroupLook:
-        seen: GroupLook = self._do("look", timeout_s, timeout_s)
+    def look(self, timeout_s: float) -> GroupStatus:
+        seen: GroupStatus = self._do("look", timeout_s, timeout_s)
         return seen
 
     def begin_trace(self, capacity: int) -> None:
@@ -123,10 +123,10 @@ class RemoteKeeper:
         return _answer(self._name, self._actor.do.remote(what, *args), patience_s)
 
 
-def form_detached(name: str, config: GroupConfig, participants: Mapping[str, Any], timeout_s: float) -> RemoteKeeper:
+def form_detached(name: str, config: GroupConfig, participants: Mapping[str, Any], timeout_s: float) -> DetachedHost:
     """Have a new detached actor form the group and look after it. Raises BootstrapError, ConfigurationError."""
     options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "max_concurrency": 16}
-    keeper: Any = ray.remote(_KeeperActor)
+    keeper: Any = ray.remote(_HostActor)
     try:
         actor = keeper.options(**options).remote()
     except ValueError as error:
@@ -135,34 +135,34 @@ def form_detached(name: str, config: GroupConfig, participants: Mapping[str, Any
         ) from error
     try:
         _answer(name, actor.form.remote(name, config, dict(participants), timeout_s), timeout_s)
-        return RemoteKeeper(name, actor)
+        return DetachedHost(name, actor)
     except BaseException:
         _end(actor)
         raise
 
 
-def find_detached(name: str) -> RemoteKeeper | None:
+def find_detached(name: str) -> DetachedHost | None:
     """The keeper of the detached group of that name in this cluster, if there is one."""
     if not ray.is_initialized():
         return None
     try:
-        return RemoteKeeper(name, ray.get_actor(name, namespace=NAMESPACE))
+        return DetachedHost(name, ray.get_actor(name, namespace=NAMESPACE))
     except (ValueError, BootstrapError):
         return None
 
 
-def look_around(name: str | None = None) -> list[GroupLook]:
+def cluster_status(name: str | None = None) -> list[GroupStatus]:
     """A look at every group of the cluster, or at those of that name, which this process can see: detached ones, and
     those that post their looks. One that does not answer is left out. Blocks a few seconds at most.
     """
     named = ray.util.list_named_actors(all_namespaces=True)
     keepers = [each["name"] for each in named if each["namespace"] == NAMESPACE and name in (None, each["name"])]
-    found: dict[str, GroupLook] = {}
+    found: dict[str, GroupStatus] = {}
     for each in keepers:
         try:
             actor = ray.get_actor(each, namespace=NAMESPACE)
             # It may be forming its group, or ending; nobody is to wait for that.
-            one: GroupLook = ray.get(actor.do.remote("look", LOOK_S), timeout=2 * LOOK_S)
+            one: GroupStatus = ray.get(actor.do.remote("look", LOOK_S), timeout=2 * LOOK_S)
         except (RayError, ValueError, BootstrapError, TimeoutError) as error:
             logger.debug("detached group %r: %s", each, error)
             continue

@@ -22,7 +22,7 @@ class Change(NamedTuple):
     cause: str = ""
 
 
-class News:
+class EventBus:
     """Tells listeners of changes, in order, on a thread of its own. Thread-safe."""
 
     def __init__(self, group: str) -> None:

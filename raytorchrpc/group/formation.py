@@ -122,7 +122,7 @@ class Forming:
         cause = next(iter(failures.values()))
         if isinstance(cause, ConfigurationError):
             raise cause
-        coming_in = any(name not in self.participants for name in self.roster.seats)
+        coming_in = any(name not in self.participants for name in self.roster.records)
         begun = "did not take them in" if coming_in else "was not formed"
         raise BootstrapError(
             f"group {self.roster.name!r} {begun}: {len(failures)} of {len(self.participants)} {what}: {reasons}",

@@ -21,7 +21,7 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
 from raytorchrpc.group.detached import find_detached, form_detached
 from raytorchrpc.group.events import Change
-from raytorchrpc.group.host import Keeper, form
+from raytorchrpc.group.host import GroupHost, form
 from raytorchrpc.group.participants import current_session, participants_of
 from raytorchrpc.group.tracing import Trace
 from raytorchrpc.membership import join
@@ -47,7 +47,7 @@ class Group:
     process that formed the group, can end it. Of a detached group, every ``get_group`` in a driver is an original.
     """
 
-    def __init__(self, info: GroupInfo, keeper: Keeper | None = None) -> None:
+    def __init__(self, info: GroupInfo, keeper: GroupHost | None = None) -> None:
         """``keeper``: looks after it, for the process that formed it; None for a mere view."""
         self._first_info = info
         self._keeper = keeper
@@ -87,7 +87,7 @@ class Group:
         return self._info.plan
 
     def explain(self, a: Any, b: Any) -> str:
-        """All that decided the road between two members (names, ranks, handles or Members), as text."""
+        """All that decided the route between two members (names, ranks, handles or Members), as text."""
         return self._info.plan.explain(self._member(a).name, self._member(b).name)
 
     def device_map(self, a: Any, b: Any) -> dict[devices.Device, devices.Device]:
@@ -239,7 +239,7 @@ class Group:
             reasons = "; ".join(f"{name!r}: {cause}" for name, cause in away.items())
             raise BootstrapError(f"not ready within {timeout_s:g} s: {reasons}", members=tuple(away))
 
-    def _own(self, what: str) -> Keeper:
+    def _own(self, what: str) -> GroupHost:
         fork.check_process()
         if self._keeper is None:
             raise NotAMember(f"Group.{what}() works in the process that called init_group; this is a copy")

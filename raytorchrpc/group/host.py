@@ -16,7 +16,7 @@ from raytorchrpc.group.events import Change
 from raytorchrpc.group.formation import Forming
 from raytorchrpc.group.participants import current_owner
 from raytorchrpc.group.roster import Roster
-from raytorchrpc.group.status import GroupLook
+from raytorchrpc.group.status import GroupStatus
 from raytorchrpc.group.supervisor import Supervisor
 from raytorchrpc.lanes.common.tls import make_identity
 from raytorchrpc.membership import local_setup
@@ -24,7 +24,7 @@ from raytorchrpc.membership.messages import GroupInfo
 from raytorchrpc.membership.process_group import ProcessGroupInfo
 
 
-class Keeper(Protocol):
+class GroupHost(Protocol):
     """Who looks after a group, in this process or elsewhere: what a Group needs of it. See Group."""
 
     @property
@@ -48,7 +48,7 @@ class Keeper(Protocol):
     def stats(self, timeout_s: float) -> GroupStats:
         """What the members counted."""
 
-    def look(self, timeout_s: float) -> GroupLook:
+    def look(self, timeout_s: float) -> GroupStatus:
         """The group as it is now."""
 
     def begin_trace(self, capacity: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytorchrpc.calls.current import process_member
 from raytorchrpc.errors import BootstrapError, ConfigurationError
-from raytorchrpc.group.control_connections import Lines
+from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.membership import updates
 from raytorchrpc.membership.process_group import BACKENDS, Meeting, ProcessGroupInfo, collectives_of
@@ -78,7 +78,7 @@ def check_encryption(backend: str, endpoints: Mapping[str, Endpoint]) -> None:
 
 def boot(
     roster: Roster,
-    lines: Lines,
+    lines: ControlConnections,
     number: int,
     backend: str,
     timeout_s: float,
@@ -90,21 +90,21 @@ def boot(
     Raises ConfigurationError and BootstrapError, naming who stood in the way; then nobody has one.
     """
     deadline = time.monotonic() + timeout_s
-    everybody = sorted(roster.seats.items(), key=lambda item: item[1].rank)
-    seats = [(name, seat) for name, seat in everybody if names is None or name in names]
-    if gone := sorted(set(names or ()) - roster.seats.keys()):
+    everybody = sorted(roster.records.items(), key=lambda item: item[1].rank)
+    records = [(name, record) for name, record in everybody if names is None or name in names]
+    if gone := sorted(set(names or ()) - roster.records.keys()):
         raise BootstrapError(f"{', '.join(gone)} left the group meanwhile", members=tuple(gone))
-    endpoints = {name: seat.probe.endpoint for name, seat in seats}
+    endpoints = {name: record.probe.endpoint for name, record in records}
     check_backend(backend, endpoints)
     if roster.config.tls:
         check_encryption(backend, endpoints)
-    info = ProcessGroupInfo(backend, number, {name: rank for rank, (name, _) in enumerate(seats)}, collective_s)
+    info = ProcessGroupInfo(backend, number, {name: rank for rank, (name, _) in enumerate(records)}, collective_s)
     if others := [name for name, _ in everybody if name not in info.ranks]:
         # One that does not hear of it in time keeps at most the one before, which the others have left.
         _Asking(roster, lines, time.monotonic() + _WORD_S).some(
             updates.stay_out_of_process_group, dict.fromkeys(others, (info,))
         )
-    home = seats[0][0]
+    home = records[0][0]
     asking = _Asking(roster, lines, deadline)
     try:
         left = max(1.0, deadline - time.monotonic())
@@ -113,8 +113,8 @@ def boot(
         store, agents = StoreAddress(home, ids[home]), roster.plan.agents
         translated = roster.config.torchrpc_from
         meetings = {
-            name: (Meeting(info, store, agents[name].interface, seat.probe.endpoint, left, translated),)
-            for name, seat in seats
+            name: (Meeting(info, store, agents[name].interface, record.probe.endpoint, left, translated),)
+            for name, record in records
         }
         asking.all(updates.make_process_group, meetings)
     except BaseException as error:
@@ -129,7 +129,7 @@ def boot(
 class _Asking:
     """One question to several members at once, this process included if it is one of them."""
 
-    def __init__(self, roster: Roster, lines: Lines, deadline: float) -> None:
+    def __init__(self, roster: Roster, lines: ControlConnections, deadline: float) -> None:
         self._roster, self._lines, self._deadline = roster, lines, deadline
 
     def some(

@@ -29,8 +29,8 @@ _WORKER_IDS = range(1, OWN_NUMBERS.start)
 
 
 @dataclass(frozen=True)
-class Seat:
-    """One member as it is now; a restarted actor takes its seat again, with the next incarnation."""
+class MemberRecord:
+    """One member as it is now; a restarted actor takes its record again, with the next incarnation."""
 
     rank: int
     incarnation: int
@@ -55,7 +55,7 @@ class Roster:
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     tls: bytes | None = field(default=None, repr=False)
     """The key and the certificate of a group that encrypts."""
-    seats: Mapping[str, Seat] = field(default_factory=dict)
+    records: Mapping[str, MemberRecord] = field(default_factory=dict)
     """By member, in rank order."""
     plan: routes.RoutePlan = field(default_factory=lambda: routes.RoutePlan({}, {}))
     maps: Mapping[str, DeviceMap] = field(default_factory=dict)
@@ -71,15 +71,15 @@ class Roster:
         """With these, new or come back, on the evidence of their probes. ``tried``: incarnations of theirs that did not
         get in, but of which some member may know. Raises ConfigurationError, BootstrapError.
         """
-        seats, used, rank = dict(self.seats), self.used_ids, self.next_rank
+        records, used, rank = dict(self.records), self.used_ids, self.next_rank
         used |= {probe.autograd_id for probe in probes.values() if probe.autograd_id is not None}
-        ids, renew = _worker_ids(probes, used, {seat.worker_id for seat in seats.values()})
+        ids, renew = _worker_ids(probes, used, {record.worker_id for record in records.values()})
         for member, probe in probes.items():
-            before = seats.get(member)
+            before = records.get(member)
             if before is None:
-                before = Seat(rank, -1, handles[member], probe, 0, False)
+                before = MemberRecord(rank, -1, handles[member], probe, 0, False)
                 rank += 1
-            seats[member] = replace(
+            records[member] = replace(
                 before,
                 incarnation=max(before.incarnation, (tried or {}).get(member, -1)) + 1,
                 handle=handles[member],
@@ -87,7 +87,7 @@ class Roster:
                 worker_id=ids[member],
                 renew_agent=member in renew,
             )
-        admitted = replace(self, seats=seats, used_ids=used | set(ids.values()), next_rank=rank)
+        admitted = replace(self, records=records, used_ids=used | set(ids.values()), next_rank=rank)
         return admitted._decided(self)
 
     @property
@@ -102,7 +102,7 @@ class Roster:
         """Raise ConfigurationError for who is a member already, by name or as an actor."""
         known = {ray_internals.actor_id_of(handle): name for name, handle in self.handles.items() if handle is not None}
         for name, handle in handles.items():
-            if name in self.seats:
+            if name in self.records:
                 raise ConfigurationError(f"group {self.name!r} has a member {name!r} already")
             if (taken := known.get(ray_internals.actor_id_of(handle))) is not None:
                 raise ConfigurationError(f"{name!r} is a member of group {self.name!r} already, as {taken!r}")
@@ -110,31 +110,31 @@ class Roster:
     def check_leavers(self, names: Sequence[str]) -> None:
         """Raise ConfigurationError unless all of these can be removed; NotAMember for who is not in the group."""
         for name in names:
-            if name not in self.seats:
+            if name not in self.records:
                 raise NotAMember(f"{name!r} is not in group {self.name!r} any more")
             if names.count(name) > 1:
                 raise ConfigurationError(f"remove takes each member once: {name!r} is named {names.count(name)} times")
-            if self.seats[name].handle is None:
+            if self.records[name].handle is None:
                 raise ConfigurationError("the driver stays as long as its group: use shutdown()")
         if not names:
             raise ConfigurationError("remove takes at least one member; the list is empty")
-        if len(names) == len(self.seats):
+        if len(names) == len(self.records):
             raise ConfigurationError(f"{', '.join(names)}: nobody would be left in the group: use shutdown()")
 
     def without(self, names: Iterable[str]) -> Roster:
         """Without these; their ranks are not given again."""
         gone = set(names)
-        left = replace(self, seats={name: seat for name, seat in self.seats.items() if name not in gone})
-        return left._decided(self) if left.seats else left
+        left = replace(self, records={name: record for name, record in self.records.items() if name not in gone})
+        return left._decided(self) if left.records else left
 
     def _decided(self, before: Roster) -> Roster:
-        endpoints = {name: seat.probe.endpoint for name, seat in self.seats.items()}
-        known = {name: seat.probe.endpoint for name, seat in before.seats.items()}
+        endpoints = {name: record.probe.endpoint for name, record in self.records.items()}
+        known = {name: record.probe.endpoint for name, record in before.records.items()}
         if not self.config.across_users and not self.config.always_tcp:
             _check_users({**endpoints, "the process that forms the group": self.watcher})
         maps = device_map.resolve(self.config, list(endpoints), endpoints)
         plan = planner.plan(endpoints, self.config, (known, before.plan))
-        devices: dict[str, set[int]] = {name: set() for name in self.seats}
+        devices: dict[str, set[int]] = {name: set() for name in self.records}
         for name, each in maps.items():
             for peer, mapping in each.to_dict().items():
                 pairs = device_map.gpu_pairs(mapping)
@@ -147,26 +147,26 @@ class Roster:
     @property
     def handles(self) -> dict[str, Any]:
         """Actor handles by member."""
-        return {name: seat.handle for name, seat in self.seats.items()}
+        return {name: record.handle for name, record in self.records.items()}
 
     @property
     def local(self) -> dict[str, Any]:
         """This very process, if it is a member."""
-        return {name: None for name, seat in self.seats.items() if seat.handle is None}
+        return {name: None for name, record in self.records.items() if record.handle is None}
 
     def reached_by_tcp(self, member: str) -> bool:
         """Whether the watcher has to use TCP to this member."""
-        return self.config.always_tcp or not self.watcher.same_network(self.seats[member].probe.endpoint)
+        return self.config.always_tcp or not self.watcher.same_network(self.records[member].probe.endpoint)
 
     def spec(self, member: str, attempt: str = "") -> JoinSpec:
         """What this member needs to get ready. ``attempt``: see JoinSpec."""
-        seat, agent = self.seats[member], self.plan.agents[member]
+        record, agent = self.records[member], self.plan.agents[member]
         given = self.maps[member].to_dict()
-        pairs = {peer: device_map.gpu_pairs(given[peer]) for peer in self.seats if peer in given}
+        pairs = {peer: device_map.gpu_pairs(given[peer]) for peer in self.records if peer in given}
         outgoing = {peer: mapping for peer, mapping in pairs.items() if mapping}
         agent_spec = AgentSpec(
             name=self.rpc_name(member),
-            worker_id=seat.worker_id,
+            worker_id=record.worker_id,
             interface=agent.interface,
             transports=agent.transports,
             channels=agent.channels,
@@ -181,13 +181,13 @@ class Roster:
             group=self.name,
             generation=self.generation,
             attempt=attempt,
-            incarnation=seat.incarnation,
-            replaces=seat.probe.generation,
+            incarnation=record.incarnation,
+            replaces=record.probe.generation,
             name=member,
-            rank=seat.rank,
+            rank=record.rank,
             config=self.config,
             agent=agent_spec,
-            renew_agent=seat.renew_agent,
+            renew_agent=record.renew_agent,
             device_maps=outgoing,
             secret=self.secret,
             tls=self.tls,
@@ -199,50 +199,50 @@ class Roster:
 
     def _addresses(self) -> list[str]:
         """All that some member's host has: torchrpc connects from whichever leads to the peer."""
-        endpoints = [seat.probe.endpoint for seat in self.seats.values()]
+        endpoints = [record.probe.endpoint for record in self.records.values()]
         found = {address for endpoint in endpoints for each in endpoint.interfaces for address in each.addresses}
         return sorted({*found, *(endpoint.node_ip for endpoint in endpoints)})
 
     def _elsewhere(self, member: str) -> tuple[str, ...]:
-        endpoint = self.seats[member].probe.endpoint
+        endpoint = self.records[member].probe.endpoint
         return tuple(
             peer
-            for peer, seat in self.seats.items()
-            if peer != member and (self.config.always_tcp or not seat.probe.endpoint.same_network(endpoint))
+            for peer, record in self.records.items()
+            if peer != member and (self.config.always_tcp or not record.probe.endpoint.same_network(endpoint))
         )
 
     def rpc_name(self, member: str) -> str:
         """torchrpc's name of this member's process."""
-        seat = self.seats[member]
-        if seat.probe.agent is not None:
-            return seat.probe.agent.name
+        record = self.records[member]
+        if record.probe.agent is not None:
+            return record.probe.agent.name
         # No colon: torch's RemoteModule takes "name/device" and reads a colon as "rank:".
-        if seat.handle is None:
-            return f"rtr-driver-{seat.probe.node_id[:12]}-{seat.probe.pid}"
-        return f"rtr-{ray_internals.actor_id_of(seat.handle)}"
+        if record.handle is None:
+            return f"rtr-driver-{record.probe.node_id[:12]}-{record.probe.pid}"
+        return f"rtr-{ray_internals.actor_id_of(record.handle)}"
 
     def info(self, prepared: Mapping[str, Prepared]) -> GroupInfo:
         """What everybody is to know."""
         members = tuple(
             Member(
-                rank=seat.rank,
+                rank=record.rank,
                 name=name,
-                actor_id=None if seat.handle is None else ray_internals.actor_id_of(seat.handle),
-                node_id=seat.probe.node_id,
-                pid=seat.probe.pid,
+                actor_id=None if record.handle is None else ray_internals.actor_id_of(record.handle),
+                node_id=record.probe.node_id,
+                pid=record.probe.pid,
                 rpc_name=prepared[name].agent.name,
                 worker_id=prepared[name].agent.worker_id,
-                incarnation=seat.incarnation,
+                incarnation=record.incarnation,
             )
-            for name, seat in self.seats.items()
+            for name, record in self.records.items()
         )
         texts = {name: {str(peer): pairs for peer, pairs in each.to_dict().items()} for name, each in self.maps.items()}
         return GroupInfo(self.name, self.generation, self.owner, members, self.config, self.plan, texts)
 
     def table(self, member: str, info: GroupInfo, prepared: Mapping[str, Prepared], timeout_s: float) -> Table:
         """What this member needs to meet the others."""
-        own = info._replace(plan=self.plan.for_member(member), device_maps=_of(member, info.device_maps, self.seats))
-        return Table(own, {name: prepared[name] for name in self.seats}, timeout_s)
+        own = info._replace(plan=self.plan.for_member(member), device_maps=_of(member, info.device_maps, self.records))
+        return Table(own, {name: prepared[name] for name in self.records}, timeout_s)
 
     def arrival(
         self,

@@ -13,7 +13,7 @@ from raytorchrpc.membership.updates import Loss
 _RETRY_S = 0.1
 
 
-class Missing:
+class LostMember:
     """A member whose process has ended, or may have."""
 
     def __init__(self, cause: str) -> None:
@@ -31,12 +31,12 @@ class Missing:
 
 
 @dataclass
-class Standing:
+class GroupState:
     """What the group is now. Only the thread that looks after the group changes it, and its end."""
 
     roster: Roster
     info: GroupInfo
     prepared: dict[str, Prepared]
-    missing: dict[str, Missing] = field(default_factory=dict)
+    missing: dict[str, LostMember] = field(default_factory=dict)
     dead: dict[str, Loss] = field(default_factory=dict)
     """Who died for good and is on the roster no longer: for those who have missed it."""

@@ -20,7 +20,7 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.counters import PairStats
 from raytorchrpc.calls.current import current_local
 from raytorchrpc.errors import NotAMember, RayTorchRpcError
-from raytorchrpc.group.control_connections import Lines
+from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.process import threads
 
@@ -42,7 +42,7 @@ class UnderWay(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GroupLook:
+class GroupStatus:
     """One look at a group. Goes to JSON and back (``to_json``, ``from_json``)."""
 
     group: str
@@ -66,10 +66,10 @@ class GroupLook:
         return _AS_JSON.dump_json(self)
 
 
-_AS_JSON = TypeAdapter(GroupLook)
+_AS_JSON = TypeAdapter(GroupStatus)
 
 
-def from_json(text: bytes) -> GroupLook:
+def from_json(text: bytes) -> GroupStatus:
     """Raises ValueError for what is no look."""
     return _AS_JSON.validate_json(text)
 
@@ -89,21 +89,21 @@ def look_here(generation: str) -> MemberLook:
     return MemberLook(local.counters.rows(local.me.name), local.under_way())
 
 
-def look(roster: Roster, lines: Lines, away: Mapping[str, str], timeout_s: float = LOOK_S) -> GroupLook:
+def look(roster: Roster, lines: ControlConnections, away: Mapping[str, str], timeout_s: float = LOOK_S) -> GroupStatus:
     """Ask everybody who is there. Blocks until all have answered, at most ``timeout_s``."""
-    asked = {name: (roster.generation,) for name in roster.seats if name not in roster.local and name not in away}
+    asked = {name: (roster.generation,) for name in roster.records if name not in roster.local and name not in away}
     found, failures = lines.ask(look_here, asked, time.monotonic() + timeout_s)
     for name in roster.local:
         try:
             found[name] = look_here(roster.generation)
         except RayTorchRpcError as error:
             failures[name] = error
-    looks: dict[str, MemberLook] = {name: found[name] for name in roster.seats if name in found}
-    return GroupLook(
+    looks: dict[str, MemberLook] = {name: found[name] for name in roster.records if name in found}
+    return GroupStatus(
         roster.name,
         roster.generation,
         time.monotonic(),
-        tuple(roster.seats),
+        tuple(roster.records),
         tuple(row for each in looks.values() for row in each.rows),
         tuple(
             UnderWay(name, peer, *counts)
@@ -122,7 +122,7 @@ def look(roster: Roster, lines: Lines, away: Mapping[str, str], timeout_s: float
 class Post:
     """Posts looks in the cluster's key-value store, on a thread of its own, until the group ends."""
 
-    def __init__(self, look: Callable[[], GroupLook | None], generation: str, period_s: float) -> None:
+    def __init__(self, look: Callable[[], GroupStatus | None], generation: str, period_s: float) -> None:
         """``look`` returns None once there is nothing to be seen any more: the cluster is not there."""
         self._look, self._key, self._period_s = look, _LOOKS + generation, period_s
         self._stopped = threading.Event()
@@ -147,7 +147,7 @@ class Post:
             if now is None:
                 return False
             values = {**now.__dict__, "posted": time.time(), "period_s": self._period_s}
-            ray_internals.store(self._key, GroupLook(**values).to_json())
+            ray_internals.store(self._key, GroupStatus(**values).to_json())
         except Exception as error:
             if not self._told and not self._stopped.is_set():
                 logger.warning("group of generation %s cannot be seen by others: %s", self._key, error)
@@ -159,7 +159,7 @@ class Post:
         self._stopped.set()
 
 
-def posted() -> list[GroupLook]:
+def posted() -> list[GroupStatus]:
     """What is posted and not out of date: a process that was killed takes nothing down."""
     found = []
     for text in map(ray_internals.stored, ray_internals.stored_keys(_LOOKS)):

@@ -18,10 +18,10 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.counters import GroupStats
 from raytorchrpc.calls.peers import process_token
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
-from raytorchrpc.group.announcements import MEET_S, WORD_S, Teller
+from raytorchrpc.group.announcements import MEET_S, WORD_S, Announcer
 from raytorchrpc.group.chrome_trace import GroupTrace
-from raytorchrpc.group.control_connections import Lines
-from raytorchrpc.group.events import Change, News
+from raytorchrpc.group.control_connections import ControlConnections
+from raytorchrpc.group.events import Change, EventBus
 from raytorchrpc.group.formation import Forming
 from raytorchrpc.group.participants import current_session, participants_of
 from raytorchrpc.group.process_groups import boot, check_backend
@@ -29,8 +29,8 @@ from raytorchrpc.group.ray_round import Round
 from raytorchrpc.group.requested_change import RequestedChange
 from raytorchrpc.group.restarts import MailboxRound, Returns
 from raytorchrpc.group.roster import Roster
-from raytorchrpc.group.state import Missing, Standing
-from raytorchrpc.group.status import LOOK_S, GroupLook, Post, look
+from raytorchrpc.group.state import GroupState, LostMember
+from raytorchrpc.group.status import LOOK_S, GroupStatus, Post, look
 from raytorchrpc.group.tracing import Tracing
 from raytorchrpc.membership import join, updates
 from raytorchrpc.membership.messages import GroupInfo, Prepared
@@ -58,20 +58,20 @@ class Supervisor:
     """One per group."""
 
     def __init__(self, roster: Roster, info: GroupInfo, prepared: Mapping[str, Prepared]) -> None:
-        self._now = Standing(roster, info, dict(prepared))
+        self._now = GroupState(roster, info, dict(prepared))
         self._session = current_session()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._settled = threading.Condition()
         """Told when somebody is missing, or no longer."""
-        self._news = News(roster.name)
+        self._news = EventBus(roster.name)
         self._tried: dict[str, int] = {}
         """The latest incarnation of each member that could not be taken in."""
         self._stopped = False
         self._booting, self._booted = threading.Lock(), 0
         """Process groups, one at a time; how many there were."""
-        self._lines = Lines(roster.credentials)
+        self._lines = ControlConnections(roster.credentials)
         self._returns = Returns(roster.generation)
-        self._teller = Teller(self._now, self._lines, self._soon, self._wake)
+        self._teller = Announcer(self._now, self._lines, self._soon, self._wake)
         self._tracing = Tracing(self._lines)
         names = [name for name, handle in roster.handles.items() if handle is not None]
         self._threads: list[threading.Thread] = []
@@ -174,11 +174,11 @@ class Supervisor:
         rows, failures = asked.all(join.stats, {name: (generation,) for name in participants})
         return GroupStats((row for name in participants for row in rows.get(name, [])), tuple(failures))
 
-    def look(self, timeout_s: float = LOOK_S) -> GroupLook:
+    def look(self, timeout_s: float = LOOK_S) -> GroupStatus:
         """The group as it is now; unlike ``stats`` it asks members on threads of their own. Blocks ``timeout_s``."""
         return look(self.roster, self._lines, self.missing(), timeout_s)
 
-    def _look_to_post(self) -> GroupLook | None:
+    def _look_to_post(self) -> GroupStatus | None:
         return self.look() if self._session_lasts() else None
 
     def begin_trace(self, capacity: int) -> None:
@@ -237,7 +237,7 @@ class Supervisor:
                 self._returns.post(None)
 
     def after_fork(self) -> tuple[()]:
-        """See forking.Heirloom."""
+        """See forking.ForkAware."""
         if not self._stopped:
             self._stopped = True  # no thread of it is here
             fork.forked_from(f"the process that formed group {self.roster.name!r}")
@@ -307,16 +307,16 @@ class Supervisor:
 
     def _watch(self, names: Sequence[str]) -> None:
         """Have a line to each of these; one that has none is missing."""
-        self._lines.reach({name for name in self.roster.seats if self.roster.reached_by_tcp(name)})
+        self._lines.reach({name for name in self.roster.records if self.roster.reached_by_tcp(name)})
         for name in names:
             self._meet(name)
-            incarnation = self.roster.seats[name].incarnation
+            incarnation = self.roster.records[name].incarnation
             if (error := self._listen_to(name, incarnation, MEET_S)) is not None:
                 self._suspect(name, incarnation, str(error))
 
     def _meet(self, name: str) -> None:
-        seat = self.roster.seats[name]
-        token = process_token(self.roster.generation, seat.rank, seat.incarnation)
+        record = self.roster.records[name]
+        token = process_token(self.roster.generation, record.rank, record.incarnation)
         self._lines.meet(name, token, self._now.prepared[name].addresses["socket"])
 
     def _listen_to(self, name: str, incarnation: int, patience_s: float) -> RayTorchRpcError | None:
@@ -332,14 +332,14 @@ class Supervisor:
         return None
 
     def _suspect(self, name: str, incarnation: int, cause: str) -> None:
-        seat = self.roster.seats.get(name)
-        if seat is None or seat.incarnation != incarnation or name in self._now.missing:
+        record = self.roster.records.get(name)
+        if record is None or record.incarnation != incarnation or name in self._now.missing:
             return
         if not self._session_lasts():
             self.stop()
             return
         with self._settled:
-            self._now.missing[name] = Missing(cause)  # looked at next, with all others of whom there is word by then
+            self._now.missing[name] = LostMember(cause)  # looked at next, with all others of whom there is word by then
 
     def _look(self) -> None:
         """Ask Ray about those that are missing, and do what follows from it."""
@@ -349,11 +349,11 @@ class Supervisor:
         for name, missing in list(self._now.missing.items()):
             if missing.next_look > now:
                 continue
-            seat = self.roster.seats[name]
-            there = ray_internals.actor_state(ray_internals.actor_id_of(seat.handle))
+            record = self.roster.records[name]
+            there = ray_internals.actor_state(ray_internals.actor_id_of(record.handle))
             missing.next_look = now + (_LOOK_S if now - missing.since < 10 else _LOOK_SELDOM_S)
-            same = (there.pid, there.node_id) == (seat.probe.pid, seat.probe.node_id)
-            missing.returning = there.state == "ALIVE" and not same and self._returns.is_listening(seat.handle, there)
+            same = (there.pid, there.node_id) == (record.probe.pid, record.probe.node_id)
+            missing.returning = there.state == "ALIVE" and not same and self._returns.is_listening(record.handle, there)
             if there.state == "DEAD":
                 missing.cause = f"its actor died: {there.cause}" if there.cause else "its actor died"
                 dead.append(name)
@@ -370,12 +370,12 @@ class Supervisor:
 
     # --- lines that broke -------------------------------------------------------------------------------------------
 
-    def _dial(self, name: str, missing: Missing, now: float) -> None:
+    def _dial(self, name: str, missing: LostMember, now: float) -> None:
         """Ray says that it lives, which may be old news: try another line, on a thread that may wait."""
         if missing.dialling or now < missing.next_dial:
             return
         missing.dialling, missing.next_dial = True, now + _LOOK_SELDOM_S
-        incarnation = self.roster.seats[name].incarnation
+        incarnation = self.roster.records[name].incarnation
         self._meet(name)
 
         def dial() -> None:
@@ -392,7 +392,7 @@ class Supervisor:
             missing.dialling = False
             raise
 
-    def _dialled(self, name: str, missing: Missing, error: Exception | None) -> None:
+    def _dialled(self, name: str, missing: LostMember, error: Exception | None) -> None:
         missing.dialling = False
         if self._now.missing.get(name) is not missing:
             return
@@ -416,7 +416,7 @@ class Supervisor:
             missing = self._now.missing[name]
             missing.told = True
             self._lines.part(name)
-            losses.append(Loss(name, self.roster.seats[name].incarnation, missing.cause, name in dead))
+            losses.append(Loss(name, self.roster.records[name].incarnation, missing.cause, name in dead))
         # Not for long: one of them may stand still, and callbacks and the next loss wait for this.
         self._teller.tell_losses(losses)
         for loss in losses:
@@ -439,7 +439,7 @@ class Supervisor:
             self._settled.notify_all()
 
     def _bring_back(self, names: Sequence[str]) -> None:
-        handles = {name: self.roster.seats[name].handle for name in names}
+        handles = {name: self.roster.records[name].handle for name in names}
         try:
             self._take_in(handles, time.monotonic() + _CHANGE_S, _CHANGE_S, "back")
         except RayTorchRpcError as error:
@@ -473,7 +473,7 @@ class Supervisor:
             forming.roll_back()
             self._teller.missed(there)  # they may know of somebody who did not come, and where he listened
             self._tried.update(
-                (name, seat.incarnation) for name, seat in forming.roster.seats.items() if name in handles
+                (name, record.incarnation) for name, record in forming.roster.records.items() if name in handles
             )
             raise
         self._now.roster, self._now.info, self._now.prepared = roster, info, everybody
@@ -493,7 +493,7 @@ class Supervisor:
 
     def _let_go(self, names: tuple[str, ...], timeout_s: float) -> None:
         self.roster.check_leavers(names)
-        leaving = {name: self.roster.seats[name].handle for name in names}
+        leaving = {name: self.roster.records[name].handle for name in names}
         there = self._teller.others(names)
         for name in names:
             self._lines.part(name)

@@ -19,7 +19,7 @@ from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.spans import MemberTrace, Tracer
 from raytorchrpc.errors import ConfigurationError, NotAMember, RayTorchRpcError
 from raytorchrpc.group.chrome_trace import Clock, GroupTrace, chrome
-from raytorchrpc.group.control_connections import Lines
+from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.roster import Roster
 
 #: A member stops recording by itself after this (seconds): whoever asked for it may be gone.
@@ -42,7 +42,7 @@ def begin(generation: str, capacity: int) -> None:
         if local.tracer is tracer:
             local.trace(None)
 
-    tracer.forget_limit = local.alarms.at(time.monotonic() + LIMIT_S, stop)
+    tracer.forget_limit = local.deadlines.at(time.monotonic() + LIMIT_S, stop)
 
 
 def take(generation: str) -> MemberTrace | None:
@@ -75,7 +75,7 @@ def _member_of(generation: str) -> LocalMember:
 class Tracing:
     """One per group: begins a trace and ends it. Thread-safe."""
 
-    def __init__(self, lines: Lines) -> None:
+    def __init__(self, lines: ControlConnections) -> None:
         self._lines = lines
         self._lock = threading.Lock()
         self._until = 0.0
@@ -93,30 +93,30 @@ class Tracing:
     def end(self, roster: Roster) -> GroupTrace:
         """What the members recorded. One that is gone, or came back meanwhile, is among the missing."""
         try:
-            clocks = {name: self._clock(roster, name) for name in roster.seats}
+            clocks = {name: self._clock(roster, name) for name in roster.records}
             found, silent = self._ask(roster, take, (roster.generation,), COLLECT_S)
         finally:
             with self._lock:
                 self._until = 0.0
         members = [member for member in found.values() if member is not None]
         there = {member.name for member in members}
-        missing = sorted((self._missing | silent | roster.seats.keys()) - there)
+        missing = sorted((self._missing | silent | roster.records.keys()) - there)
         return GroupTrace(roster.name, members, clocks, tuple(missing))
 
     def _ask(
         self, roster: Roster, function: Any, arguments: tuple[Any, ...], patience_s: float
     ) -> tuple[dict[str, Any], set[str]]:
-        others = [name for name in roster.seats if name not in roster.local]
+        others = [name for name in roster.records if name not in roster.local]
         found, failures = self._lines.ask(function, dict.fromkeys(others, arguments), time.monotonic() + patience_s)
         for name in roster.local:
             try:
                 found[name] = function(*arguments)
             except RayTorchRpcError as error:
                 failures[name] = error
-        return {name: found[name] for name in roster.seats if name in found}, set(failures)
+        return {name: found[name] for name in roster.records if name in found}, set(failures)
 
     def _clock(self, roster: Roster, name: str) -> Clock:
-        if roster.watcher.same_host(roster.seats[name].probe.endpoint):
+        if roster.watcher.same_host(roster.records[name].probe.endpoint):
             return Clock()
         best = Clock(0.0, float("inf"))
         for _ in range(_ROUND_TRIPS):

@@ -25,7 +25,7 @@ class Message(NamedTuple):
 
     header: a tuple of small builtins (str, int, float, tuples of them), readable without unpickling the body.
     body: the encoded arguments or result.
-    waybills: what the message says of tensors that travel beside it (see ``shipping``); builtins only.
+    manifests: what the message says of tensors that travel beside it (see ``shipping``); builtins only.
     adopt: to be called by the thread that will use the tensors, before it does: makes CUDA work queued by
         the lane precede that thread's own.
     unread_bytes: size of a message that this process had no memory for; its body is lost. 0: the body is here.
@@ -34,7 +34,7 @@ class Message(NamedTuple):
     header: tuple[Any, ...]
     body: Encoded
     adopt: Callable[[], None] = nothing
-    waybills: tuple[Any, ...] = ()
+    manifests: tuple[Any, ...] = ()
     unread_bytes: int = 0
 
 
@@ -124,12 +124,12 @@ class MessageLane(ABC):
         message: Message,
         timeout_s: float,
         *,
-        attended: bool = False,
+        caller_waits: bool = False,
         settled: Callable[[], None] | None = None,
     ) -> Pending:
         """Send a request. Returns before the reply.
 
-        ``attended``: the caller is going to wait at once, on this thread; a lane may spare itself other arrangements.
+        ``caller_waits``: the caller is about to wait, on this thread; a lane may skip other arrangements.
         ``settled``: called when the call is over: answered, however late, or lost. Short; from any thread; perhaps also
         if this raises.
 

@@ -25,8 +25,8 @@ from raytorchrpc.calls import incoming
 from raytorchrpc.calls.counters import PairStats
 from raytorchrpc.calls.current import current_local, set_local
 from raytorchrpc.calls.member import Absence, LocalMember
-from raytorchrpc.calls.out_of_band import Shipper
-from raytorchrpc.calls.peers import Member, PeerRoad, process_token
+from raytorchrpc.calls.out_of_band import PayloadSplitter
+from raytorchrpc.calls.peers import Member, PeerRoute, process_token
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
 from raytorchrpc.lanes.base import MessageLane, PeerAddress, Pending, TensorLane
 from raytorchrpc.lanes.torchrpc.absent import AbsentLane
@@ -137,11 +137,11 @@ def commit(instance: Any, table: Table) -> None:
     for peer in table.info.members:
         if peer.name == spec.name:
             local.me = peer
-    local.shipper = Shipper(local.tensor_lanes, local.leftovers.leave)
+    local.splitter = PayloadSplitter(local.tensor_lanes, local.cleanup.leave)
     meet_peers(local, table, [peer for peer in table.info.members if peer.name != spec.name])
-    local.know(road_to(local, local.me, table))
+    local.know(route_to(local, local.me, table))
     for name, cause in table.away.items():
-        local.miss(local.road(name).member.rank, Absence(cause, for_good=False))
+        local.miss(local.route(name).member.rank, Absence(cause, for_good=False))
     _reach_all(local, table, frozenset(spec.by_tcp))
     with changing:
         if _preparing is not preparing:
@@ -168,10 +168,10 @@ def meet_peers(local: LocalMember, table: Table, peers: Sequence[Member]) -> Non
         addresses = {peer.name: table.peers[peer.name].addresses.get(tensor_lane.name) for peer in peers}
         tensor_lane.connect([PeerAddress(peer, address) for peer, address in addresses.items() if address is not None])
     for peer in peers:
-        local.know(road_to(local, peer, table))
+        local.know(route_to(local, peer, table))
 
 
-def road_to(local: LocalMember, peer: Member, table: Table) -> PeerRoad:
+def route_to(local: LocalMember, peer: Member, table: Table) -> PeerRoute:
     """How messages of this member reach ``peer``, or itself."""
     me, info, prepared = local.me, table.info, table.peers[peer.name]
     lanes = {lane.name: lane for lane in local.lanes}
@@ -179,7 +179,7 @@ def road_to(local: LocalMember, peer: Member, table: Table) -> PeerRoad:
     if peer.rank == me.rank:
         refused = forbidden(info.config, "torchrpc")
         fabric = AbsentLane(refused) if refused else lanes["torchrpc"]
-        return PeerRoad(peer, lanes["loopback"], lanes["loopback"], fabric, token=token)
+        return PeerRoute(peer, lanes["loopback"], lanes["loopback"], fabric, token=token)
     route = info.plan.route(me.name, peer.name)
     outward = info.device_maps.get(me.name, {}).get(peer.name, {})
     inward = info.device_maps.get(peer.name, {}).get(me.name, {})
@@ -189,7 +189,7 @@ def road_to(local: LocalMember, peer: Member, table: Table) -> PeerRoad:
     for choice in route.tensor_lanes:
         best.setdefault(choice.traffic, choice.lane)
     opened = local.tensor_lanes.keys() & prepared.addresses.keys()
-    return PeerRoad(
+    return PeerRoute(
         peer,
         lanes[route.message_lane],
         lanes[route.in_band_lane] if route.in_band_lane else fabric,
@@ -269,7 +269,7 @@ def _address(table: Table, me: str, peer: str, lane: str) -> Any:
 def _reach_all(local: LocalMember, table: Table, far_away: Set[str]) -> None:
     """Make sure that this member reaches the others.
 
-    Across networks everybody is asked, by every lane of messages: there one road can be blocked alone. Within a
+    Across networks everybody is asked, by every lane of messages: there one route can be blocked alone. Within a
     network namespace nothing can lie between, so it is enough that somebody asks each listener: the neighbour in rank.
     That keeps forming a group of n on one host at n questions instead of n * (n - 1) connections.
     """
@@ -277,20 +277,20 @@ def _reach_all(local: LocalMember, table: Table, far_away: Set[str]) -> None:
     asked: list[tuple[str, str, Pending]] = []
     silent: dict[str, str] = {}
     left_out = {*table.away, *table.silent}
-    roads_to = [road for road in local.roads if road.member.name not in left_out]
-    ranks = [road.member.rank for road in roads_to]
+    roads_to = [route for route in local.routes if route.member.name not in left_out]
+    ranks = [route.member.rank for route in roads_to]
     neighbour = ranks[(ranks.index(local.me.rank) + 1) % len(ranks)]
-    for road in roads_to:
-        far = road.member.name in far_away
-        if road.member.rank == local.me.rank or not (far or road.member.rank == neighbour):
+    for route in roads_to:
+        far = route.member.name in far_away
+        if route.member.rank == local.me.rank or not (far or route.member.rank == neighbour):
             continue
-        roads = {road.calls, road.tensors, road.fabric} if far else {road.calls}
-        for lane in (lane for lane in roads if not isinstance(lane, AbsentLane)):
+        routes = {route.calls, route.tensors, route.fabric} if far else {route.calls}
+        for lane in (lane for lane in routes if not isinstance(lane, AbsentLane)):
             try:
-                pending = local.system(road, lane, incoming.PING, timeout_s=table.timeout_s)
-                asked.append((road.member.name, lane.name, pending))
+                pending = local.system(route, lane, incoming.PING, timeout_s=table.timeout_s)
+                asked.append((route.member.name, lane.name, pending))
             except RayTorchRpcError as error:
-                silent[road.member.name] = f"{error}"
+                silent[route.member.name] = f"{error}"
     for name, lane_name, pending in asked:
         try:
             if not pending.wait(max(0.0, deadline - time.monotonic())):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from raytorchrpc.calls.services import Later
+from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import ProcessGroupLost, RayTorchRpcError, RpcTimeout
 
 #: The shortest time given to a request that waits for no key (seconds): a store's timeout may be a poll's.
@@ -41,7 +41,7 @@ class KeyTable:
         self.store_id = secrets.token_hex(16)
         self._lock = threading.Lock()
         self._values: dict[str, bytes] = {}
-        self._waits: dict[Later, tuple[tuple[str, ...], bool]] = {}
+        self._waits: dict[DeferredReply, tuple[tuple[str, ...], bool]] = {}
         """Keys, and whether the answer is their values."""
         self._cause: str | None = None
         """Why it was closed."""
@@ -49,9 +49,9 @@ class KeyTable:
     def operate(self, operation: str, *args: Any) -> Any:
         """Run one of ``set``, ``append``, ``add``, ``compare_set``, ``delete``, ``check``, ``count`` and ``wait``.
 
-        ``wait`` may return a Later. Raises ProcessGroupLost after ``close``, and ValueError.
+        ``wait`` may return a DeferredReply. Raises ProcessGroupLost after ``close``, and ValueError.
         """
-        ready: list[tuple[Later, Any]] = []
+        ready: list[tuple[DeferredReply, Any]] = []
         with self._lock:
             if self._cause is not None:
                 raise _ended(self._cause)
@@ -64,7 +64,7 @@ class KeyTable:
             later.settle(values)
         return result
 
-    def give_up(self, later: Later, error: Exception) -> None:
+    def give_up(self, later: DeferredReply, error: Exception) -> None:
         """End a wait whose time is over. Idempotent."""
         with self._lock:
             self._waits.pop(later, None)
@@ -118,7 +118,7 @@ class KeyTable:
     def _wait(self, keys: Sequence[str], read: bool) -> Any:
         if self._has(keys):
             return self._outcome(keys, read)
-        later = Later()
+        later = DeferredReply()
         self._waits[later] = tuple(keys), read
         return later
 

@@ -17,7 +17,7 @@ from raytorchrpc.calls.current import current_local
 from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import MAX_TIMEOUT_S, Absence, LocalMember
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
-from raytorchrpc.calls.services import Later
+from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import NotAMember, RpcTimeout
 from raytorchrpc.lanes.base import MessageLane, TensorLane
 from raytorchrpc.lanes.torchrpc.agent import process_fabric
@@ -65,7 +65,7 @@ def welcome(generation: str, step: int, names: Sequence[str]) -> None:
 def catch_up(generation: str, step: int, arrival: Arrival, away: Sequence[Loss]) -> Prepared:
     """For a member that has missed some of these: the group as it is now, and who is away or dead."""
     with _taking(generation, step) as local:
-        known = {road.member.name: road.member for road in local.roads}
+        known = {route.member.name: route.member for route in local.routes}
         members = {member.name: member for member in arrival.table.info.members}
         dead = {loss.name for loss in away if loss.for_good}
         _remove(local, [name for name in known if name not in members and name not in dead])
@@ -131,13 +131,13 @@ def _operate(
     """At the home: run an operation of the store. A wait is answered after so many seconds at the latest."""
     keys = collectives_of(local).keys(store_id)
     result = keys.operate(operation, *args)
-    if isinstance(result, Later):
+    if isinstance(result, DeferredReply):
 
         def time_out() -> None:
             missing = ", ".join(keys.missing(args[0]))
             keys.give_up(result, RpcTimeout(f"nobody has set {missing} within {seconds:.3g} s"))
 
-        cancel = local.alarms.at(time.monotonic() + seconds, time_out)
+        cancel = local.deadlines.at(time.monotonic() + seconds, time_out)
         result.add_done_callback(lambda _: cancel())
     return result
 
@@ -151,7 +151,7 @@ def _send_to_home(generation: str, store: StoreAddress, seconds: float, operatio
     budget = min(MAX_TIMEOUT_S, seconds + _ANSWER_S)
     if store.home == local.me.name:
         result = _operate(local, local.me.rank, store.store_id, seconds, operation, args)
-        if not isinstance(result, Later):
+        if not isinstance(result, DeferredReply):
             return result
         result.exception(budget)
         return result.outcome()
@@ -199,12 +199,12 @@ def _meet(local: LocalMember, arrival: Arrival) -> Prepared:
 
 def _welcome(local: LocalMember, names: Sequence[str]) -> None:
     for name in names:
-        local.welcome(local.road(name).member.rank)
+        local.welcome(local.route(name).member.rank)
 
 
 def _lose(local: LocalMember, losses: Sequence[Loss]) -> None:
     for loss in losses:
-        member = local.road(loss.name).member
+        member = local.route(loss.name).member
         if member.incarnation <= loss.incarnation:  # an earlier one has gone before
             local.miss(member.rank, Absence(loss.cause, loss.for_good))
             collectives_of(local).lose(loss.name, loss.cause)
@@ -215,7 +215,7 @@ def _lose(local: LocalMember, losses: Sequence[Loss]) -> None:
 
 def _remove(local: LocalMember, names: Sequence[str]) -> None:
     for name in names:
-        rank = local.road(name).member.rank
+        rank = local.route(name).member.rank
         local.forget(rank)
         collectives_of(local).lose(name, "it was removed from the group")
         _part(local, name)

@@ -18,9 +18,9 @@ from raytorchrpc.calls.current import current_local, process_member
 from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import MAX_TIMEOUT_S, LocalMember
-from raytorchrpc.calls.peers import Member, PeerRoad
+from raytorchrpc.calls.peers import Member, PeerRoute
 from raytorchrpc.calls.scope import current_scope
-from raytorchrpc.calls.services import Later
+from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, PeerLost, RpcTimeout
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ _ANSWER_S = 0.5
 _ANSWER_NOW_S = 1.0
 
 #: What an operation has to wait for, one after another; it is sent what came of each.
-Steps = Generator["Future[Any] | Later", Any, T]
+Steps = Generator["Future[Any] | DeferredReply", Any, T]
 #: What makes one of a kind at its home: (member, name, settings) -> it, and whether settings are those of one it has.
 Maker = Callable[[LocalMember, str, Any], Any]
 
@@ -53,7 +53,7 @@ def makes(kind: str, maker: Maker) -> None:
 
 def serve(name: str, function: Callable[..., Any]) -> None:
     """Every member serves this to the others: ``function(member, caller's rank, *args)``, see ``Exposed.service``."""
-    incoming.own_methods[name] = Exposed(function, True, None, False, False, False, frozen=True, service=True)
+    incoming.builtin_services[name] = Exposed(function, True, None, False, False, False, frozen=True, service=True)
 
 
 # --- waiting -------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class _Waiting:
 
     loop_token = None
 
-    def __init__(self, later: Later) -> None:
+    def __init__(self, later: DeferredReply) -> None:
         self._later = later
 
     def wait(self, timeout_s: float) -> bool:
@@ -96,7 +96,7 @@ def run(steps: Steps[T]) -> T:
         return stop.value  # type: ignore[no-any-return]
 
 
-def _waited_for(waiting: Future[Any] | Later) -> Any:
+def _waited_for(waiting: Future[Any] | DeferredReply) -> Any:
     if isinstance(waiting, Future):
         try:
             return waiting.wait()
@@ -183,7 +183,7 @@ class Handle:
             with contextlib.suppress(NotAMember):
                 local = process_member()
         if local is not None:
-            home = local.me.name if home is None else local.road(home).member.name
+            home = local.me.name if home is None else local.route(home).member.name
         elif isinstance(home, Member):
             home = home.name
         elif not isinstance(home, str):
@@ -209,13 +209,13 @@ class Handle:
         if (here := _find(local, local.me.rank, cls.kind, name)) is not None:
             return cls._bound(name, local.me.name, *here)
         asked: list[tuple[str, Future[tuple[Any, int] | None]]] = []
-        for road in local.roads:
-            if road.member.rank != local.me.rank:
+        for route in local.routes:
+            if route.member.rank != local.me.rank:
                 try:
-                    call = local.call(road.member, _FIND, (cls.kind, name), {}, timeout, retry=0)
+                    call = local.call(route.member, _FIND, (cls.kind, name), {}, timeout, retry=0)
                 except PeerLost:
                     continue  # it is away, and has nothing
-                asked.append((road.member.name, Future(call)))
+                asked.append((route.member.name, Future(call)))
         silent = []
         for member, future in asked:
             try:
@@ -262,27 +262,27 @@ class Handle:
     def _begin(self) -> None:
         """What a handle has besides, in every process anew."""
 
-    def _road(self, local: LocalMember) -> PeerRoad | None:
+    def _route(self, local: LocalMember) -> PeerRoute | None:
         """To the home; None if that is this member."""
-        road = local.road(self._home)
-        return None if road.member.rank == local.me.rank else road
+        route = local.route(self._home)
+        return None if route.member.rank == local.me.rank else route
 
-    def _ready(self, local: LocalMember, wait_s: float | None = None) -> Steps[PeerRoad | None]:
+    def _ready(self, local: LocalMember, wait_s: float | None = None) -> Steps[PeerRoute | None]:
         """Bind to the object, which is made if its home has none. To be done first; nothing later makes one.
 
-        ``wait_s``: as for ``_ask``. Returns what ``_road`` does.
+        ``wait_s``: as for ``_ask``. Returns what ``_route`` does.
         """
-        road = self._road(local)
+        route = self._route(local)
         if self._life is None:
             args = (self.kind, self._name, self._settings)
-            if road is None:
+            if route is None:
                 settings, life = _open(local, local.me.rank, *args)
             else:
                 settings, life = yield from self._ask(local, OPEN, args, wait_s)
             with self._binding:
                 if self._life is None:  # another thread may have bound it meanwhile
                     self._known, self._life = settings, life
-        return road
+        return route
 
     def _ask(
         self, local: LocalMember, service: str, args: tuple[Any, ...], wait_s: float | None, **how: Any

@@ -10,34 +10,34 @@ from collections.abc import Callable
 from raytorchrpc.process import threads
 
 
-class _Alarm:
+class _Deadline:
     __slots__ = ("callback", "when")
 
     def __init__(self, when: float, callback: Callable[[], None]) -> None:
         self.when = when
         self.callback: Callable[[], None] | None = callback
 
-    def __lt__(self, other: _Alarm) -> bool:
+    def __lt__(self, other: _Deadline) -> bool:
         return self.when < other.when
 
 
-class Alarms:
+class Deadlines:
     """Calls back when a deadline passes, on one daemon thread. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         """Raises ThreadShortage."""
         self._changed = threading.Condition()
-        self._heap: list[_Alarm] = []
+        self._heap: list[_Deadline] = []
         self._cancelled = 0
         self._stopped = False
         # Now, and not with the first alarm: a member that cannot end its waits is not to join.
-        threads.start(self._watch, f"the alarms of {name}", name=f"{name}-alarms")
+        threads.start(self._watch, f"the deadlines of {name}", name=f"{name}-deadlines")
 
     def at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
         """Call ``callback``, which is short and does not raise, at ``when`` (``time.monotonic``), unless what
         this returns is called before. A callback that finds no memory is called again.
         """
-        alarm = _Alarm(when, callback)
+        alarm = _Deadline(when, callback)
         with self._changed:
             heapq.heappush(self._heap, alarm)
             if self._heap[0] is alarm:

@@ -12,7 +12,7 @@ from raytorchrpc.process import threads
 logger = logging.getLogger(__name__)
 
 
-class Leftovers:
+class DeferredCleanup:
     """What finalizers leave to be done, on one daemon thread.
 
     Python may run a finalizer in the middle of anything, on a thread that holds any lock: one that takes a lock can
@@ -23,7 +23,7 @@ class Leftovers:
         """Raises ThreadShortage."""
         self._left: queue.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._stopped = False
-        threads.start(self._work, f"the leftovers of {name}", name=f"{name}-leftovers")
+        threads.start(self._work, f"the cleanup of {name}", name=f"{name}-cleanup")
 
     def leave(self, function: Callable[..., object], *args: Any) -> None:
         """Have ``function(*args)`` run soon, but not after ``stop``. Takes no lock. What it raises is logged."""

@@ -28,7 +28,7 @@ Address = tuple[str, int]
 """Host and port."""
 
 
-class Heirloom(Protocol):
+class ForkAware(Protocol):
     """Something that a child inherits and must not use."""
 
     def after_fork(self) -> Collection[Address]:
@@ -38,17 +38,17 @@ class Heirloom(Protocol):
         """
 
 
-_heirlooms: weakref.WeakSet[Any] = weakref.WeakSet()
+_fork_aware: weakref.WeakSet[Any] = weakref.WeakSet()
 _origin: str | None = None
 
 
-def inherited(thing: Heirloom) -> None:
+def inherited(thing: ForkAware) -> None:
     """From now on, as long as it lives, a forked child is to let go of it."""
-    _heirlooms.add(thing)
+    _fork_aware.add(thing)
 
 
 def forked_from(what: str) -> None:
-    """Of an Heirloom, in the child: what the parent is, for errors."""
+    """Of an ForkAware, in the child: what the parent is, for errors."""
     global _origin
     _origin = _origin or what
 
@@ -75,7 +75,7 @@ def addresses_in(text: str) -> Iterator[Address]:
 
 def _after_fork() -> None:
     addresses: set[Address] = set()
-    things = list(_heirlooms)
+    things = list(_fork_aware)
     for thing in things:
         try:
             addresses.update(thing.after_fork())

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raytorchrpc.process import threads
-from raytorchrpc.process.deadlines import Alarms
+from raytorchrpc.process.deadlines import Deadlines
 from raytorchrpc.process.threads import ThreadShortage
 
 logger = logging.getLogger(__name__)
@@ -26,15 +26,21 @@ class Workers:
     """
 
     def __init__(
-        self, name: str, limit: int = 512, idle_s: float = _IDLE_S, *, keep: bool = False, alarms: Alarms | None = None
+        self,
+        name: str,
+        limit: int = 512,
+        idle_s: float = _IDLE_S,
+        *,
+        keep: bool = False,
+        deadlines: Deadlines | None = None,
     ) -> None:
         """``limit``: threads at most. ``idle_s``: seconds without a task after which one ends.
 
         ``keep``: the first thread starts now and does not end before ``stop``, so that tasks are run even where no
-        further thread can be started. ``alarms``: used to try again then. Raises ThreadShortage.
+        further thread can be started. ``deadlines``: used to try again then. Raises ThreadShortage.
         """
         self._name, self._limit, self._idle_s = name, limit, idle_s
-        self._keep, self._alarms = int(keep), alarms
+        self._keep, self._deadlines = int(keep), deadlines
         self._tasks: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = 0  # threads waiting for a task, less the tasks waiting for a thread
@@ -51,7 +57,7 @@ class Workers:
         If no thread can be started, the task waits for one that exists. Raises ThreadShortage, and does not run it, if
         there is none; never with ``keep``.
 
-        After ``stop`` too, on a thread of its own: a method that waited for its turn holds a seat now, and has
+        After ``stop`` too, on a thread of its own: a method that waited for its turn holds an admission now, and has
         to give it back. Beyond the limit too, if it is the method of an object that ``may_not_wait``.
         """
         with self._lock:
@@ -103,12 +109,12 @@ class Workers:
             if not self._threads:
                 self._idle += 1
                 return False
-            retries = self._alarms is not None and not self._retrying
+            retries = self._deadlines is not None and not self._retrying
             if retries:
                 self._retrying = True
-        if retries and self._alarms is not None:
+        if retries and self._deadlines is not None:
             try:
-                self._alarms.at(time.monotonic() + threads.PAUSE_S, self._grow)
+                self._deadlines.at(time.monotonic() + threads.PAUSE_S, self._grow)
             except MemoryError:  # the thread that exists has to do
                 self._retrying = False
         return True

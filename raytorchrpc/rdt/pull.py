@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _SHARE_OF_TIME = 0.8
 #: Whoever waits looks this often (seconds) whether Ray has aborted the transfer.
 _LOOK_S = 0.1
-#: What the road by the group may raise where the door can still do.
+#: What the route by the group may raise where the door can still do.
 _ROAD_LOST = (PeerLost, NotAMember, LaneUnavailable)
 
 _workers = Workers("raytorchrpc-pull")
@@ -60,10 +60,10 @@ class Pull:
         on_gpu: bool,
         targets: Sequence[torch.Tensor] | None = None,
         *,
-        attended: bool = False,
+        caller_waits: bool = False,
     ) -> None:
         """``on_gpu``: some tensor is on a GPU there. ``targets``: tensors to be filled instead of new ones.
-        ``attended``: ``wait`` follows at once.
+        ``caller_waits``: ``wait`` follows at once.
         """
         self.object_id, self._source, self._on_gpu, self._targets = object_id, source, on_gpu, targets
         self._deadline = time.monotonic() + _SHARE_OF_TIME * ray_internals.transfer_timeout_s()
@@ -84,7 +84,7 @@ class Pull:
         if source.process == _rdt_source.process_token():
             self._settle(self._own)
         elif local is not None and member is not None:
-            self._ask_member(local, member, attended)
+            self._ask_member(local, member, caller_waits)
         else:
             self._ask_at_door()
 
@@ -93,14 +93,14 @@ class Pull:
         kept.adopt()
         return kept.tensors if self._targets is None else _filled(self._targets, kept.tensors)
 
-    def _ask_member(self, local: LocalMember, member: Member, attended: bool) -> None:
+    def _ask_member(self, local: LocalMember, member: Member, caller_waits: bool) -> None:
         try:
             scope = _scope.current_scope.set(_scope.NO_SCOPE)  # its deadline is the transfer's own
             try:
                 with torch_internals.autograd_context(torch_internals.NO_CONTEXT):
                     args = (self.object_id, self._source.process, self._to_cpu)
                     left = self._remaining()
-                    self._call = local.call(member, PULL, args, {}, left, into=self._targets, attended=attended)
+                    self._call = local.call(member, PULL, args, {}, left, into=self._targets, caller_waits=caller_waits)
             finally:
                 _scope.current_scope.reset(scope)
         except _ROAD_LOST:
@@ -198,9 +198,9 @@ def _text(error: BaseException, on_gpu: bool = False) -> str:
 
 def _member_at(local: LocalMember, source: Source) -> Member | None:
     """The member that is this process, if the group that we are in has it."""
-    for road in local.roads:
-        if road.member.pid == source.pid and road.member.node_id == source.node_id:
-            return road.member
+    for route in local.routes:
+        if route.member.pid == source.pid and route.member.node_id == source.node_id:
+            return route.member
     return None
 
 

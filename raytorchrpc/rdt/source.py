@@ -21,7 +21,7 @@ from raytorchrpc.calls.current import current_local
 from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.tensors.codec import Codec, Encoded
-from raytorchrpc.tensors.cuda_streams import hand_over
+from raytorchrpc.tensors.cuda_streams import handoff_streams
 
 if TYPE_CHECKING:
     from raytorchrpc.lanes.nng.offers import NngServer, OfferAddress
@@ -55,7 +55,7 @@ class _Kept:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = list(tensors)
         # This thread queued what makes them, if that still runs; other threads read them.
-        self.adopt = hand_over(self.tensors)
+        self.adopt = handoff_streams(self.tensors)
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
         self._streams = [torch.cuda.current_stream(device) for device in devices]
 
@@ -129,7 +129,7 @@ def _pull(instance: Any, object_id: str, process: bytes, to_cpu: bool) -> list[t
     return [tensor.cpu() for tensor in kept.tensors] if to_cpu else kept.tensors
 
 
-incoming.own_methods[PULL] = Exposed(_pull, True, None, False, False, False, frozen=True)
+incoming.builtin_services[PULL] = Exposed(_pull, True, None, False, False, False, frozen=True)
 
 
 def _for_strangers(kept: _Kept) -> Encoded:

@@ -128,7 +128,7 @@ class TorchRpcTransport(TensorTransportManager):
     def recv_multiple_tensors(
         self, obj_id: str, tensor_transport_metadata: Any, communicator_metadata: Any, target_buffers: Any = None
     ) -> list[torch.Tensor]:
-        pull = _pull(obj_id, tensor_transport_metadata, target_buffers, attended=True)
+        pull = _pull(obj_id, tensor_transport_metadata, target_buffers, caller_waits=True)
         return [] if pull is None else pull.wait(None)
 
     def send_multiple_tensors(self, tensors: Any, tensor_transport_metadata: Any, communicator_metadata: Any) -> None:
@@ -143,11 +143,11 @@ class TorchRpcTransport(TensorTransportManager):
         _rdt_pull.abort(obj_id)
 
 
-def _pull(object_id: str, meta: ObjectMeta, targets: Any, *, attended: bool = False) -> _rdt_pull.Pull | None:
+def _pull(object_id: str, meta: ObjectMeta, targets: Any, *, caller_waits: bool = False) -> _rdt_pull.Pull | None:
     """None for an object without tensors."""
     if meta.source is None:
         return None
-    return _rdt_pull.Pull(object_id, meta.source, meta.on_gpu, targets, attended=attended)
+    return _rdt_pull.Pull(object_id, meta.source, meta.on_gpu, targets, caller_waits=caller_waits)
 
 
 def _node_ip() -> str:

@@ -15,7 +15,7 @@ def nothing() -> None:
     """For tensors that need no hand-over."""
 
 
-def hand_over(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+def handoff_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
     """Called on the thread (and streams) that made the tensors; the result is called on the one that uses them.
 
     The user's streams then wait for the maker's, on the GPU, without blocking the CPU. ``record_stream`` keeps

@@ -173,9 +173,9 @@ def test_a_forked_child_neither_hangs_nor_harms_its_parent() -> None:
 WITHOUT_DESCRIPTORS = """
 import os, resource
 from contextlib import suppress
-from raytorchrpc.lanes._nng import Wire
+from raytorchrpc.lanes._nng import PairSocket
 
-Wire().close()  # nng has what it needs for itself
+PairSocket().close()  # nng has what it needs for itself
 limit = max(map(int, os.listdir("/proc/self/fd"))) + 20
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 taken = []
@@ -184,7 +184,7 @@ with suppress(OSError):
         taken.append(os.dup(0))
 for left in range(3):
     try:
-        Wire().close()
+        PairSocket().close()
         print("made with", left)
     except OSError as error:
         print(type(error).__name__, error)

@@ -55,9 +55,9 @@ def soon() -> float:
     return time.monotonic() + 10
 
 
-def get_wire(member: Node) -> sockets.Wire:
+def get_wire(member: Node) -> sockets.PairSocket:
     """Anybody gets one; it leads to the handshake."""
-    wire = sockets.Wire()
+    wire = sockets.PairSocket()
     wire.dial(sockets.ask(*door(member), soon()).decode(), soon())
     return wire
 
@@ -73,7 +73,7 @@ def echo(node: Node, timeout_s: float = PATIENCE_S) -> None:
     assert answer(pending).header == ("echo",)
 
 
-def hung_up_on(wire: sockets.Wire) -> bool:
+def hung_up_on(wire: sockets.PairSocket) -> bool:
     """Whether it is, and has heard no more than the other's half of the handshake."""
     heard = 0
     while True:
@@ -188,7 +188,7 @@ def test_a_recorded_handshake_cannot_be_played_again(member: Node) -> None:
 
 
 class Recorder(Channel):
-    def __init__(self, wire: sockets.Wire, sent: list[bytes]) -> None:
+    def __init__(self, wire: sockets.PairSocket, sent: list[bytes]) -> None:
         super().__init__(wire)
         self._sent = sent
 
@@ -206,7 +206,7 @@ def test_connections_that_say_nothing_keep_no_member_out(member: Node, where: st
             else:
                 stack.enter_context(dial(door(member)[0]))
         for _ in range(80 if where == "door" else 0):  # these say who they are to nng
-            asker = sockets.Wire(pynng.Req0)
+            asker = sockets.PairSocket(pynng.Req0)
             stack.callback(asker.close)
             asker.dial(door(member)[0], soon())
         friend = rightful(member)
@@ -218,7 +218,7 @@ def test_connections_that_say_nothing_keep_no_member_out(member: Node, where: st
 
 def test_a_second_one_on_a_members_wire_is_hung_up_on(member: Node) -> None:
     url = sockets.ask(*door(member), soon()).decode()
-    first, second = sockets.Wire(), sockets.Wire()
+    first, second = sockets.PairSocket(), sockets.PairSocket()
     try:
         first.dial(url, soon())
         with suppress(OSError):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from raytorchrpc.errors import RayTorchRpcError
-from raytorchrpc.process.deadlines import Alarms
+from raytorchrpc.process.deadlines import Deadlines
 from raytorchrpc.process.workers import Workers
 from tests.conformance.peers import EMPTY, Message, Node, PeerAddress, answer
 
@@ -25,7 +25,7 @@ PATIENCE_S = 30.0
 def serve(kind: str, pipe: Connection) -> None:
     """Answer, and starve when told so."""
     node = Node(kind, "b", 1)
-    workers = Workers("starved", keep=True, alarms=Alarms("starved"))
+    workers = Workers("starved", keep=True, deadlines=Deadlines("starved"))
     node.lane._spawn = workers.submit  # type: ignore[attr-defined]
     pipe.send(node.address)
     while pipe.recv():

@@ -382,11 +382,11 @@ R = TypeVar("R", bound=Running)
 
 @contextmanager
 def running(
-    directory: Path, seed: int, road: str = "default", hand: Hand | None = None, kind: type[R] = Running, **config: Any
+    directory: Path, seed: int, route: str = "default", hand: Hand | None = None, kind: type[R] = Running, **config: Any
 ) -> Iterator[R]:
     """A group of restartable actors, those of ``kind``; Ray runs.
 
-    ``road``: of ``LANES``; ``config``: other settings of the group. ``hand``: there are several hosts, and it strikes
+    ``route``: of ``LANES``; ``config``: other settings of the group. ``hand``: there are several hosts, and it strikes
     them; ``NEAR`` are here, and the others on hosts that have Ray's resource "away".
     """
     board = Board(directory / f"board-{seed}")
@@ -401,13 +401,13 @@ def running(
         elif hand is not None:
             options |= {"resources": {socket.gethostname(): 1}}
         actors[name] = ray.remote(cls).options(**options).remote(name, board.path, str(log))
-    settings = {"shm_bytes": 80 << 20, "rpc_timeout_s": 10, **LANES[road], **config}
+    settings = {"shm_bytes": 80 << 20, "rpc_timeout_s": 10, **LANES[route], **config}
     try:
         with rtr.init_group(
             actors, name=f"faults-{seed}", config=rtr.GroupConfig(**settings), timeout_s=PATIENCE_S
         ) as group:
             run = kind(group, actors, board, log, seed, hand or Here())
-            run.pooled = settings["shm_bytes"] if road == "nixl" else 0
+            run.pooled = settings["shm_bytes"] if route == "nixl" else 0
             run.calm(0)
             run.rest()
             yield run

@@ -1,4 +1,4 @@
-"""``raytorchrpc bench`` where there are GPUs: placement, and the roads between two of them."""
+"""``raytorchrpc bench`` where there are GPUs: placement, and the routes between two of them."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_a_pulled_cable_costs_a_call_its_deadline(three_hosts: Hosts, asked: Dri
         b.plug_in()
     asked.ask("wait_ready", 30)
     assert asked.ask("attempt", "a", "b", 20.0) == ""
-    assert {name: seat[1] for name, seat in asked.ask("members").items()} == {"a": 0, "b": 0, "c": 0}
+    assert {name: member[1] for name, member in asked.ask("members").items()} == {"a": 0, "b": 0, "c": 0}
 
 
 def test_a_partition_of_five_seconds_costs_nobody(three_hosts: Hosts, asked: Driver) -> None:

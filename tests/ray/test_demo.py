@@ -30,7 +30,7 @@ def test_reaches_the_accuracy_and_shows_what_the_calls_cost(demo: Command) -> No
     assert accuracies[-1] >= 95, out
     for heading in ("Routes", "Statistics", "Direct or through Ray"):
         assert heading in out
-    medians = {road: float(ms) for road, ms in re.findall(r"(direct|object store)\W+([\d.]+)", out)}
+    medians = {route: float(ms) for route, ms in re.findall(r"(direct|object store)\W+([\d.]+)", out)}
     assert medians.keys() == {"direct", "object store"}, out
     assert all(value > 0 for value in medians.values())
     assert demo.gone_within(10)

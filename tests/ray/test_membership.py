@@ -20,16 +20,16 @@ from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
 from tests.ray.returning import Returning, StartsWhenTold
 
-News = queue.Queue[Any]
+EventBus = queue.Queue[Any]
 
 
-def listened(group: rtr.Group) -> News:
-    news: News = queue.Queue()
+def listened(group: rtr.Group) -> EventBus:
+    news: EventBus = queue.Queue()
     group.on_change(news.put)
     return news
 
 
-def await_death(news: News) -> None:
+def await_death(news: EventBus) -> None:
     """Until Ray has given somebody up; before that it may only be known to be lost."""
     while news.get(timeout=60).kind != "dead":
         pass

@@ -12,17 +12,17 @@ import pytest
 import ray
 
 import raytorchrpc as rtr
-from raytorchrpc.group.detached import look_around
-from raytorchrpc.group.status import GroupLook
+from raytorchrpc.group.detached import cluster_status
+from raytorchrpc.group.status import GroupStatus
 from tests.ray.actors import Latch, Peer
 from tests.ray.commands import Command
 from tests.ray.conftest import Spawn
 
 
-def settled(check: Callable[[list[GroupLook]], bool], name: str) -> list[GroupLook]:
+def settled(check: Callable[[list[GroupStatus]], bool], name: str) -> list[GroupStatus]:
     """Poll: the cluster's store offers nothing to wait on."""
     until = time.monotonic() + 20
-    while not check(found := look_around(name)) and time.monotonic() < until:
+    while not check(found := cluster_status(name)) and time.monotonic() < until:
         time.sleep(0.05)
     assert check(found), found
     return found
@@ -46,13 +46,13 @@ def test_a_group_that_posts_is_seen_with_its_busy_members_and_not_after_its_end(
         assert (seen.members, seen.away, seen.silent) == (("a", "b"), {}, ())
         assert [(one.caller, one.peer, one.calls) for one in seen.under_way] == [("a", "b", 1)]
         assert [(row.caller, row.peer, row.lane, row.calls) for row in seen.rows] == [("a", "b", "socket", 2)]
-        assert look_around("another") == []
+        assert cluster_status("another") == []
     settled(lambda found: not found, "posted")
 
 
 def test_a_group_that_does_not_post_is_not_seen(peers: list[Any]) -> None:
     with rtr.init_group({"a": peers[0], "b": peers[1]}, name="quiet"):
-        assert look_around("quiet") == []
+        assert cluster_status("quiet") == []
 
 
 @pytest.mark.slow

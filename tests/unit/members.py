@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from raytorchrpc.calls import current
 from raytorchrpc.calls.member import Absence, LocalMember
-from raytorchrpc.calls.peers import Member, PeerRoad, process_token
+from raytorchrpc.calls.peers import Member, PeerRoute, process_token
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
@@ -55,7 +55,7 @@ class DirectLane(MessageLane):
         message: Message,
         timeout_s: float,
         *,
-        attended: bool = False,
+        caller_waits: bool = False,
         settled: Callable[[], None] | None = None,
     ) -> Pending:
         def over() -> None:
@@ -148,7 +148,7 @@ class Members:
     def _know(self, local: LocalMember, peer: Member) -> None:
         lane = self.lanes[local.me.name]
         token = process_token(GENERATION, peer.rank, peer.incarnation)
-        local.know(PeerRoad(peer, lane, lane, lane, token=token, same_clock=True))
+        local.know(PeerRoute(peer, lane, lane, lane, token=token, same_clock=True))
 
     @contextmanager
     def acting(self, name: str) -> Iterator[LocalMember]:

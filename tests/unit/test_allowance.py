@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from raytorchrpc.calls.flow_control import Allowance, Allowances, Ticket
+from raytorchrpc.calls.flow_control import Allowance, CreditWindows, Ticket
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerBusy, RpcTimeout
@@ -80,7 +80,7 @@ def test_who_gave_up_is_skipped() -> None:
 
 
 def test_many_threads_never_exceed_it_and_leave_nothing() -> None:
-    allowances = Allowances(GroupConfig(max_calls_in_flight=3), 100)
+    credit = CreditWindows(GroupConfig(max_calls_in_flight=3), 100)
     inside, most = 0, 0
     lock = threading.Lock()
 
@@ -89,7 +89,7 @@ def test_many_threads_never_exceed_it_and_leave_nothing() -> None:
         numbers = random.Random(seed)
         for _ in range(200):
             try:
-                ticket, _ = allowances.take(B, "f", numbers.randrange(60), numbers.choice([0.0, 0.001, 10]))
+                ticket, _ = credit.take(B, "f", numbers.randrange(60), numbers.choice([0.0, 0.001, 10]))
             except RpcTimeout:
                 continue
             with lock:
@@ -103,15 +103,15 @@ def test_many_threads_never_exceed_it_and_leave_nothing() -> None:
         for done in [pool.submit(work, seed) for seed in range(8)]:
             done.result(60)
     assert 1 <= most <= 3
-    assert allowances.under_way(1) == (0, 0)
+    assert credit.under_way(1) == (0, 0)
 
 
 def test_when_full_it_waits_until_the_deadline_or_rejects_at_once() -> None:
-    blocking = Allowances(GroupConfig(max_calls_in_flight=1), 100)
+    blocking = CreditWindows(GroupConfig(max_calls_in_flight=1), 100)
     blocking.take(B, "f", 1, 1)
     with pytest.raises(RpcTimeout, match=r"b\.g was not sent by its deadline: 1 calls"):
         blocking.take(B, "g", 1, 0.01)
-    rejecting = Allowances(GroupConfig(max_calls_in_flight=1, when_full="reject"), 100)
+    rejecting = CreditWindows(GroupConfig(max_calls_in_flight=1, when_full="reject"), 100)
     rejecting.take(B, "f", 1, 1)
     with pytest.raises(PeerBusy, match=r"b\.g was not sent.*max_calls_in_flight \(1\)") as busy:
         rejecting.take(B, "g", 1, 60)

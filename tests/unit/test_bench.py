@@ -274,7 +274,7 @@ def test_rows_are_sound() -> None:
     assert {row.published for row in ROWS} - {None} == keys  # every published transport has its row
     for row in ROWS:
         shared = [other for other in ROWS if other.actors == row.actors]
-        assert len(shared) == 1 or not any(other.env or other.road == "group" for other in shared)
+        assert len(shared) == 1 or not any(other.env or other.route == "group" for other in shared)
     with pytest.raises(ConfigurationError):
         choose(["auto", "Auto"])
 

@@ -284,7 +284,7 @@ def test_an_item_that_comes_for_a_cancelled_get_goes_back_whatever_flow_control_
         await until(lambda: len(lane.held) == 1)
         local = members.members["a"]
         # As soon as there is leave for one more call, somebody else has it.
-        lane.when_over = lambda: lane.taken.append(local.allowances.take(local.road("home").member, "", 0, 0.0))
+        lane.when_over = lambda: lane.taken.append(local.credit.take(local.route("home").member, "", 0, 0.0))
         put_at_home(members, 1, 2)
 
     with members.acting("a"):

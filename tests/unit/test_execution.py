@@ -1,4 +1,4 @@
-"""Gates, seats, workers, alarms and leftovers, without Ray. No test waits for time to pass."""
+"""Gates, admissions, workers, deadlines and cleanup, without Ray. No test waits for time to pass."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 
 from raytorchrpc.calls import event_loops
 from raytorchrpc.calls import gates as execution
-from raytorchrpc.calls.gates import Gate, Seat, Work
+from raytorchrpc.calls.gates import Admission, Gate, Work
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.waiting import wait_serving
 from raytorchrpc.errors import RayTorchRpcError
-from raytorchrpc.process.deadlines import Alarms
-from raytorchrpc.process.deferred_cleanup import Leftovers
+from raytorchrpc.process.deadlines import Deadlines
+from raytorchrpc.process.deferred_cleanup import DeferredCleanup
 from raytorchrpc.process.workers import Workers
 
 PATIENCE_S = 10.0
@@ -54,32 +54,32 @@ class Waiting:
 class Method:
     """A job whose work the test does by hand, in the order it was admitted."""
 
-    def __init__(self, log: list[str], name: str, inside: Callable[[Seat], None] | None = None) -> None:
+    def __init__(self, log: list[str], name: str, inside: Callable[[Admission], None] | None = None) -> None:
         self.log, self.name, self.inside = log, name, inside
-        self.seat: Seat | None = None
+        self.admission: Admission | None = None
         self.ran_on: int | None = None
 
     @property
     def label(self) -> str:
         return self.name
 
-    def admit(self, seat: Seat) -> Work | None:
-        self.seat = seat
+    def admit(self, admission: Admission) -> Work | None:
+        self.admission = admission
         self.log.append(self.name)
         return lambda: None
 
     def spawn(self, work: Work) -> None:
         work()
 
-    def run_inside(self, seat: Seat) -> None:
-        self.seat, self.ran_on = seat, threading.get_ident()
+    def run_inside(self, admission: Admission) -> None:
+        self.admission, self.ran_on = admission, threading.get_ident()
         self.log.append(f"{self.name} inside")
         if self.inside is not None:
-            self.inside(seat)
+            self.inside(admission)
 
     def leave(self) -> None:
-        assert self.seat is not None
-        self.seat.gate.leave(self.seat)
+        assert self.admission is not None
+        self.admission.gate.leave(self.admission)
 
 
 def on_thread(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -118,7 +118,7 @@ def test_a_gate_admits_its_limit_and_the_rest_in_the_order_they_came(limit: int)
     for gone, method in enumerate(methods, start=1):
         assert log == [str(number) for number in range(min(6, limit + gone - 1))]
         method.leave()
-    assert gate.enter_now() is not None  # all seats are free again
+    assert gate.enter_now() is not None  # all admissions are free again
 
 
 def test_threads_that_enter_and_jobs_share_one_line() -> None:
@@ -131,10 +131,10 @@ def test_threads_that_enter_and_jobs_share_one_line() -> None:
     assert gate.request(second) is None
     entered = threading.Event()
 
-    def third() -> Seat:
-        seat = gate.enter()
+    def third() -> Admission:
+        admission = gate.enter()
         entered.set()
-        return seat
+        return admission
 
     join = on_thread(third)
     fourth = Method(log, "fourth")
@@ -145,9 +145,9 @@ def test_threads_that_enter_and_jobs_share_one_line() -> None:
     gate.leave(first)
     assert log == ["second"] and not entered.is_set()
     second.leave()
-    seat = join()
-    assert log == ["second"] and seat.owner not in (None, threading.get_ident())
-    gate.leave(seat)
+    admission = join()
+    assert log == ["second"] and admission.owner not in (None, threading.get_ident())
+    gate.leave(admission)
     assert log == ["second", "fourth"]
 
 
@@ -157,11 +157,11 @@ def test_pass_on_gives_the_next_in_line_to_the_same_thread() -> None:
     first, second = Method(log, "first"), Method(log, "second")
     gate.request(first)
     gate.request(second)
-    assert first.seat is not None
-    following = gate.pass_on(first.seat)
+    assert first.admission is not None
+    following = gate.pass_on(first.admission)
     assert following is not None and following[0] is second
-    assert second.seat is not None and second.seat is not first.seat
-    assert gate.pass_on(second.seat) is None
+    assert second.admission is not None and second.admission is not first.admission
+    assert gate.pass_on(second.admission) is None
 
 
 def test_a_chain_finds_the_seat_it_holds_and_no_other() -> None:
@@ -181,26 +181,26 @@ def test_tokens_are_never_used_twice() -> None:
     gates = [Gate(1) for _ in range(3)]
     tokens = []
     for gate in gates * 10:
-        seat = gate.enter()
-        tokens.append(seat.token)
-        gate.leave(seat)
+        admission = gate.enter()
+        tokens.append(admission.token)
+        gate.leave(admission)
     assert len(set(tokens)) == 30
 
 
-# --- coming back to a seat -----------------------------------------------------------------------------------
+# --- coming back to an admission -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def seat() -> Iterator[Seat]:
+def admission() -> Iterator[Admission]:
     """This thread runs a method in a gate of one."""
     gate = Gate(1)
-    seat = gate.enter()
-    before = current_scope.set(Scope((seat.token,), None, seat))
-    yield seat
+    admission = gate.enter()
+    before = current_scope.set(Scope((admission.token,), None, admission))
+    yield admission
     current_scope.reset(before)
 
 
-def test_what_comes_back_runs_on_the_thread_that_waits_in_order(seat: Seat) -> None:
+def test_what_comes_back_runs_on_the_thread_that_waits_in_order(admission: Admission) -> None:
     log: list[str] = []
     waiting = Waiting()
     methods = [Method(log, str(number)) for number in range(3)]
@@ -208,105 +208,105 @@ def test_what_comes_back_runs_on_the_thread_that_waits_in_order(seat: Seat) -> N
 
     def come_back() -> None:
         for method in methods:
-            assert seat.gate.post(seat, method)
+            assert admission.gate.post(admission, method)
 
     join = on_thread(come_back)
     assert wait_serving(waiting, PATIENCE_S)
     join()
     assert log == ["0 inside", "1 inside", "2 inside"]
     assert {method.ran_on for method in methods} == {threading.get_ident()}
-    assert {method.seat for method in methods} == {seat}
+    assert {method.admission for method in methods} == {admission}
 
 
-def test_what_came_back_early_runs_when_the_method_first_waits(seat: Seat) -> None:
+def test_what_came_back_early_runs_when_the_method_first_waits(admission: Admission) -> None:
     log: list[str] = []
     waiting = Waiting()
-    seat.gate.post(seat, Method(log, "early", lambda _: waiting.finish()))
+    admission.gate.post(admission, Method(log, "early", lambda _: waiting.finish()))
     assert log == []
     assert wait_serving(waiting, PATIENCE_S)
     assert log == ["early inside"]
 
 
-def test_a_wait_inside_a_wait(seat: Seat) -> None:
+def test_a_wait_inside_a_wait(admission: Admission) -> None:
     log: list[str] = []
     outer, inner = Waiting(), Waiting()
 
-    def wait_again(_: Seat) -> None:
-        seat.gate.post(seat, Method(log, "second", lambda _: inner.finish()))
+    def wait_again(_: Admission) -> None:
+        admission.gate.post(admission, Method(log, "second", lambda _: inner.finish()))
         assert wait_serving(inner, PATIENCE_S)
         log.append("first goes on")
         outer.finish()
 
-    seat.gate.post(seat, Method(log, "first", wait_again))
+    admission.gate.post(admission, Method(log, "first", wait_again))
     assert wait_serving(outer, PATIENCE_S)
     assert log == ["first inside", "second inside", "first goes on"]
 
 
-def _descend(seat: Seat, log: list[str], depth: int) -> Waiting:
+def _descend(admission: Admission, log: list[str], depth: int) -> Waiting:
     """What comes back, and what comes back to that, so deep; ends from the innermost outwards."""
     waiting = Waiting()
 
-    def inside(_: Seat) -> None:
+    def inside(_: Admission) -> None:
         if depth > 1:
-            inner = _descend(seat, log, depth - 1)
+            inner = _descend(admission, log, depth - 1)
             assert wait_serving(inner, PATIENCE_S)
         waiting.finish()
 
-    seat.gate.post(seat, Method(log, str(depth), inside))
+    admission.gate.post(admission, Method(log, str(depth), inside))
     return waiting
 
 
-def test_what_comes_back_a_thousand_times_finds_stack_to_run_on(seat: Seat) -> None:
+def test_what_comes_back_a_thousand_times_finds_stack_to_run_on(admission: Admission) -> None:
     log: list[str] = []
-    assert wait_serving(_descend(seat, log, 1000), PATIENCE_S)
+    assert wait_serving(_descend(admission, log, 1000), PATIENCE_S)
     assert log == [f"{depth} inside" for depth in range(1000, 0, -1)]
-    assert (seat.owner, seat.nested) == (threading.get_ident(), 0)
-    assert wait_serving(_descend(seat, log, 1), PATIENCE_S), "and the seat is this thread's again"
+    assert (admission.owner, admission.nested) == (threading.get_ident(), 0)
+    assert wait_serving(_descend(admission, log, 1), PATIENCE_S), "and the admission is this thread's again"
 
 
-def test_what_comes_back_without_an_end_is_refused(seat: Seat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_back_without_an_end_is_refused(admission: Admission, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "MOST_NESTED", 20)
     log: list[str] = []
     refused: list[str] = []
 
-    def again(_: Seat) -> None:
+    def again(_: Admission) -> None:
         waiting = Waiting()
         try:
-            seat.gate.post(seat, Method(log, "again", lambda _: (again(seat), waiting.finish())[1]))
+            admission.gate.post(admission, Method(log, "again", lambda _: (again(admission), waiting.finish())[1]))
         except RayTorchRpcError as error:
             refused.append(str(error))
         else:
             assert wait_serving(waiting, PATIENCE_S)
 
-    again(seat)
-    assert len(log) == 20 and seat.nested == 0
+    again(admission)
+    assert len(log) == 20 and admission.nested == 0
     assert [text[: text.index(":")] for text in refused] == ["again was not called"]
     assert "come back to that actor 20 times" in refused[0]
 
 
-def test_a_wait_that_runs_out_says_so_and_can_be_repeated(seat: Seat) -> None:
+def test_a_wait_that_runs_out_says_so_and_can_be_repeated(admission: Admission) -> None:
     waiting = Waiting()
     assert not wait_serving(waiting, 0.01)
     waiting.finish()
     assert wait_serving(waiting, 0.0)
 
 
-def test_a_seat_that_is_given_up_hands_what_nobody_ran_to_the_line(seat: Seat) -> None:
+def test_a_seat_that_is_given_up_hands_what_nobody_ran_to_the_line(admission: Admission) -> None:
     log: list[str] = []
-    gate = seat.gate
+    gate = admission.gate
     left = [Method(log, "left 1"), Method(log, "left 2")]
     for method in left:
-        assert gate.post(seat, method)
-    gate.leave(seat)
-    assert log == ["left 1"]  # one at a time, with a seat of its own
+        assert gate.post(admission, method)
+    gate.leave(admission)
+    assert log == ["left 1"]  # one at a time, with an admission of its own
     left[0].leave()
     assert log == ["left 1", "left 2"]
-    assert not gate.post(seat, Method(log, "too late"))
+    assert not gate.post(admission, Method(log, "too late"))
     left[1].leave()
     assert gate.enter_now() is not None
 
 
-def test_another_thread_in_a_copy_of_the_context_does_not_take_the_seat_for_its_own(seat: Seat) -> None:
+def test_another_thread_in_a_copy_of_the_context_does_not_take_the_seat_for_its_own(admission: Admission) -> None:
     import contextvars
 
     log: list[str] = []
@@ -314,7 +314,7 @@ def test_another_thread_in_a_copy_of_the_context_does_not_take_the_seat_for_its_
     context = contextvars.copy_context()
     join = on_thread(lambda: context.run(wait_serving, waiting, PATIENCE_S))
     assert waiting.watched.wait(PATIENCE_S)
-    seat.gate.post(seat, Method(log, "mine"))
+    admission.gate.post(admission, Method(log, "mine"))
     waiting.finish()
     assert join()
     assert log == []  # only the thread of the method may run it
@@ -326,7 +326,7 @@ def test_another_thread_in_a_copy_of_the_context_does_not_take_the_seat_for_its_
 def test_a_deadline_is_void_once_its_call_is_over() -> None:
     limit = Limit(time.monotonic() + 5)
     scope = Scope(("a",), limit)
-    inherited = scope._replace(seat=None)
+    inherited = scope._replace(admission=None)
     assert scope.deadline == inherited.deadline == limit.at
     limit.over = True
     assert scope.deadline is None and inherited.deadline is None
@@ -339,9 +339,9 @@ def test_a_scope_inside_a_seat_keeps_the_chain_and_the_limit() -> None:
     limit = Limit(1.0)
     inside = Scope((), limit).inside(first).inside(second)
     assert inside.path == (first.token, second.token)
-    assert inside.limit is limit and inside.seat is second
+    assert inside.limit is limit and inside.admission is second
     again = inside.inside(first)
-    assert again.path == inside.path and again.seat is first
+    assert again.path == inside.path and again.admission is first
 
 
 # --- event loops ---------------------------------------------------------------------------------------------
@@ -351,10 +351,10 @@ def test_coroutines_wait_for_their_turn_without_stopping_the_loop() -> None:
     async def main() -> list[str]:
         gate, log = Gate(1), []
 
-        async def enter(name: str) -> Seat:
-            seat = await gate.enter_on_loop()
+        async def enter(name: str) -> Admission:
+            admission = await gate.enter_on_loop()
             log.append(name)
-            return seat
+            return admission
 
         first = await enter("first")
         tasks = [asyncio.create_task(enter(name)) for name in ("second", "third")]
@@ -536,7 +536,7 @@ def test_an_idle_worker_keeps_nothing_of_its_task(workers: Workers) -> None:
 
 
 def test_stopped_workers_do_what_was_submitted_before_and_after() -> None:
-    """A method that waits for its turn while the group ends holds a seat: it must run, to give it back."""
+    """A method that waits for its turn while the group ends holds an admission: it must run, to give it back."""
     done: queue.SimpleQueue[str] = queue.SimpleQueue()
     go = threading.Event()
     workers = Workers("late-test", limit=1)
@@ -553,30 +553,30 @@ def test_stopped_workers_do_what_was_submitted_before_and_after() -> None:
     assert worker_threads("late-test") == []
 
 
-# --- alarms --------------------------------------------------------------------------------------------------
+# --- deadlines --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def alarms(request: pytest.FixtureRequest) -> Iterator[Alarms]:
-    alarms = Alarms(request.node.name)
-    yield alarms
-    alarms.stop()
+def deadlines(request: pytest.FixtureRequest) -> Iterator[Deadlines]:
+    deadlines = Deadlines(request.node.name)
+    yield deadlines
+    deadlines.stop()
     for thread in worker_threads(request.node.name):
         thread.join(PATIENCE_S)
     assert worker_threads(request.node.name) == []
 
 
-def test_alarms_go_off_in_order_of_time_and_not_before(alarms: Alarms) -> None:
+def test_alarms_go_off_in_order_of_time_and_not_before(deadlines: Deadlines) -> None:
     went: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
     start = time.monotonic()
     for name, after in (("last", 0.06), ("first", 0.02), ("middle", 0.04)):
-        alarms.at(start + after, lambda name=name: went.put((name, time.monotonic() - start)))
+        deadlines.at(start + after, lambda name=name: went.put((name, time.monotonic() - start)))
     order = [went.get(timeout=PATIENCE_S) for _ in range(3)]
     assert [name for name, _ in order] == ["first", "middle", "last"]
     assert all(late >= after for (_, late), after in zip(order, (0.02, 0.04, 0.06), strict=True))
 
 
-def test_a_cancelled_alarm_stays_silent_and_lets_go_of_its_callback(alarms: Alarms) -> None:
+def test_a_cancelled_alarm_stays_silent_and_lets_go_of_its_callback(deadlines: Deadlines) -> None:
     went: queue.SimpleQueue[str] = queue.SimpleQueue()
     callback = went.put
 
@@ -584,41 +584,41 @@ def test_a_cancelled_alarm_stays_silent_and_lets_go_of_its_callback(alarms: Alar
         callback("cancelled")
 
     alive = weakref.ref(held)
-    cancel = alarms.at(time.monotonic() + 0.02, held)
+    cancel = deadlines.at(time.monotonic() + 0.02, held)
     cancel()
     cancel()
     del held
     assert alive() is None
-    alarms.at(time.monotonic() + 0.03, lambda: went.put("kept"))
+    deadlines.at(time.monotonic() + 0.03, lambda: went.put("kept"))
     assert went.get(timeout=PATIENCE_S) == "kept"
     assert went.empty()
 
 
-def test_thousands_of_cancelled_alarms_do_not_pile_up(alarms: Alarms) -> None:
+def test_thousands_of_cancelled_alarms_do_not_pile_up(deadlines: Deadlines) -> None:
     for _ in range(5000):
-        alarms.at(time.monotonic() + 60, lambda: None)()
-    assert len(alarms._heap) < 200
-    assert sys.getsizeof(alarms._heap) < 10_000
+        deadlines.at(time.monotonic() + 60, lambda: None)()
+    assert len(deadlines._heap) < 200
+    assert sys.getsizeof(deadlines._heap) < 10_000
 
 
 def test_stopped_alarms_are_silent() -> None:
-    alarms = Alarms("stopped-alarms")
-    alarms.at(time.monotonic() + 60, lambda: None)
-    (thread,) = worker_threads("stopped-alarms")
-    alarms.stop()
+    deadlines = Deadlines("stopped-deadlines")
+    deadlines.at(time.monotonic() + 60, lambda: None)
+    (thread,) = worker_threads("stopped-deadlines")
+    deadlines.stop()
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
-    alarms.at(time.monotonic(), lambda: pytest.fail("it was stopped"))
+    deadlines.at(time.monotonic(), lambda: pytest.fail("it was stopped"))
 
 
-# --- leftovers -----------------------------------------------------------------------------------------------
+# --- cleanup -----------------------------------------------------------------------------------------------
 
 
 class Dying:
     """Leaves something to be done."""
 
-    def __init__(self, leftovers: Leftovers, done: queue.SimpleQueue[str]) -> None:
-        self._leftovers, self._done = leftovers, done
+    def __init__(self, cleanup: DeferredCleanup, done: queue.SimpleQueue[str]) -> None:
+        self._leftovers, self._done = cleanup, done
 
     def __del__(self) -> None:
         self._leftovers.leave(self._done.put, threading.current_thread().name)
@@ -628,16 +628,16 @@ def test_what_finalizers_leave_is_done_by_a_thread_of_its_own_until_the_end(
     request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     done: queue.SimpleQueue[str] = queue.SimpleQueue()
-    leftovers = Leftovers(request.node.name)
-    Dying(leftovers, done)
+    cleanup = DeferredCleanup(request.node.name)
+    Dying(cleanup, done)
     assert done.get(timeout=PATIENCE_S) == threading.current_thread().name
-    leftovers.leave(lambda: 1 / 0)
-    leftovers.leave(done.put, "after one that failed")
+    cleanup.leave(lambda: 1 / 0)
+    cleanup.leave(done.put, "after one that failed")
     assert done.get(timeout=PATIENCE_S) == "after one that failed"
     assert "could not be done" in caplog.text
-    leftovers.stop()
+    cleanup.stop()
     for thread in worker_threads(request.node.name):
         thread.join(PATIENCE_S)
     assert worker_threads(request.node.name) == []
-    Dying(leftovers, done)
+    Dying(cleanup, done)
     assert done.empty()

@@ -15,7 +15,7 @@ import torch
 from raytorchrpc.calls import incoming
 from raytorchrpc.calls.counters import CallCounters
 from raytorchrpc.calls.future import Future
-from raytorchrpc.calls.out_of_band import Shipped
+from raytorchrpc.calls.out_of_band import Payload
 from raytorchrpc.calls.outgoing import CallUnderWay
 from raytorchrpc.errors import PeerLost, RpcTimeout
 from raytorchrpc.lanes.base import Message, Pending
@@ -51,11 +51,11 @@ class Answered(Pending):
 
 def under_way(outcome: Message | Exception | None, member: Any = None) -> Future[Any]:
     lane: Any = SimpleNamespace(name="lane")
-    road: Any = SimpleNamespace(member=SimpleNamespace(name="peer", rank=1), calls=lane, tensors=lane)
-    local = member or SimpleNamespace(codec=CODEC, counters=CallCounters(), shipper=None, note_weight=None)
+    route: Any = SimpleNamespace(member=SimpleNamespace(name="peer", rank=1), calls=lane, tensors=lane)
+    local = member or SimpleNamespace(codec=CODEC, counters=CallCounters(), splitter=None, note_weight=None)
     deadline = float("inf") if outcome is not None else 0.0
-    shipped = Shipped(NOTHING, (), ())
-    return Future(CallUnderWay(local, road, "method", lane, Answered(outcome), 0.0, deadline, None, shipped))
+    shipped = Payload(NOTHING, (), ())
+    return Future(CallUnderWay(local, route, "method", lane, Answered(outcome), 0.0, deadline, None, shipped))
 
 
 def outcomes() -> dict[str, tuple[Message | Exception | None, type[Exception]]]:
@@ -115,7 +115,7 @@ def test_what_its_caller_held_dies_with_the_exception(how: str, ask: str) -> Non
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_failed_call_that_is_dropped_lets_go_of_its_member(asked: bool) -> None:
     """Whose arena may be gigabytes."""
-    member = Held(codec=CODEC, counters=CallCounters(), shipper=None, note_weight=None)
+    member = Held(codec=CODEC, counters=CallCounters(), splitter=None, note_weight=None)
     gone = weakref.ref(member)
     future = under_way(PeerLost("peer", "it went away"), member)
     if asked:

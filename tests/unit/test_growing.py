@@ -30,12 +30,12 @@ def probes_of(cluster: Cluster, life: int = 0) -> dict[str, Probe]:
 def prepared_of(roster: Roster) -> dict[str, Prepared]:
     return {
         name: Prepared(
-            AgentIdentity(roster.rpc_name(name), seat.worker_id),
+            AgentIdentity(roster.rpc_name(name), record.worker_id),
             "tcp://10.0.0.1:1",
-            {"socket": SocketAddress(os.urandom(12).hex(), None, Instance(seat.rank, seat.incarnation))},
+            {"socket": SocketAddress(os.urandom(12).hex(), None, Instance(record.rank, record.incarnation))},
             {},
         )
-        for name, seat in roster.seats.items()
+        for name, record in roster.records.items()
     }
 
 
@@ -64,11 +64,11 @@ def test_what_a_member_is_told_of_those_who_come_is_all_it_misses(who: str) -> N
     coming = ("worker_3", "worker_5")
     first = cluster if who == "back" else {name: end for name, end in cluster.items() if name not in coming}
     roster, prepared = formed(first)
-    known = {name: roster.table(name, roster.info(prepared), prepared, 1.0) for name in roster.seats}
+    known = {name: roster.table(name, roster.info(prepared), prepared, 1.0) for name in roster.records}
     again = roster.admit(dict.fromkeys(coming), {name: probes_of(cluster, life=1)[name] for name in coming})
     everybody = {**prepared_of(again), **{name: prepared[name] for name in first if name not in coming}}
     info = again.info(everybody)
-    for name in again.seats:
+    for name in again.records:
         if name not in coming:
             told = again.arrival(name, info, everybody, 1.0, coming)
             assert {member.name for member in told.table.info.members} == set(coming)

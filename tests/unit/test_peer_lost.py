@@ -13,14 +13,14 @@ import pytest
 
 from raytorchrpc.calls.counters import CallCounters
 from raytorchrpc.calls.incoming import CALL, KEPT, OK, RAISED, Server, _Job
-from raytorchrpc.calls.out_of_band import Shipped, Shipper
+from raytorchrpc.calls.out_of_band import Payload, PayloadSplitter
 from raytorchrpc.calls.outgoing import CallUnderWay
 from raytorchrpc.calls.retry import RetriedCall
 from raytorchrpc.calls.scope import NO_SCOPE
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerBusy, PeerLost, RayTorchRpcError
 from raytorchrpc.lanes.base import Message, Pending
 from raytorchrpc.lanes.socket.connection import Connection, SocketPending, tune
-from raytorchrpc.process.deadlines import Alarms
+from raytorchrpc.process.deadlines import Deadlines
 from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors.codec import NOTHING, Codec
 from raytorchrpc.tensors.exceptions import decode_exception, encode_exception
@@ -42,7 +42,7 @@ def ends() -> Iterator[tuple[Connection, socket.socket]]:
 
 def began(connection: Connection) -> SocketPending:
     pending = SocketPending(connection, time.monotonic() + 10)
-    connection.begin(pending, attended=True)
+    connection.begin(pending, caller_waits=True)
     return pending
 
 
@@ -146,12 +146,12 @@ def test_a_call_that_cannot_be_repeated_for_another_reason_says_so() -> None:
 
 def test_arguments_that_could_not_be_fetched_name_the_callee_and_did_not_run() -> None:
     def unpack(*_: Any) -> Any:
-        raise PeerLost("caller", "the road for tensors broke")
+        raise PeerLost("caller", "the route for tensors broke")
 
     parcel: Any = SimpleNamespace(unpack=unpack, used=lambda: None)
-    alarms = Alarms("test")
-    roads: Any = SimpleNamespace(strangers=frozenset(), alarms=alarms, arrived=lambda rank, body: body)
-    server = Server("callee", "1", None, {}, Codec(), Workers("test"), roads)
+    deadlines = Deadlines("test")
+    routes: Any = SimpleNamespace(strangers=frozenset(), deadlines=deadlines, arrived=lambda rank, body: body)
+    server = Server("callee", "1", None, {}, Codec(), Workers("test"), routes)
     note: Any = SimpleNamespace(function=lambda instance: pytest.fail("it ran"), keep=False, concurrent=True)
     answers: list[Message] = []
     message = Message((CALL, 0, "1", "f", (), 10.0, None), NOTHING)
@@ -161,7 +161,7 @@ def test_arguments_that_could_not_be_fetched_name_the_callee_and_did_not_run() -
     lost = decode_exception(server.codec, answer.body, "callee.f")
     assert isinstance(lost, PeerLost)
     assert (lost.peer, lost.may_have_run) == ("callee", False)
-    assert "could not fetch the arguments: the road for tensors broke" in str(lost)
+    assert "could not fetch the arguments: the route for tensors broke" in str(lost)
 
 
 # --- results that are lost after the method ran ------------------------------------------------------------------
@@ -189,15 +189,15 @@ class Caller(SimpleNamespace):
 
     def __init__(self, gone: bool, failure: RayTorchRpcError) -> None:
         super().__init__()
-        self.gone, self.failure, self.shipper = gone, failure, self
-        self.leftovers = SimpleNamespace(leave=lambda *_: None)
+        self.gone, self.failure, self.splitter = gone, failure, self
+        self.cleanup = SimpleNamespace(leave=lambda *_: None)
 
-    def why_gone(self, road: Any) -> str | None:
+    def why_gone(self, route: Any) -> str | None:
         return "its actor died" if self.gone else None
 
     def note_weight(self, *_: Any, heavy: bool) -> None: ...
 
-    def receive(self, peer: str, waybills: Any) -> Any:
+    def receive(self, peer: str, manifests: Any) -> Any:
         raise self.failure
 
     def system(self, *_: Any, timeout_s: float) -> Pending:
@@ -207,17 +207,17 @@ class Caller(SimpleNamespace):
 
 
 UNSEEN = PeerLost("b", "it belongs to another generation of the group", may_have_run=False)
-BESIDE = Message((OK,), NOTHING, waybills=(("shm", None, (), None),))
+BESIDE = Message((OK,), NOTHING, manifests=(("shm", None, (), None),))
 KEPT_THERE = Message((KEPT, 3), NOTHING)
 
 
 def outcome_after(answer: Message, gone: bool, failure: RayTorchRpcError) -> tuple[Any, bool]:
     lane: Any = SimpleNamespace(name="lane")
-    road: Any = SimpleNamespace(member=SimpleNamespace(name="b", rank=1), calls=lane, tensors=lane)
-    shipped = Shipped(NOTHING, (), ())
+    route: Any = SimpleNamespace(member=SimpleNamespace(name="b", rank=1), calls=lane, tensors=lane)
+    shipped = Payload(NOTHING, (), ())
     deadline = time.monotonic() + 10
     caller: Any = Caller(gone, failure)
-    call = CallUnderWay(caller, road, "f", lane, Answer(answer), 0.0, deadline, None, shipped)
+    call = CallUnderWay(caller, route, "f", lane, Answer(answer), 0.0, deadline, None, shipped)
     assert call.wait(0)
     return call.outcome()[1], call.peer_was_lost
 
@@ -275,10 +275,10 @@ def test_what_the_method_itself_lost_is_not_asked_for_again() -> None:
 
 
 def test_a_request_with_tensors_for_a_member_that_has_left_did_not_run() -> None:
-    roads: Any = SimpleNamespace(strangers=frozenset(), alarms=None, receive=Shipper({}).receive)
-    server = Server("callee", "1", None, {}, Codec(), Workers("test"), roads)
+    routes: Any = SimpleNamespace(strangers=frozenset(), deadlines=None, receive=PayloadSplitter({}).receive)
+    server = Server("callee", "1", None, {}, Codec(), Workers("test"), routes)
     answers: list[Message] = []
-    request = Message((CALL, 0, "1", "f", (), 10.0, None), NOTHING, waybills=(("shm", None, (), None),))
+    request = Message((CALL, 0, "1", "f", (), 10.0, None), NOTHING, manifests=(("shm", None, (), None),))
     work = server.serve(SimpleNamespace(), request, answers.append)  # type: ignore[arg-type]
     assert work is not None
     work()

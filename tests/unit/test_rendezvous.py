@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from raytorchrpc.calls.services import Later
+from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import PeerLost, ProcessGroupLost, RpcTimeout
 from raytorchrpc.membership.rendezvous import KeyTable, MemberStore
 
@@ -23,7 +23,7 @@ def store_of(table: KeyTable) -> MemberStore:
 
     def send(seconds: float, operation: str, args: tuple[Any, ...]) -> Any:
         result = table.operate(operation, *args)
-        if not isinstance(result, Later):
+        if not isinstance(result, DeferredReply):
             return result
         timer = threading.Timer(seconds, lambda: table.give_up(result, RpcTimeout("too late")))
         timer.start()

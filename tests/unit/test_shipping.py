@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from raytorchrpc.calls.out_of_band import Parcel, Shipper, joined, owned
+from raytorchrpc.calls.out_of_band import PayloadSplitter, PendingTensors, joined, owned
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes import base
 from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane
@@ -91,26 +91,26 @@ CPU = {"cpu": "depot"}
 GPU = {"cpu": "depot", "meta": "gpu depot"}  # a device that every machine has stands for the GPU
 
 
-def ship(shipper: Shipper, body: Encoded, routes: Mapping[str, str] = CPU, in_band: int = 0) -> Any:
-    return shipper.ship(body, "b", routes, {}, in_band)
+def ship(splitter: PayloadSplitter, body: Encoded, routes: Mapping[str, str] = CPU, in_band: int = 0) -> Any:
+    return splitter.ship(body, "b", routes, {}, in_band)
 
 
 def test_small_tensors_stay_in_the_message() -> None:
     depot = Depot()
     body = body_of(torch.ones(4), torch.ones(12))
-    shipped = ship(Shipper({"depot": depot}), body, in_band=64)  # just so
+    shipped = ship(PayloadSplitter({"depot": depot}), body, in_band=64)  # just so
     assert shipped == (body, (), ())
     assert shipped.lane is None
     assert depot.exported == 0
-    assert ship(Shipper({"depot": depot}), body_of(), in_band=0).waybills == ()
+    assert ship(PayloadSplitter({"depot": depot}), body_of(), in_band=0).manifests == ()
 
 
 def test_one_byte_more_goes_beside_in_one_export() -> None:
     depot = Depot()
-    shipped = ship(Shipper({"depot": depot}), body_of(torch.ones(4), torch.ones(12), torch.ones(1)), in_band=64)
+    shipped = ship(PayloadSplitter({"depot": depot}), body_of(torch.ones(4), torch.ones(12), torch.ones(1)), in_band=64)
     assert shipped.body == Encoded(b"payload", [], (), 0)
     assert shipped.lane == "depot"
-    ((lane, positions, runs, descriptor),) = shipped.waybills
+    ((lane, positions, runs, descriptor),) = shipped.manifests
     assert (lane, positions, descriptor) == ("depot", None, (1, "box"))
     assert [(getattr(torch, name), shape, count) for name, shape, count in runs] == [
         (torch.float32, (4,), 1), (torch.float32, (12,), 1), (torch.float32, (1,), 1),
@@ -120,10 +120,10 @@ def test_one_byte_more_goes_beside_in_one_export() -> None:
 
 def test_a_lane_that_brings_no_parts_brings_the_whole() -> None:
     depot = Depot()
-    shipper = Shipper({"depot": depot})
-    shipped = ship(shipper, body_of(torch.arange(256, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)))
+    splitter = PayloadSplitter({"depot": depot})
+    shipped = ship(splitter, body_of(torch.arange(256, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)))
     target = torch.zeros(3, dtype=torch.int16)
-    (parcel,) = shipper.receive("a", shipped.waybills)
+    (parcel,) = splitter.receive("a", shipped.manifests)
     parcel.spread([[base.Part(64, target)], []])
     assert target.tolist() == [64 + 65 * 256, 66 + 67 * 256, 68 + 69 * 256]
     assert not depot.stored and not depot.discarded
@@ -140,13 +140,13 @@ def test_every_dtype_has_a_name_that_leads_back() -> None:
 @pytest.mark.parametrize("in_band", [0, 1000])
 def test_the_order_of_tensors_is_restored(kinds: str, in_band: int) -> None:
     lanes = {"depot": Depot(), "gpu depot": Depot()}
-    shipper = Shipper(lanes)
+    splitter = PayloadSplitter(lanes)
     made = [torch.empty(number + 1, device="cpu" if kind == "c" else "meta") for number, kind in enumerate(kinds)]
-    shipped = ship(shipper, body_of(*made), GPU, in_band)
+    shipped = ship(splitter, body_of(*made), GPU, in_band)
     assert len(shipped.body.tensors) == (kinds.count("c") if in_band else 0)
     assert lanes["depot"].exported == (1 if "c" in kinds and not in_band else 0)
     assert lanes["gpu depot"].exported == (1 if "g" in kinds else 0)
-    together = joined(shipped.body, shipper.receive("a", shipped.waybills))
+    together = joined(shipped.body, splitter.receive("a", shipped.manifests))
     assert [(len(tensor), tensor.device.type) for tensor in together.tensors] == [
         (len(tensor), tensor.device.type) for tensor in made
     ]
@@ -156,7 +156,7 @@ def test_the_order_of_tensors_is_restored(kinds: str, in_band: int) -> None:
 def test_an_object_with_arrays_and_shared_tensors_comes_back() -> None:
     import numpy
 
-    codec, shipper = Codec(), Shipper({"depot": Depot()})
+    codec, splitter = Codec(), PayloadSplitter({"depot": Depot()})
     tensor = torch.arange(1000)
     obj = {
         "x": [tensor, tensor],
@@ -164,8 +164,8 @@ def test_an_object_with_arrays_and_shared_tensors_comes_back() -> None:
         "few": numpy.arange(3),
         "grad": torch.nn.Parameter(torch.ones(3)),
     }
-    shipped = ship(shipper, codec.encode(obj))
-    back = codec.decode(*joined(shipped.body, shipper.receive("a", shipped.waybills)))
+    shipped = ship(splitter, codec.encode(obj))
+    back = codec.decode(*joined(shipped.body, splitter.receive("a", shipped.manifests)))
     assert torch.equal(back["x"][0], tensor)
     assert back["x"][0] is back["x"][1]
     assert (back["array"] == obj["array"]).all()
@@ -175,30 +175,30 @@ def test_an_object_with_arrays_and_shared_tensors_comes_back() -> None:
 
 def test_what_travels_neither_way_is_left_to_torchrpc() -> None:
     depot = Depot()
-    shipper = Shipper({"depot": depot})
-    assert ship(shipper, body_of(torch.ones(4), torch.empty(3, device="meta"))) is None
+    splitter = PayloadSplitter({"depot": depot})
+    assert ship(splitter, body_of(torch.ones(4), torch.empty(3, device="meta"))) is None
     assert depot.cancelled == [(1, "box")]  # the other device's tensors had been exported already
-    assert ship(shipper, body_of(torch.ones(4)), {}) is None
+    assert ship(splitter, body_of(torch.ones(4)), {}) is None
 
 
 def test_a_lane_that_cannot_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    shipper = Shipper({"depot": Depot("no room: 7 MiB are out")})
+    splitter = PayloadSplitter({"depot": Depot("no room: 7 MiB are out")})
     with caplog.at_level(logging.WARNING, "raytorchrpc"):
         for _ in range(3):
-            assert ship(shipper, body_of(torch.ones(4))) is None
-        assert ship(shipper, body_of(torch.ones(4)), {}) is None  # no lane by the plan: nothing to tell
+            assert ship(splitter, body_of(torch.ones(4))) is None
+        assert ship(splitter, body_of(torch.ones(4)), {}) is None  # no lane by the plan: nothing to tell
     (record,) = caplog.records
     assert record.getMessage() == "tensors to b go by torchrpc instead of depot: no room: 7 MiB are out"
     caplog.clear()
-    shipper._lanes["depot"].refuses = "of another kind"  # type: ignore[attr-defined]
+    splitter._lanes["depot"].refuses = "of another kind"  # type: ignore[attr-defined]
     with caplog.at_level(logging.WARNING, "raytorchrpc"):
-        assert ship(shipper, body_of(torch.ones(4))) is None
+        assert ship(splitter, body_of(torch.ones(4))) is None
     assert "of another kind" in caplog.text
 
 
 def test_a_second_export_that_fails_takes_back_the_first() -> None:
     lanes = {"depot": Depot(), "gpu depot": Depot("no handle")}
-    assert ship(Shipper(lanes), body_of(torch.ones(4), torch.empty(2, device="meta")), GPU) is None
+    assert ship(PayloadSplitter(lanes), body_of(torch.ones(4), torch.empty(2, device="meta")), GPU) is None
     assert lanes["depot"].cancelled == [(1, "box")]
 
 
@@ -214,9 +214,9 @@ class Broken(Depot):
 def test_a_second_export_that_breaks_off_takes_back_the_first() -> None:
     depot = Depot()
     body = Encoded(b"", [torch.ones(9), torch.ones(9, device="meta")], (), 0)
-    shipper = Shipper({"depot": depot, "broken": Broken()})
+    splitter = PayloadSplitter({"depot": depot, "broken": Broken()})
     with pytest.raises(KeyboardInterrupt):
-        shipper.ship(body, "b", {"cpu": "depot", "meta": "broken"}, {}, 0)
+        splitter.ship(body, "b", {"cpu": "depot", "meta": "broken"}, {}, 0)
     assert len(depot.cancelled) == depot.exported == 1
 
 
@@ -235,16 +235,16 @@ def test_what_is_kept_gets_memory_of_its_own_and_is_copied_only_for_that() -> No
 
 def test_cancelling_takes_back_every_export() -> None:
     lanes = {"depot": Depot(), "gpu depot": Depot()}
-    shipped = ship(Shipper(lanes), body_of(torch.ones(4), torch.empty(2, device="meta")), GPU)
+    shipped = ship(PayloadSplitter(lanes), body_of(torch.ones(4), torch.empty(2, device="meta")), GPU)
     shipped.cancel()
     assert lanes["depot"].cancelled == lanes["gpu depot"].cancelled == [(1, "box")]
 
 
 def test_a_parcel_that_nobody_fetches_is_given_up() -> None:
     depot = Depot()
-    shipper = Shipper({"depot": depot})
-    shipped = ship(shipper, body_of(torch.ones(4)))
-    parcels = shipper.receive("a", shipped.waybills)
+    splitter = PayloadSplitter({"depot": depot})
+    shipped = ship(splitter, body_of(torch.ones(4)))
+    parcels = splitter.receive("a", shipped.manifests)
     assert not depot.discarded
     del parcels
     gc.collect()
@@ -253,9 +253,9 @@ def test_a_parcel_that_nobody_fetches_is_given_up() -> None:
 
 def test_a_parcel_is_fetched_once_and_then_not_given_up() -> None:
     depot = Depot()
-    shipper = Shipper({"depot": depot})
-    shipped = ship(shipper, body_of(torch.ones(4)))
-    (parcel,) = shipper.receive("a", shipped.waybills)
+    splitter = PayloadSplitter({"depot": depot})
+    shipped = ship(splitter, body_of(torch.ones(4)))
+    (parcel,) = splitter.receive("a", shipped.manifests)
     parcel.unpack()
     with pytest.raises(LaneUnavailable, match="fetched already"):
         parcel.unpack()
@@ -266,11 +266,11 @@ def test_a_parcel_is_fetched_once_and_then_not_given_up() -> None:
 
 def test_when_one_parcel_fails_the_others_are_given_up() -> None:
     lanes = {"depot": Depot(), "gpu depot": Depot()}
-    shipper = Shipper(lanes)
-    shipped = ship(shipper, body_of(torch.empty(2, device="meta"), torch.ones(4)), GPU)
+    splitter = PayloadSplitter(lanes)
+    shipped = ship(splitter, body_of(torch.empty(2, device="meta"), torch.ones(4)), GPU)
     lanes["gpu depot"].refuses = "cannot map it"
     with pytest.raises(LaneUnavailable):
-        joined(shipped.body, shipper.receive("a", shipped.waybills))
+        joined(shipped.body, splitter.receive("a", shipped.manifests))
     gc.collect()
     assert lanes["depot"].discarded == [("a", (1, "box"))]
 
@@ -280,7 +280,7 @@ def test_a_parcel_of_a_gone_peer_dies_quietly() -> None:
         def discard(self, peer: str, descriptor: Any) -> None:
             raise KeyError(peer)
 
-    Parcel(Gone(), "a", ("depot", (0,), (("float32", (1,)),), 1)).__del__()
+    PendingTensors(Gone(), "a", ("depot", (0,), (("float32", (1,)),), 1)).__del__()
 
 
 class GpuDepot(Depot):
@@ -301,8 +301,8 @@ def test_cuda_tensors_are_shared_where_that_is_asked_for(cuda: Callable[[int, in
     lanes = {"depot": GpuDepot(), "gpu depot": GpuDepot()}
     body = body_of(cuda(5, 0), torch.empty(50), cuda(6, 0))
     routes = {"cpu": "depot", "cuda": "gpu depot"}
-    shipped = Shipper(lanes).ship(body, "b", routes, {0: 0}, 0, share)
-    assert shipped is not None and [waybill[:2] for waybill in shipped.waybills] == [
+    shipped = PayloadSplitter(lanes).ship(body, "b", routes, {0: 0}, 0, share)
+    assert shipped is not None and [manifest[:2] for manifest in shipped.manifests] == [
         ("gpu depot", (0, 2)), ("depot", (1,)),
     ]  # fmt: skip
     assert lanes["gpu depot"].shared == ([2] if share else [])
@@ -313,8 +313,8 @@ def test_cuda_tensors_for_the_cpu_travel_with_the_cpu_tensors(cuda: Callable[[in
     lanes = {"depot": GpuDepot(), "gpu depot": GpuDepot()}
     routes = {"cpu": "depot", "cuda": "gpu depot"}
     body = body_of(cuda(5, 0), torch.empty(50), cuda(6, 1), cuda(7, 0))
-    shipped = Shipper(lanes).ship(body, "b", routes, {0: "cpu", 1: 0}, 5 * 4, True)
-    assert shipped is not None and [waybill[:2] for waybill in shipped.waybills] == [
+    shipped = PayloadSplitter(lanes).ship(body, "b", routes, {0: "cpu", 1: 0}, 5 * 4, True)
+    assert shipped is not None and [manifest[:2] for manifest in shipped.manifests] == [
         ("depot", (0, 1, 3)), ("gpu depot", (2,)),
     ]  # fmt: skip
     assert lanes["gpu depot"].shared == [1]
@@ -323,9 +323,9 @@ def test_cuda_tensors_for_the_cpu_travel_with_the_cpu_tensors(cuda: Callable[[in
 
 def test_a_lane_hears_when_its_tensors_have_been_used() -> None:
     depot = Depot()
-    shipper = Shipper({"depot": depot})
-    shipped = ship(shipper, body_of(torch.ones(4)))
-    (parcel,) = shipper.receive("a", shipped.waybills)
+    splitter = PayloadSplitter({"depot": depot})
+    shipped = ship(splitter, body_of(torch.ones(4)))
+    (parcel,) = splitter.receive("a", shipped.manifests)
     parcel.unpack()
     parcel.used()
     assert depot.uses == [("a", (1, "box"))]

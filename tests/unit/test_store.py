@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc.calls.services import Later
+from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import NotAMember, NotFound
 from raytorchrpc.patterns.queues.items import (
     CHUNK_BYTES,
@@ -31,15 +31,15 @@ from raytorchrpc.patterns.queues.items import (
 )
 from raytorchrpc.patterns.queues.outlet import Outlet, Policy
 from raytorchrpc.patterns.queues.store import Store
-from raytorchrpc.process.deadlines import Alarms
+from raytorchrpc.process.deadlines import Deadlines
 from raytorchrpc.tensors.codec import Codec
 
 LONG = 20.0
 
 
 @pytest.fixture
-def alarms() -> Iterator[Alarms]:
-    made = Alarms("test")
+def deadlines() -> Iterator[Deadlines]:
+    made = Deadlines("test")
     yield made
     made.stop()
 
@@ -56,26 +56,26 @@ def values(taken: Any) -> Any:
     return [item.payload[0] for item in taken] if isinstance(taken, list) else taken
 
 
-def queue(alarms: Alarms, maxsize: int = 3, policy: Policy = "block", closes: int = 1) -> Store:
-    store = Store(alarms, closes)
+def queue(deadlines: Deadlines, maxsize: int = 3, policy: Policy = "block", closes: int = 1) -> Store:
+    store = Store(deadlines, closes)
     store.add("", Outlet(maxsize, 1000, policy))
     return store
 
 
-def test_what_is_put_is_taken_in_order_and_in_bulk(alarms: Alarms) -> None:
-    store = queue(alarms)
+def test_what_is_put_is_taken_in_order_and_in_bulk(deadlines: Deadlines) -> None:
+    store = queue(deadlines)
     assert store.put(items(1, 2, 3), soon()) is True
     assert values(store.take("", 1, 0)) == [1]
     assert values(store.take("", 9, 0)) == [2, 3]
     assert store.take("", 1, 0) is None
 
 
-def test_without_room_it_waits_first_come_first_served_and_in_time(alarms: Alarms) -> None:
-    store = queue(alarms)
+def test_without_room_it_waits_first_come_first_served_and_in_time(deadlines: Deadlines) -> None:
+    store = queue(deadlines)
     store.put(items(1, 2, 3), 0)
     assert store.put(items(4), 0) is None
     first, second = store.put(items(4, 5), soon()), store.put(items(6), soon())
-    assert isinstance(first, Later) and isinstance(second, Later)
+    assert isinstance(first, DeferredReply) and isinstance(second, DeferredReply)
     assert values(store.take("", 1, 0)) == [1]
     assert not first.done() and not second.done(), "the smaller one is not let past"
     assert values(store.take("", 1, 0)) == [2]
@@ -83,20 +83,20 @@ def test_without_room_it_waits_first_come_first_served_and_in_time(alarms: Alarm
     assert values(store.take("", 9, 0)) == [3, 4, 5]
     assert second.result(0) is True
     late = store.put(items(1, 2, 3), time.monotonic() + 0.02)
-    assert isinstance(late, Later) and late.result(LONG) is None
+    assert isinstance(late, DeferredReply) and late.result(LONG) is None
     assert values(store.take("", 9, 0)) == [6]
 
 
-def test_who_waits_for_an_item_gets_it(alarms: Alarms) -> None:
-    store = queue(alarms)
+def test_who_waits_for_an_item_gets_it(deadlines: Deadlines) -> None:
+    store = queue(deadlines)
     first, second = store.take("", 2, soon()), store.take("", 2, soon())
     store.put(items(1, 2, 3), 0)
     assert (values(first.result(0)), values(second.result(0))) == ([1, 2], [3])
     assert store.take("", 1, time.monotonic() + 0.02).result(LONG) is None
 
 
-def test_bytes_are_bounded_and_a_larger_item_goes_alone(alarms: Alarms) -> None:
-    store = queue(alarms, maxsize=100)
+def test_bytes_are_bounded_and_a_larger_item_goes_alone(deadlines: Deadlines) -> None:
+    store = queue(deadlines, maxsize=100)
     assert store.put(items(1, size=5000), 0) is True
     assert store.put(items(2), 0) is None
     store.take("", 1, 0)
@@ -104,32 +104,32 @@ def test_bytes_are_bounded_and_a_larger_item_goes_alone(alarms: Alarms) -> None:
     assert store.put(items(4), 0) is None
 
 
-def test_one_message_brings_no_more_bytes_than_it_should(alarms: Alarms) -> None:
-    store = Store(alarms)
+def test_one_message_brings_no_more_bytes_than_it_should(deadlines: Deadlines) -> None:
+    store = Store(deadlines)
     store.add("", Outlet(100, 1 << 40, "block"))
     store.put(items(1, 2, 3, size=CHUNK_BYTES // 2), 0)
     assert values(store.take("", 9, 0)) == [1, 2]
 
 
-def test_the_end(alarms: Alarms) -> None:
-    store = queue(alarms, closes=2)
+def test_the_end(deadlines: Deadlines) -> None:
+    store = queue(deadlines, closes=2)
     store.put(items(1, 2, 3), 0)
     waits = store.put(items(4), soon())
     store.end()
     assert store.put(items(5), 0) is None, "the other producer goes on"
     store.end()
-    assert isinstance(waits, Later) and waits.result(0) is False
+    assert isinstance(waits, DeferredReply) and waits.result(0) is False
     assert store.put(items(5), soon()) is False
     assert values(store.take("", 9, soon())) == [1, 2, 3]
     assert store.take("", 1, soon()) is False
-    other = queue(alarms, closes=5)
+    other = queue(deadlines, closes=5)
     waiting = other.take("", 1, soon())
     other.end(force=True)
     assert waiting.result(0) is False
 
 
-def test_who_gave_up_takes_nothing(alarms: Alarms) -> None:
-    store = queue(alarms)
+def test_who_gave_up_takes_nothing(deadlines: Deadlines) -> None:
+    store = queue(deadlines)
     withdrawn, lost, cancelled = (store.take("", 1, soon(), rank, 7) for rank in (1, 2, None))
     store.withdraw("", 1, 7)
     store.lose(2)
@@ -144,14 +144,14 @@ def test_who_gave_up_takes_nothing(alarms: Alarms) -> None:
     store.put(items(1, 2, 3), 0)
     given_up = store.put(items(4), soon())
     behind = store.put(items(5), soon())
-    assert isinstance(given_up, Later) and given_up.cancel()
+    assert isinstance(given_up, DeferredReply) and given_up.cancel()
     store.take("", 1, 0)
-    assert isinstance(behind, Later) and behind.result(0) is True
+    assert isinstance(behind, DeferredReply) and behind.result(0) is True
 
 
 @pytest.mark.parametrize(("policy", "kept"), [("drop_oldest", [2, 3, 4]), ("latest", [4])])
-def test_a_slow_subscriber_holds_nobody_up(alarms: Alarms, policy: Policy, kept: list[int]) -> None:
-    store = Store(alarms)
+def test_a_slow_subscriber_holds_nobody_up(deadlines: Deadlines, policy: Policy, kept: list[int]) -> None:
+    store = Store(deadlines)
     store.put(items(0), 0)
     store.add("slow", Outlet(len(kept), 1000, policy, rank=1))
     store.add("quick", Outlet(10, 1000, "block", rank=2))
@@ -162,12 +162,12 @@ def test_a_slow_subscriber_holds_nobody_up(alarms: Alarms, policy: Policy, kept:
     assert store.numbers("slow")["dropped"] == 4 - len(kept)
 
 
-def test_a_blocking_subscriber_holds_up_until_it_is_gone(alarms: Alarms) -> None:
-    store = Store(alarms)
+def test_a_blocking_subscriber_holds_up_until_it_is_gone(deadlines: Deadlines) -> None:
+    store = Store(deadlines)
     store.add("slow", Outlet(1, 1000, "block", rank=1))
     store.put(items(1), 0)
     waits = store.put(items(2), soon())
-    assert isinstance(waits, Later) and not waits.done()
+    assert isinstance(waits, DeferredReply) and not waits.done()
     store.keep_only(1, None)
     assert waits.result(0) is True
     assert store.numbers()["outlets"] == 0
@@ -175,17 +175,17 @@ def test_a_blocking_subscriber_holds_up_until_it_is_gone(alarms: Alarms) -> None
         store.take("slow", 1, soon())
 
 
-def subscribed(alarms: Alarms, maxsize: int, policy: Policy = "block") -> Store:
+def subscribed(deadlines: Deadlines, maxsize: int, policy: Policy = "block") -> Store:
     """By the process "old" of rank 1, which is away; 1 and 2 wait for it."""
-    store = Store(alarms)
+    store = Store(deadlines)
     store.add("sub", Outlet(maxsize, 1000, policy, 1, "old"))
     store.put(items(1, 2), 0)
     store.lose(1)
     return store
 
 
-def test_a_subscriber_that_was_away_and_lives_misses_nothing(alarms: Alarms) -> None:
-    store = subscribed(alarms, maxsize=4)
+def test_a_subscriber_that_was_away_and_lives_misses_nothing(deadlines: Deadlines) -> None:
+    store = subscribed(deadlines, maxsize=4)
     assert store.put(items(3), 0) is True
     store.lose(1)  # as for one that joins
     store.keep_only(1, "old")
@@ -196,8 +196,8 @@ def test_a_subscriber_that_was_away_and_lives_misses_nothing(alarms: Alarms) -> 
     assert store.take("sub", 9, 0) is False
 
 
-def test_a_subscriber_that_is_away_holds_nobody_up_and_is_told_what_it_missed(alarms: Alarms) -> None:
-    store = subscribed(alarms, maxsize=2)
+def test_a_subscriber_that_is_away_holds_nobody_up_and_is_told_what_it_missed(deadlines: Deadlines) -> None:
+    store = subscribed(deadlines, maxsize=2)
     store.add("other", Outlet(9, 1000, "block", rank=2))
     assert store.put(items(3), 0) is True and values(store.take("other", 9, 0)) == [3]
     assert store.numbers()["items"] == 0, "nothing is kept for a buffer that has holes"
@@ -209,21 +209,21 @@ def test_a_subscriber_that_is_away_holds_nobody_up_and_is_told_what_it_missed(al
     store.remove("sub")
 
 
-def test_who_waits_for_room_goes_on_when_the_subscriber_is_away(alarms: Alarms) -> None:
-    store = Store(alarms)
+def test_who_waits_for_room_goes_on_when_the_subscriber_is_away(deadlines: Deadlines) -> None:
+    store = Store(deadlines)
     store.add("sub", Outlet(1, 1000, "block", 1, "old"))
     store.put(items(1), 0)
     waits = store.put(items(2), soon())
     store.lose(1)
-    assert isinstance(waits, Later) and waits.result(0) is True
+    assert isinstance(waits, DeferredReply) and waits.result(0) is True
     store.keep_only(1, "old")
     with pytest.raises(NotFound, match="missed items"):
         store.take("sub", 1, 0)
 
 
 @pytest.mark.parametrize("process", ["new", None])
-def test_nothing_is_kept_for_a_process_that_has_ended(alarms: Alarms, process: str | None) -> None:
-    store, full = subscribed(alarms, maxsize=9), subscribed(alarms, maxsize=2)
+def test_nothing_is_kept_for_a_process_that_has_ended(deadlines: Deadlines, process: str | None) -> None:
+    store, full = subscribed(deadlines, maxsize=9), subscribed(deadlines, maxsize=2)
     full.put(items(3), 0)
     for one in (store, full):
         one.keep_only(1, process)
@@ -232,16 +232,16 @@ def test_nothing_is_kept_for_a_process_that_has_ended(alarms: Alarms, process: s
             one.take("sub", 1, 0)
 
 
-def test_a_policy_that_drops_goes_on_while_its_subscriber_is_away(alarms: Alarms) -> None:
-    store = subscribed(alarms, maxsize=2, policy="drop_oldest")
+def test_a_policy_that_drops_goes_on_while_its_subscriber_is_away(deadlines: Deadlines) -> None:
+    store = subscribed(deadlines, maxsize=2, policy="drop_oldest")
     store.put(items(3), 0)
     store.keep_only(1, "old")
     assert values(store.take("sub", 9, 0)) == [2, 3] and store.numbers("sub")["dropped"] == 1
 
 
-def test_what_is_given_back_lies_where_it_was(alarms: Alarms) -> None:
+def test_what_is_given_back_lies_where_it_was(deadlines: Deadlines) -> None:
     """Several batches, in any order, parts of them, also while others have taken what came after."""
-    store = queue(alarms, maxsize=20)
+    store = queue(deadlines, maxsize=20)
     store.put(items(*range(12)), 0)
     batches = [store.take("", 2, 0) for _ in range(5)]
     assert store.take("", 1, 0) == items(10)
@@ -255,8 +255,8 @@ def test_what_is_given_back_lies_where_it_was(alarms: Alarms) -> None:
     assert left == [0, 1, 2, 3, 7, 8, 9, 11]
 
 
-def test_what_is_given_back_of_a_buffer_that_drops_is_its_oldest(alarms: Alarms) -> None:
-    store = queue(alarms, maxsize=3, policy="drop_oldest")
+def test_what_is_given_back_of_a_buffer_that_drops_is_its_oldest(deadlines: Deadlines) -> None:
+    store = queue(deadlines, maxsize=3, policy="drop_oldest")
     store.put(items(1, 2, 3), 0)
     taken = store.take("", 2, 0)
     store.put(items(4), 0)
@@ -264,8 +264,8 @@ def test_what_is_given_back_of_a_buffer_that_drops_is_its_oldest(alarms: Alarms)
     assert values(store.take("", 9, 0)) == [2, 3, 4] and store.numbers()["dropped"] == 1
 
 
-def test_who_waited_too_long_is_not_handed_anything(alarms: Alarms) -> None:
-    """As when this process stood still, and puts are served before the alarms."""
+def test_who_waited_too_long_is_not_handed_anything(deadlines: Deadlines) -> None:
+    """As when this process stood still, and puts are served before the deadlines."""
     clock: Any = type("Stopped", (), {"at": lambda self, when, callback: lambda: None})()
     store = queue(clock)
     late, behind = store.take("", 1, time.monotonic() + 0.01), store.take("", 1, soon())
@@ -274,8 +274,8 @@ def test_who_waited_too_long_is_not_handed_anything(alarms: Alarms) -> None:
     assert late.result(0) is None and values(behind.result(0)) == [1]
 
 
-def test_leaving_the_group_ends_every_wait(alarms: Alarms) -> None:
-    store, full = queue(alarms), queue(alarms, maxsize=1)
+def test_leaving_the_group_ends_every_wait(deadlines: Deadlines) -> None:
+    store, full = queue(deadlines), queue(deadlines, maxsize=1)
     full.put(items(1), 0)
     waiting = [store.take("", 1, soon()), full.put(items(2), soon())]
     for one in (store, full):
@@ -287,19 +287,19 @@ def test_leaving_the_group_ends_every_wait(alarms: Alarms) -> None:
         store.put(items(1), 0)
 
 
-def test_many_threads_lose_nothing_and_double_nothing(alarms: Alarms) -> None:
-    store, taken, count = queue(alarms, maxsize=5, closes=4), [], 500
+def test_many_threads_lose_nothing_and_double_nothing(deadlines: Deadlines) -> None:
+    store, taken, count = queue(deadlines, maxsize=5, closes=4), [], 500
 
     def produce(number: int) -> None:
         for value in range(count):
             outcome = store.put([Item(f"{number} {value}".encode(), (), 0, 1)], soon())
-            assert (outcome.result(LONG) if isinstance(outcome, Later) else outcome) is True
+            assert (outcome.result(LONG) if isinstance(outcome, DeferredReply) else outcome) is True
         store.end()
 
     def consume() -> None:
         while True:
             got = store.take("", 3, soon())
-            got = got.result(LONG) if isinstance(got, Later) else got
+            got = got.result(LONG) if isinstance(got, DeferredReply) else got
             if got is False:
                 return
             taken.extend(item.payload for item in got)
@@ -432,8 +432,8 @@ def test_a_home_that_takes_a_run_apart_runs_nobodys_code() -> None:
         singles(Item(pickle.dumps([Path("/"), 2], 5), (), 0, 10, many=2))
 
 
-def test_a_store_counts_the_items_of_runs(alarms: Alarms) -> None:
-    store = queue(alarms, maxsize=100)
+def test_a_store_counts_the_items_of_runs(deadlines: Deadlines) -> None:
+    store = queue(deadlines, maxsize=100)
     assert store.put(runs_of(*range(64)), soon()) is True
     assert store.put(runs_of(*range(64)), 0) is None, "no room for so many"
     assert store.put(runs_of(*range(36)), soon()) is True

@@ -17,15 +17,15 @@ import pytest
 import torch
 
 from raytorchrpc.errors import PeerLost, RpcTimeout
-from raytorchrpc.group.announcements import Teller
-from raytorchrpc.group.events import Change, News
-from raytorchrpc.group.state import Standing
+from raytorchrpc.group.announcements import Announcer
+from raytorchrpc.group.events import Change, EventBus
+from raytorchrpc.group.state import GroupState
 from raytorchrpc.lanes.base import Message, PeerAddress
 from raytorchrpc.lanes.common import frames
 from raytorchrpc.lanes.shm.parallel_copy import Copier
 from raytorchrpc.process import threads
-from raytorchrpc.process.deadlines import Alarms
-from raytorchrpc.process.deferred_cleanup import Leftovers
+from raytorchrpc.process.deadlines import Deadlines
+from raytorchrpc.process.deferred_cleanup import DeferredCleanup
 from raytorchrpc.process.threads import ThreadShortage
 from raytorchrpc.process.workers import Workers
 from tests.conformance.peers import EMPTY, Node, answer, wait_until
@@ -196,20 +196,20 @@ def test_who_serves_gives_up_only_what_is_hopeless(monkeypatch: pytest.MonkeyPat
     assert len(hopeless.errors) > 900  # it does not take a processor meanwhile
 
 
-# --- workers, alarms, leftovers, callbacks ------------------------------------------------------------------------
+# --- workers, deadlines, cleanup, callbacks ------------------------------------------------------------------------
 
 
 @pytest.fixture
-def alarms(request: pytest.FixtureRequest) -> Iterator[Alarms]:
-    alarms = Alarms(request.node.name)
-    yield alarms
-    alarms.stop()
+def deadlines(request: pytest.FixtureRequest) -> Iterator[Deadlines]:
+    deadlines = Deadlines(request.node.name)
+    yield deadlines
+    deadlines.stop()
 
 
 def test_tasks_wait_for_a_thread_that_exists_and_for_new_ones(
-    alarms: Alarms, shortage: Shortage, request: pytest.FixtureRequest
+    deadlines: Deadlines, shortage: Shortage, request: pytest.FixtureRequest
 ) -> None:
-    workers = Workers(request.node.name, keep=True, alarms=alarms)
+    workers = Workers(request.node.name, keep=True, deadlines=deadlines)
     done: queue.SimpleQueue[Any] = queue.SimpleQueue()
     shortage.begin()
     for number in range(5):
@@ -235,7 +235,7 @@ def test_workers_that_have_no_thread_say_so_and_do_it_never(shortage: Shortage, 
     assert done.get(timeout=PATIENCE_S) == 2
     workers.stop()
     shortage.begin()
-    workers.submit(done.put, 3)  # it holds a seat: it runs in any case
+    workers.submit(done.put, 3)  # it holds an admission: it runs in any case
     assert done.get(timeout=PATIENCE_S) == 3
 
 
@@ -249,33 +249,33 @@ def test_a_task_that_raises_costs_no_other(request: pytest.FixtureRequest) -> No
     workers.stop()
 
 
-def test_an_alarm_that_finds_no_memory_goes_off_again(alarms: Alarms) -> None:
+def test_an_alarm_that_finds_no_memory_goes_off_again(deadlines: Deadlines) -> None:
     went: queue.SimpleQueue[str] = queue.SimpleQueue()
-    alarms.at(time.monotonic(), Failing([MemoryError(), MemoryError()], lambda: went.put("at last")))
+    deadlines.at(time.monotonic(), Failing([MemoryError(), MemoryError()], lambda: went.put("at last")))
     assert went.get(timeout=PATIENCE_S) == "at last"
-    alarms.at(time.monotonic(), Failing([ValueError()], lambda: went.put("a second time")))
-    alarms.at(time.monotonic() + 0.01, lambda: went.put("next"))
+    deadlines.at(time.monotonic(), Failing([ValueError()], lambda: went.put("a second time")))
+    deadlines.at(time.monotonic() + 0.01, lambda: went.put("next"))
     assert went.get(timeout=PATIENCE_S) == "next"
     assert went.empty()
 
 
 def test_a_member_that_cannot_watch_deadlines_is_none(shortage: Shortage, request: pytest.FixtureRequest) -> None:
     shortage.begin()
-    for make in (Alarms, Leftovers, lambda name: Workers(name, keep=True)):
+    for make in (Deadlines, DeferredCleanup, lambda name: Workers(name, keep=True)):
         with pytest.raises(ThreadShortage):
             make(request.node.name)
 
 
 def test_what_finalizers_leave_is_done_once_there_is_memory(request: pytest.FixtureRequest) -> None:
-    leftovers = Leftovers(request.node.name)
+    cleanup = DeferredCleanup(request.node.name)
     done: queue.SimpleQueue[str] = queue.SimpleQueue()
-    leftovers.leave(Failing([MemoryError(), RuntimeError(NO_MEMORY)], done.put), "given back")
+    cleanup.leave(Failing([MemoryError(), RuntimeError(NO_MEMORY)], done.put), "given back")
     assert done.get(timeout=PATIENCE_S) == "given back"
-    leftovers.stop()
+    cleanup.stop()
 
 
 def test_callbacks_hear_of_a_change_once_there_is_memory(request: pytest.FixtureRequest) -> None:
-    news = News(request.node.name)
+    news = EventBus(request.node.name)
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     news.listen(Failing([MemoryError()], told.put))
     news.listen(told.put)
@@ -317,16 +317,16 @@ def test_a_member_that_could_not_be_told_is_told_later(shortage: Shortage) -> No
 
     class Roster:
         generation, name = "g", "group"
-        seats = handles = {"a": object()}  # noqa: RUF012
+        records = handles = {"a": object()}  # noqa: RUF012
         table = spec = lambda *_: None
 
-    class Lines:
+    class ControlConnections:
         def ask(self, *_: Any) -> Any:
             return {}, {}
 
-    now: Any = Standing(Roster(), None, {})  # type: ignore[arg-type]
+    now: Any = GroupState(Roster(), None, {})  # type: ignore[arg-type]
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    teller = Teller(now, Lines(), told.put, lambda: None)  # type: ignore[arg-type]
+    teller = Announcer(now, ControlConnections(), told.put, lambda: None)  # type: ignore[arg-type]
     teller.missed(["a"])
     shortage.begin()
     with pytest.raises(ThreadShortage):
@@ -530,7 +530,7 @@ def test_half_a_request_whose_rest_cannot_be_sent_ends_the_connection(
 
 def test_a_frame_that_is_skipped_tells_what_it_was() -> None:
     message = Message(
-        (1, 2, "t", "method", ("x" * 70_000,)), EMPTY._replace(payload=bytes(200_000)), waybills=(("shm",),)
+        (1, 2, "t", "method", ("x" * 70_000,)), EMPTY._replace(payload=bytes(200_000)), manifests=(("shm",),)
     )
     data = b"".join(bytes(part) for part in frames.pack(frames.REQUEST, 7, message))
     unread = frames.Unread(len(data))
@@ -539,5 +539,5 @@ def test_a_frame_that_is_skipped_tells_what_it_was() -> None:
     assert not unread.left
     frame = unread.frame()
     assert (frame.kind, frame.call) == (frames.REQUEST, 7)
-    assert (frame.message.header, frame.message.waybills) == (message.header, message.waybills)
+    assert (frame.message.header, frame.message.manifests) == (message.header, message.manifests)
     assert frame.message.unread_bytes == len(data)

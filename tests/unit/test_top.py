@@ -9,12 +9,12 @@ from rich.console import Console
 
 from raytorchrpc.calls.counters import BUCKETS, CallCounters, PairStats
 from raytorchrpc.cli.top import as_data, rates, run, tables
-from raytorchrpc.group.status import GroupLook, UnderWay, from_json
+from raytorchrpc.group.status import GroupStatus, UnderWay, from_json
 
 
-def look(counters: CallCounters, at: float, **more: object) -> GroupLook:
+def look(counters: CallCounters, at: float, **more: object) -> GroupStatus:
     values: dict[str, object] = {"under_way": (), "away": {}, "silent": (), **more}
-    return GroupLook("g", "g1", at, ("a", "b"), tuple(counters.rows("a")), **values)  # type: ignore[arg-type]
+    return GroupStatus("g", "g1", at, ("a", "b"), tuple(counters.rows("a")), **values)  # type: ignore[arg-type]
 
 
 def call(counters: CallCounters, count: int, seconds: float = 0.002, error: BaseException | None = None) -> None:

@@ -78,7 +78,7 @@ def test_an_empty_trace_is_a_trace() -> None:
 def test_a_full_ring_forgets_the_oldest_and_says_how_many() -> None:
     tracer = Tracer(0, 3)
     for number in range(5):
-        tracer.call(f"b.f{number}", attended=True).end(0, None)
+        tracer.call(f"b.f{number}", caller_waits=True).end(0, None)
     events, dropped, threads = tracer.taken()
     assert [one.name for one in events] == ["b.f2", "b.f3", "b.f4"] and dropped == 2
     assert list(threads) == [events[0].thread]
@@ -87,5 +87,5 @@ def test_a_full_ring_forgets_the_oldest_and_says_how_many() -> None:
 
 
 def test_no_two_members_give_the_same_mark() -> None:
-    marks = {Tracer(rank, 1).call("b.f", attended=True).mark for rank in range(300)}
+    marks = {Tracer(rank, 1).call("b.f", caller_waits=True).mark for rank in range(300)}
     assert len(marks) == 300

@@ -27,7 +27,7 @@ def test_members_of_two_users_on_one_host_need_a_group_formed_across_users() -> 
     first, other = clusters.member(0, uid=1000), clusters.member(1, uid=1001)
     with pytest.raises(ConfigurationError, match=r"a \(uid 1000\) and b \(uid 1001\).*across_users=True"):
         form(first, other, first)
-    assert len(form(first, other, first, across_users=True).seats) == 2
+    assert len(form(first, other, first, across_users=True).records) == 2
 
 
 def test_the_process_that_forms_the_group_counts_too() -> None:
@@ -46,4 +46,4 @@ def test_members_of_two_user_namespaces_count_as_two_users() -> None:
 
 def test_users_of_different_hosts_connect_by_tcp_and_need_nothing() -> None:
     first, far = clusters.member(0, uid=1000), clusters.member(1, host=1, uid=1001)
-    assert len(form(first, far, first).seats) == 2
+    assert len(form(first, far, first).records) == 2

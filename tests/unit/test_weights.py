@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc.calls.services import Later
+from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, NotFound
 from raytorchrpc.lanes.base import PeerAddress
 from raytorchrpc.lanes.common.shared_memory import SharedAddress
@@ -21,24 +21,24 @@ from raytorchrpc.patterns.weights.published import Weights
 from raytorchrpc.patterns.weights.pull import Pulled
 from raytorchrpc.patterns.weights.relays import HOME, LEAD, Relays
 from raytorchrpc.patterns.weights.snapshots import equal, write
-from raytorchrpc.process.deadlines import Alarms
+from raytorchrpc.process.deadlines import Deadlines
 from tests.conformance.peers import wait_until
 
 LONG = 20.0
 
 
 @pytest.fixture
-def alarms() -> Iterator[Alarms]:
-    made = Alarms("test")
+def deadlines() -> Iterator[Deadlines]:
+    made = Deadlines("test")
     yield made
     made.stop()
 
 
-def store(alarms: Alarms, keep: int = 1, track: bool = False) -> Weights:
-    def road(rank: int) -> Any:
+def store(deadlines: Deadlines, keep: int = 1, track: bool = False) -> Weights:
+    def route(rank: int) -> Any:
         return SimpleNamespace(member=readers[rank])
 
-    local: Any = SimpleNamespace(tensor_lanes={}, alarms=alarms, road=road, me=SimpleNamespace(node_id="here"))
+    local: Any = SimpleNamespace(tensor_lanes={}, deadlines=deadlines, route=route, me=SimpleNamespace(node_id="here"))
     return Weights(local, (keep, track))
 
 
@@ -62,8 +62,8 @@ def look(weights: Weights, version: int | None = None, since: int | None = None,
     return weights.look(1, version, since, layout, LONG)
 
 
-def test_what_is_read_stays_as_it_is_and_memory_is_used_again(alarms: Alarms) -> None:
-    weights, addresses = store(alarms), set()
+def test_what_is_read_stays_as_it_is_and_memory_is_used_again(deadlines: Deadlines) -> None:
+    weights, addresses = store(deadlines), set()
     assert weights.publish(model(1), None) == 1
     first = look(weights)
     (held,) = read(weights, first.lease)
@@ -81,8 +81,8 @@ def test_what_is_read_stays_as_it_is_and_memory_is_used_again(alarms: Alarms) ->
     assert weights.shelf.readers == 0
 
 
-def test_versions_ascend_and_the_newest_are_kept(alarms: Alarms) -> None:
-    weights = store(alarms, keep=2)
+def test_versions_ascend_and_the_newest_are_kept(deadlines: Deadlines) -> None:
+    weights = store(deadlines, keep=2)
     assert look(weights) is None
     with pytest.raises(NotFound, match="none is published yet"):
         look(weights, version=3)
@@ -97,9 +97,9 @@ def test_versions_ascend_and_the_newest_are_kept(alarms: Alarms) -> None:
     assert look(weights, since=9).lease == 0, "it is there already"
 
 
-def test_a_reader_that_is_gone_or_says_nothing_holds_nothing(alarms: Alarms, monkeypatch: Any) -> None:
+def test_a_reader_that_is_gone_or_says_nothing_holds_nothing(deadlines: Deadlines, monkeypatch: Any) -> None:
     monkeypatch.setattr("raytorchrpc.patterns.weights.published._LINGER_S", 0.0)
-    weights = store(alarms)
+    weights = store(deadlines)
     weights.publish(model(1), None)
     silent = weights.look(1, None, None, 0, 0.02)
     weights.look(2, None, None, 0, LONG)
@@ -113,11 +113,11 @@ def test_a_reader_that_is_gone_or_says_nothing_holds_nothing(alarms: Alarms, mon
     assert weights.shelf.readers == 0
 
 
-def test_a_reader_that_is_lost_and_lives_may_go_on_reading(alarms: Alarms, monkeypatch: Any) -> None:
+def test_a_reader_that_is_lost_and_lives_may_go_on_reading(deadlines: Deadlines, monkeypatch: Any) -> None:
     """Until it ends, if that can be seen here; until its time is over in any case."""
     monkeypatch.setattr("raytorchrpc.patterns.weights.published._LINGER_S", 0.5)
     monkeypatch.setattr("raytorchrpc.patterns.weights.published._LOOK_S", 0.01)
-    weights = store(alarms)
+    weights = store(deadlines)
     weights.publish(model(1), None)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         readers.update({1: reader(process.pid), 2: reader(process.pid, "elsewhere")})
@@ -132,10 +132,10 @@ def test_a_reader_that_is_lost_and_lives_may_go_on_reading(alarms: Alarms, monke
     assert wait_until(lambda: weights.shelf.readers == 0, LONG)
 
 
-def test_a_read_within_the_home_has_no_limit(alarms: Alarms, monkeypatch: Any) -> None:
+def test_a_read_within_the_home_has_no_limit(deadlines: Deadlines, monkeypatch: Any) -> None:
     """A broadcast may take as long as the slowest of those who take part."""
     monkeypatch.setattr("raytorchrpc.patterns.weights.published._LINGER_S", 0.0)
-    weights = store(alarms)
+    weights = store(deadlines)
     weights.publish(model(1), None)
     limited, own = weights.look(1, None, None, 0, 0.0), weights.look(0, None, None, 0, None)
     assert limited is not None and own is not None and wait_until(lambda: weights.shelf.readers == 1, LONG)
@@ -147,11 +147,11 @@ def test_a_read_within_the_home_has_no_limit(alarms: Alarms, monkeypatch: Any) -
     assert weights.shelf.readers == 0
 
 
-def test_numbers_of_leases_are_of_one_process(alarms: Alarms) -> None:
+def test_numbers_of_leases_are_of_one_process(deadlines: Deadlines) -> None:
     """What one that was restarted gives out is not what its readers had of it before."""
     numbers = set()
     for _ in range(50):
-        weights = store(alarms)
+        weights = store(deadlines)
         weights.publish(model(1), None)
         numbers.add(look(weights).lease)
     assert len(numbers) == 50
@@ -168,8 +168,8 @@ def test_versions_that_were_pulled_are_known_by_the_life_of_their_store() -> Non
     assert pulled.has(99, 1999) and not pulled.has(0, 0), "the last are remembered"
 
 
-def test_changes_are_seen_however_they_were_made(alarms: Alarms) -> None:
-    weights = store(alarms, track=True)
+def test_changes_are_seen_however_they_were_made(deadlines: Deadlines) -> None:
+    weights = store(deadlines, track=True)
     layer = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     optimizer = torch.optim.SGD(layer[1].parameters(), lr=0.1)
     weights.publish({name: tensor.detach() for name, tensor in layer.state_dict().items()}, None)
@@ -193,7 +193,7 @@ def test_changes_are_seen_however_they_were_made(alarms: Alarms) -> None:
     assert look(weights, since=3).changed == [0], "of another model everything is new"
 
 
-def test_a_tensor_that_has_not_changed_is_not_copied_again(alarms: Alarms, monkeypatch: Any) -> None:
+def test_a_tensor_that_has_not_changed_is_not_copied_again(deadlines: Deadlines, monkeypatch: Any) -> None:
     """Once each of the two pieces of memory has it."""
     copied: list[int] = []
 
@@ -202,7 +202,7 @@ def test_a_tensor_that_has_not_changed_is_not_copied_again(alarms: Alarms, monke
         write(targets, sources, move)
 
     monkeypatch.setattr("raytorchrpc.patterns.weights.published.write", count_and_write)
-    weights, given = store(alarms, track=True), {name: torch.ones(3) for name in "abc"}
+    weights, given = store(deadlines, track=True), {name: torch.ones(3) for name in "abc"}
     for value in range(5):
         given["b"].fill_(value)
         weights.publish(given, None)
@@ -217,8 +217,8 @@ def test_bits_are_compared() -> None:
     assert equal(ones, others) == [False, True, True, True]
 
 
-def test_conversion_is_made_once_for_each_version(alarms: Alarms) -> None:
-    weights = store(alarms)
+def test_conversion_is_made_once_for_each_version(deadlines: Deadlines) -> None:
+    weights = store(deadlines)
     for value in (1.5, 2.5):
         weights.publish({"half": torch.full((8,), value, dtype=torch.float16), "single": torch.full((8,), value)}, None)
         found = look(weights)
@@ -231,18 +231,18 @@ def test_conversion_is_made_once_for_each_version(alarms: Alarms) -> None:
         weights.shelf.release(found.lease)
 
 
-def test_waiting_for_a_version(alarms: Alarms) -> None:
-    weights = store(alarms)
-    first = weights.wait(1, time.monotonic() + LONG, alarms.at)
-    third = weights.wait(3, time.monotonic() + LONG, alarms.at)
-    in_vain = weights.wait(9, time.monotonic() + 0.02, alarms.at)
-    assert isinstance(in_vain, Later) and in_vain.result(LONG) == 0
+def test_waiting_for_a_version(deadlines: Deadlines) -> None:
+    weights = store(deadlines)
+    first = weights.wait(1, time.monotonic() + LONG, deadlines.at)
+    third = weights.wait(3, time.monotonic() + LONG, deadlines.at)
+    in_vain = weights.wait(9, time.monotonic() + 0.02, deadlines.at)
+    assert isinstance(in_vain, DeferredReply) and in_vain.result(LONG) == 0
     weights.publish(model(1), None)
-    assert isinstance(first, Later) and first.result(0) == 1
-    assert isinstance(third, Later) and not third.done()
+    assert isinstance(first, DeferredReply) and first.result(0) == 1
+    assert isinstance(third, DeferredReply) and not third.done()
     weights.publish(model(4), 4)
     assert third.result(0) == 4
-    assert weights.wait(2, 0, alarms.at) == 4
+    assert weights.wait(2, 0, deadlines.at) == 4
 
 
 # --- between hosts -------------------------------------------------------------------------------------------
@@ -254,9 +254,9 @@ def test_one_of_each_host_pulls_and_the_others_from_it() -> None:
     waiting = [relays.ask("v1", "x", rank) for rank in (2, 3)]
     assert relays.ask("v1", "y", 4) == LEAD, "another host"
     assert relays.ask("v2", "x", 2) == LEAD, "another version"
-    assert not any(later.done() for later in waiting if isinstance(later, Later))
+    assert not any(later.done() for later in waiting if isinstance(later, DeferredReply))
     relays.done("v1", "x", 1)
-    assert [later.result(0) for later in waiting if isinstance(later, Later)] == [1, 1]
+    assert [later.result(0) for later in waiting if isinstance(later, DeferredReply)] == [1, 1]
     assert relays.ask("v1", "x", 5) == 1
 
 
@@ -264,7 +264,7 @@ def test_when_the_one_that_pulls_is_gone_the_next_does() -> None:
     relays = Relays()
     relays.ask("v1", "x", 1)
     second, third = (relays.ask("v1", "x", rank) for rank in (2, 3))
-    assert isinstance(second, Later) and isinstance(third, Later)
+    assert isinstance(second, DeferredReply) and isinstance(third, DeferredReply)
     relays.lose(1)
     assert second.result(0) == LEAD and not third.done()
     relays.failed("v1", "x", 1)
@@ -275,7 +275,7 @@ def test_when_the_one_that_pulls_is_gone_the_next_does() -> None:
     relays.failed("v1", "x", 3)
     assert relays.ask("v1", "x", 4) == LEAD
     fifth = relays.ask("v1", "x", 5)
-    assert isinstance(fifth, Later)
+    assert isinstance(fifth, DeferredReply)
     relays.lose(5)
     assert relays.ask("v1", "x", 4) == LEAD, "it pulls the same again"
 
@@ -287,7 +287,7 @@ def test_what_is_remembered_is_bounded_and_nobody_waits_for_what_is_forgotten() 
     for what in range(1, 1000):
         relays.ask(what, "x", 1)
     assert len(relays._rounds) < 500
-    assert isinstance(waiting, Later) and waiting.result(0) == HOME
+    assert isinstance(waiting, DeferredReply) and waiting.result(0) == HOME
 
 
 # --- memory that is lent ------------------------------------------------------------------------------------------

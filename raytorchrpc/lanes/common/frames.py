@@ -47,7 +47,7 @@ def pack(kind: int, call: int, message: Message) -> list[Any]:
     """The buffers to send, in order. The tensors' memory is among them: it must not change until sent."""
     header, body = message.header, message.body
     if not body.tensors:
-        blob = marshal.dumps((header, None, body.buffers, message.waybills))
+        blob = marshal.dumps((header, None, body.buffers, message.manifests))
         prefix = _PREFIX.pack(call, 0, len(body.payload), len(blob), kind)
         return [prefix + blob + body.payload] if len(body.payload) < _CHUNK else [prefix + blob, body.payload]
     described: list[tuple[str, tuple[int, ...], int]] = []
@@ -62,7 +62,7 @@ def pack(kind: int, call: int, message: Message) -> list[Any]:
             if gap := -raw.nbytes % _ALIGN:
                 parts.append(_PADDING[:gap])
                 area += gap
-    blob = marshal.dumps((header, described, body.buffers, message.waybills))
+    blob = marshal.dumps((header, described, body.buffers, message.manifests))
     head = _PREFIX.pack(call, area, len(body.payload), len(blob), kind) + blob
     gap = -(len(head) + len(body.payload)) % _ALIGN if area else 0
     return [head, body.payload, _PADDING[:gap], *parts]
@@ -204,8 +204,8 @@ class Unread:
         if self._hash is not None:
             check_tag(self._hash.digest(), self._tag)
         call, _, _, _, kind = _PREFIX.unpack_from(self._head)
-        fields, _, _, waybills = marshal.loads(memoryview(self._head)[PREFIX_BYTES : self._head_size()])
-        return Frame(kind, call, Message(fields, NOTHING, waybills=waybills, unread_bytes=self._size))
+        fields, _, _, manifests = marshal.loads(memoryview(self._head)[PREFIX_BYTES : self._head_size()])
+        return Frame(kind, call, Message(fields, NOTHING, manifests=manifests, unread_bytes=self._size))
 
 
 def sizes(data: Any, start: int) -> tuple[int, int]:
@@ -231,7 +231,7 @@ def parse(view: memoryview, storage: torch.Tensor | None = None) -> Frame:
 def _parsed(view: memoryview, storage: torch.Tensor | None) -> Frame:
     call, area, payload, header, kind = _PREFIX.unpack_from(view, 0)
     begin = _PREFIX.size + header
-    fields, described, buffers, waybills = marshal.loads(view[_PREFIX.size : begin])
+    fields, described, buffers, manifests = marshal.loads(view[_PREFIX.size : begin])
     head = begin + payload
     tensors: Sequence[torch.Tensor] = ()
     if described:
@@ -244,4 +244,4 @@ def _parsed(view: memoryview, storage: torch.Tensor | None) -> Frame:
             source = torch.empty(0, dtype=torch.uint8)
         tensors = [view_at(source, offset, (DTYPES[name], shape)) for name, shape, offset in described]
     body = Encoded(bytes(view[begin:head]), tensors, (), buffers)
-    return Frame(kind, call, Message(fields, body, waybills=waybills))
+    return Frame(kind, call, Message(fields, body, manifests=manifests))

@@ -42,7 +42,7 @@ class SettledPending(Pending):
         for callback in callbacks:
             try:
                 callback()
-            except Exception as error:  # must not cost the other calls on the road theirs
+            except Exception as error:  # must not cost the other calls on the route theirs
                 threads.report(error, "a callback of a finished call failed")
 
     def wait(self, timeout_s: float) -> bool:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
 from raytorchrpc.lanes.common.pending import SettledPending
-from raytorchrpc.tensors.cuda_streams import hand_over
+from raytorchrpc.tensors.cuda_streams import handoff_streams
 from raytorchrpc.tensors.dtypes import copied
 
 
@@ -31,7 +31,7 @@ class LoopbackLane(MessageLane):
         message: Message,
         timeout_s: float,
         *,
-        attended: bool = False,
+        caller_waits: bool = False,
         settled: Callable[[], None] | None = None,
     ) -> Pending:
         pending = SettledPending(settled)
@@ -51,4 +51,4 @@ def _private(message: Message) -> Message:
     tensors = [
         tensor if tensor.requires_grad and not tensor.is_leaf else copied(tensor) for tensor in message.body.tensors
     ]
-    return message._replace(body=message.body._replace(tensors=tensors), adopt=hand_over(tensors))
+    return message._replace(body=message.body._replace(tensors=tensors), adopt=handoff_streams(tensors))

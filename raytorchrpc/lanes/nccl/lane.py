@@ -123,7 +123,7 @@ class NcclLane(TensorLane):
         self._by_tcp = by_tcp
 
     def after_fork(self) -> list[fork.Address]:
-        """See forking.Heirloom. What is under way there is the parent's, and CUDA does not survive a fork."""
+        """See forking.ForkAware. What is under way there is the parent's, and CUDA does not survive a fork."""
         closed, self._closed = self._closed, True
         known = [] if closed else [self._address, *self._peers.values()]
         return [address.control.tcp for address in known if address.control.tcp is not None]

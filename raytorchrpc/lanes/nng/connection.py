@@ -15,7 +15,7 @@ from raytorchrpc.lanes.base import Message
 from raytorchrpc.lanes.common import frames
 from raytorchrpc.lanes.common.pending import SettledPending, lose_all, settle
 from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection
-from raytorchrpc.lanes.nng.sockets import Wire
+from raytorchrpc.lanes.nng.sockets import PairSocket
 from raytorchrpc.tensors.codec import Encoded
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _TURN = 64
 class Channel:
     """A wire as the handshake wants it; see _handshake.Stream."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: PairSocket) -> None:
         self._wire = wire
         self._rest = b""
         self._timeout: float | None = None
@@ -112,7 +112,7 @@ class Line:
     """Requests go out and replies come in (``peer`` is set), or the other way round. One thread reads."""
 
     def __init__(
-        self, wire: Wire, protection: Protection | None, peer: str | None, ended: Callable[[Line], None]
+        self, wire: PairSocket, protection: Protection | None, peer: str | None, ended: Callable[[Line], None]
     ) -> None:
         """``protection``: of each message of nng's. ``ended``: called once, before the wire is closed: whoever reads it
         is to stop."""
@@ -162,7 +162,7 @@ class Line:
 
     def _send(self, buffers: list[Any], deadline: float, until: Callable[[], float]) -> None:
         if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise RpcTimeout(f"the road to {self.peer or 'the caller'} was busy until the deadline")
+            raise RpcTimeout(f"the route to {self.peer or 'the caller'} was busy until the deadline")
         try:
             if self._ended is not None:
                 raise ConnectionResetError(self._ended)

@@ -69,7 +69,7 @@ class NngLane(MessageLane):
         self._lines: dict[str, Line] = {}
         self._connecting: dict[str, threading.Lock] = {}
         self._by_fd: dict[int, Line] = {}
-        self._proving: dict[sockets.Wire, None] = {}  # oldest first
+        self._proving: dict[sockets.PairSocket, None] = {}  # oldest first
         self._lock = threading.Lock()
         self._door: sockets.Door | None = None
         self._reader: threading.Thread | None = None
@@ -123,7 +123,7 @@ class NngLane(MessageLane):
         message: Message,
         timeout_s: float,
         *,
-        attended: bool = False,
+        caller_waits: bool = False,
         settled: Callable[[], None] | None = None,
     ) -> Pending:
         sockets.check_process()
@@ -184,17 +184,17 @@ class NngLane(MessageLane):
         finally:
             lock.release()
 
-    def _dial(self, peer: str, address: NngAddress, deadline: float) -> tuple[sockets.Wire, Protection | None]:
+    def _dial(self, peer: str, address: NngAddress, deadline: float) -> tuple[sockets.PairSocket, Protection | None]:
         by_tcp = peer in self._by_tcp
         url, question = (address.tcp, _TCP) if by_tcp else (address.local, _LOCAL)
         if url is None:
             raise PeerLost(peer, "it does not listen for other hosts", may_have_run=False)
         me, its = (listener_identity(self._credentials, each, by_tcp) for each in (self._address, address))
         for attempt in range(_ATTEMPTS):  # the other end may hang up on strangers, and be in doubt about us
-            wire: sockets.Wire | None = None
+            wire: sockets.PairSocket | None = None
             try:
                 where = sockets.ask(url, question, deadline).decode("ascii")
-                wire = sockets.Wire()
+                wire = sockets.PairSocket()
                 wire.dial(where, deadline)
                 _check_user(wire, self._credentials, by_tcp)
                 left = max(0.001, deadline - time.monotonic())
@@ -207,7 +207,7 @@ class NngLane(MessageLane):
                     raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
         raise AssertionError("unreachable")
 
-    def _adopt(self, wire: sockets.Wire, protection: Protection | None, peer: str | None) -> Line:
+    def _adopt(self, wire: sockets.PairSocket, protection: Protection | None, peer: str | None) -> Line:
         line = Line(wire, protection, peer, self._forget)
         with self._lock:
             if self._closed:
@@ -256,7 +256,7 @@ class NngLane(MessageLane):
         if question not in (_LOCAL, _TCP) or (question == _TCP and self._tcp_host is None):
             return None
         try:
-            wire = sockets.Wire()
+            wire = sockets.PairSocket()
         except (OSError, RayTorchRpcError) as error:
             logger.warning("%s cannot accept a connection: %s", self._me, error)
             return None
@@ -289,7 +289,7 @@ class NngLane(MessageLane):
             return None
         return where.encode("ascii")
 
-    def _prove(self, wire: sockets.Wire, by_tcp: bool) -> None:
+    def _prove(self, wire: sockets.PairSocket, by_tcp: bool) -> None:
         try:
             me = listener_identity(self._credentials, self._address, by_tcp)
             stream = Channel(wire)
@@ -315,7 +315,7 @@ def listener_identity(credentials: Credentials, address: NngAddress, by_tcp: boo
     return credentials.peer(address.instance, f"nng {where}")
 
 
-def _check_user(wire: sockets.Wire, credentials: Credentials, by_tcp: bool) -> None:
+def _check_user(wire: sockets.PairSocket, credentials: Credentials, by_tcp: bool) -> None:
     if not by_tcp and not credentials.across_users:
         handshake.check_uid(-1 if wire.peer_uid is None else wire.peer_uid)
 

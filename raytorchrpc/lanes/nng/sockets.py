@@ -83,7 +83,7 @@ def _socket(kind: Callable[..., Any], **options: Any) -> Any:
     return sock
 
 
-class Wire:
+class PairSocket:
     """One socket of nng's with at most one connection, ever. Threads: one may send while another receives."""
 
     def __init__(self, kind: Callable[..., Any] = pynng.Pair0) -> None:
@@ -234,7 +234,7 @@ class Wire:
             os.close(fd)
 
     def after_fork(self) -> list[fork.Address]:
-        """See forking.Heirloom; ``_after_fork`` sees to the rest."""
+        """See forking.ForkAware; ``_after_fork`` sees to the rest."""
         return self._addresses
 
 
@@ -265,7 +265,7 @@ class Door:
         return where
 
     def after_fork(self) -> list[fork.Address]:
-        """See forking.Heirloom."""
+        """See forking.ForkAware."""
         return self._addresses
 
     def answer(self, how: Callable[[bytes], bytes | None]) -> None:
@@ -289,7 +289,7 @@ class Door:
 
 def ask(url: str, question: bytes, deadline: float) -> bytes:
     """Ask at a door. Raises OSError, TimeoutError."""
-    wire = Wire(pynng.Req0)
+    wire = PairSocket(pynng.Req0)
     try:
         wire.dial(url, deadline)
         wire.send([question], lambda: deadline)

@@ -216,7 +216,7 @@ class PeerArena:
         fork.inherited(self)
 
     def after_fork(self) -> tuple[()]:
-        """See forking.Heirloom. What this process writes from now on, its parent is not to see."""
+        """See forking.ForkAware. What this process writes from now on, its parent is not to see."""
         with contextlib.suppress(OSError, LaneUnavailable):  # the owner is gone: nothing to map it from
             fd = open_shared(self._address)
             private = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE

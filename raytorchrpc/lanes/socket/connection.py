@@ -114,15 +114,15 @@ class Connection:
 
     # Calls.
 
-    def begin(self, pending: SocketPending, attended: bool) -> None:
-        """Give a call its number; its reply can arrive from now on. ``attended``: its caller waits at once."""
+    def begin(self, pending: SocketPending, caller_waits: bool) -> None:
+        """Give a call its number; its reply can arrive from now on. ``caller_waits``: its caller waits at once."""
         with self._state:
             if self._ended is not None:
                 raise PeerLost(self.peer or "?", self._ended, may_have_run=False)
             self._calls += 1
             pending.call = self._calls
             self._pending[pending.call] = pending
-            if not attended:
+            if not caller_waits:
                 self._let_somebody()
 
     def _let_somebody(self) -> None:
@@ -223,7 +223,7 @@ class Connection:
             raise PeerLost(self.peer or "the caller", self._ended or "", may_have_run=False) from error
 
     def _busy(self) -> RpcTimeout:
-        return RpcTimeout(f"the road to {self.peer or 'the caller'} was busy until the deadline")
+        return RpcTimeout(f"the route to {self.peer or 'the caller'} was busy until the deadline")
 
     def _send_rest(self, parts: list[memoryview], sent: int, deadline: float) -> list[memoryview]:
         """Go on sending after ``sent`` bytes; returns what is left at the deadline. Raises OSError."""
@@ -338,7 +338,7 @@ class Connection:
         return requests
 
     def after_fork(self) -> None:
-        """See forking.Heirloom. The calls under way are the parent's: here they never end."""
+        """See forking.ForkAware. The calls under way are the parent's: here they never end."""
         self._state, self._sending = threading.Lock(), threading.Lock()
         self._ended = "this process was forked"
 

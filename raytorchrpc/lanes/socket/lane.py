@@ -127,7 +127,7 @@ class SocketLane(MessageLane):
         message: Message,
         timeout_s: float,
         *,
-        attended: bool = False,
+        caller_waits: bool = False,
         settled: Callable[[], None] | None = None,
     ) -> Pending:
         deadline = time.monotonic() + timeout_s
@@ -135,7 +135,7 @@ class SocketLane(MessageLane):
         if connection is None or connection.ended:
             connection = self._connect(peer, deadline)
         pending = SocketPending(connection, deadline, settled)
-        connection.begin(pending, attended)
+        connection.begin(pending, caller_waits)
         try:
             connection.send(frames.pack(frames.REQUEST, pending.call, message), deadline)
         except BaseException:
@@ -162,7 +162,7 @@ class SocketLane(MessageLane):
         self._retire(0)  # frees epoll and bell if no listener is left to do it
 
     def after_fork(self) -> list[fork.Address]:
-        """See forking.Heirloom."""
+        """See forking.ForkAware."""
         closed, self._closed = self._closed, True
         self._lock = threading.Lock()
         for connection in self._by_fd.values():

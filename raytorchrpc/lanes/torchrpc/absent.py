@@ -40,7 +40,7 @@ class AbsentLane(MessageLane):
         message: Message,
         timeout_s: float,
         *,
-        attended: bool = False,
+        caller_waits: bool = False,
         settled: Callable[[], None] | None = None,
     ) -> Pending:
         self._refuse()

@@ -22,7 +22,7 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, Remo
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
 from raytorchrpc.lanes.torchrpc.agent import Fabric, FabricPeer
 from raytorchrpc.tensors.codec import Encoded
-from raytorchrpc.tensors.cuda_streams import check_mapped, hand_over
+from raytorchrpc.tensors.cuda_streams import check_mapped, handoff_streams
 from raytorchrpc.tensors.dtypes import UNCOPIED, copied
 from raytorchrpc.tensors.exceptions import traceback_text
 
@@ -77,7 +77,7 @@ class TorchRpcLane(MessageLane):
         message: Message,
         timeout_s: float,
         *,
-        attended: bool = False,
+        caller_waits: bool = False,
         settled: Callable[[], None] | None = None,
     ) -> Pending:
         worker = self._worker(peer, message.body.tensors)
@@ -197,7 +197,7 @@ def _serve(
         except RuntimeError as error:  # a tensor on a device that the agent was not given
             future.set_exception(error)
 
-    _hand_over(Message(header, Encoded(payload, tensors, rrefs, buffers), hand_over(tensors)), reply)
+    _hand_over(Message(header, Encoded(payload, tensors, rrefs, buffers), handoff_streams(tensors)), reply)
     return future
 
 
@@ -213,7 +213,7 @@ def _serve_value(
         # A torch Future's own exception would become the RRef's value; this is what torch raises in to_here().
         future.set_result(_remote_exception(value) if failed else value)
 
-    _hand_over(Message(header, Encoded(payload, tensors, rrefs, buffers), hand_over(tensors)), reply)
+    _hand_over(Message(header, Encoded(payload, tensors, rrefs, buffers), handoff_streams(tensors)), reply)
     return future
 
 

@@ -15,7 +15,7 @@ from raytorchrpc.calls.event_loops import on_loop
 from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
-from raytorchrpc.calls.services import Later
+from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import (
     Closed,
     ConfigurationError,
@@ -63,7 +63,7 @@ class Channel(Handle):
         until = time.monotonic() + wait_s
         puts, turn = puts_here((local.server.token, self.kind, self._home, self._name), in_turn), None
         if in_turn and puts is not None:
-            turn = yield from puts.enter(until, local.alarms)
+            turn = yield from puts.enter(until, local.deadlines)
             if turn is None:
                 raise self._full(0)
         try:
@@ -75,13 +75,13 @@ class Channel(Handle):
     def _put_parts(
         self, local: LocalMember, values: Sequence[Any], until: float, puts: Puts | None, turn: Turn | None
     ) -> Steps[None]:
-        road = yield from self._ready(local, max(0.0, until - time.monotonic()))
+        route = yield from self._ready(local, max(0.0, until - time.monotonic()))
         parts = list(chunks(self._apart(local, values), self._most))
         accepted = 0
         for number, items in enumerate(parts, 1):
             outcome: Any
             answer = None
-            if road is None:
+            if route is None:
                 outcome = self._home_of(local).put([private(item) for item in items], until)
             else:
                 answer = self._send_part(local, items, max(0.0, until - time.monotonic()), puts)
@@ -89,7 +89,7 @@ class Channel(Handle):
                 turn.leave()
             if answer is not None:
                 outcome = yield from answer
-            elif isinstance(outcome, Later):
+            elif isinstance(outcome, DeferredReply):
                 outcome = yield outcome
             if outcome is FULL:
                 raise self._full(accepted)
@@ -129,8 +129,8 @@ class Channel(Handle):
         """A list of values; EMPTY or ENDED."""
         local, wait_s = yield from membership(timeout)
         until = time.monotonic() + wait_s
-        road = yield from self._ready(local, wait_s)
-        if road is None:
+        route = yield from self._ready(local, wait_s)
+        if route is None:
             batch = yield from self._take_here(local, key, limit, until)
             if batch and (keep or self._home_of(local).shared):
                 batch = Batch([private(item) for item in batch], batch.stub)
@@ -141,7 +141,7 @@ class Channel(Handle):
     def _take_here(self, local: LocalMember, key: str, limit: int, until: float) -> Steps[Any]:
         home = self._home_of(local)
         taken = home.take(key, limit, until)
-        if isinstance(taken, Later):
+        if isinstance(taken, DeferredReply):
             try:
                 return (yield taken)
             except BaseException:
@@ -220,7 +220,7 @@ class Channel(Handle):
 
     def _return(self, local: LocalMember, key: str, batch: Batch) -> Future[None] | None:
         """Give them back to the home; None if that is done. Raises what keeps them from being sent."""
-        if self._road(local) is None:
+        if self._route(local) is None:
             self._home_of(local).put_back(key, batch)
             return None
         return self._urgent(local, PUT_BACK, (*self._object, key, batch.stub, packed(batch)), RETURNS)
@@ -255,16 +255,16 @@ class Channel(Handle):
 
     def _end(self, force: bool) -> Steps[None]:
         local, _ = yield from membership()
-        road = yield from self._ready(local)
-        if road is None:
+        route = yield from self._ready(local)
+        if route is None:
             self._home_of(local).end(force)
         else:
             yield from self._ask(local, END, (*self._object, force), None)
 
     def _numbers(self, key: str | None) -> Steps[Any]:
         local, _ = yield from membership()
-        road = yield from self._ready(local)
-        if road is None:
+        route = yield from self._ready(local)
+        if route is None:
             return self._home_of(local).numbers(key)
         return (yield from self._ask(local, NUMBERS, (*self._object, key), None))
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.services import Later
+from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.patterns import handle
 from raytorchrpc.patterns.queues.items import Chunk, Loans, packed, unpacked
@@ -31,10 +31,10 @@ class Home(Store):
 
     def __init__(self, local: LocalMember, label: str, settings: Any, closes: int, *, shared: bool) -> None:
         """``label``: what it is, for messages. ``shared``: several consumers get the same item."""
-        super().__init__(local.alarms, closes, f"{label} in member {local.me.name!r}")
+        super().__init__(local.deadlines, closes, f"{label} in member {local.me.name!r}")
         self.settings, self.shared = settings, shared
         self.loans = Loans((local.config.shm_bytes or local.max_bytes) // _LENT_SHARE)
-        self.arrivals = Arrivals(self.put, local.alarms)
+        self.arrivals = Arrivals(self.put, local.deadlines)
 
     def lose(self, rank: int) -> None:
         self.arrivals.lose(rank)
@@ -73,7 +73,7 @@ def _take(
     home = home_of(local, kind, name, life)
     taken = home.take(key, limit, time.monotonic() + wait_s, caller, ticket)
     convert = partial(_packed, local, caller, home, key)
-    if isinstance(taken, Later):
+    if isinstance(taken, DeferredReply):
         taken.convert = convert
         return taken
     return convert(taken)

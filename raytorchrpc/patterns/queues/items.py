@@ -20,7 +20,7 @@ import torch
 from raytorchrpc.errors import SerializationError
 from raytorchrpc.tensors.codec import Codec
 from raytorchrpc.tensors.containers import is_ordinary
-from raytorchrpc.tensors.cuda_streams import hand_over, nothing
+from raytorchrpc.tensors.cuda_streams import handoff_streams, nothing
 from raytorchrpc.tensors.dtypes import copied
 
 #: Of one message: beyond, ``put_many`` sends another (bytes).
@@ -201,7 +201,7 @@ def private(item: Item) -> Item:
         return item
     item.adopt()
     tensors = [copied(tensor) for tensor in item.tensors]
-    return item._replace(tensors=tensors, adopt=hand_over(tensors), loan=None)
+    return item._replace(tensors=tensors, adopt=handoff_streams(tensors), loan=None)
 
 
 def chunks(items: Sequence[Item], most: int) -> Iterator[Sequence[Item]]:
@@ -244,7 +244,7 @@ def unpacked(chunk: Chunk, rank: int | None = None, loans: Loans | None = None) 
         mine = tensors[begin : begin + held]
         begin += held
         size = len(payload) + sum(tensor.nbytes for tensor in mine)
-        item = Item(payload, mine, buffers, size, hand_over(mine) if rank is not None else nothing, many=number)
+        item = Item(payload, mine, buffers, size, handoff_streams(mine) if rank is not None else nothing, many=number)
         if lent and mine and rank is not None and loans is not None:
             loan = loans.take(rank, size)
             item = private(item) if loan is None else item._replace(loan=loan)

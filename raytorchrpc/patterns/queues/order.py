@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from raytorchrpc.calls.services import Later
+from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.patterns.handle import Steps
 from raytorchrpc.patterns.queues.items import Item
@@ -55,7 +55,7 @@ class Puts:
         self._unanswered: dict[int, int | None] = {}
         """Number -> life of the object, in the order in which they were sent."""
         self._sending = False
-        self._waiting: deque[Later] = deque()
+        self._waiting: deque[DeferredReply] = deque()
 
     @property
     def idle(self) -> bool:
@@ -75,7 +75,7 @@ class Puts:
         if not self._sending:
             self._sending = True
             return Turn(self)
-        later = Later()
+        later = DeferredReply()
         self._waiting.append(later)
         prevent = clock.at(until, partial(_settle, [(later, False)]))
         try:
@@ -142,7 +142,7 @@ class _Held(NamedTuple):
     number: int
     items: Sequence[Item]
     until: float
-    later: Later
+    later: DeferredReply
 
 
 class _Line:
@@ -174,7 +174,7 @@ class Arrivals:
             line = self._line(rank, producer)
             done = self._pass(line, first - 1)
             if before > line.last:
-                held = _Held(number, items, until, Later())
+                held = _Held(number, items, until, DeferredReply())
                 line.held.setdefault(before, []).append(held)
                 outcome = held.later
             else:
@@ -226,7 +226,7 @@ class Arrivals:
             line = self._lines[producer] = _Line(rank)
         return line
 
-    def _pass(self, line: _Line, number: int) -> list[tuple[Later, Any]]:
+    def _pass(self, line: _Line, number: int) -> list[tuple[DeferredReply, Any]]:
         """Nobody waits for those up to ``number`` any more. Returns what to settle."""
         if number <= line.last:
             return []
@@ -236,8 +236,8 @@ class Arrivals:
         line.last = max(line.last, number)
         return done
 
-    def _admitted(self, line: _Line, number: int) -> list[tuple[Later, Any]]:
-        done: list[tuple[Later, Any]] = []
+    def _admitted(self, line: _Line, number: int) -> list[tuple[DeferredReply, Any]]:
+        done: list[tuple[DeferredReply, Any]] = []
         due = deque([number])
         while due:
             number = due.popleft()
@@ -265,9 +265,9 @@ class Arrivals:
         held.later.settle(FULL)
 
 
-def _settle(done: Sequence[tuple[Later, Any]]) -> None:
+def _settle(done: Sequence[tuple[DeferredReply, Any]]) -> None:
     for later, outcome in done:
-        if isinstance(outcome, Later):
+        if isinstance(outcome, DeferredReply):
             outcome.add_done_callback(partial(_follow, later))
         elif isinstance(outcome, Exception):
             later.settle(None, outcome)
@@ -275,6 +275,6 @@ def _settle(done: Sequence[tuple[Later, Any]]) -> None:
             later.settle(outcome)
 
 
-def _follow(later: Later, parked: Any) -> None:
+def _follow(later: DeferredReply, parked: Any) -> None:
     error = parked.exception()
     later.settle(parked.result() if error is None else None, error)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from raytorchrpc.calls.services import Later
+from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.patterns.queues.items import CHUNK_BYTES, Item, count, singles
 
 Policy = Literal["block", "drop_oldest", "latest"]
@@ -34,7 +34,7 @@ class Batch(list[Item]):
 class Getter(NamedTuple):
     """Who waits for an item."""
 
-    later: Later
+    later: DeferredReply
     limit: int
     until: float
     rank: int | None

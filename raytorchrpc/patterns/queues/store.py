@@ -1,7 +1,7 @@
 """What waits at the home of a queue or a topic, and who waits for it. Knows nothing of members and messages.
 
 A store has outlets: a queue one, a topic one for each subscriber. What is put goes to all of them. Whoever finds
-nothing, or no room, is parked as a ``Later``; an alarm of the member's settles it when its time is over.
+nothing, or no room, is parked as a ``DeferredReply``; an alarm of the member's settles it when its time is over.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from raytorchrpc.calls.services import Later
+from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import NotFound
 from raytorchrpc.patterns.queues.items import Item, count
 from raytorchrpc.patterns.queues.outlet import Batch, Getter, Outlet
@@ -25,14 +25,14 @@ EMPTY = None
 
 
 class Clock(Protocol):
-    """See workers.Alarms."""
+    """See workers.Deadlines."""
 
     def at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
         """Call back at ``when``; returns what prevents it."""
 
 
 class _Putter(NamedTuple):
-    later: Later
+    later: DeferredReply
     items: Sequence[Item]
     size: int
 
@@ -63,7 +63,7 @@ class Store:
 
     def remove(self, key: str) -> None:
         """With all that waits in it; who waits there is told ENDED. Idempotent."""
-        told: list[tuple[Later, Any]] = []
+        told: list[tuple[DeferredReply, Any]] = []
         with self._lock:
             self._overrun.pop(key, None)
             outlet = self._outlets.pop(key, None)
@@ -74,7 +74,7 @@ class Store:
 
     # --- putting and taking --------------------------------------------------------------------------------------
 
-    def put(self, items: Sequence[Item], until: float) -> bool | Later | None:
+    def put(self, items: Sequence[Item], until: float) -> bool | DeferredReply | None:
         """PUT, FULL, ENDED, or what becomes one of them by ``until`` (``time.monotonic``). All of them or none."""
         size = sum(item.size for item in items)
         with self._lock:
@@ -85,7 +85,7 @@ class Store:
             if parked:
                 if until <= time.monotonic():
                     return FULL
-                later = Later()
+                later = DeferredReply()
                 putter = _Putter(later, items, size)
                 self._putters.append(putter)
             else:
@@ -97,7 +97,7 @@ class Store:
         self._watch(later, until, partial(self._give_up_putting, putter))
         return later
 
-    def _watch(self, later: Later, until: float, give_up: Callable[[], None]) -> None:
+    def _watch(self, later: DeferredReply, until: float, give_up: Callable[[], None]) -> None:
         """Give up at that time, or when nobody waits any more."""
         prevent = self._clock.at(until, give_up)
 
@@ -135,7 +135,7 @@ class Store:
                 return EMPTY
             else:
                 taken, told = None, []
-                later = Later()
+                later = DeferredReply()
                 getter = Getter(later, limit, until, rank, ticket)
                 outlet.getters.append(getter)
         if taken:
@@ -178,7 +178,7 @@ class Store:
         """One of those who put has done so for the last time; ``force``: all have. What waits can still be taken."""
         with self._lock:
             self._closes = 0 if force else self._closes - 1
-            told: list[tuple[Later, Any]] = []
+            told: list[tuple[DeferredReply, Any]] = []
             if self._closes <= 0:
                 told = [(putter.later, ENDED) for putter in self._putters]
                 self._putters.clear()
@@ -266,9 +266,9 @@ class Store:
             gone = self._outlets.pop(key)
             self._overrun[key] = Outlet(0, 0, gone.policy, gone.rank, gone.process)
 
-    def _match(self) -> list[tuple[Later, Any]]:
+    def _match(self) -> list[tuple[DeferredReply, Any]]:
         """Bring together who puts and who takes, first come first served; whom to tell what afterwards."""
-        told: list[tuple[Later, Any]] = []
+        told: list[tuple[DeferredReply, Any]] = []
         changed = True
         while changed:
             changed = False
@@ -294,7 +294,7 @@ class Store:
                 outlet.getters.clear()
         return told
 
-    def _settle(self, told: Sequence[tuple[Later, Any]]) -> None:
+    def _settle(self, told: Sequence[tuple[DeferredReply, Any]]) -> None:
         """Not under the lock: whoever is told may come back here."""
         for later, value in told:
             if isinstance(value, _Handover):

@@ -87,10 +87,10 @@ class Topic(Channel):
         size = 1 if policy == "latest" else counted("maxsize", maxsize)
         most = None if max_bytes is None else counted("max_bytes", max_bytes)
         local, _ = yield from membership()
-        road = yield from self._ready(local)
+        route = yield from self._ready(local)
         key = f"{local.server.token}.{new_ticket()}"  # the token says whose it is, see _subscribe
         args = (self._name, self._life, key, policy, size, most)
-        if road is None:
+        if route is None:
             _subscribe(local, local.me.rank, *args)
         else:
             asked = self._sent(local, _SUBSCRIBE, args, None)
@@ -189,7 +189,7 @@ class Subscription:
     def _cancel(self) -> Steps[None]:
         (local, _), topic = (yield from membership()), self._topic
         args = (topic.name, topic._life, self._key)
-        if topic._road(local) is None:
+        if topic._route(local) is None:
             _cancel(local, local.me.rank, *args)
             return
         try:

@@ -14,7 +14,7 @@ import torch
 
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.peers import Member
-from raytorchrpc.calls.services import Later
+from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound
 from raytorchrpc.lanes.base import TensorLane
 from raytorchrpc.patterns.weights.relays import Relays
@@ -77,7 +77,7 @@ def shelf_of(local: LocalMember) -> Shelf:
         return None
 
     shm = local.tensor_lanes.get("shm")
-    return Shelf(lend, local.alarms.at) if shm is None else Shelf(lend, local.alarms.at, shm.move)
+    return Shelf(lend, local.deadlines.at) if shm is None else Shelf(lend, local.deadlines.at, shm.move)
 
 
 class Readable:
@@ -105,7 +105,7 @@ class Readable:
         """See services.Served. A process that may live, out of reach, may go on reading until its leases end."""
         if numbers := self.shelf.leases_of(rank):
             with suppress(NotAMember):
-                self._release_once_ended(self._local.road(rank).member, rank, numbers)
+                self._release_once_ended(self._local.route(rank).member, rank, numbers)
 
     def _release_once_ended(self, peer: Member, rank: int, numbers: set[int]) -> None:
         if peer.node_id != self._local.me.node_id:
@@ -115,7 +115,7 @@ class Readable:
                 self.shelf.release(number)
         elif numbers := numbers & self.shelf.leases_of(rank):
             look = partial(self._release_once_ended, peer, rank, numbers)
-            self._local.alarms.at(time.monotonic() + _LOOK_S, look)
+            self._local.deadlines.at(time.monotonic() + _LOOK_S, look)
 
     def keep_only(self, rank: int, process: str | None) -> None:
         """See services.Served."""
@@ -137,7 +137,7 @@ class Weights(Readable):
         self._lock = threading.Lock()
         self._layout: Layout | None = None
         self._kept: OrderedDict[int, tuple[Layout, Snapshot]] = OrderedDict()
-        self._waiting: list[tuple[int, Later]] = []
+        self._waiting: list[tuple[int, DeferredReply]] = []
         self._broken: Exception | None = None
 
     # --- publishing ----------------------------------------------------------------------------------------------
@@ -208,15 +208,15 @@ class Weights(Readable):
         with self._lock:
             return next(reversed(self._kept)) if self._kept else 0
 
-    def wait(self, version: int, until: float, at: Any) -> int | Later:
-        """The newest version, as soon as it is at least this; 0 at ``until``. ``at``: see workers.Alarms."""
+    def wait(self, version: int, until: float, at: Any) -> int | DeferredReply:
+        """The newest version, as soon as it is at least this; 0 at ``until``. ``at``: see workers.Deadlines."""
         with self._lock:
             if self._broken is not None:
                 raise self._broken
             newest = next(reversed(self._kept)) if self._kept else 0
             if newest >= version or until <= time.monotonic():
                 return newest if newest >= version else 0
-            later = Later()
+            later = DeferredReply()
             waits = version, later
             self._waiting.append(waits)
 

@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 
-from raytorchrpc.calls.services import Later
+from raytorchrpc.calls.services import DeferredReply
 
 #: What a member is told: pull from the home; pull for your node, then say so; or pull from that rank.
 HOME, LEAD = "home", "lead"
@@ -25,7 +25,7 @@ class _Round:
     def __init__(self, leader: int) -> None:
         self.leader = leader
         self.ready = False
-        self.waiting: list[tuple[int, Later]] = []
+        self.waiting: list[tuple[int, DeferredReply]] = []
 
 
 class Relays:
@@ -35,8 +35,8 @@ class Relays:
         self._lock = threading.Lock()
         self._rounds: OrderedDict[tuple[Hashable, str], _Round] = OrderedDict()
 
-    def ask(self, what: Hashable, node: str, rank: int) -> Advice | Later:
-        """Where ``rank``, which is on ``node``, pulls that from. A Later: as soon as the first of the node has it."""
+    def ask(self, what: Hashable, node: str, rank: int) -> Advice | DeferredReply:
+        """Where ``rank``, which is on ``node``, pulls that from. A DeferredReply: once the first of the node has it."""
         with self._lock:
             at = self._rounds.get((what, node))
             if at is None or at.leader == rank:
@@ -47,11 +47,11 @@ class Relays:
                     break
                 else:
                     told = [] if at is None else at.waiting
-                advice: Advice | Later = LEAD
+                advice: Advice | DeferredReply = LEAD
             elif at.ready:
                 return at.leader
             else:
-                later = Later()
+                later = DeferredReply()
                 at.waiting.append((rank, later))
                 return later
         for _, waiting in told:
@@ -84,7 +84,7 @@ class Relays:
         for later in told:
             later.settle(LEAD)
 
-    def _succeed(self, key: tuple[Hashable, str], rank: int) -> list[Later]:
+    def _succeed(self, key: tuple[Hashable, str], rank: int) -> list[DeferredReply]:
         """Under the lock: who leads after ``rank``, if that led."""
         at = self._rounds.get(key)
         if at is None or at.leader != rank:

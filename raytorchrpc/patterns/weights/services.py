@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.services import Later
+from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.patterns import handle
 from raytorchrpc.patterns.weights.published import Mirror, Readable, Weights
@@ -40,8 +40,8 @@ def _readable(local: LocalMember, name: str, life: int, mirror: bool) -> Readabl
     return found
 
 
-def _wait(local: LocalMember, caller: int, name: str, life: int, version: int, wait_s: float) -> int | Later:
-    return weights_of(local, name, life).wait(version, time.monotonic() + wait_s, local.alarms.at)
+def _wait(local: LocalMember, caller: int, name: str, life: int, version: int, wait_s: float) -> int | DeferredReply:
+    return weights_of(local, name, life).wait(version, time.monotonic() + wait_s, local.deadlines.at)
 
 
 def _look(
@@ -106,13 +106,13 @@ def _release(local: LocalMember, caller: int, name: str, life: int, mirror: bool
 def _advise(local: LocalMember, caller: int, name: str, life: int, what: tuple[Any, ...], wait_s: float) -> Any:
     """Where this caller pulls from; see ``_relays``."""
     advice = weights_of(local, name, life).relays.ask(what, _node(local, caller), caller)
-    if isinstance(advice, Later):
+    if isinstance(advice, DeferredReply):
         later = advice
 
         def give_up() -> None:
             later.settle(HOME)
 
-        prevent = local.alarms.at(time.monotonic() + wait_s, give_up)
+        prevent = local.deadlines.at(time.monotonic() + wait_s, give_up)
         later.add_done_callback(lambda _: prevent())
     return advice
 
@@ -133,7 +133,7 @@ def _look_here(
 
 
 def _node(local: LocalMember, rank: int) -> str:
-    return next((road.member.node_id for road in local.roads if road.member.rank == rank), "")
+    return next((route.member.node_id for route in local.routes if route.member.rank == rank), "")
 
 
 handle.makes(KIND, lambda local, name, settings: Weights(local, settings))

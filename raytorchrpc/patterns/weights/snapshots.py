@@ -15,7 +15,7 @@ import torch
 from raytorchrpc.errors import NotFound
 from raytorchrpc.lanes.base import SMALL
 from raytorchrpc.tensors import host_device_copy
-from raytorchrpc.tensors.cuda_streams import hand_over, nothing
+from raytorchrpc.tensors.cuda_streams import handoff_streams, nothing
 from raytorchrpc.tensors.dtypes import DTYPES, numbers
 
 _ALIGN = 64
@@ -137,7 +137,7 @@ class Snapshot:
         self._shelf = shelf
         self._converting = threading.Lock()
         self.converted: dict[torch.dtype, Flat] = {}
-        self._adopt = [hand_over(flat.pieces)]
+        self._adopt = [handoff_streams(flat.pieces)]
 
     def adopt(self) -> None:
         """On the thread that is going to use the tensors."""
@@ -151,7 +151,7 @@ class Snapshot:
         with self._converting:
             found = [self._tensor(number, name, made) for number, name in wanted]
             if made:
-                self._adopt.append(hand_over(made))
+                self._adopt.append(handoff_streams(made))
                 self._used()
         return found
 
@@ -180,7 +180,7 @@ class Snapshot:
 
     def _used(self) -> None:
         if any(piece.is_cuda for piece in self.flat.pieces):
-            self.flat.uses.append(hand_over(self.flat.pieces))
+            self.flat.uses.append(handoff_streams(self.flat.pieces))
 
     def _tensor(self, number: int, name: str | None, made: list[torch.Tensor]) -> torch.Tensor:
         tensor = self.flat.tensors[number]
@@ -209,7 +209,7 @@ class Shelf:
     def __init__(
         self, lend: Lend, at: Callable[[float, Callable[[], None]], Callable[[], None]], move: Move = _move
     ) -> None:
-        """``at``: see workers.Alarms."""
+        """``at``: see workers.Deadlines."""
         self._lend, self._at, self.move = lend, at, move
         self._lock = threading.Lock()
         self._leases: dict[int, tuple[Snapshot, int, Callable[[], None]]] = {}

@@ -12,7 +12,7 @@ from raytorchrpc.calls.current import process_member
 from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.receive_into import Spread
-from raytorchrpc.calls.services import Later
+from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import (
     ConfigurationError,
     Empty,
@@ -150,13 +150,13 @@ class WeightStore(Handle):
     def _wait_steps(self, version: int, timeout: float | None) -> Steps[int]:
         local, wait_s = yield from membership(timeout)
         until = time.monotonic() + wait_s
-        road = yield from self._ready(local, wait_s)
-        if road is not None:
+        route = yield from self._ready(local, wait_s)
+        if route is not None:
             left = max(0.0, until - time.monotonic())
             asked = (self._name, self._life, version, left)
             return (yield from self._ask(local, WAIT, asked, left))  # type: ignore[no-any-return]
-        found = self._here(local).wait(version, until, local.alarms.at)
-        return (yield found) if isinstance(found, Later) else found
+        found = self._here(local).wait(version, until, local.deadlines.at)
+        return (yield found) if isinstance(found, DeferredReply) else found
 
     def pull(
         self,
@@ -237,7 +237,7 @@ class WeightStore(Handle):
         while True:
             left = max(0.0, until - time.monotonic())
             args = (version, since, 0 if pull.known is None else pull.known.number)
-            if self._road(local) is None:
+            if self._route(local) is None:
                 look = self._here(local).look(local.me.rank, *args, None)
                 if look is not None:
                     pull.told(look)
@@ -247,7 +247,7 @@ class WeightStore(Handle):
                     kind = self._kind_in_place(local, self._home, pull.likely_kind)
                 answer = Spread(partial(pull.plan, kind))
                 sent = self._sent(
-                    local, LOOK, (self._name, self._life, *args, left, kind), left, attended=True, into=answer
+                    local, LOOK, (self._name, self._life, *args, left, kind), left, caller_waits=True, into=answer
                 )
                 asked = self._answered(sent)
                 del sent  # see there
@@ -264,16 +264,16 @@ class WeightStore(Handle):
         """That kind of device, if what a member has on such is read where it is."""
         if kind is None or not self._is_near(local, target):
             return None
-        lane = local.tensor_lanes.get(local.road(target).beside.get(kind, ""))
+        lane = local.tensor_lanes.get(local.route(target).beside.get(kind, ""))
         return kind if lane is not None and lane.capabilities.in_parts else None
 
     def _is_near(self, local: LocalMember, target: Any) -> bool:
         """Whether it is on this node."""
-        return local.road(target).member.node_id == local.road(local.me.rank).member.node_id
+        return local.route(target).member.node_id == local.route(local.me.rank).member.node_id
 
     def _fetch(self, local: LocalMember, pull: Pull, look: Look, wanted: Wanted, until: float) -> None:
         assert pull.known is not None
-        if self._road(local) is None:
+        if self._route(local) is None:
             self._here(local).shelf.leased(look.lease).read(wanted.places, wanted.targets)
             return
         if not self._passes_on(local, wanted):
@@ -293,13 +293,13 @@ class WeightStore(Handle):
         """Whether others of this host may pull the same from another host."""
         if self._is_near(local, self._home) or sum(target.nbytes for target in wanted.targets) < _WORTH_PASSING_ON:
             return False
-        return sum(self._is_near(local, road.member.rank) for road in local.roads) > 1
+        return sum(self._is_near(local, route.member.rank) for route in local.routes) > 1
 
     def _lead(
         self, local: LocalMember, look: Look, wanted: Wanted, kinds: list[Kind], signature: str, until: float
     ) -> None:
         """Pull for all of this host."""
-        mirror = mirror_of(local, self._name, self._life, local.road(self._home).member.rank)
+        mirror = mirror_of(local, self._name, self._life, local.route(self._home).member.rank)
         done = False
         try:
             flat = mirror.begin(kinds)
@@ -358,7 +358,7 @@ class WeightStore(Handle):
         def ask(service: str, *args: Any, into: Any) -> Any:
             left = max(0.001, until - time.monotonic())
             args = (self._name, self._life, mirror, lease, *args)
-            return Future(local.call(target, service, args, {}, left, into=into, attended=True, retry=0)).wait()
+            return Future(local.call(target, service, args, {}, left, into=into, caller_waits=True, retry=0)).wait()
 
         if kind is not None and known is not None:
             parts = wanted.parts(known)
@@ -368,7 +368,7 @@ class WeightStore(Handle):
             ask(PULL, chunk.places, into=chunk.targets)
 
     def _release(self, local: LocalMember, target: Any, mirror: bool, lease: int) -> None:
-        if target == self._home and self._road(local) is None:
+        if target == self._home and self._route(local) is None:
             self._here(local).shelf.release(lease)
         else:
             self._tell(local, target, RELEASE, (self._name, self._life, mirror, lease))
