@@ -29,7 +29,7 @@ sys.stdin.read()
 
 GUARDED = """
 import sys
-from raytorchrpc.fabric import AgentSpec, Fabric
+from raytorchrpc.lanes.torchrpc.agent import AgentSpec, Fabric
 fabric = Fabric()
 spec = AgentSpec("a", 1, "lo", ("uv",), ("mpt_uv", "basic"), 4, 10.0, {}, (), admitted=("127.0.0.1",))
 print(fabric.start(spec), flush=True)

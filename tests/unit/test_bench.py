@@ -25,7 +25,7 @@ from raytorchrpc.bench.site import Place, Room, Site, free_memory, needed, obsta
 from raytorchrpc.bench.tables import choice, figures, not_measured, plain, to_csv
 from raytorchrpc.cli.app import app
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.topology.endpoint import Endpoint, Gid, Hca, HcaPort
+from raytorchrpc.topology.probe import Endpoint, Gid, Hca, HcaPort
 
 GB = 10**9
 BY_NAME = {row.name: row for row in ROWS}
@@ -274,7 +274,7 @@ def test_rows_are_sound() -> None:
     assert {row.published for row in ROWS} - {None} == keys  # every published transport has its row
     for row in ROWS:
         shared = [other for other in ROWS if other.actors == row.actors]
-        assert len(shared) == 1 or not any(other.env or other.route == "group" for other in shared)
+        assert len(shared) == 1 or not any(other.env or other.road == "group" for other in shared)
     with pytest.raises(ConfigurationError):
         choose(["auto", "Auto"])
 

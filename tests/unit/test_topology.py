@@ -129,7 +129,7 @@ def test_huge_pages_that_are_forbidden_or_cannot_be_tried(
 
 TRY_HUGE_PAGES = """
 import os, sys, torch
-from raytorchrpc.topology import probe
+from raytorchrpc.topology.probe import probe
 if sys.argv[1] == "late":
     torch.ones(1)
     os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
