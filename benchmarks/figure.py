@@ -7,7 +7,6 @@ python -m benchmarks.figure FILE.json docs/assets/transfer-times.svg
 from __future__ import annotations
 
 import argparse
-import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -49,8 +48,9 @@ def draw(run: Run, path: Path) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", frameon=False)
-    machine = "; ".join(run.machine) + f"; raytorchrpc {run.version}, {run.started[:10]}"
-    figure.supxlabel("\n".join(textwrap.wrap(machine, 110)), fontsize="x-small", color="#555555")
+    hardware, software = "; ".join(run.machine[:-1]), run.machine[-1]
+    caption = f"{hardware}\n{software}; raytorchrpc {run.version}, {run.started[:10]}"
+    figure.supxlabel(caption, fontsize="small", color="#555555")
     with matplotlib.rc_context({"svg.hashsalt": "raytorchrpc"}):  # the same run gives the same file
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
 
