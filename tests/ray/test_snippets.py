@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 #: Pages that run each time; an actor costs about a second, so the others are slow.
-QUICK = {"README.md", "howto/calls.md", "howto/many-callers.md", "howto/tensors.md"}
+QUICK = {"howto/calls.md", "howto/many-callers.md", "howto/tensors.md"}
 
 _RUN = re.compile(
     r"^<!-- run(?P<gpu> gpu)?(?: -->\n```py\n(?P<code>.*?)^```|\n(?P<hidden>.*?)^-->)$", re.MULTILINE | re.DOTALL

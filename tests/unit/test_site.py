@@ -41,6 +41,25 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(named(SITE["nav"])) == PAGES
 
 
+def titles(entry: Any) -> Iterator[str]:
+    """The entries of a part of the navigation, and of the parts in it."""
+    for part in entry if isinstance(entry, list) else ():
+        for title, below in part.items():
+            yield title
+            yield from titles(below)
+
+
+def test_no_two_entries_of_the_navigation_have_one_title() -> None:
+    found = sorted(titles(SITE["nav"]))
+    assert found == sorted(set(found))
+
+
+def test_every_setting_is_in_the_table_of_settings() -> None:
+    table = [line for line in text_of("reference/settings.md").splitlines() if line.startswith("| `")]
+    shown = [name for line in table for name in re.findall(r"`(\w+)`", line.split("|")[1])]
+    assert sorted(shown) == sorted(rtr.GroupConfig.model_fields)
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     shown = [name for page in PAGES if page.startswith("reference/") for name in _SHOWN.findall(text_of(page))]
     assert sorted(shown) == sorted(rtr.__all__)
@@ -67,7 +86,12 @@ def test_a_page_begins_with_its_title(page: str) -> None:
 
 def test_nothing_is_fetched_by_who_reads_it() -> None:
     assert SITE["theme"]["font"] is False
-    assert not {"extra_javascript", "extra_css"} & SITE.keys()
+    assert "extra_javascript" not in SITE
+    # The offline plugin loads a script from elsewhere unless one with this name is given.
+    assert [Path(script).stem for script in SITE["extra"]["polyfills"]] == ["iframe-worker"]
+    for file in (*SITE["extra"]["polyfills"], *SITE["extra_css"]):
+        assert (DOCS / file).is_file()
+        assert "http" not in text_of(file)
     assert "analytics" not in SITE["extra"]
     for page in PAGES:
         # Material draws such diagrams with a script that it loads from elsewhere.
