@@ -1,4 +1,4 @@
-"""What a group is now, and telling its members: every change in order, and all of it to who has missed one."""
+"""Announces membership changes to all members in order; resynchronises a member that missed one."""
 
 from __future__ import annotations
 
@@ -18,156 +18,160 @@ from raytorchrpc.process import threads
 
 logger = logging.getLogger(__name__)
 
-#: How long members have to get ready for others, and to take note of something (seconds).
-MEET_S = 2.0
-WORD_S = 0.5
-#: The same for a loss, of which callbacks are to hear within 0.2 s, and so much more for each member (seconds).
+#: How long members have to prepare for arrivals, and to activate them (seconds).
+PREPARE_S = 2.0
+ACTIVATE_S = 0.5
+#: The same for a loss, of which callbacks are to hear within 0.2 s: a base, and more for each member (seconds).
 _LOSS_S, _LOSS_EACH_S = 0.05, 0.01
-#: One that did not answer is told again after this (seconds).
-_AGAIN_S = 0.5
+#: Pause before a member that did not answer is resynchronised (seconds).
+_RETRY_S = 0.5
 
 
 class Announcer:
-    """Used by the one thread that looks after the group."""
+    """Used by the supervisor's thread."""
 
     def __init__(
         self,
-        now: GroupState,
-        lines: ControlConnections,
-        soon: Callable[[Callable[[], None]], None],
-        caught_up: Callable[[], None],
+        state: GroupState,
+        connections: ControlConnections,
+        submit: Callable[[Callable[[], None]], None],
     ) -> None:
-        """``soon`` has that thread run something. ``caught_up`` is called when somebody is ``behind`` no longer."""
-        self._now, self._lines, self._soon, self._caught_up = now, lines, soon, caught_up
+        """``submit`` runs a function on the supervisor's thread."""
+        self._state, self._connections, self._submit = state, connections, submit
         self._step = 0
-        """Counts the changes that members are told."""
+        """Numbers the announcements."""
         self._behind: dict[str, float] = {}
-        """Members that have missed some change, and when each is to be told again."""
+        """Members that missed an announcement, and when each is resynchronised (``time.monotonic``)."""
 
     @property
     def behind(self) -> Collection[str]:
-        """Who has missed something."""
+        """Members that missed an announcement."""
         return self._behind.keys()
 
-    def missed(self, names: Iterable[str]) -> None:
-        """These are to be told everything as soon as may be."""
+    def mark_behind(self, names: Iterable[str]) -> None:
+        """Resynchronise these members as soon as possible."""
         self._behind.update(dict.fromkeys(names, 0.0))
 
-    def told(self, names: Iterable[str]) -> None:
-        """These know everything."""
+    def mark_current(self, names: Iterable[str]) -> None:
+        """These members have missed nothing."""
         for name in names:
             self._behind.pop(name, None)
-        self._caught_up()
+        self._state.notify()
 
     def others(self, names: Collection[str]) -> list[str]:
-        """Everybody else who is there, but those who will be told everything at once."""
-        out = {*names, *self._now.missing, *self._behind}
-        return [name for name in self._now.roster.records if name not in out]
+        """All other members that can be reached and have missed nothing."""
+        out = {*names, *self._state.lost, *self._behind}
+        return [name for name in self._state.roster.records if name not in out]
 
-    def tell(
+    def announce(
         self, function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], patience_s: float
     ) -> dict[str, Any]:
-        """Have ``function(generation, step, *arguments[name])`` run at each; returns what those answered who did."""
+        """Run ``function(generation, step, *arguments[name])`` in each member; returns the answers in time."""
         self._step += 1
-        change = (self._now.roster.generation, self._step)
+        change = (self._state.roster.generation, self._step)
         results: dict[str, Any] = {}
         asked = {}
         for name, args in arguments.items():
-            if self._now.roster.records[name].handle is None:
+            if self._state.roster.records[name].handle is None:
                 results[name] = function(*change, *args)
             else:
                 asked[name] = (*change, *args)
-        answers, failures = self._lines.ask(function, asked, time.monotonic() + patience_s)
+        answers, failures = self._connections.call_all(function, asked, time.monotonic() + patience_s)
         for name, error in failures.items():
             self._behind[name] = time.monotonic()
-            if not isinstance(error, PeerLost):  # of that its own line tells
-                logger.info("group %r: %s did not take part in a change yet: %s", self._now.roster.name, name, error)
+            if not isinstance(error, PeerLost):  # the failure detector reports that
+                logger.info(
+                    "group %r: %s missed a change and will be resynchronised: %s", self._state.roster.name, name, error
+                )
         return {**results, **answers}
 
-    def tell_losses(self, losses: Sequence[Loss]) -> None:
-        """One that does not take note in the time for a loss is told again, on a thread that may wait."""
-        there = self.others(())
-        self.tell(updates.lose, {peer: (losses,) for peer in there}, _LOSS_S + _LOSS_EACH_S * len(there))
+    def announce_losses(self, losses: Sequence[Loss]) -> None:
+        """Blocks shortly: a member that does not answer in time is resynchronised later, on a thread that may block."""
+        others = self.others(())
+        self.announce(updates.mark_lost, {peer: (losses,) for peer in others}, _LOSS_S + _LOSS_EACH_S * len(others))
 
     def reunite(self, name: str) -> bool:
-        """It was out of reach, but has lived on: it and the others make new connections. False if it cannot yet."""
-        everybody = tuple(self._now.roster.records)
-        told = self.tell(updates.catch_up, {name: (self._arrival(name, everybody), self._away(name))}, MEET_S)
+        """Reconnect a member that was unreachable but did not end. False if it does not answer yet."""
+        everybody = tuple(self._state.roster.records)
+        told = self.announce(updates.resync, {name: (self._arrival(name, everybody), self._away(name))}, PREPARE_S)
         if name not in told:
             return False
-        self._now.prepared.update(told)
-        self.told([name])
-        self._acquaint(name)
+        self._state.prepared.update(told)
+        self.mark_current([name])
+        self._reconnect(name)
         return True
 
-    def _acquaint(self, name: str) -> None:
-        """The same process as before, but the others have let go of it, or its addresses have changed."""
-        now, there = self._now, self.others([name])
-        arrivals = {peer: (now.roster.arrival(peer, now.info, now.prepared, MEET_S, (name,)),) for peer in there}
-        now.prepared.update(self.tell(updates.meet, arrivals, MEET_S))
-        self.tell(updates.welcome, {peer: ([name],) for peer in there}, WORD_S)
+    def _reconnect(self, name: str) -> None:
+        """Have the other members connect to the same process again, as they dropped it or its addresses changed."""
+        state, others = self._state, self.others([name])
+        arrivals = {
+            peer: (state.roster.arrival(peer, state.info, state.prepared, PREPARE_S, (name,)),) for peer in others
+        }
+        state.prepared.update(self.announce(updates.prepare_arrivals, arrivals, PREPARE_S))
+        self.announce(updates.activate, {peer: ([name],) for peer in others}, ACTIVATE_S)
 
     def _arrival(self, name: str, coming: tuple[str, ...]) -> Arrival:
-        table = self._now.roster.table(name, self._now.info, self._now.prepared, MEET_S)
-        return Arrival(self._now.roster.spec(name), table, coming)
+        table = self._state.roster.table(name, self._state.info, self._state.prepared, PREPARE_S)
+        return Arrival(self._state.roster.spec(name), table, coming)
 
     def _away(self, name: str) -> list[Loss]:
-        """Who of the others cannot be called, or never again."""
+        """The losses that the other members know of."""
         away = [
-            Loss(other, self._now.roster.records[other].incarnation, missing.cause, False)
-            for other, missing in self._now.missing.items()
-            if missing.told and other != name
+            Loss(other, self._state.roster.records[other].incarnation, lost.cause, False)
+            for other, lost in self._state.lost.items()
+            if lost.announced and other != name
         ]
-        return [*away, *self._now.dead.values()]
+        return [*away, *self._state.dead.values()]
 
-    # --- who has missed something -----------------------------------------------------------------------------------
+    # --- members that missed an announcement ------------------------------------------------------------------------
 
     def due(self) -> list[float]:
-        """When somebody is to be told again (``time.monotonic``)."""
-        return [when for name, when in self._behind.items() if name not in self._now.missing and when < math.inf]
+        """When members are resynchronised next (``time.monotonic``)."""
+        return [when for name, when in self._behind.items() if name not in self._state.lost and when < math.inf]
 
-    def bring_up_to_date(self, now: float) -> None:
-        """Tell those for whom it is time how the group is, on threads that may wait."""
+    def resync_due(self) -> None:
+        """Send the full state to members whose time has come, on threads that may block."""
+        now = time.monotonic()
         for name, when in list(self._behind.items()):
-            if when <= now and name not in self._now.missing:
-                self._bring_up_to_date(name)
+            if when <= now and name not in self._state.lost:
+                self._resync(name)
 
-    def _bring_up_to_date(self, name: str) -> None:
-        if name not in self._now.roster.records:
-            self.told([name])
+    def _resync(self, name: str) -> None:
+        if name not in self._state.roster.records:
+            self.mark_current([name])
             return
         self._behind[name] = math.inf
         self._step += 1
         step = self._step
-        arguments = {name: (self._now.roster.generation, step, self._arrival(name, ()), self._away(name))}
-        local = self._now.roster.handles[name] is None
+        arguments = {name: (self._state.roster.generation, step, self._arrival(name, ()), self._away(name))}
+        local = self._state.roster.handles[name] is None
 
-        def ask() -> None:
+        def resync() -> None:
             answers: dict[str, Any] = {}
             try:
                 if local:
-                    answers = {name: updates.catch_up(*arguments[name])}
+                    answers = {name: updates.resync(*arguments[name])}
                 else:
-                    answers, _ = self._lines.ask(updates.catch_up, arguments, time.monotonic() + MEET_S)
+                    answers, _ = self._connections.call_all(updates.resync, arguments, time.monotonic() + PREPARE_S)
             finally:
                 done = answers.get(name)
-                threads.persist(lambda: self._soon(lambda: self._brought_up_to_date(name, step, done)), MEET_S)
+                threads.persist(lambda: self._submit(lambda: self._handle_resynced(name, step, done)), PREPARE_S)
 
         try:
-            threads.start(ask, name=f"raytorchrpc-catch-up-{name}")
+            threads.start(resync, name=f"raytorchrpc-resync-{name}")
         except threads.ThreadShortage:
-            self._behind[name] = time.monotonic() + _AGAIN_S
+            self._behind[name] = time.monotonic() + _RETRY_S
             raise
 
-    def _brought_up_to_date(self, name: str, step: int, prepared: Prepared | None) -> None:
-        if name not in self._now.roster.records:
-            self.told([name])
+    def _handle_resynced(self, name: str, step: int, prepared: Prepared | None) -> None:
+        if name not in self._state.roster.records:
+            self.mark_current([name])
         elif prepared is None:
-            self._behind[name] = time.monotonic() + _AGAIN_S
+            self._behind[name] = time.monotonic() + _RETRY_S
         elif step != self._step:
             self._behind[name] = 0.0  # there was another change meanwhile
         else:
-            before, self._now.prepared[name] = self._now.prepared[name], prepared
+            before, self._state.prepared[name] = self._state.prepared[name], prepared
             if prepared.addresses != before.addresses:
-                self._acquaint(name)
-            self.told([name])
+                self._reconnect(name)
+            self.mark_current([name])

@@ -1,4 +1,4 @@
-"""The connections of whoever looks after a group to its members: by them it hears of a process's end, and asks."""
+"""The supervisor's connections to the members: they report the end of a process, and carry its requests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from raytorchrpc.lanes.socket.lane import SocketLane
 from raytorchrpc.tensors.codec import NOTHING, Codec
 from raytorchrpc.tensors.exceptions import decode_exception
 
-_NOBODY = -1
-"""The rank of one that is no member."""
-#: To connect and prove oneself (seconds).
+_NO_RANK = -1
+"""The supervisor is not a member."""
+#: To connect and authenticate (seconds).
 _CONNECT_S = 2.0
 
 
 class ControlConnections:
-    """Thread-safe. Calls no method of an actor: members answer on threads of their own."""
+    """Thread-safe. Members answer on threads of their own, so no busy method holds a request up."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._codec = Codec(ray_internals.cloudpickler())
@@ -34,17 +34,17 @@ class ControlConnections:
         self._watches: dict[str, Pending] = {}
 
     def reach(self, by_tcp: set[str]) -> None:
-        """These are to be reached by TCP."""
+        """Reach these members by TCP."""
         self._lane.reach(None, frozenset(by_tcp))
 
-    def meet(self, name: str, token: str, address: SocketAddress) -> None:
-        """Learn where a member's present process listens. Connects later."""
+    def set_address(self, name: str, token: str, address: SocketAddress) -> None:
+        """Set where a member's current process listens. Connects at the first request."""
         self._lane.disconnect(name)
         self._tokens[name] = token
         self._lane.connect([PeerAddress(name, address)])
 
-    def part(self, name: str) -> None:
-        """Forget a member."""
+    def forget(self, name: str) -> None:
+        """Disconnect from a member."""
         self._watches.pop(name, None)
         self._tokens.pop(name, None)
         self._lane.disconnect(name)
@@ -52,18 +52,18 @@ class ControlConnections:
     def watch(self, name: str, ended: Callable[[str], None], patience_s: float = _CONNECT_S) -> None:
         """Call ``ended(cause)``, on a thread of the lane's, when the member's process has ended.
 
-        Blocks until it has answered once, at most ``patience_s``. Raises RayTorchRpcError if there is no line to it:
-        a PeerLost whose ``__cause__`` is an OSError if no connection can be made at all.
+        Blocks until the member has answered once, at most ``patience_s``. Raises RayTorchRpcError if it does not: a
+        PeerLost whose ``__cause__`` is an OSError if the connection was refused.
         """
         token = self._tokens.get(name)
         ping = self._send(incoming.PING, name, Message((), NOTHING), patience_s)
         if not ping.wait(patience_s):
             raise RpcTimeout(f"{name!r} does not answer")
         if ping.take().header[0] != incoming.OK:
-            raise PeerLost(name, "another process listens where it did", may_have_run=False)
+            raise PeerLost(name, "another process listens at its address", may_have_run=False)
         pending = self._send(incoming.WATCH, name, Message((), NOTHING), _CONNECT_S)
         if self._tokens.get(name) != token:
-            raise PeerLost(name, "another process has taken its place meanwhile", may_have_run=False)
+            raise PeerLost(name, "another process has replaced it meanwhile", may_have_run=False)
         self._watches[name] = pending
         pending.add_done_callback(partial(self._over, name, pending, ended))
 
@@ -75,10 +75,10 @@ class ControlConnections:
             except RayTorchRpcError as error:
                 ended(getattr(error, "cause", None) or str(error))
 
-    def ask(
+    def call_all(
         self, function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], deadline: float
     ) -> tuple[dict[str, Any], dict[str, Exception]]:
-        """Have ``function(*arguments[name])``, of this package, run at each; returns results and failures by name."""
+        """Run ``function(*arguments[name])``, of this package, in each member; returns results and failures by name."""
         results: dict[str, Any] = {}
         failures: dict[str, Exception] = {}
         asked: dict[str, Pending] = {}
@@ -106,7 +106,7 @@ class ControlConnections:
         token = self._tokens.get(name)
         if token is None:
             raise PeerLost(name, "it is not in the group (any more)", may_have_run=False)
-        header = (kind, _NOBODY, token)
+        header = (kind, _NO_RANK, token)
         return self._lane.call(name, message._replace(header=header), max(0.001, timeout_s))
 
     def close(self) -> None:
@@ -116,4 +116,4 @@ class ControlConnections:
 
 
 def _refuse(message: Message, reply: Reply) -> None:
-    """Nobody calls one that is no member."""
+    """Drop a request: the supervisor serves none."""

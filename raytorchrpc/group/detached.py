@@ -1,4 +1,4 @@
-"""Who looks after a group: the process that formed it, or a small detached actor, so that it outlives its driver."""
+"""Runs a group's supervisor in a detached actor, so that the group outlives its driver."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.group.chrome_trace import GroupTrace
 from raytorchrpc.group.events import Change
-from raytorchrpc.group.host import form
+from raytorchrpc.group.host import GroupHost
 from raytorchrpc.group.participants import current_session
-from raytorchrpc.group.status import LOOK_S, GroupStatus, posted
-from raytorchrpc.group.supervisor import Supervisor
+from raytorchrpc.group.status import STATUS_S, GroupStatus, posted
+from raytorchrpc.group.supervisor import Supervisor, form
 from raytorchrpc.group.tracing import BEGIN_S, COLLECT_S
 from raytorchrpc.membership.messages import GroupInfo
 from raytorchrpc.membership.process_group import ProcessGroupInfo
 
 logger = logging.getLogger(__name__)
 
-#: Ray's namespace of the actors that look after detached groups; each has the name of its group.
+#: Ray's namespace of the host actors of detached groups; each has the name of its group.
 NAMESPACE = "raytorchrpc"
-#: For the keeper to answer beyond what was asked of it, its start included (seconds).
+#: For the host actor to answer beyond the time a request takes, its start included (seconds).
 _GRACE_S = 30.0
 
 
@@ -40,23 +40,23 @@ class _HostActor:
         self._supervisor = form(name, config, participants, timeout_s)
 
     def info(self) -> GroupInfo:
-        return self._kept.info
+        return self._hosted.info
 
-    def do(self, what: str, *args: Any) -> Any:
-        return getattr(self._kept, what)(*args)
+    def do(self, method: str, *args: Any) -> Any:
+        return getattr(self._hosted, method)(*args)
 
     @property
-    def _kept(self) -> Supervisor:
+    def _hosted(self) -> Supervisor:
         if self._supervisor is None:
             raise BootstrapError("the group is still forming")
         return self._supervisor
 
 
-class DetachedHost:
-    """A Keeper in a detached actor."""
+class DetachedHost(GroupHost):
+    """Forwards to the supervisor in a detached actor."""
 
     def __init__(self, name: str, actor: Any) -> None:
-        """Raises BootstrapError if the group there is not formed."""
+        """Raises BootstrapError if the group is still forming."""
         self._name, self._actor, self._session = name, actor, current_session()
         self._info: GroupInfo = _answer(self._name, actor.info.remote(), 0.0)
 
@@ -66,7 +66,7 @@ class DetachedHost:
             try:
                 self._info = _answer(self._name, self._actor.info.remote(), 0.0)
             except BootstrapError as error:
-                logger.debug("group %r: %s", self._name, error)  # the last that was heard of it has to do
+                logger.debug("group %r: %s", self._name, error)  # use the last known one
         return self._info
 
     def add(self, actors: Any, timeout_s: float) -> tuple[str, ...]:
@@ -90,9 +90,9 @@ class DetachedHost:
         rows: GroupStats = self._do("stats", timeout_s, timeout_s)
         return rows
 
-    def look(self, timeout_s: float) -> GroupStatus:
-        seen: GroupStatus = self._do("look", timeout_s, timeout_s)
-        return seen
+    def status(self, timeout_s: float) -> GroupStatus:
+        status: GroupStatus = self._do("status", timeout_s, timeout_s)
+        return status
 
     def begin_trace(self, capacity: int) -> None:
         self._do("begin_trace", BEGIN_S, capacity)
@@ -103,8 +103,8 @@ class DetachedHost:
 
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         raise ConfigurationError(
-            f"group {self._name!r} is looked after by a detached actor, where no callback can be called; ask "
-            f"Group.members or wait_ready() from time to time"
+            f"group {self._name!r} is detached: its supervisor runs in an actor, which cannot call this process back; "
+            f"poll Group.members or wait_ready() instead"
         )
 
     def end(self, timeout_s: float) -> None:
@@ -113,22 +113,22 @@ class DetachedHost:
             try:
                 _answer(self._name, actor.do.remote("end", timeout_s), timeout_s)
             except (BootstrapError, RayError) as error:
-                logger.warning("group %r: not everybody could be told that it is over: %s", self._name, error)
+                logger.warning("group %r: its end could not be announced to all members: %s", self._name, error)
             _end(actor)
         self._actor = None  # last: an end that is interrupted (Ctrl-C) can be begun again
 
-    def _do(self, what: str, patience_s: float, *args: Any) -> Any:
+    def _do(self, method: str, patience_s: float, *args: Any) -> Any:
         if self._actor is None:
             raise BootstrapError(f"group {self._name!r} was shut down")
-        return _answer(self._name, self._actor.do.remote(what, *args), patience_s)
+        return _answer(self._name, self._actor.do.remote(method, *args), patience_s)
 
 
 def form_detached(name: str, config: GroupConfig, participants: Mapping[str, Any], timeout_s: float) -> DetachedHost:
-    """Have a new detached actor form the group and look after it. Raises BootstrapError, ConfigurationError."""
+    """Start a detached actor that forms the group and supervises it. Raises BootstrapError, ConfigurationError."""
     options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "max_concurrency": 16}
-    keeper: Any = ray.remote(_HostActor)
+    host: Any = ray.remote(_HostActor)
     try:
-        actor = keeper.options(**options).remote()
+        actor = host.options(**options).remote()
     except ValueError as error:
         raise BootstrapError(
             f"a detached group {name!r} exists in this cluster: get_group({name!r}) finds it"
@@ -142,7 +142,7 @@ def form_detached(name: str, config: GroupConfig, participants: Mapping[str, Any
 
 
 def find_detached(name: str) -> DetachedHost | None:
-    """The keeper of the detached group of that name in this cluster, if there is one."""
+    """The host of the detached group of that name in this cluster, or None."""
     if not ray.is_initialized():
         return None
     try:
@@ -152,17 +152,18 @@ def find_detached(name: str) -> DetachedHost | None:
 
 
 def cluster_status(name: str | None = None) -> list[GroupStatus]:
-    """A look at every group of the cluster, or at those of that name, which this process can see: detached ones, and
-    those that post their looks. One that does not answer is left out. Blocks a few seconds at most.
+    """The status of the cluster's groups, or of those of one name: detached groups, and groups that post their status.
+
+    Groups that do not answer are left out. Blocks a few seconds at most.
     """
     named = ray.util.list_named_actors(all_namespaces=True)
-    keepers = [each["name"] for each in named if each["namespace"] == NAMESPACE and name in (None, each["name"])]
+    hosts = [each["name"] for each in named if each["namespace"] == NAMESPACE and name in (None, each["name"])]
     found: dict[str, GroupStatus] = {}
-    for each in keepers:
+    for each in hosts:
         try:
             actor = ray.get_actor(each, namespace=NAMESPACE)
-            # It may be forming its group, or ending; nobody is to wait for that.
-            one: GroupStatus = ray.get(actor.do.remote("look", LOOK_S), timeout=2 * LOOK_S)
+            # With a deadline: its group may be forming, or ending.
+            one: GroupStatus = ray.get(actor.do.remote("status", STATUS_S), timeout=2 * STATUS_S)
         except (RayError, ValueError, BootstrapError, TimeoutError) as error:
             logger.debug("detached group %r: %s", each, error)
             continue
@@ -170,7 +171,7 @@ def cluster_status(name: str | None = None) -> list[GroupStatus]:
     for one in posted():
         if name in (None, one.group):
             found.setdefault(one.generation, one)
-    return sorted(found.values(), key=lambda look: (look.group, look.generation))
+    return sorted(found.values(), key=lambda status: (status.group, status.generation))
 
 
 def _answer(name: str, reference: Any, patience_s: float) -> Any:
@@ -180,8 +181,8 @@ def _answer(name: str, reference: Any, patience_s: float) -> Any:
         raise error.cause if isinstance(error.cause, Exception) else error from None
     except (RayActorError, GetTimeoutError) as error:
         raise BootstrapError(
-            f"the actor that looks after group {name!r} does not answer ({error}); its members go on, and init_group "
-            f"can take them into another group once that actor is dead"
+            f"the host actor of group {name!r} does not answer ({error}); its members keep running, and init_group can "
+            f"form another group of them once that actor is dead"
         ) from error
 
 
@@ -189,4 +190,4 @@ def _end(actor: Any) -> None:
     try:
         ray.kill(actor)
     except Exception as error:
-        logger.debug("a detached keeper could not be ended: %s", error)
+        logger.debug("a host actor could not be killed: %s", error)

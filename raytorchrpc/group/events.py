@@ -1,4 +1,4 @@
-"""What happens to the members of a group, for those who want to be told."""
+"""Delivers changes of a group's membership to listeners."""
 
 from __future__ import annotations
 
@@ -23,46 +23,46 @@ class Change(NamedTuple):
 
 
 class EventBus:
-    """Tells listeners of changes, in order, on a thread of its own. Thread-safe."""
+    """Calls listeners with every change, in order, on a thread of its own. Thread-safe."""
 
     def __init__(self, group: str) -> None:
         self._group = group
         self._changes: queue.SimpleQueue[Change | None] = queue.SimpleQueue()
         self._listeners: list[Callable[[Change], object]] = []
-        self._untold: Change | None = None
+        self._undelivered: Change | None = None
 
     def start(self) -> threading.Thread:
-        """Begin to call listeners. Raises ThreadShortage."""
-        return threads.start(self._tell, name=f"raytorchrpc-news-{self._group}")
+        """Start the thread. Raises ThreadShortage."""
+        return threads.start(self._deliver, name=f"raytorchrpc-events-{self._group}")
 
     def put(self, change: Change) -> None:
-        """Returns before anybody is told."""
+        """Queue a change. Never blocks."""
         self._changes.put(change)
 
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
-        """What this returns ends it."""
+        """Add a listener. Returns a function that removes it."""
         self._listeners.append(listener)
 
-        def forget() -> None:
+        def remove() -> None:
             if listener in self._listeners:
                 self._listeners.remove(listener)
 
-        return forget
+        return remove
 
     def stop(self) -> None:
-        """After what was put before."""
+        """End the thread once it has delivered what was queued before."""
         self._changes.put(None)
 
-    def _tell(self) -> None:
-        threads.serve(self._tell_next, f"group {self._group!r}: the thread that calls back")
+    def _deliver(self) -> None:
+        threads.serve(self._deliver_next, f"the event thread of group {self._group!r}")
 
-    def _tell_next(self) -> bool:
-        if self._untold is None:
-            self._untold = self._changes.get()
-        if self._untold is None:
+    def _deliver_next(self) -> bool:
+        if self._undelivered is None:  # else a shortage of memory interrupted its delivery
+            self._undelivered = self._changes.get()
+        if self._undelivered is None:
             return False
         listeners = list(self._listeners)
-        change, self._untold = self._untold, None
+        change, self._undelivered = self._undelivered, None
         for listener in listeners:
             try:
                 listener(change)

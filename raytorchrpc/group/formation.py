@@ -1,11 +1,13 @@
-"""How a group forms: the driver's questions to the members, step by step, and the way back from each."""
+"""Forms a group, or admits members to one: probe, prepare, commit, and the way back from each step."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+from ray.exceptions import ActorUnavailableError
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.mailbox import Owner
@@ -15,9 +17,11 @@ from raytorchrpc.group.roster import Roster
 from raytorchrpc.membership import join
 from raytorchrpc.membership.messages import GroupInfo, Prepared, Probe
 
+T = TypeVar("T")
+
 
 class Questions(Protocol):
-    """What a group asks several processes, one question after another."""
+    """Calls several processes, one question after another."""
 
     def all(
         self,
@@ -30,10 +34,8 @@ class Questions(Protocol):
         """See Round.all."""
 
 
-class Forming:
-    """A group on its way, or members on their way into one: the steps of ``init_group``, of ``Group.add`` and of a
-    restarted actor's return.
-    """
+class Formation:
+    """The steps by which members join: for ``init_group``, ``Group.add`` and the return of a restarted actor."""
 
     def __init__(
         self,
@@ -44,9 +46,9 @@ class Forming:
         tried: Mapping[str, int] | None = None,
         rounds: Callable[[Mapping[str, Any], float], Questions] = Round,
     ) -> None:
-        """``participants``: who is to come in, by name. ``roster``: who is there already.
+        """``participants``: the handles of those that join, by name. ``roster``: of the members so far.
 
-        ``tried``: see Roster.admit. ``rounds``: how the participants are asked.
+        ``tried``: see Roster.admit. ``rounds``: calls the participants.
         """
         self.participants = participants
         self._tried = tried
@@ -57,10 +59,10 @@ class Forming:
         self._attempt = uuid.uuid4().hex[:12]
 
     def probe(self) -> None:
-        """Ask every process what it is, and decide routes and device maps. Changes nothing there."""
+        """Have every process describe itself, and decide routes and device maps. Changes nothing there."""
         arguments = {member: (member,) for member in self.participants}
         found, failures = self._round.all(join.probe, arguments, fail_fast=True, retry_restarting=True)
-        self._raise("could not be asked to join", failures)
+        self._raise("could not be probed", failures)
         probes: dict[str, Probe] = {member: found[member] for member in self.participants}
         self._refuse_taken(probes)
         self.roster = self.roster.admit(self.participants, probes, self._tried)
@@ -85,7 +87,7 @@ class Forming:
         return owner.job in dead_jobs
 
     def prepare(self) -> dict[str, Prepared]:
-        """Have every member listen."""
+        """Have every participant start to listen."""
         specs = {member: (self.roster.spec(member, self._attempt),) for member in self.participants}
         prepared, failures = self._round.all(join.prepare, specs, fail_fast=True)
         self._raise("could not start", failures)
@@ -98,8 +100,8 @@ class Forming:
         away: Mapping[str, str] | None = None,
         silent: Collection[str] = (),
     ) -> None:
-        """Have every member meet the others. ``prepared``: of everybody in the roster. ``away``, ``silent``: who of
-        them is not there, see Table.
+        """Have every participant connect to the other members. ``prepared``: of the whole roster. ``away``, ``silent``:
+        members that cannot be reached, see Table.
         """
         left = max(1.0, self.deadline - time.monotonic())
         tables = {}
@@ -110,7 +112,7 @@ class Forming:
         self._raise("could not reach the others", failures)
 
     def roll_back(self) -> None:
-        """Undo what was begun. A member that is stuck is told too, and undoes it when it gets to it."""
+        """Undo what was begun. A participant that is stuck undoes it as soon as it runs again."""
         patience = time.monotonic() + min(5.0, self.timeout_s)
         arguments = {member: (self._attempt,) for member in self.participants}
         self._rounds(self.participants, patience).all(join.give_up, arguments)
@@ -123,7 +125,7 @@ class Forming:
         if isinstance(cause, ConfigurationError):
             raise cause
         coming_in = any(name not in self.participants for name in self.roster.records)
-        begun = "did not take them in" if coming_in else "was not formed"
+        begun = "did not admit them" if coming_in else "was not formed"
         raise BootstrapError(
             f"group {self.roster.name!r} {begun}: {len(failures)} of {len(self.participants)} {what}: {reasons}",
             members=tuple(failures),
@@ -136,3 +138,29 @@ class Forming:
                 f"starting, waiting for resources, or busy?)"
             )
         return " ".join(str(error).split()) or repr(error)
+
+
+def form_group(
+    roster: Roster,
+    participants: dict[str, Any],
+    timeout_s: float,
+    finish: Callable[[Roster, GroupInfo, Mapping[str, Prepared]], T],
+) -> T:
+    """Form a new group; returns what ``finish`` makes of it. Leaves nothing behind if either fails."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            formation = Formation(roster, participants, deadline, timeout_s)
+            formation.probe()
+            try:
+                prepared = formation.prepare()
+                info = formation.roster.info(prepared)
+                formation.commit(info, prepared)
+                return finish(formation.roster, info, prepared)
+            except BaseException:
+                formation.roll_back()
+                raise
+        except BootstrapError as error:
+            # An actor that went away for a restart after it was probed returns as another process: begin again.
+            if not isinstance(error.__cause__, ActorUnavailableError) or time.monotonic() >= deadline:
+                raise

@@ -21,8 +21,9 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
 from raytorchrpc.group.detached import find_detached, form_detached
 from raytorchrpc.group.events import Change
-from raytorchrpc.group.host import GroupHost, form
+from raytorchrpc.group.host import GroupHost
 from raytorchrpc.group.participants import current_session, participants_of
+from raytorchrpc.group.supervisor import form
 from raytorchrpc.group.tracing import Trace
 from raytorchrpc.membership import join
 from raytorchrpc.membership.messages import GroupInfo
@@ -47,16 +48,16 @@ class Group:
     process that formed the group, can end it. Of a detached group, every ``get_group`` in a driver is an original.
     """
 
-    def __init__(self, info: GroupInfo, keeper: GroupHost | None = None) -> None:
-        """``keeper``: looks after it, for the process that formed it; None for a mere view."""
+    def __init__(self, info: GroupInfo, host: GroupHost | None = None) -> None:
+        """``host``: looks after it, for the process that formed it; None for a mere view."""
         self._first_info = info
-        self._keeper = keeper
-        self._session = () if keeper is None else current_session()
+        self._host = host
+        self._session = () if host is None else current_session()
 
     @property
     def _info(self) -> GroupInfo:
-        if self._keeper is not None:
-            return self._keeper.info
+        if self._host is not None:
+            return self._host.info
         known, own = self._first_info, join.group_info()
         if own is None or own.generation != known.generation or own.members == known.members:
             return known
@@ -122,9 +123,9 @@ class Group:
         A trace takes an hour at most; members stop then by themselves. Works in the process that formed the group, and
         for detached groups. Entering raises ConfigurationError if a trace is under way, or the folder is missing.
         """
-        keeper = self._own("trace")
+        host = self._own("trace")
         _check_events(events)
-        return Trace(keeper, path, events)
+        return Trace(host, path, events)
 
     def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
         """End the group; the actors live on and can join another. Idempotent, never raises.
@@ -134,11 +135,11 @@ class Group:
         """
         if fork.forked():
             return  # the group is the parent's
-        keeper = self._own("shutdown")
+        host = self._own("shutdown")
         name = self._first_info.name
         if _groups.get(name) is self:
             del _groups[name]
-        keeper.end(timeout_s)
+        host.end(timeout_s)
 
     def process_group(
         self,
@@ -168,7 +169,7 @@ class Group:
         or one that has initialised torch.distributed by itself, NotAMember for who is not in the group, and
         BootstrapError.
         """
-        if self._keeper is None:
+        if self._host is None:
             fork.check_process()
             raise NotAMember(
                 "Group.process_group() works in the process that called init_group; a member gets its own with "
@@ -182,7 +183,7 @@ class Group:
             raise ConfigurationError(
                 f"process_group(members=...) takes each member once, and at least one; not {names}"
             )
-        return self._keeper.process_group(backend, timeout_s, collective_s, names)
+        return self._host.process_group(backend, timeout_s, collective_s, names)
 
     # --- members come and go -----------------------------------------------------------------------------------
 
@@ -193,9 +194,9 @@ class Group:
         changed. CUDA tensors to and from them do not go by torchrpc, whose device maps are fixed when its agents
         start; every other lane is open to them.
         """
-        keeper = self._own("add")
+        host = self._own("add")
         _check_timeout(timeout_s)
-        names = keeper.add(actors, timeout_s)
+        names = host.add(actors, timeout_s)
         return tuple(member for member in self.members if member.name in names)
 
     def remove(self, actors: Sequence[Any], *, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
@@ -207,9 +208,9 @@ class Group:
         Raises ConfigurationError for a member that is named twice, for the driver, for no members and for all of them,
         and NotAMember for who is not in the group; then nothing has changed.
         """
-        keeper = self._own("remove")
+        host = self._own("remove")
         _check_timeout(timeout_s)
-        keeper.remove(self._names("remove", actors), timeout_s)
+        host.remove(self._names("remove", actors), timeout_s)
 
     def on_change(self, callback: Callable[[Change], object]) -> Callable[[], None]:
         """Call ``callback(change)`` whenever members are lost, come back, die for good, are added or removed.
@@ -228,8 +229,8 @@ class Group:
         """
         _check_timeout(timeout_s)
         local = current_local()
-        if self._keeper is not None:
-            away = self._keeper.wait_ready(timeout_s)
+        if self._host is not None:
+            away = self._host.wait_ready(timeout_s)
         elif local is not None and local.generation == self.generation:
             ready = local.await_everybody(time.monotonic() + timeout_s)
             away = {} if ready else {name: absence.cause for name, absence in local.absent().items()}
@@ -241,9 +242,9 @@ class Group:
 
     def _own(self, what: str) -> GroupHost:
         fork.check_process()
-        if self._keeper is None:
+        if self._host is None:
             raise NotAMember(f"Group.{what}() works in the process that called init_group; this is a copy")
-        return self._keeper
+        return self._host
 
     def _names(self, what: str, actors: Any) -> list[str]:
         if isinstance(actors, (str, ActorHandle, Member)) or not isinstance(actors, Sequence):
@@ -301,8 +302,8 @@ def get_group(name: str = "default") -> Group:
     info = join.group_info()
     if info is not None and info.name == name:
         return Group(info)
-    if (keeper := find_detached(name)) is not None:
-        return Group(keeper.info, keeper)
+    if (host := find_detached(name)) is not None:
+        return Group(host.info, host)
     known = sorted({*_groups, *([info.name] if info else [])})
     raise NotAMember(f"this process is in no group {name!r} (known here: {', '.join(known) or 'none'})")
 
@@ -350,12 +351,12 @@ def init_group(
     _check_timeout(timeout_s)
     device_map.given_maps(config, list(participants))
     forming = form_detached if detached else form
-    keeper = forming(name, config, participants, timeout_s)
+    host = forming(name, config, participants, timeout_s)
     try:
-        info = keeper.info
-        group = _groups[name] = Group(info, keeper)
+        info = host.info
+        group = _groups[name] = Group(info, host)
     except BaseException:
-        keeper.end(SHUTDOWN_TIMEOUT_S)
+        host.end(SHUTDOWN_TIMEOUT_S)
         raise
     for warning in info.plan.warnings:
         logger.warning("group %r: %s", name, warning)

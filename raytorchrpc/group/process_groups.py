@@ -20,12 +20,12 @@ from raytorchrpc.topology.endpoint import Endpoint
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-#: For members to hear that an attempt was given up (seconds).
-_WORD_S = 1.0
+#: For members to learn that an attempt was given up (seconds).
+_GIVE_UP_S = 1.0
 
 
 def process_group(*, timeout_s: float = 0.0) -> dist.ProcessGroup:
-    """This member's torch.distributed process group, which ``Group.process_group`` had all members make.
+    """This member's torch.distributed process group, created by ``Group.process_group``.
 
     It is torch's default one (``torch.distributed.group.WORLD``), so DDP, FSDP and ``init_device_mesh`` find it by
     themselves. Waits ``timeout_s`` seconds for one, as after the loss of a member; 0 does not wait.
@@ -76,18 +76,18 @@ def check_encryption(backend: str, endpoints: Mapping[str, Endpoint]) -> None:
             )
 
 
-def boot(
+def create_process_group(
     roster: Roster,
-    lines: ControlConnections,
+    connections: ControlConnections,
     number: int,
     backend: str,
     timeout_s: float,
     collective_s: float,
     names: Sequence[str] | None = None,
 ) -> ProcessGroupInfo:
-    """Have these members (None: all) make a process group. Blocks until all of them have it.
+    """Create a process group across these members (None: all). Blocks until all of them have it.
 
-    Raises ConfigurationError and BootstrapError, naming who stood in the way; then nobody has one.
+    Raises ConfigurationError and BootstrapError, naming the members that failed; then no member has one.
     """
     deadline = time.monotonic() + timeout_s
     everybody = sorted(roster.records.items(), key=lambda item: item[1].rank)
@@ -100,15 +100,15 @@ def boot(
         check_encryption(backend, endpoints)
     info = ProcessGroupInfo(backend, number, {name: rank for rank, (name, _) in enumerate(records)}, collective_s)
     if others := [name for name, _ in everybody if name not in info.ranks]:
-        # One that does not hear of it in time keeps at most the one before, which the others have left.
-        _Asking(roster, lines, time.monotonic() + _WORD_S).some(
+        # A member that does not learn of it in time keeps at most the previous one, which the others have left.
+        _Requests(roster, connections, time.monotonic() + _GIVE_UP_S).some(
             updates.stay_out_of_process_group, dict.fromkeys(others, (info,))
         )
     home = records[0][0]
-    asking = _Asking(roster, lines, deadline)
+    requests = _Requests(roster, connections, deadline)
     try:
         left = max(1.0, deadline - time.monotonic())
-        ids = asking.all(updates.prepare_process_group, {name: (info, name == home, left) for name in info.ranks})
+        ids = requests.all(updates.prepare_process_group, {name: (info, name == home, left) for name in info.ranks})
         left = max(1.0, deadline - time.monotonic())
         store, agents = StoreAddress(home, ids[home]), roster.plan.agents
         translated = roster.config.torchrpc_from
@@ -116,21 +116,21 @@ def boot(
             name: (Meeting(info, store, agents[name].interface, record.probe.endpoint, left, translated),)
             for name, record in records
         }
-        asking.all(updates.make_process_group, meetings)
+        requests.all(updates.make_process_group, meetings)
     except BaseException as error:
         said = (number, f"it could not be made: {error}")
-        _Asking(roster, lines, time.monotonic() + _WORD_S).some(
+        _Requests(roster, connections, time.monotonic() + _GIVE_UP_S).some(
             updates.give_up_process_group, dict.fromkeys(info.ranks, said)
         )
         raise
     return info
 
 
-class _Asking:
-    """One question to several members at once, this process included if it is one of them."""
+class _Requests:
+    """One request to several members at once, this process included if it is one of them."""
 
-    def __init__(self, roster: Roster, lines: ControlConnections, deadline: float) -> None:
-        self._roster, self._lines, self._deadline = roster, lines, deadline
+    def __init__(self, roster: Roster, connections: ControlConnections, deadline: float) -> None:
+        self._roster, self._connections, self._deadline = roster, connections, deadline
 
     def some(
         self, function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]]
@@ -151,7 +151,7 @@ class _Asking:
             threads.start(ask_here, name, name=f"raytorchrpc-process-group-{name}") for name in here
         ]
         asked = {name: (generation, *args) for name, args in arguments.items() if name not in here}
-        answers, errors = self._lines.ask(function, asked, self._deadline)
+        answers, errors = self._connections.call_all(function, asked, self._deadline)
         for name, thread in zip(here, asking, strict=True):
             thread.join(max(0.0, self._deadline - time.monotonic()))
             if thread.is_alive():
@@ -167,6 +167,6 @@ class _Asking:
         if failures:
             reasons = "; ".join(f"{name}: {error}" for name, error in failures.items())
             raise BootstrapError(
-                f"group {self._roster.name!r}: no process group was made: {reasons}", members=tuple(failures)
+                f"group {self._roster.name!r}: no process group was created: {reasons}", members=tuple(failures)
             )
         return results

@@ -1,4 +1,4 @@
-"""The restarted actors that a group takes back: the side of the process that looks after it. See ``mailbox``."""
+"""How a supervisor reaches the processes of restarted actors: through their mailboxes. See ``calls.mailbox``."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from raytorchrpc.group.roster import Roster
 
 logger = logging.getLogger(__name__)
 
-#: Time between two looks for an answer, and between two questions whether the process is still there (seconds).
+#: How often an answer is polled, and how often Ray is asked whether the process still runs (seconds).
 _ANSWER_S = 0.005
 _ALIVE_S = 0.1
 
 
-class Returns:
-    """For the one thread that looks after the group."""
+class RestartedActors:
+    """Used by the supervisor's thread."""
 
     def __init__(self, generation: str) -> None:
         self._generation = generation
         self._asked: dict[str, Process] = {}
-        """By actor: the last process that was asked to listen."""
+        """By actor: the last process that was asked to poll its mailbox."""
 
     def post(self, roster: Roster | None) -> None:
-        """Post whom the group takes back; None: nobody. What prevents that is logged: all else works without."""
+        """Post which actors the group readmits; None removes the record. Failures are only logged."""
         record = None
         try:
             if roster is not None:
@@ -49,11 +49,13 @@ class Returns:
                 for actor_id in self._asked:
                     _clear(actor_id)
         except Exception as error:
-            logger.warning("group of generation %s: restarted actors cannot find it: %s", self._generation, error)
+            logger.warning(
+                "group of generation %s: restarted actors cannot find the group: %s", self._generation, error
+            )
 
     def is_listening(self, handle: Any, there: ray_internals.ActorState) -> bool:
-        """Whether the actor's present process looks for requests. It is asked to once, through Ray, in case that it has
-        not loaded this package.
+        """Whether the actor's current process polls its mailbox. It is asked to once, through Ray, in case that it has
+        not imported this package.
         """
         process = _process(handle, there)
         before = self._asked.get(process.actor_id)
@@ -63,13 +65,15 @@ class Returns:
             self._asked[process.actor_id] = process
             try:
                 reference = handle.__ray_call__.remote(rejoin.begin)
-                reference.future().add_done_callback(lambda late: late.exception())  # Ray prints what nobody looks at
+                reference.future().add_done_callback(
+                    lambda late: late.exception()
+                )  # Ray prints errors that are not retrieved
             except RayError as error:  # its queue is full
                 logger.debug("%s: %s", process, error)
         return answer_of(process) is not None
 
-    def taken_back(self, handles: Mapping[str, Any]) -> None:
-        """These are members again: their processes see that their answers are gone, and look for no more requests."""
+    def readmitted(self, handles: Mapping[str, Any]) -> None:
+        """These are members again: their processes see that their answers are gone, and stop polling."""
         for handle in handles.values():
             actor_id = ray_internals.actor_id_of(handle)
             if actor_id in self._asked:
@@ -81,7 +85,7 @@ def _process(handle: Any, there: ray_internals.ActorState) -> Process:
 
 
 def _clear(actor_id: str, but: Process | None = None) -> None:
-    """Leave nothing of this actor's processes in the store, or nothing but what is of one."""
+    """Remove the entries of this actor's processes from the store, except those of ``but``."""
     for kind in (REQUESTS, ANSWERS):
         for key in ray_internals.stored_keys(f"{kind}{actor_id}/"):
             if but is None or key != but.key(kind):
@@ -89,7 +93,7 @@ def _clear(actor_id: str, but: Process | None = None) -> None:
 
 
 class MailboxRound:
-    """As ``forming.Round``, for restarted actors: takes no turn of theirs."""
+    """As ``ray_round.Round``, for restarted actors: works while they run a method."""
 
     def __init__(self, participants: Mapping[str, Any], deadline: float) -> None:
         self._participants, self._deadline = participants, deadline
@@ -102,7 +106,7 @@ class MailboxRound:
         fail_fast: bool = False,
         retry_restarting: bool = False,
     ) -> tuple[dict[str, Any], dict[str, Exception]]:
-        """See Round.all. One whose process has ended meanwhile is among the failures."""
+        """See Round.all. A process that has ended meanwhile is among the failures."""
         results: dict[str, Any] = {}
         failures: dict[str, Exception] = {}
         pending: dict[str, tuple[Process, str]] = {}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.membership.messages import GroupInfo, Prepared
 from raytorchrpc.membership.updates import Loss
 
-#: A restarted actor that could not be taken in is tried again after this (seconds), doubled each time.
-_RETRY_S = 0.1
+#: Pause before another attempt to admit a restarted actor (seconds): doubled each time, up to the limit.
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
 
 
 class LostMember:
@@ -18,25 +20,53 @@ class LostMember:
 
     def __init__(self, cause: str) -> None:
         self.cause = cause
-        self.since = self.next_look = time.monotonic()
-        self.told = False
-        """The others know."""
+        self.since = self.next_poll = self.next_dial = time.monotonic()
+        self.announced = False
+        """The other members have been told."""
         self.dialling = False
-        """A thread tries to get another line to it."""
-        self.next_dial = self.since
-        self.returning = False
-        """Ray has restarted it."""
-        self.pause_s = _RETRY_S
-        """Before the next attempt to take it in; doubled each time."""
+        """A thread is trying to connect to it again."""
+        self.restarted = False
+        """Ray has restarted the actor, and its new process listens for requests."""
+        self._retry_s = _FIRST_RETRY_S
+
+    def retry_later(self) -> None:
+        """Put the next attempt to admit it off."""
+        self.next_poll = time.monotonic() + self._retry_s
+        self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
 
 
 @dataclass
 class GroupState:
-    """What the group is now. Only the thread that looks after the group changes it, and its end."""
+    """What the group is now. Only the supervisor's thread changes it, and the end of the group."""
 
     roster: Roster
     info: GroupInfo
     prepared: dict[str, Prepared]
-    missing: dict[str, LostMember] = field(default_factory=dict)
+    """Where each member listens."""
+    lost: dict[str, LostMember] = field(default_factory=dict)
     dead: dict[str, Loss] = field(default_factory=dict)
-    """Who died for good and is on the roster no longer: for those who have missed it."""
+    """Members that died for good and left the roster, for members that missed the announcement."""
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    """Notified when ``lost`` changes, and when a member has caught up."""
+
+    def lose(self, name: str, cause: str) -> None:
+        """Note that a member is lost, or seems so."""
+        with self.changed:
+            self.lost[name] = LostMember(cause)
+
+    def recover(self, names: Iterable[str]) -> None:
+        """Note that these members are no longer lost."""
+        with self.changed:
+            for name in names:
+                self.lost.pop(name, None)
+            self.changed.notify_all()
+
+    def causes(self) -> dict[str, str]:
+        """Why each lost member is lost, by name."""
+        with self.changed:
+            return {name: lost.cause for name, lost in self.lost.items()}
+
+    def notify(self) -> None:
+        """Wake the threads that wait for a change."""
+        with self.changed:
+            self.changed.notify_all()

@@ -1,8 +1,8 @@
-"""A group as it is now, for whoever watches it: what its members counted, what is under way, who is away.
+"""The status of a group: its members' counters, calls in flight, and members that are away.
 
-Members answer on threads of their own, so a look disturbs no method and waits for none. A process of another driver
-sees a detached group by asking the actor that looks after it; any other group it sees only where that posts its looks
-in the cluster, which ``GroupConfig.metrics_period_s`` asks for.
+Members answer on threads of their own, so no method is disturbed or waited for. Another driver asks the host actor of
+a detached group; it sees other groups only if they post their status in the cluster's key-value store, which
+``GroupConfig.metrics_period_s`` turns on.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from raytorchrpc.process import threads
 logger = logging.getLogger(__name__)
 
 #: For the members to answer (seconds).
-LOOK_S = 2.0
-#: Where looks are posted.
-_LOOKS = "looks/"
+STATUS_S = 2.0
+#: Where statuses are posted.
+_POSTS = "looks/"
 
 
 class UnderWay(NamedTuple):
@@ -43,19 +43,19 @@ class UnderWay(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupStatus:
-    """One look at a group. Goes to JSON and back (``to_json``, ``from_json``)."""
+    """The status of a group at one time. Goes to JSON and back (``to_json``, ``from_json``)."""
 
     group: str
     generation: str
     at: float
-    """Seconds, by a clock that is the same for all looks at this group."""
+    """Seconds, by a clock that is the same for every status of this group."""
     members: tuple[str, ...]
     rows: tuple[PairStats, ...]
     under_way: tuple[UnderWay, ...]
     away: dict[str, str]
-    """Who is gone for now, and why."""
+    """Members that are away, and why."""
     silent: tuple[str, ...]
-    """Who did not answer, though nobody says that they are gone."""
+    """Members that did not answer, though they are not known to be away."""
     posted: float = 0.0
     """Time of day when it was posted (seconds), 0 if it was not."""
     period_s: float = 0.0
@@ -70,44 +70,46 @@ _AS_JSON = TypeAdapter(GroupStatus)
 
 
 def from_json(text: bytes) -> GroupStatus:
-    """Raises ValueError for what is no look."""
+    """Raises ValueError for anything else."""
     return _AS_JSON.validate_json(text)
 
 
-class MemberLook(NamedTuple):
+class MemberStatus(NamedTuple):
     """One member's part."""
 
     rows: list[PairStats]
     under_way: dict[str, tuple[int, int]]
 
 
-def look_here(generation: str) -> MemberLook:
-    """This member's."""
+def member_status(generation: str) -> MemberStatus:
+    """This member's part."""
     local = current_local()
     if local is None or local.generation != generation:
         raise NotAMember(f"this process has left generation {generation} of the group")
-    return MemberLook(local.counters.rows(local.me.name), local.under_way())
+    return MemberStatus(local.counters.rows(local.me.name), local.under_way())
 
 
-def look(roster: Roster, lines: ControlConnections, away: Mapping[str, str], timeout_s: float = LOOK_S) -> GroupStatus:
-    """Ask everybody who is there. Blocks until all have answered, at most ``timeout_s``."""
+def group_status(
+    roster: Roster, connections: ControlConnections, away: Mapping[str, str], timeout_s: float = STATUS_S
+) -> GroupStatus:
+    """Ask all members that are not away. Blocks until all have answered, at most ``timeout_s``."""
     asked = {name: (roster.generation,) for name in roster.records if name not in roster.local and name not in away}
-    found, failures = lines.ask(look_here, asked, time.monotonic() + timeout_s)
+    found, failures = connections.call_all(member_status, asked, time.monotonic() + timeout_s)
     for name in roster.local:
         try:
-            found[name] = look_here(roster.generation)
+            found[name] = member_status(roster.generation)
         except RayTorchRpcError as error:
             failures[name] = error
-    looks: dict[str, MemberLook] = {name: found[name] for name in roster.records if name in found}
+    found_in_order: dict[str, MemberStatus] = {name: found[name] for name in roster.records if name in found}
     return GroupStatus(
         roster.name,
         roster.generation,
         time.monotonic(),
         tuple(roster.records),
-        tuple(row for each in looks.values() for row in each.rows),
+        tuple(row for each in found_in_order.values() for row in each.rows),
         tuple(
             UnderWay(name, peer, *counts)
-            for name, each in looks.items()
+            for name, each in found_in_order.items()
             for peer, counts in each.under_way.items()
             if counts[0]
         ),
@@ -119,14 +121,14 @@ def look(roster: Roster, lines: ControlConnections, away: Mapping[str, str], tim
 # --- where others see it ----------------------------------------------------------------------------------------------
 
 
-class Post:
-    """Posts looks in the cluster's key-value store, on a thread of its own, until the group ends."""
+class StatusPost:
+    """Posts the status in the cluster's key-value store, on a thread of its own, until the group ends."""
 
-    def __init__(self, look: Callable[[], GroupStatus | None], generation: str, period_s: float) -> None:
-        """``look`` returns None once there is nothing to be seen any more: the cluster is not there."""
-        self._look, self._key, self._period_s = look, _LOOKS + generation, period_s
+    def __init__(self, status: Callable[[], GroupStatus | None], generation: str, period_s: float) -> None:
+        """``status`` returns None once the cluster is gone."""
+        self._status, self._key, self._period_s = status, _POSTS + generation, period_s
         self._stopped = threading.Event()
-        self._told = False
+        self._warned = False
 
     def start(self) -> threading.Thread:
         """Begin to post. Raises ThreadShortage."""
@@ -139,31 +141,31 @@ class Post:
         try:
             ray_internals.store(self._key, None)
         except Exception as error:  # the cluster is gone
-            logger.debug("a look at a group stays posted: %s", error)
+            logger.debug("the status of a group stays posted: %s", error)
 
     def _post_once(self) -> bool:
         try:
-            now = self._look()
+            now = self._status()
             if now is None:
                 return False
             values = {**now.__dict__, "posted": time.time(), "period_s": self._period_s}
             ray_internals.store(self._key, GroupStatus(**values).to_json())
         except Exception as error:
-            if not self._told and not self._stopped.is_set():
-                logger.warning("group of generation %s cannot be seen by others: %s", self._key, error)
-            self._told = True
+            if not self._warned and not self._stopped.is_set():
+                logger.warning("the status of group generation %s cannot be posted: %s", self._key, error)
+            self._warned = True
         return not self._stopped.wait(self._period_s)
 
     def stop(self) -> None:
-        """Take it down, soon. Idempotent."""
+        """Remove the post, soon. Does not block. Idempotent."""
         self._stopped.set()
 
 
 def posted() -> list[GroupStatus]:
-    """What is posted and not out of date: a process that was killed takes nothing down."""
+    """The posts that are not out of date: a process that was killed leaves its post behind."""
     found = []
-    for text in map(ray_internals.stored, ray_internals.stored_keys(_LOOKS)):
-        if text is None:  # taken down meanwhile
+    for text in map(ray_internals.stored, ray_internals.stored_keys(_POSTS)):
+        if text is None:  # removed meanwhile
             continue
         try:
             one = from_json(text)
@@ -171,6 +173,6 @@ def posted() -> list[GroupStatus]:
             logger.debug("posted by another release: %s", error)
             continue
         # Clocks of hosts differ, by seconds at worst.
-        if abs(time.time() - one.posted) < 3 * one.period_s + 2 * LOOK_S + 5:
+        if abs(time.time() - one.posted) < 3 * one.period_s + 2 * STATUS_S + 5:
             found.append(one)
     return found

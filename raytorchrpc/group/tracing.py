@@ -1,7 +1,6 @@
-"""Tracing a whole group: has every member record, fetches what they recorded, puts it into one file.
+"""Traces a whole group: has every member record, collects the events and writes them to one file.
 
-The members are asked over the connections of whoever looks after the group, on threads of their own, so that one which
-is busy in a method takes part too.
+The supervisor's connections carry the requests, so a member that is busy in a method takes part too.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from raytorchrpc.group.chrome_trace import Clock, GroupTrace, chrome
 from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.roster import Roster
 
-#: A member stops recording by itself after this (seconds): whoever asked for it may be gone.
+#: A member stops recording by itself after this (seconds): the process that asked for it may have ended.
 LIMIT_S = 3600.0
-#: To begin, and to hand over what was recorded (seconds).
+#: To begin, and to return the events (seconds).
 BEGIN_S, COLLECT_S = 5.0, 30.0
 #: Round trips from which a clock is estimated.
 _ROUND_TRIPS = 8
@@ -69,17 +68,17 @@ def _member_of(generation: str) -> LocalMember:
     return local
 
 
-# --- who looks after the group ---------------------------------------------------------------------------------------
+# --- the supervisor ---------------------------------------------------------------------------------------------------
 
 
 class Tracing:
     """One per group: begins a trace and ends it. Thread-safe."""
 
-    def __init__(self, lines: ControlConnections) -> None:
-        self._lines = lines
+    def __init__(self, connections: ControlConnections) -> None:
+        self._connections = connections
         self._lock = threading.Lock()
         self._until = 0.0
-        """When a trace that is under way ends by itself; 0: there is none."""
+        """When the current trace ends by itself; 0: there is none."""
         self._missing: set[str] = set()
 
     def begin(self, roster: Roster, capacity: int) -> None:
@@ -107,7 +106,9 @@ class Tracing:
         self, roster: Roster, function: Any, arguments: tuple[Any, ...], patience_s: float
     ) -> tuple[dict[str, Any], set[str]]:
         others = [name for name in roster.records if name not in roster.local]
-        found, failures = self._lines.ask(function, dict.fromkeys(others, arguments), time.monotonic() + patience_s)
+        found, failures = self._connections.call_all(
+            function, dict.fromkeys(others, arguments), time.monotonic() + patience_s
+        )
         for name in roster.local:
             try:
                 found[name] = function(*arguments)
@@ -121,7 +122,7 @@ class Tracing:
         best = Clock(0.0, float("inf"))
         for _ in range(_ROUND_TRIPS):
             sent = time.monotonic()
-            found, _failures = self._lines.ask(clock, {name: ()}, sent + 1.0)
+            found, _failures = self._connections.call_all(clock, {name: ()}, sent + 1.0)
             back = time.monotonic()
             if name not in found:
                 break

@@ -1,7 +1,6 @@
-"""A member's side of changes in its group: who comes, who is away for now, who is gone.
+"""A member's side of membership changes. The supervisor calls these functions, on a thread of the member's own.
 
-Each function is run here by whoever looks after the group (see ``supervision``), on a thread of the member's own, so
-that a member which is busy in a method learns of it too.
+So a member that is busy in a method takes part too.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ _JOINING = Absence("it has not joined yet", for_good=False)
 
 
 class Arrival(NamedTuple):
-    """What a member is told when others come in."""
+    """Members that join, as another member needs them."""
 
     spec: JoinSpec
-    """Its own, as they need it."""
+    """The receiving member's own, extended for the arrivals."""
     table: Table
-    """Of those who come in and of itself; of everybody for ``catch_up``."""
+    """Of the arrivals and the receiving member; of all members for ``resync``."""
     names: tuple[str, ...]
-    """Who comes in, for the first time or again."""
+    """The arrivals: new members, and restarted ones."""
 
 
 class Loss(NamedTuple):
@@ -50,50 +49,52 @@ class Loss(NamedTuple):
     for_good: bool
 
 
-def meet(generation: str, step: int, arrival: Arrival) -> Prepared:
-    """Get ready for them and learn their addresses; ``welcome`` makes them callable. Returns one's own addresses."""
-    with _taking(generation, step) as local:
-        return _meet(local, arrival)
+def prepare_arrivals(generation: str, step: int, arrival: Arrival) -> Prepared:
+    """Prepare connections to the arrivals; ``activate`` makes them callable. Returns this member's own addresses."""
+    with _applying(generation, step) as local:
+        return _prepare_arrivals(local, arrival)
 
 
-def welcome(generation: str, step: int, names: Sequence[str]) -> None:
-    """They are members now."""
-    with _taking(generation, step) as local:
-        _welcome(local, names)
+def activate(generation: str, step: int, names: Sequence[str]) -> None:
+    """Make arrivals callable: they are members now."""
+    with _applying(generation, step) as local:
+        _activate(local, names)
 
 
-def catch_up(generation: str, step: int, arrival: Arrival, away: Sequence[Loss]) -> Prepared:
-    """For a member that has missed some of these: the group as it is now, and who is away or dead."""
-    with _taking(generation, step) as local:
+def resync(generation: str, step: int, arrival: Arrival, away: Sequence[Loss]) -> Prepared:
+    """Apply the full state of the group after a missed announcement: its members, and those away or dead."""
+    with _applying(generation, step) as local:
         known = {route.member.name: route.member for route in local.routes}
         members = {member.name: member for member in arrival.table.info.members}
         dead = {loss.name for loss in away if loss.for_good}
-        _remove(local, [name for name in known if name not in members and name not in dead])
+        _remove_peers(local, [name for name in known if name not in members and name not in dead])
         late = [
             name
             for name, member in members.items()
             if name not in known or known[name].incarnation < member.incarnation or name in arrival.names
         ]
-        for name in known.keys() & set(arrival.names):  # this member was out of reach
+        for name in known.keys() & set(arrival.names):  # this member was unreachable
             process_fabric().distrust(known[name].rpc_name)
-        prepared = _meet(local, arrival._replace(names=tuple(name for name in late if name != local.me.name)))
+        prepared = _prepare_arrivals(
+            local, arrival._replace(names=tuple(name for name in late if name != local.me.name))
+        )
         missing = {loss.name for loss in away}
-        _welcome(local, [name for name in members if name not in missing])
-        # One that has come and died meanwhile was never known here.
-        _lose(local, [loss for loss in away if loss.name in members or loss.name in known])
+        _activate(local, [name for name in members if name not in missing])
+        # A member that joined and died meanwhile was never known here.
+        _mark_lost(local, [loss for loss in away if loss.name in members or loss.name in known])
         return prepared
 
 
-def lose(generation: str, step: int, losses: Sequence[Loss]) -> None:
-    """They are away: calls under way to them fail, later ones fail at once, what they held is taken back."""
-    with _taking(generation, step) as local:
-        _lose(local, losses)
+def mark_lost(generation: str, step: int, losses: Sequence[Loss]) -> None:
+    """Mark members as lost: calls in flight to them fail, later ones fail at once, and what they held is released."""
+    with _applying(generation, step) as local:
+        _mark_lost(local, losses)
 
 
-def remove(generation: str, step: int, names: Sequence[str]) -> None:
-    """They are members no longer."""
-    with _taking(generation, step) as local:
-        _remove(local, names)
+def remove_peers(generation: str, step: int, names: Sequence[str]) -> None:
+    """Remove members from the group."""
+    with _applying(generation, step) as local:
+        _remove_peers(local, names)
 
 
 # --- process groups: no changes of the group, so these have no step --------------------------------------------------
@@ -173,9 +174,9 @@ def _member_of(generation: str) -> LocalMember:
 
 
 @contextmanager
-def _taking(generation: str, step: int) -> Iterator[LocalMember]:
-    """Changes take effect one at a time and in order. What comes late, as after a broken network, is refused: whoever
-    sent it has had no answer, and sends the group as it is then (``catch_up``).
+def _applying(generation: str, step: int) -> Iterator[LocalMember]:
+    """Applies changes one at a time and in order. Refuses one that arrives late, as after a broken network: the
+    supervisor had no answer to it, and sends the full state instead (``resync``).
     """
     local = _member_of(generation)
     with join.changing:
@@ -185,7 +186,7 @@ def _taking(generation: str, step: int) -> Iterator[LocalMember]:
         yield local
 
 
-def _meet(local: LocalMember, arrival: Arrival) -> Prepared:
+def _prepare_arrivals(local: LocalMember, arrival: Arrival) -> Prepared:
     prepared = join.extend(local, arrival.spec, arrival.table)
     coming = [member for member in arrival.table.info.members if member.name in arrival.names]
     for member in coming:
@@ -197,15 +198,15 @@ def _meet(local: LocalMember, arrival: Arrival) -> Prepared:
     return prepared
 
 
-def _welcome(local: LocalMember, names: Sequence[str]) -> None:
+def _activate(local: LocalMember, names: Sequence[str]) -> None:
     for name in names:
         local.welcome(local.route(name).member.rank)
 
 
-def _lose(local: LocalMember, losses: Sequence[Loss]) -> None:
+def _mark_lost(local: LocalMember, losses: Sequence[Loss]) -> None:
     for loss in losses:
         member = local.route(loss.name).member
-        if member.incarnation <= loss.incarnation:  # an earlier one has gone before
+        if member.incarnation <= loss.incarnation:  # an earlier incarnation was lost before
             local.miss(member.rank, Absence(loss.cause, loss.for_good))
             collectives_of(local).lose(loss.name, loss.cause)
             process_fabric().distrust(member.rpc_name)
@@ -213,7 +214,7 @@ def _lose(local: LocalMember, losses: Sequence[Loss]) -> None:
     join.removed([loss.name for loss in losses if loss.for_good])
 
 
-def _remove(local: LocalMember, names: Sequence[str]) -> None:
+def _remove_peers(local: LocalMember, names: Sequence[str]) -> None:
     for name in names:
         rank = local.route(name).member.rank
         local.forget(rank)
