@@ -99,6 +99,11 @@ class Supervisor(GroupHost):
     def info(self) -> GroupInfo:
         return self._state.info
 
+    @property
+    def prepared(self) -> Mapping[str, Prepared]:
+        """Where each member listens, by name."""
+        return self._state.prepared
+
     # --- the interface of a host -----------------------------------------------------------------------------------
 
     def add(self, actors: Any, timeout_s: float) -> tuple[str, ...]:
@@ -193,7 +198,7 @@ class Supervisor(GroupHost):
             _, failures = Round(asked, until).all(join.leave, leave)
             busy = [name for name, error in failures.items() if isinstance(error, TimeoutError)]
             if busy:
-                logger.warning("group %r: %s leave when their current methods return", roster.name, ", ".join(busy))
+                logger.warning("group %r: leaving when their methods return: %s", roster.name, ", ".join(busy))
         except Exception:
             logger.warning("group %r: its end could not be announced to all members", roster.name, exc_info=True)
         return asked.keys()

@@ -49,15 +49,15 @@ class Door(NamedTuple):
         return sock
 
 
-def _looking_after(group: rtr.Group) -> Supervisor:
-    keeper = group._keeper
-    assert isinstance(keeper, Supervisor), "the group was formed elsewhere"
-    return keeper
+def _supervisor_of(group: rtr.Group) -> Supervisor:
+    host = group._host
+    assert isinstance(host, Supervisor), "the group was formed elsewhere"
+    return host
 
 
 def doors(group: rtr.Group, member: str) -> list[Door]:
     """All of the package's that this member has open, torchrpc's too."""
-    prepared = _looking_after(group).prepared[member]
+    prepared = _supervisor_of(group).prepared[member]
     found: list[Door] = []
     addresses = prepared.addresses
     known = credentials(group)
@@ -76,7 +76,7 @@ def doors(group: rtr.Group, member: str) -> list[Door]:
 
 def credentials(group: rtr.Group) -> Credentials:
     """For what a member would say, that is recorded and said again."""
-    return _looking_after(group).roster.credentials
+    return _supervisor_of(group).roster.credentials
 
 
 class _Recorder:
