@@ -1,4 +1,4 @@
-"""From what the members recorded to Chrome's trace event format, which Perfetto and chrome://tracing open."""
+"""Converts recorded events to Chrome's trace event format, which Perfetto and chrome://tracing open."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any, NamedTuple
 
 from raytorchrpc.calls.spans import Event, MemberTrace
 
-#: Tracks of what overlaps, by kind of event.
-_OVERLAPPING = {"call": "calls under way", "serve": "coroutines"}
+#: Tracks of events that may overlap, by kind.
+_OVERLAPPING = {"call": "calls in flight", "serve": "coroutines"}
 
 
 class Clock(NamedTuple):
-    """A member's clock against that of whoever looks after the group (seconds)."""
+    """A member's clock relative to the supervisor's (seconds)."""
 
     offset_s: float = 0.0
-    """To be taken from the member's times."""
+    """Subtract this from the member's times."""
     error_s: float = 0.0
-    """At most so wrong: half of the quickest round trip that it was estimated from. 0 on one host: one clock."""
+    """The largest error: half of the shortest round trip it was estimated from. 0 on one host, which has one clock."""
 
 
 class GroupTrace(NamedTuple):
-    """What all the members recorded."""
+    """The events of all members."""
 
     group: str
     members: Sequence[MemberTrace]
@@ -31,7 +31,7 @@ class GroupTrace(NamedTuple):
 
 
 def chrome(trace: GroupTrace) -> dict[str, Any]:
-    """The whole file, ready for json. Times are microseconds since the first event."""
+    """The whole file, as data for ``json``. Times are microseconds since the first event."""
     begins = [event.begin - trace.clocks[member.name].offset_s for member in trace.members for event in member.events]
     start = min(begins, default=0.0)
     joined = _marks(trace.members, "call") & _marks(trace.members, "serve")
@@ -73,7 +73,7 @@ def _of_member(member: MemberTrace, start: float, joined: set[int]) -> list[dict
 
 
 class _Tracks:
-    """A track for each thread, and as many as it takes for what overlaps: on one track, events have to nest."""
+    """One track per thread, and as many as needed for events that overlap: on one track, events have to nest."""
 
     def __init__(self, member: MemberTrace) -> None:
         self._threads = member.threads
@@ -82,7 +82,7 @@ class _Tracks:
         self.names: dict[int, str] = {}
 
     def of(self, event: Event) -> int:
-        """Where it goes; to be asked in the order in which events begin."""
+        """The track of an event. Call it in the order in which events begin."""
         if event.thread:
             if event.thread not in self._known:
                 self._known[event.thread] = self._new(self._threads.get(event.thread, "thread"))

@@ -13,7 +13,7 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.mailbox import Owner
 from raytorchrpc.errors import ConfigurationError
 
-#: The name of a driver that takes part.
+#: The name of a driver that is a member.
 DRIVER = "driver"
 
 
@@ -24,8 +24,8 @@ def current_owner() -> Owner:
 
 
 def current_session() -> tuple[str, ...]:
-    """Names this process's present connection to Ray; empty if there is none. A job's id alone is the same again in the
-    next cluster that a process starts.
+    """Identifies this process's connection to Ray; empty if there is none. A job id alone would repeat in the next
+    cluster that a process starts.
     """
     if not ray.is_initialized():
         return ()

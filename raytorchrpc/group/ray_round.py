@@ -12,12 +12,12 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from raytorchrpc.errors import RayTorchRpcError
 
-#: While an actor restarts, it is asked again this often (seconds).
+#: While an actor restarts, it is called again this often (seconds).
 _RESTART_POLL_S = 0.05
 
 
 class Round:
-    """One question to several members at once, with one deadline."""
+    """Calls a function in several processes at once, through Ray, with one deadline."""
 
     def __init__(self, participants: Mapping[str, Any], deadline: float) -> None:
         self._participants, self._deadline = participants, deadline
@@ -32,9 +32,9 @@ class Round:
     ) -> tuple[dict[str, Any], dict[str, Exception]]:
         """Run ``function(instance, *arguments[name])`` at every named member.
 
-        Returns results and failures by name; TimeoutError stands for no answer by the deadline. With
-        ``fail_fast`` the first failure ends the wait, and members still silent are in neither. With
-        ``retry_restarting`` an actor that restarts is asked again.
+        Returns results and failures by name; TimeoutError stands for no answer by the deadline. With ``fail_fast`` the
+        first failure ends the wait, and members that have not answered are in neither. With ``retry_restarting`` an
+        actor that is restarting is called again.
         """
         results: dict[str, Any] = {}
         failures: dict[str, Exception] = {}
@@ -72,6 +72,6 @@ class Round:
                 pending[self._participants[member].__ray_call__.remote(function, *arguments[member])] = member
             except RayError as error:
                 failures[member] = error
-        for reference in pending:  # Ray prints an error that nobody looks at
+        for reference in pending:  # Ray prints errors that are not retrieved
             reference.future().add_done_callback(lambda late: late.exception())
         return results, failures

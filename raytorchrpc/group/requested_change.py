@@ -1,4 +1,4 @@
-"""A change of a group that one thread asks for and the thread that looks after the group makes."""
+"""A change of a group that a user's thread requests and the supervisor's thread makes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from raytorchrpc.errors import BootstrapError
 
 
 class RequestedChange:
-    """Made once, or never: one that was given up before its turn is not made later."""
+    """Runs at most once. A change that was given up before its turn never runs."""
 
     def __init__(self, group: str, work: Callable[[], Any]) -> None:
-        """``work`` checks all that it needs before it changes anything."""
+        """``work`` checks all its input before it changes anything."""
         self._group, self._work = group, work
         self._done: Future[Any] = Future()
 
     def run(self) -> None:
-        """Make it. Raises nothing."""
+        """Make the change. Never raises."""
         if not self._done.set_running_or_notify_cancel():
             return
         try:
@@ -27,7 +27,7 @@ class RequestedChange:
             self._done.set_exception(error)
 
     def result(self, patience_s: float) -> Any:
-        """What ``work`` returned or raised; BootstrapError if that takes longer than ``patience_s``."""
+        """Block for the result of ``work``; BootstrapError after ``patience_s`` seconds."""
         try:
             wait([self._done], patience_s)
         except BaseException:  # Ctrl-C
@@ -36,5 +36,5 @@ class RequestedChange:
         if self._done.done():
             return self._done.result()
         if self._done.cancel():
-            raise BootstrapError(f"group {self._group!r} is busy with another change; this one was not begun")
-        raise BootstrapError(f"group {self._group!r}: this change has begun and is not done after {patience_s:g} s")
+            raise BootstrapError(f"group {self._group!r} is busy with another change; this one did not begin")
+        raise BootstrapError(f"group {self._group!r}: this change began and has not finished after {patience_s:g} s")

@@ -1,4 +1,4 @@
-"""Who is in a group, as whoever formed it keeps it: the evidence, what follows from it, and what each is told."""
+"""The members of a group: what they published, the routes that follow from it, and what each member needs to join."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WORKER_IDS = range(1, OWN_NUMBERS.start)
 
 @dataclass(frozen=True)
 class MemberRecord:
-    """One member as it is now; a restarted actor takes its record again, with the next incarnation."""
+    """One member as it is now. A restarted actor keeps its rank and gets the next incarnation."""
 
     rank: int
     incarnation: int
@@ -39,37 +39,37 @@ class MemberRecord:
     probe: Probe
     worker_id: int
     renew_agent: bool
-    """Its running agent's id is another member's: it has to start a new one."""
+    """Another member has the id of its running torchrpc agent: it starts a new agent."""
 
 
 @dataclass(frozen=True)
 class Roster:
-    """Immutable: taking somebody in makes another one, so that a failed attempt changes nothing."""
+    """Immutable: admitting a member makes another roster, so a failed attempt changes nothing."""
 
     name: str
     config: GroupConfig
     owner: Owner
     watcher: Endpoint
-    """The process that keeps this: members that it cannot reach by Unix socket listen for TCP."""
+    """The supervisor's process: members that it cannot reach by Unix socket listen on TCP."""
     generation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     tls: bytes | None = field(default=None, repr=False)
-    """The key and the certificate of a group that encrypts."""
+    """The key and certificate of a group that encrypts."""
     records: Mapping[str, MemberRecord] = field(default_factory=dict)
     """By member, in rank order."""
     plan: routes.RoutePlan = field(default_factory=lambda: routes.RoutePlan({}, {}))
     maps: Mapping[str, DeviceMap] = field(default_factory=dict)
     devices: Mapping[str, set[int]] = field(default_factory=dict)
-    """By member, its GPUs that some map of anybody's names."""
+    """By member: its GPUs that any device map names."""
     used_ids: frozenset[int] = frozenset()
-    """torchrpc ids that somebody has, or had: peers keep the broken pipe of an agent that is gone under its id."""
+    """torchrpc ids that are, or were, in use: peers keep the broken pipe of an agent that has ended under its id."""
     next_rank: int = 0
 
     def admit(
         self, handles: Mapping[str, Any], probes: Mapping[str, Probe], tried: Mapping[str, int] | None = None
     ) -> Roster:
-        """With these, new or come back, on the evidence of their probes. ``tried``: incarnations of theirs that did not
-        get in, but of which some member may know. Raises ConfigurationError, BootstrapError.
+        """The roster with these members, new or restarted. ``tried``: their incarnations that were not admitted, but
+        that some member may know. Raises ConfigurationError, BootstrapError.
         """
         records, used, rank = dict(self.records), self.used_ids, self.next_rank
         used |= {probe.autograd_id for probe in probes.values() if probe.autograd_id is not None}
@@ -92,14 +92,14 @@ class Roster:
 
     @property
     def credentials(self) -> Credentials:
-        """What the process that keeps this proves itself with to the members; it is no member by that."""
+        """What the supervisor authenticates with. It does not make it a member."""
         across_users = self.config.across_users
         return Credentials(
             self.secret, group=self.name, generation=self.generation, across_users=across_users, tls=self.tls
         )
 
     def check_newcomers(self, handles: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError for who is a member already, by name or as an actor."""
+        """Raise ConfigurationError for actors or names that are members already."""
         known = {ray_internals.actor_id_of(handle): name for name, handle in self.handles.items() if handle is not None}
         for name, handle in handles.items():
             if name in self.records:
@@ -108,7 +108,7 @@ class Roster:
                 raise ConfigurationError(f"{name!r} is a member of group {self.name!r} already, as {taken!r}")
 
     def check_leavers(self, names: Sequence[str]) -> None:
-        """Raise ConfigurationError unless all of these can be removed; NotAMember for who is not in the group."""
+        """Raise ConfigurationError unless all of these can be removed; NotAMember for names that are not members."""
         for name in names:
             if name not in self.records:
                 raise NotAMember(f"{name!r} is not in group {self.name!r} any more")
@@ -119,10 +119,10 @@ class Roster:
         if not names:
             raise ConfigurationError("remove takes at least one member; the list is empty")
         if len(names) == len(self.records):
-            raise ConfigurationError(f"{', '.join(names)}: nobody would be left in the group: use shutdown()")
+            raise ConfigurationError(f"{', '.join(names)}: no member would be left in the group: use shutdown()")
 
     def without(self, names: Iterable[str]) -> Roster:
-        """Without these; their ranks are not given again."""
+        """The roster without these members. Their ranks are not used again."""
         gone = set(names)
         left = replace(self, records={name: record for name, record in self.records.items() if name not in gone})
         return left._decided(self) if left.records else left
@@ -142,7 +142,7 @@ class Roster:
                 devices.setdefault(str(peer), set()).update(pairs.values())
         return replace(self, plan=plan, maps=maps, devices=devices)
 
-    # --- what each is told -----------------------------------------------------------------------------------
+    # --- what each member needs ------------------------------------------------------------------------------
 
     @property
     def handles(self) -> dict[str, Any]:
@@ -151,15 +151,15 @@ class Roster:
 
     @property
     def local(self) -> dict[str, Any]:
-        """This very process, if it is a member."""
+        """This process, if it is a member."""
         return {name: None for name, record in self.records.items() if record.handle is None}
 
     def reached_by_tcp(self, member: str) -> bool:
-        """Whether the watcher has to use TCP to this member."""
+        """Whether the supervisor needs TCP to reach this member."""
         return self.config.always_tcp or not self.watcher.same_network(self.records[member].probe.endpoint)
 
     def spec(self, member: str, attempt: str = "") -> JoinSpec:
-        """What this member needs to get ready. ``attempt``: see JoinSpec."""
+        """What this member needs in order to prepare. ``attempt``: see JoinSpec."""
         record, agent = self.records[member], self.plan.agents[member]
         given = self.maps[member].to_dict()
         pairs = {peer: device_map.gpu_pairs(given[peer]) for peer in self.records if peer in given}
@@ -198,7 +198,7 @@ class Roster:
         )
 
     def _addresses(self) -> list[str]:
-        """All that some member's host has: torchrpc connects from whichever leads to the peer."""
+        """All addresses of the members' hosts: torchrpc connects from whichever leads to the peer."""
         endpoints = [record.probe.endpoint for record in self.records.values()]
         found = {address for endpoint in endpoints for each in endpoint.interfaces for address in each.addresses}
         return sorted({*found, *(endpoint.node_ip for endpoint in endpoints)})
@@ -212,7 +212,7 @@ class Roster:
         )
 
     def rpc_name(self, member: str) -> str:
-        """torchrpc's name of this member's process."""
+        """The torchrpc name of this member's process."""
         record = self.records[member]
         if record.probe.agent is not None:
             return record.probe.agent.name
@@ -222,7 +222,7 @@ class Roster:
         return f"rtr-{ray_internals.actor_id_of(record.handle)}"
 
     def info(self, prepared: Mapping[str, Prepared]) -> GroupInfo:
-        """What everybody is to know."""
+        """The public description of the group."""
         members = tuple(
             Member(
                 rank=record.rank,
@@ -240,7 +240,7 @@ class Roster:
         return GroupInfo(self.name, self.generation, self.owner, members, self.config, self.plan, texts)
 
     def table(self, member: str, info: GroupInfo, prepared: Mapping[str, Prepared], timeout_s: float) -> Table:
-        """What this member needs to meet the others."""
+        """What this member needs in order to connect to the others."""
         own = info._replace(plan=self.plan.for_member(member), device_maps=_of(member, info.device_maps, self.records))
         return Table(own, {name: prepared[name] for name in self.records}, timeout_s)
 
@@ -252,16 +252,18 @@ class Roster:
         timeout_s: float,
         coming: tuple[str, ...],
     ) -> Arrival:
-        """What one that is there already needs to meet those who come in: nothing about the others."""
+        """The update an existing member needs in order to accept newcomers."""
         members = tuple(each for each in info.members if each.name in coming)
-        news = info._replace(
+        new = info._replace(
             members=members,
             plan=self.plan.for_arrivals(member, coming),
             device_maps=_of(member, info.device_maps, coming),
         )
         spec = self.spec(member)
-        bare = spec._replace(device_maps={}, agent=spec.agent._replace(device_maps={}))  # an agent has them for life
-        return Arrival(bare, Table(news, {name: prepared[name] for name in (member, *coming)}, timeout_s), coming)
+        bare = spec._replace(
+            device_maps={}, agent=spec.agent._replace(device_maps={})
+        )  # an agent keeps those it started with
+        return Arrival(bare, Table(new, {name: prepared[name] for name in (member, *coming)}, timeout_s), coming)
 
 
 def _check_users(endpoints: Mapping[str, Endpoint]) -> None:
@@ -289,10 +291,10 @@ def _of(member: str, maps: _Maps, others: Iterable[str]) -> _Maps:
 
 
 def _worker_ids(probes: Mapping[str, Probe], used: frozenset[int], taken: set[int]) -> tuple[dict[str, int], set[str]]:
-    """An id for each, unique in the group, and who has to give its present one up.
+    """A torchrpc id for each member, unique in the group; and the members whose running agent must be replaced.
 
-    A running agent keeps its own. The others get random ones, because distributed autograd keeps a process's
-    first id for life and must not meet it again in a later group.
+    Running agents keep their ids. The others get random ones: distributed autograd keeps a process's first id for life,
+    and no later group may give it to another process.
     """
     ids: dict[str, int] = {}
     renew: set[str] = set()

@@ -1,8 +1,8 @@
 """Checks that the connections which gloo has accepted come from members.
 
-gloo has no authentication: who connects to its listener and names a member that has not connected yet is taken for that
-member. A connection is known by its two addresses, so each member publishes those of its own in the process group's
-store, which strangers cannot write to, and compares.
+gloo has no authentication: it accepts any connection that names a member which has not connected yet. A connection is
+identified by its two addresses, so each member publishes its own connections in the process group's store, which only
+members can write to, and compares.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from raytorchrpc.process import socket_filter
 
 Address = tuple[str, int]
 Connection = tuple[Address, Address]
-"""Its address here, its address there."""
+"""Local address, remote address."""
 
 
 def check(store: Store, rank: int, size: int, before: socket_filter.Listeners, translated: Sequence[str]) -> None:
     """Raise BootstrapError if a listener that is not in ``before`` has accepted a connection that no member made.
 
-    Every rank has to call this, once its connections are made; blocks for all of them. ``translated``: networks from
-    which members come with an address that is not theirs (network address translation); those are not checked.
+    Every rank calls this after connecting; blocks for all of them. ``translated``: networks in which members appear
+    under translated addresses; connections from there are not checked.
     """
     ports = {_ends(fd)[0][1] for inode, fd in socket_filter.listening().items() if inode not in before}
     connections = _connections()
@@ -45,9 +45,9 @@ def check(store: Store, rank: int, size: int, before: socket_filter.Listeners, t
     ]
     if strangers:
         raise BootstrapError(
-            f"gloo accepted a connection from {', '.join(strangers)}, which no member made: somebody else connects to "
-            f"members' ports; keep strangers off (a firewall, GroupConfig(interface=...)), or, where the network "
-            f"translates addresses, name what members are seen as in GroupConfig(torchrpc_from=...)"
+            f"gloo accepted a connection from {', '.join(strangers)}, which no member made: another process connects "
+            f"to members' ports. Block it (firewall, GroupConfig(interface=...)); if the network translates addresses, "
+            f"name the addresses under which members appear in GroupConfig(torchrpc_from=...)"
         )
 
 
@@ -64,11 +64,11 @@ def _connections() -> set[Connection]:
 
 
 def _ends(fd: int) -> tuple[Address, Address | None]:
-    """The addresses of a TCP socket; the other end's is None for a listener. Raises OSError for any other."""
+    """The addresses of a TCP socket; the remote one is None for a listener. Raises OSError for other sockets."""
     sock = socket.socket(fileno=fd)
     try:
         if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
-            raise OSError("this is no TCP socket")
+            raise OSError("not a TCP socket")
         here = _address(sock.getsockname())
         with contextlib.suppress(OSError):
             return here, _address(sock.getpeername())

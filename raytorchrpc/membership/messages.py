@@ -1,4 +1,4 @@
-"""What is said when a member joins a group: by its process, to it, and of the group. Data alone."""
+"""The messages by which a member joins a group. Data only, picklable."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from raytorchrpc.topology.endpoint import Endpoint
 
 
 class Probe(NamedTuple):
-    """What a process tells the driver before anything is decided."""
+    """What a process reports before routes are planned."""
 
     endpoint: Endpoint
     node_id: str
     pid: int
     group: str | None
-    """The group it is in already."""
+    """The group that it is a member of."""
     generation: str | None
     """Of that group."""
     owner: Owner | None
-    """Who formed that group."""
+    """The process that formed that group."""
     agent: AgentIdentity | None
     autograd_id: int | None
 
 
 class JoinSpec(NamedTuple):
-    """What one member is given to prepare."""
+    """What one member needs in order to prepare."""
 
     group: str
     generation: str
     attempt: str
-    """Names this way into it, which may be given up."""
+    """Identifies this attempt to join, which may be rolled back."""
     incarnation: int
-    """Of this member, as Member.incarnation."""
+    """See ``Member.incarnation``."""
     replaces: str | None
-    """The generation of a group without an owner, which the member is to leave first."""
+    """The generation of a group whose owner has ended: the member leaves it first."""
     name: str
     rank: int
     config: GroupConfig
     agent: AgentSpec
     renew_agent: bool
-    """Its running agent's id is taken by another member: start a new one."""
+    """Another member has the id of its running torchrpc agent: start a new agent."""
     device_maps: Mapping[str, Mapping[int, int]]
-    """By peer's member name; what leads from GPU to GPU."""
+    """By peer name: local GPU -> GPU there."""
     secret: bytes
-    """The group's, made for this generation."""
+    """The group's secret, new for each generation."""
     tls: bytes | None
-    """Likewise the key and the certificate, for a group that encrypts."""
+    """The group's key and certificate, if it encrypts."""
     tcp_host: str | None
     """Address to listen on for peers in other network namespaces; None if there are none."""
     by_tcp: tuple[str, ...]
-    """Those peers."""
+    """Those peers, by name."""
     beside: tuple[str, ...]
     """Lanes for tensors alone that some route of this member uses."""
     nng: bool
@@ -65,7 +65,7 @@ class JoinSpec(NamedTuple):
 
     @property
     def credentials(self) -> Credentials:
-        """What its connections are proved with."""
+        """What its connections authenticate with."""
         across_users = self.config.across_users
         return Credentials(
             self.secret, self.rank, self.incarnation, self.group, self.generation, across_users, self.tls
@@ -73,18 +73,18 @@ class JoinSpec(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A member that listens."""
+    """A participant that listens."""
 
     agent: AgentIdentity
     url: str
     addresses: Mapping[str, Any]
-    """By lane."""
+    """By lane name."""
     retries: Mapping[str, int]
-    """By decorated method, where it is above 0: how often a call to it may be repeated."""
+    """By exposed method: how often a call may be sent again, where that is above 0."""
 
 
 class GroupInfo(NamedTuple):
-    """What every process knows about a group; picklable."""
+    """The public description of a group."""
 
     name: str
     generation: str
@@ -97,13 +97,13 @@ class GroupInfo(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Everything a member needs to meet its peers."""
+    """What a member needs in order to connect to its peers."""
 
     info: GroupInfo
     peers: Mapping[str, Prepared]
     """By member name."""
     timeout_s: float
     away: Mapping[str, str] = {}
-    """Who cannot be called for now, and why."""
+    """Members that cannot be called for now, and why."""
     silent: tuple[str, ...] = ()
-    """Who has not answered of late: the way to these is not tried."""
+    """Members that did not answer recently: connections to them are not tested."""

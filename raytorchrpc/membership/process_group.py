@@ -1,7 +1,7 @@
-"""A member's side of torch.distributed: the process's default process group, which all members make together.
+"""A member's part in a torch.distributed process group, which all its members create together.
 
-Regular communication among many GPUs is NCCL's job, and gloo's on CPUs. This boots them: ranks, interface, store (see
-``rendezvous``), deadlines, and the end when somebody is gone.
+Collectives are the job of NCCL and gloo. This module starts them: ranks, network interface, store (see ``rendezvous``),
+deadlines, and the end of the process group when a member is lost.
 """
 
 from __future__ import annotations
@@ -32,68 +32,68 @@ from raytorchrpc.topology.endpoint import Endpoint
 
 BACKENDS = ("gloo", "nccl")
 
-#: How long the end of one may take before those who have to wait for it go on (seconds).
+#: How long others wait for the end of a process group (seconds).
 _END_S = 5.0
-_NONE_YET = "none was made: call Group.process_group() in the process that formed the group"
+_NONE_YET = "none was created: call Group.process_group() in the process that formed the group"
 
 
 @dataclass(frozen=True)
 class ProcessGroupInfo:
-    """Who is in a process group, and as which rank. Picklable."""
+    """The members of a process group and their ranks. Picklable."""
 
     backend: str
     """``gloo`` or ``nccl``."""
     number: int
-    """The first one of a group is 1; each call of ``Group.process_group`` makes the next."""
+    """1 for the first one of a group; each call of ``Group.process_group`` creates the next."""
     ranks: Mapping[str, int]
-    """torch's rank by member name. No gaps; in the order of the members' ranks in the group, which may have some."""
+    """torch's rank by member name: without gaps, in the order of the members' ranks in the group."""
     timeout_s: float
     """Deadline of a collective, in seconds."""
 
     @property
     def world_size(self) -> int:
-        """How many members it has."""
+        """The number of members."""
         return len(self.ranks)
 
 
 class Meeting(NamedTuple):
-    """How a member gets into a process group."""
+    """What a member needs in order to create a process group with the others."""
 
     info: ProcessGroupInfo
     store: StoreAddress
     interface: str | None
-    """This member's own, for gloo and NCCL; None: unknown, they find one by themselves."""
+    """This member's network interface, for gloo and NCCL. None: unknown, they choose one."""
     endpoint: Endpoint
-    """This member's own evidence, by which NCCL is told what to use."""
+    """This member's evidence, from which NCCL's environment is derived."""
     timeout_s: float
-    """For this step."""
+    """Deadline of this step, in seconds."""
     translated: tuple[str, ...] = ()
-    """Networks from which members come with other addresses than their own; see GroupConfig.torchrpc_from."""
+    """Networks in which members appear under translated addresses; see GroupConfig.torchrpc_from."""
 
 
 class _Made(NamedTuple):
     info: ProcessGroupInfo
     group: dist.ProcessGroup
     store: Store
-    """Kept for torch's threads, which find its methods only while this object lives."""
+    """Kept alive: torch's threads call its methods."""
     end: Callable[[], None]
-    """Undoes what making it did to this process, outside torch."""
+    """Undoes the changes to this process outside torch."""
 
 
 class Collectives:
-    """One per membership. Thread-safe. What blocks has a deadline; nothing here runs on a thread of a lane's."""
+    """One per membership. Thread-safe. Everything that blocks has a deadline; nothing here runs on a lane's thread."""
 
     def __init__(self, name: str) -> None:
         """``name``: of this member."""
         self._name = name
         self._changed = threading.Condition()
         self._making = threading.Lock()
-        """Held while torch makes one, which nothing can interrupt."""
+        """Held while torch creates one, which nothing can interrupt."""
         self._wanted: ProcessGroupInfo | None = None
-        """The one that is made, or being made; None after its end."""
+        """The one that exists or is being created; None after its end."""
         self._made: _Made | None = None
         self._keys: KeyTable | None = None
-        """If this member is the home of the store."""
+        """If this member holds the store's keys."""
         self._ending: threading.Thread | None = None
         self._cause = _NONE_YET
         self._closed = False
@@ -101,7 +101,9 @@ class Collectives:
     # --- for the member's own code ---------------------------------------------------------------------------------
 
     def get(self, timeout_s: float) -> tuple[dist.ProcessGroup, ProcessGroupInfo]:
-        """The present one; waits so long for it. Raises ProcessGroupLost with the cause if there is none."""
+        """The current one. Blocks for it, at most ``timeout_s``. Raises ProcessGroupLost, with the cause, if there is
+        none.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._made is not None or self._closed, timeout_s)
             if self._made is None:
@@ -113,26 +115,28 @@ class Collectives:
                 )
             return self._made.group, self._made.info
 
-    # --- for whoever formed the group --------------------------------------------------------------------------------
+    # --- for the supervisor ------------------------------------------------------------------------------------------
 
     def prepare(self, info: ProcessGroupInfo, is_home: bool, timeout_s: float) -> str | None:
-        """End the one before, and see whether this process can make one. With ``is_home``, hold the store's keys;
-        returns the store's id.
+        """End the previous one, and check that this process can create one. With ``is_home``, hold the store's keys and
+        return the store's id.
 
         Raises ConfigurationError, BootstrapError.
         """
-        self._end(f"number {info.number} takes its place")
+        self._end(f"process group {info.number} replaces it")
         if (ending := self._ending) is not None:
             ending.join(min(timeout_s, _END_S))
             if ending.is_alive():
-                raise BootstrapError(f"the process group before is still ending in {self._name!r}")
+                raise BootstrapError(f"the previous process group is still ending in {self._name!r}")
         if not self._making.acquire(timeout=min(timeout_s, _END_S)):
-            raise BootstrapError(f"an earlier process group is still being made in {self._name!r}; it ends by itself")
+            raise BootstrapError(
+                f"an earlier process group is still being created in {self._name!r}; it ends by itself"
+            )
         self._making.release()
         if dist.is_initialized():
             raise ConfigurationError(
                 f"torch.distributed is initialised in {self._name!r} already, and not by this group: call "
-                f"torch.distributed.destroy_process_group() there first, or go on with that process group"
+                f"torch.distributed.destroy_process_group() there first, or keep using that process group"
             )
         if info.backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
             raise ConfigurationError(f"backend 'nccl': {self._name!r} has no NCCL or no GPU; use backend='gloo'")
@@ -143,19 +147,19 @@ class Collectives:
             if self._closed:
                 raise BootstrapError(f"{self._name!r} has left the group")
             self._wanted, self._keys = info, keys
-            self._cause = f"number {info.number} is being made"
+            self._cause = f"process group {info.number} is being created"
         return keys.store_id if keys is not None else None
 
     def keys(self, store_id: str) -> KeyTable:
-        """The keys of that store. Raises ProcessGroupLost if they are not, or no longer, here."""
+        """The keys of that store. Raises ProcessGroupLost if this member does not, or no longer, hold them."""
         keys = self._keys
         if keys is None or keys.store_id != store_id:
             raise ProcessGroupLost(f"its process group has ended in its home {self._name!r}: {self._cause}")
         return keys
 
     def make(self, meeting: Meeting, store: Store) -> None:
-        """Make it, together with all others: blocks until each has begun, at most ``meeting.timeout_s`` or the deadline
-        of a collective, whichever is later. Raises BootstrapError.
+        """Create it together with the others. Blocks until all have begun, at most ``meeting.timeout_s`` or the
+        deadline of a collective, whichever is later. Raises BootstrapError.
         """
         with self._making:
             self._make(meeting, store)
@@ -181,7 +185,7 @@ class Collectives:
             leave()
             raise BootstrapError(f"{info.backend} could not start in {self._name!r}: {_first_line(error)}") from error
         finally:
-            sys.excepthook = hook  # torch puts one of its own in front, each time
+            sys.excepthook = hook  # torch wraps it each time
         group = dist.group.WORLD
         assert group is not None
         if info.backend == "gloo":
@@ -202,23 +206,23 @@ class Collectives:
         raise BootstrapError(f"process group {info.number} was given up: {self._cause}")
 
     def stay_out(self, info: ProcessGroupInfo) -> None:
-        """Others make one without this member: end the one before. Does not wait."""
-        cause = f"number {info.number} is among others: {', '.join(info.ranks)}"
+        """Others create one without this member: end the previous one. Does not block."""
+        cause = f"process group {info.number} has other members: {', '.join(info.ranks)}"
         self._end(cause)
         with self._changed:
             self._cause = cause
 
     def give_up(self, number: int, cause: str) -> None:
-        """Of an attempt that failed elsewhere. Idempotent, does not wait."""
+        """End an attempt that failed elsewhere. Idempotent, does not block."""
         with self._changed:
             if self._wanted is None or self._wanted.number != number:
                 return
         self._end(cause)
 
-    # --- for changes of the group ------------------------------------------------------------------------------------
+    # --- for membership changes --------------------------------------------------------------------------------------
 
     def lose(self, member: str, cause: str) -> None:
-        """That member is gone, or another process has taken its place: end what it was part of. Does not wait."""
+        """End the process group if it includes this member, which was lost or replaced. Does not block."""
         with self._changed:
             if self._wanted is None or member not in self._wanted.ranks:
                 return
@@ -226,7 +230,7 @@ class Collectives:
         self._end(f"member {member!r} was lost ({cause}); {again}")
 
     def close(self) -> None:
-        """The membership ends. Idempotent; waits a few seconds at most."""
+        """End with the membership. Idempotent; blocks a few seconds at most."""
         with self._changed:
             self._closed = True
         self._end("the group was shut down")
@@ -248,27 +252,27 @@ class Collectives:
             self._wanted = None
             self._changed.notify_all()
             if made is not None:
-                # NCCL may wait for the device. The keys go last, as NCCL's own threads look at them.
+                # NCCL may wait for the device. The keys go last: NCCL's own threads use them.
                 name = f"raytorchrpc-{self._name}-process-group"
                 try:
                     self._ending = threads.start(_abort, made, keys, cause, name=name)
                     return
                 except threads.ThreadShortage as error:
-                    threads.report(error, f"{self._name} waits for its process group to end")
+                    threads.report(error, f"{self._name} blocks until its process group has ended")
         if made is not None:
             _abort(made, keys, cause)
         elif keys is not None:
-            keys.close(cause)  # whoever still waits for a key hears of it
+            keys.close(cause)  # fails the waits for a key
 
 
 def _environment(backend: str, meeting: Meeting) -> Callable[[], None]:
-    """What gloo and NCCL read when they start, and again for every subgroup; only where the user set nothing. Without
-    it gloo takes the address of the host's own name, which is often 127.0.1.1. Returns what undoes it.
+    """Set what gloo and NCCL read when they start, and again for every subgroup, unless the user set it. Without it
+    gloo takes the address of the host's own name, which is often 127.0.1.1. Returns a function that undoes it.
     """
     wanted = {} if meeting.interface is None else {"GLOO_SOCKET_IFNAME": meeting.interface}
     if backend == "nccl":
         nccl_env.apply(meeting.endpoint, interface=meeting.interface)  # stays: NCCL reads it once
-        # torch's own choice ends the whole process when a collective fails: here it is to raise.
+        # By default torch ends the whole process when a collective fails; with this it raises.
         wanted["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
     ours = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(ours)
@@ -287,9 +291,9 @@ def _only_gpu() -> torch.device | None:
 
 
 def _abort(made: _Made, keys: KeyTable | None, cause: str) -> None:
-    """End it and all its subgroups; what is under way fails, by nccl at once and by gloo at its deadline."""
+    """End it and all its subgroups. Pending collectives fail: NCCL's at once, gloo's at their deadline."""
     with contextlib.suppress(Exception):
-        if dist.group.WORLD is made.group:  # else somebody has destroyed it already
+        if dist.group.WORLD is made.group:  # else it was destroyed already
             torch_internals.abort_process_groups()
     made.end()
     if keys is not None:

@@ -1,4 +1,4 @@
-"""What a member counted, into Ray's metrics: on a slow thread of its own, never on the way of a call."""
+"""Exports a member's counters to Ray's metrics, on a thread of its own, never on the path of a call."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from raytorchrpc.process import threads
 
 logger = logging.getLogger(__name__)
 
-#: A member's rows, and what is under way by peer: (calls, bytes of arguments).
+#: A member's rows, and what is in flight by peer: (calls, bytes of arguments).
 Reading = tuple[Sequence[PairStats], Mapping[str, tuple[int, int]]]
 
-#: How long the end of a member waits for its last figures (seconds).
+#: How long the end of a membership waits for the last export (seconds).
 _STOP_S = 1.0
 _WHO = ("group", "member")
 _PAIR = (*_WHO, "peer", "lane")
-#: Name -> (what it is, its tags).
+#: Name -> (description, tags).
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "raytorchrpc_calls": ("Calls sent.", _PAIR),
     "raytorchrpc_failures": ("Calls that failed, by the type of what they raised.", (*_PAIR, "error")),
@@ -34,20 +34,20 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 class Meters(Protocol):
-    """Where figures go."""
+    """Where values go."""
 
     def add(self, name: str, value: float, tags: dict[str, str]) -> None:
-        """To one of ``COUNTERS``; ``value`` is above 0."""
+        """Increase one of ``COUNTERS``; ``value`` is above 0."""
 
     def set(self, name: str, value: float, tags: dict[str, str]) -> None:
-        """One of ``GAUGES``."""
+        """Set one of ``GAUGES``."""
 
 
 class RayMeters:
-    """Ray's own, of this process."""
+    """The meters of ``ray.util.metrics``."""
 
     def __init__(self) -> None:
-        from ray.util.metrics import Counter, Gauge  # most groups do without them
+        from ray.util.metrics import Counter, Gauge  # most groups do not export
 
         self._counters: dict[str, Any] = {name: Counter(name, *about) for name, about in COUNTERS.items()}
         self._gauges: dict[str, Any] = {name: Gauge(name, *about) for name, about in GAUGES.items()}
@@ -60,7 +60,7 @@ class RayMeters:
 
 
 class Exporter:
-    """One per member. Only its own thread, or whoever calls ``record`` instead, may use it."""
+    """One per member. Not thread-safe: after ``start`` only its own thread uses it."""
 
     def __init__(
         self, group: str, member: str, read: Callable[[], Reading], meters: Callable[[], Meters] = RayMeters
@@ -69,26 +69,26 @@ class Exporter:
         self._read, self._make = read, meters
         self._meters: Meters | None = None
         self._before: dict[tuple[str, str], PairStats] = {}
-        self._under_way: set[str] = set()
+        self._seen: set[str] = set()
 
     def start(self, period_s: float) -> Callable[[], None]:
-        """Record every ``period_s``; returns what ends that, which waits shortly for the last figures.
+        """Record every ``period_s`` seconds. Returns a function that stops it and waits shortly for the last export.
 
         Raises ThreadShortage.
         """
         stopped = threading.Event()
 
-        told = False
+        warned = False
 
         def step() -> bool:
-            nonlocal told
+            nonlocal warned
             last = stopped.wait(period_s)
             try:
                 self.record(last)
             except Exception as error:
-                if not told and not last:
-                    logger.warning("%s: its figures do not reach Ray's metrics: %s", self._who["member"], error)
-                told = True
+                if not warned and not last:
+                    logger.warning("%s cannot export its counters to Ray's metrics: %s", self._who["member"], error)
+                warned = True
             return not last
 
         what = f"raytorchrpc-{self._who['member']}-metrics"
@@ -101,7 +101,7 @@ class Exporter:
         return stop
 
     def record(self, last: bool = False) -> None:
-        """What was counted since the last time. ``last``: nothing is in flight any more, as nobody will say so."""
+        """Export what was counted since the last time. ``last``: also set the gauges to 0."""
         if self._meters is None:
             self._meters = self._make()
         rows, under_way = self._read()
@@ -110,14 +110,14 @@ class Exporter:
             self._before[row.peer, row.lane] = row
             self._difference(row, before)
         for peer, (calls, size) in under_way.items():
-            # A peer that nobody ever called makes no series.
-            if calls or peer in self._under_way:
-                self._under_way.add(peer)
+            # A peer that was never called makes no series.
+            if calls or peer in self._seen:
+                self._seen.add(peer)
                 tags = {**self._who, "peer": peer}
                 self._meters.set("raytorchrpc_calls_in_flight", 0 if last else calls, tags)
                 self._meters.set("raytorchrpc_bytes_in_flight", 0 if last else size, tags)
-        for peer in self._under_way.difference(under_way):  # it was removed
-            self._under_way.discard(peer)
+        for peer in self._seen.difference(under_way):  # it was removed
+            self._seen.discard(peer)
             for name in GAUGES:
                 self._meters.set(name, 0, {**self._who, "peer": peer})
 

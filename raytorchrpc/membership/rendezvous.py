@@ -23,7 +23,7 @@ _REQUEST_S = 5.0
 
 
 class StoreAddress(NamedTuple):
-    """Where the keys of one process group are."""
+    """Where the keys of one process group are held."""
 
     home: str
     """The name of the member that holds them."""
@@ -34,7 +34,7 @@ class StoreAddress(NamedTuple):
 class KeyTable:
     """The keys of one process group, in its home. Thread-safe, never blocks.
 
-    After ``close`` every operation, and every wait under way, raises ProcessGroupLost with the cause.
+    After ``close`` every operation, and every pending wait, raises ProcessGroupLost with the cause.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class KeyTable:
         self._lock = threading.Lock()
         self._values: dict[str, bytes] = {}
         self._waits: dict[DeferredReply, tuple[tuple[str, ...], bool]] = {}
-        """Keys, and whether the answer is their values."""
+        """Keys, and whether the reply is their values."""
         self._cause: str | None = None
         """Why it was closed."""
 
@@ -65,7 +65,7 @@ class KeyTable:
         return result
 
     def give_up(self, later: DeferredReply, error: Exception) -> None:
-        """End a wait whose time is over. Idempotent."""
+        """End a wait that has timed out. Idempotent."""
         with self._lock:
             self._waits.pop(later, None)
         later.settle(None, error)

@@ -73,7 +73,7 @@ def test_a_removal_that_cannot_be_done_changes_nothing(
 
 def test_the_last_members_cannot_be_removed(peers: list[Any]) -> None:
     with rtr.init_group({"a": peers[0], "b": peers[1]}) as group:
-        with pytest.raises(rtr.ConfigurationError, match=r"nobody would be left.*shutdown\(\)"):
+        with pytest.raises(rtr.ConfigurationError, match=r"no member would be left.*shutdown\(\)"):
             group.remove(["a", "b"])
         assert len(group) == 2 and ray.get(peers[0].call.remote("b", "double", 4)) == 8
 

@@ -354,7 +354,7 @@ def test_a_store_that_is_lost_ends_the_waits_for_its_keys(spawn: Spawn) -> None:
         ray.get(c.run.remote(pid_when_these_wait, 0), timeout=60)
         group.process_group("gloo", members=["b", "c"])
         kind, text, seconds = ray.get(under_way[0], timeout=60)
-        assert (kind, seconds < 20) == ("DistNetworkError", True) and "number 3 takes its place" in text
+        assert (kind, seconds < 20) == ("DistNetworkError", True) and "process group 3 replaces it" in text
 
 
 def test_a_driver_takes_part(peers: list[Any]) -> None:
@@ -373,7 +373,7 @@ def test_some_members_make_one_without_the_others(peers: list[Any]) -> None:
         assert (info.number, dict(info.ranks)) == (1, {"a": 0, "c": 1})
         assert at_all((a, c), reduced, 0) == [(3.0, 3.0, 0.0)] * 2
         for reason in (*at_all([b], why_none), why_none()):
-            assert "number 1 is among others: a, c" in reason
+            assert "process group 1 has other members: a, c" in reason
         for wrong in ([], ["a", a], "a", a):
             with pytest.raises(ConfigurationError, match=r"process_group\(members=...\) takes"):
                 group.process_group("gloo", members=wrong)
@@ -383,7 +383,7 @@ def test_some_members_make_one_without_the_others(peers: list[Any]) -> None:
 
         assert group.process_group("gloo").world_size == 4  # all of them again
         assert dict(group.process_group("gloo", members=[1, 2]).ranks) == {"b": 0, "c": 1}
-        assert "number 3 is among others: b, c" in at_all([a], why_none)[0]
+        assert "process group 3 has other members: b, c" in at_all([a], why_none)[0]
         group.remove([a])  # not one of them: theirs goes on
         assert at_all((b, c), reduced, 1) == [(3.0, 3.0, 1.0)] * 2
     assert what_is_left() == (False, [], [])

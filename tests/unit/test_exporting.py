@@ -145,5 +145,5 @@ def test_metrics_that_fail_are_told_once_and_tried_again(
     assert meters.recorded.wait(10)
     stop()
     assert [record.getMessage() for record in caplog.records] == [
-        "a: its figures do not reach Ray's metrics: no agent here"
+        "a cannot export its counters to Ray's metrics: no agent here"
     ]

@@ -21,7 +21,7 @@ def test_what_the_change_raises_comes_out_as_it_is() -> None:
 def test_a_change_that_was_given_up_before_its_turn_is_not_made_later() -> None:
     made: list[str] = []
     change = RequestedChange("g", lambda: made.append("made"))
-    with pytest.raises(BootstrapError, match="busy with another change; this one was not begun"):
+    with pytest.raises(BootstrapError, match="busy with another change; this one did not begin"):
         change.result(0.01)
     change.run()
     assert made == []
@@ -37,4 +37,4 @@ def test_a_change_that_takes_longer_than_its_patience_says_so() -> None:
 
     change = RequestedChange("g", slow)
     change.run()
-    assert errors == ["group 'g': this change has begun and is not done after 0.01 s"]
+    assert errors == ["group 'g': this change began and has not finished after 0.01 s"]
