@@ -1,4 +1,4 @@
-"""The driver's side: form a group of actors, show it, end it."""
+"""The public interface of a group: form it, inspect it, change it, end it."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from raytorchrpc.topology import device_map
 
 logger = logging.getLogger(__name__)
 
-#: How long ``shutdown`` waits for members that are busy (seconds); they leave when they get to it.
+#: How long ``shutdown`` waits for busy members (seconds); they leave when their methods return.
 SHUTDOWN_TIMEOUT_S = 10.0
 #: How long ``stats`` waits (seconds).
 STATS_TIMEOUT_S = 5.0
 
 
 class Group:
-    """A set of Ray actors that can call each other directly. Made by ``init_group``; a context manager.
+    """A set of Ray actors that can call each other directly. Created by ``init_group``; a context manager.
 
-    Picklable: a copy in another process shows the same members and routes; only the original, in the
-    process that formed the group, can end it. Of a detached group, every ``get_group`` in a driver is an original.
+    Picklable: a copy in another process shows the same members and routes. Only the original, in the process that
+    formed the group, can change or end it. For a detached group, every ``get_group`` in a driver returns an original.
     """
 
     def __init__(self, info: GroupInfo, host: GroupHost | None = None) -> None:
-        """``host``: looks after it, for the process that formed it; None for a mere view."""
+        """``host``: the supervisor's host, in the process that formed the group; None for a copy."""
         self._first_info = info
         self._host = host
         self._session = () if host is None else current_session()
@@ -61,34 +61,34 @@ class Group:
         known, own = self._first_info, join.group_info()
         if own is None or own.generation != known.generation or own.members == known.members:
             return known
-        return own  # a member hears of every change, but knows only its own routes
+        return own  # a member learns of every change, but knows only its own routes
 
     @property
     def name(self) -> str:
-        """As given to ``init_group``."""
+        """The name given to ``init_group``."""
         return self._info.name
 
     @property
     def generation(self) -> str:
-        """Changes with every ``init_group``; calls of an older one are refused."""
+        """Identifies this forming of the group. Members refuse calls of another generation."""
         return self._info.generation
 
     @property
     def config(self) -> GroupConfig:
-        """The settings the group was formed with."""
+        """The settings that the group was formed with."""
         return self._info.config
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """Everybody, by rank."""
+        """All members, in rank order."""
         return self._info.members
 
     def routes(self) -> _routes.RoutePlan:
-        """Who reaches whom by which lane, and why; ``print`` it for a table."""
+        """The lanes between each pair of members, and why they were chosen. ``print`` shows a table."""
         return self._info.plan
 
     def explain(self, a: Any, b: Any) -> str:
-        """All that decided the route between two members (names, ranks, handles or Members), as text."""
+        """Everything that decided the route between two members (names, ranks, handles or Members), as text."""
         return self._info.plan.explain(self._member(a).name, self._member(b).name)
 
     def device_map(self, a: Any, b: Any) -> dict[devices.Device, devices.Device]:
@@ -102,36 +102,40 @@ class Group:
         return dict(info.device_maps.get(first, {}).get(second, {}))
 
     def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> GroupStats:
-        """Calls, bytes and seconds by pair and lane, since the group began; ``print`` it for a table.
+        """Calls, bytes and seconds by pair and lane, since the group was formed. ``print`` shows a table.
 
-        Asks every member through Ray: one that is busy in a method is listed in ``missing`` after ``timeout_s``.
+        Collected through Ray: a member that is busy in a method for longer than ``timeout_s`` seconds is listed in
+        ``missing``.
         """
         return self._own("stats").stats(timeout_s)
 
     def trace(self, path: str | os.PathLike[str], *, events: int = 200_000) -> Trace:
-        """Record what calls do, for Perfetto or chrome://tracing: ``with group.trace("run.json"): ...``.
+        """Record calls for Perfetto or chrome://tracing: ``with group.trace("run.json"): ...``.
 
-        Each member records its calls, the methods that it runs and tensors that travel beside messages, with the thread
-        and the time; arrows lead from calls to what they ran. When the block ends, this process fetches what was
-        recorded, within 30 s, and writes one JSON file. Times are the host's: CUDA work goes on after them. Between
-        hosts they are aligned by round trips; ``Trace.clock_error_s`` says how well.
+        Each member records its calls, the methods it runs and the tensors it transfers out of band, with thread and
+        time; arrows lead from calls to the methods they ran. When the block ends, this process collects the events,
+        within 30 s, and writes one JSON file.
+
+        Times are host times: CUDA work may continue after them. Clocks of several hosts are aligned by round trips;
+        ``Trace.clock_error_s`` gives the error.
 
         Args:
-            path: the file to write, in a folder that exists.
-            events: each member keeps so many, about 200 bytes each, and forgets the oldest (``Trace.dropped``).
+            path: the file to write, in an existing folder.
+            events: how many events each member keeps, about 200 bytes each. The oldest are dropped
+                (``Trace.dropped``).
 
-        A trace takes an hour at most; members stop then by themselves. Works in the process that formed the group, and
-        for detached groups. Entering raises ConfigurationError if a trace is under way, or the folder is missing.
+        Members stop recording after an hour. Works in the process that formed the group, and for detached groups.
+        Entering the block raises ConfigurationError if the group is being traced already, or the folder is missing.
         """
         host = self._own("trace")
         _check_events(events)
         return Trace(host, path, events)
 
     def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
-        """End the group; the actors live on and can join another. Idempotent, never raises.
+        """End the group. The actors keep running and can join another group. Idempotent, never raises.
 
-        Blocks until every member has left, at most ``timeout_s``: a member that is busy in a method Ray runs
-        one at a time leaves when it gets to it. Calls under way fail with PeerLost, or still complete.
+        Blocks until every member has left, at most ``timeout_s`` seconds. A member that is busy in a method of a sync
+        actor leaves when the method returns. Calls in flight fail with PeerLost, or still complete.
         """
         if fork.forked():
             return  # the group is the parent's
@@ -149,25 +153,27 @@ class Group:
         timeout_s: float = 60,
         collective_timeout_s: float | None = None,
     ) -> ProcessGroupInfo:
-        """Have members make a torch.distributed process group, for collectives, DDP and FSDP among them.
+        """Create a torch.distributed process group across members, for collectives, DDP and FSDP.
 
-        It becomes the default process group of each one's process; a method gets it with
-        ``raytorchrpc.process_group()``. One that was made before ends. So does this one when a member of it is lost or
-        removed: then call this again. Members that are added later are not in it.
+        It becomes the default process group of each member's process; a method gets it with
+        ``raytorchrpc.process_group()``. A previous one ends. This one ends when a member of it is lost or removed: call
+        this again then. Members that are added later are not part of it.
 
         Args:
-            backend: ``"nccl"``, for CUDA tensors, needs a GPU of its own in each member; ``"gloo"``, for CPU tensors.
-            members: those that make it (handles, names, ranks or Members), as learners without their collectors. The
-                others then have none. None: all.
-            timeout_s: seconds until BootstrapError names who could not. Waits so long for members that are away, too.
-            collective_timeout_s: deadline of each collective, in seconds; None takes ``GroupConfig.rpc_timeout_s``.
+            backend: ``"nccl"`` for CUDA tensors, which needs a GPU of its own in each member, or ``"gloo"`` for CPU
+                tensors.
+            members: handles, names, ranks or Members, for instance the learners without their collectors. The other
+                members then have no process group. None: all members.
+            timeout_s: seconds until BootstrapError names the members that failed. Members that are away may return
+                within this time.
+            collective_timeout_s: deadline of each collective, in seconds. None: ``GroupConfig.rpc_timeout_s``.
 
-        Returns torch's ranks by member name: without gaps, in the order of the group's ranks. Blocks until all have
-        one, on threads of their own: methods that run there go on.
+        Returns torch's ranks by member name: without gaps, in the order of the group's ranks. Blocks until all of them
+        have the process group. Running methods are not interrupted.
 
-        Raises ConfigurationError for an unknown backend, no members or the same twice, members without what it needs,
-        or one that has initialised torch.distributed by itself, NotAMember for who is not in the group, and
-        BootstrapError.
+        Raises ConfigurationError for an unknown backend, an empty list, a duplicate, a member that lacks a requirement,
+        or a member whose process has initialised torch.distributed by itself; NotAMember for a target outside the
+        group; BootstrapError.
         """
         if self._host is None:
             fork.check_process()
@@ -188,11 +194,11 @@ class Group:
     # --- members come and go -----------------------------------------------------------------------------------
 
     def add(self, actors: Sequence[Any] | Mapping[str, Any], *, timeout_s: float = 60) -> tuple[Member, ...]:
-        """Take more actors in, while calls go on; returns their ``Member``s. They get the next ranks.
+        """Add actors while calls continue; returns their ``Member``s. They get the next ranks.
 
-        Blocks until everybody can call them. ``actors`` and errors as for ``init_group``; if it fails, nothing has
-        changed. CUDA tensors to and from them do not go by torchrpc, whose device maps are fixed when its agents
-        start; every other lane is open to them.
+        Blocks until every member can call them. ``actors`` and errors are as for ``init_group``; if it fails, nothing
+        has changed. CUDA tensors to and from added members do not use torchrpc, whose device maps are fixed when its
+        agents start; all other lanes work.
         """
         host = self._own("add")
         _check_timeout(timeout_s)
@@ -200,32 +206,35 @@ class Group:
         return tuple(member for member in self.members if member.name in names)
 
     def remove(self, actors: Sequence[Any], *, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
-        """Let members go (handles, names, ranks or Members), while calls go on among the others. The actors live on.
+        """Remove members (handles, names, ranks or Members) while calls among the others continue. The actors keep
+        running.
 
-        Blocks until the others know. Calls under way to the leaving members, and from them, fail with PeerLost. Their
-        ranks are not given to others. A member that is busy in a method that Ray runs leaves when it gets to it.
+        Blocks until the other members have been told. Calls in flight to and from the removed members fail with
+        PeerLost. Their ranks are not used again. A member that is busy in a method called through Ray leaves when the
+        method returns.
 
-        Raises ConfigurationError for a member that is named twice, for the driver, for no members and for all of them,
-        and NotAMember for who is not in the group; then nothing has changed.
+        Raises ConfigurationError for a duplicate, the driver, an empty list, or all members; NotAMember for a target
+        outside the group. Then nothing has changed.
         """
         host = self._own("remove")
         _check_timeout(timeout_s)
         host.remove(self._names("remove", actors), timeout_s)
 
     def on_change(self, callback: Callable[[Change], object]) -> Callable[[], None]:
-        """Call ``callback(change)`` whenever members are lost, come back, die for good, are added or removed.
+        """Call ``callback(change)`` whenever members are lost, return, die for good, are added or removed.
 
-        On one thread of the group's own, in order; it may block, and what it raises is logged. Returns what ends it.
-        ConfigurationError for a detached group, whose changes happen in another process.
+        All callbacks run on one thread of the group's own, in order. A callback may block; exceptions are logged.
+        Returns a function that removes the callback. Raises ConfigurationError for a detached group, whose supervisor
+        runs in another process.
         """
         return self._own("on_change").listen(callback)
 
     def wait_ready(self, timeout_s: float = 60) -> None:
-        """Block until every member can be called by every other: those that were lost are back, or dead for good and
-        out of the group, and those that stood still meanwhile have been told.
+        """Block until every member can call every other: lost members have returned, or are dead and out of the group,
+        and members that missed a change have caught up.
 
-        In a member it waits for those to be back of whom it knows that they are away. Raises BootstrapError naming who
-        is not ready after ``timeout_s``.
+        In a member, waits only for peers it knows to be down. Raises BootstrapError, naming the members that are not
+        ready after ``timeout_s`` seconds.
         """
         _check_timeout(timeout_s)
         local = current_local()
@@ -289,8 +298,8 @@ _groups: dict[str, Group] = {}  # formed by this process and not shut down
 
 
 def get_group(name: str = "default") -> Group:
-    """The group this process belongs to, or has formed, or a detached one of the cluster that this process is connected
-    to. Raises NotAMember, naming those there are.
+    """The group that this process is a member of, or has formed, or a detached group of the cluster. Raises NotAMember,
+    naming the groups that exist.
     """
     fork.check_process()
     _forget_ended_sessions()
@@ -317,26 +326,26 @@ def init_group(
     detached: bool = False,
     timeout_s: float = 60,
 ) -> Group:
-    """Join living Ray actors into a group whose members call each other directly.
+    """Join running Ray actors into a group whose members call each other directly.
 
     Args:
-        actors: handles of any actor class, decorated or not; a list, or a dict that names the members. From a
-            list, names are made of the class and the rank (``learner_0``).
-        name: of the group, for ``get_group``.
-        config: settings; None reads ``RAYTORCHRPC_*`` from the environment (``GroupConfig.from_env``).
+        actors: handles of any actor class, decorated or not: a list, or a dict that names the members. In a list,
+            names are generated from class and rank (``learner_0``).
+        name: the group's name, for ``get_group``.
+        config: settings. None reads ``RAYTORCHRPC_*`` from the environment (``GroupConfig.from_env``).
         include_driver: makes this process a member too (the last rank, named "driver").
-        detached: has the group looked after by a small actor of its own, a detached one, and not by this process. So it
-            goes on when this process has ended: restarted actors still come back, and any later driver of the cluster
-            gets the group with ``get_group(name)`` and can change or end it. Its members should be detached actors,
-            as Ray ends others with their driver. Without ``shutdown`` it stays as long as the cluster.
-        timeout_s: seconds until BootstrapError names the member that did not answer. A sync actor answers
-            between its methods.
+        detached: runs the group's supervisor in a small detached actor instead of this process. The group then outlives
+            this process: restarted actors still return, and any later driver of the cluster can get the group with
+            ``get_group(name)``, change it or end it. Its members should be detached actors, as Ray ends other actors
+            with their driver. Without ``shutdown`` the group lasts as long as the cluster.
+        timeout_s: seconds until BootstrapError names the members that did not answer. A sync actor answers between its
+            methods.
 
-    Blocks until every member can reach every other. On any error those that had joined are rolled back, and
-    nothing keeps a later ``init_group`` of the same actors from working.
+    Blocks until every member can reach every other. On any error, members that had joined leave again, and a later
+    ``init_group`` of the same actors works.
 
-    Raises ConfigurationError for a request that cannot work (empty, duplicates, no handle, a bad device map)
-    and BootstrapError for members that are dead, busy, taken or unreachable.
+    Raises ConfigurationError for a request that cannot work (empty list, duplicates, no handle, invalid device map) and
+    BootstrapError for members that are dead, busy, unreachable, or in another group.
     """
     fork.check_process()
     config = GroupConfig.from_env() if config is None else config
@@ -344,7 +353,7 @@ def init_group(
         raise ConfigurationError(f"config is a GroupConfig, not {config!r}")
     if detached and include_driver:
         raise ConfigurationError(
-            "a detached group outlives the driver, which can then be no member: leave out include_driver or detached"
+            "a detached group outlives its driver, so the driver cannot be a member: leave out include_driver or detached"
         )
     participants = participants_of(actors, include_driver)
     _check_name(name)
@@ -365,7 +374,7 @@ def init_group(
 
 def _check_events(events: Any) -> None:
     if isinstance(events, bool) or not isinstance(events, int) or events < 1:
-        raise ConfigurationError(f"events is how many each member keeps, 1 or more; not {events!r}")
+        raise ConfigurationError(f"events is the number of events each member keeps, 1 or more; not {events!r}")
 
 
 def _check_timeout(timeout_s: Any) -> None:
@@ -378,7 +387,7 @@ def _check_timeout(timeout_s: Any) -> None:
 def _check_name(name: Any) -> None:
     _forget_ended_sessions()
     if not isinstance(name, str) or not name:
-        raise ConfigurationError(f"a group's name is a non-empty text, not {name!r}")
+        raise ConfigurationError(f"a group's name is a non-empty string, not {name!r}")
     if name in _groups:
         raise BootstrapError(f"group {name!r} exists; end it with its shutdown(), or choose another name=")
 

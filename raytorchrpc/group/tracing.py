@@ -32,7 +32,7 @@ _ROUND_TRIPS = 8
 
 
 def begin(generation: str, capacity: int) -> None:
-    """Record from now on; what was recorded before is dropped."""
+    """Start recording; drops earlier events."""
     local = _member_of(generation)
     tracer = Tracer(local.me.rank, capacity)
     local.trace(tracer)
@@ -45,7 +45,7 @@ def begin(generation: str, capacity: int) -> None:
 
 
 def take(generation: str) -> MemberTrace | None:
-    """Stop recording; returns what there is, None if this process recorded nothing (it came after the beginning)."""
+    """Stop recording; returns the events, or None if this process joined after the trace began."""
     local = _member_of(generation)
     tracer = local.tracer
     if tracer is None:
@@ -57,7 +57,7 @@ def take(generation: str) -> MemberTrace | None:
 
 
 def clock() -> float:
-    """This process's, by which it records."""
+    """The clock of the recorded times."""
     return time.monotonic()
 
 
@@ -90,7 +90,7 @@ class Tracing:
         self._missing = self._ask(roster, begin, (roster.generation, capacity), BEGIN_S)[1]
 
     def end(self, roster: Roster) -> GroupTrace:
-        """What the members recorded. One that is gone, or came back meanwhile, is among the missing."""
+        """The events of all members. One that was lost, or has restarted meanwhile, is listed as missing."""
         try:
             clocks = {name: self._clock(roster, name) for name in roster.records}
             found, silent = self._ask(roster, take, (roster.generation,), COLLECT_S)
@@ -145,13 +145,13 @@ class Traceable(Protocol):
 
 
 class Trace:
-    """A trace of a group; made by ``Group.trace``, a context manager. Its attributes are there after the block.
+    """A trace of a group. Created by ``Group.trace``; a context manager. Its attributes are set when the block ends.
 
     Attributes:
-        events: how many were written.
-        dropped: by member, how many of its oldest events its ring had no room for.
-        missing: members that took no part from the beginning to the end: away, added, or restarted meanwhile.
-        clock_error_s: by how much times of different hosts may be wrong against each other, at most; 0 on one host.
+        events: the number of events written.
+        dropped: by member, the number of its oldest events that were dropped.
+        missing: members that were not traced from beginning to end: away, added, or restarted meanwhile.
+        clock_error_s: the largest error between the clocks of two hosts, in seconds; 0 on one host.
     """
 
     def __init__(self, keeper: Traceable, path: str | os.PathLike[str], capacity: int) -> None:
@@ -162,8 +162,10 @@ class Trace:
         self.clock_error_s = 0.0
 
     def __enter__(self) -> Trace:
-        if not self.path.parent.is_dir():  # better now than with the trace in hand
-            raise ConfigurationError(f"cannot write a trace to {self.path}: there is no folder {self.path.parent}")
+        if not self.path.parent.is_dir():  # fail before tracing, not after
+            raise ConfigurationError(
+                f"cannot write a trace to {self.path}: the folder {self.path.parent} does not exist"
+            )
         self._keeper.begin_trace(self._capacity)
         return self
 
@@ -175,5 +177,5 @@ class Trace:
         self.dropped = {member.name: member.dropped for member in found.members if member.dropped}
         self.missing = found.missing
         errors = sorted((one.error_s for one in found.clocks.values()), reverse=True)
-        self.clock_error_s = sum(errors[:2])  # between two hosts, neither of which need be the watcher's
+        self.clock_error_s = sum(errors[:2])  # between two hosts, neither of which may be the supervisor's
         self.path.write_text(json.dumps(chrome(found)))

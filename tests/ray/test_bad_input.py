@@ -136,8 +136,8 @@ def test_a_request_that_cannot_work_is_refused(peers: list[Any], make: Callable[
     [
         ({"timeout_s": 0}, "timeout_s must be above 0"),
         ({"timeout_s": -1}, "timeout_s must be above 0"),
-        ({"name": ""}, "group's name is a non-empty text"),
-        ({"name": 7}, "group's name is a non-empty text"),
+        ({"name": ""}, "group's name is a non-empty string"),
+        ({"name": 7}, "group's name is a non-empty string"),
         ({"config": rtr.GroupConfig(transports=["carrier_pigeon"])}, "carrier_pigeon"),
         ({"config": rtr.GroupConfig(interface="no_such0")}, "no_such0"),
         ({"config": rtr.GroupConfig(lanes=["socket"])}, "no lane for CPU tensors"),

@@ -99,7 +99,7 @@ def test_a_later_driver_finds_a_group_and_its_members_come_back_meanwhile(addres
 
 
 def test_the_driver_cannot_be_a_member_of_what_outlives_it(spawn: Spawn) -> None:
-    with pytest.raises(rtr.ConfigurationError, match="can then be no member"):
+    with pytest.raises(rtr.ConfigurationError, match="so the driver cannot be a member"):
         rtr.init_group([spawn(Peer)], detached=True, include_driver=True)
 
 

@@ -105,7 +105,7 @@ def test_one_trace_at_a_time_and_errors_before_anything_is_recorded(peers: list[
     with rtr.init_group({"a": peers[0], "b": peers[1]}, include_driver=True) as group:
         with pytest.raises(rtr.ConfigurationError, match="no folder"), group.trace(tmp_path / "not" / "there.json"):
             pass
-        with pytest.raises(rtr.ConfigurationError, match="events is how many"):
+        with pytest.raises(rtr.ConfigurationError, match="events is the number"):
             group.trace(tmp_path / "x.json", events=0)
         assert not traced_here()
         with group.trace(tmp_path / "first.json", events=3) as first:
