@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 #: How long ``shutdown`` waits for busy members (seconds); they leave when their methods return.
 SHUTDOWN_TIMEOUT_S = 10.0
-#: How long ``stats`` waits (seconds).
 STATS_TIMEOUT_S = 5.0
 
 
@@ -353,7 +352,8 @@ def init_group(
         raise ConfigurationError(f"config is a GroupConfig, not {config!r}")
     if detached and include_driver:
         raise ConfigurationError(
-            "a detached group outlives its driver, so the driver cannot be a member: leave out include_driver or detached"
+            "a detached group outlives its driver, so the driver cannot be a member: leave out include_driver or "
+            "detached"
         )
     participants = participants_of(actors, include_driver)
     _check_name(name)
