@@ -110,7 +110,7 @@ def test_a_cache_handed_over_decodes_as_one_process_does() -> None:
     ran = script("kv_cache", "--prompts", "2", "--tokens", "8", RAY_ADDRESS=address)
     assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout + ran.stderr
     *before, last = ran.stdout.splitlines()
-    assert last == "checked: 2 answers of 8 tokens are those of one process"
+    assert last == "checked: 2 answers of 8 tokens equal those of a single process"
     assert any("shm" in line and "decode" in line for line in before), "the caches did not go by shared memory"
 
 
