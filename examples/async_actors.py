@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> Result:
     parser.add_argument("--calls", type=int, default=500, help="calls in flight at once")
     options = parser.parse_args(arguments)
     if options.calls < 20:
-        parser.error("at least 20 calls")
+        parser.error("--calls must be at least 20")
 
     if not ray.is_initialized():  # a caller may have initialised Ray already
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)

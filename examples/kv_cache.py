@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> list[list[int]]:
     parser.add_argument("--tokens", type=int, default=24, help="tokens per answer")
     options = parser.parse_args(arguments)
     if options.prompts < 1 or not 1 <= options.tokens <= LONGEST // 2:
-        parser.error(f"at least 1 prompt, and 1 to {LONGEST // 2} tokens")
+        parser.error(f"--prompts must be at least 1, and --tokens 1 to {LONGEST // 2}")
 
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(100, LONGEST // 2, (options.prompts,), generator=generator).tolist()

@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> Result:
     parser.add_argument("--accuracy", type=float, default=0.9, help="required accuracy, 0 to 1")
     options = parser.parse_args(arguments)
     if options.workers < 1 or options.steps < 1:
-        parser.error("at least 1 worker and 1 step")
+        parser.error("--workers and --steps must be at least 1")
 
     if not ray.is_initialized():  # a caller may have initialised Ray already
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)

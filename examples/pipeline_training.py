@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> Result:
     parser.add_argument("--pieces", type=int, default=8, help="micro-batches per batch")
     options = parser.parse_args(arguments)
     if options.steps < 1 or not 1 <= options.pieces <= 256:
-        parser.error("at least 1 step, and 1 to 256 micro-batches")
+        parser.error("--steps must be at least 1, and --pieces 1 to 256")
 
     if not ray.is_initialized():  # a caller may have initialised Ray already
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)

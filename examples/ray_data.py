@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> Result:
     parser.add_argument("--batch", type=int, default=128)
     options = parser.parse_args(arguments)
     if options.rows < 500 or options.epochs < 1 or not 1 <= options.batch <= options.rows // 10:
-        parser.error("at least 500 rows, 1 epoch, and a batch size of 1 row to a tenth of all rows")
+        parser.error("--rows must be at least 500, --epochs at least 1, and --batch 1 to a tenth of --rows")
     if missing := [name for name in ("numpy", "pandas", "pyarrow") if find_spec(name) is None]:
         sys.exit(f"ray_data: Ray Data needs {' and '.join(missing)}: pip install 'raytorchrpc[data]'")
 

@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> Result:
     parser.add_argument("--updates", type=int, default=60)
     options = parser.parse_args(arguments)
     if options.updates < 8:
-        parser.error("at least 8 updates")
+        parser.error("--updates must be at least 8")
 
     if not ray.is_initialized():  # a caller may have initialised Ray already
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)

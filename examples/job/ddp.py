@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     options = parser.parse_args()
     if options.workers < 1 or options.steps < 2:
-        parser.error("at least 1 worker and 2 steps")
+        parser.error("--workers must be at least 1, and --steps at least 2")
 
     ray.init(runtime_env=rtr.runtime_env(), log_to_driver=False)
     actor = ray.remote(Worker).options(num_cpus=1, num_gpus=int(options.backend == "nccl"))

@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
     if options.workers < 1 or options.steps < 2:
-        parser.error("at least 1 worker and 2 steps")
+        parser.error("--workers must be at least 1, and --steps at least 2")
 
     ray.init(runtime_env=rtr.runtime_env(), log_to_driver=False)
     learner = Learner.remote()

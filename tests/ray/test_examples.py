@@ -83,7 +83,7 @@ def test_help_and_bad_options(name: str, capsys: pytest.CaptureFixture[str]) -> 
     count = {"async_actors": "--calls", "ray_data": "--rows", "kv_cache": "--tokens", "rl_collectors": "--updates"}
     with pytest.raises(SystemExit) as refused:
         main([count.get(name, "--steps"), "0"])
-    assert refused.value.code == 2 and "error: at least" in capsys.readouterr().err
+    assert refused.value.code == 2 and "must be at least" in capsys.readouterr().err
 
 
 def test_an_example_that_lacks_packages_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def test_ray_job_submit_with_a_wheel(jobs: Head, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_job_that_fails_says_so(jobs: Head) -> None:
     code, out, _ = submit(jobs, "--", "python", "train.py", "--workers", "0")
-    assert code == 1 and "at least 1 worker" in out and out.rstrip().endswith("FAILED")
+    assert code == 1 and "--workers must be at least 1" in out and out.rstrip().endswith("FAILED")
 
 
 @pytest.mark.slow
