@@ -1,12 +1,12 @@
-"""Async actors: many calls in flight from one loop, a slow one that holds up nobody, deadlines, and cancelling.
+"""Async actors: many calls in flight from one event loop, a slow call beside quick ones, deadlines, and cancellation.
 
-A client asks a service. Both are async actors: their methods are coroutines on one event loop each, and a call is
-awaited like anything else. The service waits for something else (here: a timer, as for a database), not for a CPU.
+A client calls a service. Both are async actors: each runs its methods as coroutines on one event loop, and awaits the
+calls that it makes. The service waits for a timer, which stands for a database, and uses no CPU meanwhile.
 
     python examples/async_actors.py              # 500 calls at once, about ten seconds
     python examples/async_actors.py --calls 50   # the short form
 
-The last line says what was checked. If it does not hold, the exit status is 1.
+The last line reports what was checked. If a check fails, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ray.exceptions import RayError, RayTaskError
 
 import raytorchrpc as rtr
 
-LATENCY_S = 0.1  # of what the service waits for in each call
+LATENCY_S = 0.1  # the service's wait in each call
 
 
 @dataclass
 class Result:
     together_s: float  # for all calls at once
-    one_by_one_s: float  # what the same calls take one after another, at least
-    while_slow: int  # calls that were answered while a slow one was under way
-    deadline_s: float  # after which a call that is never answered came back
-    cancelled: bool  # whether a job at the service was stopped by its client
+    one_by_one_s: float  # at least, for the same calls one after another
+    while_slow: int  # calls that returned while a slow one was in flight
+    deadline_s: float  # after which a call without an answer failed
+    cancelled: bool  # whether the client stopped a job at the service
 
 
 @ray.remote
@@ -53,23 +53,23 @@ class Service:
 
     @rtr.method
     async def slow(self) -> str:
-        """Answers when it is released."""
+        """Returns when ``release_slow`` is called."""
         await self.release.wait()
         return "released"
 
     @rtr.method
-    async def let_go(self) -> None:
+    async def release_slow(self) -> None:
         self.release.set()
 
     @rtr.method
     async def work(self, job: str) -> None:
-        """Without an end, unless somebody stops the job by its name."""
+        """Runs until ``stop`` ends the job."""
         self.jobs[job] = asyncio.create_task(asyncio.Event().wait())
         await asyncio.wait([self.jobs[job]])
 
     @rtr.method
     async def stop(self, job: str) -> bool:
-        """Whether the job was under way, and is no longer."""
+        """Stops a running job. Returns whether it was cancelled."""
         task = self.jobs.pop(job)
         task.cancel()
         await asyncio.wait([task])
@@ -79,35 +79,35 @@ class Service:
 @ray.remote
 class Client:
     async def many(self, service: Any, count: int) -> float:
-        """Seconds for so many calls at once."""
+        """Returns the seconds that ``count`` calls take at once."""
         start = time.perf_counter()
         squares = await asyncio.gather(*(rtr.rpc_async(service).look_up(key) for key in range(count)))
         assert squares == [key * key for key in range(count)]
         return time.perf_counter() - start
 
-    async def beside_a_slow_one(self, service: Any, count: int) -> int:
-        """How many calls are answered, one after another, while a slow one is under way."""
+    async def call_while_slow(self, service: Any, count: int) -> int:
+        """Returns how many calls, one after another, return while a slow one is in flight."""
         slow = rtr.rpc_async(service).slow()
         answered = 0
         for key in range(count):
             answered += await rtr.rpc_async(service).quick(key) == key + 1 and not slow.done()
-        await rtr.rpc_async(service).let_go()
+        await rtr.rpc_async(service).release_slow()
         assert await slow == "released"
         return answered
 
     async def deadline(self, service: Any, timeout_s: float) -> float:
-        """Seconds after which a call without an answer fails."""
+        """Returns the seconds after which a call without an answer fails."""
         start = time.perf_counter()
         try:
             await rtr.rpc_async(service, timeout=timeout_s).work("too long")
         except rtr.RpcTimeout:
-            return time.perf_counter() - start  # the service goes on all the same: see cancel()
+            return time.perf_counter() - start  # the method continues: see cancel()
         raise AssertionError("work() has no end")
 
     async def cancel(self, service: Any) -> bool:
-        """Cancelling a task here ends its waiting. What runs over there goes on until it is told."""
+        """Cancels a task here, which ends only the wait, and stops the job at the service."""
         waiting = asyncio.ensure_future(rtr.rpc_async(service).work("cancelled"))
-        await rtr.rpc_async(service).quick(0)  # the job was sent before, and is under way by now
+        await rtr.rpc_async(service).quick(0)  # sent after the job, which is therefore running
         waiting.cancel()
         await asyncio.wait([waiting])
         stopped = [await rtr.rpc_async(service).stop(job) for job in ("too long", "cancelled")]
@@ -116,27 +116,27 @@ class Client:
 
 def main(arguments: list[str] | None = None) -> Result:
     parser = argparse.ArgumentParser(description="Calls between async actors.")
-    parser.add_argument("--calls", type=int, default=500, help="at once")
+    parser.add_argument("--calls", type=int, default=500, help="calls in flight at once")
     options = parser.parse_args(arguments)
     if options.calls < 20:
-        parser.error("at least 20 calls")
+        parser.error("--calls must be at least 20")
 
-    if not ray.is_initialized():  # else: whatever this process uses already
+    if not ray.is_initialized():  # a caller may have initialised Ray already
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     service, client = Service.remote(), Client.remote()
     with rtr.init_group({"service": service, "client": client}):
         together_s = ray.get(client.many.remote(service, options.calls))
         print(f"{options.calls} calls of {LATENCY_S} s each, all at once: {together_s:.2f} s")
-        while_slow = ray.get(client.beside_a_slow_one.remote(service, options.calls))
-        print(f"answered while a slow call was under way: {while_slow} of {options.calls}")
+        while_slow = ray.get(client.call_while_slow.remote(service, options.calls))
+        print(f"returned while a slow call was in flight: {while_slow} of {options.calls}")
         deadline_s = ray.get(client.deadline.remote(service, 0.3))
-        print(f"a call with a deadline of 0.3 s and no answer came back after {deadline_s:.2f} s")
+        print(f"a call without an answer and with a deadline of 0.3 s failed after {deadline_s:.2f} s")
         cancelled = ray.get(client.cancel.remote(service))
-        print(f"a job that its client gave up was stopped at the service: {'yes' if cancelled else 'no'}")
+        print(f"a job that the client cancelled was stopped at the service: {'yes' if cancelled else 'no'}")
     result = Result(together_s, options.calls * LATENCY_S, while_slow, deadline_s, cancelled)
     if not (together_s < result.one_by_one_s / 2 and while_slow == options.calls and deadline_s >= 0.3 and cancelled):
-        sys.exit(f"async_actors: not as it should be: {result}")
-    print(f"checked: all at once took {together_s:.2f} s, not {result.one_by_one_s:.0f} s, and nobody was held up")
+        sys.exit(f"async_actors: a check failed: {result}")
+    print(f"checked: all calls took {together_s:.2f} s, not {result.one_by_one_s:.0f} s; no slow call delayed another")
     return result
 
 

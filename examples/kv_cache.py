@@ -1,13 +1,13 @@
-"""Prefill and decode apart: one actor reads the prompts, the other one writes the answers.
+"""Disaggregated prefill and decode: one actor reads the prompts, the other writes the answers.
 
-Reading a prompt fills a transformer's key-value cache with all its tokens at once; writing takes it token by token. The
-two load a machine differently, so they get an actor each. The decode actor asks for the cache of a prompt and names
-the place: it arrives in memory that was allocated at the start. While one answer is written, the next prompt is read.
+Prefill fills a transformer's key-value cache with all tokens of a prompt at once; decode appends token by token. The
+two phases load a machine differently, so each has its own actor. The decode actor requests the cache of a prompt and
+receives it into memory that it allocated at its start. While it writes one answer, prefill reads the next prompt.
 
     python examples/kv_cache.py                         # six prompts, about ten seconds
     python examples/kv_cache.py --prompts 2 --tokens 8  # the short form
 
-The last line says that one process without any cache writes the same, token by token; else the exit status is 1.
+The program compares each answer with that of a single process without a cache. If one differs, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LAYERS, HEADS, WIDTH, VOCABULARY, LONGEST = 3, 4, 128, 256, 512
 
 
 class Block(nn.Module):
-    """Causal attention and a small network, over the positions from ``start`` on."""
+    """Causal attention and a small network, for the positions from ``start`` on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.network = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
-        nn.init.normal_(self.project.weight, std=0.2)  # untrained, yet every answer depends on the whole prompt
+        nn.init.normal_(self.project.weight, std=0.2)  # makes every answer depend on the whole prompt
 
     def forward(self, x: Tensor, cache: Tensor, start: int) -> Tensor:
         end = start + len(x)
@@ -58,7 +58,7 @@ class Transformer(nn.Module):
 
     @torch.inference_mode()
     def forward(self, tokens: list[int], cache: Tensor, start: int = 0) -> int:
-        """The most likely next token. ``cache`` has what comes before ``start``, and gets these tokens."""
+        """Returns the most likely next token. ``cache`` holds the tokens before ``start`` and gains these."""
         x = self.tokens(torch.tensor(tokens)) + self.positions.weight[start : start + len(tokens)]
         for block, part in zip(self.blocks, cache, strict=True):
             x = block(x, part, start)
@@ -76,7 +76,7 @@ class Prefill:
 
     @rtr.method
     def read(self, prompt: list[int]) -> tuple[int, Tensor]:
-        """The first token of the answer, and the cache of the prompt."""
+        """Returns the first token of the answer, and the cache of the prompt."""
         cache = make_cache(len(prompt))
         return self.model(prompt, cache), cache
 
@@ -85,26 +85,26 @@ class Prefill:
 class Decode:
     def __init__(self) -> None:
         self.model = Transformer()
-        self.slots = [make_cache(LONGEST) for _ in range(2)]  # one is in use while the other one is being filled
+        self.slots = [make_cache(LONGEST) for _ in range(2)]  # one is in use while the other is filled
 
     def answer(self, prefill: Any, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        def ask(number: int) -> Any:
-            place = self.slots[number % 2][:, :, :, : len(prompts[number])]
-            return rtr.rpc_async(prefill, into=[place]).read(prompts[number])
+        def request(number: int) -> Any:
+            buffer = self.slots[number % 2][:, :, :, : len(prompts[number])]
+            return rtr.rpc_async(prefill, into=[buffer]).read(prompts[number])
 
-        answers, coming = [], ask(0)
+        answers, pending = [], request(0)
         for number, prompt in enumerate(prompts):
-            token, _ = coming.wait()  # the cache is in its place
+            token, _ = pending.wait()  # fills the buffer with the cache
             if number + 1 < len(prompts):
-                coming = ask(number + 1)
+                pending = request(number + 1)
             answers.append([token])
             for start in range(len(prompt), len(prompt) + tokens - 1):
                 answers[-1].append(self.model(answers[-1][-1:], self.slots[number % 2], start))
         return answers
 
 
-def without_cache(model: Transformer, prompt: list[int], tokens: int) -> list[int]:
-    """The answer by reading everything again for each token."""
+def answer_without_cache(model: Transformer, prompt: list[int], tokens: int) -> list[int]:
+    """Returns the answer by processing the whole sequence again for each token."""
     known = list(prompt)
     for _ in range(tokens):
         known.append(model(known, make_cache(len(known))))
@@ -114,26 +114,26 @@ def without_cache(model: Transformer, prompt: list[int], tokens: int) -> list[in
 def main(arguments: list[str] | None = None) -> list[list[int]]:
     parser = argparse.ArgumentParser(description="Hand a KV cache from a prefill actor to a decode actor.")
     parser.add_argument("--prompts", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=24, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens per answer")
     options = parser.parse_args(arguments)
     if options.prompts < 1 or not 1 <= options.tokens <= LONGEST // 2:
-        parser.error(f"at least 1 prompt, and 1 to {LONGEST // 2} tokens")
+        parser.error(f"--prompts must be at least 1, and --tokens 1 to {LONGEST // 2}")
 
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(100, LONGEST // 2, (options.prompts,), generator=generator).tolist()
     prompts = [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
-    if not ray.is_initialized():  # else: whatever this process uses already
+    if not ray.is_initialized():  # a caller may have initialised Ray already
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     prefill, decode = Prefill.remote(), Decode.remote()
     with rtr.init_group({"prefill": prefill, "decode": decode}) as group:
         answers = ray.get(decode.answer.remote(prefill, prompts, options.tokens))
-        print(group.stats())  # the calls go by socket, caches by shared memory
+        print(group.stats())  # calls use the socket lane, caches shared memory
     model = Transformer()
     for prompt, answer in zip(prompts, answers, strict=True):
         print(f"prompt of {len(prompt)} tokens: {answer[:5]}...")
-        if without_cache(model, prompt, options.tokens) != answer:
-            sys.exit("kv_cache: this answer differs from that of one process")
-    print(f"checked: {len(prompts)} answers of {options.tokens} tokens are those of one process")
+        if answer_without_cache(model, prompt, options.tokens) != answer:
+            sys.exit("kv_cache: this answer differs from that of a single process")
+    print(f"checked: {len(prompts)} answers of {options.tokens} tokens equal those of a single process")
     return answers
 
 

@@ -1,12 +1,12 @@
-"""Asynchronous SGD: one actor holds the parameters, workers pull them, compute a gradient and push it.
+"""Asynchronous SGD: one actor holds the parameters; workers pull them, compute a gradient and push it back.
 
-Nobody waits for anybody: while a worker computes, the others push. Its gradient then belongs to parameters that are
-some updates old. How many is its staleness; the server takes smaller steps with staler gradients.
+While one worker computes, the others push. Its gradient is then based on parameters that are some updates old. The
+number of these updates is the gradient's staleness. The server takes smaller steps for stale gradients.
 
     python examples/parameter_server.py                          # three workers, about ten seconds
     python examples/parameter_server.py --workers 2 --steps 100  # the short form
 
-The last line says what was checked. If it does not hold, the exit status is 1.
+The last line reports what was checked. If a check fails, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INPUTS, HIDDEN, CLASSES = 64, 512, 10
 
 @dataclass
 class Result:
-    """What came out: of the test set, before and after, and how many pushes were how stale."""
+    """Loss and accuracy on the test set, and how many gradients had which staleness."""
 
     first_loss: float
     last_loss: float
@@ -44,7 +44,7 @@ def make_model() -> nn.Module:
 
 
 def make_data(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Points around ten centres, and which centre each belongs to."""
+    """Returns points around ten centres, and the index of each point's centre."""
     centres = torch.randn(CLASSES, INPUTS, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=generator)
@@ -53,7 +53,7 @@ def make_data(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 @ray.remote
 class Server:
-    """The parameters. Its methods take turns, as in every sync actor, so no pull sees half an update."""
+    """Holds the parameters. As in every sync actor, methods run one at a time, so no pull returns half an update."""
 
     def __init__(self, rate: float) -> None:
         self.model, self.rate = make_model(), rate
@@ -62,12 +62,12 @@ class Server:
 
     @rtr.method
     def pull(self) -> tuple[int, list[Tensor]]:
-        """The number of updates so far, and the parameters."""
+        """Returns the number of updates so far, and the parameters."""
         return self.updates, [parameter.detach() for parameter in self.model.parameters()]
 
     @rtr.method
     def push(self, gradients: list[Tensor], seen: int) -> None:
-        """Take a step with gradients of the parameters that there were after ``seen`` updates."""
+        """Takes a step with gradients of the parameters as they were after ``seen`` updates."""
         stale = self.updates - seen
         with torch.no_grad():
             for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
@@ -75,21 +75,21 @@ class Server:
         self.updates += 1
         self.staleness[stale] += 1
 
-    def evaluate(self) -> tuple[float, float]:  # no decorator: for .remote() alone
-        """Loss and accuracy on points that no worker has."""
+    def evaluate(self) -> tuple[float, float]:  # not decorated, so only .remote() can call it
+        """Returns loss and accuracy on points that no worker has."""
         inputs, labels = make_data(2000, seed=1)
         with torch.no_grad():
             outputs = self.model(inputs)
         accuracy = (outputs.argmax(1) == labels).float().mean()
         return float(nn.functional.cross_entropy(outputs, labels)), float(accuracy)
 
-    def pushes(self) -> Counter[int]:
+    def get_staleness(self) -> Counter[int]:
         return self.staleness
 
 
 @ray.remote
 class Worker:
-    """Computes gradients on data of its own."""
+    """Computes gradients on its own data."""
 
     def __init__(self, number: int) -> None:
         self.model = make_model()
@@ -99,7 +99,7 @@ class Worker:
     def train(self, server: Any, steps: int) -> None:
         parameters = list(self.model.parameters())
         for _ in range(steps):
-            seen, _ = rtr.rpc_sync(server, into=parameters).pull()  # straight into this model
+            seen, _ = rtr.rpc_sync(server, into=parameters).pull()  # receives into this model's memory
             batch = torch.randint(len(self.inputs), (64,), generator=self.generator)
             loss = nn.functional.cross_entropy(self.model(self.inputs[batch]), self.labels[batch])
             rtr.rpc_sync(server).push(list(torch.autograd.grad(loss, parameters)), seen)
@@ -108,14 +108,14 @@ class Worker:
 def main(arguments: list[str] | None = None) -> Result:
     parser = argparse.ArgumentParser(description="Asynchronous SGD with a parameter server.")
     parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=400, help="of each worker")
-    parser.add_argument("--rate", type=float, default=0.05, help="of learning")
-    parser.add_argument("--accuracy", type=float, default=0.9, help="that has to be reached, 0 to 1")
+    parser.add_argument("--steps", type=int, default=400, help="steps of each worker")
+    parser.add_argument("--rate", type=float, default=0.05, help="learning rate")
+    parser.add_argument("--accuracy", type=float, default=0.9, help="required accuracy, 0 to 1")
     options = parser.parse_args(arguments)
     if options.workers < 1 or options.steps < 1:
-        parser.error("at least 1 worker and 1 step")
+        parser.error("--workers and --steps must be at least 1")
 
-    if not ray.is_initialized():  # else: whatever this process uses already
+    if not ray.is_initialized():  # a caller may have initialised Ray already
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     server = Server.remote(options.rate)
     workers = [Worker.remote(number) for number in range(options.workers)]
@@ -124,7 +124,7 @@ def main(arguments: list[str] | None = None) -> Result:
     with rtr.init_group([server, *workers]):
         ray.get([worker.train.remote(server, options.steps) for worker in workers])
     last_loss, accuracy = ray.get(server.evaluate.remote())
-    staleness = ray.get(server.pushes.remote())
+    staleness = ray.get(server.get_staleness.remote())
     print(f"after {staleness.total()} pushes: loss {last_loss:.3f}, accuracy {accuracy:.1%}")
     for stale, count in sorted(staleness.items()):
         print(f"  {count:5} gradients were {stale} updates old")

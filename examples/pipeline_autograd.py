@@ -1,14 +1,14 @@
-"""A model split over two actors: forward and distributed backward through the group.
+"""Measures a model split over two actors, with distributed autograd, staged through the CPU and directly between GPUs.
 
-The question is the one of PyTorch's tutorial on device-to-device communication: what does it cost to pass
-every activation and every gradient through the CPU ("staged"), against sending it from GPU to GPU ("direct")?
-The first actor holds the first layer and trains; the second holds the second layer. The gradients of both
-layers are compared with those of the same model in one process.
+Like PyTorch's tutorial on device-to-device communication, it compares the cost of passing every activation and gradient
+through the CPU ("staged") with that of sending them from GPU to GPU ("direct"). The first actor holds the first layer
+and trains; the second holds the second layer. The gradients of both layers must equal those of the same model in one
+process.
 
-    python examples/pipeline_autograd.py            # two GPUs, or the CPU where there are fewer
-    python examples/pipeline_autograd.py --json     # the figures, for a script
+    python examples/pipeline_autograd.py            # on two GPUs, or on the CPU if there are fewer
+    python examples/pipeline_autograd.py --json     # prints the figures as JSON
 
-On the CPU both roads are the same one, so only the gradients are checked.
+On the CPU, staged and direct are the same, so only the gradients are checked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def make_layer(stage: int) -> nn.Linear:
 
 @ray.remote
 class Stage:
-    """One layer of the model, on this actor's GPU if it has one."""
+    """Holds one layer of the model, on this actor's GPU if it has one."""
 
     def __init__(self, stage: int, use_gpu: bool) -> None:
         self.device = torch.device("cuda:0" if use_gpu else "cpu")
@@ -52,37 +52,37 @@ class Stage:
 
     @rtr.method
     def gradients(self, context: int) -> list[Tensor]:
-        """What the backward pass of this distributed autograd context left for this stage's parameters."""
+        """Returns the gradients that the context's backward pass computed for this stage's parameters."""
         found = dist_autograd.get_gradients(context)
         return [found[parameter].cpu() for parameter in self.layer.parameters()]
 
-    def step(self, following: Any, x: Tensor, staged: bool, keep: bool = False) -> list[Tensor]:
-        """One forward and one backward through both stages; returns all gradients if they are to be kept."""
+    def step(self, next_stage: Any, x: Tensor, staged: bool, keep: bool = False) -> list[Tensor]:
+        """Runs one forward and one backward pass through both stages. Returns all gradients if ``keep``."""
         with dist_autograd.context() as context:
-            # Inside this context a tensor that requires grad takes its history along to the next actor.
-            y = rtr.rpc_sync(following).forward(self.forward(x, staged), staged)
+            # Inside this context, a tensor that requires grad carries its history to the next actor.
+            y = rtr.rpc_sync(next_stage).forward(self.forward(x, staged), staged)
             dist_autograd.backward(context, [y.sum()])
             if not keep:
                 return []
-            return self.gradients(context) + rtr.rpc_sync(following).gradients(context)
+            return self.gradients(context) + rtr.rpc_sync(next_stage).gradients(context)
 
-    def measure(self, following: Any, rounds: int, repeats: int) -> dict[str, Any]:
-        """Seconds for ``rounds`` steps by either road (medians, taken in turns), and all gradients."""
+    def measure(self, next_stage: Any, rounds: int, repeats: int) -> dict[str, Any]:
+        """Returns the median seconds for ``rounds`` steps in either mode, measured alternately, and all gradients."""
         torch.manual_seed(SIZE)
         x = torch.randn(SIZE, SIZE, device=self.device)
-        roads = {"staged": True, "direct": False}
-        # The first step also makes the connections and the GPU's own start-up, so it is not timed.
-        gradients = {road: self.step(following, x, staged, keep=True) for road, staged in roads.items()}
-        seconds: dict[str, list[float]] = {road: [] for road in roads}
+        modes = {"staged": True, "direct": False}
+        # The first step is not timed: it also connects the actors and initialises the GPU.
+        gradients = {mode: self.step(next_stage, x, staged, keep=True) for mode, staged in modes.items()}
+        seconds: dict[str, list[float]] = {mode: [] for mode in modes}
         for _ in range(repeats):
-            for road, staged in roads.items():
+            for mode, staged in modes.items():
                 self.synchronize()
                 start = time.perf_counter()
                 for _ in range(rounds):
-                    self.step(following, x, staged)
+                    self.step(next_stage, x, staged)
                 self.synchronize()
-                seconds[road].append(time.perf_counter() - start)
-        medians = {road: statistics.median(values) for road, values in seconds.items()}
+                seconds[mode].append(time.perf_counter() - start)
+        medians = {mode: statistics.median(values) for mode, values in seconds.items()}
         return {"input": x.cpu(), "gradients": gradients, "seconds": medians}
 
     def synchronize(self) -> None:
@@ -91,16 +91,16 @@ class Stage:
 
 
 def reference(x: Tensor, device: str) -> list[Tensor]:
-    """The gradients of the same two layers in this one process."""
+    """Returns the gradients of the same two layers, computed in this process."""
     model = nn.Sequential(make_layer(0), make_layer(1)).to(device)
     model(x.to(device)).sum().backward()
     return [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Staged against direct, for a model split over two actors.")
-    parser.add_argument("--rounds", type=int, default=10, help="forward and backward passes per timing")
-    parser.add_argument("--repeats", type=int, default=5, help="timings, of which the median is taken")
+    parser = argparse.ArgumentParser(description="Compare staged with direct transfers between two actors.")
+    parser.add_argument("--rounds", type=int, default=10, help="forward and backward passes per measurement")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements, of which the median is reported")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args()
 
@@ -133,8 +133,8 @@ def main() -> int:
         print(f"  staged / direct         {staged / direct:8.1f}")
     else:
         print(f"  on the CPU              {direct:8.4f} s")
-        print("  (fewer than two GPUs: staged and direct are the same road here)")
-    print(f"  gradients               {'equal' if match else 'DIFFER from'} those of one process")
+        print("  (fewer than two GPUs: staged and direct are the same here)")
+    print(f"  gradients               {'equal' if match else 'DIFFER from'} those of a single process")
     return 0 if match else 1
 
 

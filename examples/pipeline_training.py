@@ -1,14 +1,14 @@
-"""Pipeline-parallel training: three actors hold a part of the model each, and micro-batches flow through them.
+"""Pipeline-parallel training: three actors each hold a part of the model, and micro-batches flow through them.
 
-Inside a distributed autograd context the activations take their history along from stage to stage, each straight to
-the next one, and the backward pass goes the same way back. While one stage works on a micro-batch, the others work on
-its predecessors and successors. Each stage has an optimizer of its own.
+Inside a distributed autograd context, activations carry their history from each stage straight to the next, and the
+backward pass runs through the same stages. While one stage processes a micro-batch, the others process earlier and
+later ones. Each stage has its own optimizer.
 
     python examples/pipeline_training.py                           # eight micro-batches, about ten seconds
     python examples/pipeline_training.py --steps 3 --pieces 4      # the short form
 
-The same model is trained in one process as well. The last line says how far losses and parameters differ; if it is
-more than rounding, the exit status is 1. pipeline_autograd.py measures what direct transfers between GPUs gain.
+The last line compares losses and parameters with those of the same model in one process. If they differ by more than
+rounding, the exit status is 1. pipeline_autograd.py measures the gain of direct transfers between GPUs.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ STAGES, WIDTH, RATE, ROUNDING = 3, 128, 1e-3, 1e-9
 @dataclass
 class Result:
     losses: list[float]
-    difference: float  # the largest of any loss or parameter from that of one process
-    at_once: list[int]  # by stage: most micro-batches that were there, or beyond, at a time
+    difference: float  # largest difference of a loss or parameter from one process
+    at_once: list[int]  # per stage: most micro-batches in it, or past it, at a time
 
 
 def make_part(stage: int) -> nn.Module:
-    """Double precision, so that the order of additions does not matter to the comparison."""
+    """Returns one stage in double precision, so that the order of additions does not affect the comparison."""
     torch.manual_seed(stage)
     last = nn.Linear(WIDTH, 1) if stage == STAGES - 1 else nn.Linear(WIDTH, WIDTH)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), last).double()
@@ -52,29 +52,29 @@ def make_batch(step: int) -> tuple[Tensor, Tensor]:
 
 @ray.remote
 class Stage:
-    """One part of the model. The first stage also drives the training."""
+    """Holds one part of the model. The first stage also drives the training."""
 
-    def __init__(self, number: int, following: Any = None) -> None:
-        self.part, self.following = make_part(number), following
+    def __init__(self, number: int, next_stage: Any = None) -> None:
+        self.part, self.next_stage = make_part(number), next_stage
         self.optimizer = torch.optim.Adam(self.part.parameters(), RATE)
         self.lock, self.inside, self.at_once = threading.Lock(), 0, 0
 
-    @rtr.method(concurrent=True)  # so that one micro-batch need not wait here for the end of another's journey
+    @rtr.method(concurrent=True)  # several micro-batches can be in flight
     def forward(self, x: Tensor) -> Tensor:
-        """The output of the whole rest of the pipeline."""
+        """Returns the output of this stage and all later ones."""
         with self.lock:
             self.inside += 1
             self.at_once = max(self.at_once, self.inside)
             y = self.part(x)  # one at a time
-        if self.following is not None:
-            y = rtr.rpc_sync(self.following).forward(y)
+        if self.next_stage is not None:
+            y = rtr.rpc_sync(self.next_stage).forward(y)
         with self.lock:
             self.inside -= 1
         return y
 
     @rtr.method
     def step(self, context: int) -> None:
-        """Update this stage's parameters by what the context's backward pass left here."""
+        """Updates this stage's parameters with the gradients of the context's backward pass."""
         gradients = dist_autograd.get_gradients(context)
         for parameter in self.part.parameters():
             parameter.grad = gradients[parameter]
@@ -83,14 +83,14 @@ class Stage:
     def train(self, stages: list[Any], steps: int, pieces: int) -> list[float]:
         losses = []
         for number in range(steps):
-            inputs, wanted = make_batch(number)
+            inputs, target = make_batch(number)
             with dist_autograd.context() as context:
-                # All micro-batches are on their way before the first result is waited for.
-                under_way = [rtr.rpc_async(stages[0]).forward(piece) for piece in inputs.chunk(pieces)]
-                loss = nn.functional.mse_loss(torch.cat([future.wait() for future in under_way]), wanted)
+                # Send all micro-batches before waiting for the first result.
+                outputs = [rtr.rpc_async(stages[0]).forward(piece) for piece in inputs.chunk(pieces)]
+                loss = nn.functional.mse_loss(torch.cat([future.wait() for future in outputs]), target)
                 dist_autograd.backward(context, [loss])
                 for done in [rtr.rpc_async(stage).step(context) for stage in stages]:
-                    done.wait()  # before the context ends: its gradients go with it
+                    done.wait()  # gradients end with the context
             losses.append(loss.item())
         return losses
 
@@ -98,13 +98,13 @@ class Stage:
         return [parameter.detach() for parameter in self.part.parameters()], self.at_once
 
 
-def in_one_process(steps: int) -> list[Tensor]:
-    """The losses, and the parameters, of the same model without stages and micro-batches."""
+def train_in_one_process(steps: int) -> list[Tensor]:
+    """Returns losses and parameters of the same model, trained without stages and micro-batches."""
     model = nn.Sequential(*(make_part(stage) for stage in range(STAGES)))
     optimizer, losses = torch.optim.Adam(model.parameters(), RATE), []
     for number in range(steps):
-        inputs, wanted = make_batch(number)
-        loss = nn.functional.mse_loss(model(inputs), wanted)
+        inputs, target = make_batch(number)
+        loss = nn.functional.mse_loss(model(inputs), target)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -115,29 +115,29 @@ def in_one_process(steps: int) -> list[Tensor]:
 def main(arguments: list[str] | None = None) -> Result:
     parser = argparse.ArgumentParser(description="Pipeline-parallel training with distributed autograd.")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--pieces", type=int, default=8, help="micro-batches of a batch")
+    parser.add_argument("--pieces", type=int, default=8, help="micro-batches per batch")
     options = parser.parse_args(arguments)
     if options.steps < 1 or not 1 <= options.pieces <= 256:
-        parser.error("at least 1 step, and 1 to 256 micro-batches")
+        parser.error("--steps must be at least 1, and --pieces 1 to 256")
 
-    if not ray.is_initialized():  # else: whatever this process uses already
+    if not ray.is_initialized():  # a caller may have initialised Ray already
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     stages: list[Any] = []
-    for number in reversed(range(STAGES)):  # each knows the next one, so the last comes first
+    for number in reversed(range(STAGES)):  # each stage needs the next one's handle
         stages.insert(0, Stage.remote(number, stages[0] if stages else None))
     with rtr.init_group({f"stage_{number}": stage for number, stage in enumerate(stages)}):
         losses = ray.get(stages[0].train.remote(stages, options.steps, options.pieces))
     states = ray.get([stage.state.remote() for stage in stages])
     ours = [torch.tensor(losses, dtype=torch.double), *(tensor for parameters, _ in states for tensor in parameters)]
-    pairs = zip(ours, in_one_process(options.steps), strict=True)
+    pairs = zip(ours, train_in_one_process(options.steps), strict=True)
     difference = max(float((mine - expected).abs().max()) for mine, expected in pairs)
     at_once = [most for _, most in states]
 
     print(f"{STAGES} stages, {options.pieces} micro-batches: loss {losses[0]:.4f} -> {losses[-1]:.4f}")
-    print(f"most micro-batches under way at once from stage to stage: {at_once}")
+    print(f"most micro-batches in flight, by stage: {at_once}")
     if not difference < ROUNDING:
-        sys.exit(f"pipeline_training: losses or parameters differ from those of one process by {difference:.1e}")
-    print(f"checked: losses and parameters are those of one process (largest difference {difference:.1e})")
+        sys.exit(f"pipeline_training: losses or parameters differ from those of a single process by {difference:.1e}")
+    print(f"checked: losses and parameters equal those of a single process (largest difference {difference:.1e})")
     return Result(losses, difference, at_once)
 
 

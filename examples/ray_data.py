@@ -1,16 +1,15 @@
-"""A Ray Data pipeline feeds a member: Ray prepares the rows, the group's lanes bring the batches to the trainer.
+"""A Ray Data pipeline feeds a member: Ray prepares the rows, and the group's lanes carry the batches to the trainer.
 
-Ray Data runs its stages in workers of its own, which are no members of the group and cannot make direct calls. So
-feeders, which are members, iterate over a share of the dataset each and put batches into a queue. The queue lives at
-the trainer, where tensors arrive by shared memory, and holds the pipeline back when the trainer is slower. With a
-single trainer that has time to iterate, it can call ``iter_torch_batches`` by itself; feeders keep that work, and Ray's
-object store, away from it.
+Ray Data runs its stages in its own workers. They are not members of the group, so they cannot make direct calls.
+Members called feeders each iterate over a share of the dataset and put batches into a queue. The queue's home is the
+trainer, where tensors arrive by shared memory. It blocks the pipeline when the trainer is slower. A single trainer that
+has the time can call ``iter_torch_batches`` directly; feeders take that work, and the object store, off it.
 
     pip install 'raytorchrpc[data]'
     python examples/ray_data.py               # 8,000 rows, about twenty seconds
     python examples/ray_data.py --rows 2000   # the short form
 
-The last line says that every row was seen once in each epoch and how the loss fell. If not, the exit status is 1.
+The last line reports that every row was seen once per epoch, and how the loss fell. Otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ class Result:
 
 
 def prepare(batch: dict[str, Any]) -> dict[str, Any]:
-    """What is done to raw rows, in Ray Data's workers. Here: a row's number becomes features and what to predict."""
+    """Turns row numbers into features and targets, in Ray Data's workers."""
     import numpy as np
 
     numbers = batch["id"]
     features = np.sin(np.outer(numbers, np.arange(1, WIDTH + 1))).astype(np.float32)
-    return {"id": numbers, "features": features, "wanted": features[:, :4].sum(1)}
+    return {"id": numbers, "features": features, "target": features[:, :4].sum(1)}
 
 
 @ray.remote
@@ -54,7 +53,7 @@ class Feeder:
     def feed(self, share: Any, batches: rtr.Queue, epochs: int, size: int) -> None:
         for _ in range(epochs):
             for batch in share.iter_torch_batches(batch_size=size):
-                batches.put(batch)  # waits while the trainer is behind
+                batches.put(batch)  # blocks while the trainer is slower
         batches.close()  # this producer is done
 
 
@@ -65,11 +64,11 @@ class Trainer:
         self.model = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 1))
 
     def train(self, batches: rtr.Queue) -> tuple[list[float], list[int]]:
-        """The loss of each batch, and the numbers of all rows as they came."""
+        """Returns the loss of each batch, and the ids of all rows in the order of arrival."""
         optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
         losses, seen = [], []
-        for batch in batches:  # until all feeders are done
-            loss = nn.functional.mse_loss(self.model(batch["features"]).squeeze(1), batch["wanted"])
+        for batch in batches:  # ends when all feeders have closed the queue
+            loss = nn.functional.mse_loss(self.model(batch["features"]).squeeze(1), batch["target"])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -85,13 +84,13 @@ def main(arguments: list[str] | None = None) -> Result:
     parser.add_argument("--batch", type=int, default=128)
     options = parser.parse_args(arguments)
     if options.rows < 500 or options.epochs < 1 or not 1 <= options.batch <= options.rows // 10:
-        parser.error("at least 500 rows and 1 epoch, and a batch of 1 row to a tenth of all")
+        parser.error("--rows must be at least 500, --epochs at least 1, and --batch 1 to a tenth of --rows")
     if missing := [name for name in ("numpy", "pandas", "pyarrow") if find_spec(name) is None]:
         sys.exit(f"ray_data: Ray Data needs {' and '.join(missing)}: pip install 'raytorchrpc[data]'")
 
-    if not ray.is_initialized():  # else: whatever this process uses already
+    if not ray.is_initialized():  # a caller may have initialised Ray already
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    from ray import data  # only now: it needs what was looked for above
+    from ray import data  # imported here, because it needs the packages checked above
 
     data.DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -113,7 +112,7 @@ def main(arguments: list[str] | None = None) -> Result:
     if not each_once:
         sys.exit(f"ray_data: not every row was seen once in each of {options.epochs} epochs")
     if last > first / 2:
-        sys.exit(f"ray_data: the loss went from {first:.3f} to {last:.3f}, and should halve")
+        sys.exit(f"ray_data: the loss went from {first:.3f} to {last:.3f}, but must halve")
     print(f"checked: every row was seen once in each epoch, and the loss fell from {first:.3f} to {last:.3f}")
     return Result(len(seen), each_once, first, last)
 

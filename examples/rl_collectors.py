@@ -1,13 +1,13 @@
-"""Reinforcement learning: two learners share the gradients of one policy (DDP), two collectors play with it.
+"""Reinforcement learning: two learners train one policy with DDP, and two collectors play with it.
 
-Collectors put what they played into a queue, which holds them back when the learners are slower, and take the policy
-from a weight store before each game. The learners average their gradients over a process group. The game: balance a
-pole on a cart, sixteen carts at a time. The return of an episode is the number of its steps, at most 200.
+Collectors put rollouts into a queue, which blocks them when the learners are slower, and pull the policy from a weight
+store before each rollout. The learners average their gradients over a process group. The task is to balance a pole on
+a cart, sixteen carts at a time. The return of an episode is the number of its steps, at most 200.
 
     python examples/rl_collectors.py               # sixty updates, about twenty seconds
     python examples/rl_collectors.py --updates 20  # the short form
 
-The last line says how the mean return rose. If it did not rise by half, the exit status is 1.
+The last line reports how the mean return rose. If it did not rise by half, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ CARTS, LONGEST, DISCOUNT = 16, 200, 0.99
 
 @dataclass
 class Result:
-    returns: list[float]  # the mean of each update's episodes
-    rollouts: int  # that all collectors made
+    returns: list[float]  # mean return of the episodes of each update
+    rollouts: int  # from all collectors
 
 
 def make_policy() -> nn.Module:
@@ -40,7 +40,7 @@ def make_policy() -> nn.Module:
 
 
 def move(state: Tensor, action: Tensor) -> Tensor:
-    """All carts 0.02 s later. A state is position, speed, angle, angular speed; action 1 pushes right, 0 left."""
+    """Returns the carts' states 0.02 s later: position, speed, angle, angular speed. Action 1 pushes right, 0 left."""
     _, speed, angle, turning = state.unbind(1)
     push = (20.0 * action - 10.0 + 0.05 * turning**2 * angle.sin()) / 1.1
     turn = (9.8 * angle.sin() - angle.cos() * push) / (0.5 * (4 / 3 - 0.1 * angle.cos() ** 2 / 1.1))
@@ -50,7 +50,7 @@ def move(state: Tensor, action: Tensor) -> Tensor:
 
 @torch.no_grad()
 def play(policy: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
-    """One episode of each cart: the states, the actions, and the discounted sum of what came after each."""
+    """Plays one episode with each cart. Returns states, actions, advantages and the mean episode length."""
     state = torch.rand(CARTS, 4, generator=generator) * 0.1 - 0.05
     up = torch.ones(CARTS, dtype=torch.bool)
     states, actions, lasted = [], [], []
@@ -65,7 +65,7 @@ def play(policy: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
     rewards = played.float()
     for step in reversed(range(len(rewards) - 1)):
         rewards[step] += DISCOUNT * rewards[step + 1]
-    # Better or worse than the other carts that were still up at that step?
+    # The baseline is the mean over the carts that were still up at that step.
     advantages = rewards - rewards.sum(1, keepdim=True) / played.sum(1, keepdim=True)
     episodes = {"states": torch.stack(states), "actions": torch.stack(actions), "advantages": advantages}
     return {name: tensor[played] for name, tensor in episodes.items()} | {"length": played.sum(0).float().mean()}
@@ -76,49 +76,49 @@ class Learner:
     def learn(self, rollouts: rtr.Queue, weights: rtr.WeightStore, updates: int) -> list[float]:
         first = rtr.process_group().rank() == 0
         policy = make_policy()
-        model = DistributedDataParallel(policy)  # over the process group that the learners have
+        model = DistributedDataParallel(policy)  # over the learners' process group
         optimizer = torch.optim.Adam(policy.parameters(), lr=0.02)
         if first:
             weights.publish(policy)
         returns = []
         for _ in range(updates):
-            rollout = rollouts.get()  # waits; each goes to one learner
+            rollout = rollouts.get()  # blocks; each rollout goes to one learner
             advantage = rollout["advantages"] / (rollout["advantages"].std() + 1)
             chosen = model(rollout["states"]).log_softmax(1).gather(1, rollout["actions"][:, None]).squeeze(1)
             optimizer.zero_grad()
-            (-chosen * advantage).mean().backward()  # averages the gradients of the learners
+            (-chosen * advantage).mean().backward()  # averages the learners' gradients
             optimizer.step()
             if first:
                 weights.publish(policy)
             returns.append(float(rollout["length"]))
         if first:
-            rollouts.close(force=True)  # the collectors come to their end
+            rollouts.close(force=True)  # ends the collectors
         return returns
 
 
 @ray.remote
 class Collector:
     def collect(self, rollouts: rtr.Queue, weights: rtr.WeightStore, seed: int) -> int:
-        """Play until the learners have enough; returns how many rollouts they were given."""
+        """Plays until the learners close the queue. Returns the number of rollouts put."""
         policy, generator = make_policy(), torch.Generator().manual_seed(seed)
-        version = given = 0
+        version = rollouts_put = 0
         while True:
             version = weights.pull(policy, since=version)  # in place, and only if there is a newer one
             try:
-                rollouts.put(play(policy, generator))  # waits while the queue is full
+                rollouts.put(play(policy, generator))  # blocks while the queue is full
             except rtr.Closed:
-                return given
-            given += 1
+                return rollouts_put
+            rollouts_put += 1
 
 
 def main(arguments: list[str] | None = None) -> Result:
-    parser = argparse.ArgumentParser(description="DDP learners with collectors, a queue and a weight store.")
+    parser = argparse.ArgumentParser(description="Train with DDP learners, collectors, a queue and a weight store.")
     parser.add_argument("--updates", type=int, default=60)
     options = parser.parse_args(arguments)
     if options.updates < 8:
-        parser.error("at least 8 updates")
+        parser.error("--updates must be at least 8")
 
-    if not ray.is_initialized():  # else: whatever this process uses already
+    if not ray.is_initialized():  # a caller may have initialised Ray already
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     learners = {f"learner_{number}": Learner.remote() for number in range(2)}
     collectors = {f"collector_{number}": Collector.remote() for number in range(2)}
@@ -126,17 +126,17 @@ def main(arguments: list[str] | None = None) -> Result:
         group.process_group("gloo", members=list(learners))
         rollouts = rtr.Queue("rollouts", home="learner_0", maxsize=2)
         weights = rtr.WeightStore("policy", home="learner_0")
-        playing = [actor.collect.remote(rollouts, weights, seed) for seed, actor in enumerate(collectors.values())]
+        collecting = [actor.collect.remote(rollouts, weights, seed) for seed, actor in enumerate(collectors.values())]
         learning = [actor.learn.remote(rollouts, weights, options.updates) for actor in learners.values()]
         returns = [sum(both) / len(both) for both in zip(*ray.get(learning), strict=True)]
-        given = sum(ray.get(playing))
+        rollouts_put = sum(ray.get(collecting))
     for update in range(0, options.updates, max(1, options.updates // 6)):
         print(f"update {update:3}: mean return {returns[update]:5.1f}")
     first, last = (sum(part) / len(part) for part in (returns[:4], returns[-4:]))
     if last < 1.5 * first:
-        sys.exit(f"rl_collectors: the mean return went from {first:.1f} to {last:.1f}, and should rise by half")
-    print(f"checked: the mean return rose from {first:.1f} to {last:.1f} with {given} rollouts")
-    return Result(returns, given)
+        sys.exit(f"rl_collectors: the mean return went from {first:.1f} to {last:.1f}, but must rise by half")
+    print(f"checked: the mean return rose from {first:.1f} to {last:.1f} with {rollouts_put} rollouts")
+    return Result(returns, rollouts_put)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""DQN on Atari games: collectors play, one learner trains; see README.md."""
+"""Trains DQN on Atari games: collectors play, and one learner trains. See README.md."""

@@ -1,4 +1,4 @@
-"""``python -m examples.atari_dqn``, from the root of the tree."""
+"""Entry point of ``python -m examples.atari_dqn``, to be run from the root of the repository."""
 
 import sys
 

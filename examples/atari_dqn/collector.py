@@ -1,4 +1,4 @@
-"""The actor that plays."""
+"""The actor that plays a game and sends what it sees."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .transports import Transport
 
 
 class Collector:
-    """Plays with the newest weights and sends what it sees. It has nothing that a restart could not make again."""
+    """Plays with the newest weights and sends what it sees. It holds no state that a restart would lose for good."""
 
     def __init__(self, settings: Settings, number: int) -> None:
         self.settings, self.number = settings, number
         self._over = threading.Event()
 
     def end(self) -> None:
-        """What fails from now on does so because the run is over."""
+        """Announces the end of the run: later errors are ignored."""
         self._over.set()
 
     def run(self, transport: Transport, steps: int, life: int) -> None:
-        """Play and send, until the run is over or this process ends.
+        """Plays and sends until the run is over or this process ends.
 
-        ``steps``: of all collectors so far. ``life``: how often this was begun before, so that it does not play
-        the same games again.
+        ``steps``: steps of all collectors so far. ``life``: how often the run was resumed or this actor restarted; it
+        seeds the games, so that none is played twice.
         """
         try:
             self._play(transport, steps, life)
@@ -39,16 +39,16 @@ class Collector:
 
     def _play(self, transport: Transport, steps: int, life: int) -> None:
         settings = self.settings
-        seed = seed_of(settings.seed, self.number, life)
+        seed = make_seed(settings.seed, self.number, life)
         player = Player(settings.game, seed)
         policy = Network(settings.net, player.actions).requires_grad_(False)
-        send = self._send_rows if settings.replay == "learner" else self._sender_of_batches(seed)
+        send = self._send_rows if settings.replay == "learner" else self._make_batch_sender(seed)
         count = settings.chunk if settings.replay == "learner" else max(1, settings.warmup // settings.collectors)
         version = 0
         while not self._over.is_set():
             version = transport.pull(policy, version)
             rows, returns = player.play(policy, count, settings.epsilon_at(steps))
-            steps += count * settings.collectors  # the others are about as far
+            steps += count * settings.collectors  # assumes that the others advance equally
             send(transport, {"player": self.number, "steps": count, "returns": returns}, rows)
             if settings.replay == "collectors":
                 count = settings.every
@@ -56,8 +56,8 @@ class Collector:
     def _send_rows(self, transport: Transport, about: dict[str, object], rows: Rows) -> None:
         transport.put(about, rows._asdict())
 
-    def _sender_of_batches(self, seed: int) -> Callable[[Transport, dict[str, object], Rows], None]:
-        """Remembers here, and sends a batch of what is remembered."""
+    def _make_batch_sender(self, seed: int) -> Callable[[Transport, dict[str, object], Rows], None]:
+        """Returns a function that adds rows to a local replay memory, and sends a batch from it."""
         settings = self.settings
         memory = Replay(1, settings.capacity // settings.collectors, SIDE, SIDE, seed)
         frames = torch.empty((settings.batch, STACK + 1, SIDE, SIDE), dtype=torch.uint8)
@@ -69,6 +69,6 @@ class Collector:
         return send
 
 
-def seed_of(seed: int, number: int, life: int) -> int:
-    """One for each collector and life, apart for different seeds."""
+def make_seed(seed: int, number: int, life: int) -> int:
+    """Returns a seed that differs between collectors, lives and settings' seeds."""
     return (seed * 1_000_003 + number * 1_009 + life) % 2**31

@@ -1,4 +1,4 @@
-"""The actor that trains."""
+"""The actor that trains the network."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .replay import Batch, Replay, Rows
 from .settings import Settings
 from .transports import Transport
 
-#: Seconds without a frame from any collector after which the learner gives up; one that died is back long before.
-PATIENCE_S = 120.0
+#: Seconds without a frame from any collector after which the learner gives up. Restarting one takes much less.
+TIMEOUT_S = 120.0
 
 
 class Stopped(Exception):
@@ -25,7 +25,7 @@ class Stopped(Exception):
 
 
 class Learner:
-    """One network, its target and its optimizer. ``stop`` may be called while ``train`` runs."""
+    """Holds the network, its target network and its optimizer. ``stop`` may be called while ``train`` runs."""
 
     def __init__(self, settings: Settings, actions: int) -> None:
         self.settings, self.device = settings, torch.device(settings.device)
@@ -39,24 +39,24 @@ class Learner:
         self._stop = threading.Event()
 
     def begin(self, transport: Transport, state: dict[str, Any] | None = None) -> int:
-        """Publish the first weights, those of a checkpoint if there is one; returns the steps that are behind it."""
+        """Publishes the first weights, from the checkpoint ``state`` if given. Returns the steps done so far."""
         settings, self.transport = self.settings, transport
         seed = settings.seed
         if settings.replay == "learner":
             self.replay = Replay(settings.collectors, settings.capacity, SIDE, SIDE, seed, self.device)
         if state is not None:
             self._load(state)
-        self._began = (self.iteration, self.steps)
+        self._start = (self.iteration, self.steps)
         self._publish()
         return self.steps
 
     def train(self, iterations: int) -> dict[str, Any]:
-        """So many iterations, or fewer after ``stop``; what came of them. Waits PATIENCE_S for each item at most."""
-        began, first = time.perf_counter(), self.iteration
+        """Runs ``iterations``, or fewer after ``stop``, and returns statistics. Waits up to TIMEOUT_S for each item."""
+        start, first = time.perf_counter(), self.iteration
         losses, values = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         while self.iteration < first + iterations:
             try:
-                batch = self._drawn() if self.settings.replay == "learner" else self._received()
+                batch = self._sample() if self.settings.replay == "learner" else self._receive()
             except Stopped:
                 break
             loss, value = self._update(batch.to(self.device))
@@ -76,11 +76,11 @@ class Learner:
             "loss": losses.item() / max(done, 1),
             "value": values.item() / max(done, 1),
             "epsilon": self.settings.epsilon_at(self.steps),
-            "seconds": time.perf_counter() - began,
+            "seconds": time.perf_counter() - start,
         }
 
     def stop(self) -> None:
-        """``train`` ends after the update that it is in, or within a second where it waits for frames."""
+        """Ends ``train`` after its current update, or within a second if it waits for frames."""
         self._stop.set()
 
     def _update(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,22 +91,22 @@ class Learner:
         self.optimizer.step()
         return loss.detach(), value
 
-    # --- what comes from the collectors ---------------------------------------------------------------------------
+    # --- items from the collectors --------------------------------------------------------------------------------
 
-    def _drawn(self) -> Batch:
-        """A batch out of the memory, which gets ``every`` new steps for each iteration."""
-        iteration, steps = self._began
-        wanted = steps + self.settings.warmup + (self.iteration + 1 - iteration) * self.settings.every
-        while self.steps < wanted:
+    def _sample(self) -> Batch:
+        """Returns a batch from the replay memory, after ``every`` new steps have arrived for this iteration."""
+        iteration, steps = self._start
+        required = steps + self.settings.warmup + (self.iteration + 1 - iteration) * self.settings.every
+        while self.steps < required:
             about, tensors = self._next()
             self.replay.add(about["player"], Rows(**tensors))
         return self.replay.sample(self.settings.batch)
 
-    def _received(self) -> Batch:
+    def _receive(self) -> Batch:
         return Batch(**self._next()[1])
 
     def _next(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        until = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while True:
             if self._stop.is_set():
                 raise Stopped
@@ -114,8 +114,8 @@ class Learner:
                 about, tensors = self.transport.get(timeout=1)
                 break
             except queue.Empty:
-                if time.monotonic() > until:
-                    raise TimeoutError(f"no collector has sent anything for {PATIENCE_S:g} s") from None
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no collector has sent anything for {TIMEOUT_S:g} s") from None
         self.steps += about["steps"]
         self.episodes += len(about["returns"])
         self.returns = (self.returns + about["returns"])[-100:]
@@ -127,7 +127,7 @@ class Learner:
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """All that a run needs to go on, on the CPU; the replay memory is not among it and fills again."""
+        """Returns what a run needs to resume, on the CPU. The replay memory is not included; it is filled again."""
         state = {
             "network": self.network.state_dict(),
             "target": self.target.state_dict(),

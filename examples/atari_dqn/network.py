@@ -8,16 +8,16 @@ from torch.nn import functional
 
 from .replay import STACK, Batch
 
-#: Pixels of a frame, each way.
+#: Height and width of a frame, in pixels.
 SIDE = 84
 NETS = ("nature", "small", "tiny")
 
 
 class Network(nn.Module):
-    """From four stacked grey frames, as bytes, to one value for each action.
+    """Maps four stacked grey frames, as bytes, to one value per action.
 
-    ``nature`` is the network of Mnih et al. (2015). ``small`` sees every third pixel and has 1/50 of the arithmetic,
-    for machines without a GPU. ``tiny`` sees 49 pixels, too few to play by: it is there to measure everything else.
+    ``nature`` is the network of Mnih et al. (2015). ``small`` uses every third pixel and has 1/50 of the arithmetic,
+    for machines without a GPU. ``tiny`` uses 49 pixels, too few to play: it serves to measure everything else.
     """
 
     def __init__(self, kind: str, actions: int) -> None:
@@ -46,19 +46,19 @@ class Network(nn.Module):
         self.body = nn.Sequential(*body)
 
     def forward(self, frames: Tensor) -> Tensor:
-        """(n, 4, 84, 84) bytes to (n, actions)."""
-        return self.body(self.seen(frames))
+        """Maps (n, 4, 84, 84) bytes to (n, actions)."""
+        return self.body(self.scale(frames))
 
-    def seen(self, frames: Tensor) -> Tensor:
-        """What ``body`` gets: numbers from 0 to 1, of the pixels that this network looks at."""
+    def scale(self, frames: Tensor) -> Tensor:
+        """Returns the input of ``body``: the pixels that this network uses, scaled to 0 to 1."""
         return frames[..., :: self.every, :: self.every].to(torch.float32).div_(255)
 
 
 def td_loss(network: Network, target: Network, batch: Batch, gamma: float) -> tuple[Tensor, Tensor]:
-    """The Huber loss of a batch's temporal-difference errors, and the mean value of the actions taken."""
-    seen = network.seen(batch.frames)
-    values = network.body(seen[:, :STACK]).gather(1, batch.actions[:, None]).squeeze(1)
+    """Returns the Huber loss of a batch's temporal-difference errors, and the mean value of the actions taken."""
+    scaled = network.scale(batch.frames)
+    values = network.body(scaled[:, :STACK]).gather(1, batch.actions[:, None]).squeeze(1)
     with torch.no_grad():
-        following = target.body(seen[:, 1:]).amax(1)
-        wanted = batch.rewards + gamma * following * ~batch.ends
-    return functional.smooth_l1_loss(values, wanted), values.detach().mean()
+        following = target.body(scaled[:, 1:]).amax(1)
+        target_values = batch.rewards + gamma * following * ~batch.ends
+    return functional.smooth_l1_loss(values, target_values), values.detach().mean()

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: a checkpoint, a log of JSON lines, the reward curve."""
+"""Writes the output of a run: a checkpoint, a log of JSON lines and the reward curve."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHECKPOINT, LOG, CURVE = "checkpoint.pt", "log.jsonl", "reward.png"
 
 
 def save(folder: Path, checkpoint: dict[str, Any]) -> None:
-    """There is a whole checkpoint at any time: the old one, or the new one."""
+    """Replaces the checkpoint atomically."""
     partial = folder / f"{CHECKPOINT}.partial"
     with open(partial, "wb") as file:
         torch.save(checkpoint, file)
@@ -23,24 +23,24 @@ def save(folder: Path, checkpoint: dict[str, Any]) -> None:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """The checkpoint of a folder. ValueError, in one line, if there is none that can be read."""
+    """Returns the checkpoint of a folder. Raises ValueError, with one line, if there is no readable one."""
     path = folder / CHECKPOINT
     if not path.is_file():
         raise ValueError(f"there is no checkpoint to resume from: {path} does not exist")
     try:
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch's reader fails in many ways on what it did not write
-        raise ValueError(f"{path} is no checkpoint that can be read ({type(error).__name__})") from error
+    except Exception as error:  # torch.load raises many types of errors on foreign files
+        raise ValueError(f"{path} is not a readable checkpoint ({type(error).__name__})") from error
     return checkpoint
 
 
 class Log:
-    """One line for each report. A run that goes on drops what was reported after its checkpoint."""
+    """Writes one line per report. A resumed run drops the lines after its checkpoint."""
 
     def __init__(self, folder: Path, upto: int = 0) -> None:
         self.path = folder / LOG
         kept = self.path.read_text(encoding="utf-8").splitlines() if upto and self.path.is_file() else []
-        self.rows: list[dict[str, Any]] = [row for row in map(_row, kept) if row and row["iteration"] <= upto]
+        self.rows: list[dict[str, Any]] = [row for row in map(_parse, kept) if row and row["iteration"] <= upto]
         self.path.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
 
     def add(self, row: dict[str, Any]) -> None:
@@ -49,16 +49,16 @@ class Log:
             file.write(json.dumps(row) + "\n")
 
 
-def _row(line: str) -> dict[str, Any] | None:
+def _parse(line: str) -> dict[str, Any] | None:
     try:
         row: dict[str, Any] = json.loads(line)
     except ValueError:
-        return None  # the last line of a run that was killed
+        return None  # a run was killed while it wrote this line
     return row
 
 
 def draw(folder: Path, rows: list[dict[str, Any]], title: str) -> None:
-    """The mean return of the last 100 episodes against the steps."""
+    """Plots the mean return of the last 100 episodes against the steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The actors of a run, joined by one transport, and their end."""
+"""Starts and ends the actors of a run, and connects them by one transport."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from .learner import Learner
 from .settings import Settings
 from .transports import LANES, GroupTransport, RayTransport
 
-#: Seconds for actors to start, for instance on nodes that a cluster has to get first.
+#: Seconds for actors to start, which may require the cluster to add nodes.
 START_S = 300
-#: What each actor asks Ray for: a share, so that a machine with fewer cores than actors will do.
+#: CPUs that each actor asks Ray for: a fraction, so that a machine with fewer cores than actors suffices.
 CPUS = 0.5
-#: What a learner on a GPU asks for: its network needs little of one.
+#: GPUs that a learner asks for: a fraction, because its network is small.
 GPUS = 0.25
 
 
 class Session:
-    """A learner and its collectors, at work until the ``with`` block ends."""
+    """Runs a learner and its collectors until the ``with`` block ends."""
 
     def __init__(
         self, settings: Settings, transport: str, actions: int, state: dict[str, Any] | None = None, life: int = 0
     ) -> None:
-        """``state``: of a checkpoint. ``life``: how often the run was resumed."""
+        """``state``: the learner's, from a checkpoint. ``life``: how often the run was resumed."""
         self.settings, self.restarts = settings, 0
         self._transport_name, self._actions, self._state = transport, actions, state
         self._life = 1_000 * life
         self._ending = ExitStack()
         self._changes: queue.SimpleQueue[rtr.Change] = queue.SimpleQueue()
-        self._down: set[int] = set()  # collectors whose run has failed, and who cannot go on yet
-        self._back: set[int] = set()  # those that the group has again
+        self._down: set[int] = set()  # collectors that have died and are not running again
+        self._back: set[int] = set()  # collectors that have rejoined the group
 
     def __enter__(self) -> Session:
         try:
@@ -51,7 +51,7 @@ class Session:
 
     def _start(self) -> None:
         settings = self.settings
-        # Two threads each: what ends a run (stop, the group's end) does not wait for it.
+        # Two threads each, so that stop() and the end of the group do not wait for train() or run().
         each: dict[str, Any] = {"num_cpus": CPUS, "max_concurrency": 2}
         gpus = GPUS if settings.device == "cuda" else 0
         depth = settings.depth * settings.collectors
@@ -79,48 +79,48 @@ class Session:
         self._ending.callback(self._end)
 
     def _end(self) -> None:
-        """Before the transport ends: collectors are told, so that they do not take it for a failure."""
-        told = [collector.end.remote() for collector in self.collectors]
-        ray.wait(told, num_returns=len(told), timeout=10)
+        """Tells the collectors that the run ends, so that the end of the transport is no error to them."""
+        ends = [collector.end.remote() for collector in self.collectors]
+        ray.wait(ends, num_returns=len(ends), timeout=10)
 
     def _run(self, number: int) -> Any:
         return self.collectors[number].run.remote(self._transport, self._steps, self._life)
 
     def train(self, iterations: int) -> Any:
-        """Begin so many iterations; ``finished`` tells when they are done."""
+        """Starts ``iterations`` and returns a handle for ``finished``."""
         return self.learner.train.remote(iterations)
 
     def finished(self, training: Any, timeout_s: float) -> dict[str, Any] | None:
-        """What ``train`` returned, or None after ``timeout_s``. Collectors that died meanwhile play on.
+        """Returns the learner's statistics, or None after ``timeout_s``. Restarts collectors that died meanwhile.
 
-        Raises what the learner raised, and what a collector raised that did not die.
+        Raises errors of the learner, and of a collector that did not die.
         """
         ready, _ = ray.wait([training, *self._runs], num_returns=1, timeout=timeout_s)
         for run in ready:
             if run is not training:
-                self._failed(run)
-        self._go_on()
+                self._check_failure(run)
+        self._resume_collectors()
         if training in ready:
             progress: dict[str, Any] = ray.get(training, timeout=timeout_s)
             self._steps = progress["steps"]
             return progress
         return None
 
-    def _failed(self, run: Any) -> None:
+    def _check_failure(self, run: Any) -> None:
         number = self._runs.pop(run)
         try:
             ray.get(run)
         except ray.exceptions.RayActorError:
             self._down.add(number)
 
-    def _go_on(self) -> None:
-        """Ray restarts actors and the group takes them back; what they were doing is ours to begin again."""
+    def _resume_collectors(self) -> None:
+        """Calls ``run`` again on collectors that Ray has restarted and the group has readmitted."""
         while not self._changes.empty():
             change = self._changes.get()
             named = {int(name.rpartition("_")[2]) for name in change.members if name.startswith("collector_")}
             self._back = self._back | named if change.kind == "back" else self._back - named
-        able = self._down if self._transport_name == "ray" else self._down & self._back
-        for number in sorted(able):
+        ready = self._down if self._transport_name == "ray" else self._down & self._back
+        for number in sorted(ready):
             self.restarts, self._life = self.restarts + 1, self._life + 1
             self._runs[self._run(number)] = number
-        self._down, self._back = self._down - able, self._back - able
+        self._down, self._back = self._down - ready, self._back - ready

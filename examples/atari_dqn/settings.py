@@ -1,4 +1,4 @@
-"""What a training run is made of; the same in every process of it."""
+"""The settings of a training run, the same in each of its processes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class Settings:
     """CPU threads of the learner."""
     collectors: int = 2
     batch: int = 32
-    """Transitions of one iteration."""
+    """Transitions per iteration."""
     replay: str = "learner"
-    """Who keeps the replay memory. ``learner``: collectors send each new frame once, the learner draws the batches.
-    ``collectors``: each remembers its own games and sends whole batches, one for each iteration."""
+    """Where the replay memory is. ``learner``: collectors send each new frame once, and the learner samples batches.
+    ``collectors``: each stores its own games and sends whole batches, one per iteration."""
     capacity: int = 100_000
-    """Frames that are remembered, by all memories together (7 KB each)."""
+    """Frames in all replay memories together (7 KB each)."""
     warmup: int = 10_000
     """Steps, of all collectors together, before the first iteration."""
     every: int = 4
-    """Steps for each iteration; the learner waits for them."""
+    """Steps per iteration; the learner waits for them."""
     chunk: int = 64
-    """Steps that a collector sends at a time, where the learner remembers."""
+    """Steps that a collector sends at a time, if the replay memory is in the learner."""
     depth: int = 2
-    """Items that may wait in the queue, for each collector."""
+    """Items that may wait in the queue, per collector."""
     sync: int = 20
     """Iterations between two publications of the weights."""
     target: int = 1_000
@@ -44,5 +44,5 @@ class Settings:
     epsilon: float = 0.05
 
     def epsilon_at(self, steps: int) -> float:
-        """The share of random actions after that many steps of all collectors."""
+        """Returns the share of random actions after ``steps`` steps of all collectors."""
         return max(self.epsilon, 1 - (1 - self.epsilon) * steps / self.explore)

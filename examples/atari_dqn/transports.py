@@ -1,6 +1,6 @@
-"""How frames get to the learner, and weights to the collectors: by a group of raytorchrpc, or by plain Ray.
+"""Carries frames to the learner and weights to the collectors, over a group of raytorchrpc or over plain Ray.
 
-Everything else of the training is the same for all of them.
+The rest of the training is the same for all transports.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from torch import Tensor, nn
 
 import raytorchrpc as rtr
 
-#: What ``--transport`` takes, and the lanes that a group is held to (None: what raytorchrpc chooses).
+#: Values of ``--transport`` that form a group, and the lanes that it may use (None: raytorchrpc chooses).
 LANES: dict[str, tuple[str, ...] | None] = {"auto": None, "torchrpc": ("torchrpc",), "nng": ("nng",)}
 TRANSPORTS = (*LANES, "ray")
 
 #: Seconds that a collector waits for room, or for weights, before it gives up.
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 
 About = dict[str, Any]
 
 
 class Transport(Protocol):
-    """A handle that is sent to the learner and the collectors. Every wait has a deadline."""
+    """A handle that the learner and the collectors receive. Every wait has a deadline."""
 
     def put(self, about: About, tensors: Mapping[str, Tensor]) -> None:
-        """Send; blocks while the queue is full. The tensors may be changed afterwards."""
+        """Sends an item. Blocks while the queue is full. The caller may change the tensors afterwards."""
 
     def get(self, timeout: float) -> tuple[About, dict[str, Tensor]]:
-        """The next item; queue.Empty if none came in time. The tensors are to be read only."""
+        """Returns the next item, with read-only tensors. Raises queue.Empty at the timeout."""
 
     def publish(self, weights: Mapping[str, Tensor]) -> None:
-        """Make these the newest weights. At the learner."""
+        """Makes these the newest weights. Only the learner calls it."""
 
     def pull(self, model: nn.Module, since: int) -> int:
-        """Bring the newest weights into a model that has version ``since``; returns the version that it has then."""
+        """Updates a model from version ``since`` to the newest weights. Returns their version."""
 
 
 class GroupTransport:
-    """A queue and a weight store of the group, both in the learner."""
+    """Uses a queue and a weight store of the group, both in the learner."""
 
     def __init__(self, depth: int) -> None:
         self._frames = rtr.Queue("frames", home="learner", maxsize=depth)
         self._weights = rtr.WeightStore("policy", home="learner")
 
     def put(self, about: About, tensors: Mapping[str, Tensor]) -> None:
-        self._frames.put((about, dict(tensors)), PATIENCE_S)
+        self._frames.put((about, dict(tensors)), TIMEOUT_S)
 
     def get(self, timeout: float) -> tuple[About, dict[str, Tensor]]:
         about, tensors = self._frames.get(timeout)
@@ -63,12 +63,12 @@ class GroupTransport:
         self._weights.publish(weights)
 
     def pull(self, model: nn.Module, since: int) -> int:
-        return self._weights.pull(model, since=since, timeout=PATIENCE_S)
+        return self._weights.pull(model, since=since, timeout=TIMEOUT_S)
 
 
 @ray.remote(num_cpus=0)
 class Board:
-    """Where the newest weights are, for plain Ray."""
+    """Holds the reference to the newest weights, for plain Ray."""
 
     def __init__(self) -> None:
         self._version, self._where, self._first = 0, None, asyncio.Event()
@@ -83,10 +83,10 @@ class Board:
 
 
 class RayTransport:
-    """Ray's queue, and Ray's objects.
+    """Uses Ray's queue and Ray's objects.
 
-    What is large goes into the object store, and only its reference through the queue's actor, which would copy it
-    twice. Numpy arrays are read out of the store without a copy; tensors would be pickled.
+    Items go into the object store, and only references go through the queue's actor, which would copy the items twice.
+    Arrays are numpy's, because Ray reads those from the store without a copy, and would pickle tensors.
     """
 
     def __init__(self, depth: int) -> None:
@@ -94,31 +94,31 @@ class RayTransport:
         self._board = Board.remote()
 
     def put(self, about: About, tensors: Mapping[str, Tensor]) -> None:
-        self._queue.put((about, [ray.put(_arrays(tensors))]), timeout=PATIENCE_S)
+        self._queue.put((about, [ray.put(_arrays(tensors))]), timeout=TIMEOUT_S)
 
     def get(self, timeout: float) -> tuple[About, dict[str, Tensor]]:
-        until = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while True:
-            about, (where,) = self._queue.get(timeout=max(0.001, until - time.monotonic()))
+            about, (where,) = self._queue.get(timeout=max(0.001, deadline - time.monotonic()))
             try:
-                arrays = ray.get(where, timeout=max(0.001, until - time.monotonic()))
+                arrays = ray.get(where, timeout=max(0.001, deadline - time.monotonic()))
             except ray.exceptions.GetTimeoutError as error:
                 raise Empty from error
             except ray.exceptions.ObjectLostError:
-                continue  # an object ends with the collector that made it
+                continue  # the collector that created the object has died
             return about, _tensors(arrays)
 
     def publish(self, weights: Mapping[str, Tensor]) -> None:
-        ray.get(self._board.put.remote([ray.put(_arrays(weights))]), timeout=PATIENCE_S)
+        ray.get(self._board.put.remote([ray.put(_arrays(weights))]), timeout=TIMEOUT_S)
 
     def pull(self, model: nn.Module, since: int) -> int:
-        version, where = ray.get(self._board.newer.remote(since), timeout=PATIENCE_S)
+        version, where = ray.get(self._board.newer.remote(since), timeout=TIMEOUT_S)
         if where is not None:
-            model.load_state_dict(_tensors(ray.get(where[0], timeout=PATIENCE_S)))
+            model.load_state_dict(_tensors(ray.get(where[0], timeout=TIMEOUT_S)))
         return version
 
     def close(self) -> None:
-        """End the two actors."""
+        """Ends the queue's actor and the board."""
         ray.kill(self._queue.actor)
         ray.kill(self._board)
 
@@ -128,6 +128,6 @@ def _arrays(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _tensors(arrays: Mapping[str, Any]) -> dict[str, Tensor]:
-    with warnings.catch_warnings():  # they lie in the store and cannot be written; nobody does
+    with warnings.catch_warnings():  # arrays in the store are read-only, and nothing writes to them
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -1,9 +1,9 @@
-"""A data-parallel model: the members of a group have one torch.distributed process group, over NCCL or gloo.
+"""Trains a data-parallel model: the members of a group share a torch.distributed process group, over NCCL or gloo.
 
-    python ddp.py --workers 2                 # CPUs, by gloo
-    python ddp.py --workers 2 --backend nccl  # one GPU for each worker
+    python ddp.py --workers 2                 # on CPUs, over gloo
+    python ddp.py --workers 2 --backend nccl  # one GPU per worker
 
-The last line begins with "JOB OK", or the exit code is not 0.
+The last line begins with "JOB OK"; otherwise the exit status is not 0.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import raytorchrpc as rtr
 
 
 class Worker:
-    """One rank."""
+    """Trains one replica of the model."""
 
     def train(self, steps: int) -> list[float]:
-        """The mean loss of all ranks, step by step."""
+        """Returns the mean loss over all ranks, for each step."""
         group = rtr.process_group()
         device = "cuda" if rtr.process_group_info().backend == "nccl" else "cpu"
         model = DistributedDataParallel(make_model().to(device))
@@ -48,12 +48,12 @@ def main() -> int:
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     options = parser.parse_args()
     if options.workers < 1 or options.steps < 2:
-        parser.error("at least 1 worker and 2 steps")
+        parser.error("--workers must be at least 1, and --steps at least 2")
 
     ray.init(runtime_env=rtr.runtime_env(), log_to_driver=False)
-    each = ray.remote(Worker).options(num_cpus=1, num_gpus=int(options.backend == "nccl"))
-    workers = [each.remote() for _ in range(options.workers)]
-    with rtr.init_group(workers, timeout_s=600) as group:  # the cluster may have to grow first
+    actor = ray.remote(Worker).options(num_cpus=1, num_gpus=int(options.backend == "nccl"))
+    workers = [actor.remote() for _ in range(options.workers)]
+    with rtr.init_group(workers, timeout_s=600) as group:  # the cluster may have to add nodes first
         info = group.process_group(options.backend)
         print(f"{info.backend}: " + ", ".join(f"{name} is rank {rank}" for name, rank in info.ranks.items()))
         losses = ray.get([worker.train.remote(options.steps) for worker in workers])

@@ -1,11 +1,10 @@
-"""A learner and some workers train a model: weights and gradients cross directly between the actors.
+"""A learner and workers train a model: weights and gradients travel by direct calls between the actors.
 
-    python train.py                                        # here, on a Ray of its own
+    python train.py                                        # on this machine, with its own Ray
     ray job submit --working-dir . ... -- python train.py  # on a cluster; see README.md
-    python submit.py --address http://head:8265            # the same from Python
+    python submit.py --address http://head:8265            # the same, from Python
 
-Ray places the actors on different nodes where there are several. The last line begins with "JOB OK", or the exit code
-is not 0.
+Ray spreads the actors over the nodes. The last line begins with "JOB OK"; otherwise the exit status is not 0.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import raytorchrpc as rtr
 
 @ray.remote(num_cpus=0.5, scheduling_strategy="SPREAD")
 class Learner:
-    """Has the weights."""
+    """Holds the weights."""
 
     def __init__(self) -> None:
         self.model = make_model()
@@ -50,7 +49,7 @@ class Worker:
         self.shard, self.model = shard, make_model()
 
     def train(self, learner: Any, steps: int) -> tuple[float, float]:
-        """The loss of the first and of the last step."""
+        """Returns the loss of the first and of the last step."""
         losses = []
         parameters = list(self.model.parameters())
         for step in range(steps):
@@ -62,16 +61,16 @@ class Worker:
             losses.append(loss.item())
         return losses[0], losses[-1]
 
-    def seen(self) -> str:
-        """What this process runs with: of the job's environment, and where the package came from."""
+    def describe(self) -> str:
+        """Returns the call timeout, which the job's environment sets, and where the package was imported from."""
         timeout_s = rtr.get_group().config.rpc_timeout_s
         return f"worker {self.shard}: rpc_timeout_s={timeout_s:g} raytorchrpc from {rtr.__file__}"
 
 
-def between_nodes(group: rtr.Group, numbers: Any) -> int:
-    """Bytes of arguments and results that members exchanged with members of other nodes."""
+def bytes_between_nodes(group: rtr.Group, stats: Any) -> int:
+    """Returns the bytes of arguments and results that crossed between members on different nodes."""
     nodes = {member.name: member.node_id for member in group.members}
-    return sum(row.bytes_out + row.bytes_in for row in numbers if nodes[row.caller] != nodes[row.peer])
+    return sum(row.bytes_out + row.bytes_in for row in stats if nodes[row.caller] != nodes[row.peer])
 
 
 def main() -> int:
@@ -80,26 +79,26 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
     if options.workers < 1 or options.steps < 2:
-        parser.error("at least 1 worker and 2 steps")
+        parser.error("--workers must be at least 1, and --steps at least 2")
 
     ray.init(runtime_env=rtr.runtime_env(), log_to_driver=False)
     learner = Learner.remote()
     workers = [Worker.remote(shard) for shard in range(options.workers)]
     members = {"learner": learner, **{f"worker-{shard}": worker for shard, worker in enumerate(workers)}}
-    with rtr.init_group(members) as group:  # tuned by RAYTORCHRPC_* of the job's environment
+    with rtr.init_group(members) as group:  # reads RAYTORCHRPC_* of the job's environment
         print(group.routes())
         losses = ray.get([worker.train.remote(learner, options.steps) for worker in workers])
-        print(*ray.get([worker.seen.remote() for worker in workers]), sep="\n")
-        numbers = group.stats()
-        print(numbers)
-        far = between_nodes(group, numbers)
+        print(*ray.get([worker.describe.remote() for worker in workers]), sep="\n")
+        stats = group.stats()
+        print(stats)
+        crossed = bytes_between_nodes(group, stats)
         nodes = len({member.node_id for member in group.members})
     first, last = (sum(each) / len(losses) for each in zip(*losses, strict=True))
     print(f"loss {first:.4f} -> {last:.4f}")
     if not last < first / 2:
         print(f"JOB FAILED: the loss went from {first:.4f} to {last:.4f}")
         return 1
-    print(f"JOB OK: {len(members)} members on {nodes} node(s), {far} bytes of tensors and calls between nodes")
+    print(f"JOB OK: {len(members)} members on {nodes} node(s), {crossed} bytes of tensors and calls between nodes")
     return 0
 
 

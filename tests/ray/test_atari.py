@@ -204,9 +204,9 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, capfd: Any) -> None:
         return str(capfd.readouterr().err)
 
     (tmp_path / "checkpoint.pt").write_bytes(b"something else")
-    assert "is no checkpoint that can be read" in refused()
+    assert "is not a readable checkpoint" in refused()
     torch.save({"game": "Pong", "net": "tiny", "seed": 0, "learner": {"iteration": 7}}, tmp_path / "checkpoint.pt")
-    assert "--seed was 0 in the run that is to go on" in refused("--seed", "1")
+    assert "--seed was 0 in the run to resume" in refused("--seed", "1")
     assert "has 7 iterations already" in refused("--iterations", "7")
 
 
@@ -218,4 +218,4 @@ def test_an_option_that_is_none_is_named(option: str, value: str, capsys: Any) -
         main([option, value])
     assert ended.value.code == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert option in error and (value in error or "from 1 on" in error or "cpu or cuda" in error)
+    assert option in error and (value in error or "at least 1" in error or "cpu or cuda" in error)

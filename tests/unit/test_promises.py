@@ -59,7 +59,7 @@ def test_the_tests_that_a_page_names_exist(page: str) -> None:
         ("queues.md", f"up to a { {4: 'quarter'}[home._LENT_SHARE] } of each producer's"),
         ("queues.md", f"cut off for more than about {connection.SILENCE_S} s"),
         ("weights.md", f"at most {store._CHUNK_BYTES >> 20} MiB, or one tensor, in a message"),
-        ("weights.md", f"A home that stands still costs {handle._ANSWER_S} s more"),
+        ("weights.md", f"raises `RpcTimeout` at most {handle._ANSWER_S} s after the timeout"),
         ("weights.md", f"{ {60.0: 'a minute'}[published._LINGER_S] } after the pull's timeout"),
         ("failure-model.md", f"After about {connection.SILENCE_S} s of silence the TCP connections are given up"),
     ],
