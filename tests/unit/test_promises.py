@@ -23,7 +23,7 @@ def text_of(page: str) -> str:
 
 
 def promises(page: str) -> Iterator[tuple[str, str]]:
-    """Each promise with its tests: rows of tables whose last column is "shown by", items of lists inside ``<details>``."""
+    """Each promise with its tests: rows of tables with a column "shown by", items of lists inside ``<details>``."""
     shows = False
     for line in text_of(page).splitlines():
         if not line.startswith("|"):
