@@ -223,8 +223,8 @@ def _memory_far(groups: Sequence[Mapping[str, Any]]) -> str:
         for gained in (_gained("private", "neighbours", "before"), _gained("private", "talked", "before"))
     )
     return (
-        f"The private memory of {FAR:,} members that call two neighbours each would be {FAR * joined / 2**30:.0f} GiB,\n"
-        f"of which Ray, torch and the imports take {FAR * base / 2**30:.0f} GiB. With calls between all members it\n"
+        f"The private memory of {FAR:,} members that call two neighbours each would be {FAR * joined / 2**30:.0f} "
+        f"GiB,\nof which Ray, torch and the imports take {FAR * base / 2**30:.0f} GiB. With calls between all members it\n"
         f"would be {FAR * everybody / 2**30:.0f} GiB."
     )
 
