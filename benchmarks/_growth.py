@@ -224,8 +224,8 @@ def _memory_far(groups: Sequence[Mapping[str, Any]]) -> str:
     )
     return (
         f"The private memory of {FAR:,} members that call two neighbours each would be {FAR * joined / 2**30:.0f} "
-        f"GiB,\nof which Ray, torch and the imports take {FAR * base / 2**30:.0f} GiB. With calls between all members it\n"
-        f"would be {FAR * everybody / 2**30:.0f} GiB."
+        f"GiB,\nof which Ray, torch and the imports take {FAR * base / 2**30:.0f} GiB. With calls between all members "
+        f"it\nwould be {FAR * everybody / 2**30:.0f} GiB."
     )
 
 
