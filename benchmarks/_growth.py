@@ -80,31 +80,31 @@ def _gained(what: str, stage: str, since: str) -> Callable[[Mapping[str, Any]], 
 #: Ray answers for a restarted actor only after what the group has asked of it, so the second is nearly nothing.
 BACK = ("ray_back", "rejoin")
 TIMES = (
-    Figure("form: `init_group` of living actors", _seconds("form"), "s"),
-    Figure("everybody calls everybody, first time", _seconds("first_calls"), "s"),
-    Figure("everybody calls everybody, again", _seconds("calls"), "s"),
-    Figure("every tenth member killed, until `on_change` has told of all", _seconds("lost"), "s"),
-    Figure("until all are back (`wait_ready`), Ray's restart of their processes included", _seconds(*BACK), "s"),
-    Figure("everybody calls everybody, after that", _seconds("calls_after"), "s"),
+    Figure("form the group (`init_group`)", _seconds("form"), "s"),
+    Figure("all-to-all calls, first time", _seconds("first_calls"), "s"),
+    Figure("all-to-all calls, again", _seconds("calls"), "s"),
+    Figure("kill every tenth member, until `on_change` has reported all", _seconds("lost"), "s"),
+    Figure("until all are back (`wait_ready`), with Ray's restart", _seconds(*BACK), "s"),
+    Figure("all-to-all calls, after the restart", _seconds("calls_after"), "s"),
     Figure("`shutdown`", _seconds("shutdown"), "s"),
 )
 BYTES = (
-    Figure("sent to all members to form", lambda group: group["sent"]["form"], "MB", 1e-6),
+    Figure("sent to all members when the group forms", lambda group: group["sent"]["form"], "MB", 1e-6),
     Figure("sent to all members when one comes back", lambda group: group["sent"]["rejoin"], "MB", 1e-6),
 )
 GAINS = (
-    Figure("joining adds, per member", _gained("private", "formed", "before"), "MiB", 1 / _MIB),
-    Figure("calling two neighbours adds", _gained("private", "neighbours", "formed"), "MiB", 1 / _MIB),
-    Figure("calling everybody adds to that", _gained("private", "talked", "neighbours"), "MiB", 1 / _MIB),
-    Figure("sockets after joining, per member", lambda group: group["weights"]["formed"]["sockets"], ""),
-    Figure("sockets once two neighbours talk", lambda group: group["weights"]["neighbours"]["sockets"], ""),
-    Figure("sockets once everybody talks", lambda group: group["weights"]["talked"]["sockets"], ""),
+    Figure("memory added by joining, per member", _gained("private", "formed", "before"), "MiB", 1 / _MIB),
+    Figure("memory added by calling two neighbours", _gained("private", "neighbours", "formed"), "MiB", 1 / _MIB),
+    Figure("memory added by calling all members", _gained("private", "talked", "neighbours"), "MiB", 1 / _MIB),
+    Figure("sockets of a member after joining", lambda group: group["weights"]["formed"]["sockets"], ""),
+    Figure("sockets after calling two neighbours", lambda group: group["weights"]["neighbours"]["sockets"], ""),
+    Figure("sockets after calling all members", lambda group: group["weights"]["talked"]["sockets"], ""),
 )
 STAGES = {
-    "before": "before joining: Ray's own, torch and raytorchrpc imported",
-    "formed": "joined, nobody has called anybody",
+    "before": "not joined; torch and raytorchrpc imported",
+    "formed": "joined, no calls yet",
     "neighbours": "each has called two neighbours",
-    "talked": "each has called everybody",
+    "talked": "each has called all members",
 }
 
 
@@ -115,38 +115,47 @@ def document(found: Mapping[str, Any], hosts: Sequence[Mapping[str, Any]]) -> st
     left_out = "".join(f"\nNot measured: {reason}.\n" for reason in found["left_out"])
     return f"""# Scale
 
-`python -m benchmarks scale --markdown docs/scale.md` measured this and wrote it: {found["machine"]}. Members are Ray
-actors with `num_cpus=0` and `max_restarts=-1` on one host, so all of them, Ray and the driver share its cores; the
-times say how the work grows, and on a larger machine they are shorter.
+After this page you can estimate how long a group takes to form and recover, and what each member costs, for the number
+of members that you have in mind.
+
+- A member that calls few others costs nearly the same in a group of any size.
+- Forming a group, and calls from every member to every other, grow with the square of the number of members.
+
+<!-- Written by `python -m benchmarks scale --markdown docs/scale.md`; change the command, not this file. -->
+
+Measured with `python -m benchmarks scale` on {found["machine"]}.
+All members are Ray actors on one host (`num_cpus=0`, `max_restarts=-1`). They share its cores with Ray and the driver,
+so look at how the times grow; a larger machine is faster.
 {left_out}
-## Seconds
+## Time
 
 {_by_size(TIMES, groups)}
 
-"Everybody calls everybody" is {_pairs(sizes[-1])} calls at {sizes[-1]} members, each member sending all of its own at
-once. The first time makes the connections. Both contain Ray's own calls that ask the members to begin.
+All-to-all at {sizes[-1]} members is {_pairs(sizes[-1])} calls; each member sends all of its own at once. The first time
+includes making the connections. Each time includes the Ray calls that ask the members to begin.
 {_several_hosts(hosts)}
-## What a member costs
+## Memory, sockets and threads of a member
 
-Medians over the members. A plain actor of Ray's without torch takes {found["alone"]["private"] / _MIB:.0f} MiB of
-its own.
+Medians over the members. A plain Ray actor without torch takes {found["alone"]["private"] / _MIB:.0f} MiB of private
+memory.
 
 {_memory(groups)}
 
-Private is what nobody else shares; PSS adds its part of what is shared, such as the libraries. Joining connects a
-member to one neighbour, by which it has shown that it listens, and to whoever looks after the group. All other
-connections are made by the first call between two members: where members talk to two neighbours, connections and
-memory stay what they are however large the group is, and only where everybody talks to everybody they grow with it.
+"Private" is memory that no other process shares. PSS adds the process's part of shared memory, such as libraries.
 
-## Bytes that the process which forms the group sends
+Joining connects a member to one neighbour, to verify that it listens, and to the supervisor. The first call between two
+members makes any other connection. So where members call two neighbours, connections and memory do not depend on the
+size of the group. They grow with it only where every member calls every other.
+
+## Network traffic of the process that forms the group
 
 {_by_size(BYTES, groups)}
 
-## The law, and {FAR:,} members
+## Extrapolation to {FAR:,} members
 
-`a + b n + c n^2` with no negative term, fitted by relative error to the groups above. "Off by" is the largest deviation
-of a measured group from it. A prediction {FAR // sizes[-1]} times as far out as anything measured says what dominates,
-and not the second digit; and it is for all members on this one host.
+The law is `a + b n + c n^2` without negative terms, fitted to the groups above by relative error. "Off by" is the
+largest deviation of a measured group. The prediction lies {FAR // sizes[-1]} times beyond the largest group measured,
+and is for all members on this one host. It shows which term dominates; do not rely on the second digit.
 
 {_laws((*TIMES, *BYTES, *GAINS), groups)}
 
@@ -214,9 +223,9 @@ def _memory_far(groups: Sequence[Mapping[str, Any]]) -> str:
         for gained in (_gained("private", "neighbours", "before"), _gained("private", "talked", "before"))
     )
     return (
-        f"In memory of their own, {FAR:,} members that talk to two neighbours each would take "
-        f"{FAR * joined / 2**30:.0f} GiB, of which Ray, torch and the imports are {FAR * base / 2**30:.0f} GiB; "
-        f"if everybody had called everybody, {FAR * everybody / 2**30:.0f} GiB."
+        f"The private memory of {FAR:,} members that call two neighbours each would be {FAR * joined / 2**30:.0f} "
+        f"GiB,\nof which Ray, torch and the imports take {FAR * base / 2**30:.0f} GiB. With calls between all members "
+        f"it\nwould be {FAR * everybody / 2**30:.0f} GiB."
     )
 
 
@@ -226,8 +235,8 @@ def _several_hosts(hosts: Sequence[Mapping[str, Any]]) -> str:
     head = ["hosts x members (s)", *(f"{run['hosts']} x {run['members'] // run['hosts']}" for run in hosts)]
     rows = [[figure.label, *(show(figure.of(run)) for run in hosts)] for figure in TIMES]
     return f"""
-The same on several hosts: network, pid, mount, ipc and uts namespaces of their own on this machine, joined by a bridge
-(`tests/multihost`), so that members of different hosts talk by TCP.
+The same on several simulated hosts: each has its own network, pid, mount, ipc and uts namespaces on this machine, and a
+bridge joins them (`tests/multihost`). Members on different hosts use TCP.
 
 {_table(head, rows)}
 """
@@ -236,8 +245,10 @@ The same on several hosts: network, pid, mount, ipc and uts namespaces of their 
 def _planned(planned: Mapping[str, float]) -> str:
     return f"""## {planned["members"]:,.0f} members on paper
 
-What the process that forms a group does by itself can be measured without the members: for
-{planned["members"]:,.0f} of them on {planned["hosts"]:.0f} hosts it decides all routes in {show(planned["plan_s"])} s,
-makes and pickles what all are told in {show(planned["tables_s"])} s ({show(planned["form_bytes"] / 1e6)} MB to form),
-and when one comes back it decides again in {show(planned["replan_s"])} s and sends
-{show(planned["rejoin_bytes"] / 1e6)} MB in all."""
+The work of the process that forms a group can be measured without the members. For {planned["members"]:,.0f} members on
+{planned["hosts"]:.0f} hosts:
+
+- It decides all routes in {show(planned["plan_s"])} s.
+- It builds and pickles the announcements, {show(planned["form_bytes"] / 1e6)} MB, in {show(planned["tables_s"])} s.
+- When one member comes back, it decides all routes again in {show(planned["replan_s"])} s, and sends
+  {show(planned["rejoin_bytes"] / 1e6)} MB in all."""

@@ -10,22 +10,23 @@ from raytorchrpc.bench.results import Run
 from raytorchrpc.bench.tables import Table, choice, figures, not_measured, show_ms
 
 _HEAD = """\
-# Performance
+# Benchmark results
 
 <!-- Written by `raytorchrpc bench --markdown`; change the command, not this file. -->
 
-Every transport between two actors, timed side by side. A sample is one tensor one way and an acknowledgement: a call
-with a tensor argument that returns None. The tensor's bytes are at the other end, and complete, before the
-acknowledgement leaves; the first of every size is looked at there. Figures are medians in milliseconds, with half the
-interquartile range. Rows take turns in blocks of ten, so that the machine's drift hits all alike; a block of quick
-samples begins with one to ten that do not count (about 5 ms), as caches are cold after the others' turns. Sizes that
-the machine cannot hold for all rows at once are measured row by row. `per op` and `bandwidth` are the line
-`time = per_op + bytes / bandwidth` through a row's medians (least squares on the relative error), and the last column
-says how far the worst of them lies from it.
+Every transport between two actors, timed side by side.
 
-`auto` is what raytorchrpc chooses by itself. The other rows of raytorchrpc are forced. Rows of Ray Direct Transport
-are timed by the driver, the only place to ask for it, and cost two actor calls; all others are timed in the sending
-actor. The limits carry no call at all."""
+- **A sample** is a call with one tensor argument that returns None: one way plus an acknowledgement. The
+  acknowledgement leaves when all bytes of the tensor are at the receiver, which verifies the first tensor of each size.
+- **Figures** are medians in milliseconds, ± half the interquartile range. `per op` and `bandwidth` are the line
+  `time = per_op + bytes / bandwidth` through the medians of a row, fitted by least squares on the relative error. The
+  last column is the largest deviation of a median from that line.
+- **Rows** alternate in blocks of ten samples, so that drift of the machine affects all of them. A block of fast samples
+  begins with one to ten that are not counted (about 5 ms), because the other rows have displaced the caches. Sizes that
+  do not fit into memory for all rows at once are measured row by row.
+- **`auto`** is raytorchrpc's own choice; its other rows are forced. Rows of Ray Direct Transport are timed by the
+  driver, the only place where it can be requested, and cost two actor calls. All others are timed in the sending actor.
+  The limits make no call."""
 
 
 def document(runs: Sequence[Run], plots: Sequence[str | None]) -> str:
@@ -45,7 +46,8 @@ def document(runs: Sequence[Run], plots: Sequence[str | None]) -> str:
         parts.append(_rows(run))
         missing = not_measured(run)
         if missing:
-            parts.append("### Not measured, and why\n\n" + "\n".join(f"- {line}" for line in missing))
+            lines = "\n".join(f"- {line}" for line in missing)
+            parts.append(f'<details markdown="1">\n<summary>Not measured, and why</summary>\n\n{lines}\n\n</details>')
     parts.append(_published(runs))
     return "\n\n".join(parts) + "\n"
 
@@ -77,8 +79,8 @@ def _published(runs: Sequence[Run]) -> str:
     lines = [
         "## Published figures",
         "",
-        f"{source} Other machines, and each row forced as its name says; a row of the runs above with the same name "
-        "follows.",
+        f"{source} They come from other machines, and each row is forced to the transport in its name. The rows of the "
+        "runs above with the same name follow it.",
         "",
         _line(("transport", "where", *(show_size(size) for size in sizes))),
         _line(("---", "---", *["---:"] * len(sizes))),

@@ -1,8 +1,9 @@
-"""Pages of ``docs/`` that make promises: each row says which tests show it, or that none does; and the tests exist."""
+"""Pages of ``docs/`` that make promises name the tests of each promise, or say that there is none; the tests exist."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,25 +22,28 @@ def text_of(page: str) -> str:
     return (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
-def rows(page: str) -> list[str]:
-    """Of the tables whose last column is "shown by"."""
-    found, shows = [], False
+def promises(page: str) -> Iterator[tuple[str, str]]:
+    """Each promise with its tests: rows of tables with a column "shown by", items of lists inside ``<details>``."""
+    shows = False
     for line in text_of(page).splitlines():
         if not line.startswith("|"):
             shows = False
         elif line.endswith("| shown by |"):
             shows = True
         elif shows and not line.startswith("|---"):
-            found.append(line)
-    return found
+            yield line, line.split("|")[-2].strip()
+    for section in re.findall(r"^<details.*?^</details>$", text_of(page), re.MULTILINE | re.DOTALL):
+        for item in re.findall(r"^- .*\n(?:  .*\n)*", section, re.MULTILINE):
+            promise, _, tests = item.partition("\n  Tests: ")
+            yield promise, tests.strip().rstrip(".")
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_says_what_shows_its_promises(page: str) -> None:
-    assert len(rows(page)) > 15
-    for row in rows(page):
-        shown = row.split("|")[-2].strip()
-        assert shown == "none" or _NAMED.search(shown), f"neither a test nor 'none': {row}"
+    found = list(promises(page))
+    assert len(found) > 15
+    for promise, tests in found:
+        assert tests == "none" or _NAMED.search(tests), f"neither a test nor 'none': {promise}"
 
 
 @pytest.mark.parametrize("page", PAGES)
