@@ -21,7 +21,7 @@ import torch
 
 import raytorchrpc as rtr
 from benchmarks._harness import Row, interleaved, show, start_ray
-from benchmarks._roads import EmptyTransport, Load, Road
+from benchmarks._objectref_transports import EmptyTransport, Load, Road
 
 OURS, PLAIN, EMPTY = "TORCHRPC", "plain Ray", "empty"
 #: Bytes -> repeats.

@@ -15,10 +15,10 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raytorchrpc as rtr
-from raytorchrpc.bench.ends import End, Ready
-from raytorchrpc.bench.roads import PATIENCE_S, ROADS, Seen
+from raytorchrpc.bench.actors import End, Ready
 from raytorchrpc.bench.rows import Device, Row
 from raytorchrpc.bench.site import Site
+from raytorchrpc.bench.transports import PATIENCE_S, ROADS, Seen
 
 #: Of a GPU, as Ray counts. Every pair holds a context of its own, and Ray has to let all of them in at once.
 _GPU_SHARE = 0.01

@@ -13,11 +13,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytorchrpc import __version__
 from raytorchrpc.bench import pairs
-from raytorchrpc.bench.measuring import Measuring, Tell
 from raytorchrpc.bench.options import Options, show_size
 from raytorchrpc.bench.pairs import Failed, Pair, Placement, Track
 from raytorchrpc.bench.results import RowResult, Run
 from raytorchrpc.bench.rows import KIND_TEXT
+from raytorchrpc.bench.schedule import Measuring, Tell
 from raytorchrpc.bench.site import Place, Room, Site, look_around, obstacle
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 

@@ -113,7 +113,7 @@ def doctor(
     timeout: Annotated[float, typer.Option(help="Seconds that nodes and actors have to answer.")] = 60.0,
 ) -> None:
     """Say what this machine's GPUs, adapters, limits and software mean for the lanes, and what to do."""
-    from raytorchrpc.cli.doctor import run
+    from raytorchrpc.doctor.command import run
 
     code = run(
         cluster=cluster,

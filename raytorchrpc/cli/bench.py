@@ -118,8 +118,8 @@ def _command(asked: Mapping[str, object]) -> str:
 
 
 def _measure(options: Options, address: str | None, command: str) -> Run:
+    from raytorchrpc._ray_session import ray_session
     from raytorchrpc.bench.run import measure  # here: bad options are told without loading Ray and torch
-    from raytorchrpc.cli.session import ray_session
 
     began, cores = time.monotonic(), os.cpu_count() or 1
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(max(_STARTING_AT_ONCE, cores)))

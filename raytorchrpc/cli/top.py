@@ -39,7 +39,7 @@ def run(*, address: str | None, group: str | None, interval_s: float, once: bool
     try:
         if not 0.1 <= interval_s < math.inf:
             raise ConfigurationError("--interval is a number of seconds, 0.1 or more")
-        from raytorchrpc.cli.session import running_cluster  # here: a bad option is told without loading Ray
+        from raytorchrpc._ray_session import running_cluster  # here: a bad option is told without loading Ray
 
         with running_cluster(address):
             _show(group, interval_s, once, as_json)

@@ -23,8 +23,8 @@ def examine(sysfs_root: str | Path | None = None) -> tuple[Finding, ...]:
     Blocks for as long as the imports of torch and Ray and, with GPUs, the start of CUDA in this process take. Starts no
     Ray and changes nothing. Raises ConfigurationError for a tree that is none.
     """
-    from raytorchrpc.doctor import gathering
+    from raytorchrpc.doctor import collector
 
     if sysfs_root is None:
-        return examine_evidence(gathering.gather())
-    return examine_evidence(gathering.gather_from(Path(sysfs_root)))
+        return examine_evidence(collector.gather())
+    return examine_evidence(collector.gather_from(Path(sysfs_root)))

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from raytorchrpc.cli.doctor import DEFAULT_TIMEOUT_S, run
+from raytorchrpc.doctor.command import DEFAULT_TIMEOUT_S, run
 
 
 def main() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from raytorchrpc.doctor.gathering import gather
+from raytorchrpc.doctor.collector import gather
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from raytorchrpc.doctor.evidence import Evidence
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 
 
-def look_at_nodes(timeout_s: float) -> list[Evidence]:
+def collect_from_nodes(timeout_s: float) -> list[Evidence]:
     """One fresh process on each living node. Raises BootstrapError naming the nodes that did not answer in time."""
     nodes = _living()
     hosts = len({node["NodeManagerAddress"] for node in nodes.values()})
@@ -30,7 +30,7 @@ def look_at_nodes(timeout_s: float) -> list[Evidence]:
     return _answers(asked, "node", timeout_s, "is raytorchrpc installed there?")
 
 
-def look_at_actors(names: Sequence[str], timeout_s: float) -> list[Evidence]:
+def collect_from_actors(names: Sequence[str], timeout_s: float) -> list[Evidence]:
     """In each actor's own process: its environment, its limits, its GPUs. ``names``: NAME or NAMESPACE/NAME.
 
     A sync actor answers between its methods. Raises ConfigurationError for a name that is no actor's, BootstrapError
@@ -117,7 +117,7 @@ def _as_started(environ: Any) -> dict[str, str]:
 
 def _look_from_inside(instance: Any, name: str, hosts: int) -> str:
     """Runs in the actor's process."""
-    from raytorchrpc.doctor.gathering import gather
+    from raytorchrpc.doctor.collector import gather
 
     asked: Callable[[], dict[str, list[str]]] = ray.get_runtime_context().get_accelerator_ids
     return gather(name=name, wants_gpu=bool(asked().get("GPU")), hosts=hosts).model_dump_json()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
-from raytorchrpc.doctor import gpus, memory, nccl_advice, network, rdma, software, together
+from raytorchrpc.doctor import compatibility, gpus, memory, nccl_advice, network, rdma, software
 from raytorchrpc.doctor.evidence import Evidence
 from raytorchrpc.doctor.findings import LEVELS, Finding, Level, worst
 from raytorchrpc.doctor.nccl_advice import NcclValue
@@ -68,6 +68,6 @@ def make_report(evidence: Sequence[Evidence], version: str) -> Report:
         )
         for each in evidence
     )
-    shared = tuple(together.findings(evidence)) if len(evidence) > 1 else ()
+    shared = tuple(compatibility.findings(evidence)) if len(evidence) > 1 else ()
     every = [finding for node in nodes for finding in node.findings] + list(shared)
     return Report(version=version, level=worst(every), nodes=nodes, together=shared)

@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from raytorchrpc.bench.fit import fit
 from raytorchrpc.bench.markdown import document
-from raytorchrpc.bench.measuring import FEWEST, Measuring, lead_in
 from raytorchrpc.bench.options import Options, make_options, parse_size, show_size
 from raytorchrpc.bench.pairs import Failed, Pair, Stuck, Track
 from raytorchrpc.bench.published import published, published_curve, published_sizes
 from raytorchrpc.bench.results import Cell, RowResult, Run, read_run, write_file
 from raytorchrpc.bench.rows import QUICK, ROWS, Device, Row, choose
 from raytorchrpc.bench.run import find_node
+from raytorchrpc.bench.schedule import FEWEST, Measuring, lead_in
 from raytorchrpc.bench.site import Place, Room, Site, free_memory, needed, obstacle, size_obstacle
 from raytorchrpc.bench.tables import choice, figures, not_measured, plain, to_csv
 from raytorchrpc.cli.app import app
@@ -339,7 +339,7 @@ class Scripted(Track):
 def measured(monkeypatch: Any, make: Any, *, sizes: tuple[int, ...], budget: float, room: int = 10**12) -> Any:
     """A run over scripted rows; returns (cells by row and size, the log, the rows)."""
     clock, log = [1000.0], []
-    monkeypatch.setattr("raytorchrpc.bench.measuring.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("raytorchrpc.bench.schedule.time.monotonic", lambda: clock[0])
     tracks = make(clock, log)
     options = Options(tuple(t.row for t in tracks), ("cpu",), sizes, budget)
     here = site(place())

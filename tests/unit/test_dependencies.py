@@ -28,14 +28,14 @@ NEEDS = {
     "raytorchrpc/cli/bench.py": "bench",
     "raytorchrpc/cli/demo.py": "demo",
     "raytorchrpc/cli/digits.py": "demo",
-    "raytorchrpc/doctor/_gpus.py": "doctor",
+    "raytorchrpc/doctor/gpu_probe.py": "doctor",
     "raytorchrpc/lanes/common/tls.py": "tls",
     "raytorchrpc/manifest": "cli",
     "examples/atari_dqn": "atari",
     "examples/ray_data.py": "data",
 }
 #: Imports that a file does without, having looked for the package first.
-DONE_WITHOUT = {("raytorchrpc/doctor/rendering.py", "rich")}
+DONE_WITHOUT = {("raytorchrpc/doctor/terminal.py", "rich")}
 #: Extras whose packages are found by name, or that only widen what another package brings.
 FOUND_BY_NAME = {"nixl": "nixl", "jobs": "ray", "data": "ray"}
 

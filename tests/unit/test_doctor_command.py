@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from raytorchrpc.cli.app import app
-from raytorchrpc.cli.doctor import run
 from raytorchrpc.doctor import Report
+from raytorchrpc.doctor.command import run
 from tests.unit.trees import laptop, public_node
 
 ROOT = Path(__file__).parents[2]

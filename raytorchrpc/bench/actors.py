@@ -9,7 +9,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.bench.roads import ROADS, Road, Seen, Setting, arrived, look
+from raytorchrpc.bench.transports import ROADS, Road, Seen, Setting, arrived, look
 
 
 class Ready(NamedTuple):

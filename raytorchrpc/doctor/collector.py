@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.doctor import _gpus
+from raytorchrpc.doctor import gpu_probe
 from raytorchrpc.doctor.evidence import WATCHED, Evidence
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.process import threads
@@ -40,14 +40,14 @@ def gather(*, name: str = "", node_ip: str | None = None, wants_gpu: bool = True
     """
     endpoint = probe.probe(name=name, node_ip=node_ip or _node_ip(), wants_gpu=wants_gpu)
     files = _from_files(LIVE, os.environ)
-    cuda, nvml = _gpus.cuda_works() if wants_gpu else None, _gpus.ask_nvml()
+    cuda, nvml = gpu_probe.cuda_works() if wants_gpu else None, gpu_probe.ask_nvml()
     return Evidence(
         endpoint=endpoint,
         hosts=hosts,
-        cuda_driver=_gpus.cuda_driver(),
+        cuda_driver=gpu_probe.cuda_driver(),
         nvml=nvml.state,
         cuda_works=cuda,
-        links=_gpus.links(endpoint.gpus, nvml),
+        links=gpu_probe.links(endpoint.gpus, nvml),
         own_addresses=_own_addresses(endpoint.hostname),
         **{**files, "gpu_driver": files["gpu_driver"] or nvml.driver},
         shm_total_bytes=_shm_total(LIVE),
@@ -72,7 +72,7 @@ def gather_from(root: Path) -> Evidence:
             "pid": 0,
             "uid": int(uid[1]) if uid else 0,
             "interfaces": _interfaces(root, probed),
-            "gpus": _gpus.from_files(root),
+            "gpus": gpu_probe.from_files(root),
             "memlock_bytes": _memlock(root),
             "huge_pages": "forbidden" if sysfs.huge_pages(root)[0] == "never" else None,
             "torch_version": "",
@@ -102,8 +102,8 @@ def _from_files(root: Path, environ: Mapping[str, str]) -> dict[str, Any]:
     return {
         "kernel": sysfs.read(root / "proc/sys/kernel/osrelease"),
         "container": _container(root, environ),
-        "gpu_driver": _gpus.driver(root),
-        "pci_gpus": _gpus.on_the_bus(root),
+        "gpu_driver": gpu_probe.driver(root),
+        "pci_gpus": gpu_probe.on_the_bus(root),
         "gpu_files": tuple(n for n in sysfs.listing(root / "dev") if re.fullmatch(r"nvidia\d+", n)),
         "environment": {name: environ[name] for name in WATCHED if name in environ},
         "nccl": nccl_env.chosen_values(environ, root),

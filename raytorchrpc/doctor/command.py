@@ -11,8 +11,8 @@ from pathlib import Path
 
 from raytorchrpc import __version__
 from raytorchrpc.doctor.evidence import Evidence
-from raytorchrpc.doctor.rendering import show
 from raytorchrpc.doctor.reports import make_report
+from raytorchrpc.doctor.terminal import show
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -60,18 +60,18 @@ def _look(
     if not 0 < timeout_s < math.inf:
         raise ConfigurationError("--timeout is a number of seconds above 0")
     # Here: bad options are told without loading Ray and torch.
-    from raytorchrpc.doctor import gathering
+    from raytorchrpc.doctor import collector
 
     if sysfs_root is not None:
-        return [gathering.gather_from(sysfs_root)]
+        return [collector.gather_from(sysfs_root)]
     if not cluster and not names:
-        return [gathering.gather()]
+        return [collector.gather()]
     return _look_elsewhere(address, names, timeout_s)
 
 
 def _look_elsewhere(address: str | None, names: list[str], timeout_s: float) -> list[Evidence]:
-    from raytorchrpc.cli.session import running_cluster
-    from raytorchrpc.doctor.cluster import look_at_actors, look_at_nodes
+    from raytorchrpc._ray_session import running_cluster
+    from raytorchrpc.doctor.cluster import collect_from_actors, collect_from_nodes
 
     with running_cluster(address):
-        return look_at_actors(names, timeout_s) if names else look_at_nodes(timeout_s)
+        return collect_from_actors(names, timeout_s) if names else collect_from_nodes(timeout_s)
