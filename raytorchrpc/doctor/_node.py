@@ -1,4 +1,4 @@
-"""``python -m raytorchrpc.doctor._node NAME ADDRESS HOSTS``: this machine's evidence as JSON, for ``cluster``."""
+"""``python -m raytorchrpc.doctor._node NAME ADDRESS HOSTS``: prints this machine's evidence as JSON."""
 
 from __future__ import annotations
 

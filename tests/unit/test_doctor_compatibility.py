@@ -107,7 +107,7 @@ def test_why_no_gpu_is_seen(fields: dict[str, Any], gpu: bool, expected: str) ->
     [
         ([GpuLink(a=0, b=1, nvlinks=18, peer_access=True)], "gpu-links", "18 NVLinks"),
         ([GpuLink(a=0, b=1, nvlinks=0, peer_access=True)], "gpu-links", "over PCIe"),
-        ([GpuLink(a=0, b=1, peer_access=True)], "gpu-links", "peer access between all of them"),
+        ([GpuLink(a=0, b=1, peer_access=True)], "gpu-links", "all of them have peer access"),
         ([GpuLink(a=0, b=1, peer_access=False)], "gpu-no-peer-access", "GPUs 0-1"),
     ],
 )
