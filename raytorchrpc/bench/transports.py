@@ -1,7 +1,7 @@
-"""One sample of each road, as it runs inside the two actors. Rank 0 sends, rank 1 receives.
+"""One sample over each transport, inside the two actors. Rank 0 sends, rank 1 receives.
 
-``open`` is called at rank 0 first; what it returns is given to rank 1's. ``send`` is one sample: it returns when the
-tensor is at the other end, complete, and the acknowledgement is back.
+``open`` is called on rank 0 first; its result is passed to ``open`` on rank 1. ``send`` takes one sample: it returns
+when the whole tensor is at the other end and the acknowledgement has arrived.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 import raytorchrpc as rtr
 from raytorchrpc.topology import probe
 
-#: No road waits longer for its peer (seconds).
-PATIENCE_S = 120.0
+#: Longest wait for the peer, in seconds.
+TIMEOUT_S = 120.0
 
 
-class Seen(NamedTuple):
-    """What arrived: enough to tell another size, other bytes, or nothing."""
+class Digest(NamedTuple):
+    """Enough of a tensor to detect another size, other bytes, or nothing."""
 
     nbytes: int
     first: int
     last: int
 
 
-def look(tensor: torch.Tensor) -> Seen:
-    """Copies two bytes from wherever the tensor is."""
-    return Seen(tensor.nbytes, int(tensor[0]), int(tensor[-1]))
+def digest(tensor: torch.Tensor) -> Digest:
+    """Copies two bytes from the tensor's device."""
+    return Digest(tensor.nbytes, int(tensor[0]), int(tensor[-1]))
 
 
-def arrived(tensor: torch.Tensor) -> None:
-    """Wait for the data itself."""
+def synchronize(tensor: torch.Tensor) -> None:
+    """Block until the tensor's data is there."""
     if tensor.is_cuda:
         torch.cuda.current_stream().synchronize()
 
 
-class Setting(NamedTuple):
-    """Where a road runs."""
+class Context(NamedTuple):
+    """Where one end of a transport runs."""
 
     rank: int
     peer: Any
@@ -60,127 +60,120 @@ class Setting(NamedTuple):
     cuda: bool
 
 
-class Road(ABC):
-    """One end of one road."""
+class Transport(ABC):
+    """One end of one transport."""
 
     two_sided = False
-    """Rank 1 has to ``serve`` while rank 0 sends."""
-    within = False
-    """Rank 0 does it all."""
+    """Rank 1 must ``serve`` while rank 0 sends."""
+    local = False
+    """Rank 0 works alone."""
 
-    def __init__(self, setting: Setting, options: dict[str, Any]) -> None:
-        self.setting, self.options = setting, options
+    def __init__(self, context: Context, options: dict[str, Any]) -> None:
+        self.context, self.options = context, options
 
-    def open(self, met: Any) -> Any:
-        """``met``: what rank 0's returned; None at rank 0."""
+    def open(self, meeting: Any) -> Any:
+        """``meeting``: the result on rank 0; None on rank 0."""
         return None
 
-    def wake(self) -> None:  # noqa: B027 - most roads need nothing here
-        """Get ready for a turn; both ends at once."""
+    def resume(self) -> None:  # noqa: B027 - most transports need nothing here
+        """Prepare for a turn; called on both ends at once."""
 
-    def rest(self) -> None:  # noqa: B027
-        """The turn is over; both ends at once."""
+    def pause(self) -> None:  # noqa: B027
+        """End a turn; called on both ends at once."""
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, check: bool) -> None:
-        """One sample. ``check``: the receiver is to look at what comes; not to be timed."""
+        """Take one sample. ``check``: untimed; the receiver keeps a digest."""
 
     def serve(self, like: torch.Tensor, count: int) -> None:
         """Take part in ``count`` samples of that size and device."""
         raise NotImplementedError
 
-    def seen(self) -> Seen | None:
-        """What rank 1 saw last, if the road keeps that itself."""
+    def received(self) -> Digest | None:
+        """Digest of the last tensor on rank 1, if the transport keeps it itself."""
         return None
 
     def drop(self) -> None:  # noqa: B027
-        """Give back what the last size needed."""
+        """Free what the last size needed."""
 
 
-class GroupRoad(Road):
-    """A call of this package."""
+class GroupTransport(Transport):
+    """A direct call."""
 
-    def open(self, met: Any) -> Any:
-        self._peer = rtr.rpc_sync(self.setting.peer)
-
-    def send(self, tensor: torch.Tensor, check: bool) -> None:
-        if check:
-            self._peer.look(tensor)
-        else:
-            self._peer.take(tensor)
-
-
-class RayRoad(Road):
-    """A call of Ray's: the tensor goes through its object store (small ones in the message)."""
+    def open(self, meeting: Any) -> Any:
+        self._peer = rtr.rpc_sync(self.context.peer)
 
     def send(self, tensor: torch.Tensor, check: bool) -> None:
-        peer = self.setting.peer
-        ray.get((peer.look if check else peer.take).remote(tensor), timeout=PATIENCE_S)
+        (self._peer.take_checked if check else self._peer.take)(tensor)
 
 
-_rpc_seen: Seen | None = None
+class RayTransport(Transport):
+    """A Ray call: the tensor goes through the object store (small ones in the message)."""
+
+    def send(self, tensor: torch.Tensor, check: bool) -> None:
+        peer = self.context.peer
+        ray.get((peer.take_checked if check else peer.take).remote(tensor), timeout=TIMEOUT_S)
 
 
-def _rpc_take(tensor: torch.Tensor) -> None:
-    arrived(tensor)
+_rpc_digest: Digest | None = None
 
 
-def _rpc_look(tensor: torch.Tensor) -> None:
-    global _rpc_seen
-    _rpc_seen = look(tensor)
+def _rpc_take_checked(tensor: torch.Tensor) -> None:
+    global _rpc_digest
+    _rpc_digest = digest(tensor)
 
 
-class TorchRpcRoad(Road):
-    """``torch.distributed.rpc`` with its own defaults. Agents live for one turn: an idle one polls."""
+class TorchRpcTransport(Transport):
+    """``torch.distributed.rpc`` with its own defaults. Agents live for one turn, because idle ones poll."""
 
-    def open(self, met: Any) -> Any:
+    def open(self, meeting: Any) -> Any:
         interface = probe.interface_for(
-            probe.probe(node_ip=self.setting.address, wants_gpu=False), self.setting.address
+            probe.probe(node_ip=self.context.address, wants_gpu=False), self.context.address
         )
-        if interface:  # else torch listens where the host name points, often 127.0.1.1
+        if interface:  # else torch listens on the address of the host name, often 127.0.1.1
             os.environ.setdefault("TP_SOCKET_IFNAME", interface)
-        if met is None:
-            # init_rpc finds this server again in its own process, so that no port has to be guessed.
-            self._store = TCPStore(self.setting.address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-            met = f"tcp://{self.setting.address}:{self._store.port}"
-        self._meeting = met
-        return met
+        if meeting is None:
+            # init_rpc reuses this server, which it finds in its own process, so no port has to be guessed.
+            self._store = TCPStore(self.context.address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+            meeting = f"tcp://{self.context.address}:{self._store.port}"
+        self._meeting = meeting
+        return meeting
 
-    def wake(self) -> None:
-        rank = self.setting.rank
-        maps: Any = {f"end{1 - rank}": {0: 0}} if self.setting.cuda else None
-        options = rpc.TensorPipeRpcBackendOptions(init_method=self._meeting, rpc_timeout=PATIENCE_S, device_maps=maps)
+    def resume(self) -> None:
+        rank = self.context.rank
+        maps: Any = {f"end{1 - rank}": {0: 0}} if self.context.cuda else None
+        options = rpc.TensorPipeRpcBackendOptions(init_method=self._meeting, rpc_timeout=TIMEOUT_S, device_maps=maps)
         name = f"end{rank}"
         rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)  # type: ignore[no-untyped-call]
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         rpc.shutdown()
 
     def send(self, tensor: torch.Tensor, check: bool) -> None:
-        rpc.rpc_sync("end1", _rpc_look if check else _rpc_take, args=(tensor,))
+        rpc.rpc_sync("end1", _rpc_take_checked if check else synchronize, args=(tensor,))
 
-    def seen(self) -> Seen | None:
-        return _rpc_seen
+    def received(self) -> Digest | None:
+        return _rpc_digest
 
 
-class NcclRoad(Road):
-    """NCCL's send and receive; the acknowledgement is another message."""
+class NcclTransport(Transport):
+    """NCCL's send and receive; the acknowledgement is a second message."""
 
     two_sided = True
-    _seen: Seen | None = None
+    _digest: Digest | None = None
 
-    def open(self, met: Any) -> Any:
+    def open(self, meeting: Any) -> Any:
         torch.cuda.set_device(0)
-        if met is None:
-            self._store = TCPStore(self.setting.address, 0, is_master=True, wait_for_workers=False)
-            return self.setting.address, self._store.port
-        self._store = TCPStore(met[0], met[1], is_master=False)
+        if meeting is None:
+            self._store = TCPStore(self.context.address, 0, is_master=True, wait_for_workers=False)
+            return self.context.address, self._store.port
+        self._store = TCPStore(meeting[0], meeting[1], is_master=False)
         return None
 
-    def wake(self) -> None:
+    def resume(self) -> None:
         if not dist.is_initialized():
-            limit = timedelta(seconds=PATIENCE_S)
-            dist.init_process_group("nccl", store=self._store, rank=self.setting.rank, world_size=2, timeout=limit)
+            limit = timedelta(seconds=TIMEOUT_S)
+            dist.init_process_group("nccl", store=self._store, rank=self.context.rank, world_size=2, timeout=limit)
             self._ack = torch.ones(1, device="cuda")
 
     def send(self, tensor: torch.Tensor, check: bool) -> None:
@@ -193,41 +186,41 @@ class NcclRoad(Road):
             dist.recv(like, 0)
             dist.send(self._ack, 0)
             torch.cuda.current_stream().synchronize()
-        self._seen = look(like)
+        self._digest = digest(like)
 
-    def seen(self) -> Seen | None:
-        return self._seen
+    def received(self) -> Digest | None:
+        return self._digest
 
 
 _LENGTH = struct.Struct("!Q")
 
 
-class SocketRoad(Road):
-    """A TCP socket, or several that share each tensor; received into memory that stays warm."""
+class SocketTransport(Transport):
+    """A TCP socket, or several that share each tensor; the receiver reuses its buffers."""
 
-    def open(self, met: Any) -> Any:
+    def open(self, meeting: Any) -> Any:
         self._streams = int(self.options.get("streams", 1))
         self._sockets: list[socket.socket] = []
         self._buffers: list[bytearray] = [bytearray() for _ in range(self._streams)]
         self._lengths = [0] * self._streams
         self._pool = ThreadPoolExecutor(self._streams, "bench-socket")
-        if met is None:
-            self._listener = socket.create_server((self.setting.address, 0), backlog=self._streams)
-            self._listener.settimeout(PATIENCE_S)
+        if meeting is None:
+            self._listener = socket.create_server((self.context.address, 0), backlog=self._streams)
+            self._listener.settimeout(TIMEOUT_S)
             return self._listener.getsockname()[:2]
         for number in range(self._streams):
-            self._sockets.append(self._tuned(socket.create_connection(met, timeout=PATIENCE_S)))
-            # Not in the pool: Python would wait for a pool's threads when the process ends.
+            self._sockets.append(self._tuned(socket.create_connection(meeting, timeout=TIMEOUT_S)))
+            # Daemon threads, because Python waits for a pool's threads at exit.
             threading.Thread(target=self._receive, args=(number,), name="bench-receive", daemon=True).start()
         return None
 
     def _tuned(self, stream: socket.socket) -> socket.socket:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        stream.settimeout(None if self.setting.rank else PATIENCE_S)
+        stream.settimeout(None if self.context.rank else TIMEOUT_S)
         return stream
 
-    def wake(self) -> None:
-        while self.setting.rank == 0 and len(self._sockets) < self._streams:
+    def resume(self) -> None:
+        while self.context.rank == 0 and len(self._sockets) < self._streams:
             self._sockets.append(self._tuned(self._listener.accept()[0]))
 
     def send(self, tensor: torch.Tensor, check: bool) -> None:
@@ -262,34 +255,34 @@ class SocketRoad(Road):
                 self._lengths[number] = length
                 stream.sendall(b"+")
 
-    def seen(self) -> Seen | None:
+    def received(self) -> Digest | None:
         full = [number for number in range(self._streams) if self._lengths[number]]
         if not full:
             return None
         last = full[-1]
         ends = self._buffers[0][0], self._buffers[last][self._lengths[last] - 1]
-        return Seen(sum(self._lengths), *ends)
+        return Digest(sum(self._lengths), *ends)
 
     def drop(self) -> None:
         self._buffers = [bytearray() for _ in range(self._streams)]
         self._lengths = [0] * self._streams
 
 
-class NngRoad(Road):
-    """pynng's pair sockets over TCP. They take and give bytes, so a tensor is copied at either end."""
+class NngTransport(Transport):
+    """pynng's pair sockets over TCP. Their payload is bytes, so the tensor is copied at both ends."""
 
     _last = b""
 
-    def open(self, met: Any) -> Any:
+    def open(self, meeting: Any) -> Any:
         import pynng
 
-        limit = int(PATIENCE_S * 1000)
+        limit = int(TIMEOUT_S * 1000)
         self._socket = pynng.Pair0(recv_max_size=0, send_timeout=limit)
-        if met is None:
+        if meeting is None:
             self._socket.recv_timeout = limit
-            listener = self._socket.listen(f"tcp://{self.setting.address}:0")
+            listener = self._socket.listen(f"tcp://{self.context.address}:0")
             return f"tcp://{listener.local_address}"
-        self._socket.dial(met, block=True)
+        self._socket.dial(meeting, block=True)
         threading.Thread(target=self._receive, name="bench-receive", daemon=True).start()
         return None
 
@@ -302,37 +295,37 @@ class NngRoad(Road):
             self._last = self._socket.recv()
             self._socket.send(b"+")
 
-    def seen(self) -> Seen | None:
-        return Seen(len(self._last), self._last[0], self._last[-1]) if self._last else None
+    def received(self) -> Digest | None:
+        return Digest(len(self._last), self._last[0], self._last[-1]) if self._last else None
 
     def drop(self) -> None:
         self._last = b""
 
 
-class MemcpyRoad(Road):
-    """No peer: a copy from memory to warm memory."""
+class MemcpyTransport(Transport):
+    """No peer: a copy into memory that is already mapped."""
 
-    within = True
+    local = True
     _target: torch.Tensor | None = None
 
     def send(self, tensor: torch.Tensor, check: bool) -> None:
         if self._target is None or self._target.shape != tensor.shape:
             self._target = self._make(tensor)
         self._target.copy_(tensor)
-        arrived(self._target)
+        synchronize(self._target)
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(tensor)
 
-    def seen(self) -> Seen | None:
-        return None if self._target is None else look(self._target)
+    def received(self) -> Digest | None:
+        return None if self._target is None else digest(self._target)
 
     def drop(self) -> None:
         self._target = None
 
 
-class GpuCopyRoad(MemcpyRoad):
-    """No peer: a process that sees all GPUs copies from the first to the last of them."""
+class GpuCopyTransport(MemcpyTransport):
+    """No peer: one process copies from the first to the last of its GPUs."""
 
     def send(self, tensor: torch.Tensor, check: bool) -> None:
         super().send(tensor, check)
@@ -342,13 +335,14 @@ class GpuCopyRoad(MemcpyRoad):
         return torch.zeros_like(tensor, device=f"cuda:{torch.cuda.device_count() - 1}")
 
 
-ROADS: dict[str, type[Road]] = {
-    "group": GroupRoad,
-    "ray": RayRoad,
-    "torchrpc": TorchRpcRoad,
-    "nccl": NcclRoad,
-    "socket": SocketRoad,
-    "nng": NngRoad,
-    "memcpy": MemcpyRoad,
-    "gpu_copy": GpuCopyRoad,
+#: By the name in ``Row.transport``.
+TRANSPORTS: dict[str, type[Transport]] = {
+    "group": GroupTransport,
+    "ray": RayTransport,
+    "torchrpc": TorchRpcTransport,
+    "nccl": NcclTransport,
+    "socket": SocketTransport,
+    "nng": NngTransport,
+    "memcpy": MemcpyTransport,
+    "gpu_copy": GpuCopyTransport,
 }

@@ -172,8 +172,6 @@ def _show(run: Run, *, against_published: bool) -> None:
         print_table(figures(run, device, against_published=against_published))
         if compared := choice(run, device):
             print_table(compared)
-    if find_spec("numpy") is None:
-        print("\nno lines through the medians: numpy is not installed (pip install 'raytorchrpc[bench]')")
     missing = not_measured(run)
     if missing:
         print("\nNot measured:")
