@@ -90,10 +90,10 @@ def test_a_run_covers_everything_unless_told_otherwise() -> None:
         (["--hosts", "here", "here"], "hosts must be two different Ray nodes"),
         (["--plot", "figures.svg"], "figures.svg does not end in .png"),
         (["--json", "/no/such/folder/x.json"], "cannot write /no/such/folder/x.json: no such directory"),
-        (["--csv", "same", "--json", "same"], "two outputs have the same file name"),
+        (["--csv", "same", "--json", "same"], "two outputs name the same file"),
         (["--from", "/no/such/result.json"], "cannot read /no/such/result.json"),
         (["--from", __file__], "is not a result of `raytorchrpc bench --json`"),
-        (["--from", "x.json", "--quick"], "it measures nothing"),
+        (["--from", "x.json", "--quick"], "measures nothing"),
         (["--address", "127.0.0.1:1"], "no Ray cluster answers at 127.0.0.1:1"),
     ],
 )
@@ -586,7 +586,7 @@ def test_no_figure_at_all_is_a_failure(tmp_path: Path) -> None:
     write_file(tmp_path / "empty.json", empty.model_dump_json())
     ran = CliRunner().invoke(app, ["bench", "--from", str(tmp_path / "empty.json")])
     assert ran.exit_code == 1
-    assert ran.stderr == "raytorchrpc bench: not a single figure came out; the reasons are above\n"
+    assert ran.stderr == "raytorchrpc bench: no row produced a figure; the reasons are above\n"
 
 
 COLD_STARTS = [(1e-5, 10), (5e-4, 10), (2e-3, 2), (1e-2, 1), (0.02, 0), (3.0, 0)]
