@@ -25,7 +25,7 @@ from raytorchrpc.bench.site import Host, MemoryLimits, Site, free_memory, needed
 from raytorchrpc.bench.tables import choice, figures, not_measured, plain, to_csv
 from raytorchrpc.cli.app import app
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.topology.probe import Endpoint, Gid, Hca, HcaPort
+from raytorchrpc.topology.endpoint import Endpoint, Gid, Hca, HcaPort
 
 GB = 10**9
 BY_NAME = {row.name: row for row in ROWS}
