@@ -4,8 +4,8 @@
 #   make test TESTS=                  every test, the slow and the multi-host ones too
 #   make test JOBS=0                  one test file after another
 #   make env PYTHON=python3.12        another interpreter for a new environment
-#   make install-check TORCH=torch==2.15.0 EXTRAS=cli,demo,doctor,bench,jobs,data,atari,tls
-#                                     another torch, and more extras, for the trial of a plain installation
+#   make install-check TORCH=torch==2.15.0 EXTRAS=cli,demo,doctor,bench,jobs,data,atari,tls PACKAGE=dist/NAME.whl
+#                                     try another torch, more extras, or a wheel in an empty environment
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -24,6 +24,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
 EXTRAS ?= cli,doctor
+PACKAGE ?= .
 
 .PHONY: help env demo test lint docs bench install-check clean
 
@@ -51,7 +52,7 @@ bench: $(STAMP) ## run the benchmarks, ours and plain Ray side by side
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 install-check: ## install the library in an empty environment, and try it and its extras there
-	@$(PYTHON) tests/install.py --torch "$(TORCH)" --extras "$(EXTRAS)"
+	@$(PYTHON) tests/install.py --torch "$(TORCH)" --package "$(PACKAGE)" --extras "$(EXTRAS)"
 
 clean: ## remove build output and caches (delete .venv by hand to start over)
 	@rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache *.egg-info

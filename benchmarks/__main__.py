@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from importlib import import_module
 
-from benchmarks import (
-    atari,
-    calls,
-    forming,
-    huge_pages,
-    objectrefs,
-    protection,
-    queues,
-    scale,
-    seeing,
-    soak,
-    tensors,
-    tutorial,
-    weights,
-)
+from benchmarks import scale, soak
 from benchmarks._harness import machine
 
-ALL = {
-    "atari": atari.main,
-    "calls": calls.main,
-    "forming": forming.main,
-    "huge_pages": huge_pages.main,
-    "objectrefs": objectrefs.main,
-    "protection": protection.main,
-    "queues": queues.main,
-    "seeing": seeing.main,
-    "tensors": tensors.main,
-    "tutorial": tutorial.main,
-    "weights": weights.main,
-}
-
-
-#: Those with options of their own, which only run when they are named.
+#: Modules of this package that run by default, each with a function ``main(quick)``.
+ALL = (
+    *("atari", "calls", "formation", "huge_pages", "objectrefs", "observability", "protection", "queues", "tensors"),
+    *("tutorial", "weights"),
+)
+#: Benchmarks with options of their own, which run only when they are named.
 NAMED = ("scale", "soak")
 
 
@@ -66,7 +43,7 @@ def main() -> None:
             members = members[:2] if options.quick else members
             scale.main(members, options.markdown, options.json, options.from_json, options.hosts_json)
         else:
-            ALL[name](quick=options.quick)
+            import_module(f"benchmarks.{name}").main(quick=options.quick)
 
 
 if __name__ == "__main__":

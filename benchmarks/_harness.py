@@ -1,4 +1,4 @@
-"""What every benchmark shares: interleaved timing, medians, a table with the target beside the ratio."""
+"""What all benchmarks share: interleaved timing, medians, tables with targets."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import ray
 import torch
 
+from raytorchrpc.bench.tables import Table, plain
+
 
 @dataclass(frozen=True)
 class Row:
-    """One line: what we took against what a named peer took, in the same run."""
+    """One line: our figure against that of a named peer, from the same run."""
 
     what: str
     ours: float
@@ -25,22 +27,27 @@ class Row:
     unit: str
     peer_name: str
     target: float | None = None
-    """The ratio ours / peer must not exceed."""
+    """Upper bound of the ratio ours / peer."""
 
     @property
     def ratio(self) -> float:
         return self.ours / self.peer if self.peer else float("inf")
 
+    @property
+    def verdict(self) -> str:
+        """The target and whether it is met; empty without one."""
+        return "" if self.target is None else f"<= {self.target:g} {'ok' if self.ratio <= self.target else 'MISSED'}"
 
-#: Runs of one road before it is the next one's turn.
+
+#: Consecutive runs of one function.
 BLOCK = 10
 
 
 def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 3) -> dict[str, float]:
-    """Median seconds of each.
+    """Median seconds of each function.
 
-    Taken in turns, so that the machine's drift hits all alike, and in blocks, so that each road is as warm as in
-    a loop of its own: after another road's run, caches and sleeping cores cost more than a small call itself.
+    They alternate, so that drift of the machine affects all of them, in blocks, so that each is as warm as in its own
+    loop: after another one's run, cold caches and idle cores cost more than a small call itself.
     """
     for run in runs.values():
         for _ in range(warmup):
@@ -56,22 +63,19 @@ def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int, warmup: 
 
 
 def start_ray(cpus: int = 4) -> None:
-    """A local Ray without a dashboard."""
+    """Start a local Ray without a dashboard."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
 
 
-def show(title: str, rows: list[Row]) -> None:
-    """Print a table, and each row as a line of JSON where BENCH_JSON names a file."""
-    print(f"\n{title}")
-    print(f"  {'':<34}{'ours':>12}{'peer':>12}  {'':<6}{'ratio':>8}{'target':>9}   peer")
-    for row in rows:
-        target = f"<= {row.target:g}" if row.target is not None else ""
-        verdict = "" if row.target is None else ("ok" if row.ratio <= row.target else "MISSED")
-        print(
-            f"  {row.what:<34}{row.ours:>12.4g}{row.peer:>12.4g}  {row.unit:<6}{row.ratio:>8.3f}{target:>9}"
-            f"   {row.peer_name} {verdict}"
-        )
+def show(title: str, rows: Sequence[Row]) -> None:
+    """Print a table, and append each row as a line of JSON to the file that BENCH_JSON names."""
+    heads = ("", "ours", "peer", "", "ratio", "target", "")
+    lines = [
+        (row.what, f"{row.ours:.4g}", f"{row.peer:.4g}", row.unit, f"{row.ratio:.3f}", row.verdict, row.peer_name)
+        for row in rows
+    ]
+    print(f"\n{plain(Table(title, heads, tuple(lines)))}")
     if path := os.environ.get("BENCH_JSON"):
         with open(path, "a") as file:
             for row in rows:
@@ -79,7 +83,7 @@ def show(title: str, rows: list[Row]) -> None:
 
 
 def machine() -> str:
-    """One line about where this runs."""
+    """One line about this machine."""
     gpus = f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else ""
     return (
         f"{os.cpu_count()} cores{gpus}, Python {platform.python_version()}, torch {torch.__version__}, "

@@ -1,13 +1,13 @@
-"""How soon a group knows that a member is gone, and has it back: ``python -m benchmarks.detection [--runs N]``.
+"""How fast a group detects a lost member and restores it: ``python -m benchmarks.detection [--runs N]``.
 
-Hosts are network namespaces of this machine (see ``tests/multihost/rig``), with a Ray of their own over them. The
-member that is lost is one of three; the driver and another member are on the first host. Each figure is the median over
-the runs, and the slowest, in seconds after the fault:
+Hosts are network namespaces of this machine (see ``tests/multihost/rig``) with their own Ray cluster. One of three
+members is lost; the driver and another member are on the first host. Each figure is the median and the maximum of all
+runs, in seconds after the fault:
 
-- call: a call that was under way to the member has ended.
-- told: ``Group.on_change`` has said "lost".
-- Ray: Ray has the actor alive again (its constructor has returned).
-- back: ``Group.on_change`` has said "back", and everybody can call it. rejoin is back - Ray.
+- call: a call in flight to the member has ended.
+- told: ``Group.on_change`` has reported "lost".
+- Ray: Ray has restarted the actor (its constructor has returned).
+- back: ``Group.on_change`` has reported "back", and all members can call it. rejoin is back - Ray.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import argparse
 import statistics
 from collections.abc import Callable
 
+from raytorchrpc.bench.tables import Table, plain
 from tests.multihost.conftest import cluster
 from tests.multihost.rig import Host
 from tests.multihost.session import Driver, driver
 
-#: The deadline of the call that is under way when a cable is pulled (seconds).
+#: Deadline of the call in flight when the cable is pulled (seconds).
 DEADLINE_S = 5.0
 Figures = dict[str, float]
 
@@ -31,7 +32,7 @@ def process_dies(hosts: tuple[Host, ...], asked: Driver) -> Figures:
 
 
 def power_fails(hosts: tuple[Host, ...], asked: Driver) -> Figures:
-    """Every process of the member's host ends at once. Ray restarts the actor on another host."""
+    """All processes of the member's host end at once; Ray restarts the actor on another host."""
     return _lost(hosts, asked, lambda host, _: host.power_off())
 
 
@@ -50,7 +51,7 @@ def _lost(hosts: tuple[Host, ...], asked: Driver, fault: Callable[[Host, int], f
 
 
 def cable_pulled(hosts: tuple[Host, ...], asked: Driver) -> Figures:
-    """The member's host is cut off without a word; the call has a deadline. Only for its end: nobody is lost."""
+    """The member's host loses its network. Measures only the end of the call, at its deadline: no member is lost."""
     asked.ask("form", {"a": hosts[0].name, "b": hosts[1].name, "c": hosts[0].name})
     asked.ask("endure", "a", "b", DEADLINE_S)
     began = hosts[1].pull_cable()
@@ -63,7 +64,7 @@ def cable_pulled(hosts: tuple[Host, ...], asked: Driver) -> Figures:
 
 
 def measure(runs: int) -> dict[str, list[Figures]]:
-    """By case, what each run took. Raises Unavailable where hosts cannot be built."""
+    """The figures of all runs, by case. Raises Unavailable if hosts cannot be created."""
     found: dict[str, list[Figures]] = {}
     for count, cases in (
         (1, {"process killed, one host": process_dies}),
@@ -74,7 +75,7 @@ def measure(runs: int) -> dict[str, list[Figures]]:
                 for _ in range(runs):
                     found.setdefault(title, []).append(case(hosts, asked))
                     asked.ask("end")
-    for _ in range(runs):  # hosts without power stay so
+    for _ in range(runs):  # hosts that are powered off stay off
         with cluster(3, failures=3, cpus=1) as hosts, driver(hosts[0], "serve", module="wandering") as asked:
             found.setdefault("host without power, three hosts", []).append(power_fails(hosts, asked))
     return found
@@ -82,13 +83,12 @@ def measure(runs: int) -> dict[str, list[Figures]]:
 
 def main(runs: int = 5) -> None:
     names = ("call", "told", "Ray", "back", "rejoin")
-    print(f"{'seconds after the fault: median (slowest)':<42}" + "".join(f"{name:>16}" for name in names))
-    for title, figures in measure(runs).items():
-        cells = []
-        for name in names:
-            values = [each[name] for each in figures if name in each]
-            cells.append(f"{statistics.median(values):.3f} ({max(values):.3f})" if values else "-")
-        print(f"{title:<42}" + "".join(f"{cell:>16}" for cell in cells))
+    rows = []
+    for case, figures in measure(runs).items():
+        columns = [[each[name] for each in figures if name in each] for name in names]
+        cells = (f"{statistics.median(values):.3f} ({max(values):.3f})" if values else "-" for values in columns)
+        rows.append((case, *cells))
+    print(plain(Table("Seconds after the fault: median (slowest)", ("", *names), tuple(rows))))
 
 
 if __name__ == "__main__":

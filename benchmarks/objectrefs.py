@@ -1,12 +1,11 @@
-"""Ray's own line, ``ray.get(b.consume.remote(a.produce.remote()))``, timed in the driver, by every road for tensors:
-Ray Direct Transport over this package (TORCHRPC), Gloo, NCCL, NIXL and CUDA IPC, and Ray's object store.
+"""Times ``ray.get(b.consume.remote(a.produce.remote()))`` in the driver over every tensor transport of Ray: Ray Direct
+Transport over this package (TORCHRPC), Gloo, NCCL, NIXL and CUDA IPC, and Ray's object store.
 
-All roads alike: each has two actors of its own, started with ``runtime_env()``; ``produce`` returns tensors that its
-actor made before and keeps, so that neither allocating nor filling them is timed; ``consume`` reads from what came and
-returns a number. What came is compared with what was sent once for each size, untimed.
+Each transport has two actors of its own, started with ``runtime_env()``. ``produce`` returns existing tensors, so that
+neither allocation nor filling is timed; ``consume`` reads from them and returns a number. The tensors are verified once
+for each size, untimed.
 
-"empty" is a one-sided transport that moves nothing: the time that Ray's machinery takes by itself, below which no
-transport gets.
+"empty" is a one-sided transport that moves nothing: Ray's own overhead, a lower bound for every transport.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ import torch
 
 import raytorchrpc as rtr
 from benchmarks._harness import Row, interleaved, show, start_ray
-from benchmarks._roads import EmptyTransport, Load, Road
+from benchmarks._objectref_transports import EmptyTransport, Load, Transport
+from raytorchrpc.bench.tables import Table, plain
 
 OURS, PLAIN, EMPTY = "TORCHRPC", "plain Ray", "empty"
 #: Bytes -> repeats.
@@ -32,7 +32,7 @@ SHARED_SIZES = {1_250_000: 60, 640_000_000: 20}
 MANY = 1000, 4_000
 """Tensors in one object, and bytes of each."""
 MANY_REPEATS = 20
-#: CUDA tensors that Ray's object store is to carry with ``--quick``: one of 1.25 GB takes it seconds.
+#: Largest CUDA tensor in Ray's object store with ``--quick``: 1.25 GB would take seconds.
 QUICK_STORE = 40_000_000
 
 
@@ -55,13 +55,13 @@ def main(quick: bool = False) -> None:
 
 def _cpu(quick: bool) -> None:
     zero_copy = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
-    roads = [
-        Road(OURS, "TORCHRPC"),
-        Road(PLAIN, None),
-        Road("Ray, zero-copy tensors", None, env=zero_copy),
-        Road("RDT gloo", "GLOO"),
+    transports = [
+        Transport(OURS, "TORCHRPC"),
+        Transport(PLAIN, None),
+        Transport("Ray, zero-copy tensors", None, env=zero_copy),
+        Transport("RDT gloo", "GLOO"),
         _nixl(),
-        Road(EMPTY, "EMPTY", moves=False),
+        Transport(EMPTY, "EMPTY", moves=False),
     ]
 
     def target(load: Load, peer: str) -> float | None:
@@ -71,16 +71,16 @@ def _cpu(quick: bool) -> None:
 
     loads = {Load("cpu", size): repeats for size, repeats in CPU_SIZES.items()}
     loads[Load("cpu", MANY[1], MANY[0])] = MANY_REPEATS
-    _compare("CPU tensors by ObjectRef, one host (medians)", roads, loads, target, quick)
+    _compare("CPU tensors by ObjectRef, one host (medians)", transports, loads, target, quick)
 
 
 def _two_gpus(quick: bool, gpus: Sequence[str]) -> None:
-    roads = [
-        Road(OURS, "TORCHRPC"),
-        Road("RDT nccl", "NCCL"),
+    transports = [
+        Transport(OURS, "TORCHRPC"),
+        Transport("RDT nccl", "NCCL"),
         _nixl(),
-        Road(PLAIN, None, most=QUICK_STORE if quick else None),
-        Road(EMPTY, "EMPTY", moves=False),
+        Transport(PLAIN, None, max_bytes=QUICK_STORE if quick else None),
+        Transport(EMPTY, "EMPTY", moves=False),
     ]
 
     def target(load: Load, peer: str) -> float | None:
@@ -90,67 +90,71 @@ def _two_gpus(quick: bool, gpus: Sequence[str]) -> None:
 
     loads = {Load("cuda", size): repeats for size, repeats in CUDA_SIZES.items()}
     loads[Load("cuda", MANY[1], MANY[0])] = MANY_REPEATS
-    _compare("CUDA tensors by ObjectRef between two GPUs (medians)", roads, loads, target, quick, gpus=gpus[:2])
+    _compare("CUDA tensors by ObjectRef between two GPUs (medians)", transports, loads, target, quick, gpus=gpus[:2])
 
 
 def _one_gpu(quick: bool) -> None:
-    roads = [Road(OURS, "TORCHRPC"), Road("RDT cuda_ipc", "CUDA_IPC"), Road(EMPTY, "EMPTY", moves=False)]
+    transports = [
+        Transport(OURS, "TORCHRPC"),
+        Transport("RDT cuda_ipc", "CUDA_IPC"),
+        Transport(EMPTY, "EMPTY", moves=False),
+    ]
     loads = {Load("cuda", size): repeats for size, repeats in SHARED_SIZES.items()}
     title = "CUDA tensors by ObjectRef between two actors on one GPU (medians)"
-    _compare(title, roads, loads, lambda load, peer: None, quick, one_gpu=True)
+    _compare(title, transports, loads, lambda load, peer: None, quick, one_gpu=True)
 
 
-def _nixl() -> Road:
+def _nixl() -> Transport:
     missing = importlib.util.find_spec("nixl") is None
-    return Road("RDT nixl", "NIXL", obstacle="not installed: pip install 'raytorchrpc[nixl]'" if missing else None)
+    return Transport("RDT nixl", "NIXL", obstacle="not installed: pip install 'raytorchrpc[nixl]'" if missing else None)
 
 
 def _gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs, as named in CUDA_VISIBLE_DEVICES."""
     visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
     return visible or [str(index) for index in range(torch.cuda.device_count())]
 
 
 def _compare(
     title: str,
-    roads: Sequence[Road],
+    transports: Sequence[Transport],
     loads: Mapping[Load, int],
     target: Callable[[Load, str], float | None],
     quick: bool,
     gpus: Sequence[str | None] = (None, None),
     one_gpu: bool = False,
 ) -> None:
-    """Every road at every load, in turns; then the tables."""
+    """Measure every transport at every load, alternating, and print the tables."""
     device = next(iter(loads)).device
     reasons: dict[str, list[str]] = {}
     took: dict[Load, dict[str, float]] = {}
-    living = [road for road in roads if road.obstacle is None]
+    living = [transport for transport in transports if transport.obstacle is None]
     try:
-        for road in living:
-            # Of one GPU only, the four or six actors take shares that fit on it, so that Ray puts them all there.
-            road.start(device, gpus, share=0.1 if one_gpu or gpus[0] is not None else 0)
+        for transport in living:
+            # The actors' shares fit on one GPU, so that Ray can place all of them there.
+            transport.start(device, gpus, share=0.1 if one_gpu or gpus[0] is not None else 0)
         with ThreadPoolExecutor(len(living)) as pool:
-            list(pool.map(lambda road: road.open(device, one_gpu), living))
+            list(pool.map(lambda transport: transport.open(device, one_gpu), living))
         for load, repeats in loads.items():
             runs = {}
-            for road in roads:
-                if (reason := road.prepare(load)) is None:
-                    runs[road.name] = road.send
+            for transport in transports:
+                if (reason := transport.prepare(load)) is None:
+                    runs[transport.name] = transport.send
                 else:
-                    reasons.setdefault(f"{road.name}: {reason}", []).append(str(load))
+                    reasons.setdefault(f"{transport.name}: {reason}", []).append(str(load))
             medians = interleaved(runs, max(3, repeats // 3) if quick else repeats) if runs else {}
-            broken = {road.name for road in roads if road.obstacle is not None}
+            broken = {transport.name for transport in transports if transport.obstacle is not None}
             took[load] = {name: seconds for name, seconds in medians.items() if name not in broken}
-            for road in living:
-                road.drop()
+            for transport in living:
+                transport.drop()
     finally:
-        for road in living:
-            road.end()
-    _show(title, [road.name for road in roads], took, target)
+        for transport in living:
+            transport.end()
+    _show(title, [transport.name for transport in transports], took, target)
     for load, seconds in took.items():
         if EMPTY in seconds and PLAIN in seconds:
             floor = seconds[EMPTY] / seconds[PLAIN]
-            print(f"  {load}: Ray's machinery alone ({EMPTY}) takes {floor:.2f} x {PLAIN}")
+            print(f"  {load}: Ray's overhead alone ({EMPTY}) is {floor:.2f} x {PLAIN}")
     for reason, where in reasons.items():
         print(f"  {reason} ({'everywhere' if len(where) == len(loads) else ', '.join(where)})")
 
@@ -161,11 +165,11 @@ def _show(
     took: Mapping[Load, Mapping[str, float]],
     target: Callable[[Load, str], float | None],
 ) -> None:
-    print(f"\n{title}: milliseconds")
-    print("  " + " " * 14 + "".join(f"{name:>24}" for name in names))
-    for load, seconds in took.items():
-        cells = (f"{seconds[name] * 1e3:.4g}" if name in seconds else "-" for name in names)
-        print(f"  {load!s:<14}" + "".join(f"{cell:>24}" for cell in cells))
+    cells = tuple(
+        (str(load), *(f"{seconds[name] * 1e3:.4g}" if name in seconds else "-" for name in names))
+        for load, seconds in took.items()
+    )
+    print(f"\n{plain(Table(f'{title}: milliseconds', ('', *names), cells))}")
     rows = [
         Row(f"{load.device}, {load}", seconds[OURS] * 1e3, seconds[peer] * 1e3, "ms", peer, target(load, peer))
         for load, seconds in took.items()

@@ -20,7 +20,7 @@ from typing import Any
 import ray
 
 import raytorchrpc as rtr
-from benchmarks import _growth
+from benchmarks import _scale_report
 from benchmarks._harness import machine, start_ray
 from benchmarks.scale_steps import GROUP, PATIENCE_S, Member, exercise
 from raytorchrpc.group.participants import current_owner
@@ -87,7 +87,7 @@ def main(
 ) -> None:
     """Measure, or read what was kept, and show it; write what is asked for."""
     found = json.loads(Path(kept).read_text()) if kept else measure(sizes, Path(keep) if keep else None)
-    text = _growth.document(found, json.loads(Path(hosts).read_text()) if hosts else [])
+    text = _scale_report.document(found, json.loads(Path(hosts).read_text()) if hosts else [])
     if markdown:
         Path(markdown).write_text(text)
     print(text)

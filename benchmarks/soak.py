@@ -17,8 +17,8 @@ import ray
 
 import raytorchrpc as rtr
 from benchmarks._harness import start_ray
-from benchmarks._held import Held
-from benchmarks._soaking import AsyncSoaker, Soaker
+from benchmarks._resources import Held
+from benchmarks._soak_members import AsyncSoaker, Soaker
 from raytorchrpc.lanes.cuda_ipc.lane import MAPPINGS
 
 CALLS, QUICK_CALLS = 1_000_000, 20_000

@@ -1,10 +1,10 @@
 """Installs the library as a user does, in an empty environment, and tries it there: ``make install-check``.
 
-    python tests/install.py --torch torch==2.13.0 --extras cli,doctor
+    python tests/install.py --torch torch==2.13.0 --package dist/raytorchrpc.whl --extras cli,doctor
 
-First torch alone, then ``pip install .``; then the package is imported and the README's program runs, outside the
-sources. Each extra is then installed and imported, and removed again, so that none profits from another's packages.
-Needs only Python; the packages come from wherever pip is set up to look. Ends with status 1 at the first failure.
+Installs torch alone, then the sources or a wheel; imports every module and runs the README's program outside the
+sources. Then installs each extra, tries it and removes it again, so that no extra relies on another's packages.
+Needs only Python; pip's own configuration says where packages come from. Exits with status 1 at the first failure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRIALS = {
         "import raytorchrpc.manifest.build",
     ],
     "demo": ["import raytorchrpc.cli.digits"],
-    "doctor": ["import pynvml, raytorchrpc.doctor._gpus"],
+    "doctor": ["import pynvml, raytorchrpc.doctor.gpu_probe"],
     "bench": ["import raytorchrpc.bench.fit, raytorchrpc.bench.plots, raytorchrpc.cli.bench, matplotlib"],
     "jobs": ["from ray.job_submission import JobSubmissionClient"],
     "data": ["import ray.data"],
@@ -41,7 +41,7 @@ TRIALS = {
 WHATEVER_IS_THERE = "import importlib, pkgutil, raytorchrpc\n" + (
     "for found in pkgutil.walk_packages(raytorchrpc.__path__, 'raytorchrpc.'):\n"
     "    if not found.name.startswith(('raytorchrpc.cli', 'raytorchrpc.bench', 'raytorchrpc.manifest')) "
-    "and not found.name.endswith(('__main__', '._gpus')):\n"
+    "and not found.name.endswith(('__main__', '.gpu_probe')):\n"
     "        importlib.import_module(found.name)\n"
     "print('imported', raytorchrpc.__file__)"
 )
@@ -75,7 +75,7 @@ class Environment:
         return ran.stdout
 
     def install(self, what: str) -> None:
-        self.run(f"pip install {what}", "-m", "pip", "install", "-q", what.replace(".", str(ROOT), what[0] == "."))
+        self.run(f"pip install {what}", "-m", "pip", "install", "-q", what)
 
     def packages(self) -> set[str]:
         listed = self.run("what is installed", "-m", "pip", "list", "--format=freeze")
@@ -93,20 +93,21 @@ def readme_program() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--torch", default="torch", help="the torch to install first, as pip takes it")
+    parser.add_argument("--package", type=Path, default=ROOT, help="what to install: the sources, or a wheel")
     parser.add_argument("--extras", default=",".join(TRIALS.keys() - {"nixl"}), help="which to try, with commas")
     options = parser.parse_args()
     extras = [extra for extra in TRIALS if extra in options.extras.split(",")]
     with tempfile.TemporaryDirectory(prefix="rtr-") as folder:
         environment = Environment(Path(folder))
         environment.install(options.torch)
-        environment.install(".")
+        environment.install(str(options.package.resolve()))
         (Path(folder) / "program.py").write_text(readme_program(), encoding="utf-8")
         where = environment.run("import every module that needs no extra", "-c", WHATEVER_IS_THERE)
         assert str(ROOT / "raytorchrpc") not in where, where
         environment.run("the README's program", "program.py", timeout_s=180)
         plain = environment.packages() if extras else set()
         for extra in extras:
-            environment.install(f".[{extra}]")
+            environment.install(f"{options.package.resolve()}[{extra}]")
             for trial in TRIALS[extra]:
                 environment.run(trial, "-c", trial, timeout_s=180)
             if added := environment.packages() - plain:

@@ -1,16 +1,16 @@
-"""``raytorchrpc bench``: every road between two processes, timed side by side on whatever machine there is.
+"""``raytorchrpc bench``: times every transport between two processes, side by side, on the machine at hand.
 
-| module | what it does |
+| module | holds |
 |---|---|
-| ``rows`` | what is measured: the lanes and their variants, the peers, the limits; data only |
-| ``site`` | what a machine, or a pair of them, can do; why a row cannot run there |
-| ``options`` | what a user may ask for, read and checked before anything starts |
-| ``roads``, ``ends`` | inside the actors: one sample of each road, blocks of samples |
-| ``pairs`` | the driver's side of the actors: start, join, ask, end |
-| ``measuring`` | which sample when: warm-up, turns, repeats, memory, time |
-| ``results``, ``fit``, ``published`` | what came out, as data; the line through it; the field's published figures |
-| ``tables``, ``markdown``, ``plots`` | what came out, for people |
+| ``rows`` | what is measured: lanes and their variants, peers, limits; data only |
+| ``site`` | what a host, or a pair of hosts, can do; why a row cannot run there |
+| ``options`` | the user's options, parsed and checked before anything starts |
+| ``transports``, ``actors`` | inside the actors: one sample over each transport, batches of samples |
+| ``pairs`` | in the driver: starting, joining, calling and ending the actors |
+| ``schedule`` | the order of samples: warm-up, turns, repeats, limits of memory and time |
+| ``results``, ``fit``, ``published`` | results as data, the fitted line, the field's published figures |
+| ``tables``, ``markdown``, ``plots`` | results for people |
 
-A sample is one tensor one way and an acknowledgement: a call with a tensor argument that returns None. The actors of
-every row, those for comparison too, have the environment of ``raytorchrpc.runtime_env()``.
+A sample is one tensor in one direction and an acknowledgement: a call with a tensor argument that returns None. The
+actors of every row, including those for comparison, have the environment of ``raytorchrpc.runtime_env()``.
 """

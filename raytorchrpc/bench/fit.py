@@ -5,31 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 
 class Line(NamedTuple):
-    """A fitted line, and how far the worst point lies from it (relative to the point)."""
+    """A fitted line, and the largest deviation of a point from it, relative to the point."""
 
     per_op_s: float
     bytes_per_s: float | None
-    """None where more bytes did not take longer."""
+    """None if more bytes did not take longer."""
     worst: float
 
 
 def fit(points: Sequence[tuple[int, float]]) -> Line | None:
-    """Least squares on the relative error, so that microseconds count as much as seconds.
+    """Fit by least squares of the relative error, so that microseconds count as much as seconds.
 
     Args:
-        points: (bytes, seconds). Fewer than two sizes give no line, and neither does a machine without numpy.
+        points: (bytes, seconds). Returns None for fewer than two sizes.
 
-    Neither part is ever negative: where the best line would have one so, the best line without that part is taken.
+    Neither part is negative: if the best line has a negative part, the best line without that part is returned.
     """
     if len({size for size, _ in points}) < 2:
         return None
-    try:
-        import numpy as np  # only here: the library does without
-    except ModuleNotFoundError:
-        return None
-
     sizes = np.array([size for size, _ in points], dtype=float)
     seconds = np.array([value for _, value in points], dtype=float)
     # |p + b x - t| / t = |p (1/t) + b (x/t) - 1|: a linear problem with every target 1.
@@ -44,7 +41,7 @@ def fit(points: Sequence[tuple[int, float]]) -> Line | None:
         errors = np.abs(columns @ both - 1)
         if best is None or (errors**2).sum() < best[0]:
             best = ((errors**2).sum(), both, errors.max())
-    if best is None:  # one part alone cannot be negative where every time is positive
+    if best is None:  # one part alone is never negative if every time is positive
         return None
     _, (per_op, per_byte), worst = best
     return Line(float(per_op), float(1 / per_byte) if per_byte > 0 else None, float(worst))

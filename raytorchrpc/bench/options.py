@@ -1,4 +1,4 @@
-"""What a user may ask of a run, read from text and checked before anything starts."""
+"""The user's options for a run, parsed from text and checked before anything starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytorchrpc.errors import ConfigurationError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 MAX_SIZE = 64 * 10**9
-#: Seconds that a whole run may take unless ``--budget`` says otherwise.
+#: Default limits of a whole run (seconds); ``--budget`` overrides them.
 BUDGET_S, QUICK_BUDGET_S = 300.0, 50.0
 MIN_BUDGET_S, MAX_BUDGET_S = 10.0, 86400.0
 _QUICK_SIZES = (1_250, 1_250_000, 40_000_000)
@@ -20,7 +20,7 @@ _QUICK_SIZES = (1_250, 1_250_000, 40_000_000)
 
 @dataclass(frozen=True)
 class Options:
-    """A run, fully decided but for what the machine allows."""
+    """The options of a run, before the limits of the machine apply."""
 
     rows: tuple[Row, ...]
     devices: tuple[Device, ...]
@@ -39,10 +39,10 @@ def make_options(
     budget_s: float | None = None,
     hosts: Sequence[str] = (),
 ) -> Options:
-    """Options from a user's texts; the lists may hold commas. Raises ConfigurationError with one clear line."""
+    """Parse the user's options; items of lists may hold commas. Raises ConfigurationError with one line."""
     names, texts = _split(rows), _split(sizes)
     if device not in (*DEVICES, "all"):
-        raise ConfigurationError(f"device {device!r} is none of {', '.join(DEVICES)}, all")
+        raise ConfigurationError(f"device {device!r} is not one of {', '.join(DEVICES)}, all")
     chosen = choose(names) if names else choose(QUICK) if quick else ROWS
     devices = DEVICES if device == "all" else tuple(d for d in DEVICES if d == device)
     if not any(set(row.devices) & set(devices) for row in chosen):
@@ -50,7 +50,7 @@ def make_options(
     if budget_s is None:
         budget_s = QUICK_BUDGET_S if quick else BUDGET_S
     if not MIN_BUDGET_S <= budget_s <= MAX_BUDGET_S:
-        raise ConfigurationError(f"the budget is {MIN_BUDGET_S:g} to {MAX_BUDGET_S:g} seconds, not {budget_s:g}")
+        raise ConfigurationError(f"the budget must be {MIN_BUDGET_S:g} to {MAX_BUDGET_S:g} seconds, not {budget_s:g}")
     given = tuple(sorted({parse_size(text) for text in texts}))
     usual = _QUICK_SIZES if quick else published_sizes()
     return Options(chosen, devices, given or usual, budget_s, _two(hosts))
@@ -64,7 +64,7 @@ def _two(hosts: Sequence[str]) -> tuple[str, str] | None:
     if not hosts:
         return None
     if len(hosts) != 2 or hosts[0] == hosts[1]:
-        raise ConfigurationError("hosts are two different Ray nodes, each by its id, address or host name")
+        raise ConfigurationError("hosts must be two different Ray nodes, each given by id, address or host name")
     return hosts[0], hosts[1]
 
 
@@ -78,7 +78,7 @@ def parse_size(text: str) -> int:
 
 
 def show_size(size: int) -> str:
-    """``1.25 KB``, ``640 MB``: as the published tables name sizes."""
+    """Format bytes as the published tables do: ``1.25 KB``, ``640 MB``."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
         if size >= factor:
             return f"{size / factor:.4g} {unit}"

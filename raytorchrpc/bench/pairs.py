@@ -1,4 +1,4 @@
-"""The driver's side of the actors: two for each pair, placed, joined, asked, ended."""
+"""The driver's side: pairs of actors that are started, joined, called and ended."""
 
 from __future__ import annotations
 
@@ -15,44 +15,43 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raytorchrpc as rtr
-from raytorchrpc.bench.ends import End, Ready
-from raytorchrpc.bench.roads import PATIENCE_S, ROADS, Seen
+from raytorchrpc.bench.actors import BenchActor, Ready
 from raytorchrpc.bench.rows import Device, Row
 from raytorchrpc.bench.site import Site
+from raytorchrpc.bench.transports import TIMEOUT_S, TRANSPORTS, Digest
 
-#: Of a GPU, as Ray counts. Every pair holds a context of its own, and Ray has to let all of them in at once.
+#: Ray's share of a GPU for each actor. All pairs run at once, each with its own CUDA context.
 _GPU_SHARE = 0.01
-#: Seconds a byte may take on a road of which only one size is known.
-_SLOW = 1e-8
+#: Most seconds per byte assumed for a transport of which only one size has been measured.
+_SLOWEST_BYTE = 1e-8
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the two ends live.
+    """The nodes and GPUs of the two ends.
 
-    Which GPU an actor gets for a fraction of one is Ray's choice, and it fills one GPU before it takes the next. So
-    the actors ask for a fraction, to be let in, and name the GPU in their own environment: Ray leaves a
-    CUDA_VISIBLE_DEVICES that comes with the actor's runtime environment as it is. That both ends then see different
-    GPUs is checked by UUID.
+    Ray chooses the GPU of an actor that requests a fraction, and fills one GPU before it uses the next. So the actors
+    request a fraction, and their runtime environment sets CUDA_VISIBLE_DEVICES, which Ray does not override. The UUIDs
+    show whether both ends got different GPUs.
     """
 
     nodes: tuple[str, str]
     """Node ids."""
     gpus: tuple[str | None, str | None] = (None, None)
-    """For CUDA_VISIBLE_DEVICES; None leaves it to Ray."""
+    """Values of CUDA_VISIBLE_DEVICES; None leaves the choice to Ray."""
 
 
 class Failed(Exception):
-    """A row cannot go on; the text says why, in one line."""
+    """A row cannot continue; the message is the reason, in one line."""
 
 
 class Stuck(Failed):
-    """And an actor may still be busy with it, or is gone: nobody can use the pair any more."""
+    """A row cannot continue and its pair is unusable: an actor may still be busy, or has died."""
 
 
 @dataclass
 class Pair:
-    """Two actors (one, where ``alone``), and the rows whose samples they take."""
+    """Two actors (one with the option ``alone``) and the rows whose samples they take."""
 
     name: str
     rows: list[Row]
@@ -63,7 +62,7 @@ class Pair:
     failed: str | None = None
     ready: tuple[Ready, ...] = ()
     opened: dict[str, str | None] = field(default_factory=dict)
-    """Rows whose road was tried, and what was wrong with it."""
+    """Rows whose transport was opened, with the failure if there was one."""
 
     @property
     def ends(self) -> list[Any]:
@@ -71,29 +70,29 @@ class Pair:
         return [self.a] if self.a is self.b else [self.a, self.b]
 
     def end(self, why: str) -> None:
-        """Kill the actors, and with them all they hold; never raises."""
-        for end in self.ends if ray.is_initialized() else ():  # ray.kill would start one
+        """Kill the actors; never raises."""
+        for end in self.ends if ray.is_initialized() else ():  # ray.kill would start Ray
             with contextlib.suppress(Exception):
                 ray.kill(end)
         if self.group is not None:
             with contextlib.suppress(Exception):
-                self.group.shutdown(timeout_s=1)  # nobody is left to ask; this process forgets it
+                self.group.shutdown(timeout_s=1)  # the members are dead; this frees the local state
             self.group = None
         self.failed = self.failed or why
 
 
 def start(name: str, rows: Sequence[Row], cuda: bool, placement: Placement) -> Pair:
-    """Ask Ray for the two actors; returns before they are up."""
+    """Create the two actors; returns before they have started."""
     row = rows[0]
     alone = bool(row.options.get("alone"))
     gpus = (placement.gpus[0], placement.gpus[0]) if row.one_gpu else placement.gpus
-    if row.options.get("transport") == rtr.rdt.TRANSPORT:
-        rtr.rdt.enable()  # Ray brings transports to the actors that are made from then on
+    if row.options.get("tensor_transport") == rtr.rdt.TRANSPORT:
+        rtr.rdt.enable()  # affects actors that are created afterwards
     ends = []
     for rank in range(1 if alone else 2):
-        # What a user is told to start actors with, for all rows alike: those for comparison gain by it too.
+        # The recommended environment, also for the rows for comparison, which benefit from it too.
         env = rtr.runtime_env()["env_vars"] | row.env
-        if alone:  # the one actor that needs them all
+        if alone:  # the one actor needs both GPUs
             env["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
             env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(gpu for gpu in gpus if gpu is not None))
         elif cuda and gpus[rank] is not None:
@@ -104,14 +103,14 @@ def start(name: str, rows: Sequence[Row], cuda: bool, placement: Placement) -> P
             "scheduling_strategy": NodeAffinitySchedulingStrategy(placement.nodes[rank], soft=False),
         }
         options["runtime_env"] = {"env_vars": env}
-        settings: Any = {"enable_tensor_transport": True} if row.road == "rdt" else {"max_restarts": 0}
-        cls = ray.remote(**settings)(End)
+        settings: Any = {"enable_tensor_transport": True} if row.transport == "rdt" else {"max_restarts": 0}
+        cls = ray.remote(**settings)(BenchActor)
         ends.append(cls.options(**options).remote(cuda))
     return Pair(name, list(rows), cuda, ends[0], ends[-1])
 
 
 def get(refs: Any, timeout_s: float) -> Any:
-    """``ray.get`` with every failure told as one line. Raises Failed."""
+    """``ray.get`` with every failure reported as one line. Raises Failed."""
     try:
         return ray.get(refs, timeout=max(0.0, timeout_s))
     except GetTimeoutError:
@@ -123,7 +122,7 @@ def get(refs: Any, timeout_s: float) -> Any:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's kind and the last line that says something, shortened."""
+    """An exception's type and its first line, shortened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else ""
     kind = type(error).__name__.removeprefix("RayTaskError(").removesuffix(")")
@@ -131,7 +130,7 @@ def one_line(error: BaseException) -> str:
 
 
 def await_ready(pairs: Iterable[Pair], deadline: float) -> Iterable[Pair]:
-    """Each pair once its actors are up, or have failed, in the order in which that happens."""
+    """Yield each pair once its actors have started or failed, in that order."""
     waiting: dict[Any, tuple[Pair, int]] = {}
     answers: dict[str, dict[int, Ready]] = {}
     for pair in pairs:
@@ -158,13 +157,13 @@ def await_ready(pairs: Iterable[Pair], deadline: float) -> Iterable[Pair]:
             late = {pair.name: pair for pair, _ in waiting.values()}
             for pair in late.values():
                 if not pair.failed:
-                    pair.failed = "Ray had not started its actors when the time for that was over"
+                    pair.failed = "Ray did not start its actors in time"
                     yield pair
             return
 
 
 def open_row(pair: Pair, row: Row, site: Site, timeout_s: float) -> None:
-    """Lay a row's road between the two ends. Raises Failed."""
+    """Open a row's transport between the two ends, once. Raises Failed."""
     if row.name not in pair.opened:
         try:
             _open(pair, row, site, timeout_s)
@@ -177,33 +176,33 @@ def open_row(pair: Pair, row: Row, site: Site, timeout_s: float) -> None:
 
 def _open(pair: Pair, row: Row, site: Site, timeout_s: float) -> None:
     _check_gpus(pair, row, site)
-    if row.road == "group" and pair.group is None:
+    if row.transport == "group" and pair.group is None:
         pair.group = _form(pair, row, site, timeout_s)
-    if row.road == "rdt":
+    if row.transport == "rdt":
         _open_rdt(pair, row, site, timeout_s)
         return
-    met = None
+    meeting = None
     for rank, end in enumerate(pair.ends):
         peer = pair.ends[-1 - rank]
-        met = get(end.open.remote(row.name, row.road, rank, peer, dict(row.options), met), timeout_s)
+        meeting = get(end.open.remote(row.name, row.transport, rank, peer, dict(row.options), meeting), timeout_s)
     if not row.own_turn:
-        _both(pair, "wake", row, timeout_s)
+        _both(pair, "resume", row, timeout_s)
 
 
 def _check_gpus(pair: Pair, row: Row, site: Site) -> None:
     uuids = [ready.gpu for ready in pair.ready]
     if pair.cuda and len(uuids) == 2 and site.distinct_gpus and not row.one_gpu and uuids[0] == uuids[1]:
-        raise Failed(f"both actors were given the same GPU ({uuids[0]})")
+        raise Failed(f"both actors got the same GPU ({uuids[0]})")
 
 
 def _form(pair: Pair, row: Row, site: Site, timeout_s: float) -> rtr.Group:
     settings = dict(row.config)
     if "channels" in settings:
-        # A build of torch without CUDA has none of its channels, and a member without a GPU must not open them.
+        # torch builds without CUDA lack its channels, and members without a GPU must not open them.
         has = set(site.a.endpoint.tensorpipe_channels)
         settings["channels"] = tuple(c for c in settings["channels"] if c in has and (pair.cuda or "cuda" not in c))
     try:
-        config = rtr.GroupConfig(rpc_timeout_s=PATIENCE_S, **settings)
+        config = rtr.GroupConfig(rpc_timeout_s=TIMEOUT_S, **settings)
         group = rtr.init_group(
             {"a": pair.a, "b": pair.b}, name=f"bench-{pair.name}-{os.getpid()}", config=config, timeout_s=timeout_s
         )
@@ -212,12 +211,12 @@ def _form(pair: Pair, row: Row, site: Site, timeout_s: float) -> rtr.Group:
     chosen = group.routes().route("a", "b").lanes("cpu")
     if row.over and not (chosen and row.over in chosen[0].how):
         group.shutdown(timeout_s=1)
-        raise Failed(f"this pair goes by {chosen[0].how if chosen else 'nothing'}, and no setting forces {row.over}")
+        raise Failed(f"this pair uses {chosen[0].how if chosen else 'no lane'}, and no setting forces {row.over}")
     return group
 
 
 def _open_rdt(pair: Pair, row: Row, site: Site, timeout_s: float) -> None:
-    transport = row.options["transport"]
+    transport = row.options["tensor_transport"]
     if transport == rtr.rdt.TRANSPORT:
         pair.group = _form(pair, row, site, timeout_s)
     if transport in ("gloo", "nccl"):
@@ -225,7 +224,7 @@ def _open_rdt(pair: Pair, row: Row, site: Site, timeout_s: float) -> None:
 
 
 def collective_group(actors: Sequence[Any], backend: str, timeout_s: float) -> None:
-    """What Ray's own two-sided transports need before the first transfer. Raises Failed."""
+    """Create the collective group that Ray's two-sided transports need. Raises Failed."""
     from ray.experimental.collective import create_collective_group
 
     failures: list[Exception] = []
@@ -233,15 +232,15 @@ def collective_group(actors: Sequence[Any], backend: str, timeout_s: float) -> N
     def create() -> None:
         try:
             create_collective_group(list(actors), backend=backend)
-        except Exception as error:  # alpha: whatever it raises is the row's reason
+        except Exception as error:  # an alpha API: any exception is the row's reason
             failures.append(error)
 
-    # It has no deadline of its own.
+    # create_collective_group has no timeout.
     creating = threading.Thread(target=create, name="bench-rdt", daemon=True)
     creating.start()
     creating.join(timeout_s)
     if creating.is_alive():
-        raise Stuck(f"its collective group was not there within {timeout_s:.0f} s")
+        raise Stuck(f"Ray did not create the collective group within {timeout_s:.0f} s")
     if failures:
         raise Failed(one_line(failures[0])) from failures[0]
 
@@ -251,62 +250,62 @@ def _both(pair: Pair, what: str, row: Row, timeout_s: float) -> None:
 
 
 @dataclass
-class Track:
-    """One row with tensors on one device: what a run takes samples of."""
+class Series:
+    """The samples of one row with tensors on one device."""
 
     row: Row
     device: Device
     pair: Pair | None = None
     reason: str | None = None
-    """Why it is over, or never began."""
+    """Why it ended, or did not start."""
     took: dict[int, float] = field(default_factory=dict)
-    """Seconds of a sample, by bytes, as last seen."""
+    """Seconds of the fastest recent sample, by bytes."""
 
     @property
     def alive(self) -> bool:
-        """Samples can be taken."""
+        """True while samples can be taken."""
         return self.reason is None and self.pair is not None and self.pair.failed is None
 
     def expected(self, size: int) -> float | None:
-        """Seconds that a sample of that size may take, by what smaller ones took; None before the first."""
+        """Estimated seconds of a sample of that size, from smaller sizes; None before the first."""
         if size in self.took or not self.took:
             return self.took.get(size)
         *before, last = sorted(self.took)
-        # A small tensor's time is all overhead; a large one's tells how long a byte takes at most.
-        slope = min(_SLOW, self.took[last] / last)
+        # A small tensor's time is overhead; a large one's is an upper bound per byte.
+        slope = min(_SLOWEST_BYTE, self.took[last] / last)
         if before:
             slope = max(0.0, self.took[last] - self.took[before[-1]]) / (last - before[-1])
         return self.took[last] + slope * max(0, size - last)
 
     def send(self, size: int, count: int, timeout_s: float, *, check: bool = False) -> list[float]:
-        """Seconds of ``count`` samples. Raises Failed."""
+        """Take ``count`` samples; returns the seconds of each. Raises Failed."""
         pair, row = self._pair(), self.row
-        if row.road == "rdt":
+        if row.transport == "rdt":
             return self._direct_transport(size, count, timeout_s, check)
         asked = [pair.a.send.remote(row.name, self.device, size, count, check)]
-        if two_sided := ROADS[row.road].two_sided:
+        if two_sided := TRANSPORTS[row.transport].two_sided:
             asked.append(pair.b.serve.remote(row.name, self.device, size, count))
         try:
             seconds: list[float] = get(asked, timeout_s)[0]
         except Failed as failure:
-            if two_sided:  # the other end still waits
+            if two_sided:  # the other end is still waiting
                 raise Stuck(str(failure)) from failure
             raise
         self.took[size] = min(seconds)
         return seconds
 
     def _direct_transport(self, size: int, count: int, timeout_s: float, check: bool) -> list[float]:
-        """From here: the only way to ask for it is to hand one actor's result to the other."""
+        """In the driver, because Ray requires passing one actor's result to the other."""
         pair = self._pair()
-        give = pair.a.give.options(tensor_transport=self.row.options["transport"])
-        receive = pair.b.look if check else pair.b.take
+        produce = pair.a.produce.options(tensor_transport=self.row.options["tensor_transport"])
+        receive = pair.b.take_checked if check else pair.b.take
         deadline = time.monotonic() + timeout_s
         seconds = []
         for _ in range(count):
             start = time.perf_counter()
             try:
-                ref = receive.remote(give.remote(self.device, size))
-            except Exception as error:  # alpha
+                ref = receive.remote(produce.remote(self.device, size))
+            except Exception as error:  # an alpha API
                 raise Failed(one_line(error)) from error
             get(ref, deadline - time.monotonic())
             seconds.append(time.perf_counter() - start)
@@ -314,40 +313,40 @@ class Track:
         return seconds
 
     def check(self, size: int, timeout_s: float) -> str | None:
-        """One sample that is looked at; returns the lane that carried it, if known. Raises Failed."""
+        """Take a sample and verify it; returns the lane that carried it, if known. Raises Failed."""
         pair = self._pair()
         deadline = time.monotonic() + timeout_s
-        expected: Seen = get(pair.a.make.remote(self.device, size), timeout_s)
+        expected: Digest = get(pair.a.prepare.remote(self.device, size), timeout_s)
         before = self._carried()
         self.send(size, 1, deadline - time.monotonic(), check=True)
-        at_home = self.row.road in ROADS and ROADS[self.row.road].within
-        seen = get((pair.a if at_home else pair.b).seen.remote(self.row.name), deadline - time.monotonic())
-        if seen != expected:
-            raise Failed(f"what arrived is not what was sent: {seen}, not {expected}")
+        local = self.row.transport in TRANSPORTS and TRANSPORTS[self.row.transport].local
+        received = get((pair.a if local else pair.b).received.remote(self.row.name), deadline - time.monotonic())
+        if received != expected:
+            raise Failed(f"the tensor arrived changed: {received}, not {expected}")
         after = self._carried()
         grown = {lane: size - before.get(lane, 0) for lane, size in after.items()}
         return max(grown, key=lambda lane: grown[lane]) if grown else None
 
     def _carried(self) -> Mapping[str, int]:
-        """Bytes by lane, as the group counts them."""
+        """Bytes per lane, from the group's statistics."""
         pair = self._pair()
-        if self.row.road != "group" or pair.group is None:
+        if self.row.transport != "group" or pair.group is None:
             return {}
         return {row.lane: row.bytes_out for row in pair.group.stats() if row.caller == "a"}
 
-    def wake(self, timeout_s: float) -> None:
-        """Before the turn of a row that has one of its own."""
-        _both(self._pair(), "wake", self.row, timeout_s)
+    def resume(self, timeout_s: float) -> None:
+        """Call before the turn of a row with ``own_turn``."""
+        _both(self._pair(), "resume", self.row, timeout_s)
 
-    def rest(self, timeout_s: float) -> None:
-        """After it."""
-        _both(self._pair(), "rest", self.row, timeout_s)
+    def pause(self, timeout_s: float) -> None:
+        """Call after the turn of a row with ``own_turn``."""
+        _both(self._pair(), "pause", self.row, timeout_s)
 
     def drop(self, timeout_s: float) -> None:
-        """Give back the memory of the last size."""
+        """Free the memory of the last size."""
         get([end.drop.remote() for end in self._pair().ends], timeout_s)
 
     def _pair(self) -> Pair:
         if self.pair is None or self.pair.failed is not None:
-            raise Failed(self.pair.failed or "" if self.pair else "it has no actors")
+            raise Failed(self.pair.failed or "" if self.pair else "the row has no actors")
         return self.pair

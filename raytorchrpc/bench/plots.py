@@ -14,30 +14,30 @@ _STYLES = {"raytorchrpc": "-", "for comparison": "--", "limit": ":"}
 
 
 def check_available() -> None:
-    """Raises ConfigurationError, with the remedy, where matplotlib is missing."""
+    """Raises ConfigurationError, with the remedy, if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise ConfigurationError("--plot needs matplotlib: pip install 'raytorchrpc[bench]'")
 
 
 def draw(run: Run, *, against_published: bool = False) -> bytes:
-    """A PNG: one line of two panels for each device that has figures."""
+    """Draw a PNG with one row of two panels for each device that has figures."""
     check_available()
-    from matplotlib.figure import Figure  # not pyplot: no window system, and nothing global
+    from matplotlib.figure import Figure  # not pyplot, which needs a window system and keeps global state
 
     devices = run.devices()
     figure = Figure(figsize=(15, 6.5 * max(1, len(devices))), layout="constrained")
     panels = figure.subplots(max(1, len(devices)), 2, squeeze=False)
     for (left, right), device in zip(panels, devices, strict=False):
         for number, row in enumerate(run.measured(device)):
-            look = {"color": f"C{number % 10}", "marker": "os^Dv"[number // 10 % 5], "markersize": 4}
-            look |= {"linestyle": _STYLES[row.kind], "linewidth": 2.5 if row.row == "auto" else 1.2}
+            style = {"color": f"C{number % 10}", "marker": "os^Dv"[number // 10 % 5], "markersize": 4}
+            style |= {"linestyle": _STYLES[row.kind], "linewidth": 2.5 if row.row == "auto" else 1.2}
             points = run.points(row)
-            _curve(left, right, points, label=row.row, **look)
+            _curve(left, right, points, label=row.row, **style)
             curve = published_curve(row.published) if against_published else None
             if curve:
-                look |= {"marker": "x", "linestyle": "-.", "linewidth": 0.8, "alpha": 0.6}
+                style |= {"marker": "x", "linestyle": "-.", "linewidth": 0.8, "alpha": 0.6}
                 published = [(size, ms / 1e3) for size, ms in curve.items()]
-                _curve(left, right, published, label=_published_label(row), **look)
+                _curve(left, right, published, label=_published_label(row), **style)
         left.set(title=f"{DEVICE_TEXT[device]}, {run.scope}: time", xlabel="bytes", ylabel="milliseconds")
         right.set(title=f"{DEVICE_TEXT[device]}, {run.scope}: bandwidth", xlabel="bytes", ylabel="GB/s")
         for panel in (left, right):
@@ -53,7 +53,7 @@ def _published_label(row: RowResult) -> str:
     return f"{row.row}, published ({row.published[0]})" if row.published else row.row
 
 
-def _curve(left: object, right: object, points: list[tuple[int, float]], **look: object) -> None:
+def _curve(left: object, right: object, points: list[tuple[int, float]], **style: object) -> None:
     sizes = [size for size, _ in points]
-    left.plot(sizes, [seconds * 1e3 for _, seconds in points], **look)  # type: ignore[attr-defined]
-    right.plot(sizes, [size / seconds / 1e9 for size, seconds in points], **look)  # type: ignore[attr-defined]
+    left.plot(sizes, [seconds * 1e3 for _, seconds in points], **style)  # type: ignore[attr-defined]
+    right.plot(sizes, [size / seconds / 1e9 for size, seconds in points], **style)  # type: ignore[attr-defined]

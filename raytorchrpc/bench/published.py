@@ -1,4 +1,4 @@
-"""The field's published figures, as they were published; they come with the package so that tables can show them."""
+"""The field's published figures, which come with the package so that tables can show them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Published(NamedTuple):
 
 @functools.cache
 def published() -> tuple[str, tuple[Published, ...]]:
-    """Where the figures come from, and the curves in their published order."""
+    """The source of the figures, and the curves in their published order."""
     text = (files("raytorchrpc.bench") / _FILE).read_text()
     head, *lines = text.splitlines()
     curves: dict[tuple[str, str], dict[int, float]] = {}
@@ -31,10 +31,10 @@ def published() -> tuple[str, tuple[Published, ...]]:
 
 
 def published_curve(key: tuple[str, str] | None) -> Mapping[int, float] | None:
-    """Milliseconds by bytes for (scope, transport); None if nothing was published under it."""
+    """Milliseconds by bytes for (scope, transport); None if there is no such curve."""
     return next((curve.ms for curve in published()[1] if (curve.scope, curve.transport) == key), None)
 
 
 def published_sizes() -> tuple[int, ...]:
-    """Bytes, ascending."""
+    """All published sizes in bytes, ascending."""
     return tuple(sorted({size for curve in published()[1] for size in curve.ms}))

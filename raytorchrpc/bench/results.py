@@ -1,4 +1,4 @@
-"""What came out of a run, as data; read and written as JSON."""
+"""The results of a run, as data; read and written as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Data(BaseModel):
 
 
 class Cell(_Data):
-    """One row at one size: seconds, or why there are none."""
+    """One row at one size: seconds, or the reason why there are none."""
 
     row: str
     device: Device
@@ -30,7 +30,7 @@ class Cell(_Data):
     """Third quartile."""
     samples: int = 0
     via: str | None = None
-    """The lane that carried it, where a group's statistics tell."""
+    """The lane that carried it, if the group's statistics show it."""
     reason: str | None = None
 
 
@@ -43,9 +43,9 @@ class RowResult(_Data):
     what: str
     published: tuple[str, str] | None = None
     reason: str | None = None
-    """Why it did not run at all."""
+    """Why it has no figures at all."""
     comparable: bool = True
-    """False for a row that only works where there is less to do, as between two actors on one GPU."""
+    """False for a row that works only in an easier case, such as two actors on one GPU."""
 
 
 class Run(_Data):
@@ -55,28 +55,28 @@ class Run(_Data):
     started: str
     """ISO 8601, UTC."""
     command: str
-    """What to type to get the same."""
+    """The command that repeats the run."""
     scope: str
     """``one host`` or ``two hosts``."""
     machine: tuple[str, ...]
-    """What was measured on, one fact a line."""
+    """The hardware and software, one fact per entry."""
     seconds: float
     sizes: tuple[int, ...]
     rows: tuple[RowResult, ...]
     cells: tuple[Cell, ...]
 
     def cell(self, row: RowResult, size: int) -> Cell | None:
-        """What came out for that row and size."""
+        """The result for that row and size."""
         key = row.row, row.device, size
         return next((cell for cell in self.cells if (cell.row, cell.device, cell.bytes) == key), None)
 
     def points(self, row: RowResult) -> list[tuple[int, float]]:
-        """(bytes, seconds) of what was measured, ascending."""
+        """(bytes, seconds) of the measured sizes, ascending."""
         cells = ((size, self.cell(row, size)) for size in self.sizes)
         return [(size, cell.median_s) for size, cell in cells if cell and cell.median_s is not None]
 
     def line(self, row: RowResult) -> Line | None:
-        """The line through them."""
+        """The line through the points."""
         return fit(self.points(row))
 
     def measured(self, device: Device) -> list[RowResult]:
@@ -84,11 +84,11 @@ class Run(_Data):
         return [row for row in self.rows if row.device == device and self.points(row)]
 
     def devices(self) -> list[Device]:
-        """Those with a figure, CPU first."""
+        """The devices with a figure, CPU first."""
         return [device for device in ("cpu", "cuda") if self.measured(device)]
 
     def fastest(self, device: Device, size: int, *, kinds: Sequence[str], but: str = "") -> tuple[str, float] | None:
-        """The quickest row of these kinds at that size, with its seconds."""
+        """The fastest row of these kinds at that size, with its seconds."""
         rivals = [r for r in self.measured(device) if r.kind in kinds and r.comparable and r.row != but]
         cells = [cell for row in rivals if (cell := self.cell(row, size))]
         found = [(cell.row, cell.median_s) for cell in cells if cell.median_s is not None]
@@ -96,7 +96,7 @@ class Run(_Data):
 
 
 def read_run(path: Path) -> Run:
-    """A run that ``--json`` wrote. Raises ConfigurationError."""
+    """Read a run that ``--json`` wrote. Raises ConfigurationError."""
     try:
         return Run.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -108,7 +108,7 @@ def read_run(path: Path) -> Run:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """All of it or nothing. Raises ConfigurationError."""
+    """Write a file atomically. Raises ConfigurationError."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_bytes(content.encode() if isinstance(content, str) else content)

@@ -1,4 +1,4 @@
-"""What is measured: one ``Row`` per road. Data only; a lane that this version lacks becomes a row that says so."""
+"""What is measured: one ``Row`` per transport and variant. Data only; each row states what it needs to run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Device = Literal["cpu", "cuda"]
 DEVICES: tuple[Device, ...] = ("cpu", "cuda")
 Kind = Literal["lane", "peer", "limit"]
 
-#: What a row may need; see ``site.obstacle`` for when each is met.
+#: What a row may need; ``site.obstacle`` defines when each is met.
 Need = Literal[
     "one host", "two hosts", "two GPUs", "RDMA", "GPUDirect", "NCCL", "NCCL RDMA", "NCCL GPUDirect", "pynng", "nixl"
 ]
@@ -23,271 +23,133 @@ KIND_TEXT: Mapping[Kind, str] = {"lane": "raytorchrpc", "peer": "for comparison"
 
 @dataclass(frozen=True)
 class Row:
-    """One road. Rows with the same ``pair`` share two actors."""
+    """One transport in one variant. Rows with the same ``pair`` share two actors."""
 
     name: str
     kind: Kind
-    road: str
-    """The class of ``roads`` that takes a sample, or ``rdt``, which only a driver can ask for."""
+    transport: str
+    """A key of ``transports.TRANSPORTS``, or ``rdt``, which only a driver can request."""
     what: str
     devices: tuple[Device, ...] = DEVICES
     needs: tuple[Need, ...] = ()
-    cuda_needs: tuple[Need, ...] = ()
-    """As ``needs``, for CUDA tensors alone."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the group (``GroupConfig``), for rows that are one."""
+    """The group's settings (``GroupConfig``), for rows that form a group."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment of both actors."""
+    """Additional environment of both actors."""
     carries: tuple[str, ...] = ()
-    """Lanes one of which has to have carried the tensor; a figure of any other lane is not this row's. Empty: any."""
+    """The lanes that may carry the tensor; a sample over any other lane does not count. Empty: any lane."""
     over: str = ""
-    """What the route has to say of how it carries CPU tensors, for lanes that choose that themselves."""
+    """What the route must say about carrying CPU tensors, for lanes that choose that themselves."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """For the road."""
+    """Passed to the transport."""
     pair: str = ""
     max_bytes: int | None = None
     host_copies: int = 5
-    """Memory that both ends together may need, in sizes of the tensor: a bound, not a measurement."""
+    """Upper bound of the host memory that both ends need, in sizes of the tensor."""
     gpu_copies: int = 4
-    """Likewise, of one GPU's memory."""
+    """Upper bound of the memory needed on one GPU, in sizes of the tensor."""
     in_store: bool = False
-    """Passes through Ray's object store, which must hold two of them."""
+    """Uses Ray's object store, which must hold two of the tensors."""
     own_turn: bool = False
-    """Keeps a core busy while it waits, so it is woken for one turn per size."""
+    """Keeps a core busy while it waits, so it is active only during one turn per size."""
     one_gpu: bool = False
-    """Works only between two actors on the same GPU, so both are put on one."""
+    """Works only between two actors on the same GPU, so both are placed on one."""
     published: tuple[str, str] | None = None
     """(scope, transport) of the published figures."""
 
     @property
     def actors(self) -> str:
-        """Which pair of actors takes the samples."""
+        """The name of the pair of actors that takes the samples."""
         return self.pair or self.name
 
 
+_CPU: dict[str, Any] = {"devices": ("cpu",)}
+_CUDA: dict[str, Any] = {"devices": ("cuda",)}
+_NNG: dict[str, Any] = {**_CPU, "host_copies": 8}
+_WITHIN, _BETWEEN = "intranode", "internode"
 _NO_P2P = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-_TCP_CHANNELS = ("mpt_uv", "basic", "cuda_basic")
-#: In-band limit of the socket lane (bytes); from here on tensors travel beside the message.
+#: In-band limit of the socket lane (bytes); larger tensors travel out of band.
 SOCKET_IN_BAND = 256 * 1024
 
 
-def _lane(name: str, what: str, *lanes: str, **more: Any) -> Row:
+def _lane(name: str, what: str, *lanes: str, published: str = "", **more: Any) -> Row:
+    """A row with one lane forced, by default the first of ``lanes``; ``published``: scope of the published figures."""
     config = {**({"lanes": lanes} if lanes else {}), **more.pop("config", {})}
-    return Row(name=name, kind="lane", road="group", what=what, config=config, **more)
+    more.setdefault("carries", lanes[:1])
+    return Row(name, "lane", "group", what, config=config, published=(published, name) if published else None, **more)
 
 
-def _peer(name: str, road: str, what: str, **more: Any) -> Row:
-    return Row(name=name, kind="peer", road=road, what=what, **more)
+def _torchrpc(name: str, what: str, transports: tuple[str, ...], channels: tuple[str, ...], **more: Any) -> Row:
+    config = {"transports": transports, "channels": channels}
+    return _lane(name, what, "torchrpc", config=config, published=_BETWEEN, **more)
+
+
+def _nccl(name: str, what: str, *needs: str, **more: Any) -> Row:
+    lanes = ("socket", "nccl", "torchrpc")
+    return _lane(name, what, *lanes, needs=("two GPUs", "NCCL", *needs), carries=("nccl",), **_CUDA, **more)
+
+
+def _rdt(name: str, what: str, tensor_transport: str, **more: Any) -> Row:
+    return _peer(
+        name, "rdt", f"Ray Direct Transport over {what}", options={"tensor_transport": tensor_transport}, **more
+    )
+
+
+def _peer(name: str, transport: str, what: str, **more: Any) -> Row:
+    return Row(name, "peer", transport, what, **more)
+
+
+def _limit(name: str, transport: str, what: str, **more: Any) -> Row:
+    return Row(name, "limit", transport, what, **more)
 
 
 #: Every row, in the order of the tables.
+# fmt: off
 ROWS: tuple[Row, ...] = (
     _lane("auto", "what raytorchrpc chooses by itself"),
-    _lane(
-        "socket",
-        "in the message of a call",
-        "socket",
-        "torchrpc",
-        devices=("cpu",),
-        carries=("socket",),
-        max_bytes=SOCKET_IN_BAND,
-    ),
-    _lane(
-        "shm",
-        "shared memory",
-        "socket",
-        "shm",
-        devices=("cpu",),
-        needs=("one host",),
-        carries=("shm",),
-        published=("intranode", "shm"),
-    ),
-    _lane(
-        "cuda-shared-tensor",
-        "CUDA IPC: mapped GPU memory",
-        "socket",
-        "cuda_ipc",
-        "torchrpc",
-        devices=("cuda",),
-        needs=("one host",),
-        carries=("cuda_ipc",),
-        published=("intranode", "cuda-shared-tensor"),
-    ),
-    _lane("torchrpc", "torchrpc, transports and channels as routing chooses", "torchrpc", carries=("torchrpc",)),
-    _lane(
-        "torchrpc-TCP",
-        "torchrpc forced to TCP",
-        "torchrpc",
-        config={"transports": ("uv",), "channels": _TCP_CHANNELS},
-        over="uv",
-        carries=("torchrpc",),
-        published=("internode", "torchrpc-TCP"),
-    ),
-    _lane(
-        "torchrpc-IB",
-        "torchrpc forced to RDMA, GPU tensors staged through the CPU",
-        "torchrpc",
-        config={"transports": ("ibv", "uv"), "channels": ("basic", "cuda_basic")},
-        needs=("two hosts", "RDMA"),
-        carries=("torchrpc",),
-        published=("internode", "torchrpc-IB"),
-    ),
-    _lane(
-        "torchrpc-GDR",
-        "torchrpc forced to GPUDirect RDMA",
-        "torchrpc",
-        config={"transports": ("ibv", "uv"), "channels": ("basic", "cuda_gdr", "cuda_basic")},
-        devices=("cuda",),
-        needs=("two hosts", "RDMA", "GPUDirect"),
-        carries=("torchrpc",),
-        published=("internode", "torchrpc-GDR"),
-    ),
-    _lane(
-        "nccl-nvlink",
-        "NCCL from GPU to GPU of one host",
-        "socket",
-        "nccl",
-        "torchrpc",
-        devices=("cuda",),
-        needs=("one host", "two GPUs", "NCCL"),
-        carries=("nccl",),
-        published=("intranode", "nccl-nvlink"),
-    ),
-    _lane(
-        "nccl-TCP",
-        "NCCL forced to TCP",
-        "socket",
-        "nccl",
-        "torchrpc",
-        devices=("cuda",),
-        env={**_NO_P2P, "NCCL_IB_DISABLE": "1"},
-        needs=("two GPUs", "NCCL"),
-        carries=("nccl",),
-        published=("internode", "nccl-TCP"),
-    ),
-    _lane(
-        "nccl-IB",
-        "NCCL forced to RDMA through CPU memory",
-        "socket",
-        "nccl",
-        "torchrpc",
-        devices=("cuda",),
-        env={**_NO_P2P, "NCCL_NET": "IB", "NCCL_NET_GDR_LEVEL": "LOC"},
-        needs=("two GPUs", "NCCL", "NCCL RDMA"),
-        carries=("nccl",),
-        published=("internode", "nccl-IB"),
-    ),
-    _lane(
-        "nccl-GDR",
-        "NCCL forced to GPUDirect RDMA",
-        "socket",
-        "nccl",
-        "torchrpc",
-        devices=("cuda",),
-        env={**_NO_P2P, "NCCL_NET": "IB", "NCCL_NET_GDR_LEVEL": "SYS"},
-        needs=("two GPUs", "NCCL", "NCCL GPUDirect"),
-        carries=("nccl",),
-        published=("internode", "nccl-GDR"),
-    ),
-    _lane(
-        "nng-TCP",
-        "nng (pynng) over TCP",
-        "nng",
-        config={"always_tcp": True},
-        over="tcp",
-        devices=("cpu",),
-        needs=("pynng",),
-        carries=("nng",),
-        host_copies=8,
-        published=("internode", "nng-TCP"),
-    ),
-    _lane(
-        "nng-ipc",
-        "nng (pynng) within one host",
-        "nng",
-        over="ipc",
-        devices=("cpu",),
-        needs=("one host", "pynng"),
-        carries=("nng",),
-        host_copies=8,
-    ),
-    _lane(
-        "nixl", "NIXL: one-sided reads through UCX", "socket", "nixl", "torchrpc", needs=("nixl",), carries=("nixl",)
-    ),
+    _lane("socket", "in the message of a call", "socket", "torchrpc", max_bytes=SOCKET_IN_BAND, **_CPU),
+    _lane("shm", "shared memory", "socket", "shm", needs=("one host",), carries=("shm",), published=_WITHIN, **_CPU),
+    _lane("cuda-shared-tensor", "CUDA IPC: mapped GPU memory", "socket", "cuda_ipc", "torchrpc",
+          needs=("one host",), carries=("cuda_ipc",), published=_WITHIN, **_CUDA),
+    _lane("torchrpc", "torchrpc, transports and channels as routing chooses", "torchrpc"),
+    _torchrpc("torchrpc-TCP", "torchrpc forced to TCP", ("uv",), ("mpt_uv", "basic", "cuda_basic"), over="uv"),
+    _torchrpc("torchrpc-IB", "torchrpc forced to RDMA, GPU tensors staged through the CPU",
+              ("ibv", "uv"), ("basic", "cuda_basic"), needs=("two hosts", "RDMA")),
+    _torchrpc("torchrpc-GDR", "torchrpc forced to GPUDirect RDMA",
+              ("ibv", "uv"), ("basic", "cuda_gdr", "cuda_basic"), needs=("two hosts", "RDMA", "GPUDirect"), **_CUDA),
+    _nccl("nccl-nvlink", "NCCL from GPU to GPU of one host", "one host", published=_WITHIN),
+    _nccl("nccl-TCP", "NCCL forced to TCP", env={**_NO_P2P, "NCCL_IB_DISABLE": "1"}, published=_BETWEEN),
+    _nccl("nccl-IB", "NCCL forced to RDMA through CPU memory", "NCCL RDMA",
+          env={**_NO_P2P, "NCCL_NET": "IB", "NCCL_NET_GDR_LEVEL": "LOC"}, published=_BETWEEN),
+    _nccl("nccl-GDR", "NCCL forced to GPUDirect RDMA", "NCCL GPUDirect",
+          env={**_NO_P2P, "NCCL_NET": "IB", "NCCL_NET_GDR_LEVEL": "SYS"}, published=_BETWEEN),
+    _lane("nng-TCP", "nng (pynng) over TCP", "nng",
+          config={"always_tcp": True}, over="tcp", needs=("pynng",), published=_BETWEEN, **_NNG),
+    _lane("nng-ipc", "nng (pynng) within one host", "nng", over="ipc", needs=("one host", "pynng"), **_NNG),
+    _lane("nixl", "NIXL: one-sided reads through UCX", "socket", "nixl", "torchrpc",
+          needs=("nixl",), carries=("nixl",)),
     _peer("ray", "ray", "Ray's object store", pair="plain", host_copies=8, in_store=True),
-    _peer(
-        "ray-zero-copy",
-        "ray",
-        "Ray's object store with zero-copy tensors",
-        env={"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"},
-        host_copies=6,
-        in_store=True,
-    ),
-    _peer("ray-rdt-gloo", "rdt", "Ray Direct Transport over Gloo", devices=("cpu",), options={"transport": "gloo"}),
-    _peer(
-        "ray-rdt-nccl",
-        "rdt",
-        "Ray Direct Transport over NCCL",
-        devices=("cuda",),
-        needs=("two GPUs", "NCCL"),
-        options={"transport": "nccl"},
-    ),
-    _peer("ray-rdt-torchrpc", "rdt", "Ray Direct Transport over raytorchrpc", options={"transport": "TORCHRPC"}),
-    _peer("ray-rdt-nixl", "rdt", "Ray Direct Transport over NIXL", needs=("nixl",), options={"transport": "nixl"}),
-    _peer(
-        "ray-rdt-cuda-ipc",
-        "rdt",
-        "Ray Direct Transport over CUDA IPC: both actors on one GPU, the only way it works",
-        devices=("cuda",),
-        needs=("one host",),
-        options={"transport": "cuda_ipc"},
-        one_gpu=True,
-    ),
-    _peer(
-        "bare-torchrpc",
-        "torchrpc",
-        "torch.distributed.rpc as torch sets it up",
-        own_turn=True,
-    ),
-    _peer(
-        "bare-nccl",
-        "nccl",
-        "NCCL send and receive, no call",
-        devices=("cuda",),
-        needs=("two GPUs", "NCCL"),
-    ),
-    _peer(
-        "bare-nng",
-        "nng",
-        "nng (pynng) over TCP, no call",
-        devices=("cpu",),
-        needs=("pynng",),
-        host_copies=8,
-        published=("internode", "nng-TCP"),
-    ),
-    Row("bare-socket", "limit", "socket", "a TCP socket", devices=("cpu",), pair="plain"),
-    Row(
-        "bare-socket-x4",
-        "limit",
-        "socket",
-        "four TCP sockets in parallel",
-        devices=("cpu",),
-        pair="plain",
-        options={"streams": 4},
-    ),
-    Row("memcpy", "limit", "memcpy", "a copy into warm memory, in one process", devices=("cpu",), pair="plain"),
-    Row(
-        "gpu-copy",
-        "limit",
-        "gpu_copy",
-        "a copy between the GPUs, in one process",
-        devices=("cuda",),
-        needs=("one host",),
-        options={"alone": True},
-    ),
+    _peer("ray-zero-copy", "ray", "Ray's object store with zero-copy tensors",
+          env={"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}, host_copies=6, in_store=True),
+    _rdt("ray-rdt-gloo", "Gloo", "gloo", **_CPU),
+    _rdt("ray-rdt-nccl", "NCCL", "nccl", needs=("two GPUs", "NCCL"), **_CUDA),
+    _rdt("ray-rdt-torchrpc", "raytorchrpc", "TORCHRPC"),
+    _rdt("ray-rdt-nixl", "NIXL", "nixl", needs=("nixl",)),
+    _rdt("ray-rdt-cuda-ipc", "CUDA IPC: both actors on one GPU, the only way it works", "cuda_ipc",
+         needs=("one host",), one_gpu=True, **_CUDA),
+    _peer("bare-torchrpc", "torchrpc", "torch.distributed.rpc as torch sets it up", own_turn=True),
+    _peer("bare-nccl", "nccl", "NCCL send and receive, no call", needs=("two GPUs", "NCCL"), **_CUDA),
+    _peer("bare-nng", "nng", "nng (pynng) over TCP, no call",
+          needs=("pynng",), published=(_BETWEEN, "nng-TCP"), **_NNG),
+    _limit("bare-socket", "socket", "a TCP socket", pair="plain", **_CPU),
+    _limit("bare-socket-x4", "socket", "four TCP sockets in parallel", pair="plain", options={"streams": 4}, **_CPU),
+    _limit("memcpy", "memcpy", "a copy into warm memory, in one process", pair="plain", **_CPU),
+    _limit("gpu-copy", "gpu_copy", "a copy between the GPUs, in one process",
+           needs=("one host",), options={"alone": True}, **_CUDA),
 )
+# fmt: on
 
-#: What ``--quick`` measures: one pair of each sort, few enough actors for two cores.
+#: What ``--quick`` measures: one row of each sort, with few enough actors for two cores.
 QUICK: tuple[str, ...] = (
     *("auto", "torchrpc-TCP", "nccl-nvlink", "nng-TCP"),
     *("ray", "ray-zero-copy", "bare-nccl", "bare-socket", "memcpy", "gpu-copy"),
@@ -295,7 +157,7 @@ QUICK: tuple[str, ...] = (
 
 
 def choose(wanted: Sequence[str], rows: Sequence[Row] = ROWS) -> tuple[Row, ...]:
-    """The rows of these names or patterns (``nccl-*``), in the tables' order. Raises ConfigurationError."""
+    """The rows with these names or patterns (``nccl-*``), in table order. Raises ConfigurationError."""
     chosen: set[str] = set()
     for pattern in wanted:
         found = {row.name for row in rows if fnmatchcase(row.name, pattern)}

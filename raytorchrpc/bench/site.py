@@ -1,4 +1,4 @@
-"""What the two ends of a run can do, and why a row, or one size of it, cannot run there."""
+"""What the hosts at both ends can do, and why a row, or one size of it, cannot run there."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from raytorchrpc.config import KNOWN_LANES, GroupConfig
 from raytorchrpc.topology import probe, rdma
 from raytorchrpc.topology.endpoint import Endpoint
 
-#: Of what is free, as much may be planned for.
+#: Share of the free memory that may be used.
 _USABLE = 0.8
 _PACKAGES = ("pynng", "nixl")
 
 
 @dataclass(frozen=True)
-class Place:
-    """One end, as seen from a process there that uses no GPU."""
+class Host:
+    """One end, described by a process there that uses no GPU."""
 
     endpoint: Endpoint
     free_bytes: int
-    """Memory that processes may still take."""
+    """Memory that processes can still allocate."""
     packages: frozenset[str]
-    """Of the optional ones, those installed."""
+    """The optional packages that are installed."""
     nccl: bool
-    """torch has NCCL."""
+    """torch was built with NCCL."""
     gpus: int = 0
-    """As Ray counts them on the node."""
+    """Ray's count for the node."""
     cores: int = 0
     processor: str = ""
     store_bytes: int = 0
@@ -44,32 +44,32 @@ class Place:
 class Site:
     """Both ends."""
 
-    a: Place
-    b: Place
+    a: Host
+    b: Host
     known_lanes: frozenset[str] = frozenset(KNOWN_LANES)
     known_settings: frozenset[str] = field(default_factory=lambda: frozenset(GroupConfig.model_fields))
 
     @property
     def same_host(self) -> bool:
-        """One kernel runs both."""
+        """Both ends are on one host."""
         return self.a.endpoint.same_host(self.b.endpoint)
 
     @property
     def has_gpus(self) -> bool:
-        """Both ends can have one (the same one, if there is only one)."""
+        """Both ends can have a GPU, possibly the same one."""
         return min(self.a.gpus, self.b.gpus) > 0
 
     @property
     def distinct_gpus(self) -> bool:
-        """The two ends can have different ones."""
+        """The two ends can have different GPUs."""
         return self.has_gpus and (not self.same_host or self.a.gpus > 1)
 
 
-def look_around(node_ip: str) -> Place:
-    """Describe the process's machine; the node's own figures (``gpus``, ``store_bytes``) are Ray's to tell."""
+def describe_host(node_ip: str) -> Host:
+    """Describe this process's host, without the fields that come from Ray (``gpus``, ``store_bytes``)."""
     import torch.distributed
 
-    return Place(
+    return Host(
         endpoint=probe.probe(name=socket.gethostname(), node_ip=node_ip, wants_gpu=False),
         free_bytes=free_memory(),
         packages=frozenset(name for name in _PACKAGES if importlib.util.find_spec(name)),
@@ -85,7 +85,7 @@ def _processor(root: Path = Path("/")) -> str:
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Bytes that processes here may still take: the kernel's estimate, or what the control group leaves."""
+    """Bytes that processes here can still allocate: the kernel's estimate, or less if the control group limits it."""
     free = 0
     for line in _read(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
@@ -104,7 +104,7 @@ def _read(path: Path) -> str:
 
 
 def obstacle(row: Row, device: Device, site: Site) -> str | None:
-    """Why the row cannot run here with tensors on that device; None if nothing is known against it."""
+    """Why the row cannot run here with tensors on that device; None if no reason is known."""
     for lane in row.config.get("lanes", ()):
         if lane not in site.known_lanes:
             return f"this version has no lane {lane!r}"
@@ -112,23 +112,22 @@ def obstacle(row: Row, device: Device, site: Site) -> str | None:
         if setting not in site.known_settings:
             return f"this version has no setting {setting!r}"
     if device == "cuda" and not site.has_gpus:
-        return "no GPU that Ray knows of" if site.same_host else "not both nodes have a GPU that Ray knows of"
-    needs = row.needs + (row.cuda_needs if device == "cuda" else ())
-    return next((reason for need in needs if (reason := _NEEDS[need](site))), None)
+        return "Ray has no GPU" if site.same_host else "Ray has no GPU on one of the nodes"
+    return next((reason for need in row.needs if (reason := _NEEDS[need](site))), None)
 
 
 def _one_host(site: Site) -> str | None:
-    return None if site.same_host else "works only within one host"
+    return None if site.same_host else "needs both ends on one host"
 
 
 def _two_hosts(site: Site) -> str | None:
-    return "one host: nothing crosses a network" if site.same_host else None
+    return "needs two hosts" if site.same_host else None
 
 
 def _two_gpus(site: Site) -> str | None:
     if site.distinct_gpus:
         return None
-    return "no GPU that Ray knows of" if not site.has_gpus else "one GPU, and it needs two"
+    return "Ray has no GPU" if not site.has_gpus else "needs two GPUs, and there is one"
 
 
 def _rdma_usable(site: Site) -> str | None:
@@ -184,38 +183,38 @@ _NEEDS: Mapping[Need, Callable[[Site], str | None]] = {
 
 
 @dataclass(frozen=True)
-class Room:
-    """Memory that a run may plan with, in bytes, on the poorer of the two ends."""
+class MemoryLimits:
+    """Memory that a run may use, in bytes, on the smaller of the two ends."""
 
     host: int
     gpu: int
     store: int
 
     @classmethod
-    def of(cls, site: Site, gpu_free: int) -> Room:
-        """``gpu_free``: bytes free on the fuller GPU once every actor is up."""
+    def of(cls, site: Site, gpu_free: int) -> MemoryLimits:
+        """``gpu_free``: bytes free on the fuller GPU after all actors have started."""
         host = min(site.a.free_bytes, site.b.free_bytes)
         return cls(int(host * _USABLE), int(gpu_free * _USABLE), min(site.a.store_bytes, site.b.store_bytes))
 
 
-def size_obstacle(row: Row, device: Device, size: int, room: Room) -> str | None:
-    """Why this size cannot be measured, alone and with everything else released; None if it can."""
+def size_obstacle(row: Row, device: Device, size: int, limits: MemoryLimits) -> str | None:
+    """Why this size cannot be measured even alone; None if it can."""
     if row.max_bytes is not None and size > row.max_bytes:
         return f"carries at most {show_size(row.max_bytes)}"
     host, gpu = needed(row, device, size)
-    if host > room.host:
-        return f"may need {show_size(host)} of memory, {show_size(room.host)} can be used"
-    if gpu > room.gpu:
-        return f"may need {show_size(gpu)} of GPU memory, {show_size(room.gpu)} can be used"
-    if row.in_store and 2 * size > room.store:
-        return f"two of them do not fit into Ray's object store of {show_size(room.store)}"
+    if host > limits.host:
+        return f"may need {show_size(host)} of memory, {show_size(limits.host)} is usable"
+    if gpu > limits.gpu:
+        return f"may need {show_size(gpu)} of GPU memory, {show_size(limits.gpu)} is usable"
+    if row.in_store and 2 * size > limits.store:
+        return f"two of them do not fit into Ray's object store of {show_size(limits.store)}"
     return None
 
 
 def needed(row: Row, device: Device, size: int) -> tuple[int, int]:
-    """Memory that one sample may hold at once: (host, of one GPU), in bytes."""
+    """Memory that one sample may need: (host, one GPU), in bytes."""
     if device == "cpu":
         return row.host_copies * size, 0
-    # Object stores and TCP stage GPU tensors in host memory; roads from GPU to GPU leave it alone.
+    # Object stores and TCP stage GPU tensors in host memory; GPU-to-GPU transports do not.
     staged = row.in_store or row.name.endswith(("-TCP", "-IB")) or row.name.startswith("torchrpc")
     return (row.host_copies * size if staged else 0), row.gpu_copies * size

@@ -1,4 +1,4 @@
-"""What came out, as rows of text: for the terminal, for a spreadsheet, and for ``markdown``."""
+"""Results as rows of text: for the terminal, a spreadsheet and ``markdown``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RIVALS = ("raytorchrpc", "for comparison")
 
 
 class Table(NamedTuple):
-    """Text in cells; the first column names the row."""
+    """Cells of text; the first column names the row."""
 
     title: str
     heads: tuple[str, ...]
@@ -26,7 +26,7 @@ class Table(NamedTuple):
 
 
 def figures(run: Run, device: Device, *, against_published: bool = False) -> Table:
-    """Milliseconds by size with half the interquartile range, and each row's line."""
+    """Milliseconds by size with half the interquartile range, and each row's fitted line."""
     heads = ("row", *(show_size(size) for size in run.sizes), "per op", "bandwidth", "line within")
     rows: list[tuple[str, ...]] = []
     for row in run.measured(device):
@@ -58,7 +58,7 @@ def show_ms(value: float) -> str:
 
 
 def choice(run: Run, device: Device) -> Table | None:
-    """How ``auto`` compares, at each size, to the fastest row that is no limit; None where it was not measured."""
+    """``auto`` against the fastest lane and peer at each size; None if it was not measured."""
     auto = next((row for row in run.measured(device) if row.row == AUTO), None)
     if auto is None:
         return None
@@ -70,7 +70,7 @@ def choice(run: Run, device: Device) -> Table | None:
             rows.append(
                 (show_size(size), cell.via or "?", *_compared(cell.median_s, own), *_compared(cell.median_s, peer))
             )
-    heads = ("size", "auto goes by", "fastest forced row", "auto / it", "fastest peer", "auto / it")
+    heads = ("size", "auto uses", "fastest forced row", "auto / it", "fastest peer", "auto / it")
     return Table(f"{DEVICE_TEXT[device]}: what auto chose", heads, tuple(rows)) if rows else None
 
 
@@ -79,7 +79,7 @@ def _compared(seconds: float, rival: tuple[str, float] | None) -> tuple[str, str
 
 
 def not_measured(run: Run) -> list[str]:
-    """A line for each reason: which rows, or which sizes of them, have no figure because of it."""
+    """One line per reason: the rows, or the sizes of a row, that have no figure because of it."""
     whole: dict[tuple[str, Device], list[str]] = {}
     parts: dict[tuple[str, Device, str], list[int]] = {}
     for row in run.rows:
@@ -101,7 +101,7 @@ def _cells(run: Run, row: RowResult) -> list[Cell]:
 
 
 def to_csv(runs: Sequence[Run]) -> str:
-    """One line per row and size, with the reason where there is no figure."""
+    """One line per row and size, with the reason if there is no figure."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(
@@ -117,15 +117,12 @@ def to_csv(runs: Sequence[Run]) -> str:
 
 
 def plain(table: Table) -> str:
-    """For a terminal without rich, and for logs."""
-    lines = [table.heads, *table.rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(table.heads))]
-    text = [table.title]
-    for number, line in enumerate(lines):
-        cells = [
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        ]
-        text.append("  ".join(cells).rstrip())
-        if number == 0:
-            text.append("  ".join("-" * width for width in widths))
-    return "\n".join(text)
+    """The table as lines of text, for logs and for terminals without rich."""
+    widths = [max(map(len, column)) for column in zip(table.heads, *table.rows, strict=True)]
+    lines = [table.heads, tuple("-" * width for width in widths), *table.rows]
+    return "\n".join([table.title, *(_aligned(line, widths) for line in lines)])
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = zip(line, widths, strict=True)
+    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]).rstrip()

@@ -1,4 +1,4 @@
-"""The ``raytorchrpc`` command. Its own dependencies are the extra ``cli``, not the package's."""
+"""The ``raytorchrpc`` command; its dependencies are the extra ``cli``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Entry point of the ``raytorchrpc`` script."""
     try:
-        import rich  # noqa: F401  (the commands import it later; its absence is told now)
+        import rich  # noqa: F401  (commands import it later; report its absence now)
 
         from raytorchrpc.cli.app import app
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""``python -m raytorchrpc.cli``: the command for a Python whose script directory is not on the path."""
+"""``python -m raytorchrpc.cli``: the command where the script is not on the path."""
 
 from raytorchrpc.cli import main
 

@@ -1,4 +1,4 @@
-"""The commands and their options; what a command does lives in the module of its name."""
+"""The commands and their options; the module of the same name implements each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytorchrpc.cli import manifest
 
 app = typer.Typer(
     name="raytorchrpc",
-    help="Direct calls between Ray actors, tensors by the fastest road.",
+    help="Direct calls between Ray actors; tensors take the fastest available transport.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -31,20 +31,22 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Direct calls between Ray actors, tensors by the fastest road."""
+    """Direct calls between Ray actors; tensors take the fastest available transport."""
 
 
 @app.command()
 def demo(
-    workers: Annotated[int, typer.Option(min=1, help="Worker actors.")] = 2,
+    workers: Annotated[int, typer.Option(min=1, help="Number of worker actors.")] = 2,
     target: Annotated[float, typer.Option(min=0.0, max=1.0, help="Test accuracy to reach.")] = 0.95,
-    max_steps: Annotated[int, typer.Option(min=1, help="Give up after that many steps.")] = 5000,
+    max_steps: Annotated[int, typer.Option(min=1, help="Fail after that many steps.")] = 5000,
     seed: Annotated[int, typer.Option(help="Seed of the data split, the model and the batches.")] = 0,
-    address: Annotated[str | None, typer.Option(help="A running Ray cluster; none starts one here.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Time fewer exchanges at the end.")] = False,
+    address: Annotated[
+        str | None, typer.Option(help="Address of a running Ray cluster; default: start a local one.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Time fewer exchanges.")] = False,
 ) -> None:
-    """Train a classifier over direct calls between Ray actors, then time the same calls through Ray."""
-    from raytorchrpc.cli.demo import run  # here: Ray and torch are slow to load, and --help needs neither
+    """Train a classifier with direct calls between Ray actors, then time the same calls through Ray."""
+    from raytorchrpc.cli.demo import run  # imported here, because --help needs neither Ray nor torch
 
     exchanges = 50 if quick else 200
     run(workers=workers, target=target, max_steps=max_steps, seed=seed, address=address, exchanges=exchanges)
@@ -52,26 +54,32 @@ def demo(
 
 @app.command()
 def bench(
-    rows: Annotated[list[str] | None, typer.Option(help="Rows to measure: names or patterns (nccl-*), commas.")] = None,
-    sizes: Annotated[list[str] | None, typer.Option(help="Sizes, such as 20KB,1.25MB; the published ones.")] = None,
-    device: Annotated[str, typer.Option(help="Tensors on cpu, cuda, or all.")] = "all",
-    quick: Annotated[bool, typer.Option("--quick", help="Few rows and sizes, under a minute.")] = False,
-    budget: Annotated[float | None, typer.Option(help="Seconds that everything together may take.")] = None,
+    rows: Annotated[
+        list[str] | None, typer.Option(help="Rows to measure: names or patterns (nccl-*), comma-separated.")
+    ] = None,
+    sizes: Annotated[
+        list[str] | None, typer.Option(help="Sizes, such as 20KB,1.25MB; default: the published ones.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Device of the tensors: cpu, cuda or all.")] = "all",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rows and sizes, under a minute.")] = False,
+    budget: Annotated[float | None, typer.Option(help="Time limit of the whole run in seconds.")] = None,
     hosts: Annotated[
         tuple[str, str] | None,
         typer.Option(help="Measure between these two Ray nodes (id, address or host name)."),
     ] = None,
-    address: Annotated[str | None, typer.Option(help="A running Ray cluster; none starts one here.")] = None,
-    against: Annotated[str | None, typer.Option(help="'published': show the field's published figures too.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write every figure, one a line.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the whole result, for --from.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw latency and bandwidth against size (PNG).")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write tables, how to reproduce them, what is missing.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Address of a running Ray cluster; default: start a local one.")
+    ] = None,
+    against: Annotated[str | None, typer.Option(help="'published': also show the field's published figures.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write all figures, one per line.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the whole result, as input for --from.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw latency and bandwidth by size (PNG).")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write a report: tables, how to reproduce them, gaps.")] = None,
     results: Annotated[
-        list[Path] | None, typer.Option("--from", help="Take up results of --json instead of measuring; repeatable.")
+        list[Path] | None, typer.Option("--from", help="Show results of --json instead of measuring; repeatable.")
     ] = None,
 ) -> None:
-    """Time every transport between two actors, side by side: this package's lanes, Ray's, the bare libraries."""
+    """Time every transport between two actors: raytorchrpc's lanes, Ray's transports, bare libraries."""
     from raytorchrpc.cli import bench as command
     from raytorchrpc.errors import RayTorchRpcError
 
@@ -98,22 +106,22 @@ def bench(
 
 @app.command()
 def doctor(
-    cluster: Annotated[bool, typer.Option("--cluster", help="Look on every node of a Ray cluster.")] = False,
+    cluster: Annotated[bool, typer.Option("--cluster", help="Examine every node of a Ray cluster.")] = False,
     address: Annotated[
-        str | None, typer.Option(help="The cluster's address; RAY_ADDRESS, or the one on this machine.")
+        str | None, typer.Option(help="The cluster's address; default: RAY_ADDRESS, or the one on this machine.")
     ] = None,
     actors: Annotated[
-        str | None, typer.Option(help="Look inside these actors: NAME or NAMESPACE/NAME, with commas.")
+        str | None, typer.Option(help="Examine these actors from inside: NAME or NAMESPACE/NAME, comma-separated.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON, and nothing else.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only the whole report, as JSON.")] = False,
     sysfs_root: Annotated[
-        Path | None, typer.Option(help="Look at a tree with proc, sys and dev in it instead of this machine.")
+        Path | None, typer.Option(help="Examine a tree with proc, sys and dev instead of this machine.")
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Warnings count as problems.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds that nodes and actors have to answer.")] = 60.0,
+    strict: Annotated[bool, typer.Option("--strict", help="Count warnings as problems.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for nodes and actors.")] = 60.0,
 ) -> None:
-    """Say what this machine's GPUs, adapters, limits and software mean for the lanes, and what to do."""
-    from raytorchrpc.cli.doctor import run
+    """Report what this machine's GPUs, adapters, limits and software mean for the lanes, and what to do."""
+    from raytorchrpc.doctor.command import run
 
     code = run(
         cluster=cluster,
@@ -130,14 +138,14 @@ def doctor(
 @app.command()
 def top(
     address: Annotated[
-        str | None, typer.Option(help="The cluster's address; RAY_ADDRESS, or the one on this machine.")
+        str | None, typer.Option(help="The cluster's address; default: RAY_ADDRESS, or the one on this machine.")
     ] = None,
-    group: Annotated[str | None, typer.Option(help="Only groups of this name.")] = None,
-    interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one table, of one interval.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each look, and nothing else.")] = False,
+    group: Annotated[str | None, typer.Option(help="Show only groups of this name.")] = None,
+    interval: Annotated[float, typer.Option(help="Seconds between two updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one table, covering one interval.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only one line of JSON per update.")] = False,
 ) -> None:
-    """Show what the groups of a cluster do: calls, bytes, latency and failures by pair and lane, who is away."""
+    """Show a cluster's groups live: calls, bytes, latency and failures by pair and lane, and lost members."""
     from raytorchrpc.cli.top import run
 
     raise typer.Exit(run(address=address, group=group, interval_s=interval, once=once, as_json=json))

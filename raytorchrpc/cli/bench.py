@@ -1,6 +1,6 @@
-"""``raytorchrpc bench``: checks what was asked for, runs it, shows and writes what came out.
+"""``raytorchrpc bench``: checks the options, runs the benchmark, shows and writes the results.
 
-``run`` needs neither typer nor rich, for machines that have only the library.
+``run`` needs neither typer nor rich.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from raytorchrpc.bench.results import Run, read_run, write_file
 from raytorchrpc.bench.tables import Table, choice, figures, not_measured, plain, to_csv
 from raytorchrpc.errors import ConfigurationError
 
-#: Processes that Ray starts at once, at least; the actors ask for no CPU.
+#: Least number of processes that Ray may start at once; the actors request no CPU.
 _STARTING_AT_ONCE = 8
-#: CPUs of a Ray of our own: it starts so many idle processes first.
+#: CPUs of a local Ray, which first starts as many idle processes.
 _CPUS = 4
-#: Without a terminal, at least so many seconds between two lines of progress.
-_QUIET_S = 5.0
+#: Least seconds between two lines of progress without a terminal.
+_PROGRESS_PERIOD_S = 5.0
 
 
 def run(
@@ -46,12 +46,12 @@ def run(
     markdown: Path | None = None,
     results: Sequence[Path] = (),
 ) -> None:
-    """Measure, or take up ``results`` of earlier runs; print tables and write files.
+    """Measure, or read ``results`` of earlier runs; print tables and write files.
 
     Raises:
-        ConfigurationError: for anything that was asked for and cannot be, before anything starts.
-        ConnectionError: no Ray cluster where one was named.
-        RayTorchRpcError: the run itself; also if not a single figure came out.
+        ConfigurationError: an option is invalid, before anything starts; or no row produced a figure.
+        ConnectionError: no Ray cluster at ``address``.
+        RayTorchRpcError: the run failed.
     """
     if against not in (None, "published"):
         raise ConfigurationError(f"--against {against!r} is unknown; known: published")
@@ -62,7 +62,7 @@ def run(
     _check_files(csv, json, plot, markdown)
     if results:
         if json or any(value not in ((), None, False, "all") for value in asked.values()):
-            raise ConfigurationError("--from shows results that are there; it measures nothing, so name only outputs")
+            raise ConfigurationError("--from shows existing results and measures nothing; combine it only with outputs")
         runs = [read_run(path) for path in results]
     else:
         options = make_options(rows=rows, sizes=sizes, device=device, quick=quick, budget_s=budget_s, hosts=hosts)
@@ -81,17 +81,17 @@ def run(
         names = [None if p is None else os.path.relpath(p, markdown.parent) for p in pictures]
         write_file(markdown, document(runs, names))
     if not any(result.devices() for result in runs):
-        raise ConfigurationError("not a single figure came out; the reasons are above")
+        raise ConfigurationError("no row produced a figure; the reasons are above")
 
 
 def _check_files(csv: Path | None, json: Path | None, plot: Path | None, markdown: Path | None) -> None:
-    """Now, and not after minutes of measuring."""
+    """Fail before minutes of measuring, not after them."""
     given = [path for path in (csv, json, plot, markdown) if path is not None]
     for path in given:
         if path.is_dir() or not os.access(path.parent, os.W_OK):
             raise ConfigurationError(f"cannot write {path}: {'a directory' if path.is_dir() else 'no such directory'}")
     if len({path.resolve() for path in given}) < len(given):
-        raise ConfigurationError("two outputs have the same file name")
+        raise ConfigurationError("two outputs name the same file")
     if plot is not None:
         if plot.suffix != ".png":
             raise ConfigurationError(f"--plot writes PNG; {plot} does not end in .png")
@@ -103,7 +103,7 @@ def _picture(plot: Path | None, number: int, total: int) -> Path | None:
 
 
 def _command(asked: Mapping[str, object]) -> str:
-    """What to type for the same run, without the outputs."""
+    """The command for the same run, without the outputs."""
     words = ["raytorchrpc", "bench"]
     for name, value in asked.items():
         if value is True:
@@ -118,22 +118,22 @@ def _command(asked: Mapping[str, object]) -> str:
 
 
 def _measure(options: Options, address: str | None, command: str) -> Run:
-    from raytorchrpc.bench.run import measure  # here: bad options are told without loading Ray and torch
-    from raytorchrpc.cli.session import ray_session
+    from raytorchrpc._ray_session import ray_session
+    from raytorchrpc.bench.run import measure  # here: bad options are reported without loading Ray and torch
 
     began, cores = time.monotonic(), os.cpu_count() or 1
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(max(_STARTING_AT_ONCE, cores)))
     if options.hosts and address is None:
         address = os.environ.get("RAY_ADDRESS", "auto")
-    with _errors_only(), _progress() as tell:
-        tell("starting Ray" if address is None else f"connecting to {address}", 0.0)
+    with _errors_only(), _progress() as report:
+        report("starting Ray" if address is None else f"connecting to {address}", 0.0)
         with ray_session(address, cpus=min(_CPUS, cores)):
-            return measure(options, command, tell, began=began)
+            return measure(options, command, report, began=began)
 
 
 @contextmanager
 def _errors_only() -> Iterator[None]:
-    """Lanes that fall back warn; the tables say the same, and say it per size."""
+    """Hide warnings about lanes that fall back; the tables show the same for each size."""
     logger = logging.getLogger("raytorchrpc")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -145,12 +145,12 @@ def _errors_only() -> Iterator[None]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, float], None]]:
-    """On stderr: a bar, or lines now and then where that is no terminal or rich is missing."""
+    """Report on stderr: a bar, or occasional lines without a terminal or rich."""
     if find_spec("rich") is None or not sys.stderr.isatty():
         last = [time.monotonic()]
 
         def line(text: str, part: float) -> None:
-            if time.monotonic() - last[0] >= _QUIET_S:
+            if time.monotonic() - last[0] >= _PROGRESS_PERIOD_S:
                 last[0] = time.monotonic()
                 print(f"{part:4.0%} {text}", file=sys.stderr, flush=True)
 
@@ -172,8 +172,6 @@ def _show(run: Run, *, against_published: bool) -> None:
         print_table(figures(run, device, against_published=against_published))
         if compared := choice(run, device):
             print_table(compared)
-    if find_spec("numpy") is None:
-        print("\nno lines through the medians: numpy is not installed (pip install 'raytorchrpc[bench]')")
     missing = not_measured(run)
     if missing:
         print("\nNot measured:")
@@ -183,11 +181,11 @@ def _show(run: Run, *, against_published: bool) -> None:
         from raytorchrpc.bench.published import published
 
         print(f"\n{published()[0]}")
-    print(f"\n{run.seconds:.0f} s; `{run.command}` does it again.")
+    print(f"\n{run.seconds:.0f} s; repeat with `{run.command}`.")
 
 
 def _printer() -> Callable[[Table], None]:
-    # rich folds cells to fit a terminal; a file or a pipe gets every column on one line.
+    # rich wraps cells to fit a terminal; files and pipes get every column on one line.
     if find_spec("rich") is None or not sys.stdout.isatty():
         return lambda table: print(f"\n{plain(table)}")
     from rich.console import Console

@@ -1,8 +1,8 @@
 """The demo's training code: a parameter server and its workers, as a user of raytorchrpc would write them.
 
-Asynchronous SGD: every worker takes the newest parameters, works out gradients on its own share of the
-images and hands them back, without waiting for the other workers. Ray creates and places the actors; the
-parameters and the gradients travel by direct calls.
+Asynchronous SGD: every worker pulls the newest parameters, computes gradients on its own share of the images and pushes
+them back, without waiting for the other workers. Ray creates and places the actors; direct calls carry parameters and
+gradients.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def load_split(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @ray.remote
 class ParameterServer:
-    """Holds the parameters, applies gradients as they come in, and says when to stop."""
+    """Holds the parameters, applies gradients as they arrive, and decides when to stop."""
 
     def __init__(self, seed: int, target: float, max_steps: int) -> None:
         torch.set_num_threads(1)
@@ -59,12 +59,12 @@ class ParameterServer:
 
     @rtr.method
     def pull(self) -> dict[str, Tensor]:
-        """The parameters as they are now: a copy, because the next push changes the originals."""
+        """The current parameters; a copy, because the next push changes the originals."""
         return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
 
     @rtr.method
     def push(self, gradients: dict[str, Tensor]) -> bool:
-        """One step of gradient descent; False tells the worker that the training is over."""
+        """Take one step of gradient descent; returns False when training has ended."""
         for name, parameter in self.model.named_parameters():
             parameter.grad = gradients[name]
         self.optimizer.step()
@@ -77,18 +77,18 @@ class ParameterServer:
 
     @rtr.method(concurrent=True)
     def progress(self) -> Progress:
-        """Answers beside a running ``push``, so that looking on holds nobody up."""
+        """The state; ``concurrent`` lets it run beside a ``push``."""
         return self.state
 
     @rtr.method(concurrent=True)
     def stop(self) -> None:
-        """End the training at the next push of each worker."""
+        """End training at the next push of each worker."""
         self.max_steps = 0
 
 
 @ray.remote
 class Worker:
-    """Turns its share of the training images into gradients."""
+    """Computes gradients on its share of the training images."""
 
     def __init__(self, rank: int, workers: int, seed: int) -> None:
         torch.set_num_threads(1)
@@ -98,7 +98,7 @@ class Worker:
         self.random = torch.Generator().manual_seed(seed + rank)
 
     def train(self, server: ActorHandle[ParameterServer]) -> None:
-        """Started by a plain Ray call; from here on the two actors talk directly."""
+        """Started by a Ray call; from here on, the two actors call each other directly."""
         training = True
         while training:
             parameters = rtr.rpc_sync(server).pull()
@@ -112,7 +112,7 @@ class Worker:
         return dict(zip(names, torch.autograd.grad(loss, values), strict=True))
 
     def compare(self, server: ActorHandle[ParameterServer], exchanges: int) -> dict[str, list[float]]:
-        """Seconds per exchange (one pull, one push of the same size) by either road, taken in turns."""
+        """Seconds per exchange (one pull, one push of the same size) over either path, alternating."""
         nothing = {name: torch.zeros_like(value) for name, value in self.model.named_parameters()}
 
         def direct() -> None:
@@ -123,11 +123,11 @@ class Worker:
             ray.get(server.pull.remote())
             ray.get(server.push.remote(nothing))
 
-        roads: dict[str, Callable[[], None]] = {"direct": direct, "object store": object_store}
-        seconds: dict[str, list[float]] = {road: [] for road in roads}
+        paths: dict[str, Callable[[], None]] = {"direct": direct, "object store": object_store}
+        seconds: dict[str, list[float]] = {path: [] for path in paths}
         for _ in range(exchanges):
-            for road, exchange in roads.items():
+            for path, exchange in paths.items():
                 start = time.perf_counter()
                 exchange()
-                seconds[road].append(time.perf_counter() - start)
+                seconds[path].append(time.perf_counter() - start)
         return seconds

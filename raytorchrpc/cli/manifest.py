@@ -9,22 +9,22 @@ import typer
 
 app = typer.Typer(help="Write Kubernetes manifests for KubeRay.", no_args_is_help=True)
 
-_Name = Annotated[str, typer.Option(help="Of the job or cluster.")]
-_Image = Annotated[str, typer.Option(help="Has raytorchrpc, torch and Ray.")]
-_RayVersion = Annotated[str | None, typer.Option(help="Of the image; that of this machine unless given.")]
-_Workers = Annotated[int, typer.Option(help="Worker pods, besides the head.")]
-_Gpus = Annotated[int, typer.Option(help="GPUs of each worker.")]
-_Cpus = Annotated[int, typer.Option(help="CPUs of each worker.")]
-_Memory = Annotated[str, typer.Option(help="Memory of each worker, /dev/shm included.")]
-_Shm = Annotated[str, typer.Option(help="Size of /dev/shm of each worker; counts as its memory.")]
-_Rdma = Annotated[str | None, typer.Option(help="Name of the cluster's RDMA resource: rdma/hca_shared_devices_a.")]
-_RdmaCount = Annotated[int, typer.Option(help="How many of it for each worker.")]
+_Name = Annotated[str, typer.Option(help="Name of the job or cluster.")]
+_Image = Annotated[str, typer.Option(help="Container image with raytorchrpc, torch and Ray.")]
+_RayVersion = Annotated[str | None, typer.Option(help="Ray's version in the image; default: the installed one.")]
+_Workers = Annotated[int, typer.Option(help="Number of worker pods, besides the head.")]
+_Gpus = Annotated[int, typer.Option(help="GPUs per worker.")]
+_Cpus = Annotated[int, typer.Option(help="CPUs per worker.")]
+_Memory = Annotated[str, typer.Option(help="Memory per worker, including /dev/shm.")]
+_Shm = Annotated[str, typer.Option(help="Size of /dev/shm per worker; counts as its memory.")]
+_Rdma = Annotated[str | None, typer.Option(help="The cluster's RDMA resource, such as rdma/hca_shared_devices_a.")]
+_RdmaCount = Annotated[int, typer.Option(help="RDMA resources per worker.")]
 _HostNetwork = Annotated[bool, typer.Option("--host-network", help="Workers use the node's network.")]
 _NonRoot = Annotated[bool, typer.Option("--non-root", help="With RDMA: keep the image's user (see the docs).")]
-_Auth = Annotated[str, typer.Option(help="token or disabled.")]
+_Auth = Annotated[str, typer.Option(help="Ray's authentication: token or disabled.")]
 _Env = Annotated[list[str] | None, typer.Option(help="NAME=VALUE for every pod; repeatable.")]
 _Namespace = Annotated[str, typer.Option(help="Kubernetes namespace.")]
-_Output = Annotated[Path | None, typer.Option(help="File to write; none prints it.")]
+_Output = Annotated[Path | None, typer.Option(help="File to write; default: print it.")]
 
 
 @app.command()
@@ -46,7 +46,7 @@ def raycluster(
     env: _Env = None,
     output: _Output = None,
 ) -> None:
-    """A RayCluster, to which jobs are submitted."""
+    """Write a RayCluster, to which jobs are submitted."""
     _write("raycluster", dict(locals()))
 
 
@@ -70,7 +70,7 @@ def rayjob(
     env: _Env = None,
     output: _Output = None,
 ) -> None:
-    """A RayJob: a cluster of its own, one command, and both end."""
+    """Write a RayJob: one command on a cluster of its own, which ends with it."""
     _write("rayjob", dict(locals()))
 
 

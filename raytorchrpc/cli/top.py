@@ -1,4 +1,4 @@
-"""``raytorchrpc top``: what the groups of a cluster do just now, again and again."""
+"""``raytorchrpc top``: shows what the groups of a cluster are doing, and updates it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ FINE, BAD_USAGE = 0, 2
 
 
 class Rate(NamedTuple):
-    """What one member did to another by one lane, between two looks."""
+    """One member's calls to another over one lane, between two updates."""
 
     caller: str
     peer: str
     lane: str
     calls_per_s: float
     mb_per_s: float
-    """Out and in, in 10 ** 6 bytes."""
+    """Sent and received, in 10 ** 6 bytes."""
     mean_ms: float | None
-    """Of the calls whose result was taken meanwhile; None if there were none."""
+    """Mean of the calls that finished in between; None if there were none."""
     failures: int
-    """Since the group began."""
+    """Since the group was formed."""
     failures_per_s: float
 
 
@@ -38,8 +38,8 @@ def run(*, address: str | None, group: str | None, interval_s: float, once: bool
     """Show until Ctrl-C, or once. Returns the exit code: 0, or 2 with one line on stderr."""
     try:
         if not 0.1 <= interval_s < math.inf:
-            raise ConfigurationError("--interval is a number of seconds, 0.1 or more")
-        from raytorchrpc.cli.session import running_cluster  # here: a bad option is told without loading Ray
+            raise ConfigurationError("--interval must be a number of seconds, 0.1 or more")
+        from raytorchrpc._ray_session import running_cluster  # here: bad options are reported without loading Ray
 
         with running_cluster(address):
             _show(group, interval_s, once, as_json)
@@ -60,10 +60,10 @@ def _show(name: str | None, interval_s: float, once: bool, as_json: bool) -> Non
     first, pause = cluster_status(name), threading.Event()
     if name is not None and not first:
         raise ConfigurationError(
-            f"no group {name!r} can be seen: top sees detached groups, and others that were formed with "
+            f"no group {name!r} is visible: top shows detached groups and groups formed with "
             f"GroupConfig(metrics_period_s=...)"
         )
-    known: dict[str, tuple[GroupStatus, list[Rate]]] = {look.generation: (look, []) for look in first}
+    known: dict[str, tuple[GroupStatus, list[Rate]]] = {status.generation: (status, []) for status in first}
     console = Console()
     live = None if once or as_json else Live(console=console, auto_refresh=False)
     try:
@@ -71,13 +71,13 @@ def _show(name: str | None, interval_s: float, once: bool, as_json: bool) -> Non
             live.start()
             live.update(tables(list(known.values())), refresh=True)
         while True:
-            pause.wait(max([interval_s, *(look.period_s * 1.5 for look in first)]) if once else interval_s)
+            pause.wait(max([interval_s, *(status.period_s * 1.5 for status in first)]) if once else interval_s)
             latest: dict[str, tuple[GroupStatus, list[Rate]]] = {}
-            for look in cluster_status(name):
-                before, found = known.get(look.generation, (None, []))
-                if before is None or look.at > before.at:  # a posted one may be the same as the last time
-                    found = rates(before, look)
-                latest[look.generation] = look, found
+            for status in cluster_status(name):
+                before, found = known.get(status.generation, (None, []))
+                if before is None or status.at > before.at:  # a published status may be the previous one
+                    found = rates(before, status)
+                latest[status.generation] = status, found
             known, shown = latest, list(latest.values())
             if as_json:
                 print(json.dumps([as_data(*each) for each in shown]), flush=True)
@@ -93,7 +93,7 @@ def _show(name: str | None, interval_s: float, once: bool, as_json: bool) -> Non
 
 
 def rates(before: GroupStatus | None, now: GroupStatus) -> list[Rate]:
-    """What was done between two looks at one group; a member that came back has begun to count anew."""
+    """The rates between two states of a group; a restarted member counts from zero again."""
     seconds = 0.0 if before is None else now.at - before.at
     known = {(row.caller, row.peer, row.lane): row for row in before.rows} if before is not None else {}
     found = []
@@ -120,32 +120,32 @@ def rates(before: GroupStatus | None, now: GroupStatus) -> list[Rate]:
     return found
 
 
-def as_data(look: GroupStatus, found: Sequence[Rate]) -> dict[str, Any]:
+def as_data(status: GroupStatus, found: Sequence[Rate]) -> dict[str, Any]:
     """For --json."""
     return {
-        "group": look.group,
-        "generation": look.generation,
-        "members": list(look.members),
-        "away": look.away,
-        "silent": list(look.silent),
+        "group": status.group,
+        "generation": status.generation,
+        "members": list(status.members),
+        "away": status.away,
+        "silent": list(status.silent),
         "pairs": [rate._asdict() for rate in found],
-        "in_flight": [one._asdict() for one in look.under_way],
+        "in_flight": [one._asdict() for one in status.under_way],
     }
 
 
 def tables(shown: Sequence[tuple[GroupStatus, Sequence[Rate]]]) -> Any:
-    """One table a group, the busiest pairs first."""
+    """One table per group, busiest pairs first."""
     from rich.console import Group
     from rich.table import Table
 
     if not shown:
-        return "no group can be seen: top sees detached groups, and those with GroupConfig(metrics_period_s=...)"
+        return "no group is visible: top shows detached groups and groups formed with GroupConfig(metrics_period_s=...)"
     made = []
-    for look, found in shown:
-        missing = [f"away: {name} ({cause})" for name, cause in look.away.items()]
-        missing += [f"no answer: {name}" for name in look.silent]
+    for status, found in shown:
+        missing = [f"away: {name} ({cause})" for name, cause in status.away.items()]
+        missing += [f"no answer: {name}" for name in status.silent]
         table = Table(
-            title=f"group {look.group}, {len(look.members)} members",
+            title=f"group {status.group}, {len(status.members)} members",
             caption="\n".join(missing) or None,
             title_justify="left",
             caption_justify="left",
@@ -154,7 +154,7 @@ def tables(shown: Sequence[tuple[GroupStatus, Sequence[Rate]]]) -> Any:
             table.add_column(column)
         for column in ("calls/s", "MB/s", "mean ms", "in flight", "failed", "failed/s"):
             table.add_column(column, justify="right")
-        under_way = {(one.caller, one.peer): one.calls for one in look.under_way}
+        under_way = {(one.caller, one.peer): one.calls for one in status.under_way}
         for rate in sorted(found, key=lambda rate: -rate.calls_per_s):
             table.add_row(
                 *(rate.caller, rate.peer, rate.lane),

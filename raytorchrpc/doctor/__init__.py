@@ -1,9 +1,12 @@
 """``raytorchrpc doctor``: what a machine's GPUs, adapters, limits and software mean for the lanes, and what to do.
 
-One kind of work to a file: ``gathering`` looks (``_gpus`` at GPUs), ``evidence`` is what it saw. One file for each
-subject holds its rules, pure functions from evidence to ``findings``: ``gpus``, ``rdma``, ``memory``, ``network``,
-``software``, ``nccl_advice``, and ``together`` for several processes. ``reports`` puts them together, ``rendering``
-shows them, ``cluster`` looks on other nodes, ``catalogue`` lists every finding there is.
+| module | holds |
+|---|---|
+| ``collector``, ``gpu_probe``, ``evidence`` | reading a process, its machine or a file tree into ``Evidence`` |
+| ``software``, ``gpus``, ``rdma``, ``nccl_advice``, ``memory``, ``network`` | pure rules: evidence -> findings |
+| ``compatibility`` | the rules that need the evidence of several processes |
+| ``catalogue``, ``findings``, ``reports`` | every finding that exists, one finding, a whole report |
+| ``cluster``, ``terminal``, ``command`` | evidence from other nodes and actors, output, the command |
 """
 
 from __future__ import annotations
@@ -18,13 +21,11 @@ __all__ = ["Evidence", "Finding", "Level", "NodeReport", "Report", "examine"]
 
 
 def examine(sysfs_root: str | Path | None = None) -> tuple[Finding, ...]:
-    """Look at this process and its machine, or at a tree of files with ``proc``, ``sys`` and ``dev`` in it.
+    """Examine this process and its machine, or a file tree with ``proc``, ``sys`` and ``dev`` in it.
 
-    Blocks for as long as the imports of torch and Ray and, with GPUs, the start of CUDA in this process take. Starts no
-    Ray and changes nothing. Raises ConfigurationError for a tree that is none.
+    Blocks while torch and Ray are imported and, with GPUs, while CUDA starts in this process. Starts no Ray and changes
+    nothing. Raises ConfigurationError if ``sysfs_root`` is not such a tree.
     """
-    from raytorchrpc.doctor import gathering
+    from raytorchrpc.doctor import collector
 
-    if sysfs_root is None:
-        return examine_evidence(gathering.gather())
-    return examine_evidence(gathering.gather_from(Path(sysfs_root)))
+    return examine_evidence(collector.gather() if sysfs_root is None else collector.gather_from(Path(sysfs_root)))

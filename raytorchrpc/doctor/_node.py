@@ -1,10 +1,10 @@
-"""``python -m raytorchrpc.doctor._node NAME ADDRESS HOSTS``: this machine's evidence as JSON, for ``cluster``."""
+"""``python -m raytorchrpc.doctor._node NAME ADDRESS HOSTS``: prints this machine's evidence as JSON."""
 
 from __future__ import annotations
 
 import sys
 
-from raytorchrpc.doctor.gathering import gather
+from raytorchrpc.doctor.collector import gather
 
 
 def main() -> None:

@@ -1,81 +1,115 @@
-"""Every finding there is, with the levels that it can have; docs/doctor.md is checked against this."""
+"""Every finding that exists, with its levels, its trigger and its lanes; a test compares docs/doctor.md with this."""
 
 from __future__ import annotations
 
-#: id -> (levels, when it is said)
-FINDINGS: dict[str, tuple[str, str]] = {
+from typing import NamedTuple
+
+_RDMA = ("nixl", "nccl", "torchrpc")
+_CUDA = ("cuda_ipc", "nccl", "nixl", "torchrpc")
+
+
+class Entry(NamedTuple):
+    """One kind of finding."""
+
+    levels: str
+    when: str
+    lanes: tuple[str, ...] = ()
+    """The lanes it affects; empty means all."""
+
+
+#: By id, grouped by subject.
+FINDINGS: dict[str, Entry] = {
     # software
-    "torch": ("ok", "torch's release, its CUDA, TensorPipe's transports and channels"),
-    "torch-without-rpc": ("problem", "this build of torch has no TensorPipe"),
-    "ray": ("ok", "Ray's release"),
-    "ray-token": ("ok", "Ray's token authentication is on in this process"),
-    "ray-token-off": ("note", "it is off in this process"),
-    "ray-token-missing": ("problem", "it is on, and there is no token"),
-    "nixl": ("ok", "NIXL is installed, and there are adapters for it"),
-    "nixl-missing": ("note", "there are adapters for it, and it is not installed"),
-    "container": ("ok", "the process is inside a container"),
+    "torch": Entry("ok", "torch's release, its CUDA release, TensorPipe's transports and channels"),
+    "torch-without-rpc": Entry("problem", "this torch build lacks TensorPipe"),
+    "ray": Entry("ok", "Ray's release"),
+    "ray-token": Entry("ok", "Ray's token authentication is on in this process"),
+    "ray-token-off": Entry("note", "Ray's token authentication is off in this process"),
+    "ray-token-missing": Entry("problem", "Ray's token authentication is on, but there is no token"),
+    "nixl": Entry("ok", "there are RDMA adapters, and NIXL is installed", ("nixl",)),
+    "nixl-missing": Entry("note", "there are RDMA adapters, but NIXL is not installed", ("nixl",)),
+    "container": Entry("ok", "the process runs in a container"),
     # gpus
-    "gpu": ("ok", "the GPUs that torch sees, the driver, the CUDA release that it serves"),
-    "gpu-none": ("note", "no GPU, or none asked for"),
-    "gpu-cuda-fails": ("problem", "GPUs were given to this container, and torch cannot use CUDA"),
-    "gpu-torch-without-cuda": ("warning", "GPUs are there, and torch has no CUDA"),
-    "gpu-not-in-container": ("warning", "the host has GPUs, and this container was given none"),
-    "gpu-partly-in-container": ("note", "the container was given some of the host's GPUs"),
-    "gpu-driver-missing": ("note, warning", "GPUs on the bus, and no driver that serves them"),
-    "gpu-nvml-missing": ("note", "nvidia-ml-py is not installed, so NVLinks are not counted"),
-    "gpu-mig": ("note", "a MIG slice is among the GPUs"),
-    "gpu-links": ("ok", "each GPU of this process may map the memory of each other one"),
-    "gpu-no-peer-access": ("warning", "some may not"),
-    "gpu-bar1-small": ("warning", "with RDMA adapters: BAR1 is smaller than the GPU's memory"),
-    "gpu-resource1-missing": (
-        "note",
-        "with RDMA adapters: the file on which TensorPipe's cuda_gdr would crash is missing",
+    "gpu": Entry("ok", "the GPUs that torch sees, the driver, the newest CUDA release it supports", _CUDA),
+    "gpu-none": Entry("note", "no GPU, or the actor requested none"),
+    "gpu-cuda-fails": Entry("problem", "the container has GPUs, but torch cannot use CUDA", _CUDA),
+    "gpu-torch-without-cuda": Entry("warning", "there are GPUs, but torch has no CUDA", _CUDA),
+    "gpu-not-in-container": Entry("warning", "the host has GPUs, but this container has none", _CUDA),
+    "gpu-partly-in-container": Entry(
+        "note", "the container has only some of the host's GPUs", ("cuda_ipc", "torchrpc")
+    ),
+    "gpu-driver-missing": Entry("note, warning", "GPUs are on the PCI bus, but no driver serves them", _CUDA),
+    "gpu-nvml-missing": Entry("note", "nvidia-ml-py is not installed, so NVLinks are not counted"),
+    "gpu-mig": Entry("note", "one of the GPUs is a MIG slice", ("cuda_ipc", "nccl")),
+    "gpu-links": Entry("ok", "all GPUs of this process can map each other's memory", ("cuda_ipc", "nccl")),
+    "gpu-no-peer-access": Entry("warning", "some GPUs cannot map each other's memory", ("cuda_ipc", "nccl")),
+    "gpu-bar1-small": Entry("warning", "with RDMA adapters: BAR1 is smaller than the GPU's memory", _RDMA),
+    "gpu-resource1-missing": Entry(
+        "note", "with RDMA adapters: the PCI file is missing without which TensorPipe's cuda_gdr crashes", ("torchrpc",)
     ),
     # rdma
-    "rdma": ("ok", "the ports that NCCL and UCX can use"),
-    "rdma-none": ("note", "no RDMA adapter"),
-    "rdma-efa": ("note, warning", "EFA adapters"),
-    "rdma-no-verbs-device": (
-        "warning, problem",
-        "the process may not open the verbs device of some, or of any adapter",
+    "rdma": Entry("ok", "the ports that NCCL and UCX can use", ("nixl", "nccl")),
+    "rdma-none": Entry("note", "no RDMA adapter", _RDMA),
+    "rdma-efa": Entry("note, warning", "there are EFA adapters", _RDMA),
+    "rdma-no-verbs-device": Entry(
+        "warning, problem", "the process may not open the verbs device of some or all adapters", _RDMA
     ),
-    "rdma-first-unusable": ("note, warning, problem", "the only adapter that TensorPipe opens has no active port 1"),
-    "rdma-port-down": ("note, warning", "another adapter has no active port"),
-    "rdma-no-routed-gid": ("note, warning, problem", "RoCE with link-local addresses only, on some or all adapters"),
-    "rdma-roce": ("note", "RoCE that needs another GID index than the one TensorPipe uses"),
-    "rdma-link-layers-mixed": ("note", "InfiniBand and RoCE on one machine"),
-    "rdma-gpudirect": ("ok", "adapters reach GPU memory by a peer-memory client"),
-    "rdma-dma-buf-only": ("note", "they reach it by DMA-BUF only, which TensorPipe cannot use"),
-    "rdma-no-gpudirect": ("warning", "they cannot reach it"),
+    "rdma-first-unusable": Entry(
+        "note, warning, problem", "port 1 of the first adapter, the only one TensorPipe opens, is not active", _RDMA
+    ),
+    "rdma-port-down": Entry("note, warning", "another adapter has no active port", ("torchrpc",)),
+    "rdma-no-routed-gid": Entry(
+        "note, warning, problem", "some or all RoCE adapters have only link-local addresses", _RDMA
+    ),
+    "rdma-roce": Entry("note", "RoCE needs another GID index than the one TensorPipe uses", ("torchrpc",)),
+    "rdma-link-layers-mixed": Entry("note", "the machine has both InfiniBand and RoCE", ("nccl",)),
+    "rdma-gpudirect": Entry("ok", "adapters access GPU memory through a peer-memory client", _RDMA),
+    "rdma-dma-buf-only": Entry(
+        "note", "adapters access GPU memory through DMA-BUF only, which TensorPipe cannot use", ("torchrpc",)
+    ),
+    "rdma-no-gpudirect": Entry("warning", "adapters cannot access GPU memory", _RDMA),
     # NCCL
-    "nccl-values": ("ok", "what NCCL should be told here"),
-    "nccl-value-unfit": ("warning", "a value of NCCL's that was set does not fit this machine"),
+    "nccl-values": Entry("ok", "the NCCL settings that suit this machine", ("nccl",)),
+    "nccl-value-unfit": Entry("warning", "an NCCL variable has a value that does not suit this machine", ("nccl",)),
     # memory
-    "memlock": ("ok", "with RDMA adapters: how much memory may be locked"),
-    "memlock-small": ("note, problem", "with RDMA adapters: less than 64 MiB may be locked"),
-    "fork-safety": ("ok", "with RDMA adapters: libibverbs is told to expect forks"),
-    "fork-unsafe": ("note, warning", "with RDMA adapters: it is not; a note from Linux 5.13 on"),
-    "shm": ("ok", "free space of /dev/shm"),
-    "shm-small": ("warning", "less than 256 MiB free in /dev/shm"),
-    "huge-pages": ("ok", "large CPU tensors lie in huge pages, as tried"),
-    "huge-pages-unused": ("note", "they do not"),
+    "memlock": Entry("ok", "with RDMA adapters: how much memory may be locked", ("nixl", "nccl")),
+    "memlock-small": Entry("note, problem", "with RDMA adapters: less than 64 MiB may be locked", _RDMA),
+    "fork-safety": Entry("ok", "with RDMA adapters: libibverbs' fork support is on"),
+    "fork-unsafe": Entry(
+        "note, warning",
+        "with RDMA adapters: libibverbs' fork support is off; a note from Linux 5.13 on",
+        ("torchrpc", "nixl"),
+    ),
+    "shm": Entry("ok", "free space in /dev/shm"),
+    "shm-small": Entry("warning", "less than 256 MiB free in /dev/shm", ("nccl",)),
+    "huge-pages": Entry("ok", "large CPU tensors use huge pages (tested)", ("torchrpc",)),
+    "huge-pages-unused": Entry("note", "large CPU tensors do not use huge pages", ("torchrpc",)),
     # network
-    "address": ("ok", "the interface that holds Ray's address of this node"),
-    "address-unknown": ("warning", "no interface holds it"),
-    "address-loopback": ("note, problem", "it is a loopback address; a problem in a cluster of several hosts"),
-    "own-name": ("ok", "what the machine's own name resolves to"),
-    "own-name-loopback": ("note, warning", "it resolves to 127.0.x.x; a warning in a cluster of several hosts"),
-    "own-name-unknown": ("note, warning", "it resolves to nothing; likewise"),
-    "interface-variable-wrong": (
-        "warning",
-        "TP_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names no interface of this machine",
+    "address": Entry("ok", "the interface that holds Ray's address of this node"),
+    "address-unknown": Entry("warning", "no interface holds Ray's address of this node", ("torchrpc", "nccl")),
+    "address-loopback": Entry(
+        "note, problem", "Ray's address of this node is a loopback address; a problem in a cluster of several hosts"
+    ),
+    "own-name": Entry("ok", "the address that the host name resolves to"),
+    "own-name-loopback": Entry(
+        "note, warning",
+        "the host name resolves to 127.0.x.x; a warning in a cluster of several hosts",
+        ("torchrpc",),
+    ),
+    "own-name-unknown": Entry(
+        "note, warning", "the host name does not resolve; a warning in a cluster of several hosts", ("torchrpc",)
+    ),
+    "interface-variable-wrong": Entry(
+        "warning", "TP_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names no interface of this machine", ("torchrpc",)
     ),
     # several processes
-    "together-routes": ("ok", "which lanes members on these nodes, or these actors, would take to each other"),
-    "together-no-group": ("problem", "they could form no group; why"),
-    "together-containers-apart": ("warning", "two with GPUs are on one host in different containers"),
-    "together-rdma-uneven": ("warning", "some have usable RDMA adapters and some have not"),
-    "together-no-common-fabric": ("warning", "two have RDMA adapters that do not reach each other"),
-    "together-gid-index-differs": ("note", "one GID index for the whole job would be wrong"),
-    "together-token-uneven": ("warning", "Ray's token authentication is on for some only"),
+    "together-routes": Entry("ok", "the lanes that members on these nodes, or these actors, would use"),
+    "together-no-group": Entry("problem", "members there could not form a group, and why"),
+    "together-containers-apart": Entry(
+        "warning", "two processes with GPUs share a host but not a container", ("cuda_ipc", "torchrpc", "shm")
+    ),
+    "together-rdma-uneven": Entry("warning", "only some processes have usable RDMA adapters", _RDMA),
+    "together-no-common-fabric": Entry("warning", "two have RDMA adapters that cannot reach each other", _RDMA),
+    "together-gid-index-differs": Entry("note", "no single GID index suits the whole job", ("nccl",)),
+    "together-token-uneven": Entry("warning", "Ray's token authentication is on in only some processes"),
 }

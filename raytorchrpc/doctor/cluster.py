@@ -1,11 +1,11 @@
-"""Looks on every node of a Ray cluster, or where actors run. Needs a Ray that is initialised."""
+"""Collects evidence on every node of a Ray cluster, or inside actors. Ray must be initialised."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -16,13 +16,13 @@ from raytorchrpc.doctor.evidence import Evidence
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 
 
-def look_at_nodes(timeout_s: float) -> list[Evidence]:
-    """One fresh process on each living node. Raises BootstrapError naming the nodes that did not answer in time."""
-    nodes = _living()
+def collect_from_nodes(timeout_s: float) -> list[Evidence]:
+    """Evidence of a new process on each live node. Raises BootstrapError naming nodes that did not answer in time."""
+    nodes = _live_nodes()
     hosts = len({node["NodeManagerAddress"] for node in nodes.values()})
-    look = ray.remote(_look_in_a_process)
+    task = ray.remote(_run_in_new_process)
     asked = {
-        name: look.options(
+        name: task.options(
             num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         ).remote(name, node["NodeManagerAddress"], hosts, timeout_s)
         for name, node in nodes.items()
@@ -30,20 +30,20 @@ def look_at_nodes(timeout_s: float) -> list[Evidence]:
     return _answers(asked, "node", timeout_s, "is raytorchrpc installed there?")
 
 
-def look_at_actors(names: Sequence[str], timeout_s: float) -> list[Evidence]:
-    """In each actor's own process: its environment, its limits, its GPUs. ``names``: NAME or NAMESPACE/NAME.
+def collect_from_actors(names: Sequence[str], timeout_s: float) -> list[Evidence]:
+    """Evidence of each actor's own process: its environment, limits and GPUs. ``names``: NAME or NAMESPACE/NAME.
 
-    A sync actor answers between its methods. Raises ConfigurationError for a name that is no actor's, BootstrapError
-    for actors that did not answer in time.
+    A sync actor answers between its methods. Raises ConfigurationError for an unknown name, BootstrapError for actors
+    that did not answer in time.
     """
-    hosts = len({node["NodeManagerAddress"] for node in _living().values()})
+    hosts = len({node["NodeManagerAddress"] for node in _live_nodes().values()})
     handles = {name: _actor(name) for name in names}
-    asked = {name: handle.__ray_call__.remote(_look_from_inside, name, hosts) for name, handle in handles.items()}
+    asked = {name: handle.__ray_call__.remote(_run_in_actor, name, hosts) for name, handle in handles.items()}
     return _answers(asked, "actor", timeout_s, "a sync actor answers between its methods")
 
 
-def _living() -> dict[str, dict[str, Any]]:
-    """Nodes by host name, with part of Ray's id where two have the same."""
+def _live_nodes() -> dict[str, dict[str, Any]]:
+    """Live nodes by host name, with part of Ray's node id where two share a name."""
     alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     names = [node["NodeManagerHostname"] for node in alive]
     return {
@@ -63,8 +63,8 @@ def _actor(name: str) -> Any:
         return ray.get_actor(own, namespace=known[0]["namespace"])
     if known:
         names = ", ".join(f"{a['namespace']}/{a['name']}" for a in known)
-        raise ConfigurationError(f"no actor {name!r}; there is: {names}")
-    raise ConfigurationError(f"no actor {name!r} (only actors with a name can be asked: options(name=...))")
+        raise ConfigurationError(f"no actor {name!r}; actors of that name: {names}")
+    raise ConfigurationError(f"no actor {name!r} (the actor needs a name: options(name=...))")
 
 
 def _answers(asked: dict[str, Any], kind: str, timeout_s: float, hint: str) -> list[Evidence]:
@@ -80,14 +80,14 @@ def _answers(asked: dict[str, Any], kind: str, timeout_s: float, hint: str) -> l
             lines = str(error).strip().splitlines() or [type(error).__name__]
             failed.append(f"{kind} {name!r}: {lines[-1].strip()}")
         except ValidationError:
-            failed.append(f"{kind} {name!r}: its raytorchrpc is of another release")
+            failed.append(f"{kind} {name!r}: it runs another release of raytorchrpc")
     if failed:
         raise BootstrapError("; ".join(failed))
     return found
 
 
-def _look_in_a_process(name: str, node_ip: str, hosts: int, timeout_s: float) -> str:
-    """Runs as a Ray task. A process of its own, so that CUDA does not stay in the memory of Ray's worker."""
+def _run_in_new_process(name: str, node_ip: str, hosts: int, timeout_s: float) -> str:
+    """Runs as a Ray task; the new process keeps CUDA out of the memory of Ray's worker."""
     answer = subprocess.run(
         [sys.executable, "-m", "raytorchrpc.doctor._node", name, node_ip, str(hosts)],
         env={**_as_started(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -97,12 +97,12 @@ def _look_in_a_process(name: str, node_ip: str, hosts: int, timeout_s: float) ->
         timeout=timeout_s,
     )
     if answer.returncode:
-        raise RuntimeError((answer.stderr.strip().splitlines() or ["ended without a word"])[-1])
+        raise RuntimeError((answer.stderr.strip().splitlines() or ["it exited without an error message"])[-1])
     return answer.stdout
 
 
 def _as_started(environ: Any) -> dict[str, str]:
-    """The environment with the GPUs that the node has: Ray hides them from a task that asks for none."""
+    """``environ`` with the node's GPUs visible: Ray hides them from a task that requests none."""
     mine = dict(environ)
     mine.pop("CUDA_VISIBLE_DEVICES", None)
     try:
@@ -115,9 +115,9 @@ def _as_started(environ: Any) -> dict[str, str]:
     return mine
 
 
-def _look_from_inside(instance: Any, name: str, hosts: int) -> str:
+def _run_in_actor(instance: Any, name: str, hosts: int) -> str:
     """Runs in the actor's process."""
-    from raytorchrpc.doctor.gathering import gather
+    from raytorchrpc.doctor.collector import gather
 
-    asked: Callable[[], dict[str, list[str]]] = ray.get_runtime_context().get_accelerator_ids
-    return gather(name=name, wants_gpu=bool(asked().get("GPU")), hosts=hosts).model_dump_json()
+    granted: dict[str, list[str]] = ray.get_runtime_context().get_accelerator_ids()
+    return gather(name=name, wants_gpu=bool(granted.get("GPU")), hosts=hosts).model_dump_json()

@@ -1,4 +1,4 @@
-"""What the rules look at: an ``Endpoint``, and what the doctor asks besides. Plain data; travels as JSON."""
+"""The input of the rules: an ``Endpoint`` and what the doctor adds to it. Plain data, serialised as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from raytorchrpc.topology.endpoint import Endpoint
 
-#: The variables that some rule looks at; the rest of an environment stays where it is.
+#: The environment variables that some rule reads; no others are collected.
 WATCHED = (
     "CUDA_VISIBLE_DEVICES",
     "NVIDIA_VISIBLE_DEVICES",
@@ -23,7 +23,7 @@ WATCHED = (
 
 
 class GpuLink(BaseModel):
-    """The road between two GPUs of this process."""
+    """How two GPUs of this process are connected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -31,54 +31,54 @@ class GpuLink(BaseModel):
     b: int
     """CUDA indices in this process."""
     nvlinks: int | None = None
-    """Active NVLinks that lead to the other, or to the switch between them; None = NVML was not asked."""
+    """Active NVLinks to the other GPU, or to the switch between them; None = NVML was not queried."""
     peer_access: bool | None = None
-    """Either may map the other's memory; None = nobody was asked."""
+    """Each can map the other's memory; None = unknown."""
 
 
 class Evidence(BaseModel):
-    """One process, or one tree of files (``--sysfs-root``). Whatever could not be asked is None or empty."""
+    """One process, or one file tree (``--sysfs-root``). Whatever is unknown is None or empty."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     endpoint: Endpoint
     live: bool = True
-    """False: read from a tree of files. What only a running process can tell is then unknown unless a file says it."""
+    """False: read from a file tree, where facts of a running process are unknown unless a file states them."""
     hosts: int = 1
-    """Hosts of the cluster that this one belongs to."""
+    """Number of hosts in the cluster."""
     kernel: str | None = None
     """Release of the kernel: ``6.8.0-45-generic``."""
     container: str | None = None
-    """``docker``, ``kubernetes``, ...; None = none that could be recognised."""
+    """``docker``, ``kubernetes``, ...; None = no container was recognised."""
     gpu_driver: str | None = None
     """Version of the NVIDIA kernel driver; None = not loaded."""
     cuda_driver: str | None = None
-    """Newest CUDA release that the driver serves."""
+    """Newest CUDA release that the driver supports."""
     nvml: Literal["used", "missing", "failed"] | None = None
-    """Whether NVML could be asked; ``missing``: nvidia-ml-py is not installed."""
+    """Whether NVML could be queried; ``missing``: nvidia-ml-py is not installed."""
     pci_gpus: tuple[str, ...] = ()
-    """PCI addresses of the machine's NVIDIA GPUs, those outside this container too."""
+    """PCI addresses of the machine's NVIDIA GPUs, including those outside this container."""
     gpu_files: tuple[str, ...] = ()
-    """/dev/nvidia0, ...: the GPUs that were given to this container."""
+    """nvidia0, ... in /dev: the GPUs of this container."""
     cuda_works: bool | None = None
-    """What torch says; None = torch has no CUDA, or was not asked."""
+    """``torch.cuda.is_available()``; None = torch has no CUDA, or was not queried."""
     links: tuple[GpuLink, ...] = ()
     environment: dict[str, str] = {}
-    """Of ``WATCHED``, what is set."""
+    """Those of ``WATCHED`` that are set."""
     nccl: dict[str, str] = {}
-    """NCCL's variables as it will see them, its files included."""
+    """NCCL's variables as it reads them, including its files."""
     may_lock_all: bool | None = None
-    """The process has CAP_IPC_LOCK where it counts: in the first user namespace."""
+    """The process has CAP_IPC_LOCK in the initial user namespace, where it counts."""
     shm_total_bytes: int | None = None
     """Size of /dev/shm; 0 = there is none, None = unknown."""
     own_addresses: tuple[str, ...] | None = None
-    """What the machine's own name resolves to; empty: nothing. None = not asked."""
+    """What the host name resolves to; empty: nothing. None = unknown."""
     ray_version: str | None = None
     ray_token: Literal["on", "off", "missing"] | None = None
-    """Ray's token authentication in this process; ``missing``: it is on and there is no token."""
+    """Ray's token authentication in this process; ``missing``: on, but without a token."""
 
     def merged(self, more: dict[str, Any]) -> Evidence:
-        """This with fields replaced; those of ``endpoint`` one by one. Raises pydantic's ValidationError."""
+        """A copy with fields replaced; those of ``endpoint`` one by one. Raises pydantic's ValidationError."""
         fields = self.model_dump(mode="json")
         endpoint = fields["endpoint"] | more.get("endpoint", {})
         return Evidence.model_validate(fields | more | {"endpoint": endpoint})

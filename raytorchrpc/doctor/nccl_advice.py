@@ -1,17 +1,19 @@
-"""NCCL's variables: what they should be here, what they are, and where a value does not fit this machine."""
+"""Findings about NCCL's variables: advised values, chosen values, and values that do not suit this machine."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from pydantic import BaseModel, ConfigDict
 
 from raytorchrpc.doctor.evidence import Evidence
-from raytorchrpc.doctor.findings import Finding
+from raytorchrpc.doctor.findings import Finding, ok, warning
 from raytorchrpc.topology import nccl_env, rdma
 from raytorchrpc.topology.endpoint import Endpoint
 
 
 class NcclValue(BaseModel):
-    """One variable of NCCL's on one node."""
+    """One NCCL variable on one node."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -19,13 +21,13 @@ class NcclValue(BaseModel):
     """None = leave it unset."""
     reason: str
     chosen: str | None = None
-    """What somebody has set, which wins."""
+    """The value that is already set, which takes precedence."""
     whole_job: bool = False
-    """Peers must have the same: set it for the whole job (``runtime_env``). The others are set in-process."""
+    """Peers must agree: set it for the whole job (``runtime_env``). Members set the others themselves."""
 
 
 def values(evidence: Evidence) -> dict[str, NcclValue]:
-    """What each of the five should be, for a machine with GPUs or RDMA adapters; empty for others."""
+    """Advice on each of the five variables; empty for machines without GPUs and RDMA adapters."""
     if not evidence.endpoint.gpus and not evidence.endpoint.hcas:
         return {}
     return {
@@ -36,35 +38,28 @@ def values(evidence: Evidence) -> dict[str, NcclValue]:
     }
 
 
-def findings(evidence: Evidence) -> list[Finding]:
-    """Pure: the same evidence gives the same findings."""
+def findings(evidence: Evidence) -> Iterator[Finding]:
+    """Pure: equal evidence gives equal findings."""
     endpoint, chosen = evidence.endpoint, evidence.nccl
     if not endpoint.gpus and not endpoint.hcas:
-        return []
-    wrong = [
-        text
-        for text in (
-            _ifname(endpoint, chosen.get(nccl_env.IFNAME, "")),
-            _hca(endpoint, chosen.get(nccl_env.HCA, "")),
-            _gid(endpoint, chosen),
-            _off(endpoint, chosen.get("NCCL_IB_DISABLE", "")),
+        return
+    wrong = (
+        _ifname(endpoint, chosen.get(nccl_env.IFNAME, "")),
+        _hca(endpoint, chosen.get(nccl_env.HCA, "")),
+        _gid(endpoint, chosen),
+        _off(endpoint, chosen.get("NCCL_IB_DISABLE", "")),
+    )
+    if any(wrong):
+        yield warning(
+            "nccl-value-unfit",
+            "; ".join(filter(None, wrong)),
+            "NCCL uses the value as it is: it fails, or uses TCP",
+            "unset it: a suitable value is set when a group forms; one value for the whole job suits only one kind of "
+            "node",
         )
-        if text
-    ]
-    if wrong:
-        return [
-            Finding(
-                id="nccl-value-unfit",
-                level="warning",
-                seen="; ".join(wrong),
-                meaning="NCCL takes the value as it is: it fails, or goes over TCP",
-                remedy="unset it, and what fits this node is set when a group forms; a value for a whole job fits one "
-                "kind of node only",
-                lanes=("nccl",),
-            )
-        ]
-    mine = [f"{name}={value.advised}" for name, value in values(evidence).items() if value.advised is not None]
-    return [Finding(id="nccl-values", level="ok", seen=" ".join(mine) or "NCCL needs no value here", lanes=("nccl",))]
+        return
+    advised = [f"{name}={value.advised}" for name, value in values(evidence).items() if value.advised is not None]
+    yield ok("nccl-values", " ".join(advised) or "NCCL needs no settings here")
 
 
 def _ifname(endpoint: Endpoint, value: str) -> str:
@@ -81,7 +76,7 @@ def _hca(endpoint: Endpoint, value: str) -> str:
     ports = rdma.usable_ports(endpoint)
     if not value or not ports or any(nccl_env.matches(value, *port) for port in ports):
         return ""
-    return f"NCCL_IB_HCA={value} takes no port that can be used"
+    return f"NCCL_IB_HCA={value} matches no usable port"
 
 
 def _gid(endpoint: Endpoint, chosen: dict[str, str]) -> str:
@@ -103,4 +98,4 @@ def _gid(endpoint: Endpoint, chosen: dict[str, str]) -> str:
 def _off(endpoint: Endpoint, value: str) -> str:
     if value in ("", "0") or not rdma.usable_ports(endpoint):
         return ""
-    return f"NCCL_IB_DISABLE={value} keeps NCCL from {len(endpoint.hcas)} RDMA adapter(s)"
+    return f"NCCL_IB_DISABLE={value} stops NCCL from using {len(endpoint.hcas)} RDMA adapter(s)"

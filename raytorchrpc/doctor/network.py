@@ -1,113 +1,91 @@
-"""Addresses, interfaces, and what the machine's own name resolves to."""
+"""Findings about addresses, interfaces and the resolution of the host name."""
 
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterator
 
 from raytorchrpc.doctor.evidence import Evidence
-from raytorchrpc.doctor.findings import Finding, Level, some
+from raytorchrpc.doctor.findings import Finding, Level, finding, ok, some, warning
 from raytorchrpc.topology.probe import interface_for
 
 _SELECTORS = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
-def findings(evidence: Evidence) -> list[Finding]:
-    """Pure: the same evidence gives the same findings."""
-    return [*_address(evidence), *_own_name(evidence), *_selected(evidence)]
+def findings(evidence: Evidence) -> Iterator[Finding]:
+    """Pure: equal evidence gives equal findings."""
+    if evidence.endpoint.node_ip:
+        yield from _address(evidence)
+    if evidence.own_addresses is not None:
+        yield _own_name(evidence, evidence.own_addresses)
+    yield from _selected(evidence)
 
 
-def _address(evidence: Evidence) -> list[Finding]:
+def _address(evidence: Evidence) -> Iterator[Finding]:
     endpoint = evidence.endpoint
-    if not endpoint.node_ip:
-        return []
     if _is_loopback(endpoint.node_ip):
-        return [
-            Finding(
-                id="address-loopback",
-                level="problem" if evidence.hosts > 1 else "note",
-                seen=f"Ray's address of this node is {endpoint.node_ip}",
-                meaning="no other host can reach its members",
-                remedy="ray start --node-ip-address with the address that the others know"
-                if evidence.hosts > 1
-                else "",
-            )
-        ]
+        yield finding(
+            "problem" if evidence.hosts > 1 else "note",
+            "address-loopback",
+            f"Ray's address of this node is {endpoint.node_ip}",
+            "other hosts cannot reach its members",
+            "pass the address that other hosts use to ray start --node-ip-address" if evidence.hosts > 1 else "",
+        )
+        return
     name = interface_for(endpoint, endpoint.node_ip)
-    if name is None and not evidence.live and not any(i.addresses for i in endpoint.interfaces):
-        return []  # files do not tell which interface has which IPv4 address
-    if name is None:
-        return [
-            Finding(
-                id="address-unknown",
-                level="warning",
-                seen=f"no interface here holds Ray's address of this node, {endpoint.node_ip}",
-                meaning="torchrpc and NCCL listen where the machine's name points, or where they choose",
-                remedy="GroupConfig(interface=...) names the interface that the other hosts reach",
-                lanes=("torchrpc", "nccl"),
-            )
-        ]
-    return [Finding(id="address", level="ok", seen=f"Ray's address of this node, {endpoint.node_ip}, is on {name}")]
+    if name is not None:
+        yield ok("address", f"Ray's address of this node, {endpoint.node_ip}, is on {name}")
+    elif evidence.live or any(i.addresses for i in endpoint.interfaces):  # files may list no IPv4 address
+        yield warning(
+            "address-unknown",
+            f"no interface holds Ray's address of this node, {endpoint.node_ip}",
+            "torchrpc and NCCL listen on the address of the host name, or on one they choose",
+            "set GroupConfig(interface=...) to the interface that other hosts reach",
+        )
 
 
-def _own_name(evidence: Evidence) -> list[Finding]:
-    addresses, name = evidence.own_addresses, evidence.endpoint.hostname
-    # On one host nothing goes wrong with it, and every Debian laptop is like that.
-    level: Level = "warning" if evidence.hosts > 1 else "note"
-    meaning = (
-        "torch.distributed by itself (Gloo, TensorPipe, a store on this host) tells other hosts an address that is "
-        "not this machine's; members are not concerned: they listen on the Ray node's address"
-    )
-    if addresses is None:
-        return []
+def _own_name(evidence: Evidence, addresses: tuple[str, ...]) -> Finding:
+    name, several = evidence.endpoint.hostname, evidence.hosts > 1
+    # On a single host it does no harm, and Debian's installer sets it up like that.
+    level: Level = "warning" if several else "note"
     if not addresses:
-        return [
-            Finding(
-                id="own-name-unknown",
-                level=level,
-                seen=f"the machine's own name, {name}, resolves to nothing",
-                meaning="torch.distributed by itself (Gloo) fails to start; members do not look the name up",
-                remedy=f"put {name} with this machine's address into /etc/hosts, or export GLOO_SOCKET_IFNAME",
-                lanes=("torchrpc",),
-            )
-        ]
-    if all(_is_loopback(address) for address in addresses):
-        return [
-            Finding(
-                id="own-name-loopback",
-                level=level,
-                seen=f"the machine's own name, {name}, resolves to {some(addresses)}",
-                meaning=meaning,
-                remedy=f"put {name} with this machine's address into /etc/hosts, or export TP_SOCKET_IFNAME and "
-                "GLOO_SOCKET_IFNAME for this node"
-                if evidence.hosts > 1
-                else "",
-                lanes=("torchrpc",),
-            )
-        ]
-    return [Finding(id="own-name", level="ok", seen=f"the machine's own name, {name}, resolves to {some(addresses)}")]
+        return finding(
+            level,
+            "own-name-unknown",
+            f"the host name, {name}, does not resolve",
+            "torch.distributed by itself (Gloo) fails to start; members do not look the name up",
+            f"add {name} with this machine's address to /etc/hosts, or export GLOO_SOCKET_IFNAME",
+        )
+    seen = f"the host name, {name}, resolves to {some(addresses)}"
+    if not all(_is_loopback(address) for address in addresses):
+        return ok("own-name", seen)
+    return finding(
+        level,
+        "own-name-loopback",
+        seen,
+        "torch.distributed by itself (Gloo, TensorPipe, a store on this host) gives other hosts an address that is not "
+        "this machine's; members are not affected: they listen on Ray's address of the node",
+        f"add {name} with this machine's address to /etc/hosts, or export TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME on "
+        "this node"
+        if several
+        else "",
+    )
 
 
-def _selected(evidence: Evidence) -> list[Finding]:
+def _selected(evidence: Evidence) -> Iterator[Finding]:
     usable = {i.name for i in evidence.endpoint.interfaces if i.up}
-    if not usable:
-        return []
     wrong = [
         f"{name}={value}"
         for name in _SELECTORS
         if (value := evidence.environment.get(name)) and not set(value.split(",")) & usable
     ]
-    if not wrong:
-        return []
-    return [
-        Finding(
-            id="interface-variable-wrong",
-            level="warning",
-            seen=f"{' and '.join(wrong)}: no such interface here that is up ({some(sorted(usable), 8)})",
-            meaning="torch falls back to what the machine's name resolves to, without a word; GLOO_SOCKET_IFNAME fails",
-            remedy="unset it: it differs from node to node, and groups find their interface themselves",
-            lanes=("torchrpc",),
+    if usable and wrong:
+        yield warning(
+            "interface-variable-wrong",
+            f"{' and '.join(wrong)}: no interface of that name is up ({some(sorted(usable), 8)})",
+            "torch silently falls back to the address of the host name; with GLOO_SOCKET_IFNAME it fails",
+            "unset the variable: interface names differ between nodes, and groups find their interface themselves",
         )
-    ]
 
 
 def _is_loopback(address: str) -> bool:

@@ -1,4 +1,4 @@
-"""From evidence to a report: what is well, what is not, for each node and for all of them together."""
+"""A report: the findings for each process, and those for all of them together."""
 
 from __future__ import annotations
 
@@ -6,36 +6,29 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
-from raytorchrpc.doctor import gpus, memory, nccl_advice, network, rdma, software, together
+from raytorchrpc.doctor import compatibility, gpus, memory, nccl_advice, network, rdma, software
 from raytorchrpc.doctor.evidence import Evidence
 from raytorchrpc.doctor.findings import LEVELS, Finding, Level, worst
 from raytorchrpc.doctor.nccl_advice import NcclValue
 
-#: One function for each subject, in the order in which they are shown.
-RULES = (
-    software.findings,
-    gpus.findings,
-    rdma.findings,
-    nccl_advice.findings,
-    memory.findings,
-    network.findings,
-)
+#: The modules with rules, in display order.
+RULES = (software, gpus, rdma, nccl_advice, memory, network)
 
 
 class NodeReport(BaseModel):
-    """What was found in one process, on one node, or in one tree of files."""
+    """The findings about one process, one node, or one file tree."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     findings: tuple[Finding, ...]
     nccl: dict[str, NcclValue]
-    """By variable: what NCCL should be told here. Empty without GPUs and RDMA adapters."""
+    """By variable: the advised NCCL settings. Empty without GPUs and RDMA adapters."""
     evidence: Evidence
 
 
 class Report(BaseModel):
-    """Everything that the doctor says."""
+    """Everything the doctor found."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -45,20 +38,20 @@ class Report(BaseModel):
     """The worst of all findings."""
     nodes: tuple[NodeReport, ...]
     together: tuple[Finding, ...] = ()
-    """What concerns several nodes or actors at once."""
+    """Findings about several nodes or actors at once."""
 
     def healthy(self, *, strict: bool = False) -> bool:
-        """No problem; with ``strict``, no warning either."""
+        """True without problems; with ``strict``, also without warnings."""
         return LEVELS.index(self.level) < LEVELS.index("warning" if strict else "problem")
 
 
 def examine_evidence(evidence: Evidence) -> tuple[Finding, ...]:
-    """Every rule over one process's evidence. Pure."""
-    return tuple(finding for rule in RULES for finding in rule(evidence))
+    """Apply every rule to one process's evidence. Pure."""
+    return tuple(finding for rules in RULES for finding in rules.findings(evidence))
 
 
 def make_report(evidence: Sequence[Evidence], version: str) -> Report:
-    """``evidence`` of one process, or of several, named by their endpoints' names. Pure."""
+    """Report on one or several processes, named after their endpoints. Pure."""
     nodes = tuple(
         NodeReport(
             name=each.endpoint.name or each.endpoint.hostname or "this machine",
@@ -68,6 +61,6 @@ def make_report(evidence: Sequence[Evidence], version: str) -> Report:
         )
         for each in evidence
     )
-    shared = tuple(together.findings(evidence)) if len(evidence) > 1 else ()
+    shared = tuple(compatibility.findings(evidence)) if len(evidence) > 1 else ()
     every = [finding for node in nodes for finding in node.findings] + list(shared)
     return Report(version=version, level=worst(every), nodes=nodes, together=shared)

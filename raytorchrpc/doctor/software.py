@@ -1,84 +1,70 @@
-"""torch, Ray, NIXL, and where the process runs."""
+"""Findings about torch, Ray, NIXL and the container."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from raytorchrpc.doctor.evidence import Evidence
-from raytorchrpc.doctor.findings import Finding
+from raytorchrpc.doctor.findings import Finding, note, ok, problem
 from raytorchrpc.topology import rdma
 
 
-def findings(evidence: Evidence) -> list[Finding]:
-    """Pure: the same evidence gives the same findings."""
-    found = [*_torch(evidence), *_ray(evidence), *_nixl(evidence)]
+def findings(evidence: Evidence) -> Iterator[Finding]:
+    """Pure: equal evidence gives equal findings."""
+    if evidence.endpoint.torch_version:  # empty for a file tree
+        yield _torch(evidence)
+    if evidence.ray_version is not None:
+        yield ok("ray", f"Ray {evidence.ray_version}")
+        yield from _token(evidence)
+    yield from _nixl(evidence)
     if evidence.container:
-        found.append(Finding(id="container", level="ok", seen=f"inside a container ({evidence.container})"))
-    return found
+        yield ok("container", f"runs in a container ({evidence.container})")
 
 
-def _torch(evidence: Evidence) -> list[Finding]:
+def _torch(evidence: Evidence) -> Finding:
     endpoint = evidence.endpoint
-    if not endpoint.torch_version:  # a tree of files
-        return []
     if "uv" not in endpoint.tensorpipe_transports:
-        return [
-            Finding(
-                id="torch-without-rpc",
-                level="problem",
-                seen=f"torch {endpoint.torch_version} has no torchrpc (TensorPipe)",
-                meaning="no group forms here",
-                remedy="install torch from PyPI or download.pytorch.org, on Linux",
-            )
-        ]
-    backends = ", ".join(endpoint.tensorpipe_transports), ", ".join(endpoint.tensorpipe_channels)
+        return problem(
+            "torch-without-rpc",
+            f"torch {endpoint.torch_version} was built without torch.distributed.rpc (TensorPipe)",
+            "no group can form here",
+            "install torch for Linux from PyPI or download.pytorch.org",
+        )
+    transports, channels = ", ".join(endpoint.tensorpipe_transports), ", ".join(endpoint.tensorpipe_channels)
     cuda = f"CUDA {endpoint.cuda_version}" if endpoint.cuda_version else "no CUDA"
-    seen = f"torch {endpoint.torch_version}, {cuda}; TensorPipe has {backends[0]}; {backends[1]}"
-    return [Finding(id="torch", level="ok", seen=seen)]
+    return ok("torch", f"torch {endpoint.torch_version}, {cuda}; TensorPipe has {transports}; {channels}")
 
 
-def _ray(evidence: Evidence) -> list[Finding]:
-    if evidence.ray_version is None:
-        return []
-    found = [Finding(id="ray", level="ok", seen=f"Ray {evidence.ray_version}")]
+def _token(evidence: Evidence) -> Iterator[Finding]:
     if evidence.ray_token == "missing":
-        found.append(
-            Finding(
-                id="ray-token-missing",
-                level="problem",
-                seen="Ray's token authentication is on here, and there is no token",
-                meaning="this process can join no cluster",
-                remedy="copy the cluster's token to ~/.ray/auth_token, or set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH",
-            )
+        yield problem(
+            "ray-token-missing",
+            "Ray's token authentication is on, but this process has no token",
+            "this process cannot join a cluster",
+            "copy the cluster's token to ~/.ray/auth_token, or set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH",
         )
     elif evidence.ray_token == "on":
-        found.append(Finding(id="ray-token", level="ok", seen="Ray's token authentication is on"))
+        yield ok("ray-token", "Ray's token authentication is on")
     elif evidence.ray_token == "off":
-        found.append(
-            Finding(
-                id="ray-token-off",
-                level="note",
-                seen="Ray's token authentication is off in this process",
-                meaning="whoever reaches the ports of an open cluster runs code on it, and gets groups' secrets; a "
-                "local ray.init() turns it on by itself",
-                remedy="RAY_AUTH_MODE=token for ray start, for drivers and for jobs; `ray get-auth-token --generate` "
-                "makes the token",
-            )
+        yield note(
+            "ray-token-off",
+            "Ray's token authentication is off in this process",
+            "whoever reaches the ports of an open cluster can run code on it and obtain the secrets of groups; a local "
+            "ray.init() turns authentication on by itself",
+            "set RAY_AUTH_MODE=token for ray start, drivers and jobs; `ray get-auth-token --generate` makes the token",
         )
-    return found
 
 
-def _nixl(evidence: Evidence) -> list[Finding]:
+def _nixl(evidence: Evidence) -> Iterator[Finding]:
     endpoint = evidence.endpoint
     if not endpoint.torch_version or not rdma.usable_ports(endpoint):
-        return []
+        return
     if endpoint.nixl:
-        return [Finding(id="nixl", level="ok", seen="NIXL is installed", lanes=("nixl",))]
-    return [
-        Finding(
-            id="nixl-missing",
-            level="note",
-            seen="there are RDMA adapters, and NIXL is not installed",
-            meaning="between hosts, CPU tensors go by torchrpc (TCP on RoCE), CUDA tensors by nccl or torchrpc",
-            remedy="pip install 'raytorchrpc[nixl]' on every node",
-            lanes=("nixl",),
+        yield ok("nixl", "NIXL is installed")
+    else:
+        yield note(
+            "nixl-missing",
+            "there are RDMA adapters, but NIXL is not installed",
+            "between hosts, CPU tensors use torchrpc (TCP on RoCE) and CUDA tensors nccl or torchrpc",
+            "pip install 'raytorchrpc[nixl]' on every node",
         )
-    ]

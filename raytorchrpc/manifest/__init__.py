@@ -1,6 +1,6 @@
 """Kubernetes manifests for KubeRay: ``RayJob`` and ``RayCluster`` of ``ray.io/v1``.
 
-``options`` is what a user chooses, checked before anything is written; ``build`` makes the objects and their YAML.
+``options`` holds and checks the user's choices; ``build`` creates the objects and their YAML.
 """
 
 from __future__ import annotations

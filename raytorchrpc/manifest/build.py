@@ -1,4 +1,4 @@
-"""The objects, as plain dicts in the shape of KubeRay's ``ray.io/v1``, and their YAML."""
+"""KubeRay's ``ray.io/v1`` objects as plain dicts, and their YAML."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from raytorchrpc.manifest.options import ClusterOptions, JobOptions, bytes_of
 from raytorchrpc.runtime_env import DEFAULTS
 
 _SHM = "dshm"
-#: The part of /dev/shm that Ray's object store may take; the rest is for NCCL.
+#: Share of /dev/shm for Ray's object store; the rest is for NCCL.
 _STORE_SHARE = 0.6
 
 
 def ray_cluster(options: ClusterOptions) -> dict[str, Any]:
-    """A ``RayCluster``."""
+    """Build a ``RayCluster``."""
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
@@ -25,7 +25,7 @@ def ray_cluster(options: ClusterOptions) -> dict[str, Any]:
 
 
 def ray_job(options: JobOptions) -> dict[str, Any]:
-    """A ``RayJob`` with a cluster of its own, which goes when the job has ended."""
+    """Build a ``RayJob`` with its own cluster, which is deleted after the job has ended."""
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
@@ -40,7 +40,7 @@ def ray_job(options: JobOptions) -> dict[str, Any]:
 
 
 def to_yaml(manifest: dict[str, Any], options: ClusterOptions) -> str:
-    """With a comment at the top for what the fields cannot say."""
+    """Serialise to YAML, with a comment at the top for what the fields cannot express."""
     notes = "".join(f"# {line}\n" for line in _notes(options))
     text: str = yaml.safe_dump(manifest, sort_keys=False, default_flow_style=False, width=110)
     return notes + text
@@ -69,10 +69,10 @@ def _notes(options: ClusterOptions) -> list[str]:
 
 def _cluster_spec(options: ClusterOptions) -> dict[str, Any]:
     spec: dict[str, Any] = {"rayVersion": options.ray_version}
-    # KubeRay makes a Secret with the token and hands it to every pod, the submitter of a job included.
+    # KubeRay creates a Secret with the token and mounts it in every pod, including the submitter of a job.
     spec["authOptions"] = {"mode": options.auth}
     spec["headGroupSpec"] = {
-        # No actors there: the head has what keeps the cluster alive.
+        # No actors on the head, which runs the cluster's control processes.
         "rayStartParams": {"dashboard-host": "0.0.0.0", "num-cpus": "0", "num-gpus": "0"},
         "template": {"spec": _head_pod(options)},
     }
@@ -121,17 +121,17 @@ def _worker_pod(options: ClusterOptions) -> dict[str, Any]:
             **({"runAsUser": 0} if options.root else {}),
         }
     network = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if options.host_network else {}
-    # KubeRay would mount one as large as all the memory; with a limit of its own a full one fails by itself.
+    # KubeRay's default is as large as all memory; with a smaller limit, only a full /dev/shm fails.
     volumes = [{"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": options.shm}}]
     return {**network, "containers": [container], "volumes": volumes}
 
 
 def _environment(options: ClusterOptions) -> list[dict[str, str]]:
-    """In the raylet's environment, and so in every worker's before torch loads."""
+    """The raylet's environment, which every worker inherits before torch loads."""
     variables = {**DEFAULTS, "RAY_AUTH_MODE": options.auth, **options.env}
     return [{"name": name, "value": value} for name, value in variables.items()]
 
 
 def _resources(wanted: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Limits and requests alike: devices take no less, and a pod with both equal is evicted last."""
+    """Equal limits and requests: devices require it, and such pods are evicted last."""
     return {"limits": dict(wanted), "requests": dict(wanted)}

@@ -1,4 +1,4 @@
-"""What a user chooses about a cluster or a job, checked for what Kubernetes, KubeRay or Ray would refuse later."""
+"""The user's choices for a cluster or a job; rejects what Kubernetes, KubeRay or Ray would reject later."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from raytorchrpc.errors import ConfigurationError
 
-#: Longest names that KubeRay takes; it makes longer ones of them.
+#: Longest names that KubeRay accepts; it derives longer ones from them.
 LONGEST_CLUSTER, LONGEST_JOB = 53, 47
 
 _LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
@@ -17,7 +17,7 @@ _RESOURCE = (
     r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 )
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-#: What Ray and a Python with torch take at least in a container, in bytes.
+#: Least memory of a container with Ray and torch, in bytes.
 _LEAST_MEMORY = 1 << 30
 
 
@@ -25,47 +25,47 @@ def bytes_of(quantity: str) -> int:
     """A Kubernetes quantity of memory (``64Gi``, ``500M``) in bytes. Raises ValueError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(|[kMGT]|[KMGT]i)", quantity)
     if found is None:
-        raise ValueError(f"{quantity!r} is no size; write it like 64Gi or 500M")
+        raise ValueError(f"{quantity!r} is not a size; write it like 64Gi or 500M")
     return int(float(found[1]) * _UNITS[found[2]])
 
 
 class ClusterOptions(BaseModel):
-    """For a ``RayCluster``, and for the one that a ``RayJob`` brings along. Sizes are Kubernetes quantities."""
+    """Options of a ``RayCluster``, or of the cluster of a ``RayJob``. Sizes are Kubernetes quantities."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     namespace: str = "default"
     image: str
-    """Has raytorchrpc and torch beside Ray."""
+    """Contains raytorchrpc, torch and Ray."""
     ray_version: str
-    """Of the image."""
+    """Ray's version in the image."""
     workers: Annotated[int, Field(ge=1, le=10_000)] = 2
-    """Pods, besides the head."""
+    """Number of pods, besides the head."""
     gpus: Annotated[int, Field(ge=0, le=64)] = 0
-    """In each worker."""
+    """Per worker."""
     cpus: Annotated[int, Field(ge=1, le=1024)] = 8
-    """In each worker."""
+    """Per worker."""
     memory: str = "32Gi"
-    """Of each worker, /dev/shm included."""
+    """Per worker, including /dev/shm."""
     shm: str = "8Gi"
-    """Size of a worker's /dev/shm: Ray's object store lies in it, and NCCL uses it. It counts as memory of the pod."""
+    """Size of a worker's /dev/shm, which Ray's object store and NCCL use. It counts as memory of the pod."""
     head_cpus: Annotated[int, Field(ge=1, le=1024)] = 2
     head_memory: str = "8Gi"
     rdma_resource: str | None = None
-    """What the device plugin of the cluster calls its RDMA adapters: ``rdma/hca_shared_devices_a``, ``rdma/ib``, ..."""
+    """The device plugin's name for RDMA adapters: ``rdma/hca_shared_devices_a``, ``rdma/ib``, ..."""
     rdma_count: Annotated[int, Field(ge=1, le=64)] = 1
-    """In each worker."""
+    """Per worker."""
     host_network: bool = False
-    """Workers use the node's network interfaces themselves."""
+    """Workers use the node's network interfaces."""
     root: bool = True
     """With RDMA, workers run as root; see ``docs/kubernetes.md``."""
     auth: Literal["token", "disabled"] = "token"
     env: dict[str, str] = {}
-    """More variables, on head and workers; they win over this package's own."""
+    """Further variables on head and workers; they override this package's own."""
 
     def __init__(self, **values: Any) -> None:
-        # pydantic's own error takes several lines.
+        # pydantic's error spans several lines.
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -78,7 +78,7 @@ class ClusterOptions(BaseModel):
         longest = cls._longest()
         if not re.fullmatch(_LABEL, name) or len(name) > longest:
             raise ValueError(
-                f"{name!r} cannot be a name; use up to {longest} small letters, digits and '-', a letter first"
+                f"{name!r} is not a valid name; use up to {longest} lower-case letters, digits and '-', a letter first"
             )
         return name
 
@@ -90,14 +90,14 @@ class ClusterOptions(BaseModel):
     @classmethod
     def _namespace(cls, namespace: str) -> str:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", namespace):
-            raise ValueError(f"{namespace!r} cannot be a namespace; use small letters, digits and '-'")
+            raise ValueError(f"{namespace!r} is not a valid namespace; use lower-case letters, digits and '-'")
         return namespace
 
     @field_validator("image")
     @classmethod
     def _image(cls, image: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][\w./:@-]*", image):
-            raise ValueError(f"{image!r} is no image; write it like registry.example/team/raytorchrpc:1.0")
+            raise ValueError(f"{image!r} is not an image; write it like registry.example/team/raytorchrpc:1.0")
         return image
 
     @field_validator("ray_version")
@@ -117,8 +117,8 @@ class ClusterOptions(BaseModel):
         own = domain == "kubernetes.io" or domain.endswith(".kubernetes.io")
         if not re.fullmatch(_RESOURCE, resource) or own or resource == "nvidia.com/gpu":
             raise ValueError(
-                f"{resource!r} cannot be an RDMA resource; it is called <domain>/<name>, such as "
-                f"rdma/hca_shared_devices_a or vpc.amazonaws.com/efa (kubectl describe node lists it as allocatable)"
+                f"{resource!r} is not an RDMA resource; write <domain>/<name>, such as "
+                f"rdma/hca_shared_devices_a or vpc.amazonaws.com/efa (`kubectl describe node` lists it as allocatable)"
             )
         return resource
 
@@ -133,9 +133,9 @@ class ClusterOptions(BaseModel):
     def _env(cls, variables: dict[str, str]) -> dict[str, str]:
         for name in variables:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise ValueError(f"{name!r} cannot be a variable")
+                raise ValueError(f"{name!r} is not a valid variable name")
         if "RAY_AUTH_MODE" in variables:
-            raise ValueError("RAY_AUTH_MODE has to be the same for KubeRay: use --auth")
+            raise ValueError("RAY_AUTH_MODE must match KubeRay's setting: use --auth")
         return variables
 
     @model_validator(mode="after")
@@ -143,24 +143,24 @@ class ClusterOptions(BaseModel):
         memory, shm, head = bytes_of(self.memory), bytes_of(self.shm), bytes_of(self.head_memory)
         for what, size in (("memory", memory), ("head_memory", head)):
             if size < _LEAST_MEMORY:
-                raise ValueError(f"{what} {getattr(self, what)} is too little: Ray and torch take 1Gi at least")
+                raise ValueError(f"{what} {getattr(self, what)} is too little: Ray and torch need at least 1Gi")
         if shm < 64 << 20:
-            raise ValueError(f"shm {self.shm} is too little: 64Mi at least")
+            raise ValueError(f"shm {self.shm} is too little: use at least 64Mi")
         if shm > memory - _LEAST_MEMORY // 2:
             raise ValueError(
                 f"shm {self.shm} does not fit into memory {self.memory}: /dev/shm counts as memory of the pod, and "
-                f"512Mi are left for its processes at least"
+                f"its processes need at least 512Mi"
             )
         return self
 
 
 class JobOptions(ClusterOptions):
-    """For a ``RayJob``."""
+    """Options of a ``RayJob``."""
 
     entrypoint: str
-    """A command, as for ``ray job submit``; it runs on the head."""
+    """The command, as for ``ray job submit``; it runs on the head."""
     ttl_s: Annotated[int, Field(ge=0)] = 600
-    """The cluster goes so many seconds after the job has ended."""
+    """Seconds from the end of the job to the deletion of the cluster."""
 
     @classmethod
     def _longest(cls) -> int:
@@ -170,7 +170,7 @@ class JobOptions(ClusterOptions):
     @classmethod
     def _entrypoint(cls, entrypoint: str) -> str:
         if not entrypoint.strip() or "\n" in entrypoint:
-            raise ValueError(f"{entrypoint!r} is no command")
+            raise ValueError(f"{entrypoint!r} is not a command")
         return entrypoint
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import raytorchrpc as rtr
-from benchmarks._held import held, measurable_memory, settle
+from benchmarks._resources import held, measurable_memory, settle
 from tests.faults.control import Control
 from tests.faults.faults import KB, MB
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raytorchrpc.doctor.gathering import gather
+from raytorchrpc.doctor.collector import gather
 from raytorchrpc.doctor.reports import examine_evidence
 
 

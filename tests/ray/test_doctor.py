@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from raytorchrpc.doctor.cluster import look_at_actors
+from raytorchrpc.doctor.cluster import collect_from_actors
 from raytorchrpc.doctor.reports import make_report
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from tests.ray.actors import Latch, Peer
@@ -43,7 +43,7 @@ def test_actors_are_looked_at_from_inside(spawn: Spawn, latch: Callable[[], Latc
     variables = {"IBV_FORK_SAFE": "1", "NCCL_IB_TIMEOUT": "23"}
     spawn(Peer, name="learner", namespace="training", runtime_env={"env_vars": variables})
     busy = spawn(Peer, name="busy")
-    learner, other = evidence = look_at_actors(["training/learner", "busy"], 60)
+    learner, other = evidence = collect_from_actors(["training/learner", "busy"], 60)
     assert [each.endpoint.name for each in evidence] == ["training/learner", "busy"]
     assert learner.environment["IBV_FORK_SAFE"] == "1" and "IBV_FORK_SAFE" not in other.environment
     assert learner.nccl["NCCL_IB_TIMEOUT"] == "23"
@@ -51,17 +51,17 @@ def test_actors_are_looked_at_from_inside(spawn: Spawn, latch: Callable[[], Latc
     routes = {each.id: each.seen for each in make_report(evidence, "").together}
     assert "training/learner - busy: calls: socket (unix socket); cpu: shm" in routes["together-routes"]
 
-    (found,) = look_at_actors(["learner"], 60)  # there is one of that name, in whatever namespace
+    (found,) = collect_from_actors(["learner"], 60)  # there is one of that name, in whatever namespace
     assert found.endpoint.pid == learner.endpoint.pid
     with pytest.raises(ConfigurationError, match="no actor 'elsewhere/learner'; there is: training/learner"):
-        look_at_actors(["elsewhere/learner"], 60)
+        collect_from_actors(["elsewhere/learner"], 60)
     with pytest.raises(ConfigurationError, match="no actor 'trainer'"):
-        look_at_actors(["busy", "trainer"], 60)
+        collect_from_actors(["busy", "trainer"], 60)
 
     gate = latch()
     working = busy.busy.remote(gate)
     with pytest.raises(BootstrapError, match=r"actor 'busy': no answer within 0.5 s \(a sync actor answers between"):
-        look_at_actors(["busy"], 0.5)
+        collect_from_actors(["busy"], 0.5)
     gate.open()
     ray.get(working)
 

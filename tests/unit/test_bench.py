@@ -14,18 +14,18 @@ from typer.testing import CliRunner
 
 from raytorchrpc.bench.fit import fit
 from raytorchrpc.bench.markdown import document
-from raytorchrpc.bench.measuring import FEWEST, Measuring, lead_in
 from raytorchrpc.bench.options import Options, make_options, parse_size, show_size
-from raytorchrpc.bench.pairs import Failed, Pair, Stuck, Track
+from raytorchrpc.bench.pairs import Failed, Pair, Series, Stuck
 from raytorchrpc.bench.published import published, published_curve, published_sizes
 from raytorchrpc.bench.results import Cell, RowResult, Run, read_run, write_file
 from raytorchrpc.bench.rows import QUICK, ROWS, Device, Row, choose
 from raytorchrpc.bench.run import find_node
-from raytorchrpc.bench.site import Place, Room, Site, free_memory, needed, obstacle, size_obstacle
+from raytorchrpc.bench.schedule import FEWEST, Sampler, lead_in
+from raytorchrpc.bench.site import Host, MemoryLimits, Site, free_memory, needed, obstacle, size_obstacle
 from raytorchrpc.bench.tables import choice, figures, not_measured, plain, to_csv
 from raytorchrpc.cli.app import app
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.topology.probe import Endpoint, Gid, Hca, HcaPort
+from raytorchrpc.topology.endpoint import Endpoint, Gid, Hca, HcaPort
 
 GB = 10**9
 BY_NAME = {row.name: row for row in ROWS}
@@ -83,17 +83,17 @@ def test_a_run_covers_everything_unless_told_otherwise() -> None:
     [
         (["--rows", "carrier-pigeon"], "no row 'carrier-pigeon'; rows: auto, "),
         (["--sizes", "1.25KB,huge"], "size 'huge' is not a number of bytes"),
-        (["--device", "tpu"], "device 'tpu' is none of cpu, cuda, all"),
+        (["--device", "tpu"], "device 'tpu' is not one of cpu, cuda, all"),
         (["--device", "cpu", "--rows", "bare-nccl"], "none of the rows bare-nccl carries cpu tensors"),
-        (["--budget", "1"], "the budget is 10 to 86400 seconds, not 1"),
+        (["--budget", "1"], "the budget must be 10 to 86400 seconds, not 1"),
         (["--against", "hearsay"], "--against 'hearsay' is unknown; known: published"),
-        (["--hosts", "here", "here"], "hosts are two different Ray nodes"),
+        (["--hosts", "here", "here"], "hosts must be two different Ray nodes"),
         (["--plot", "figures.svg"], "figures.svg does not end in .png"),
         (["--json", "/no/such/folder/x.json"], "cannot write /no/such/folder/x.json: no such directory"),
-        (["--csv", "same", "--json", "same"], "two outputs have the same file name"),
+        (["--csv", "same", "--json", "same"], "two outputs name the same file"),
         (["--from", "/no/such/result.json"], "cannot read /no/such/result.json"),
         (["--from", __file__], "is not a result of `raytorchrpc bench --json`"),
-        (["--from", "x.json", "--quick"], "it measures nothing"),
+        (["--from", "x.json", "--quick"], "measures nothing"),
         (["--address", "127.0.0.1:1"], "no Ray cluster answers at 127.0.0.1:1"),
     ],
 )
@@ -132,14 +132,14 @@ def test_nodes_are_found_by_id_address_and_name() -> None:
     with pytest.raises(ConfigurationError, match=r"no Ray node 'host3'; nodes: 10.0.0.1 \(host1\), 10.0.0.2 \(host2\)"):
         find_node("host3", nodes)
     twins = [{**node, "NodeManagerHostname": "twin"} for node in nodes]
-    with pytest.raises(ConfigurationError, match=r"several Ray nodes answer to 'twin'.*id1, id2"):
+    with pytest.raises(ConfigurationError, match=r"several Ray nodes match 'twin'.*id1, id2"):
         find_node("twin", twins)
 
 
 # --- what can run where ------------------------------------------------------------------------------------------
 
 
-def place(host: str = "one", **more: Any) -> Place:
+def place(host: str = "one", **more: Any) -> Host:
     endpoint = Endpoint(
         hostname=host,
         pid=1,
@@ -153,10 +153,10 @@ def place(host: str = "one", **more: Any) -> Place:
         peer_memory=more.pop("peer_memory", False),
     )
     usual = {"free_bytes": 32 * GB, "packages": frozenset({"pynng", "nixl"}), "nccl": True, "store_bytes": 8 * GB}
-    return Place(endpoint=endpoint, **{**usual, **more})
+    return Host(endpoint=endpoint, **{**usual, **more})
 
 
-def site(a: Place, b: Place | None = None) -> Site:
+def site(a: Host, b: Host | None = None) -> Site:
     """A machine, or two, with a version that has every lane and setting."""
     lanes = {lane for row in ROWS for lane in row.config.get("lanes", ())}
     settings = {setting for row in ROWS for setting in row.config}
@@ -193,14 +193,14 @@ def test_a_machine_without_gpus() -> None:
     here = site(place())
     assert runs(here, "cpu") == ANYWHERE | {"shm", "nng-ipc"}
     assert runs(here, "cuda") == set()
-    assert obstacle(BY_NAME["auto"], "cuda", here) == "no GPU that Ray knows of"
-    assert obstacle(BY_NAME["torchrpc-IB"], "cpu", here) == "one host: nothing crosses a network"
+    assert obstacle(BY_NAME["auto"], "cuda", here) == "Ray has no GPU"
+    assert obstacle(BY_NAME["torchrpc-IB"], "cpu", here) == "needs two hosts"
 
 
 def test_one_gpu_can_be_shared_but_nccl_needs_two() -> None:
     here = site(place(gpus=1))
     assert runs(here, "cuda") == CUDA_ANYWHERE | ONE_HOST_GPU
-    assert obstacle(BY_NAME["nccl-nvlink"], "cuda", here) == "one GPU, and it needs two"
+    assert obstacle(BY_NAME["nccl-nvlink"], "cuda", here) == "needs two GPUs, and there is one"
 
 
 def test_two_gpus_of_one_host() -> None:
@@ -216,10 +216,10 @@ def test_two_gpus_of_one_host() -> None:
 def test_two_hosts() -> None:
     bare = site(place(), place("two"))
     assert runs(bare, "cpu") == ANYWHERE
-    assert obstacle(BY_NAME["shm"], "cpu", bare) == "works only within one host"
+    assert obstacle(BY_NAME["shm"], "cpu", bare) == "needs both ends on one host"
     assert obstacle(BY_NAME["torchrpc-IB"], "cpu", bare) == "no RDMA adapter (HCA)"
     one_sided = site(place(gpus=1), place("two"))
-    assert obstacle(BY_NAME["auto"], "cuda", one_sided) == "not both nodes have a GPU that Ray knows of"
+    assert obstacle(BY_NAME["auto"], "cuda", one_sided) == "Ray has no GPU on one of the nodes"
     rdma = {"gpus": 1, "hcas": (adapter(),)}
     both = site(place(**rdma), place("two", **rdma))
     assert runs(both, "cpu") == ANYWHERE | {"torchrpc-IB"}
@@ -245,10 +245,10 @@ def test_a_lane_or_setting_of_another_version_is_a_row_that_says_so() -> None:
 
 
 def test_sizes_beyond_a_lane_or_the_memory_are_not_tried() -> None:
-    room = Room(host=10 * GB, gpu=10 * GB, store=GB)
+    room = MemoryLimits(host=10 * GB, gpu=10 * GB, store=GB)
     assert size_obstacle(BY_NAME["auto"], "cpu", 10**6, room) is None
     assert "carries at most" in (size_obstacle(BY_NAME["socket"], "cpu", 1 << 20, room) or "")
-    assert "of memory, 10 GB can be used" in (size_obstacle(BY_NAME["auto"], "cpu", 5 * GB, room) or "")
+    assert "of memory, 10 GB is usable" in (size_obstacle(BY_NAME["auto"], "cpu", 5 * GB, room) or "")
     assert "of GPU memory" in (size_obstacle(BY_NAME["cuda-shared-tensor"], "cuda", 5 * GB, room) or "")
     assert "object store of 1 GB" in (size_obstacle(BY_NAME["ray"], "cpu", 6 * 10**8, room) or "")
     assert needed(BY_NAME["cuda-shared-tensor"], "cuda", 10)[0] == 0
@@ -274,7 +274,7 @@ def test_rows_are_sound() -> None:
     assert {row.published for row in ROWS} - {None} == keys  # every published transport has its row
     for row in ROWS:
         shared = [other for other in ROWS if other.actors == row.actors]
-        assert len(shared) == 1 or not any(other.env or other.road == "group" for other in shared)
+        assert len(shared) == 1 or not any(other.env or other.transport == "group" for other in shared)
     with pytest.raises(ConfigurationError):
         choose(["auto", "Auto"])
 
@@ -310,7 +310,7 @@ def test_a_line_has_no_negative_part() -> None:
 # --- which samples when -------------------------------------------------------------------------------------------
 
 
-class Scripted(Track):
+class Scripted(Series):
     """A row that takes as long as it is told, without a clock that waits."""
 
     def __init__(self, row: Row, clock: list[float], log: list[str], per_op: float, per_byte: float = 0.0) -> None:
@@ -336,16 +336,18 @@ class Scripted(Track):
         self.log.append(f"{self.row.name} drops")
 
 
-def measured(monkeypatch: Any, make: Any, *, sizes: tuple[int, ...], budget: float, room: int = 10**12) -> Any:
+def measured(monkeypatch: Any, make: Any, *, sizes: tuple[int, ...], budget: float, memory: int = 10**12) -> Any:
     """A run over scripted rows; returns (cells by row and size, the log, the rows)."""
     clock, log = [1000.0], []
-    monkeypatch.setattr("raytorchrpc.bench.measuring.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("raytorchrpc.bench.schedule.time.monotonic", lambda: clock[0])
     tracks = make(clock, log)
     options = Options(tuple(t.row for t in tracks), ("cpu",), sizes, budget)
     here = site(place())
-    measuring = Measuring(options, tracks, here, Room(room, room, room), 1000 + budget, lambda text, part: None)
-    measuring.run()
-    return {(cell.row, cell.bytes): cell for cell in measuring.cells}, log, tracks
+    sampler = Sampler(
+        options, tracks, here, MemoryLimits(memory, memory, memory), 1000 + budget, lambda text, part: None
+    )
+    sampler.run()
+    return {(cell.row, cell.bytes): cell for cell in sampler.cells}, log, tracks
 
 
 def a_row(name: str, **more: Any) -> Row:
@@ -406,16 +408,16 @@ def test_a_large_first_size_tells_how_long_a_larger_one_takes(monkeypatch: Any) 
 
 
 def test_the_last_row_may_use_the_time_that_is_left(monkeypatch: Any) -> None:
-    def rows(clock: list[float], log: list[str]) -> list[Track]:
+    def rows(clock: list[float], log: list[str]) -> list[Series]:
         return [Scripted(a_row("fast"), clock, log, 0.1), Scripted(a_row("slow"), clock, log, 3.0)]
 
-    cells, _, _ = measured(monkeypatch, rows, sizes=(10**9,), budget=30, room=6 * 10**9)
+    cells, _, _ = measured(monkeypatch, rows, sizes=(10**9,), budget=30, memory=6 * 10**9)
     assert cells["fast", 10**9].samples >= FEWEST
     assert cells["slow", 10**9].samples >= FEWEST
 
 
 def test_a_size_that_turns_out_slow_ends_with_one_sample(monkeypatch: Any) -> None:
-    def rows(clock: list[float], log: list[str]) -> list[Track]:
+    def rows(clock: list[float], log: list[str]) -> list[Series]:
         return [Scripted(a_row("cliff"), clock, log, 0.0, per_byte=1e-7)]
 
     cells, log, _ = measured(monkeypatch, rows, sizes=(1000, 10**8), budget=60)
@@ -426,7 +428,7 @@ def test_a_size_that_turns_out_slow_ends_with_one_sample(monkeypatch: Any) -> No
 def test_the_budget_is_kept(monkeypatch: Any) -> None:
     clock_seen: list[list[float]] = []
 
-    def rows(clock: list[float], log: list[str]) -> list[Track]:
+    def rows(clock: list[float], log: list[str]) -> list[Series]:
         clock_seen.append(clock)
         return [Scripted(a_row(f"r{n}"), clock, log, 0.05 * (n + 1), per_byte=1e-9) for n in range(8)]
 
@@ -439,19 +441,19 @@ def test_the_budget_is_kept(monkeypatch: Any) -> None:
 
 
 def test_what_went_by_another_lane_is_no_figure(monkeypatch: Any) -> None:
-    def rows(clock: list[float], log: list[str]) -> list[Track]:
+    def rows(clock: list[float], log: list[str]) -> list[Series]:
         track = Scripted(a_row("nccl", carries=("nccl",)), clock, log, 1e-3)
         track.carrier = "torchrpc"
         return [track]
 
     cells, _, _ = measured(monkeypatch, rows, sizes=(1000,), budget=60)
     cell = cells["nccl", 1000]
-    assert (cell.median_s, cell.via, cell.reason) == (None, "torchrpc", "goes by torchrpc at this size")
+    assert (cell.median_s, cell.via, cell.reason) == (None, "torchrpc", "uses torchrpc at this size")
 
 
 @pytest.mark.parametrize("failure", [Failed("ValueError: no"), Stuck("no answer within 15 s")])
 def test_a_row_that_fails_keeps_its_figures_and_says_why_from_there(monkeypatch: Any, failure: Failed) -> None:
-    def rows(clock: list[float], log: list[str]) -> list[Track]:
+    def rows(clock: list[float], log: list[str]) -> list[Series]:
         bad = Scripted(a_row("bad"), clock, log, 1e-3)
         bad.breaks_at = 10**6, failure
         return [bad, Scripted(a_row("good"), clock, log, 1e-3)]
@@ -469,12 +471,12 @@ def test_sizes_that_do_not_fit_together_are_measured_row_by_row(monkeypatch: Any
         lambda clock, log: [Scripted(a_row(name), clock, log, 1e-3, 1e-9) for name in ("x", "y")],
         sizes=(1000, 10**6, 10**9),
         budget=200,
-        room=9 * GB,  # 5 for one row, and at most half of it for all
+        memory=9 * GB,  # 5 for one row, and at most half of it for all
     )
     large = [entry for entry in log if entry.endswith("000000000")]
     assert large == sorted(large)  # all of x, then all of y
     assert cells["x", 10**9].median_s == cells["y", 10**9].median_s == pytest.approx(1.001)
-    assert tracks[0].pair.failed == "its turn is over"  # its memory is free before y begins
+    assert tracks[0].pair.failed == "its turn has ended"  # its memory is free before y begins
 
 
 # --- what came out ------------------------------------------------------------------------------------------------
@@ -584,7 +586,7 @@ def test_no_figure_at_all_is_a_failure(tmp_path: Path) -> None:
     write_file(tmp_path / "empty.json", empty.model_dump_json())
     ran = CliRunner().invoke(app, ["bench", "--from", str(tmp_path / "empty.json")])
     assert ran.exit_code == 1
-    assert ran.stderr == "raytorchrpc bench: not a single figure came out; the reasons are above\n"
+    assert ran.stderr == "raytorchrpc bench: no row produced a figure; the reasons are above\n"
 
 
 COLD_STARTS = [(1e-5, 10), (5e-4, 10), (2e-3, 2), (1e-2, 1), (0.02, 0), (3.0, 0)]

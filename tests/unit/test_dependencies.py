@@ -28,14 +28,14 @@ NEEDS = {
     "raytorchrpc/cli/bench.py": "bench",
     "raytorchrpc/cli/demo.py": "demo",
     "raytorchrpc/cli/digits.py": "demo",
-    "raytorchrpc/doctor/_gpus.py": "doctor",
+    "raytorchrpc/doctor/gpu_probe.py": "doctor",
     "raytorchrpc/lanes/common/tls.py": "tls",
     "raytorchrpc/manifest": "cli",
     "examples/atari_dqn": "atari",
     "examples/ray_data.py": "data",
 }
 #: Imports that a file does without, having looked for the package first.
-DONE_WITHOUT = {("raytorchrpc/doctor/rendering.py", "rich")}
+DONE_WITHOUT = {("raytorchrpc/doctor/terminal.py", "rich")}
 #: Extras whose packages are found by name, or that only widen what another package brings.
 FOUND_BY_NAME = {"nixl": "nixl", "jobs": "ray", "data": "ray"}
 
@@ -88,3 +88,12 @@ def test_what_is_declared_is_imported() -> None:
     assert distributions(PROJECT["dependencies"]) <= used
     for extra in EXTRAS.keys() - {"test", "docs", "dev"}:
         assert distributions(EXTRAS[extra]) <= used, f"the extra {extra} asks for what nothing imports"
+
+
+def test_ci_runs_on_the_oldest_versions_that_are_declared() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    (oldest,) = re.findall(r"name: oldest, (.*) }", workflow)
+    declared = [requirement for requirement in PROJECT["dependencies"] if requirement.startswith(("ray", "torch"))]
+    for requirement in declared:
+        assert f'"{requirement.replace(">=", "==")}.*"' in oldest
+    assert f'python: "{PROJECT["requires-python"].removeprefix(">=")}"' in oldest

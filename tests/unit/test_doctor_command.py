@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from raytorchrpc.cli.app import app
-from raytorchrpc.cli.doctor import run
 from raytorchrpc.doctor import Report
+from raytorchrpc.doctor.command import run
 from tests.unit.trees import laptop, public_node
 
 ROOT = Path(__file__).parents[2]
@@ -99,12 +99,12 @@ def test_a_healthy_machine_is_called_that(tmp_path: Path, capsys: pytest.Capture
     ("options", "words"),
     [
         ({"sysfs_root": Path("/nonexistent")}, "/nonexistent has neither sys nor proc"),
-        ({"cluster": True, "sysfs_root": Path("/")}, "give one"),
-        ({"cluster": True, "actors": "a"}, "give one"),
+        ({"cluster": True, "sysfs_root": Path("/")}, "exclude each other"),
+        ({"cluster": True, "actors": "a"}, "exclude each other"),
         ({"actors": " , "}, "names no actor"),
         ({"actors": "a,b,a"}, "an actor twice"),
-        ({"address": "10.0.0.1:6379"}, "--address goes with --cluster or --actors"),
-        ({"cluster": True, "timeout_s": 0.0}, "--timeout is a number of seconds"),
+        ({"address": "10.0.0.1:6379"}, "--address requires --cluster or --actors"),
+        ({"cluster": True, "timeout_s": 0.0}, "--timeout must be a number of seconds"),
         ({"cluster": True, "address": "127.0.0.1:1"}, "no Ray cluster answers at 127.0.0.1:1"),
         ({"cluster": True, "address": "local"}, "name one that runs"),
     ],

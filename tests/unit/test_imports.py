@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_compat": set(),
     "config": set(),
     "runtime_env": set(),
+    "_ray_session": set(),
     "process": set(),
     "tensors": {"process"},
     "topology": {"tensors.devices", "config"},

@@ -131,16 +131,16 @@ def test_the_head_runs_no_actors_and_says_where_it_listens() -> None:
         ("--rdma-resource rdma/ib --rdma-count 0", "rdma_count: .*not 0"),
         ("--shm 64Gi", "shm 64Gi does not fit into memory 32Gi"),
         ("--shm 1Ki", "shm 1Ki is too little"),
-        ("--memory 12Q", "memory: '12Q' is no size"),
+        ("--memory 12Q", "memory: '12Q' is not a size"),
         ("--memory 100M", "memory 100M is too little"),
         ("--auth none", "auth: "),
         ("--env RAY_AUTH_MODE=disabled", "env: .*--auth"),
         ("--env JUST_A_NAME", "env: 'JUST_A_NAME' is not NAME=VALUE"),
-        ("--env 1A=2", "env: '1A' cannot be a variable"),
-        ("--name Train", "name: 'Train' cannot be a name"),
+        ("--env 1A=2", "env: '1A' is not a valid variable name"),
+        ("--name Train", "name: 'Train' is not a valid name"),
         ("--name " + "a" * 54, "name: .*up to 53"),
         ("--namespace a.b", "namespace: "),
-        ("--image ''", "image: '' is no image"),
+        ("--image ''", "image: '' is not an image"),
         ("--ray-version 2.9.0", "ray_version: '2.9.0' is not Ray 2.60.0 or later"),
         ("--output /nonexistent/file.yaml", "/nonexistent/file.yaml"),
     ],
@@ -154,7 +154,7 @@ def test_bad_input_gets_one_line_and_an_exit_code(words: str, message: str) -> N
 
 def test_a_job_needs_a_command() -> None:
     code, out, err = command("rayjob", "--image", IMAGE, "--entrypoint", " ")
-    assert (code, out, err) == (1, "", "raytorchrpc manifest rayjob: entrypoint: ' ' is no command\n")
+    assert (code, out, err) == (1, "", "raytorchrpc manifest rayjob: entrypoint: ' ' is not a command\n")
 
 
 @pytest.mark.parametrize("file", SAMPLES)

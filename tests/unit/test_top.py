@@ -84,7 +84,7 @@ def test_the_table_says_who_is_away_and_what_is_in_flight() -> None:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"interval_s": 0.0}, "--interval"), ({"address": "local"}, "cluster of its own")],
+    [({"interval_s": 0.0}, "--interval"), ({"address": "local"}, "start a new cluster")],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], options: dict[str, object], said: str

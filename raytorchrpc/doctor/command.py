@@ -1,7 +1,4 @@
-"""``raytorchrpc doctor``: checks what was asked for, looks, shows what was found.
-
-``run`` needs neither typer nor rich, for machines that have only the library.
-"""
+"""``raytorchrpc doctor``: checks the options, collects evidence, prints the report. Needs neither typer nor rich."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from pathlib import Path
 
 from raytorchrpc import __version__
 from raytorchrpc.doctor.evidence import Evidence
-from raytorchrpc.doctor.rendering import show
 from raytorchrpc.doctor.reports import make_report
+from raytorchrpc.doctor.terminal import show
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -29,11 +26,12 @@ def run(
     strict: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> int:
-    """Look, print, and return the exit code: 0 healthy, 1 problems (with ``strict``, warnings too), 2 bad usage, with
-    one line on stderr.
+    """Print a report; returns the exit code.
+
+    0: healthy. 1: problems, or warnings with ``strict``. 2: bad usage, with one line on stderr.
     """
     try:
-        evidence = _look(cluster, address, actors, sysfs_root, timeout_s)
+        evidence = _collect(cluster, address, actors, sysfs_root, timeout_s)
     except (RayTorchRpcError, ConnectionError) as error:
         print(f"raytorchrpc doctor: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_USAGE
@@ -45,7 +43,7 @@ def run(
     return HEALTHY if report.healthy(strict=strict) else UNHEALTHY
 
 
-def _look(
+def _collect(
     cluster: bool, address: str | None, actors: str | None, sysfs_root: Path | None, timeout_s: float
 ) -> list[Evidence]:
     names = [name.strip() for name in actors.split(",") if name.strip()] if actors is not None else []
@@ -54,24 +52,20 @@ def _look(
     if len(set(names)) < len(names):
         raise ConfigurationError("--actors names an actor twice")
     if sum((cluster, bool(names), sysfs_root is not None)) > 1:
-        raise ConfigurationError("--cluster, --actors and --sysfs-root look at different things: give one")
+        raise ConfigurationError("--cluster, --actors and --sysfs-root exclude each other: name one")
     if address is not None and not (cluster or names):
-        raise ConfigurationError("--address goes with --cluster or --actors")
+        raise ConfigurationError("--address requires --cluster or --actors")
     if not 0 < timeout_s < math.inf:
-        raise ConfigurationError("--timeout is a number of seconds above 0")
-    # Here: bad options are told without loading Ray and torch.
-    from raytorchrpc.doctor import gathering
+        raise ConfigurationError("--timeout must be a number of seconds above 0")
+    # Imported here: bad options are reported without loading Ray and torch.
+    from raytorchrpc.doctor import collector
 
     if sysfs_root is not None:
-        return [gathering.gather_from(sysfs_root)]
+        return [collector.gather_from(sysfs_root)]
     if not cluster and not names:
-        return [gathering.gather()]
-    return _look_elsewhere(address, names, timeout_s)
-
-
-def _look_elsewhere(address: str | None, names: list[str], timeout_s: float) -> list[Evidence]:
-    from raytorchrpc.cli.session import running_cluster
-    from raytorchrpc.doctor.cluster import look_at_actors, look_at_nodes
+        return [collector.gather()]
+    from raytorchrpc._ray_session import running_cluster
+    from raytorchrpc.doctor.cluster import collect_from_actors, collect_from_nodes
 
     with running_cluster(address):
-        return look_at_actors(names, timeout_s) if names else look_at_nodes(timeout_s)
+        return collect_from_actors(names, timeout_s) if names else collect_from_nodes(timeout_s)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.rpc as rpc
 
 import raytorchrpc as rtr
-from benchmarks._held import Held, held, measurable_memory, settle
+from benchmarks._resources import Held, held, measurable_memory, settle
 
 #: Elements of the int64 tensors and arrays that are sent.
 SIZES = {"20 KB": 2_500, "32 KB": 4_000, "1 MB": 125_000, "10 MB": 1_250_000}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc.doctor import _gpus, gathering, together
+from raytorchrpc.doctor import collector, compatibility, gpu_probe
 from raytorchrpc.doctor.evidence import Evidence, GpuLink
 from raytorchrpc.doctor.findings import Finding
 from raytorchrpc.doctor.reports import examine_evidence, make_report
@@ -24,7 +24,7 @@ def evidence(cluster: Cluster, **fields: Any) -> list[Evidence]:
 
 
 def ids(cluster: Cluster, **fields: Any) -> dict[str, str]:
-    return {each.id: each.level for each in together.findings(evidence(cluster, **fields))}
+    return {each.id: each.level for each in compatibility.findings(evidence(cluster, **fields))}
 
 
 def one(findings: list[Finding], name: str) -> Finding:
@@ -34,7 +34,7 @@ def one(findings: list[Finding], name: str) -> Finding:
 
 def test_nodes_that_fit_show_their_routes_alone() -> None:
     assert ids(public_nodes()) == {"together-routes": "ok"}
-    routes = one(together.findings(evidence(public_nodes())), "together-routes").seen
+    routes = one(compatibility.findings(evidence(public_nodes())), "together-routes").seen
     assert routes.startswith("worker_0 - worker_1: calls: socket (tcp socket); cpu: torchrpc (torchrpc over ibv")
 
 
@@ -46,7 +46,7 @@ def test_different_torch_releases_form_no_group() -> None:
 
 
 def test_containers_of_one_host_with_different_gpus() -> None:
-    found = together.findings(evidence(clusters.two_pods_one_host()))
+    found = compatibility.findings(evidence(clusters.two_pods_one_host()))
     apart = one(found, "together-containers-apart")
     assert apart.level == "warning" and "worker_0 and worker_1" in apart.seen and "abort" in apart.meaning
     assert "together-containers-apart" not in ids(clusters.one_host_two_gpus())
@@ -56,7 +56,7 @@ def test_containers_of_one_host_with_different_gpus() -> None:
 def test_rdma_on_some_nodes_only() -> None:
     cluster = public_nodes(lambda host: (infiniband_hcas(), ())[host])
     assert ids(cluster)["together-rdma-uneven"] == "warning"
-    assert "worker_1" in one(together.findings(evidence(cluster)), "together-rdma-uneven").seen
+    assert "worker_1" in one(compatibility.findings(evidence(cluster)), "together-rdma-uneven").seen
 
 
 def test_fabrics_that_do_not_meet() -> None:
@@ -71,13 +71,15 @@ def test_a_gid_index_that_differs_from_host_to_host() -> None:
         gids = ports[0].ports[0].gids
         return with_port(ports, "mlx5_0", gids=tuple(g.model_copy(update={"index": g.index + 2 * host}) for g in gids))
 
-    found = one(together.findings(evidence(public_nodes(hcas))), "together-gid-index-differs")
+    found = one(compatibility.findings(evidence(public_nodes(hcas))), "together-gid-index-differs")
     assert found.level == "note" and "3 on worker_0; 5 on worker_1" in found.seen
 
 
 def test_token_authentication_on_some_nodes_only() -> None:
     on, off = evidence(public_nodes())
-    found = together.findings([on.model_copy(update={"ray_token": "on"}), off.model_copy(update={"ray_token": "off"})])
+    found = compatibility.findings(
+        [on.model_copy(update={"ray_token": "on"}), off.model_copy(update={"ray_token": "off"})]
+    )
     assert "off on worker_1" in one(found, "together-token-uneven").seen
 
 
@@ -105,7 +107,7 @@ def test_why_no_gpu_is_seen(fields: dict[str, Any], gpu: bool, expected: str) ->
     [
         ([GpuLink(a=0, b=1, nvlinks=18, peer_access=True)], "gpu-links", "18 NVLinks"),
         ([GpuLink(a=0, b=1, nvlinks=0, peer_access=True)], "gpu-links", "over PCIe"),
-        ([GpuLink(a=0, b=1, peer_access=True)], "gpu-links", "peer access between all of them"),
+        ([GpuLink(a=0, b=1, peer_access=True)], "gpu-links", "all of them have peer access"),
         ([GpuLink(a=0, b=1, peer_access=False)], "gpu-no-peer-access", "GPUs 0-1"),
     ],
 )
@@ -165,15 +167,15 @@ def test_nvml_is_asked_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Nvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
-    answer = _gpus.ask_nvml()
+    answer = gpu_probe.ask_nvml()
     assert (answer.state, answer.driver, fake.open) == ("used", "580.65.06", 0)
-    assert _gpus.links(a100s(2), answer) == (GpuLink(a=0, b=1, nvlinks=6, peer_access=True),)
+    assert gpu_probe.links(a100s(2), answer) == (GpuLink(a=0, b=1, nvlinks=6, peer_access=True),)
 
 
 def test_without_nvml_cuda_alone_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a < b)
-    assert _gpus.links(a100s(2), _gpus.ask_nvml()) == (GpuLink(a=0, b=1, nvlinks=None, peer_access=False),)
+    assert gpu_probe.links(a100s(2), gpu_probe.ask_nvml()) == (GpuLink(a=0, b=1, nvlinks=None, peer_access=False),)
 
 
 def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +185,7 @@ def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytes
         answer.wait(30)
         return []
 
-    monkeypatch.setattr(gathering, "_RESOLVING_S", 0.05)
+    monkeypatch.setattr(collector, "_RESOLVING_S", 0.05)
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    assert gathering.gather(wants_gpu=False, node_ip="127.0.0.1").own_addresses is None
+    assert collector.gather(wants_gpu=False, node_ip="127.0.0.1").own_addresses is None
     answer.set()

@@ -1,4 +1,4 @@
-"""What the driver's files, torch and NVML tell of GPUs. None of it raises for what is missing."""
+"""Reads facts about GPUs from the driver's files, torch and NVML; nothing here raises for what is missing."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _MAX_NVLINKS = 18
 
 @dataclass(frozen=True)
 class Nvml:
-    """What NVML said."""
+    """NVML's answers."""
 
     state: Literal["used", "missing", "failed"] | None = None
     driver: str | None = None
     nvlinks: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By a GPU's UUID: other end's PCI address, or ``switch`` -> active links."""
+    """By a GPU's UUID: PCI address of the other end, or ``switch`` -> number of active links."""
 
 
 def driver(root: Path) -> str | None:
@@ -36,7 +36,7 @@ def driver(root: Path) -> str | None:
 
 
 def on_the_bus(root: Path) -> tuple[str, ...]:
-    """PCI addresses of NVIDIA GPUs, whoever may use them."""
+    """PCI addresses of NVIDIA GPUs, including those this process may not use."""
     home = root / "sys/bus/pci/devices"
     return tuple(
         address
@@ -47,7 +47,7 @@ def on_the_bus(root: Path) -> tuple[str, ...]:
 
 
 def from_files(root: Path) -> tuple[Gpu, ...]:
-    """The GPUs that the driver's files list; the size of their memory is what a model's name says, else 0."""
+    """The GPUs in the driver's files; their memory size is taken from the model name, else 0."""
     home = root / "proc/driver/nvidia/gpus"
     # Only the open kernel modules share GPU memory as DMA-BUFs.
     is_open = "Open Kernel Module" in (sysfs.read(root / "proc/driver/nvidia/version") or "")
@@ -73,14 +73,14 @@ def from_files(root: Path) -> tuple[Gpu, ...]:
 
 
 def cuda_works() -> bool | None:
-    """What torch says; None if this build has no CUDA."""
+    """``torch.cuda.is_available()``; None if this build has no CUDA."""
     import torch
 
     return bool(torch.cuda.is_available()) if torch.version.cuda else None
 
 
 def cuda_driver() -> str | None:
-    """The newest CUDA release that the driver serves, or None without one. Initialises nothing."""
+    """The newest CUDA release that the driver supports, or None without a driver. Initialises nothing."""
     version = ctypes.c_int()
     try:
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) or not version.value:
@@ -91,7 +91,7 @@ def cuda_driver() -> str | None:
 
 
 def links(gpus: tuple[Gpu, ...], nvml: Nvml) -> tuple[GpuLink, ...]:
-    """Each pair of this process's GPUs."""
+    """The link of each pair of this process's GPUs."""
     if len(gpus) < 2:
         return ()
     import torch
@@ -100,16 +100,16 @@ def links(gpus: tuple[Gpu, ...], nvml: Nvml) -> tuple[GpuLink, ...]:
     for a in gpus:
         for b in gpus:
             if a.index < b.index:
-                ways = nvml.nvlinks.get(a.uuid.removeprefix("GPU-"))
-                count = None if ways is None else ways.get(b.pci_bus_id or "", 0) + ways.get("switch", 0)
-                both_ways = (a.index, b.index), (b.index, a.index)
-                peer = all(torch.cuda.can_device_access_peer(*way) for way in both_ways)
+                active = nvml.nvlinks.get(a.uuid.removeprefix("GPU-"))
+                count = None if active is None else active.get(b.pci_bus_id or "", 0) + active.get("switch", 0)
+                directions = (a.index, b.index), (b.index, a.index)
+                peer = all(torch.cuda.can_device_access_peer(*way) for way in directions)
                 found.append(GpuLink(a=a.index, b=b.index, nvlinks=count, peer_access=peer))
     return tuple(found)
 
 
 def ask_nvml() -> Nvml:
-    """Ask NVML by way of nvidia-ml-py; nothing of it stays open."""
+    """Query NVML through nvidia-ml-py, and shut it down again."""
     try:
         import pynvml
     except ImportError:

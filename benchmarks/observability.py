@@ -1,7 +1,7 @@
-"""What seeing costs an empty call: with metrics on and while it is traced, against the same call with both off.
+"""Measures what metrics and tracing cost an empty call, against the same call with both off.
 
-``python -m benchmarks.seeing --against FOLDER`` also takes members that run another checkout of this package, in turns
-with this one's, with everything off on both sides.
+``python -m benchmarks.observability --against FOLDER`` also compares this checkout with another one, with metrics and
+tracing off in both.
 """
 
 from __future__ import annotations

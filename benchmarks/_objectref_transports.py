@@ -1,4 +1,4 @@
-"""The roads that ``objectrefs`` compares: two actors each, and the transport that Ray is told to use between them."""
+"""The transports that ``objectrefs`` compares, with two actors each."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ray.experimental import CommunicatorMetadata, TensorTransportManager, Tenso
 import raytorchrpc as rtr
 from raytorchrpc.bench.pairs import Failed, Stuck, collective_group, get, one_line
 
-#: No single sample, and no step of starting, takes longer (seconds).
-PATIENCE_S = 60.0
+#: Timeout of each sample and of each step of the start, in seconds.
+TIMEOUT_S = 60.0
 
 
 class EmptyTransport(TensorTransportManager):  # type: ignore[misc]
-    """Moves nothing: the receiver gets tensors of the right shapes that it has had all along."""
+    """Moves nothing: the receiver gets its own tensors of the right shapes."""
 
     def __init__(self) -> None:
         self._tensors: dict[Any, list[torch.Tensor]] = {}
@@ -50,7 +50,7 @@ class EmptyTransport(TensorTransportManager):  # type: ignore[misc]
     ) -> list[torch.Tensor]:
         key = (meta.tensor_device, *meta.tensor_meta)
         if key not in self._tensors:
-            self._tensors.clear()  # the last load's
+            self._tensors.clear()  # those of the last load
             self._tensors[key] = [torch.ones(s, dtype=d, device=meta.tensor_device) for s, d in meta.tensor_meta]
         return list(self._tensors[key])
 
@@ -65,7 +65,7 @@ class EmptyTransport(TensorTransportManager):  # type: ignore[misc]
 
 
 class Load(NamedTuple):
-    """What a sample carries: ``count`` tensors of ``size`` bytes, in a list unless it is one."""
+    """What a sample carries: ``number`` tensors of ``size`` bytes, in a list unless it is one."""
 
     device: str
     size: int
@@ -85,7 +85,7 @@ class Load(NamedTuple):
 
 
 class Peer:
-    """Either end."""
+    """The actor at either end."""
 
     def __init__(self) -> None:
         self._load: Load | None = None
@@ -111,7 +111,7 @@ class Peer:
 
     def consume(self, value: Any) -> int:
         tensors = value if isinstance(value, list) else [value]
-        # Reading GPU memory waits for all that is to happen to it before.
+        # Reading GPU memory waits for earlier work on it.
         return int(tensors[0][0]) + int(tensors[-1][-1]) + sum(tensor.nbytes for tensor in tensors)
 
     def check(self, value: Any, load: Load) -> bool:
@@ -120,24 +120,24 @@ class Peer:
 
 
 @dataclass
-class Road:
-    """One row."""
+class Transport:
+    """One row: a transport, its two actors, and why it cannot run."""
 
     name: str
     transport: str | None
-    """As Ray is told; None: its object store."""
+    """Ray's ``tensor_transport``; None: the object store."""
     env: dict[str, str] = field(default_factory=dict)
     moves: bool = True
-    """It carries bytes, which can be checked."""
-    most: int | None = None
-    """Bytes; larger loads are left out."""
+    """It moves bytes, which can be verified."""
+    max_bytes: int | None = None
+    """Larger loads are skipped."""
     obstacle: str | None = None
-    """Why it does not run, or runs no more."""
+    """Why it does not run, or has stopped."""
     ends: tuple[Any, ...] = ()
     group: rtr.Group | None = None
 
     def start(self, device: str, gpus: Sequence[str | None], share: float) -> None:
-        """Ask Ray for the two actors. ``gpus``: of each, for CUDA_VISIBLE_DEVICES; None leaves it to Ray."""
+        """Create the two actors. ``gpus``: CUDA_VISIBLE_DEVICES of each; None leaves the choice to Ray."""
         cls = ray.remote(enable_tensor_transport=True)(Peer) if self.transport else ray.remote(Peer)
         for gpu in gpus:
             env = rtr.runtime_env()["env_vars"] | self.env | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
@@ -145,50 +145,50 @@ class Road:
             self.ends += (cls.options(**options).remote(),)
 
     def open(self, device: str, one_gpu: bool) -> None:
-        """Wait for the actors, and join them where the road needs it; a failure becomes the obstacle."""
+        """Wait for the actors, and connect them if the transport needs it; a failure becomes the obstacle."""
         try:
-            uuids = get([end.ready.remote(device) for end in self.ends], PATIENCE_S)
+            uuids = get([end.ready.remote(device) for end in self.ends], TIMEOUT_S)
             if device == "cuda" and (uuids[0] == uuids[1]) != one_gpu:
-                raise Failed("both actors have the same GPU" if not one_gpu else "the actors have different GPUs")
+                raise Failed("both actors got the same GPU" if not one_gpu else "the actors got different GPUs")
             if self.transport == "TORCHRPC":
                 name = f"objectrefs-{device}-{'same' if one_gpu else 'two'}"
-                self.group = rtr.init_group(dict(zip("ab", self.ends, strict=True)), name=name, timeout_s=PATIENCE_S)
+                self.group = rtr.init_group(dict(zip("ab", self.ends, strict=True)), name=name, timeout_s=TIMEOUT_S)
             elif self.transport in ("GLOO", "NCCL"):
-                collective_group(list(self.ends), self.transport.lower(), PATIENCE_S)
+                collective_group(list(self.ends), self.transport.lower(), TIMEOUT_S)
         except (Failed, RayError, rtr.RayTorchRpcError) as error:
             self.obstacle = str(error) if isinstance(error, Failed) else one_line(error)
 
     def send(self) -> None:
-        """One sample; none any more once one has failed, which becomes the obstacle."""
+        """Take one sample; a failure becomes the obstacle, and further calls do nothing."""
         if self.obstacle is not None:
             return
         a, b = self.ends
         try:
-            ray.get(b.consume.remote(self._produce(a)), timeout=PATIENCE_S)
-        except Exception as error:  # some of these transports are alpha, and raise whatever comes
+            ray.get(b.consume.remote(self._produce(a)), timeout=TIMEOUT_S)
+        except Exception as error:  # some of these transports are alpha and raise any type
             self.obstacle = one_line(error)
 
     def prepare(self, load: Load) -> str | None:
-        """Make what it will carry, send it once and look at it; returns why this load cannot be measured."""
+        """Create the load, send and verify it once; returns why it cannot be measured, or None."""
         if self.obstacle is not None:
             return self.obstacle
-        if self.most is not None and load.size > self.most:
-            return f"left out above {self.most / 1e6:g} MB"
+        if self.max_bytes is not None and load.size > self.max_bytes:
+            return f"skipped above {self.max_bytes / 1e6:g} MB"
         a, b = self.ends
         try:
-            get(a.prepare.remote(load), PATIENCE_S)
-            right = get(b.check.remote(self._produce(a), load), PATIENCE_S)
+            get(a.prepare.remote(load), TIMEOUT_S)
+            right = get(b.check.remote(self._produce(a), load), TIMEOUT_S)
         except Stuck as error:
             self.obstacle = str(error)
             return self.obstacle
         except Exception as error:  # as above
             return str(error) if isinstance(error, Failed) else one_line(error)
-        return None if right or not self.moves else "what arrived is not what was sent"
+        return None if right or not self.moves else "the tensors arrived changed"
 
     def drop(self) -> None:
-        """Give back the memory of the last load."""
+        """Free the memory of the last load."""
         if self.obstacle is None:
-            get([end.drop.remote() for end in self.ends], PATIENCE_S)
+            get([end.drop.remote() for end in self.ends], TIMEOUT_S)
 
     def end(self) -> None:
         if self.group is not None:

@@ -1,11 +1,11 @@
-"""From a running process, or from a tree of files, to ``Evidence``.
+"""Collects ``Evidence`` from this process and its machine, or from a file tree.
 
-A tree (``--sysfs-root``) holds what a machine has under ``/proc``, ``/sys`` and ``/dev``. Read from it are the RDMA
-adapters, the GPUs' places and windows, peer memory, the driver, the kernel, limits and capabilities
-(``proc/self/limits``, ``status``, ``uid_map``), the environment (``proc/self/environ``), NCCL's files, namespaces, and
-interfaces (``sys/class/net``) with the addresses that ``proc/net/if_inet6`` and GIDs tell. What only a running process
-can say may be in a file ``evidence.json`` at its top: a JSON object with any fields of ``Evidence``, and under
-``endpoint`` any of ``Endpoint``; so the ``evidence`` of an earlier ``--json`` will do. It wins over what was read.
+A tree (``--sysfs-root``) holds a machine's ``/proc``, ``/sys`` and ``/dev``. It provides the RDMA adapters, the GPUs'
+PCI addresses and BAR1 sizes, peer memory, the driver, the kernel, limits and capabilities (``proc/self/limits``,
+``status``, ``uid_map``), the environment (``proc/self/environ``), NCCL's files, namespaces, and interfaces
+(``sys/class/net``) with the addresses in ``proc/net/if_inet6`` and GIDs. A file ``evidence.json`` at its top may add
+what only a running process knows: a JSON object with any fields of ``Evidence``, and under ``endpoint`` any of
+``Endpoint``, such as the ``evidence`` of an earlier ``--json``. Its values take precedence.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.doctor import _gpus
+from raytorchrpc.doctor import gpu_probe
 from raytorchrpc.doctor.evidence import WATCHED, Evidence
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.process import threads
@@ -33,21 +33,21 @@ _RESOLVING_S = 5.0
 
 
 def gather(*, name: str = "", node_ip: str | None = None, wants_gpu: bool = True, hosts: int = 1) -> Evidence:
-    """Look at this process and its machine. ``node_ip``: Ray's address of this node; None asks Ray.
+    """Examine this process and its machine. ``node_ip``: Ray's address of this node; None asks Ray.
 
-    Blocks as ``topology.probe`` does, and for as long as the machine's own name takes to resolve (5 s at most).
-    With ``wants_gpu`` CUDA is initialised in this process.
+    Blocks as ``topology.probe`` does, and until the host name is resolved (5 s at most). With ``wants_gpu``, CUDA is
+    initialised in this process.
     """
     endpoint = probe.probe(name=name, node_ip=node_ip or _node_ip(), wants_gpu=wants_gpu)
     files = _from_files(LIVE, os.environ)
-    cuda, nvml = _gpus.cuda_works() if wants_gpu else None, _gpus.ask_nvml()
+    cuda, nvml = gpu_probe.cuda_works() if wants_gpu else None, gpu_probe.ask_nvml()
     return Evidence(
         endpoint=endpoint,
         hosts=hosts,
-        cuda_driver=_gpus.cuda_driver(),
+        cuda_driver=gpu_probe.cuda_driver(),
         nvml=nvml.state,
         cuda_works=cuda,
-        links=_gpus.links(endpoint.gpus, nvml),
+        links=gpu_probe.links(endpoint.gpus, nvml),
         own_addresses=_own_addresses(endpoint.hostname),
         **{**files, "gpu_driver": files["gpu_driver"] or nvml.driver},
         shm_total_bytes=_shm_total(LIVE),
@@ -57,11 +57,9 @@ def gather(*, name: str = "", node_ip: str | None = None, wants_gpu: bool = True
 
 
 def gather_from(root: Path) -> Evidence:
-    """Look at a tree of files. Raises ConfigurationError where it is none, or its ``evidence.json`` is not as it
-    should be.
-    """
+    """Examine a file tree. Raises ConfigurationError if it is not one, or if its ``evidence.json`` is invalid."""
     if not (root / "sys").is_dir() and not (root / "proc").is_dir():
-        raise ConfigurationError(f"{root} has neither sys nor proc; --sysfs-root is a directory that holds them")
+        raise ConfigurationError(f"{root} has neither sys nor proc; --sysfs-root must be a directory that holds them")
     environment = _environment(root)
     status = sysfs.read(root / "proc/self/status") or ""
     uid = re.search(r"^Uid:\s*(\d+)", status, re.MULTILINE)
@@ -72,7 +70,7 @@ def gather_from(root: Path) -> Evidence:
             "pid": 0,
             "uid": int(uid[1]) if uid else 0,
             "interfaces": _interfaces(root, probed),
-            "gpus": _gpus.from_files(root),
+            "gpus": gpu_probe.from_files(root),
             "memlock_bytes": _memlock(root),
             "huge_pages": "forbidden" if sysfs.huge_pages(root)[0] == "never" else None,
             "torch_version": "",
@@ -98,12 +96,12 @@ def gather_from(root: Path) -> Evidence:
 
 
 def _from_files(root: Path, environ: Mapping[str, str]) -> dict[str, Any]:
-    """What is read in the same way from a machine and from a tree."""
+    """The fields that are read in the same way from a machine and from a tree."""
     return {
         "kernel": sysfs.read(root / "proc/sys/kernel/osrelease"),
         "container": _container(root, environ),
-        "gpu_driver": _gpus.driver(root),
-        "pci_gpus": _gpus.on_the_bus(root),
+        "gpu_driver": gpu_probe.driver(root),
+        "pci_gpus": gpu_probe.on_the_bus(root),
         "gpu_files": tuple(n for n in sysfs.listing(root / "dev") if re.fullmatch(r"nvidia\d+", n)),
         "environment": {name: environ[name] for name in WATCHED if name in environ},
         "nccl": nccl_env.chosen_values(environ, root),
@@ -161,7 +159,7 @@ def _shm_total(root: Path) -> int:
 
 
 def _own_addresses(hostname: str) -> tuple[str, ...] | None:
-    """Asked on a thread: a name server that does not answer can take minutes, and nothing can interrupt it."""
+    """Resolves on a thread: an unresponsive name server can take minutes, and the call cannot be interrupted."""
     found: list[tuple[str, ...]] = []
 
     def ask() -> None:

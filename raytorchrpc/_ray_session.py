@@ -1,4 +1,4 @@
-"""A Ray for the time of one command."""
+"""Ray sessions for the duration of one command."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
 @contextmanager
 def ray_session(address: str | None, cpus: int) -> Iterator[None]:
-    """A quiet local Ray, or the cluster at ``address``; left in order however the block ends.
+    """Start a quiet local Ray, or connect to the cluster at ``address``; always shuts down at the end of the block.
 
-    Raises ConnectionError where no cluster answers at ``address``.
+    Raises ConnectionError if no cluster answers at ``address``.
     """
     if address is not None:
-        _check_answers(address)  # before anything that would have to be undone: this process may use a Ray already
+        _check_answers(address)  # before the try block: this process may already use Ray
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address is None:
-            with _ctrl_c_held_back():
+            with _delayed_ctrl_c():
                 ray.init("local", num_cpus=cpus, include_dashboard=False, **quiet)
         else:
             ray.init(address, **quiet)
         yield
     finally:
-        with _ctrl_c_held_back():
+        with _delayed_ctrl_c():
             ray.shutdown()
 
 
 @contextmanager
 def running_cluster(address: str | None) -> Iterator[None]:
-    """The cluster at ``address``, else the one of RAY_ADDRESS, else the one that runs on this machine.
+    """Connect to the cluster at ``address``, at RAY_ADDRESS, or on this machine, in this order.
 
-    Raises ConfigurationError, in one line, where there is none, also for what Ray raises inside the block.
+    Raises ConfigurationError with one line if there is none; Ray's errors inside the block become one too.
     """
-    surroundings = os.environ.get("RAY_ADDRESS")
-    where = address or (surroundings if surroundings != "local" else None) or "auto"
+    environment = os.environ.get("RAY_ADDRESS")
+    where = address or (environment if environment != "local" else None) or "auto"
     if where == "local":
-        raise ConfigurationError("--address local would start a cluster of its own; name one that runs")
+        raise ConfigurationError("--address local would start a new cluster; name one that runs")
     try:
         with ray_session(where, cpus=0):
             yield
@@ -57,22 +57,22 @@ def running_cluster(address: str | None) -> Iterator[None]:
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         why = lines[0] if lines else type(error).__name__
-        if isinstance(error, ConnectionError):  # names the address itself
+        if isinstance(error, ConnectionError):  # its message names the address
             raise ConfigurationError(why + _hint(why)) from error
         raise ConfigurationError(f"no Ray cluster at {where}: {why}") from error
 
 
 def _hint(why: str) -> str:
-    """Ray says of a token that is refused no more than that it could not connect."""
+    """Ray reports a refused token only as a failed connection."""
     if "Failed to connect" not in why:
         return ""
     if ray_internals.ray_token() == "off":
-        return ". Token authentication is off here; if it is on there: RAY_AUTH_MODE=token, and the cluster's token"
-    return ". If something answers there, it refused this process's token"
+        return ". Token authentication is off here; if it is on there, set RAY_AUTH_MODE=token and the cluster's token"
+    return ". If a cluster runs there, it refused this process's token"
 
 
 def _check_answers(address: str) -> None:
-    """Fail at once where Ray would try for minutes. Raises ConnectionError."""
+    """Fail at once; Ray would retry for minutes. Raises ConnectionError."""
     host, _, port = address.rpartition(":")
     if host and "//" not in host:
         try:
@@ -82,8 +82,8 @@ def _check_answers(address: str) -> None:
 
 
 @contextmanager
-def _ctrl_c_held_back() -> Iterator[None]:
-    """Let a Ctrl-C take effect at the end: a Ray that is stopped halfway through its start can crash."""
+def _delayed_ctrl_c() -> Iterator[None]:
+    """Delay Ctrl-C to the end of the block, because Ray can crash if its start is interrupted."""
     pressed: list[int] = []
     previous = signal.signal(signal.SIGINT, lambda number, _frame: pressed.append(number))
     try:

@@ -1,4 +1,4 @@
-"""A report on the terminal: by rich where it is installed and somebody looks, else plain lines."""
+"""Prints a report: with rich on a terminal where rich is installed, else as plain lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLOURS = {"ok": "green", "note": "blue", "warning": "yellow", "problem": "bold
 
 
 def show(report: Report) -> None:
-    """Print it: the worst first, then what NCCL is told, then a line that says how things stand."""
+    """Print the findings, worst first, then the advised NCCL settings, then a summary line."""
     draw = _draw_rich if find_spec("rich") is not None and sys.stdout.isatty() else _draw_plain
     for node in report.nodes:
         draw(_title(node), by_level(node.findings))
@@ -24,7 +24,7 @@ def show(report: Report) -> None:
 
 
 def by_level(findings: Iterable[Finding]) -> list[Finding]:
-    """The worst first; those of one level stay in their order."""
+    """Worst first; findings of one level keep their order."""
     return sorted(findings, key=lambda finding: -LEVELS.index(finding.level))
 
 
@@ -32,9 +32,9 @@ def summary(report: Report) -> str:
     """``2 problems, 1 warning, 3 notes`` or ``healthy``."""
     every = [finding for node in report.nodes for finding in node.findings] + list(report.together)
     counts = [(level, sum(f.level == level for f in every)) for level in reversed(LEVELS[1:])]
-    told = ", ".join(f"{count} {level}{'s' if count > 1 else ''}" for level, count in counts if count)
+    listed = ", ".join(f"{count} {level}{'s' if count > 1 else ''}" for level, count in counts if count)
     bad = any(count for level, count in counts if level != "note")
-    return told if bad else "healthy" + (f" ({told})" if told else "")
+    return listed if bad else "healthy" + (f" ({listed})" if listed else "")
 
 
 def _title(node: NodeReport) -> str:
@@ -50,7 +50,7 @@ def _show_nccl(node: NodeReport) -> None:
     for name, value in node.nccl.items():
         advised = "unset" if value.advised is None else value.advised
         chosen = f"; set here: {value.chosen}" if value.chosen is not None else ""
-        job = "; for the whole job, in runtime_env" if value.whole_job and value.advised is not None else ""
+        job = "; set it for the whole job, in runtime_env" if value.whole_job and value.advised is not None else ""
         print(f"  {name}: {advised}  ({value.reason}{job}{chosen})")
 
 
@@ -70,7 +70,7 @@ def _draw_rich(title: str, findings: Sequence[Finding]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("", "finding", "lanes", "what was seen, what it means, what to do", title=title, title_justify="left")
+    table = Table("", "finding", "lanes", "what it is, what it means, what to do", title=title, title_justify="left")
     for finding in findings:
         text = Text(finding.seen)
         if finding.meaning:

@@ -1,0 +1,111 @@
+"""Findings that need the evidence of several processes: their routes, and what does not fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from raytorchrpc.config import GroupConfig
+from raytorchrpc.doctor.evidence import Evidence
+from raytorchrpc.doctor.findings import Finding, note, ok, problem, some, warning
+from raytorchrpc.errors import RayTorchRpcError
+from raytorchrpc.lanes.rules import TRAFFIC
+from raytorchrpc.routing import planner
+from raytorchrpc.topology import nccl_env, rdma
+from raytorchrpc.topology.endpoint import Endpoint
+
+
+def findings(evidence: Sequence[Evidence]) -> Iterator[Finding]:
+    """Pure: equal evidence gives equal findings."""
+    endpoints = {each.endpoint.name: each.endpoint for each in evidence}
+    yield from _routes(endpoints)
+    yield from _containers(endpoints)
+    yield from _fabrics(endpoints)
+    yield from _gid_indices(endpoints)
+    yield from _tokens(evidence)
+
+
+def _routes(endpoints: dict[str, Endpoint]) -> Iterator[Finding]:
+    """What ``init_group`` would decide, without settings, for members in these processes."""
+    try:
+        plan = planner.plan(endpoints, GroupConfig())
+    except RayTorchRpcError as error:
+        yield problem(
+            "together-no-group",
+            str(error),
+            "members on these nodes cannot form a group",
+            "use one torch release everywhere, and addresses that the other nodes reach",
+        )
+        return
+    routes: dict[str, list[str]] = {}
+    for a, b in combinations(endpoints, 2):
+        route = plan.route(a, b)
+        how = [f"{t}: {lanes[0].lane} ({lanes[0].how})" for t in TRAFFIC if (lanes := route.lanes(t))]
+        routes.setdefault("; ".join(how), []).append(f"{a} - {b}")
+    for lanes_used, pairs in routes.items():
+        yield ok("together-routes", f"{some(pairs)}: {lanes_used}")
+
+
+def _containers(endpoints: dict[str, Endpoint]) -> Iterator[Finding]:
+    apart = [
+        f"{a.name} and {b.name}"
+        for a, b in combinations(endpoints.values(), 2)
+        if a.gpus and b.gpus and a.same_host(b) and not a.shares(b, "pid", "mnt")
+    ]
+    if apart:
+        yield warning(
+            "together-containers-apart",
+            f"one host, different containers, GPUs in both: {some(apart)}",
+            "TensorPipe's cuda_ipc can abort the process there, and no memory can be mapped; routing excludes both, "
+            "and CUDA tensors between them go through CPU memory and the network",
+            "put members that exchange CUDA tensors into one container with all of the host's GPUs",
+        )
+
+
+def _fabrics(endpoints: dict[str, Endpoint]) -> Iterator[Finding]:
+    with_rdma = [end for end in endpoints.values() if rdma.usable_ports(end)]
+    without = [end.name for end in endpoints.values() if end not in with_rdma]
+    if with_rdma and without:
+        yield warning(
+            "together-rdma-uneven",
+            f"usable RDMA adapters on {len(with_rdma)} of {len(endpoints)}; none on {some(without)}",
+            "tensors to and from the others use TCP",
+            "if they should have RDMA, their own findings say what is missing",
+        )
+    for a, b in combinations(with_rdma, 2):
+        obstacle = None if a.same_host(b) else rdma.ucx_obstacle(a, b, cuda=False)
+        if obstacle:
+            yield warning(
+                "together-no-common-fabric",
+                f"{a.name} and {b.name} both have RDMA adapters: {obstacle}",
+                "tensors between them use TCP",
+                "cable or configure one fabric; NCCL and UCX cannot connect InfiniBand to RoCE",
+            )
+            return  # one pair is enough to show the cause
+
+
+def _gid_indices(endpoints: dict[str, Endpoint]) -> Iterator[Finding]:
+    found: dict[str, list[str]] = {}
+    for end in endpoints.values():
+        value = nccl_env.advise(end)[nccl_env.GID].value
+        if value is not None:
+            found.setdefault(value, []).append(end.name)
+    if len(found) > 1:
+        each = "; ".join(f"{value} on {some(names)}" for value, names in sorted(found.items()))
+        yield note(
+            "together-gid-index-differs",
+            f"the right GID index differs: {each}",
+            "one NCCL_IB_GID_INDEX for the whole job would be wrong on some nodes; each process sets its own",
+        )
+
+
+def _tokens(evidence: Sequence[Evidence]) -> Iterator[Finding]:
+    on = {each.ray_token == "on" for each in evidence if each.ray_token is not None}
+    if len(on) > 1:
+        off = [each.endpoint.name for each in evidence if each.ray_token != "on"]
+        yield warning(
+            "together-token-uneven",
+            f"Ray's token authentication is off on {some(off)} and on elsewhere",
+            "processes started there on their own cannot join the cluster",
+            "set RAY_AUTH_MODE=token and the same token on every node",
+        )
