@@ -103,8 +103,8 @@ class DetachedHost(GroupHost):
 
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         raise ConfigurationError(
-            f"the supervisor of group {self._name!r} runs in a detached actor, which cannot call this process back; poll "
-            f"Group.members or wait_ready() instead"
+            f"the supervisor of group {self._name!r} runs in a detached actor, which cannot call this process back; "
+            f"poll Group.members or wait_ready() instead"
         )
 
     def end(self, timeout_s: float) -> None:
