@@ -1,4 +1,4 @@
-"""What a user may choose about a group, checked before any process is touched."""
+"""The settings of a group, validated before any process is contacted."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ KNOWN_LANES = ("socket", "shm", "cuda_ipc", "nixl", "nccl", "torchrpc", "nng")
 class GroupConfig(BaseModel):
     """Settings of one group; immutable, the same on every member.
 
-    Every field can be given in the environment as ``RAYTORCHRPC_<FIELD>`` (see ``from_env``), so that a
-    submitted job can be tuned without touching its code.
+    Every field can be set in the environment as ``RAYTORCHRPC_<FIELD>`` (see ``from_env``), so a submitted job can be
+    tuned without a change to its code.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rpc_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 60.0
-    """Deadline of a call that names none, in seconds."""
+    """Default deadline of a call, in seconds."""
 
     lanes: tuple[str, ...] | None = None
     """Lanes a route may use; None lets routing choose. A name with a leading ``-`` forbids that lane."""
@@ -39,60 +39,64 @@ class GroupConfig(BaseModel):
     ``{"actor": {"learner": {0: "cpu"}}}`` its CUDA tensors on the learner's CPU. None generates one for every pair."""
 
     local_devices: tuple[int, ...] | None = None
-    """Local CUDA indices that generated device maps may use; None means every visible one."""
+    """Local CUDA indices that generated device maps may use. None: all visible devices."""
 
     shm_bytes: Annotated[int, Field(ge=1 << 20)] | None = None
-    """Most memory a member uses for CPU tensors on their way, in bytes, by shm and by nixl each; None takes a quarter
-    of what it may use. Memory is taken as it is needed and kept warm until the group ends."""
+    """The most memory that a member uses for CPU tensors in transit, in bytes, for shm and for nixl each. None: a
+    quarter
+    of the memory that the process may use. It is allocated when needed and kept until the group ends."""
 
     copy_threads: Annotated[int, Field(ge=1, le=64)] | None = None
-    """Threads that share the copy of a large CPU tensor; None takes half the cores, 2 to 4."""
+    """Threads that copy a large CPU tensor together. None: half the cores, 2 to 4."""
 
     max_calls_in_flight: Annotated[int, Field(ge=1)] = 10_000
-    """Calls that a member may have under way to one peer: sent, and not answered. ``when_full`` says what happens to
-    one more."""
+    """Calls that a member may have in flight to one peer. ``when_full`` says what happens to further calls."""
 
     max_bytes_in_flight: Annotated[int, Field(ge=1)] | None = None
-    """Bytes of their arguments, likewise; None takes a quarter of the memory that the member may use. A larger call
-    goes when nothing else is under way."""
+    """Bytes of arguments in flight to one peer. None: a quarter of the memory that the process may use. A larger call
+    is
+    sent when nothing else is in flight."""
 
     when_full: Literal["block", "reject"] = "block"
-    """``block``: the caller's thread waits until something has been answered, by the call's deadline at most; on an
-    event loop, which must not wait, the call is rejected. ``reject``: PeerBusy at once."""
+    """``block``: the caller's thread blocks until a call has been answered, at most until the deadline; on an event
+    loop,
+    which must not block, the call is rejected. ``reject``: raise PeerBusy at once."""
 
     interface: str | None = None
-    """Network interface torchrpc listens on; None takes the one that holds the Ray node's address."""
+    """Network interface that torchrpc listens on. None: the one with the Ray node's address."""
 
     torchrpc_from: tuple[str, ...] = ()
-    """Further addresses or networks (CIDR) from which torchrpc's listener takes connections. It asks nobody who he is,
-    so it takes them from the members' hosts alone; ``("0.0.0.0/0", "::/0")`` is everybody. Needed where the network
-    shows a member under an address that it does not have itself (NAT)."""
+    """Further addresses or networks (CIDR) from which torchrpc's listener accepts connections. The listener has no
+    authentication, so by default it accepts them only from the members' hosts; ``("0.0.0.0/0", "::/0")`` accepts all.
+    Needed where a member appears under a translated address (NAT)."""
 
     always_tcp: bool = False
-    """The socket and nng lanes use TCP also between members that Unix sockets could join: to see what that costs."""
+    """Use TCP for the socket and nng lanes even where Unix sockets would work, for instance to measure the
+    difference.
+    """
 
     across_users: bool = False
-    """Let members that run as different users of one host connect by Unix sockets. Without it, forming such a group
-    fails, and a process of another user is refused there even if it has the group's secret."""
+    """Let members that run as different users of one host connect by Unix sockets. Otherwise such a group cannot be
+    formed, and a process of another user is refused even if it has the group's secret."""
 
     tls: bool = False
-    """Encrypt what members send each other over TCP, by TLS 1.3 with a key that the group makes for itself. Lanes that
+    """Encrypt TCP connections between members by TLS 1.3, with a key that is created for the group. Lanes that
     cannot encrypt (torchrpc, nccl, nixl) are left out between members that do not share a host's network, and with
     torchrpc RRefs and distributed autograd there. Forming the group needs ``pip install 'raytorchrpc[tls]'``."""
 
     transports: tuple[str, ...] | None = None
-    """TensorPipe transports, forced on every member; None lets routing choose from evidence."""
+    """TensorPipe transports for every member. None: routing chooses."""
 
     channels: tuple[str, ...] | None = None
-    """TensorPipe channels, forced on every member; None lets routing choose from evidence."""
+    """TensorPipe channels for every member. None: routing chooses."""
 
     torchrpc_threads: Annotated[int, Field(ge=2, le=256)] = 4
-    """Size of torchrpc's own pool. It only carries messages; methods never run there."""
+    """Size of torchrpc's thread pool, which only carries messages; methods do not run there."""
 
     metrics_period_s: Annotated[float, Field(ge=0.1, le=3600)] | None = None
-    """How often, in seconds, what the members count is put where others see it: into Ray's metrics, from where the
-    node's Prometheus endpoint has it, and for ``raytorchrpc top``. None: never. It costs each member a thread, and Ray
-    a series for each pair and lane, which grows with the square of the group; so it is not on by itself."""
+    """Period, in seconds, at which members export their counters to Ray's metrics (and so to the node's Prometheus
+    endpoint) and to ``raytorchrpc top``. None: never. It costs a thread per member, and a series per pair and lane in
+    Ray, which grows with the square of the group; so it is off by default."""
 
     @field_validator("lanes")
     @classmethod
@@ -133,8 +137,8 @@ class GroupConfig(BaseModel):
     def from_env(cls, environ: Mapping[str, str] = os.environ, **overrides: Any) -> GroupConfig:
         """Read ``RAYTORCHRPC_*``: plain text, comma-separated lists, JSON for ``device_maps``.
 
-        ``overrides`` win over the environment. A variable that names no field is an error, because a
-        misspelt setting that is silently ignored costs more than it saves.
+        ``overrides`` take precedence over the environment. A variable that names no field is an error: a misspelt
+        setting must not be ignored.
         """
         values: dict[str, Any] = {}
         for variable, text in environ.items():

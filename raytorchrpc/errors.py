@@ -1,10 +1,10 @@
-"""Every error the package raises on purpose.
+"""The errors that this package raises.
 
-Two families are kept apart: what the caller can mend before trying again (``ConfigurationError``,
-``BootstrapError``, ``NotAMember``) and what happened to a call on its way (``LaneUnavailable``,
-``PeerLost``, ``RpcTimeout``, ``RemoteError``). Each message names the thing and the remedy.
+Two families: errors that the caller can fix before trying again (``ConfigurationError``, ``BootstrapError``,
+``NotAMember``), and errors of a call in flight (``LaneUnavailable``, ``PeerLost``, ``RpcTimeout``, ``RemoteError``).
+Messages say what failed and what to do.
 
-All of them survive pickling, so a member can hand one to its driver through Ray unchanged.
+All of them can be pickled, so an actor can raise one to its driver through Ray.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class RayTorchRpcError(Exception):
-    """Base class: ``except RayTorchRpcError`` catches whatever this package raises itself."""
+    """Base class of all errors of this package."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Subclasses take more than the message; rebuild from the attributes, not from a constructor.
@@ -29,11 +29,13 @@ def _rebuild(cls: type[RayTorchRpcError], args: tuple[Any, ...], state: dict[str
 
 
 class ConfigurationError(RayTorchRpcError, ValueError):
-    """The request itself cannot work: a malformed device map, a duplicate actor, an unknown lane."""
+    """The request cannot work: for instance a malformed device map, a duplicate actor or an unknown lane."""
 
 
 class BootstrapError(RayTorchRpcError):
-    """A group could not be formed. ``members`` names who stood in the way; the others were rolled back."""
+    """A group could not be formed or changed. ``members`` names the members that failed; the others were rolled
+    back.
+    """
 
     def __init__(self, message: str, members: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -41,21 +43,21 @@ class BootstrapError(RayTorchRpcError):
 
 
 class NotAMember(RayTorchRpcError):
-    """This process, or the named target, is not (or is no longer) in the group."""
+    """This process, or the target of a call, is not a member of the group, or no longer."""
 
 
 class SerializationError(RayTorchRpcError, TypeError):
-    """An argument or a result cannot be pickled, or cannot be unpickled at the other end; the message says which."""
+    """An argument or a result cannot be pickled, or cannot be unpickled by the receiver. The message says which."""
 
 
 class LaneUnavailable(RayTorchRpcError):
-    """A lane cannot carry this between these two members, which are both there.
+    """A lane cannot carry this message between two members that are both reachable.
 
-    Arguments have not been sent then. A method whose result cannot be carried did run.
+    Arguments were not sent. A method whose result cannot be carried did run.
 
     Attributes:
         lane: the lane's name, as in ``GroupConfig.lanes``.
-        reason: what was seen and what would change it.
+        reason: why, and what would change it.
     """
 
     def __init__(self, lane: str, reason: str) -> None:
@@ -65,12 +67,12 @@ class LaneUnavailable(RayTorchRpcError):
 
 
 class PeerLost(RayTorchRpcError, ConnectionError):
-    """The other member went away, or the route to it broke, while a call was under way.
+    """The other member was lost, or the connection to it broke, while a call was in flight.
 
     Attributes:
         peer: the member's name.
-        cause: what was seen ("connection reset", "actor died", ...).
-        may_have_run: False only if the call provably never reached the peer.
+        cause: what was observed ("connection reset", "actor died", ...).
+        may_have_run: False only if the call certainly did not run there.
     """
 
     def __init__(self, peer: str, cause: str, may_have_run: bool = True) -> None:
@@ -82,12 +84,12 @@ class PeerLost(RayTorchRpcError, ConnectionError):
 
 
 class PeerBusy(RayTorchRpcError):
-    """As much is under way to that member as ``GroupConfig`` allows; nothing has been sent.
+    """As many calls or bytes are in flight to that member as ``GroupConfig`` allows; nothing was sent.
 
     Attributes:
         peer: the member's name.
-        calls: how many calls to it wait for an answer.
-        bytes: of their arguments.
+        calls: the number of calls to it in flight.
+        bytes: the size of their arguments.
     """
 
     def __init__(self, message: str, peer: str, calls: int, bytes: int) -> None:
@@ -98,22 +100,22 @@ class PeerBusy(RayTorchRpcError):
 
 
 class RpcTimeout(RayTorchRpcError, TimeoutError):
-    """A call's deadline passed before its result arrived. The call may still run to its end there."""
+    """A call's deadline passed before its result arrived. The method may still be running."""
 
 
 class NotFound(RayTorchRpcError, LookupError):
-    """A member has no queue, topic or weights of that name, or not that version; what it has is named."""
+    """A member has no queue, topic or weights of that name, or not that version. The message names what it has."""
 
 
 class Empty(RayTorchRpcError, queue.Empty):
-    """Nothing came within the time given; the queue is still open."""
+    """No item arrived before the timeout. The queue is still open."""
 
 
 class Full(RayTorchRpcError, queue.Full):
-    """There was no room within the time given.
+    """The queue had no room before the timeout.
 
     Attributes:
-        accepted: how many items of the call are in the queue: the first so many. 0 but for ``put_many``.
+        accepted: how many of the call's items, from the first, are in the queue. Always 0 except for ``put_many``.
     """
 
     def __init__(self, message: str, accepted: int = 0) -> None:
@@ -122,7 +124,7 @@ class Full(RayTorchRpcError, queue.Full):
 
 
 class Closed(RayTorchRpcError):
-    """It takes nothing any more; or, for a consumer, everything that was in it has been taken.
+    """The queue or topic is closed. A consumer gets this after the last item.
 
     Attributes:
         accepted: as for ``Full``.
@@ -134,11 +136,11 @@ class Closed(RayTorchRpcError):
 
 
 class TransferFailed(RayTorchRpcError):
-    """The tensors of an ObjectRef did not arrive. The actors at both ends go on; the next transfer can work.
+    """The tensors of an ObjectRef did not arrive. Both actors keep running; the next transfer can succeed.
 
     Attributes:
         object_id: hex id of the object, as in ``ObjectRef.hex()``.
-        source: who has, or had, its tensors.
+        source: the member or process that held its tensors.
     """
 
     def __init__(self, object_id: str, source: str, cause: str) -> None:
@@ -148,14 +150,14 @@ class TransferFailed(RayTorchRpcError):
 
 
 class ProcessGroupLost(RayTorchRpcError, ConnectionError):
-    """This member has no torch.distributed process group now; the text says what became of it, and who makes the next.
+    """This member has no torch.distributed process group. The message says why, and how to create the next one.
 
-    A collective that was under way raises what torch does: a RuntimeError, or a ValueError if it begins afterwards.
+    A collective that was running raises torch's own RuntimeError; one that starts afterwards raises ValueError.
     """
 
 
 class RemoteError(RayTorchRpcError):
-    """The remote method raised something that cannot be raised again here under its own type.
+    """The remote method raised an exception that cannot be reconstructed here with its own type.
 
     Attributes:
         type_name: qualified name of the remote exception's class.
@@ -169,7 +171,7 @@ class RemoteError(RayTorchRpcError):
 
 
 def shown(error: BaseException) -> str:
-    """Any exception for a message, in one line: its class, and its text if that can be had."""
+    """One line for a message: the exception's class, and its text if it has one."""
     kind = type(error).__name__
     try:
         text = str(error)

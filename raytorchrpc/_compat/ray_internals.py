@@ -1,8 +1,7 @@
-"""Every private torch or Ray name the package leans on, in one place.
+"""Private names of Ray that this package uses.
 
-Nothing else may import a name that starts with an underscore from either. When a release moves one, exactly
-one function here breaks, and its test in ``tests/ray/test_compat.py`` or ``tests/unit/test_compat.py`` says
-what it was for.
+No other module may use a name of Ray that starts with an underscore. When a release of Ray moves one, exactly one
+function here breaks, and its test in ``tests/ray/test_compat.py`` says what it was for.
 """
 
 from __future__ import annotations
@@ -12,14 +11,6 @@ import json
 import os
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
-
-# --- torch: an agent without a rendezvous server ---------------------------------------------------------
-
-
-# --- torch: distributed autograd ---------------------------------------------------------------------------
-
-
-# --- Ray: what a worker knows about the actor it runs --------------------------------------------------------
 
 
 def _worker() -> Any:
@@ -48,7 +39,7 @@ def actor_is_async() -> bool:
 
 
 def actor_event_loop(concurrency_group: str | None) -> asyncio.AbstractEventLoop:
-    """The loop Ray runs the coroutines of this concurrency group on (None: the default group)."""
+    """The event loop on which Ray runs the coroutines of this concurrency group (None: the default group)."""
     from ray._raylet import PythonFunctionDescriptor  # type: ignore[attr-defined]
 
     descriptor = PythonFunctionDescriptor("", "", "")
@@ -68,7 +59,7 @@ def actor_id_of(handle: Any) -> str:
 
 
 def actor_key(handle: Any) -> Any:
-    """Something hashable, the same for every copy of the handle, and quicker than its hex id; see ``key_of_actor``."""
+    """A hashable key, the same for every copy of the handle, and faster than its hex id; see ``key_of_actor``."""
     return handle._actor_id
 
 
@@ -85,7 +76,7 @@ def actor_class_name(handle: Any) -> str:
 
 
 def dead_jobs() -> frozenset[str]:
-    """Hex ids of the drivers that are gone."""
+    """Hex ids of the jobs whose drivers have ended."""
     from ray._private.state import state
 
     return frozenset(
@@ -96,7 +87,7 @@ def dead_jobs() -> frozenset[str]:
 
 
 def actor_is_dead(actor_id: str) -> bool:
-    """Whether Ray has given this actor up for good."""
+    """Whether Ray will not restart this actor."""
     from ray._private.state import actors
 
     return bool(actors(actor_id).get("State") == "DEAD")
@@ -108,21 +99,21 @@ class ActorState(NamedTuple):
     state: str
     """ALIVE, RESTARTING, DEAD, PENDING_CREATION or DEPENDENCIES_UNREADY."""
     pid: int
-    """Of its last process."""
+    """Of its latest process."""
     node_id: str
-    """Where that was: hosts with pid namespaces of their own can have equal pids."""
+    """The node of that process: pids may repeat on other nodes."""
     cause: str
-    """Of its last death, if Ray tells one."""
+    """Of its last death, if Ray reports one."""
     restarts: int = 0
 
 
 def actor_state(actor_id: str) -> ActorState:
-    """Asks Ray's control store, about a millisecond. An actor that it has forgotten is DEAD."""
+    """The actor's state in Ray's control store; takes about a millisecond. An unknown actor is DEAD."""
     from ray._private.state import actors
 
     found = actors(actor_id)
     if not found:
-        return ActorState("DEAD", 0, "", "Ray knows no such actor any more")
+        return ActorState("DEAD", 0, "", "Ray no longer knows the actor")
     where, cause = found["Address"]["NodeID"], _death_cause(found.get("DeathCause"))
     return ActorState(found["State"], int(found["Pid"]), where, cause, int(found["NumRestarts"]))
 
@@ -134,20 +125,20 @@ def _death_cause(cause: Any) -> str:
 
 
 def inherited_env_vars() -> dict[str, str]:
-    """``env_vars`` that Ray gives every actor started from here, asked or not: those of the job, or of this worker."""
+    """``env_vars`` that Ray passes to every actor started from this process: those of the job, or of this worker."""
     import ray
 
     if ray.is_initialized():
         return dict(ray.get_runtime_context().runtime_env.get("env_vars") or {})
     from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
-    # A submitted job's entrypoint has them there until ray.init() takes them up.
+    # In the entrypoint of a submitted job, until ray.init() applies them.
     submitted = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("runtime_env") or {}
     return dict(submitted.get("env_vars") or {})
 
 
 def ray_token() -> Literal["on", "off", "missing"]:
-    """Ray's token authentication in this process; ``missing``: it is on, and no token is found. Reads, makes none."""
+    """Ray's token authentication in this process; ``missing``: it is on and there is no token. Creates none."""
     from ray import _raylet
 
     compiled: Any = _raylet
@@ -157,14 +148,14 @@ def ray_token() -> Literal["on", "off", "missing"]:
 
 
 def returns_by(method: Any, transport: str) -> Any:
-    """The actor method, marked so that Ray keeps the tensors that it returns for this tensor transport."""
+    """The actor method, marked so that Ray uses this tensor transport for the tensors it returns."""
     import ray
 
     return ray.method(tensor_transport=transport)(method)
 
 
 def register_transport(name: str, devices: Sequence[str], manager: type[Any], data_type: type[Any]) -> None:
-    """Make a tensor transport known to Ray in this process, if it is not: Ray also brings it to actors made here."""
+    """Register a tensor transport in this process, unless it is registered. Ray passes it to actors created here."""
     from ray.experimental.rdt import util
 
     if name not in util.transport_manager_info:
@@ -172,19 +163,19 @@ def register_transport(name: str, devices: Sequence[str], manager: type[Any], da
 
 
 def may_receive(actor: Any) -> bool:
-    """Whether Ray receives tensors for this actor beside its tasks, and not behind them."""
+    """Whether Ray receives tensors for this actor while it runs tasks."""
     return bool(getattr(actor, "_ray_enable_tensor_transport", True))
 
 
 def transfer_timeout_s() -> float:
-    """When Ray gives up a transfer of tensors (``RAY_rdt_fetch_fail_timeout_milliseconds``)."""
+    """Seconds after which Ray gives up a transfer of tensors (``RAY_rdt_fetch_fail_timeout_milliseconds``)."""
     from ray._private import ray_constants
 
     return float(ray_constants.RDT_FETCH_FAIL_TIMEOUT_SECONDS)
 
 
 def wait_for_transport_metadata(ref: Any, timeout_s: float) -> bool:
-    """Block until the owner of an ObjectRef, which is this process, knows where its tensors are; False: not in time."""
+    """Block until this process, the owner of an ObjectRef, has its tensor metadata; False after the timeout."""
     manager = _worker().rdt_manager
     if not manager.is_managed_object(ref.hex()):
         return True
@@ -192,10 +183,10 @@ def wait_for_transport_metadata(ref: Any, timeout_s: float) -> bool:
 
 
 def cloudpickler() -> type[Any]:
-    """Ray's own pickler class.
+    """Ray's pickler class.
 
-    The stand-alone cloudpickle keeps its own table of by-value classes, so a class from the driver's
-    ``__main__`` would arrive as a stranger to the copy that came with the actor's code.
+    The stand-alone cloudpickle has its own table of classes pickled by value, so a class from the driver's ``__main__``
+    would not be identical to the copy that came with the actor's code.
     """
     from ray import cloudpickle
 
@@ -207,7 +198,7 @@ _NAMESPACE = b"raytorchrpc"
 
 
 def store(key: str, value: bytes | None) -> None:
-    """Keep a value in the cluster's key-value store, where every process of the cluster can read it; None: drop it."""
+    """Set a key of the cluster's key-value store, which every process of the cluster can read; None deletes it."""
     from ray.experimental import internal_kv
 
     if value is None:
@@ -217,17 +208,14 @@ def store(key: str, value: bytes | None) -> None:
 
 
 def stored(key: str) -> bytes | None:
-    """The value that is kept there, if there is one."""
+    """The value of a key, or None."""
     from ray.experimental import internal_kv
 
     return internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
 
 
 def stored_keys(prefix: str) -> list[str]:
-    """Where values are kept, of those keys that begin so."""
+    """The keys with this prefix."""
     from ray.experimental import internal_kv
 
     return [key.decode() for key in internal_kv._internal_kv_list(prefix, namespace=_NAMESPACE)]
-
-
-# --- NIXL: which of its packages ---------------------------------------------------------------------------

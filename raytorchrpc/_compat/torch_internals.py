@@ -1,4 +1,8 @@
-"""Private names of torch that this package uses."""
+"""Private names of torch that this package uses.
+
+No other module may use a name of torch that starts with an underscore. When a release of torch moves one, exactly one
+function here breaks, and its test in ``tests/unit/test_compat.py`` says what it was for.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +25,19 @@ from torch.distributed.rpc import api as rpc_api
 DeviceDict = Mapping[int, int]
 
 
-#: torch's RRef as C++ hands it out; ``rpc.RRef`` derives from it.
+#: The C++ base class of ``rpc.RRef``.
 RREF_TYPE: type[Any] = PyRRef
 
 
 def current_cuda_stream(device: int) -> int:
-    """What CUDA calls this thread's current stream on that device; ten times quicker than by a Stream object."""
+    """The handle of this thread's current stream on that device; ten times faster than through a Stream object."""
     return torch._C._cuda_getCurrentRawStream(device)
 
 
 def has_tensorpipe(kind: Literal["transports", "channels"], name: str) -> bool:
     """Whether this torch build has that TensorPipe transport or channel. Starts nothing.
 
-    Asked by building an options object: torch looks the names up in its registries there.
+    Builds an options object, in which torch looks the names up.
     """
     try:
         if kind == "transports":
@@ -56,10 +60,10 @@ def start_agent(
     device_maps: Mapping[str, DeviceDict],
     devices: Sequence[int],
 ) -> tuple[TensorPipeAgent, Store, str]:
-    """Start this process's torchrpc agent alone, over a store of its own.
+    """Start this process's torchrpc agent with a store of its own.
 
-    ``init_rpc`` would meet the others through a shared store; here the driver carries the addresses.
-    Returns the agent, its store (which ``add_peer`` writes into) and the URL it listens on.
+    ``init_rpc`` would exchange addresses through a shared store; here the driver does. Returns the agent, its store,
+    which ``add_peer`` writes to, and the URL it listens on.
     """
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=threads,
@@ -94,7 +98,7 @@ def add_peer(
     devices: Sequence[int],
     inverse_map: DeviceDict,
 ) -> None:
-    """Let the agent call ``name``; ``inverse_map`` (my gpu -> the peer's) carries results back to it."""
+    """Let the agent call ``name``; ``inverse_map`` (local GPU -> the peer's) is for results."""
     store.set("addrs/" + name, url)
     agent._update_group_membership(
         WorkerInfo(name, worker_id),
@@ -107,11 +111,11 @@ def add_peer(
 def remove_peer(
     agent: TensorPipeAgent, name: str, worker_id: int, *, devices: Sequence[int], inverse_maps: Mapping[str, DeviceDict]
 ) -> None:
-    """Forget a peer. Its broken pipe stays cached under its id, so the id must never come back.
+    """Remove a peer. The agent keeps its broken pipe under its id, so the id must never be used again.
 
-    ``devices``, ``inverse_maps`` (none of them empty): what the agent keeps for those who stay; it drops the rest. It
-    takes no lock for that, and copies the maps with every answer that it sends: a map which is dropped meanwhile ends
-    the process, so there is none for a peer without GPUs.
+    ``devices``, ``inverse_maps`` (none of them empty): those of the remaining peers; the agent drops the rest. It takes
+    no lock for that and copies the maps with every answer, so dropping a map meanwhile crashes the process: peers
+    without GPUs have no map.
     """
     agent._update_group_membership(
         WorkerInfo(name, worker_id),
@@ -122,24 +126,24 @@ def remove_peer(
 
 
 def stop_agent() -> None:
-    """End the agent without asking the peers: a graceful end waits for all of them, dead ones included."""
+    """Stop the agent without waiting: a graceful shutdown waits for all peers, dead ones included."""
     rpc.shutdown(graceful=False)
 
 
 def agent_is_set() -> bool:
-    """Whether this process runs a torchrpc agent, ours or the user's own."""
+    """Whether this process runs a torchrpc agent, this package's or the user's."""
     return _is_current_rpc_agent_set()
 
 
 def invoke_async(
     worker: WorkerInfo, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
 ) -> torch.futures.Future[Any]:
-    """``rpc.rpc_async`` with a ready WorkerInfo (a name would be looked up on every call)."""
+    """``rpc.rpc_async`` with a WorkerInfo, which saves the lookup of a name."""
     return rpc.rpc_async(worker, function, args=args, timeout=timeout_s)  # type: ignore[no-any-return]
 
 
 def is_sole_owner(tensor: torch.Tensor) -> bool:
-    """Whether nobody but this tensor holds its memory: no other tensor in Python or C++, no array it came from."""
+    """Whether only this tensor holds its memory: no other tensor in Python or C++, and no array."""
     return bool(tensor.untyped_storage().resizable()) and _holders(tensor) == _holders_of_a_new_one()
 
 
@@ -160,7 +164,7 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def abort_process_groups() -> None:
-    """End torch.distributed's default process group and all its subgroups, without waiting for anybody else.
+    """End torch.distributed's default process group and all its subgroups, without waiting for other members.
 
     ``destroy_process_group`` would wait for collectives that a lost member keeps from ending.
     """
@@ -171,28 +175,28 @@ _autograd_id: int | None = None
 
 
 def init_autograd(worker_id: int) -> int:
-    """Give distributed autograd its id. It takes one per process life; returns the one in force."""
+    """Set distributed autograd's id, which a process can set once. Returns the one in effect."""
     global _autograd_id
     if _autograd_id is None:
         try:
             dist_autograd._init(worker_id)  # type: ignore[attr-defined]
             _autograd_id = worker_id
-        except RuntimeError:  # init_rpc was here before; the upper bits of its ids tell what it took
+        except RuntimeError:  # init_rpc has set it; the upper bits of its context ids hold it
             _autograd_id = dist_autograd._get_max_id() >> 48  # type: ignore[attr-defined]
     return _autograd_id
 
 
 def autograd_id() -> int | None:
-    """The id distributed autograd carries in this process, or None before the first group."""
+    """Distributed autograd's id in this process, or None before the first group."""
     return _autograd_id
 
 
 @functools.cache
 def _autograd_symbols() -> tuple[Callable[[], int], Callable[[int], None], Callable[[], None]]:
-    """The thread's current context as C++ keeps it: read, set, clear.
+    """Functions that read, set and clear the thread's current context: static members of DistAutogradContainer.
 
-    Python can open a context but not enter an existing one, and methods run on a member's own threads, not
-    on the torchrpc thread that received the call. These are the static members of DistAutogradContainer.
+    Python can open a context but cannot enter an existing one, and methods run on a member's own threads, not on the
+    torchrpc thread that received the call.
     """
     library = ctypes.PyDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
     prefix = "_ZN5torch11distributed8autograd21DistAutogradContainer"
@@ -215,7 +219,7 @@ def current_autograd_context() -> int:
 
 @contextmanager
 def autograd_context(context_id: int) -> Iterator[None]:
-    """Run in an existing distributed autograd context, then put back the one this thread was in."""
+    """Run in an existing distributed autograd context, then restore this thread's own."""
     current, enter, leave = _autograd_symbols()
     before = current()
     if context_id == before:
