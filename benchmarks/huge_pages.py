@@ -74,15 +74,15 @@ def _route(name: str, quick: bool, matters: bool) -> list[Row]:
     rows = []
     with rtr.init_group(actors, config=ROUTES[name]):
         for size, repeats in SIZES.items():
-            seconds: dict[str, list[float]] = {who: [] for who in WITH}
+            seconds: dict[str, list[float]] = {case: [] for case in WITH}
             for _ in range(0, repeats, BLOCK):
-                for who, (sender, receiver) in WITH.items():
-                    seconds[who] += ray.get(actors[sender].send.remote(receiver, size, 1 if quick else BLOCK))
-            ms = {who: statistics.median(values) * 1e3 for who, values in seconds.items()}
-            for who in list(WITH)[:-1]:
-                target = 0.7 if matters and name != "shm" and who == "both" and size > 1e8 else None
-                what = f"{name}, {size / 1e6:g} MB, {who}"
-                rows.append(Row(what, ms[who], ms["neither"], "ms", "neither started with it", target))
+                for case, (sender, receiver) in WITH.items():
+                    seconds[case] += ray.get(actors[sender].send.remote(receiver, size, 1 if quick else BLOCK))
+            ms = {case: statistics.median(values) * 1e3 for case, values in seconds.items()}
+            for case in list(WITH)[:-1]:
+                target = 0.7 if matters and name != "shm" and case == "both" and size > 1e8 else None
+                what = f"{name}, {size / 1e6:g} MB, {case}"
+                rows.append(Row(what, ms[case], ms["neither"], "ms", "neither started with it", target))
     for actor in actors.values():
         ray.kill(actor)
     return rows

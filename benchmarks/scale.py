@@ -49,9 +49,9 @@ class Weighed(Member):
 
     def call_neighbours(self) -> None:
         """Call the next member and the one before."""
-        me, everybody = rtr.current_member(), rtr.get_group(GROUP).members
+        me, members = rtr.current_member(), rtr.get_group(GROUP).members
         for step in (1, -1):
-            rtr.rpc_sync(everybody[(me.rank + step) % len(everybody)]).null()
+            rtr.rpc_sync(members[(me.rank + step) % len(members)]).null()
 
 
 def main(

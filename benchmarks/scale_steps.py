@@ -82,8 +82,8 @@ def exercise(
     try:
         group.on_change(lambda change: news.put((time.monotonic(), change)))
         between("formed", group)
-        took["first_calls"] = _everybody(actors)
-        took["calls"] = _everybody(actors)
+        took["first_calls"] = _call_all_pairs(actors)
+        took["calls"] = _call_all_pairs(actors)
         between("talked", group)
         doomed = list(actors[::10])
         names = {group.members[rank].name for rank in range(0, len(actors), 10)}
@@ -102,7 +102,7 @@ def exercise(
             if member.incarnation != before[member.name] + (member.name in names):
                 raise AssertionError(f"{member} has the wrong incarnation after its restart")
         _all(actor.await_everybody.remote() for actor in actors)
-        took["calls_after"] = _everybody(actors)
+        took["calls_after"] = _call_all_pairs(actors)
     finally:
         began = time.monotonic()
         group.shutdown(TIMEOUT_S)
@@ -134,7 +134,7 @@ def _await_restart(actor: Any) -> None:
             threading.Event().wait(0.02)  # Ray has no event to wait for
 
 
-def _everybody(actors: Sequence[Any]) -> float:
+def _call_all_pairs(actors: Sequence[Any]) -> float:
     """Seconds until every member has called every other, including Ray's own calls."""
     began = time.monotonic()
     for count, _ in _all(actor.call_all.remote() for actor in actors):
