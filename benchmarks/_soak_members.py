@@ -145,13 +145,12 @@ class Caller:
                 if wait == "keep":
                     self._keep(call, value)
                 continue
-            begun = [(call, self._begin(peer, call)) for peer, call in drawn]
+            begun = self._begin_all(drawn)
             if wait == "window":
                 for call, future in begun:
-                    if future is not None:
-                        self._judged(call, future.wait)
+                    self._judged(call, future.wait)
             elif wait == "callback":
-                self._call_back(*begun[0])
+                self._call_back(begun)
         self._drop_all()
 
     async def drive_on_loop(self, calls: int) -> None:
@@ -160,12 +159,12 @@ class Caller:
             if drawn[0][1].by_rref:  # torch's RRefs cannot be awaited
                 self._at_once(*drawn[0])
                 continue
-            begun = [(call, self._begin(peer, call)) for peer, call in drawn]
+            begun = self._begin_all(drawn)
             if wait == "callback":
-                self._call_back(*begun[0])
+                self._call_back(begun)
             elif wait != "abandon":
                 for call, future in begun:
-                    value = None if future is None else await self._awaited(call, future)
+                    value = await self._awaited(call, future)
                     if wait == "keep":
                         self._keep(call, value)
             await asyncio.sleep(0)
@@ -201,20 +200,20 @@ class Caller:
     def _pick(self, weights: dict[str, int]) -> str:
         return self._random.choices(list(weights), list(weights.values()))[0]
 
-    # One call.
-
     def _at_once(self, peer: str, call: Case) -> Any:
         if call.by_rref:
             return self._judged(call, lambda: getattr(rtr.remote(peer), call.method)(*call.args).to_here())
         return self._judged(call, lambda: getattr(rtr.rpc_sync(peer, timeout=call.timeout), call.method)(*call.args))
 
-    def _begin(self, peer: str, call: Case) -> Any:
-        """A Future, or None if the call failed at once, which is counted if unexpected."""
-        try:
-            return getattr(rtr.rpc_async(peer, timeout=call.timeout), call.method)(*call.args)
-        except Exception as error:
-            self._judge_error(call, error)
-            return None
+    def _begin_all(self, drawn: list[tuple[str, Case]]) -> list[tuple[Case, Any]]:
+        """The calls with their Futures, without those that failed at once (counted if unexpected)."""
+        begun = []
+        for peer, call in drawn:
+            try:
+                begun.append((call, getattr(rtr.rpc_async(peer, timeout=call.timeout), call.method)(*call.args)))
+            except Exception as error:
+                self._judge_error(call, error)
+        return begun
 
     def _judged(self, call: Case, wait: Callable[[], Any]) -> Any:
         with self._judging(call) as judge:
@@ -241,17 +240,15 @@ class Caller:
             self._tally.wrong(f"{call.method} returned {value!r}")
         return value
 
-    def _call_back(self, call: Case, future: Any) -> None:
-        """Check the result in a callback."""
-        if future is None:
-            return
-        self._tally.promised += 1
+    def _call_back(self, begun: list[tuple[Case, Any]]) -> None:
+        """Check the results in callbacks."""
+        for call, future in begun:
+            self._tally.promised += 1
+            future.add_done_callback(functools.partial(self._called_back, call))
 
-        def done(future: Any) -> None:
-            self._judged(call, future.wait)
-            self._tally.called_back()
-
-        future.add_done_callback(done)
+    def _called_back(self, call: Case, future: Any) -> None:
+        self._judged(call, future.wait)
+        self._tally.called_back()
 
     def _keep(self, call: Case, value: Any) -> None:
         """Hold a result for a while, and verify it again when it is dropped."""
