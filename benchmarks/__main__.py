@@ -1,4 +1,4 @@
-"""Every benchmark, one after the other: ``python -m benchmarks [--quick] [NAME ...]``."""
+"""Runs benchmarks one after the other: ``python -m benchmarks [--quick] [NAME ...]``."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ NAMED = ("scale", "soak")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join((*ALL, *NAMED))}; if none is given: {', '.join(ALL)}")
+    parser.add_argument("names", nargs="*", help=f"any of {', '.join((*ALL, *NAMED))}; default: {', '.join(ALL)}")
     parser.add_argument("--quick", action="store_true", help="fewer repeats and sizes")
     parser.add_argument(
-        "--calls", type=int, help=f"of the soak; {soak.CALLS} unless given, {soak.QUICK_CALLS} if quick"
+        "--calls", type=int, help=f"soak: number of calls; default: {soak.CALLS}, with --quick {soak.QUICK_CALLS}"
     )
     sizes = ",".join(str(size) for size in scale.SIZES)
-    parser.add_argument("--members", default=sizes, help="of scale: how many in each group, with commas between")
-    parser.add_argument("--markdown", help="of scale: the document to write")
-    parser.add_argument("--json", help="of scale: where to keep the figures")
-    parser.add_argument("--from-json", help="of scale: kept figures, instead of measuring")
-    parser.add_argument("--hosts-json", help="of scale: figures of groups on several hosts")
+    parser.add_argument("--members", default=sizes, help="scale: members of each group, comma-separated")
+    parser.add_argument("--markdown", help="scale: the document to write")
+    parser.add_argument("--json", help="scale: file that stores the figures")
+    parser.add_argument("--from-json", help="scale: stored figures, instead of measuring")
+    parser.add_argument("--hosts-json", help="scale: figures of groups on several hosts")
     options = parser.parse_args()
     for name in options.names:
         if name not in ALL and name not in NAMED:

@@ -8,7 +8,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import ray
@@ -62,10 +63,15 @@ def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int, warmup: 
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def start_ray(cpus: int = 4) -> None:
-    """Start a local Ray without a dashboard."""
+@contextmanager
+def local_ray(cpus: int = 4) -> Iterator[None]:
+    """Run a local Ray without a dashboard for the duration of the block."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def show(title: str, rows: Sequence[Row]) -> None:

@@ -1,4 +1,4 @@
-"""What a member of a group holds: memory, descriptors, threads, and what the package itself keeps for calls."""
+"""The resources that a member holds: memory, descriptors, threads, and the package's own state for calls."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks._process import smaps
 from raytorchrpc.calls import gates
 from raytorchrpc.calls.current import process_member
 
@@ -23,26 +24,26 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 @dataclass(frozen=True)
 class Held:
-    """One member at one moment. Memory in bytes."""
+    """The resources of one member at one moment. Memory in bytes."""
 
     anonymous: int
-    """Heaps and stacks: all that is neither a file nor shared memory."""
+    """Heaps and stacks: memory that is neither a file nor shared."""
     rss: int
     pss: int
     uss: int
     arena_used: int
-    """Of the shm lane's arena, by its own account: out, and not given back."""
+    """Bytes of the shm lane's arena that are in use, by its own count."""
     arena_pages: int
-    """Of the arena, ever touched: they stay warm until the group ends."""
+    """Bytes of the arena that were ever used; they stay allocated until the group ends."""
     fds: int
     threads: int
     python_threads: tuple[str, ...]
     in_flight: int
-    """Calls under way from here, methods running or waiting here, exports of CUDA tensors."""
+    """Outgoing calls in flight, methods that run or wait here, exports of CUDA tensors."""
     outbox: int
     alarms: int
     objects: int
-    """Living instances of the package's classes, but for alarms, ``mapped``, and counters (one a peer and lane)."""
+    """Live instances of the package's classes, except alarms, ``mapped``, and counters (one per peer and lane)."""
     mapped: int
     """Segments of peers' GPU memory that the cuda_ipc lane keeps mapped."""
     by_class: Counter[str] = field(repr=False)
@@ -51,11 +52,10 @@ class Held:
 
 
 def held() -> Held:
-    """Measure this process. Collects garbage and has the C library give free memory back first."""
+    """Measure this process, after collecting garbage and returning free memory to the kernel."""
     gc.collect()
     _trim()
-    memory = _smaps()
-    member = process_member()
+    memory, member = smaps(), process_member()
     by_class = _objects()
     arena = _arena()
     on_gpu = torch.cuda.is_initialized()
@@ -63,7 +63,7 @@ def held() -> Held:
         anonymous=memory["Anonymous"],
         rss=memory["Rss"],
         pss=memory["Pss"],
-        uss=memory["Private_Clean"] + memory["Private_Dirty"],
+        uss=memory["Private"],
         arena_used=_arena_used(),
         arena_pages=os.fstat(arena.address.fd).st_blocks * 512 if arena else 0,
         fds=len(os.listdir("/proc/self/fd")),
@@ -81,7 +81,7 @@ def held() -> Held:
 
 
 def in_flight() -> int:
-    """What is under way in this process, in either direction; 0 when it is at rest."""
+    """Number of calls in flight in this process, in both directions; 0 at rest."""
     member = process_member()
     lanes = {lane.name: lane for lane in member.lanes}
     connections: list[Any] = list(lanes["socket"]._by_fd.values())  # type: ignore[attr-defined]
@@ -97,7 +97,7 @@ def in_flight() -> int:
 
 
 def settle(seconds: float) -> str:
-    """Wait until nothing is under way here and peers have given back what they got; returns what is left, if any."""
+    """Wait until no call is in flight here and peers have released their buffers; returns what remains, or ""."""
     deadline = time.monotonic() + seconds
     while True:
         gc.collect()
@@ -130,9 +130,9 @@ def _ours(cls: type) -> bool:
 
 
 def measurable_memory() -> None:
-    """Have the C library map large pieces one by one, so that what is freed goes back to the kernel at once.
+    """Make the C library map large blocks one by one, so that freed memory returns to the kernel at once.
 
-    Left alone it keeps up to 64 MiB at the end of each of its arenas (8 a core), whoever asks: that would hide a leak.
+    By default it keeps up to 64 MiB in each of its arenas (8 per core), which would hide a leak.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -144,9 +144,3 @@ def _trim() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
-
-
-def _smaps() -> dict[str, int]:
-    with open("/proc/self/smaps_rollup") as file:
-        lines = [line.split() for line in file if line.endswith("kB\n")]
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines}

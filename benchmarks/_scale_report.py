@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from raytorchrpc.bench.fit import nonnegative_terms
 
 #: What the document predicts for (members).
 FAR = 1000
@@ -32,28 +33,11 @@ class Law(NamedTuple):
 
 
 def law(points: Mapping[int, float]) -> Law:
-    """The law with no negative term that fits best, by relative error: small groups count as much as large ones."""
+    """The law without negative terms that fits best, by relative error: small groups count as much as large ones."""
     n = np.array(list(points), dtype=float)
-    y = np.array(list(points.values()), dtype=float)
-    weight = 1 / np.maximum(np.abs(y), 1e-12)
-    best: tuple[float, np.ndarray] | None = None
-    for count in range(1, min(3, len(points)) + 1):
-        for powers in combinations(range(3), count):
-            columns = np.stack([n**power for power in powers], axis=1) * weight[:, None]
-            solved, *_ = np.linalg.lstsq(columns, y * weight, rcond=None)
-            if (solved < 0).any():
-                continue
-            terms = np.zeros(3)
-            terms[list(powers)] = solved
-            loss = float((((terms[0] + terms[1] * n + terms[2] * n * n - y) * weight) ** 2).sum())
-            if best is None or loss < best[0] - 1e-12:
-                best = loss, terms
-    if best is None:
-        raise ValueError(f"no law without a negative term fits {dict(points)}")
-    a, b, c = (float(term) for term in best[1])
-    found = Law(a, b, c, 0.0)
-    error = max(abs(found.at(size) - value) / max(abs(value), 1e-12) for size, value in points.items())
-    return found._replace(error=error)
+    values = np.maximum(np.array(list(points.values()), dtype=float), 1e-12)
+    terms, error = nonnegative_terms(np.stack([n**0, n, n * n], axis=1), values)
+    return Law(*(term if term > 1e-9 else 0.0 for term in terms), error)  # type: ignore[call-arg, misc]
 
 
 # --- the document --------------------------------------------------------------------------------------------

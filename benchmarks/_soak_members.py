@@ -1,14 +1,17 @@
-"""The actors of the soak: each calls the others with a seeded mix, and checks every byte that comes back."""
+"""The actors of the soak: each calls the others with a seeded mix, and verifies every byte of the results."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy
@@ -18,17 +21,17 @@ import torch.distributed.rpc as rpc
 import raytorchrpc as rtr
 from benchmarks._resources import Held, held, measurable_memory, settle
 
-#: Elements of the int64 tensors and arrays that are sent.
+#: Elements of the int64 tensors and arrays.
 SIZES = {"20 KB": 2_500, "32 KB": 4_000, "1 MB": 125_000, "10 MB": 1_250_000}
-#: What is called for, and how often in a thousand.
-ERRANDS = {
+#: Kinds of calls, and their frequency in a thousand.
+KINDS = {
     "empty": 400, "small": 230, "tensor 20 KB": 120, "tensor 1 MB": 25, "tensor 10 MB": 2, "array 32 KB": 60,
     "array 1 MB": 10, "many cpu": 12, "grad": 10, "error": 60, "late": 12, "no time": 15, "chain": 20, "rref": 8,
     "kept": 6,
 }  # fmt: skip
-CUDA_ERRANDS = {"cuda 20 KB": 40, "cuda 1 MB": 20, "cuda 10 MB": 4, "many cuda": 4}
-#: How its result is waited for, and how often in a thousand.
-WAYS = {"wait": 880, "window": 30, "abandon": 40, "keep": 40, "callback": 10}
+CUDA_KINDS = {"cuda 20 KB": 40, "cuda 1 MB": 20, "cuda 10 MB": 4, "many cuda": 4}
+#: What the caller does with the results, and the frequency in a thousand.
+WAITS = {"wait": 880, "window": 30, "abandon": 40, "keep": 40, "callback": 10}
 WINDOW, ABANDONED, KEPT = 16, 8, 24
 ABANDON_S = 1.0
 MANY = 40
@@ -46,8 +49,7 @@ def base(size: str, device: str = "cpu") -> torch.Tensor:
     found = _bases.get((size, device))
     if found is None:
         generator = torch.Generator().manual_seed(SIZES[size])
-        found = torch.randint(1, 1 << 60, (SIZES[size],), generator=generator).to(device)
-        _bases[size, device] = found
+        found = _bases[size, device] = torch.randint(1, 1 << 60, (SIZES[size],), generator=generator).to(device)
     return found
 
 
@@ -66,8 +68,8 @@ def is_stamped(value: Any, size: str, number: int, sign: int = 1) -> bool:
     return first and torch.equal(tensor[1:], expected[1:] if sign == 1 else -expected[1:])
 
 
-class Errand(NamedTuple):
-    """One call: what to send, what has to come back."""
+class Case(NamedTuple):
+    """One call: what to send, and the expected result."""
 
     method: str
     args: tuple[Any, ...]
@@ -75,12 +77,12 @@ class Errand(NamedTuple):
     timeout: float | None = None
     raises: type[BaseException] | None = None
     may_answer: bool = False
-    """The right answer will do as well as the exception."""
+    """The right result is accepted as well as the exception."""
     by_rref: bool = False
 
 
-def errand(kind: str, number: int, peers: list[str]) -> Errand:
-    """Make a call of that kind; ``number`` tells it from all others."""
+def make_case(kind: str, number: int, peers: list[str]) -> Case:
+    """A call of that kind; ``number`` distinguishes it from all others."""
     name, _, size = kind.partition(" ")
 
     def negated(back: Any) -> bool:
@@ -90,171 +92,166 @@ def errand(kind: str, number: int, peers: list[str]) -> Errand:
         return is_stamped(back, "20 KB", number)
 
     if kind == "empty":
-        return Errand("null", (), lambda back: back is None)
+        return Case("null", (), lambda back: back is None)
     if kind == "small":
         payload = {"number": number, "text": str(number) * 8, "list": [number, None, 0.5], "flag": True}
-        return Errand("echo", (payload,), lambda back: back == payload)
+        return Case("echo", (payload,), lambda back: back == payload)
     if name == "many":
         many = [stamped("20 KB", number + place, size) for place in range(MANY)]
-        return Errand("negate_all", (many, number), lambda back: len(back) == MANY and all(
+        return Case("negate_all", (many, number), lambda back: len(back) == MANY and all(
             is_stamped(value, "20 KB", number + place, -1) for place, value in enumerate(back)
         ))  # fmt: skip
     if name in ("tensor", "array", "cuda"):
         tensor = stamped(size, number, "cuda" if name == "cuda" else "cpu")
-        return Errand("negate", (tensor.numpy() if name == "array" else tensor, size, number), negated)
+        return Case("negate", (tensor.numpy() if name == "array" else tensor, size, number), negated)
     if kind == "grad":
         weight = torch.nn.Parameter(torch.full((300,), float(number % 1000)))
-        return Errand("echo", (weight,), lambda back: back.requires_grad and torch.equal(back, weight))
-    if kind == "error":  # some with a tensor that the method's frame holds, and so the traceback
+        return Case("echo", (weight,), lambda back: back.requires_grad and torch.equal(back, weight))
+    if kind == "error":  # some with a tensor that the traceback keeps alive
         ballast = stamped("1 MB", number) if number // MANY % 16 == 0 else None
-        return Errand("fail", (f"number {number}", ballast), lambda _: False, raises=SoakError)
+        return Case("fail", (f"number {number}", ballast), lambda _: False, raises=SoakError)
     if kind == "late":
         size = ("1 MB", "20 KB")[number // MANY % 2]
         right = functools.partial(is_stamped, size=size, number=number)
-        return Errand("late", (0.004, size, number), right, 0.002, rtr.RpcTimeout, may_answer=True)
+        return Case("late", (0.004, size, number), right, 0.002, rtr.RpcTimeout, may_answer=True)
     if kind == "no time":
         size = "20 KB"
         timeout = (0.0, 1e-5, 1e-4, 5e-4)[number // MANY % 4]
-        return Errand("negate", (stamped(size, number), size, number), negated, timeout, rtr.RpcTimeout, True)
+        return Case("negate", (stamped(size, number), size, number), negated, timeout, rtr.RpcTimeout, True)
     if kind == "chain":
-        return Errand("relay", (peers[number % len(peers)], number), given)
+        return Case("relay", (peers[number % len(peers)], number), given)
     if kind == "rref":
-        return Errand("give", ("20 KB", number), given, by_rref=True)
+        return Case("give", ("20 KB", number), given, by_rref=True)
     assert kind == "kept", kind
-    return Errand("own", (number,), lambda rref: rref.to_here() == number)
+    return Case("own", (number,), lambda rref: rref.to_here() == number)
 
 
-class Driver:
-    """Calls the peers from one thread, or one task, and keeps the score."""
+class Caller:
+    """Calls the peers from one thread or task, and counts wrong results."""
 
     def __init__(self, peers: list[str], seed: int, tally: Tally, cuda: bool) -> None:
         self._peers, self._tally = peers, tally
         self._random = random.Random(seed)
-        self._errands = {**ERRANDS, **(CUDA_ERRANDS if cuda else {})}
+        self._kinds = {**KINDS, **(CUDA_KINDS if cuda else {})}
         self._number = seed << 40
-        self._kept: deque[tuple[Errand, Any]] = deque()
+        self._kept: deque[tuple[Case, Any]] = deque()
 
     def drive(self, calls: int) -> None:
         """Make that many calls."""
-        for way, drawn in self._draws(calls):
-            if way in ("wait", "keep"):
+        for wait, drawn in self._draws(calls):
+            if wait in ("wait", "keep"):
                 ((peer, call),) = drawn
                 value = self._at_once(peer, call)
-                if way == "keep":
+                if wait == "keep":
                     self._keep(call, value)
                 continue
-            begun = [(call, self._begin(peer, call)) for peer, call in drawn]
-            if way == "window":
+            begun = self._begin_all(drawn)
+            if wait == "window":
                 for call, future in begun:
-                    if future is not None:
-                        self._judged(call, future.wait)
-            elif way == "callback":
-                self._call_back(*begun[0])
+                    self._judged(call, future.wait)
+            elif wait == "callback":
+                self._call_back(begun)
         self._drop_all()
 
     async def drive_on_loop(self, calls: int) -> None:
-        """As ``drive``, with ``await``."""
-        for way, drawn in self._draws(calls):
-            if drawn[0][1].by_rref:  # torch's RRefs know no await
+        """The same, with ``await``."""
+        for wait, drawn in self._draws(calls):
+            if drawn[0][1].by_rref:  # torch's RRefs cannot be awaited
                 self._at_once(*drawn[0])
                 continue
-            begun = [(call, self._begin(peer, call)) for peer, call in drawn]
-            if way == "callback":
-                self._call_back(*begun[0])
-            elif way != "abandon":
+            begun = self._begin_all(drawn)
+            if wait == "callback":
+                self._call_back(begun)
+            elif wait != "abandon":
                 for call, future in begun:
-                    value = None if future is None else await self._awaited(call, future)
-                    if way == "keep":
+                    value = await self._awaited(call, future)
+                    if wait == "keep":
                         self._keep(call, value)
             await asyncio.sleep(0)
         self._drop_all()
 
-    def _draws(self, calls: int) -> Iterator[tuple[str, list[tuple[str, Errand]]]]:
-        """(way, [(peer, errand)]): as many as make that number of calls."""
-        if not self._tally.calls:  # what is made once, such as connections, is to be there before anything is measured
-            for peer in self._peers:
-                for kind in self._errands:
-                    calls -= 1
-                    self._tally.calls += 1
-                    yield "wait", [(peer, self._errand(kind))]
+    def _draws(self, calls: int) -> Iterator[tuple[str, list[tuple[str, Case]]]]:
+        """Yields (wait, [(peer, case)]) until that number of calls is reached."""
+        if not self._tally.calls:  # opens connections and the like before the first measurement
+            for peer, kind in itertools.product(self._peers, self._kinds):
+                calls -= 1
+                self._tally.calls += 1
+                yield "wait", [(peer, self._case(kind))]
         while calls > 0:
-            way = self._pick(WAYS)
-            count = min(calls, {"window": WINDOW, "abandon": ABANDONED}.get(way, 1))
+            wait = self._pick(WAITS)
+            count = min(calls, {"window": WINDOW, "abandon": ABANDONED}.get(wait, 1))
             calls -= count
             self._tally.calls += count
-            drawn = [self._draw(alone=way in ("wait", "keep")) for _ in range(count)]
-            if way == "abandon":  # what the callee keeps for us, it keeps until the deadline
+            drawn = [self._draw(alone=wait in ("wait", "keep")) for _ in range(count)]
+            if wait == "abandon":  # the callee keeps the result until the deadline
                 drawn = [(peer, call._replace(timeout=ABANDON_S)) for peer, call in drawn]
-            yield way, drawn
+            yield wait, drawn
 
-    def _draw(self, alone: bool) -> tuple[str, Errand]:
-        kind = self._pick(self._errands)
+    def _draw(self, alone: bool) -> tuple[str, Case]:
+        kind = self._pick(self._kinds)
         if not alone and (kind == "rref" or "10 MB" in kind):
             kind = "empty"
-        return self._random.choice(self._peers), self._errand(kind)
+        return self._random.choice(self._peers), self._case(kind)
 
-    def _errand(self, kind: str) -> Errand:
+    def _case(self, kind: str) -> Case:
         self._number += MANY
-        return errand(kind, self._number, self._peers)
+        return make_case(kind, self._number, self._peers)
 
     def _pick(self, weights: dict[str, int]) -> str:
         return self._random.choices(list(weights), list(weights.values()))[0]
 
-    # One call.
-
-    def _at_once(self, peer: str, call: Errand) -> Any:
+    def _at_once(self, peer: str, call: Case) -> Any:
         if call.by_rref:
             return self._judged(call, lambda: getattr(rtr.remote(peer), call.method)(*call.args).to_here())
         return self._judged(call, lambda: getattr(rtr.rpc_sync(peer, timeout=call.timeout), call.method)(*call.args))
 
-    def _begin(self, peer: str, call: Errand) -> Any:
-        """A Future, or None if the call failed at once (and that was counted if it should not)."""
+    def _begin_all(self, drawn: list[tuple[str, Case]]) -> list[tuple[Case, Any]]:
+        """The calls with their Futures, without those that failed at once (counted if unexpected)."""
+        begun = []
+        for peer, call in drawn:
+            try:
+                begun.append((call, getattr(rtr.rpc_async(peer, timeout=call.timeout), call.method)(*call.args)))
+            except Exception as error:
+                self._judge_error(call, error)
+        return begun
+
+    def _judged(self, call: Case, wait: Callable[[], Any]) -> Any:
+        with self._judging(call) as judge:
+            return judge(wait())
+
+    async def _awaited(self, call: Case, future: Any) -> Any:
+        with self._judging(call) as judge:
+            return judge(await future)
+
+    @contextmanager
+    def _judging(self, call: Case) -> Iterator[Callable[[Any], Any]]:
+        """Checks the exception of the block; yields a function that checks the value and returns it."""
         try:
-            return getattr(rtr.rpc_async(peer, timeout=call.timeout), call.method)(*call.args)
+            yield functools.partial(self._judge_value, call)
         except Exception as error:
             self._judge_error(call, error)
-            return None
 
-    def _judged(self, call: Errand, wait: Callable[[], Any]) -> Any:
-        try:
-            value = wait()
-        except Exception as error:
-            self._judge_error(call, error)
-            return None
-        self._judge_value(call, value)
-        return value
-
-    async def _awaited(self, call: Errand, future: Any) -> Any:
-        try:
-            value = await future
-        except Exception as error:
-            self._judge_error(call, error)
-            return None
-        self._judge_value(call, value)
-        return value
-
-    def _judge_error(self, call: Errand, error: Exception) -> None:
+    def _judge_error(self, call: Case, error: Exception) -> None:
         if call.raises is None or not isinstance(error, call.raises):
             self._tally.wrong(f"{call.method}: {error!r}")
 
-    def _judge_value(self, call: Errand, value: Any) -> None:
+    def _judge_value(self, call: Case, value: Any) -> Any:
         if (call.raises is not None and not call.may_answer) or not call.right(value):
             self._tally.wrong(f"{call.method} returned {value!r}")
+        return value
 
-    def _call_back(self, call: Errand, future: Any) -> None:
-        """Judge it on whatever thread it is done."""
-        if future is None:
-            return
-        self._tally.promised += 1
+    def _call_back(self, begun: list[tuple[Case, Any]]) -> None:
+        """Check the results in callbacks."""
+        for call, future in begun:
+            self._tally.promised += 1
+            future.add_done_callback(functools.partial(self._called_back, call))
 
-        def done(future: Any) -> None:
-            self._judged(call, future.wait)
-            self._tally.called_back()
+    def _called_back(self, call: Case, future: Any) -> None:
+        self._judged(call, future.wait)
+        self._tally.called_back()
 
-        future.add_done_callback(done)
-
-    def _keep(self, call: Errand, value: Any) -> None:
-        """Hold a result for a while; nothing may have changed it when it is dropped."""
+    def _keep(self, call: Case, value: Any) -> None:
+        """Hold a result for a while, and verify it again when it is dropped."""
         if value is not None:
             self._kept.append((call, value))
         if len(self._kept) > KEPT:
@@ -266,7 +263,7 @@ class Driver:
 
 
 class Tally:
-    """What the drivers of one member counted."""
+    """The counters of one member."""
 
     def __init__(self) -> None:
         self.calls = self.promised = self.kept_promises = self.wrong_ones = 0
@@ -274,23 +271,23 @@ class Tally:
         self._lock = threading.Lock()
 
     def wrong(self, what: str) -> None:
-        """A result was not what it should be."""
+        """Count a wrong result."""
         with self._lock:
             self.wrong_ones += 1
             if len(self.first_wrong) < 3:
                 self.first_wrong.append(what[:400])
 
     def called_back(self) -> None:
-        """A callback ran to its end."""
+        """Count a callback that has completed."""
         with self._lock:
             self.kept_promises += 1
 
 
 class Soaker:
-    """A member: what the others call, and what drives its own calls."""
+    """A member: methods that the others call, and methods that make its own calls."""
 
     def __init__(self) -> None:
-        torch.set_num_threads(1)  # else every thread that computes brings a team of OpenMP's
+        torch.set_num_threads(1)  # else every computing thread starts OpenMP threads
         measurable_memory()
         self.tally = Tally()
 
@@ -304,7 +301,7 @@ class Soaker:
 
     @rtr.method
     def negate(self, value: Any, size: str, number: int) -> Any:
-        """In place: what arrives is the receiver's own."""
+        """Negates in place, because arguments belong to the receiver."""
         return self._negated(value, size, number)
 
     @rtr.method
@@ -322,7 +319,7 @@ class Soaker:
 
     @rtr.method(concurrent=True)
     def late(self, seconds: float, size: str, number: int) -> torch.Tensor:
-        """Longer than its caller waits: the work that it stands for takes time."""
+        """Takes longer than its caller's timeout."""
         time.sleep(seconds)
         return stamped(size, number)
 
@@ -336,30 +333,26 @@ class Soaker:
 
     @rtr.method(concurrent=True)
     def own(self, number: int) -> Any:
-        """An RRef cannot travel by socket: the result is kept here, and fetched over torchrpc."""
+        """Returns an RRef, which the socket lane cannot carry: the caller fetches it over torchrpc."""
         return rpc.RRef(number)
 
-    # For the driver of the soak, through Ray.
+    # Called by the driver of the soak, through Ray.
 
     def drive(self, calls: int, seed: int, threads: int) -> None:
-        """Make that many calls from so many threads."""
-        drivers = self._drivers(seed, threads)
-        shares = [threading.Thread(target=driver.drive, args=(calls // threads,)) for driver in drivers]
-        for share in shares:
-            share.start()
-        for share in shares:
-            share.join()
+        """Make that many calls from ``threads`` threads."""
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda caller: caller.drive(calls // threads), self._callers(seed, threads)))
 
-    def _drivers(self, seed: int, count: int) -> list[Driver]:
+    def _callers(self, seed: int, count: int) -> list[Caller]:
         me = rtr.current_member()
         group = rtr.get_group("soak")
         peers = [member.name for member in group.members if member != me]
         cuda = all(group.device_map(me.name, peer) for peer in peers)
         rank = me.rank
-        return [Driver(peers, 64 * seed + 8 * rank + place, self.tally, cuda) for place in range(count)]
+        return [Caller(peers, 64 * seed + 8 * rank + place, self.tally, cuda) for place in range(count)]
 
     def settle(self, seconds: float) -> str:
-        """See ``settle``; callbacks have run then too."""
+        """As ``settle``, but also waits for callbacks."""
         left = settle(seconds)
         missing = self.tally.promised - self.tally.kept_promises
         return left or (f"callbacks: {missing}" if missing else "")
@@ -368,12 +361,12 @@ class Soaker:
         return held()
 
     def score(self) -> tuple[int, int, list[str]]:
-        """(calls, wrong ones, the first of those)."""
+        """(calls, wrong results, the first of those)."""
         return self.tally.calls, self.tally.wrong_ones, self.tally.first_wrong
 
 
 class AsyncSoaker(Soaker):
-    """Its methods run on its loop, and it awaits its calls."""
+    """A member whose methods run on its event loop, and which awaits its calls."""
 
     @rtr.method
     async def null(self) -> None:
@@ -393,9 +386,9 @@ class AsyncSoaker(Soaker):
         return await rtr.rpc_async(peer).give("20 KB", number)
 
     async def drive(self, calls: int, seed: int, threads: int) -> None:  # type: ignore[override]
-        """From so many tasks."""
-        drivers = self._drivers(seed, threads)
-        await asyncio.gather(*(driver.drive_on_loop(calls // threads) for driver in drivers))
+        """The same from ``threads`` tasks."""
+        callers = self._callers(seed, threads)
+        await asyncio.gather(*(caller.drive_on_loop(calls // threads) for caller in callers))
 
     async def settle(self, seconds: float) -> str:  # type: ignore[override]
         return await asyncio.get_running_loop().run_in_executor(None, super().settle, seconds)

@@ -1,9 +1,7 @@
 """DQN on Pong with one learner and its collectors, over each transport: seconds for 100 iterations of the learner.
 
-Two collectors and a learner on the CPU; where Ray has a GPU, eight collectors and a learner on that.
-
-All transports run at the same time, but only one of them works: collectors wait while their queue is full, and the
-learners take turns, in an order that changes.
+The learner has two collectors on the CPU, or eight if Ray has a GPU for it. All transports are set up at once, but only
+one is active: collectors block while their queue is full, and the learners run one after the other in changing order.
 """
 
 from __future__ import annotations
@@ -17,24 +15,24 @@ from typing import Any
 
 import ray
 
-from benchmarks._harness import Row, show, start_ray
+from benchmarks._harness import Row, local_ray, show
 
 #: DI-engine's documentation on torchrpc: Atari DQN, seconds for 100 epochs, 16 CPU cores, 32 GiB of memory, one A100.
 PUBLISHED = {"nng": 127.64, "torchrpc (TCP)": 29.3906, "torchrpc (IB)": 28.7763}
 
 TRANSPORTS = ("auto", "torchrpc", "nng", "ray")
-#: By where the learner trains.
+#: By the learner's device.
 COLLECTORS = {"cpu": 2, "cuda": 8}
 
-#: What is measured: the settings that differ from the example's defaults, and iterations for each turn. Exploration is
-#: over at once, so that collectors ask their networks as they do for most of a run.
+#: The measured cases: settings that differ from the example's defaults, and iterations per turn. Exploration ends at
+#: once, so that collectors evaluate their networks as they do in most of a run.
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "as published: DQN as usual": (
         {"net": "nature", "batch": 32, "every": 4, "chunk": 64, "capacity": 10_000, "warmup": 1_000, "explore": 500},
         32,
     ),
-    # 72 MB for each iteration, of which the learner looks at 49 pixels in each frame; a batch costs its collector one
-    # step of the game.
+    # 72 MB per iteration, of which the learner uses 49 pixels per frame; a batch costs its collector one step of the
+    # game.
     "transport-bound: large batches, small network": (
         {
             **{"net": "tiny", "batch": 2_048, "replay": "collectors", "every": 1},
@@ -43,7 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         40,
     ),
 }
-#: auto may take so much of another's time and count as no slower: what the medians differ by from run to run.
+#: Ratio up to which auto counts as no slower: the spread of the medians between runs.
 NO_SLOWER = 1.05
 
 
@@ -56,12 +54,12 @@ def measured(settings: Any, iterations: int, repeats: int) -> dict[str, list[flo
     took: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
     with ExitStack() as stack:
         sessions = {name: stack.enter_context(Session(settings, name, actions)) for name in TRANSPORTS}
-        for session in sessions.values():  # until memory that is used again and again is there
+        for session in sessions.values():  # until reused memory is allocated
             ray.get(session.train(6 * settings.depth * settings.collectors), timeout=300)
         for turn in range(repeats):
             order = TRANSPORTS[turn % len(TRANSPORTS) :] + TRANSPORTS[: turn % len(TRANSPORTS)]
             for name in order:
-                ray.get(sessions[name].train(settings.depth * settings.collectors), timeout=300)  # what waited
+                ray.get(sessions[name].train(settings.depth * settings.collectors), timeout=300)  # drains the queue
                 progress = ray.get(sessions[name].train(iterations), timeout=300)
                 took[name].append(100 * progress["seconds"] / progress["done"])
     return took
@@ -69,16 +67,15 @@ def measured(settings: Any, iterations: int, repeats: int) -> dict[str, list[flo
 
 def main(quick: bool = False, cases: Iterable[str] = tuple(CASES)) -> None:
     if importlib.util.find_spec("ale_py") is None or importlib.util.find_spec("gymnasium") is None:
-        print("\nAtari DQN: left out, as it needs ALE: pip install 'raytorchrpc[atari]'")
+        print("\nAtari DQN: skipped, because it needs ALE: pip install 'raytorchrpc[atari]'")
         return
     from examples.atari_dqn.settings import Settings
 
-    # Only a number: those at work at any time are one learner and its collectors.
-    start_ray(cpus=2 * len(TRANSPORTS) * (max(COLLECTORS.values()) + 1))
-    device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
-    collectors = COLLECTORS[device]
-    rows, lines = [], []
-    try:
+    # Nominal: only one learner and its collectors are active at any time.
+    with local_ray(cpus=2 * len(TRANSPORTS) * (max(COLLECTORS.values()) + 1)):
+        device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
+        collectors = COLLECTORS[device]
+        rows, lines = [], []
         for case in cases:
             changes, iterations = CASES[case]
             settings = Settings(device=device, collectors=collectors, **changes)
@@ -99,15 +96,9 @@ def main(quick: bool = False, cases: Iterable[str] = tuple(CASES)) -> None:
                     f"  {name:<10}{medians[name]:>8.2f} s   {medians[name] / medians['nng']:>6.2f} x nng   "
                     f"{medians[name] / medians['ray']:>6.2f} x ray   ({each})"
                 )
-    finally:
-        ray.shutdown()
     where = f"1 learner ({device}) and {collectors} collectors"
     show(f"Atari DQN, {where}: seconds for 100 iterations (medians)", rows)
     print("\n".join(lines))
     figures = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in PUBLISHED.items())
     ratio = PUBLISHED["torchrpc (TCP)"] / PUBLISHED["nng"]
-    print(f"published, for 100 epochs of another machine and program: {figures} (torchrpc (TCP) = {ratio:.2f} x nng)")
-
-
-if __name__ == "__main__":
-    main()
+    print(f"published (100 epochs, another program and machine): {figures} (torchrpc (TCP) = {ratio:.2f} x nng)")

@@ -1,4 +1,4 @@
-"""A direct call against Ray's own, between the same two actors: nothing, and CPU tensors of several sizes."""
+"""Direct calls against Ray's, between the same two actors: empty, and with CPU tensors of several sizes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 import torch.distributed.rpc as rpc
 
 import raytorchrpc as rtr
-from benchmarks._harness import Row, interleaved, show, start_ray
+from benchmarks._harness import Row, interleaved, local_ray, show
 
 
 def nothing() -> None:
-    """What the bare torchrpc row calls."""
+    """The callee of the bare torchrpc row."""
 
 
 @ray.remote(num_cpus=0)
@@ -59,7 +59,7 @@ class Caller:
 
 
 def _rate(send: Any, finish: Any, window: int, seconds: float) -> float:
-    """Calls per second with ``window`` of them under way."""
+    """Calls per second with ``window`` of them in flight."""
     from collections import deque
 
     waiting: deque[Any] = deque()
@@ -76,9 +76,8 @@ def _rate(send: Any, finish: Any, window: int, seconds: float) -> float:
 
 
 def main(quick: bool = False) -> None:
-    start_ray()
-    caller, callee = Caller.remote(), Callee.remote()
-    try:
+    with local_ray():
+        caller, callee = Caller.remote(), Callee.remote()
         with rtr.init_group({"caller": caller, "callee": callee}) as group:
             name = group.members[1].rpc_name
             null = ray.get(caller.null.remote(callee, name, 300 if quick else 2000))
@@ -104,9 +103,3 @@ def main(quick: bool = False) -> None:
                 rates = [ray.get(caller.in_flight.remote(callee, window, 0.5)) for _ in range(1 if quick else 5)]
                 direct, plain = (statistics.median(rate[key] for rate in rates) for key in ("direct", "ray"))
                 print(f"  {window:>3} in flight: {direct:>8.0f} calls/s, Ray {plain:>7.0f} ({direct / plain:.1f} x)")
-    finally:
-        ray.shutdown()
-
-
-if __name__ == "__main__":
-    main()

@@ -61,7 +61,3 @@ def main() -> None:
     parser.add_argument("figure", type=Path, help="the SVG to write")
     options = parser.parse_args()
     draw(read_run(options.result), options.figure)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""How long ``init_group`` takes for living actors, how it grows, and what idle members cost."""
+"""Duration of ``init_group`` for live actors by group size, and CPU time of idle members."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 import raytorchrpc as rtr
-from benchmarks._harness import Row, show, start_ray
+from benchmarks._harness import Row, local_ray, show
 
 SIZES = (8, 16, 32)
 
@@ -29,7 +29,7 @@ class Idler:
         return times.user + times.system
 
 
-def _forming(actors: list[Any]) -> float:
+def _form(actors: list[Any]) -> float:
     start = time.perf_counter()
     group = rtr.init_group(actors)
     took = time.perf_counter() - start
@@ -38,20 +38,19 @@ def _forming(actors: list[Any]) -> float:
 
 
 def main(quick: bool = False) -> None:
-    start_ray()
-    sizes = SIZES[:1] if quick else SIZES
-    actors = [Idler.remote() for _ in range(max(sizes))]
-    try:
+    with local_ray():
+        sizes = SIZES[:1] if quick else SIZES
+        actors = [Idler.remote() for _ in range(max(sizes))]
         ray.get([actor.alive.remote() for actor in actors])
         first, again = {}, {}
         done = 0
-        for size in sizes:  # the first group of a process also starts its torchrpc agent
+        for size in sizes:  # a process's first group also starts its torchrpc agent
             fresh = actors[done : done + size] if done + size <= len(actors) else None
             if fresh:
-                first[size] = _forming(fresh)
+                first[size] = _form(fresh)
                 done += size
         for size in sizes:
-            again[size] = statistics.median(_forming(actors[:size]) for _ in range(3 if quick else 7))
+            again[size] = statistics.median(_form(actors[:size]) for _ in range(3 if quick else 7))
         limits = {8: 0.5, 16: None, 32: 2.0}
         rows = [
             Row(f"{size} members", took, limits[size] or 1.0, "s", "limit", 1.0 if limits[size] else None)
@@ -62,12 +61,10 @@ def main(quick: bool = False) -> None:
             rows.append(Row("growth from 8 to 32", again[32], again[8] * 4, "s", "linear growth", 1.0))
         show("init_group of living actors (medians)", rows)
         _idle(actors, quick)
-    finally:
-        ray.shutdown()
 
 
 def _idle(actors: list[Any], quick: bool) -> None:
-    """CPU time of members that do nothing, beside the same actors outside a group, over the same seconds."""
+    """Compare the CPU time of idle members with that of the same actors outside a group."""
     window = 2.0 if quick else 5.0
 
     def spent() -> float:
@@ -83,7 +80,3 @@ def _idle(actors: list[Any], quick: bool) -> None:
         joined = spent()
     share = 100 / window / len(actors)
     print(f"  idle CPU per actor: {alone * share:.2f} % of a core outside a group, {joined * share:.2f} % inside")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,5 +1,6 @@
-"""What ``runtime_env()`` is worth to large CPU tensors: the same calls between actors that were started with it and
-without it. One way plus an acknowledgement; the receiver takes every tensor into fresh memory and drops it again.
+"""Effect of ``runtime_env()`` on large CPU tensors: the same calls between actors started with and without it.
+
+One way plus an acknowledgement; the receiver allocates new memory for every tensor and frees it.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from benchmarks._harness import Row, show, start_ray
+from benchmarks._harness import Row, local_ray, show
 
 SIZES = {10_000_000: 30, 40_000_000: 30, 640_000_000: 6}
-#: Calls from one sender to one receiver before it is the next two's turn.
+#: Consecutive calls of one pair of actors.
 BLOCK = 3
 
 TORCHRPC = ("socket", "torchrpc")
-#: By which road. The second is how torchrpc sends between hosts, here over loopback.
-ROADS = {
+#: The routes. The second is torchrpc's route between hosts, here over loopback.
+ROUTES = {
     "torchrpc": rtr.GroupConfig(lanes=TORCHRPC),
     "its TCP": rtr.GroupConfig(lanes=TORCHRPC, transports=("uv",), channels=("mpt_uv", "basic")),
     "shm": rtr.GroupConfig(),
 }
-#: Who has the environment. The last is what all the others are compared with.
+#: Which actors have the environment; the last case is the baseline.
 WITH = {"both": "Hh", "receiver only": "Ph", "sender only": "Hp", "neither": "Pp"}
 
 
@@ -45,7 +46,7 @@ class Peer:
         if self.tensor.nbytes != size:
             self.tensor = torch.ones(size // 4)
         tensor, direct = self.tensor, rtr.rpc_sync(receiver)
-        direct.take(tensor)  # caches are as after a call of the same kind
+        direct.take(tensor)  # warms the caches with a call of the same kind
         seconds = []
         for _ in range(repeats):
             start = time.perf_counter()
@@ -58,37 +59,30 @@ def main(quick: bool = False) -> None:
     enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     mode = enabled.read_text().strip() if enabled.exists() else "missing"
     print(f"  {enabled}: {mode}")
-    start_ray()
-    try:
-        rows = [row for name in ROADS for row in _road(name, quick, matters="[madvise]" in mode)]
-    finally:
-        ray.shutdown()
+    with local_ray():
+        rows = [row for name in ROUTES for row in _route(name, quick, matters="[madvise]" in mode)]
     show("runtime_env(): large CPU tensors, one host (medians)", rows)
 
 
-def _road(name: str, quick: bool, matters: bool) -> list[Row]:
-    """Senders P and H, receivers p and h; H and h were started with ``runtime_env()``.
+def _route(name: str, quick: bool, matters: bool) -> list[Row]:
+    """Rows of one route. Senders P and H, receivers p and h; H and h were started with ``runtime_env()``.
 
-    ``matters``: the kernel gives huge pages to those who ask, and to nobody else.
+    ``matters``: the kernel provides huge pages only on request.
     """
     plain, huge = Peer, Peer.options(runtime_env=rtr.runtime_env())
     actors = {"P": plain.remote(), "H": huge.remote(), "p": plain.remote(), "h": huge.remote()}
     rows = []
-    with rtr.init_group(actors, config=ROADS[name]):
+    with rtr.init_group(actors, config=ROUTES[name]):
         for size, repeats in SIZES.items():
-            seconds: dict[str, list[float]] = {who: [] for who in WITH}
+            seconds: dict[str, list[float]] = {case: [] for case in WITH}
             for _ in range(0, repeats, BLOCK):
-                for who, (sender, receiver) in WITH.items():
-                    seconds[who] += ray.get(actors[sender].send.remote(receiver, size, 1 if quick else BLOCK))
-            ms = {who: statistics.median(values) * 1e3 for who, values in seconds.items()}
-            for who in list(WITH)[:-1]:
-                target = 0.7 if matters and name != "shm" and who == "both" and size > 1e8 else None
-                what = f"{name}, {size / 1e6:g} MB, {who}"
-                rows.append(Row(what, ms[who], ms["neither"], "ms", "neither was started with it", target))
+                for case, (sender, receiver) in WITH.items():
+                    seconds[case] += ray.get(actors[sender].send.remote(receiver, size, 1 if quick else BLOCK))
+            ms = {case: statistics.median(values) * 1e3 for case, values in seconds.items()}
+            for case in list(WITH)[:-1]:
+                target = 0.7 if matters and name != "shm" and case == "both" and size > 1e8 else None
+                what = f"{name}, {size / 1e6:g} MB, {case}"
+                rows.append(Row(what, ms[case], ms["neither"], "ms", "neither started with it", target))
     for actor in actors.values():
         ray.kill(actor)
     return rows
-
-
-if __name__ == "__main__":
-    main()

@@ -19,7 +19,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from benchmarks._harness import Row, interleaved, show, start_ray
+from benchmarks._harness import Row, interleaved, local_ray, show
 from benchmarks._objectref_transports import EmptyTransport, Load, Transport
 from raytorchrpc.bench.tables import Table, plain
 
@@ -39,8 +39,7 @@ QUICK_STORE = 40_000_000
 def main(quick: bool = False) -> None:
     ray.experimental.register_tensor_transport("EMPTY", ["cpu", "cuda"], EmptyTransport, torch.Tensor)
     rtr.rdt.enable()
-    start_ray()
-    try:
+    with local_ray():
         _cpu(quick)
         gpus = _gpus()
         if len(gpus) == 1 or (gpus and not quick):
@@ -49,8 +48,6 @@ def main(quick: bool = False) -> None:
             _two_gpus(quick, gpus)
         else:
             print(f"  CUDA tensors between two GPUs: not run, there are {len(gpus)}")
-    finally:
-        ray.shutdown()
 
 
 def _cpu(quick: bool) -> None:
@@ -178,7 +175,3 @@ def _show(
         if peer != OURS and peer in seconds
     ]
     show(f"{title}: {OURS} against the others", rows)
-
-
-if __name__ == "__main__":
-    main()

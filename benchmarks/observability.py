@@ -17,9 +17,9 @@ from typing import Any
 import ray
 
 import raytorchrpc as rtr
-from benchmarks._harness import Row, show, start_ray
+from benchmarks._harness import Row, local_ray, show
 
-#: Calls of one pair before it is the next one's turn.
+#: Consecutive calls of one pair.
 BLOCK = 100
 HERE = str(Path(__file__).resolve().parents[1])
 
@@ -47,18 +47,18 @@ class Pair:
     """Two actors in a group of their own."""
 
     def __init__(self, name: str, folder: str = HERE, **config: Any) -> None:
-        """``folder``: the checkout that they run."""
+        """``folder``: the checkout that the actors import."""
         options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": folder}}}
         self.name, self.folder, self.config = name, folder, rtr.GroupConfig(**config)
         self.caller, self.callee = (ray.remote(cls).options(**options).remote() for cls in (Caller, Callee))
 
     def form(self) -> None:
-        """Join them; in a step of its own, so that all actors start at once."""
+        """Form the group; separate from ``__init__``, so that all actors start at once."""
         members = {"caller": self.caller, "callee": self.callee}
         self.group = rtr.init_group(members, name=self.name, config=self.config)
         runs = ray.get(self.caller.runs.remote())
         if Path(runs) != Path(self.folder):
-            raise SystemExit(f"its members run {runs} and not {self.folder}")
+            raise SystemExit(f"the members import {runs} instead of {self.folder}")
         self.calls(500)
 
     def calls(self, count: int) -> list[float]:
@@ -69,7 +69,7 @@ class Pair:
 def main(quick: bool = False, against: str | None = None) -> None:
     with tempfile.TemporaryDirectory() as elsewhere:
         before = os.getcwd()
-        os.chdir(elsewhere)  # Ray has workers look for modules where the driver stands, before PYTHONPATH
+        os.chdir(elsewhere)  # workers search the driver's folder before PYTHONPATH
         try:
             _measure(quick, against)
         finally:
@@ -77,8 +77,7 @@ def main(quick: bool = False, against: str | None = None) -> None:
 
 
 def _measure(quick: bool, against: str | None) -> None:
-    start_ray()
-    try:
+    with local_ray():
         off, metrics = Pair("off"), Pair("metrics", metrics_period_s=1.0)
         pairs = {"metrics_period_s=1": metrics}
         if against is not None:
@@ -100,16 +99,14 @@ def _measure(quick: bool, against: str | None) -> None:
         ]
         if against is not None:
             rows.append(Row("empty call, all off", median["off"], median["other checkout"], "us", against, 1.02))
-        show("What seeing costs an empty call (medians)", rows)
+        show("Cost of metrics and tracing for an empty call (medians)", rows)
         for pair in (off, *pairs.values()):
             pair.group.shutdown()
-    finally:
-        ray.shutdown()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer calls")
-    parser.add_argument("--against", help="folder of another checkout")
+    parser.add_argument("--against", help="folder of another checkout to compare with")
     options = parser.parse_args()
     main(options.quick, options.against)

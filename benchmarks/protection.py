@@ -1,7 +1,7 @@
-"""What it costs to protect a connection over TCP: bare frames, authenticated ones (the default), and TLS.
+"""Cost of protecting a TCP connection: bare frames, authenticated ones (the default), and TLS.
 
-Two processes on loopback, one lane each, every way in the same run. Bare frames are there for comparison: no setting of
-a group turns protection off on TCP.
+Two processes on loopback with one lane each; all modes run alternately. Bare frames are for comparison only: no setting
+turns protection off on TCP.
 """
 
 from __future__ import annotations
@@ -23,40 +23,42 @@ from raytorchrpc.lanes.socket.lane import SocketLane
 from raytorchrpc.tensors.codec import Encoded
 
 SECRET = bytes(32)
-#: Payload in bytes, repeats, and the lane that carries it between hosts where torchrpc is left out.
+#: Payload in bytes, repeats, and the lane that carries it between hosts without torchrpc.
 SIZES = ((0, 1000, SocketLane), (20_000, 500, SocketLane), (10_000_000, 20, NngLane))
-WAYS = ("unix", "bare", "authenticated", "tls")
+MODES = ("unix", "bare", "authenticated", "tls")
 
 
-def _lane(kind: type[Any], way: str, rank: int, tls: bytes, serve: Callable[[Message, Reply], None]) -> tuple[Any, Any]:
-    credentials = Credentials(SECRET, rank, tls=tls if way == "tls" else None)
-    by_tcp = frozenset() if way == "unix" else frozenset({"a", "b"})
+def _lane(
+    kind: type[Any], mode: str, rank: int, tls: bytes, serve: Callable[[Message, Reply], None]
+) -> tuple[Any, Any]:
+    credentials = Credentials(SECRET, rank, tls=tls if mode == "tls" else None)
+    by_tcp = frozenset() if mode == "unix" else frozenset({"a", "b"})
     lane: MessageLane = kind("ab"[rank], credentials, tcp_host="127.0.0.1" if by_tcp else None, by_tcp=by_tcp)
     return lane, lane.open(serve, lambda work: work())
 
 
-def _bare(way: str) -> None:
-    """Take protection off the connections that are made from now on, in this process."""
-    protection.Tagged = (lambda keys: None) if way == "bare" else _TAGGED  # type: ignore[assignment,misc]
+def _bare(mode: str) -> None:
+    """Remove protection from this process's future connections."""
+    protection.Tagged = (lambda keys: None) if mode == "bare" else _TAGGED  # type: ignore[assignment,misc]
 
 
 _TAGGED = protection.Tagged
 
 
 def _serve(pipe: Connection, tls: bytes) -> None:
-    """The callee: opens a lane for each (kind, way) that it is sent, and answers with nothing."""
+    """The callee: opens a lane for each (kind, mode) it receives, and sends empty replies."""
 
     def answer(message: Message, reply: Reply) -> None:
         reply(Message((), Encoded(b"", (), (), 0)))
 
     lanes = []
     while (asked := pipe.recv()) is not None:
-        kind, way = asked
-        _bare(way)
-        lane, address = _lane(kind, way, 1, tls, answer)
+        kind, mode = asked
+        _bare(mode)
+        lane, address = _lane(kind, mode, 1, tls, answer)
         lanes.append(lane)
         pipe.send(address)
-        pipe.recv()  # its connection is made
+        pipe.recv()  # the caller has connected
     for lane in lanes:
         lane.close()
 
@@ -73,11 +75,11 @@ def main(quick: bool = False) -> None:
             message = Message((), Encoded(b"", tensors, (), 0))
             runs: dict[str, Callable[[], object]] = {}
             lanes = []
-            for way in WAYS:
-                mine.send((kind, way))
+            for mode in MODES:
+                mine.send((kind, mode))
                 address = mine.recv()
-                _bare(way)
-                lane, _ = _lane(kind, way, 0, tls, lambda message, reply: None)
+                _bare(mode)
+                lane, _ = _lane(kind, mode, 0, tls, lambda message, reply: None)
                 lane.connect([PeerAddress("b", address)])
                 lanes.append(lane)
 
@@ -88,21 +90,17 @@ def main(quick: bool = False) -> None:
 
                 call()
                 mine.send("connected")
-                runs[way] = call
+                runs[mode] = call
             took = interleaved(runs, repeats // 10 if quick else repeats)
             for lane in lanes:
                 lane.close()
             rows += [
-                Row(f"{way}, {size / 1e3:g} kB, {kind.name}", took[way] * 1e3, took["bare"] * 1e3, "ms", "bare TCP")
-                for way in WAYS
-                if way != "bare"
+                Row(f"{mode}, {size / 1e3:g} kB, {kind.name}", took[mode] * 1e3, took["bare"] * 1e3, "ms", "bare TCP")
+                for mode in MODES
+                if mode != "bare"
             ]
     finally:
         mine.send(None)
         callee.join(20)
         callee.kill()
-    show("One call with a CPU tensor, by how its connection is protected (loopback, medians)", rows)
-
-
-if __name__ == "__main__":
-    main()
+    show("One call with a CPU tensor by protection of the connection (loopback, medians)", rows)

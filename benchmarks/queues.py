@@ -1,6 +1,4 @@
-"""Queues between two actors of one host, against ``ray.util.queue.Queue`` with the same items: small ones, one by one
-and batched, and large CPU tensors.
-"""
+"""Queues between two actors of one host against ``ray.util.queue.Queue``: small items, batches, large CPU tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import torch
 from ray.util.queue import Queue as RayQueue
 
 import raytorchrpc as rtr
-from benchmarks._harness import Row, show, start_ray
+from benchmarks._harness import Row, local_ray, show
 
 #: (what, bytes of a tensor (0: a small dict), items, items in a batch, target).
 CASES = [
@@ -22,7 +20,7 @@ CASES = [
     ("20 KB tensors, batches of 50", 20_000, 2_000, 50, 0.2),
     ("40 MB tensors", 40_000_000, 20, 1, 0.2),
 ]
-#: Ray's queue takes so long that it gets fewer (items), and its time is scaled.
+#: Ray's slower queue gets a fraction of the items, and its time is scaled.
 RAYS_SHARE = {0: 20, 20_000: 4, 40_000_000: 2}
 
 
@@ -51,7 +49,7 @@ class End:
             if batch == 1:
                 queue.get()
                 taken += 1
-            elif isinstance(queue, RayQueue):  # its batches have to be there whole
+            elif isinstance(queue, RayQueue):  # it needs complete batches
                 there = min(batch, queue.qsize(), count - taken)
                 taken += len(queue.get_nowait_batch(there) if there else [queue.get()])
             else:
@@ -60,7 +58,7 @@ class End:
         return time.perf_counter() - began
 
     def calls(self, peer: Any, size: int, count: int) -> float:
-        """Seconds for the same by calls: the lane's speed."""
+        """Seconds for the same tensors by direct calls: the speed of the lane."""
         tensor, direct = torch.ones(size // 4), rtr.rpc_sync(peer)
         direct.take(tensor)
         start = time.perf_counter()
@@ -70,24 +68,23 @@ class End:
 
 
 def seconds(producer: Any, consumer: Any, queue: Any, size: int, count: int, batch: int) -> float:
-    """What ``count`` items take."""
+    """Seconds for ``count`` items."""
     gets = consumer.get.remote(queue, count, batch)
     ray.get(producer.put.remote(queue, size, count, batch))
     return float(ray.get(gets))
 
 
 def main(quick: bool = False) -> None:
-    start_ray()
-    producer, consumer = End.remote(), End.remote()
-    rows, rates = [], []
-    try:
+    with local_ray():
+        producer, consumer = End.remote(), End.remote()
+        rows, rates = [], []
         with rtr.init_group({"producer": producer, "consumer": consumer}):
             for what, size, count, batch, target in CASES:
                 share = RAYS_SHARE[size]
                 took: dict[str, list[float]] = {"consumer": [], "producer": [], "ray": [], "calls": []}
                 for turn in range(1 if quick else 3):
                     for home in ("consumer", "producer"):
-                        # A large item waits where it arrived, so that its memory is used again soon.
+                        # A short queue reuses the memory of large items sooner.
                         maxsize = 4 if size >= 1_000_000 else 2 * max(batch, 500)
                         queue = rtr.Queue(f"{what} {home} {turn}", home=home, maxsize=maxsize)
                         took[home].append(seconds(producer, consumer, queue, size, count, batch))
@@ -96,18 +93,12 @@ def main(quick: bool = False) -> None:
                     plain.shutdown(force=True)
                     if size >= 1_000_000:
                         took["calls"].append(ray.get(producer.calls.remote("consumer", size, count)))
-                ms = {road: statistics.median(values) * 1e3 / count for road, values in took.items() if values}
+                ms = {path: statistics.median(values) * 1e3 / count for path, values in took.items() if values}
                 rows.append(Row(f"{what}, home: consumer", ms["consumer"], ms["ray"], "ms", "ray.util.queue", target))
                 rows.append(Row(f"{what}, home: producer", ms["producer"], ms["ray"], "ms", "ray.util.queue", target))
                 if "calls" in ms:
                     rows.append(Row(f"{what}, home: consumer", ms["consumer"], ms["calls"], "ms", "direct calls"))
                 rates.append((what, 1e3 / ms["consumer"], 1e3 / ms["producer"], 1e3 / ms["ray"]))
-    finally:
-        ray.shutdown()
     show("Queues between two actors of one host (medians, for one item)", rows)
     for what, at_consumer, at_producer, plain in rates:
         print(f"  {what:<32}{at_consumer:>10.0f} items/s, home at the producer {at_producer:>9.0f}, Ray {plain:>8.0f}")
-
-
-if __name__ == "__main__":
-    main()

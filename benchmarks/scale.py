@@ -1,9 +1,8 @@
-"""How a group grows: seconds, memory and bytes for more and more members on this host, and what follows for 1,000.
+"""How the cost of a group grows: seconds, memory and bytes by members on this host, extrapolated to 1,000.
 
 ``python -m benchmarks scale [--members 8,16,32,64] [--markdown FILE] [--json FILE] [--hosts-json FILE]``. ``--json``
-keeps the figures, and measures only what it does not have yet; ``--from-json`` measures nothing. ``--hosts-json`` names
-a list of objects, each with "hosts", "members" (of all hosts together) and "seconds" as ``scale_steps.exercise``
-returns them.
+stores the figures and measures only missing ones; ``--from-json`` measures nothing. ``--hosts-json`` names a list of
+objects, each with "hosts", "members" (on all hosts together) and "seconds" as ``scale_steps.exercise`` returns them.
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ import ray
 
 import raytorchrpc as rtr
 from benchmarks import _scale_report
-from benchmarks._harness import machine, start_ray
-from benchmarks.scale_steps import GROUP, PATIENCE_S, Member, exercise
+from benchmarks._harness import local_ray, machine
+from benchmarks._process import footprint
+from benchmarks.scale_steps import GROUP, TIMEOUT_S, Member, exercise
+from raytorchrpc.bench.site import free_memory
 from raytorchrpc.group.participants import current_owner
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.lanes.common.acceptor import SocketAddress
@@ -32,50 +33,25 @@ from raytorchrpc.membership.join import Prepared, Probe
 from raytorchrpc.topology import endpoint, probe
 
 SIZES = (8, 16, 32, 64)
-#: Members of the group that is only planned, and on how many hosts they are.
+#: Members and hosts of the group that is only planned.
 PLANNED = (1000, 16)
-#: Actors that are started at once: more would only wait for each other's imports.
+#: Actors that are started at once; more would only wait for each other's imports.
 _AT_ONCE = 16
-#: Of what the next group is expected to need this much has to be free.
+#: Free memory that the next group requires, relative to its estimated use.
 _MARGIN = 1.1
 
 
-def footprint(*_: Any) -> dict[str, int]:
-    """Bytes of this process alone and with its part of what it shares (PSS); what it has open; its threads."""
-    found = {"private": 0, "pss": 0}
-    with open("/proc/self/smaps_rollup") as file:
-        for line in file:
-            field, _, rest = line.partition(":")
-            if field.startswith("Private_"):
-                found["private"] += int(rest.split()[0]) * 1024
-            elif field == "Pss":
-                found["pss"] = int(rest.split()[0]) * 1024
-    sockets = 0
-    descriptors = os.listdir("/proc/self/fd")
-    for descriptor in descriptors:
-        try:
-            sockets += os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:")
-        except FileNotFoundError:  # the one that listed the directory
-            continue
-    return {
-        **found,
-        "descriptors": len(descriptors),
-        "sockets": sockets,
-        "threads": len(os.listdir("/proc/self/task")),
-    }
-
-
 class Weighed(Member):
-    """Tells what it takes."""
+    """A member that measures itself."""
 
     def weigh(self) -> dict[str, int]:
         return footprint()
 
     def call_neighbours(self) -> None:
         """Call the next member and the one before."""
-        me, everybody = rtr.current_member(), rtr.get_group(GROUP).members
+        me, members = rtr.current_member(), rtr.get_group(GROUP).members
         for step in (1, -1):
-            rtr.rpc_sync(everybody[(me.rank + step) % len(everybody)]).null()
+            rtr.rpc_sync(members[(me.rank + step) % len(members)]).null()
 
 
 def main(
@@ -85,7 +61,7 @@ def main(
     kept: str | None = None,
     hosts: str | None = None,
 ) -> None:
-    """Measure, or read what was kept, and show it; write what is asked for."""
+    """Measure, or read stored figures; print the document and write the requested files."""
     found = json.loads(Path(kept).read_text()) if kept else measure(sizes, Path(keep) if keep else None)
     text = _scale_report.document(found, json.loads(Path(hosts).read_text()) if hosts else [])
     if markdown:
@@ -94,15 +70,14 @@ def main(
 
 
 def measure(sizes: Sequence[int], keep: Path | None = None) -> dict[str, Any]:
-    """All figures, as JSON can keep them. What ``keep`` has already is not measured again, so that each group can have
-    a quiet moment of its own.
+    """All figures, as JSON. Those that ``keep`` already has are not measured again, so that each group can have its own
+    run.
     """
     found: dict[str, Any] = {"groups": []}
     if keep is not None and keep.exists():
         found = json.loads(keep.read_text())
     found |= {"machine": machine(), "left_out": []}
-    start_ray()
-    try:
+    with local_ray():
         steps: list[tuple[str, Callable[[], Any]]] = [("alone", _alone), ("planned", lambda: plan_alone(*PLANNED))]
         for name, step in steps:
             if name not in found:
@@ -120,8 +95,6 @@ def measure(sizes: Sequence[int], keep: Path | None = None) -> dict[str, Any]:
                 break
             found["groups"] = sorted([*found["groups"], _group(size)], key=lambda group: group["members"])
             _keep(keep, found)
-    finally:
-        ray.shutdown()
     return found
 
 
@@ -130,28 +103,15 @@ def _keep(path: Path | None, found: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def free_memory() -> int:
-    """Bytes that this machine, or the container, can still give."""
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise AssertionError("no MemAvailable in /proc/meminfo")
-
-
 def _alone() -> dict[str, float]:
-    """Of actors without torch."""
+    """Memory of actors without torch."""
 
-    class Plain:  # not by name from this module: that would import torch
+    class Plain:  # defined here, because importing this module would import torch
         def weigh(self) -> dict[str, int]:
-            with open("/proc/self/smaps_rollup") as file:
-                fields = [line.split() for line in file]
-            sizes = {field: int(rest[0]) * 1024 for field, *rest in fields[1:]}
-            private = sum(size for field, size in sizes.items() if field.startswith("Private_"))
-            return {"private": private, "pss": sizes["Pss:"]}
+            return footprint()
 
     actors = [ray.remote(num_cpus=0)(Plain).remote() for _ in range(4)]
-    found = _medians(ray.get([actor.weigh.remote() for actor in actors], timeout=PATIENCE_S))
+    found = _medians(ray.get([actor.weigh.remote() for actor in actors], timeout=TIMEOUT_S))
     _end(actors)
     return found
 
@@ -161,18 +121,18 @@ def _group(size: int) -> dict[str, Any]:
     actors: list[Any] = []
     while len(actors) < size:
         actors += (some := [cls.remote() for _ in range(min(_AT_ONCE, size - len(actors)))])
-        ray.get([actor.pid.remote() for actor in some], timeout=PATIENCE_S)
+        ray.get([actor.pid.remote() for actor in some], timeout=TIMEOUT_S)
     weights: dict[str, dict[str, float]] = {}
     sent: dict[str, int] = {}
 
     def weigh(stage: str) -> None:
-        weights[stage] = _medians(ray.get([actor.weigh.remote() for actor in actors], timeout=PATIENCE_S))
+        weights[stage] = _medians(ray.get([actor.weigh.remote() for actor in actors], timeout=TIMEOUT_S))
 
     def between(stage: str, group: rtr.Group) -> None:
         weigh(stage)
         if stage == "formed":
             sent.update(_sent(group))
-            ray.get([actor.call_neighbours.remote() for actor in actors], timeout=PATIENCE_S)
+            ray.get([actor.call_neighbours.remote() for actor in actors], timeout=TIMEOUT_S)
             weigh("neighbours")
 
     weigh("before")
@@ -182,14 +142,14 @@ def _group(size: int) -> dict[str, Any]:
 
 
 def _end(actors: Sequence[Any]) -> None:
-    """Blocks until their processes are gone, so that the next group finds their memory free."""
-    pids = ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in actors], timeout=PATIENCE_S)
+    """Kill actors and wait until their processes have exited, which frees their memory."""
+    pids = ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in actors], timeout=TIMEOUT_S)
     for actor in actors:
         ray.kill(actor, no_restart=True)
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         if time.monotonic() > deadline:
-            raise TimeoutError("actors that were killed are still there")
+            raise TimeoutError("killed actors have not exited")
         time.sleep(0.05)
 
 
@@ -198,7 +158,7 @@ def _medians(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.median(row[name] for row in listed) for name in listed[0]}
 
 
-# --- what whoever forms the group sends ------------------------------------------------------------------------
+# --- bytes sent by the process that forms the group --------------------------------------------------------------
 
 
 def _sent(group: rtr.Group) -> dict[str, int]:
@@ -207,7 +167,7 @@ def _sent(group: rtr.Group) -> dict[str, int]:
 
 
 def sizes_of(roster: Roster, prepared: Mapping[str, Prepared]) -> dict[str, int]:
-    """Bytes to all members together: as they form, and as one of them comes back."""
+    """Bytes sent to all members together: to form the group, and when one member rejoins."""
     info, first = roster.info(prepared), next(iter(roster.seats))
     tables = {name: roster.table(name, info, prepared, 60) for name in roster.seats}
     specs = {name: roster.spec(name) for name in roster.seats}
@@ -223,7 +183,7 @@ def _size(value: Any) -> int:
 
 
 def plan_alone(members: int, hosts: int) -> dict[str, float]:
-    """What the process that forms a group does by itself, for members that only exist on paper: copies of this one."""
+    """Time and bytes of the process that forms a group, for simulated members: copies of this one."""
     me = probe.probe(name="member", node_ip="10.0.0.1", wants_gpu=False)
     probes, prepared = {}, {}
     for rank in range(members):

@@ -1,6 +1,6 @@
-"""What a group goes through as it grows: forming, everybody calling everybody, deaths, returns, the end; timed.
+"""The timed life of a group: formation, calls between all members, deaths, rejoins, shutdown.
 
-For any placement of the actors: ``benchmarks/scale.py`` has them on one host, ``tests/multihost`` on several.
+Works with actors on one host (``benchmarks/scale.py``) and on several (``tests/multihost``).
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import ray
 from ray.exceptions import RayActorError
 
 import raytorchrpc as rtr
+from benchmarks._process import footprint
 from raytorchrpc.group.supervisor import Change
 
-#: No single step may take longer (seconds).
-PATIENCE_S = 120.0
-#: What the group is called.
+#: Timeout of each step (seconds).
+TIMEOUT_S = 120.0
+#: The group's name.
 GROUP = "scale"
 
 
 class Member:
-    """Any actor that has these methods will do; restarted by Ray (``max_restarts``) after its death."""
+    """A member of the group; Ray restarts it (``max_restarts``). Other actors with these methods work too."""
 
     @rtr.method(concurrent=True)
     def null(self) -> None:
@@ -41,7 +42,7 @@ class Member:
         return rtr.current_member().rank
 
     def call_all(self) -> tuple[int, float]:
-        """Call every other member once, all at once; returns how many, and the seconds from the first to the last."""
+        """Call every other member once, concurrently; returns the number of calls and their seconds."""
         me, began = rtr.current_member(), time.monotonic()
         calls = [rtr.rpc_async(peer).null() for peer in rtr.get_group(GROUP).members if peer.rank != me.rank]
         for call in calls:
@@ -49,20 +50,11 @@ class Member:
         return len(calls), time.monotonic() - began
 
     def await_everybody(self) -> None:
-        rtr.get_group(GROUP).wait_ready(PATIENCE_S)
+        rtr.get_group(GROUP).wait_ready(TIMEOUT_S)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of this process alone (``Private_*`` of smaps_rollup), its open descriptors and its threads."""
-        private = 0
-        with open("/proc/self/smaps_rollup") as file:
-            for line in file:
-                if line.startswith("Private_"):
-                    private += int(line.split()[1]) * 1024
-        return {
-            "private": private,
-            "descriptors": len(os.listdir("/proc/self/fd")),
-            "threads": len(os.listdir("/proc/self/task")),
-        }
+        """See ``footprint``."""
+        return footprint()
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -73,26 +65,25 @@ def exercise(
     config: rtr.GroupConfig | None = None,
     between: Callable[[str, rtr.Group], object] = lambda stage, group: None,
 ) -> dict[str, float]:
-    """Take living actors of ``Member`` (with ``max_restarts``) through all steps; returns the seconds of each.
+    """Run all steps with live ``Member`` actors (with ``max_restarts``); returns the seconds of each.
 
-    form: ``init_group``. first_calls: everybody calls everybody, which also makes all connections. calls: again, with
-    the connections there. lost: from the kill of every tenth member to the last ``on_change`` of it. ray_back: to when
-    Ray has the last of them alive again, rejoin: from there to ``wait_ready``. calls_after: everybody calls everybody
-    again. shutdown: ``Group.shutdown``. ``between`` is called with "formed" before anybody has called anybody, and with
-    "talked" after that; what it takes is in none of the figures. Raises whatever fails; then the group is shut down
-    too.
+    form: ``init_group``. first_calls: every member calls every other, which also opens all connections. calls: again,
+    over open connections. lost: from the kill of every tenth member to the last ``on_change`` about it. ray_back: until
+    Ray has restarted the last of them. rejoin: from there to ``wait_ready``. calls_after: every member calls every
+    other again. shutdown: ``Group.shutdown``. ``between`` is called with "formed" before the first call and with
+    "talked" after the calls; its time is not counted. Raises what a step raises, after shutting the group down.
     """
     took: dict[str, float] = {}
     news: queue.SimpleQueue[tuple[float, Change]] = queue.SimpleQueue()
-    _all(actor.pid.remote() for actor in actors)  # they have started
+    _all(actor.pid.remote() for actor in actors)  # wait until they have started
     began = time.monotonic()
-    group = rtr.init_group(actors, name=GROUP, config=config, timeout_s=PATIENCE_S)
+    group = rtr.init_group(actors, name=GROUP, config=config, timeout_s=TIMEOUT_S)
     took["form"] = time.monotonic() - began
     try:
         group.on_change(lambda change: news.put((time.monotonic(), change)))
         between("formed", group)
-        took["first_calls"] = _everybody(actors)
-        took["calls"] = _everybody(actors)
+        took["first_calls"] = _call_all_pairs(actors)
+        took["calls"] = _call_all_pairs(actors)
         between("talked", group)
         doomed = list(actors[::10])
         names = {group.members[rank].name for rank in range(0, len(actors), 10)}
@@ -105,23 +96,23 @@ def exercise(
             _await_restart(actor)
         alive = time.monotonic()
         took["ray_back"] = alive - began
-        group.wait_ready(PATIENCE_S)
+        group.wait_ready(TIMEOUT_S)
         took["rejoin"] = time.monotonic() - alive
         for member in group.members:
             if member.incarnation != before[member.name] + (member.name in names):
-                raise AssertionError(f"{member} is not who it should be after its restart")
+                raise AssertionError(f"{member} has the wrong incarnation after its restart")
         _all(actor.await_everybody.remote() for actor in actors)
-        took["calls_after"] = _everybody(actors)
+        took["calls_after"] = _call_all_pairs(actors)
     finally:
         began = time.monotonic()
-        group.shutdown(PATIENCE_S)
+        group.shutdown(TIMEOUT_S)
         took["shutdown"] = time.monotonic() - began
     return took
 
 
 def _await(news: queue.SimpleQueue[tuple[float, Change]], kind: str, names: set[str]) -> float:
-    """When the last of these was told."""
-    left, until = set(names), time.monotonic() + PATIENCE_S
+    """The time when the last of these changes was reported."""
+    left, until = set(names), time.monotonic() + TIMEOUT_S
     while True:
         when, change = news.get(timeout=max(0.0, until - time.monotonic()))
         if change.kind == kind:
@@ -131,20 +122,20 @@ def _await(news: queue.SimpleQueue[tuple[float, Change]], kind: str, names: set[
 
 
 def _await_restart(actor: Any) -> None:
-    """Until Ray has it alive again; before that calls may fail, or wait."""
-    until = time.monotonic() + PATIENCE_S
+    """Wait until Ray has restarted the actor; until then calls may fail or block."""
+    until = time.monotonic() + TIMEOUT_S
     while True:
         try:
-            ray.get(actor.pid.remote(), timeout=PATIENCE_S)
+            ray.get(actor.pid.remote(), timeout=TIMEOUT_S)
             return
         except RayActorError:
             if time.monotonic() > until:
                 raise
-            threading.Event().wait(0.02)  # Ray offers nothing to wait on
+            threading.Event().wait(0.02)  # Ray has no event to wait for
 
 
-def _everybody(actors: Sequence[Any]) -> float:
-    """Seconds until everybody has called everybody, Ray's own calls included."""
+def _call_all_pairs(actors: Sequence[Any]) -> float:
+    """Seconds until every member has called every other, including Ray's own calls."""
     began = time.monotonic()
     for count, _ in _all(actor.call_all.remote() for actor in actors):
         if count != len(actors) - 1:
@@ -153,4 +144,4 @@ def _everybody(actors: Sequence[Any]) -> float:
 
 
 def _all(references: Any) -> list[Any]:
-    return ray.get(list(references), timeout=PATIENCE_S)  # type: ignore[no-any-return]
+    return ray.get(list(references), timeout=TIMEOUT_S)  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
-"""Many calls of mixed kinds and sizes between four actors, and what is left of them: memory, descriptors, threads.
+"""Many calls of mixed kinds and sizes between four actors, and the resources that they leave in use.
 
-Each actor calls the three others all the while. After the first hundredth of the calls, and again at the end, they
-come to rest: every Future is dropped, every late answer has come, garbage is collected. Then what each holds is
-compared. What grew by more than a pool that has a limit fails the run, and so does one wrong byte.
+Each actor calls the three others. After the first hundredth of the calls, and again at the end, all come to rest: every
+Future is dropped, every late reply has arrived, garbage is collected. The run fails if a resource grew beyond the limit
+of its pool, or if a single byte was wrong.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 import ray
 
 import raytorchrpc as rtr
-from benchmarks._harness import start_ray
+from benchmarks._harness import local_ray
 from benchmarks._resources import Held
 from benchmarks._soak_members import AsyncSoaker, Soaker
+from raytorchrpc.bench.tables import Table, plain
 from raytorchrpc.lanes.cuda_ipc.lane import MAPPINGS
 
 CALLS, QUICK_CALLS = 1_000_000, 20_000
@@ -30,7 +31,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Limit:
-    """How much one number may have grown, and why that much."""
+    """How much one resource may grow, and why."""
 
     what: str
     of: Callable[[Held], int]
@@ -44,24 +45,32 @@ LIMITS = (
         "anonymous memory, MiB",
         lambda held: held.anonymous,
         8 * MIB,
-        "holes in the heap that follow no call; 35 bytes a call would be as much",
+        "heap fragmentation that does not depend on calls; a leak of 35 bytes per call is as much",
         unit=MIB,
     ),
     Limit("file descriptors", lambda held: held.fds, 0, "none is opened after the first calls"),
     Limit("threads", lambda held: held.threads, 16, "as many workers as ran at once in the last 30 s; four listeners"),
-    Limit("arena bytes out", lambda held: held.arena_used, 0, "at rest nobody holds any"),
-    Limit("calls under way", lambda held: held.in_flight, 0, "at rest there is none"),
-    Limit("results kept", lambda held: held.outbox, 0, "at rest there is none"),
-    Limit("alarms", lambda held: held.alarms, 64, "cancelled ones are swept out when there are more than 64"),
+    Limit("arena bytes out", lambda held: held.arena_used, 0, "none is in use at rest"),
+    Limit("calls in flight", lambda held: held.in_flight, 0, "there are none at rest"),
+    Limit("results kept", lambda held: held.outbox, 0, "there are none at rest"),
+    Limit("alarms", lambda held: held.alarms, 64, "cancelled ones are removed when there are more than 64"),
     Limit("objects of the package", lambda held: held.objects, 0, "a call leaves none"),
-    Limit("GPU segments mapped", lambda held: held.mapped, MAPPINGS, "one for each that a peer's allocator has made"),
-    Limit("GPU memory in use, MiB", lambda held: held.gpu_allocated, 0, "at rest nobody holds any", unit=MIB),
+    Limit("GPU segments mapped", lambda held: held.mapped, MAPPINGS, "one per segment of a peer's allocator"),
+    Limit("GPU memory in use, MiB", lambda held: held.gpu_allocated, 0, "none is in use at rest", unit=MIB),
 )
+#: Shown, but allowed to grow.
+UNLIMITED: dict[str, Callable[[Held], int]] = {
+    "RSS": lambda held: held.rss,
+    "PSS": lambda held: held.pss,
+    "USS": lambda held: held.uss,
+    "arena touched": lambda held: held.arena_pages,
+    "GPU reserved": lambda held: held.gpu_reserved,
+}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a soak found."""
+    """The result of a soak."""
 
     calls: int
     seconds: float
@@ -70,11 +79,11 @@ class Verdict:
     before: dict[str, Held]
     after: dict[str, Held]
     restless: tuple[str, ...]
-    """Members that did not come to rest, and with what."""
+    """Members that did not come to rest, with what remained in use."""
 
     @property
     def grown(self) -> list[str]:
-        """What grew more than it may, in words."""
+        """The resources that grew beyond their limits, as text."""
         found = []
         for name, after in self.after.items():
             for limit in LIMITS:
@@ -90,18 +99,18 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Nothing wrong, nothing left, nothing grown."""
+        """True if nothing was wrong, remained in use, or grew."""
         return not (self.wrong or self.restless or self.grown)
 
 
 def warm_up(calls: int) -> int:
-    """Calls before the first measurement: a hundredth, but enough to have seen every kind, as far as that goes."""
+    """Calls before the first measurement: a hundredth, but if possible enough for every kind of call."""
     return max(calls // 100, min(10_000, calls // 4))
 
 
 @contextmanager
 def members() -> Iterator[dict[str, Any]]:
-    """Four actors that are in a group: two that run a method at a time, a threaded one, an async one."""
+    """A group of four actors: two plain ones, a threaded one and an async one."""
     share = min(1.0, ray.cluster_resources().get("GPU", 0) / 4)
     share = share if share == 1 else int(share * 100) / 100
     plain = ray.remote(num_cpus=0, num_gpus=share)
@@ -120,7 +129,7 @@ def members() -> Iterator[dict[str, Any]]:
 
 
 def soak(calls: int, seed: int = 1, rounds: int = 20, progress: Callable[[str], None] = lambda _: None) -> Verdict:
-    """Make about that many calls in all; Ray runs already. Blocks for the whole soak."""
+    """Make about that many calls in total, on an initialised Ray. Blocks for the whole soak."""
     first = warm_up(calls)
     with members() as made:
         started = time.monotonic()
@@ -146,7 +155,7 @@ def soak(calls: int, seed: int = 1, rounds: int = 20, progress: Callable[[str], 
 
 
 def _round(made: dict[str, Any], calls: int, seed: int) -> Iterator[str]:
-    """All call all; then all come to rest. Yields who does not."""
+    """All members call each other, then come to rest. Yields those that do not."""
     ray.get([actor.drive.remote(calls // len(made), seed, THREADS) for actor in made.values()])
     settled = ray.get([actor.settle.remote(SETTLE_S) for actor in made.values()], timeout=2 * SETTLE_S)
     yield from (f"{name}: {text}" for name, text in zip(made, settled, strict=True) if text)
@@ -175,37 +184,23 @@ def _line(calls: int, started: float, now: dict[str, Held], scores: list[tuple[i
 
 def table(verdict: Verdict) -> str:
     """What each member held after the first calls -> at the end."""
-    names = list(verdict.after)
-    lines = [f"  {'':<24}" + "".join(f"{name:>18}" for name in names) + f"{'may grow':>10}   because"]
-    for limit in LIMITS:
-        cells = (
-            f"{limit.of(verdict.before[name]) / limit.unit:.4g} -> {limit.of(verdict.after[name]) / limit.unit:.4g}"
-            for name in names
-        )
-        grown = any(limit.of(verdict.after[name]) - limit.of(verdict.before[name]) > limit.growth for name in names)
-        lines.append(
-            f"  {limit.what:<24}" + "".join(f"{cell:>18}" for cell in cells) + f"{limit.growth / limit.unit:>10g}"
-            f"   {'GROWN: ' if grown else ''}{limit.reason}"
-        )
-    for what, of in (
-        ("RSS, MiB", lambda held: held.rss),
-        ("PSS, MiB", lambda held: held.pss),
-        ("USS, MiB", lambda held: held.uss),
-        ("arena touched, MiB", lambda held: held.arena_pages),
-        ("GPU reserved, MiB", lambda held: held.gpu_reserved),
-    ):
-        cells = (f"{of(verdict.before[name]) / MIB:.4g} -> {of(verdict.after[name]) / MIB:.4g}" for name in names)
-        lines.append(f"  {what:<24}" + "".join(f"{cell:>18}" for cell in cells))
-    return "\n".join(lines)
+
+    def cells(of: Callable[[Held], int], unit: int) -> list[str]:
+        both = zip(verdict.before.values(), verdict.after.values(), strict=True)
+        return [f"{of(before) / unit:.4g} -> {of(after) / unit:.4g}" for before, after in both]
+
+    rows = [
+        (limit.what, *cells(limit.of, limit.unit), f"{limit.growth / limit.unit:g}", limit.reason) for limit in LIMITS
+    ]
+    rows += [(f"{what}, MiB", *cells(of, MIB), "", "") for what, of in UNLIMITED.items()]
+    heads = ("", *verdict.after, "may grow", "because")
+    return plain(Table("Held after the first calls -> at the end", heads, tuple(rows)))
 
 
 def main(quick: bool = False, calls: int | None = None) -> None:
-    """Raises SystemExit where something grew or was wrong."""
-    start_ray()
-    try:
+    """Raises SystemExit if something grew or was wrong."""
+    with local_ray():
         verdict = soak(calls or (QUICK_CALLS if quick else CALLS), progress=lambda line: print(line, flush=True))
-    finally:
-        ray.shutdown()
     print(f"\nSoak: {verdict.calls} calls in {verdict.seconds:.0f} s ({verdict.calls / verdict.seconds:.0f}/s)")
     print(table(verdict))
     for text in (*verdict.grown, *verdict.restless, *verdict.first_wrong):
@@ -213,7 +208,3 @@ def main(quick: bool = False, calls: int | None = None) -> None:
     print(f"  wrong results: {verdict.wrong}; {'passed' if verdict.passed else 'FAILED'}")
     if not verdict.passed:
         raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from benchmarks._harness import Row, interleaved, show, start_ray
+from benchmarks._harness import Row, interleaved, local_ray, show
 
 SMALL, LARGE = 1_250, 640_000_000
 #: Number and bytes of the tensors in one call.
@@ -43,8 +43,7 @@ class Peer:
 
 
 def main(quick: bool = False) -> None:
-    start_ray()
-    try:
+    with local_ray():
         gpus = int(ray.cluster_resources().get("GPU", 0))
         if gpus:
             ms = _measure("shared", num_gpus=0.5)
@@ -61,8 +60,6 @@ def main(quick: bool = False) -> None:
             show("Many CUDA tensors in one call between two GPUs (medians)", [row])
         else:
             print(f"  Not all rows ran: they need two GPUs, and Ray has {gpus}")
-    finally:
-        ray.shutdown()
 
 
 def _measure(method: str, num_gpus: float) -> dict[str, float]:
@@ -73,7 +70,3 @@ def _measure(method: str, num_gpus: float) -> dict[str, float]:
     for actor in (a, b):
         ray.kill(actor)
     return {name: seconds * 1e3 for name, seconds in took.items()}
-
-
-if __name__ == "__main__":
-    main()

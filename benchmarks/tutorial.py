@@ -1,5 +1,5 @@
-"""PyTorch's published tutorial on device-to-device RPC, four ways in one run: as published (bare torchrpc with its
-default options, CPU-staged and direct), and over a group (staged and direct). Two GPUs.
+"""PyTorch's tutorial on device-to-device RPC on two GPUs: as published (torchrpc's default options, staged through the
+CPU or direct), and over a group (staged or direct).
 
 The group's rows come from ``examples/pipeline_autograd.py``, run as a user runs it.
 """
@@ -28,7 +28,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "pipeline_autograd.py"
 
 
 class Layer(nn.Module):
-    """One layer on one GPU; ``staged`` sends its output by way of the CPU."""
+    """One layer on one GPU; ``staged`` sends its output through the CPU."""
 
     def __init__(self, device: str, staged: bool) -> None:
         super().__init__()
@@ -59,10 +59,10 @@ def _published(rank: int, meeting: str, results: Any) -> None:
     if rank == 0:
         x = torch.randn(SIZE, SIZE, device="cuda:0")
         medians = {}
-        for road, staged in (("staged", True), ("direct", False)):
+        for path, staged in (("staged", True), ("direct", False)):
             local, remote = Layer("cuda:0", staged), rpc.remote("w1", Layer, args=("cuda:1", staged))
             _trainer(local, remote, x)  # connections and GPU start-up
-            medians[road] = statistics.median(_trainer(local, remote, x) for _ in range(REPEATS))
+            medians[path] = statistics.median(_trainer(local, remote, x) for _ in range(REPEATS))
             del remote
         results.put(medians)
     rpc.shutdown()
@@ -101,7 +101,3 @@ def main(quick: bool = False) -> None:
         Row("staged / published staged", ours["staged_s"], published["staged"], "s", "tutorial, CPU RPC"),
     ]
     show(f"{ROUNDS} x forward and backward over two GPUs (gradients match: {ours['gradients_match']})", rows)
-
-
-if __name__ == "__main__":
-    main()

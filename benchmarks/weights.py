@@ -1,4 +1,4 @@
-"""A model's weights from one actor to others, into their own models, against ``ray.put`` and ``ray.get``."""
+"""Weights of a model from one actor into the models of others, against ``ray.put`` and ``ray.get``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from benchmarks._harness import Row, interleaved, show, start_ray
+from benchmarks._harness import Row, interleaved, local_ray, show
 
 READERS = 4
 SIZES = {10_000_000: 7, 1 << 30: 3}
@@ -19,7 +19,7 @@ CUDA_SIZES = {10_000_000: 100, 1 << 30: 50}
 
 
 def model_of(size: int, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """As a transformer has: a few large tensors in each of 16 layers, and small ones."""
+    """Weights like a transformer's: large and small tensors in each of 16 layers."""
     part = size // 4 // 16 // 4
     return {
         f"{layer}.{name}": torch.ones(count, device=device)
@@ -35,7 +35,7 @@ class End:
     def load(self, store: rtr.WeightStore | None, size: int, device: str = "cpu") -> None:
         self.model, self.store = model_of(size, device), store
 
-    # By the store.
+    # With the store.
 
     def publish(self) -> int:
         return self.store.publish(self.model)
@@ -45,7 +45,7 @@ class End:
         if next(iter(self.model.values())).is_cuda:
             torch.cuda.current_stream().synchronize()
 
-    # By Ray.
+    # With Ray.
 
     def put(self) -> list[Any]:
         return [ray.put(self.model)]
@@ -67,7 +67,7 @@ class End:
         return interleaved({"copy": copy}, repeats)["copy"]
 
     def raw(self, size: int, repeats: int) -> dict[str, float]:
-        """Seconds for copies from one GPU to another, by a process that has both: of each tensor, of all in one."""
+        """Seconds of copies between the GPUs in a process that has both: per tensor, and all in one."""
         source, target = model_of(size, "cuda:0"), model_of(size, "cuda:1")
         whole = torch.cat(list(source.values()))
         there = torch.empty_like(whole, device="cuda:1")
@@ -84,27 +84,21 @@ class End:
         return interleaved({"tensors": tensors, "one": one}, repeats)
 
     def pulls(self, repeats: int) -> float:
-        """Seconds for one."""
+        """Seconds of one pull."""
         return interleaved({"pull": lambda: self.pull(1)}, repeats)["pull"]
 
 
 def main(quick: bool = False) -> None:
-    for peer, zero_copy in (("Ray, zero-copy tensors", "1"), ("Ray as it comes", "0")):
+    for peer, zero_copy in (("Ray, zero-copy tensors", "1"), ("Ray by default", "0")):
         os.environ["RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"] = zero_copy
-        start_ray()
-        try:
+        with local_ray():
             _cpu(quick, peer)
-        finally:
-            ray.shutdown()
-    start_ray()
-    try:
+    with local_ray():
         gpus = int(ray.cluster_resources().get("GPU", 0))
         if gpus >= 2:
             cuda(quick)
         else:
             print(f"  CUDA rows: not run, they need two GPUs and Ray has {gpus}")
-    finally:
-        ray.shutdown()
 
 
 def _cpu(quick: bool, peer: str) -> None:
@@ -144,7 +138,7 @@ def _cpu(quick: bool, peer: str) -> None:
 
 
 def cuda(quick: bool = False) -> list[Row]:
-    """Rows for two GPUs, each of another actor; shown, and returned."""
+    """Print and return rows for two GPUs, each with its own actor."""
     sizes = {size: repeats for size, repeats in CUDA_SIZES.items() if not quick or size < 100_000_000}
     both = End.options(num_gpus=2).remote()
     raw = {size: ray.get(both.raw.remote(size, repeats)) for size, repeats in sizes.items()}
@@ -165,7 +159,3 @@ def cuda(quick: bool = False) -> list[Row]:
         ray.kill(end)
     show("Weights from one GPU to another (medians)", rows)
     return rows
-
-
-if __name__ == "__main__":
-    main()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
 
 
 class Line(NamedTuple):
@@ -27,21 +31,29 @@ def fit(points: Sequence[tuple[int, float]]) -> Line | None:
     """
     if len({size for size, _ in points}) < 2:
         return None
-    sizes = np.array([size for size, _ in points], dtype=float)
-    seconds = np.array([value for _, value in points], dtype=float)
-    # |p + b x - t| / t = |p (1/t) + b (x/t) - 1|: a linear problem with every target 1.
-    columns = np.stack([1 / seconds, sizes / seconds], axis=1)
-    best = None
-    for keep in ([0, 1], [1], [0]):
-        part, *_ = np.linalg.lstsq(columns[:, keep], np.ones(len(points)), rcond=None)
-        if (part < 0).any():
-            continue
-        both = np.zeros(2)
-        both[keep] = part
-        errors = np.abs(columns @ both - 1)
-        if best is None or (errors**2).sum() < best[0]:
-            best = ((errors**2).sum(), both, errors.max())
-    if best is None:  # one part alone is never negative if every time is positive
-        return None
-    _, (per_op, per_byte), worst = best
-    return Line(float(per_op), float(1 / per_byte) if per_byte > 0 else None, float(worst))
+    sizes, seconds = (np.array(values, dtype=float) for values in zip(*points, strict=True))
+    (per_op, per_byte), worst = nonnegative_terms(np.stack([np.ones_like(sizes), sizes], axis=1), seconds)
+    return Line(per_op, 1 / per_byte if per_byte > 0 else None, worst)
+
+
+def nonnegative_terms(columns: FloatArray, values: FloatArray) -> tuple[list[float], float]:
+    """The non-negative factors of the columns whose sum fits the values best, and the largest relative error.
+
+    Fits by least squares of the relative error, with every subset of the columns. Values must be positive.
+    """
+    # |sum(f c) - v| / v = |sum(f c/v) - 1|: a linear problem with every target 1.
+    scaled, terms = columns / values[:, None], columns.shape[1]
+    best: tuple[float, list[float], float] | None = None
+    for count in range(1, min(terms, len(values)) + 1):
+        for kept in map(list, combinations(range(terms), count)):
+            solved, *_ = np.linalg.lstsq(scaled[:, kept], np.ones(len(values)), rcond=None)
+            if (solved < 0).any():
+                continue
+            factors = np.zeros(terms)
+            factors[kept] = solved
+            errors = np.abs(scaled @ factors - 1)
+            loss = float((errors**2).sum())
+            if best is None or loss < best[0] - 1e-12:  # more terms only if they fit better
+                best = loss, factors.tolist(), float(errors.max())
+    assert best is not None, "one positive column alone always fits"
+    return best[1], best[2]

@@ -13,7 +13,7 @@ from pathlib import Path
 from raytorchrpc.bench.options import show_size
 from raytorchrpc.bench.rows import Device, Need, Row
 from raytorchrpc.config import KNOWN_LANES, GroupConfig
-from raytorchrpc.topology import probe, rdma
+from raytorchrpc.topology import probe, rdma, sysfs
 from raytorchrpc.topology.endpoint import Endpoint
 
 #: Share of the free memory that may be used.
@@ -80,27 +80,20 @@ def describe_host(node_ip: str) -> Host:
 
 
 def _processor(root: Path = Path("/")) -> str:
-    names = (line for line in _read(root / "proc/cpuinfo").splitlines() if line.startswith("model name"))
+    names = (line for line in (sysfs.read(root / "proc/cpuinfo") or "").splitlines() if line.startswith("model name"))
     return next(names, ":" + platform.machine()).partition(":")[2].strip()
 
 
 def free_memory(root: Path = Path("/")) -> int:
     """Bytes that processes here can still allocate: the kernel's estimate, or less if the control group limits it."""
     free = 0
-    for line in _read(root / "proc/meminfo").splitlines():
+    for line in (sysfs.read(root / "proc/meminfo") or "").splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    limit, used = (_read(root / f"sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    limit, used = (sysfs.read(root / f"sys/fs/cgroup/memory.{name}") or "" for name in ("max", "current"))
     if limit.isdigit() and used.isdigit():
         free = min(free, max(0, int(limit) - int(used)))
     return free
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def obstacle(row: Row, device: Device, site: Site) -> str | None:

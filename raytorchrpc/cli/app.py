@@ -46,10 +46,10 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="Time fewer exchanges.")] = False,
 ) -> None:
     """Train a classifier with direct calls between Ray actors, then time the same calls through Ray."""
+    given = {name: value for name, value in locals().items() if name != "quick"}
     from raytorchrpc.cli.demo import run  # imported here, because --help needs neither Ray nor torch
 
-    exchanges = 50 if quick else 200
-    run(workers=workers, target=target, max_steps=max_steps, seed=seed, address=address, exchanges=exchanges)
+    run(**given, exchanges=50 if quick else 200)
 
 
 @app.command()
@@ -62,7 +62,7 @@ def bench(
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the tensors: cpu, cuda or all.")] = "all",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rows and sizes, under a minute.")] = False,
-    budget: Annotated[float | None, typer.Option(help="Time limit of the whole run in seconds.")] = None,
+    budget_s: Annotated[float | None, typer.Option("--budget", help="Time limit of the whole run in seconds.")] = None,
     hosts: Annotated[
         tuple[str, str] | None,
         typer.Option(help="Measure between these two Ray nodes (id, address or host name)."),
@@ -80,25 +80,12 @@ def bench(
     ] = None,
 ) -> None:
     """Time every transport between two actors: raytorchrpc's lanes, Ray's transports, bare libraries."""
-    from raytorchrpc.cli import bench as command
+    given = {name: value for name, value in locals().items() if value is not None}
+    from raytorchrpc.cli.bench import run
     from raytorchrpc.errors import RayTorchRpcError
 
     try:
-        command.run(
-            rows=rows or (),
-            sizes=sizes or (),
-            device=device,
-            quick=quick,
-            budget_s=budget,
-            hosts=hosts or (),
-            address=address,
-            against=against,
-            csv=csv,
-            json=json,
-            plot=plot,
-            markdown=markdown,
-            results=results or (),
-        )
+        run(**given)
     except (RayTorchRpcError, ConnectionError) as error:
         typer.echo(f"raytorchrpc bench: {error}", err=True)
         raise typer.Exit(1) from error
@@ -113,26 +100,18 @@ def doctor(
     actors: Annotated[
         str | None, typer.Option(help="Examine these actors from inside: NAME or NAMESPACE/NAME, comma-separated.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print only the whole report, as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the whole report, as JSON.")] = False,
     sysfs_root: Annotated[
         Path | None, typer.Option(help="Examine a tree with proc, sys and dev instead of this machine.")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Count warnings as problems.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for nodes and actors.")] = 60.0,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for nodes and actors.")] = 60.0,
 ) -> None:
     """Report what this machine's GPUs, adapters, limits and software mean for the lanes, and what to do."""
+    given = dict(locals())
     from raytorchrpc.doctor.command import run
 
-    code = run(
-        cluster=cluster,
-        address=address,
-        actors=actors,
-        as_json=json,
-        sysfs_root=sysfs_root,
-        strict=strict,
-        timeout_s=timeout,
-    )
-    raise typer.Exit(code)
+    raise typer.Exit(run(**given))
 
 
 @app.command()
@@ -141,14 +120,15 @@ def top(
         str | None, typer.Option(help="The cluster's address; default: RAY_ADDRESS, or the one on this machine.")
     ] = None,
     group: Annotated[str | None, typer.Option(help="Show only groups of this name.")] = None,
-    interval: Annotated[float, typer.Option(help="Seconds between two updates.")] = 1.0,
+    interval_s: Annotated[float, typer.Option("--interval", help="Seconds between two updates.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one table, covering one interval.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print only one line of JSON per update.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only one line of JSON per update.")] = False,
 ) -> None:
     """Show a cluster's groups live: calls, bytes, latency and failures by pair and lane, and lost members."""
+    given = dict(locals())
     from raytorchrpc.cli.top import run
 
-    raise typer.Exit(run(address=address, group=group, interval_s=interval, once=once, as_json=json))
+    raise typer.Exit(run(**given))
 
 
 app.add_typer(manifest.app, name="manifest")
