@@ -87,7 +87,7 @@ def in_flight() -> int:
     connections: list[Any] = list(lanes["socket"]._by_fd.values())  # type: ignore[attr-defined]
     ipc: Any = member.tensor_lanes.get("cuda_ipc")
     if ipc is not None:
-        ipc.tidy()
+        ipc.reap()
     return (
         sum(len(connection._pending) for connection in connections)
         + sum(len(gate._seats) + len(gate._queue) for gate in gates._gates.values())

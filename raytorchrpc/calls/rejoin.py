@@ -66,7 +66,7 @@ class Readmission:
     def start(self) -> None:
         """Begin to look. Raises ThreadShortage."""
         self._thread = threads.start(self._work, name="raytorchrpc-readmission")
-        fork.inherited(self)
+        fork.register(self)
 
     def after_fork(self) -> tuple[()]:
         """See forking.ForkAware."""

@@ -81,7 +81,7 @@ class Supervisor:
         try:
             self._returns.post(roster)
             self._watch(names)
-            fork.inherited(self)
+            fork.register(self)
             self._threads.append(threads.start(self._look_after, name=f"raytorchrpc-group-{roster.name}"))
             self._threads.append(self._news.start())
             if self._post is not None:

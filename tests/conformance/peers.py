@@ -34,7 +34,7 @@ from raytorchrpc.lanes.socket.lane import SocketLane
 from raytorchrpc.lanes.torchrpc.agent import AgentSpec, FabricPeer, process_fabric
 from raytorchrpc.lanes.torchrpc.lane import TorchRpcLane
 from raytorchrpc.tensors.codec import Encoded
-from raytorchrpc.tensors.dtypes import DTYPES, Shape, numbers
+from raytorchrpc.tensors.dtypes import DTYPES, Shape, as_copyable
 from tests.conformance.pipes import PipeCarrier
 
 PATIENCE_S = 20.0
@@ -178,7 +178,7 @@ def ask(what: str, *tensors: torch.Tensor, peer: str = "b", payload: bytes = b""
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal bit by bit (NaN too), in type and shape."""
     fresh = torch.contiguous_format  # one element may lie with any stride, and counts as contiguous
-    raw = [numbers(tensor).clone(memory_format=fresh).view(-1).view(torch.uint8) for tensor in (a, b)]
+    raw = [as_copyable(tensor).clone(memory_format=fresh).view(-1).view(torch.uint8) for tensor in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*raw)
 
 

@@ -63,7 +63,7 @@ def lane() -> NixlLane:
 
 
 def _used() -> int:
-    lane().tidy()
+    lane().reap()
     return lane()._pool.used
 
 
@@ -464,7 +464,7 @@ def _fetch_full(sent: Any, number: int) -> None:
 
 def _free_everything() -> bool:
     tensors().exports.clear()
-    let_go = wait_until(lambda: lane().tidy() is None and not lane()._out, 10)
+    let_go = wait_until(lambda: lane().reap() is None and not lane()._out, 10)
     torch.cuda.empty_cache()
     return let_go
 

@@ -28,7 +28,7 @@ from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.lanes.nixl.lane import NixlLane
 from raytorchrpc.lanes.shm.arena import SLOTS, Arena, PeerArena
 from raytorchrpc.lanes.shm.lane import ShmLane
-from raytorchrpc.tensors.dtypes import Shape, numbers
+from raytorchrpc.tensors.dtypes import Shape, as_copyable
 from tests.conformance import peers
 from tests.conformance.peers import ALL_DTYPES, Process, export, open_things, random, same, tensors, wait_until
 
@@ -114,7 +114,7 @@ def _placed(tensor: torch.Tensor) -> torch.Tensor:
     """On the device of the lane; torch itself cannot bring every dtype there with every stride."""
     if tensor.device.type == tensors().device:
         return tensor
-    return numbers(tensor).to(tensors().device).view(tensor.dtype)
+    return as_copyable(tensor).to(tensors().device).view(tensor.dtype)
 
 
 def _fetch(sent: tuple[Any, list[Shape]], keep: str, make: Callable[..., Any], *args: Any) -> None:
@@ -926,7 +926,7 @@ def _on_their_way(lane: TensorLane) -> int:
     if isinstance(lane, NcclLane):
         return len(lane._kept)
     assert isinstance(lane, (CudaIpcLane, NixlLane))
-    lane.tidy()
+    lane.reap()
     return len(lane._out)
 
 

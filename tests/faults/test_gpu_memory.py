@@ -61,7 +61,7 @@ def nothing_out() -> bool:
 
     def back() -> bool:
         gc.collect()
-        lane.tidy()
+        lane.reap()
         return not lane._out and torch.cuda.memory_allocated() == 0
 
     return wait_until(back, 10)

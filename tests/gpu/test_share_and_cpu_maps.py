@@ -404,7 +404,7 @@ def test_many_that_cross_keep_their_values_and_give_their_memory_back(a: Any, h:
 
         def empty() -> bool:
             with arena._lock:
-                arena._sweep()
+                arena.in_use()
             return bool(arena.used == 0)
 
         gc.collect()

@@ -41,7 +41,7 @@ def group(stores: list[Any]) -> Iterator[rtr.Group]:
 def used() -> int:
     """Bytes of this process's registered memory that somebody still holds."""
     lane: Any = current.process_member().tensor_lanes["nixl"]
-    lane.tidy()
+    lane.reap()
     return int(lane._pool.used)
 
 

@@ -105,7 +105,7 @@ def used() -> int:
     """Bytes of this process's arena that somebody still holds."""
     arena = current.process_member().tensor_lanes["shm"]._arena  # type: ignore[attr-defined]
     with arena._lock:
-        arena._sweep()
+        arena.in_use()
     return int(arena.used)
 
 

@@ -20,7 +20,7 @@ import torch
 from raytorchrpc.lanes.base import Message
 from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection, check_tag
 from raytorchrpc.tensors.codec import NOTHING, Encoded
-from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, numbers, view_at
+from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, as_copyable, view_at
 
 REQUEST, REPLY = 0, 1
 
@@ -71,7 +71,7 @@ def pack(kind: int, call: int, message: Message) -> list[Any]:
 def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
     if not tensor.numel():
         return None
-    flat = (tensor if tensor.is_contiguous() else numbers(tensor).contiguous()).view(-1).view(torch.uint8)
+    flat = (tensor if tensor.is_contiguous() else as_copyable(tensor).contiguous()).view(-1).view(torch.uint8)
     return flat.numpy().data
 
 

@@ -10,7 +10,7 @@ import torch
 
 from raytorchrpc.lanes.base import SMALL, Part
 from raytorchrpc.tensors.bounds import within
-from raytorchrpc.tensors.dtypes import UNCOPIED, Shape, numbers, view_at
+from raytorchrpc.tensors.dtypes import UNCOPIED, Shape, as_copyable, view_at
 
 #: More tensors than this, each smaller than _SMALL, travel as one.
 _FEW, _SMALL = 4, 1 << 20
@@ -39,7 +39,7 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The tensors of one piece as one contiguous tensor; the tensor itself where nothing has to be done."""
     dtype = tensors[0].dtype
     if dtype in UNCOPIED:
-        return joined([numbers(tensor) for tensor in tensors]).view(dtype)
+        return joined([as_copyable(tensor) for tensor in tensors]).view(dtype)
     if len(tensors) == 1:
         return tensors[0].contiguous()
     shapes = list(map(_shape, tensors))

@@ -10,26 +10,24 @@ from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes.base import Message, Pending
 from raytorchrpc.process import threads
 
-Settled = TypeVar("Settled", bound="SettledPending")
+AnyPending = TypeVar("AnyPending", bound="PendingReply")
 
 
-class SettledPending(Pending):
-    """Completed by ``settle``. Thread-safe."""
+class PendingReply(Pending):
+    """Completed by ``complete``. Thread-safe."""
 
-    __slots__ = ("_callbacks", "_error", "_lock", "_message", "_settled", "done")
+    __slots__ = ("_callbacks", "_error", "_lock", "_message", "_on_released", "done")
 
-    def __init__(self, settled: Callable[[], None] | None = None, lock: Any = None) -> None:
-        """``settled``: see MessageLane.call. ``lock``: guards it, if something of the lane's own has to change together
-        with it.
-        """
-        self._settled = settled
+    def __init__(self, on_released: Callable[[], None] | None = None, lock: Any = None) -> None:
+        """``on_released``: see MessageLane.call. ``lock``: guards this, and perhaps state of the lane."""
+        self._on_released = on_released
         self._lock = threading.Lock() if lock is None else lock
         self._message: Message | None = None
         self._error: Exception | None = None
         self._callbacks: list[Callable[[], None]] = []
         self.done = False
 
-    def settle(self, message: Message | None, error: Exception | None = None) -> None:
+    def complete(self, message: Message | None, error: Exception | None = None) -> None:
         """Complete it, with one of the two. Once, from any thread; runs the callbacks on this one."""
         self._message, self._error = message, error
         with self._lock:
@@ -37,8 +35,8 @@ class SettledPending(Pending):
             callbacks, self._callbacks = self._callbacks, []
             if callbacks:
                 self._listened(False)
-        if self._settled is not None:
-            callbacks = [self._settled, *callbacks]
+        if self._on_released is not None:
+            callbacks = [self._on_released, *callbacks]
         for callback in callbacks:
             try:
                 callback()
@@ -72,15 +70,15 @@ class SettledPending(Pending):
         return self._message
 
 
-def settle(pending: SettledPending, reply: Message) -> None:
+def complete_with(pending: PendingReply, reply: Message) -> None:
     """Complete it with what came; with a MemoryError if there was no memory for it."""
     if reply.unread_bytes:
-        pending.settle(None, MemoryError(f"this process has no memory for the answer ({reply.unread_bytes} bytes)"))
+        pending.complete(None, MemoryError(f"this process has no memory for the answer ({reply.unread_bytes} bytes)"))
     else:
-        pending.settle(reply, None)
+        pending.complete(reply, None)
 
 
-def lose_all(waiting: MutableMapping[int, Settled], peer: str, cause: str) -> None:
+def fail_all(waiting: MutableMapping[int, AnyPending], peer: str, cause: str) -> None:
     """Complete all of these with PeerLost, and empty the mapping, to which nothing is added any more."""
     while waiting:
         try:
@@ -88,6 +86,6 @@ def lose_all(waiting: MutableMapping[int, Settled], peer: str, cause: str) -> No
         except KeyError:  # somebody has just given up the last one
             return
         try:
-            pending.settle(None, PeerLost(peer, cause))
+            pending.complete(None, PeerLost(peer, cause))
         except MemoryError as error:  # its deadline ends it
             threads.report(error, "a call of a connection that ended could not be told so")

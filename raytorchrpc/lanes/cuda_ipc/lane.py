@@ -102,7 +102,7 @@ class CudaIpcLane(TensorLane):
     def _export(
         self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any], *, shared: bool
     ) -> Export:
-        self.tidy()
+        self.reap()
         source = tensors[0].device.index
         if len(tensors) > 1 and set(map(torch.Tensor.get_device, tensors)) != {source}:
             raise LaneUnavailable(self.name, "one message with tensors of several GPUs")
@@ -180,7 +180,7 @@ class CudaIpcLane(TensorLane):
                 self._hurry.set()
             return number
 
-    def tidy(self) -> None:
+    def reap(self) -> None:
         """Let go of what has been fetched. Does not wait for the GPU."""
         if not self._out:
             return
@@ -195,8 +195,8 @@ class CudaIpcLane(TensorLane):
             for out in released:
                 self._free_after_copy(out)
 
-    def settle(self, device: int) -> None:
-        self.tidy()
+    def fence(self, device: int) -> None:
+        self.reap()
         with self._lock:  # whoever tidies at the same time has queued its part as well
             freeing = self._freeing.get(device)
             if freeing is not None:
@@ -250,7 +250,7 @@ class CudaIpcLane(TensorLane):
         self._woken.wait()
         looks = itertools.count(1)
         while self._out:
-            self.tidy()
+            self.reap()
             slow = all(out.shared for out in list(self._out.values()))
             if slow or next(looks) % _LOOKS_PER_CENSUS == 0:
                 self._drop_for_the_dead()
@@ -305,7 +305,7 @@ class CudaIpcLane(TensorLane):
             ]
 
     @checked
-    def spread(
+    def scatter_into(
         self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         _, index, _, places, _, _ = told(descriptor, self._devices)

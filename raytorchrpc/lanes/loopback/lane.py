@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
-from raytorchrpc.lanes.common.pending import SettledPending
+from raytorchrpc.lanes.common.pending import PendingReply
 from raytorchrpc.tensors.cuda_streams import handoff_streams
 from raytorchrpc.tensors.dtypes import copied
 
@@ -32,10 +32,10 @@ class LoopbackLane(MessageLane):
         timeout_s: float,
         *,
         caller_waits: bool = False,
-        settled: Callable[[], None] | None = None,
+        on_released: Callable[[], None] | None = None,
     ) -> Pending:
-        pending = SettledPending(settled)
-        work = self._serve(_private(message), lambda reply: pending.settle(_private(reply)))
+        pending = PendingReply(on_released)
+        work = self._serve(_private(message), lambda reply: pending.complete(_private(reply)))
         if work is not None:
             self._spawn(work)
         return pending
@@ -51,4 +51,4 @@ def _private(message: Message) -> Message:
     tensors = [
         tensor if tensor.requires_grad and not tensor.is_leaf else copied(tensor) for tensor in message.body.tensors
     ]
-    return message._replace(body=message.body._replace(tensors=tensors), adopt=handoff_streams(tensors))
+    return message._replace(body=message.body._replace(tensors=tensors), make_current=handoff_streams(tensors))

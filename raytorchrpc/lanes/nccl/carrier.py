@@ -31,11 +31,11 @@ class Channel(Protocol):
     """Two processes, joined to move tensors in one direction.
 
     Both ends begin the same transfers in the same order. Nothing here waits for the peer or the device: work is
-    begun, and ``settled`` tells when the next may be. ``abort`` may be called at any time, the rest by one thread at a
+    begun, and ``enqueued`` tells when the next may be. ``abort`` may be called at any time, the rest by one thread at a
     time.
     """
 
-    def settled(self) -> bool:
+    def enqueued(self) -> bool:
         """Whether what was begun (the joining, a transfer) is in the device's hands. Raises Broken."""
 
     def room(self, shapes: Sequence[Sequence[Shape]]) -> list[torch.Tensor]:
@@ -51,9 +51,9 @@ class Channel(Protocol):
         """What the calling thread has queued so far comes before what is begun next; these are its own tensors."""
 
     def mark(self) -> Mark:
-        """Behind everything begun; to be asked for when settled. Raises Broken."""
+        """Behind everything begun; to be asked for when enqueued. Raises Broken."""
 
-    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+    def make_current(self, tensors: Sequence[torch.Tensor]) -> None:
         """Hand what has arrived to the calling thread."""
 
     def precede(self) -> None:

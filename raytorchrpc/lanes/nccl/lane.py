@@ -115,7 +115,7 @@ class NcclLane(TensorLane):
         except threads.ThreadShortage as error:
             self._acceptor.close()
             raise LaneUnavailable(self.name, str(error)) from error
-        fork.inherited(self)
+        fork.register(self)
         return self._address
 
     def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
@@ -239,7 +239,7 @@ class NcclLane(TensorLane):
                 why = str(error) or f"it did not send tensors within {self._timeout_s:g} s"
                 raise PeerLost(peer, why) from error
             raise
-        channel.adopt(room)
+        channel.make_current(room)
         arrived: dict[int, torch.Tensor] = {}
         for place, piece, tensor in zip(places, pieces, room, strict=True):
             arrived.update(zip(place, packing.split(tensor, piece), strict=True))

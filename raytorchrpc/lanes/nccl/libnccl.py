@@ -1,6 +1,6 @@
 """The few calls of NCCL that the nccl lane needs, in the library that torch has loaded.
 
-Communicators do not block: every call returns at once, ``settled`` tells when what it began is done, and so no thread
+Communicators do not block: every call returns at once, ``enqueued`` tells when what it began is done, and so no thread
 can be stuck in NCCL when a peer dies. The calling threads of one communicator take turns.
 """
 
@@ -113,7 +113,7 @@ class Library:
             raise
         return comm
 
-    def settled(self, comm: ctypes.c_void_p) -> bool:
+    def enqueued(self, comm: ctypes.c_void_p) -> bool:
         """Whether what was begun is done."""
         state = ctypes.c_int()
         self.check(self._nccl.ncclCommGetAsyncError(comm, ctypes.byref(state)), "ncclCommGetAsyncError", comm)
@@ -245,8 +245,8 @@ class NcclChannel(Channel):
                 raise Broken("the channel was given up")
             return use(self._comm)
 
-    def settled(self) -> bool:
-        return bool(self._with_comm(library().settled))
+    def enqueued(self) -> bool:
+        return bool(self._with_comm(library().enqueued))
 
     def room(self, shapes: Sequence[Sequence[Shape]]) -> list[torch.Tensor]:
         # Of this channel's stream: it need not wait for what the user has queued.
@@ -273,7 +273,7 @@ class NcclChannel(Channel):
     def mark(self) -> Mark:
         return _EventMark(self._stream)
 
-    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+    def make_current(self, tensors: Sequence[torch.Tensor]) -> None:
         stream = torch.cuda.current_stream(self._device)
         for tensor in tensors:
             tensor.record_stream(stream)

@@ -107,7 +107,7 @@ class Receiving:
 
         def arrived() -> bool:
             reached = mark.reached()
-            channel.settled()  # raises if it broke: that too lets the mark be reached
+            channel.enqueued()  # raises if it broke: that too lets the mark be reached
             return reached
 
         try:
@@ -129,7 +129,7 @@ class Receiving:
         if given:
             channel.follow(given)
         channel.receive([tensor for tensor in room if tensor.nbytes])
-        wait(channel.settled, self.control, deadline)
+        wait(channel.enqueued, self.control, deadline)
         return channel.mark()
 
     def _join(self, source: int, target: int, deadline: float) -> Channel:
@@ -137,10 +137,10 @@ class Receiving:
         self.control.send((JOIN, source, target, ticket), deadline)
         channel = self._carrier.join(ticket, RECEIVER, target)
         try:
-            wait(lambda: self.control.readable() or channel.settled(), self.control, deadline)
+            wait(lambda: self.control.readable() or channel.enqueued(), self.control, deadline)
             if (refusal := self._refusal(deadline)) is not None:
                 raise LaneUnavailable(self._lane, refusal)
-            wait(channel.settled, self.control, deadline)
+            wait(channel.enqueued, self.control, deadline)
         except BaseException:
             channel.abort()
             raise
@@ -223,14 +223,14 @@ class Sending:
         kept.channel = channel
         channel.send(kept.pieces)
         self.control.send((GO,), deadline)  # before it settles: the first transfer settles only with the other end
-        wait(channel.settled, self.control, deadline)
+        wait(channel.enqueued, self.control, deadline)
         kept.pieces = []
 
     def _join(self, devices: tuple[int, int], ticket: bytes, deadline: float) -> None:
         channel = None
         try:
             channel = self._carrier.join(ticket, SENDER, devices[0])
-            wait(channel.settled, self.control, deadline)
+            wait(channel.enqueued, self.control, deadline)
         except BaseException as error:
             if channel is not None:
                 channel.abort()
@@ -246,7 +246,7 @@ class Sending:
         deadline = time.monotonic() + _LAST_S
         try:
             for channel in list(self._channels.values()):
-                wait(channel.settled, self.control, deadline)
+                wait(channel.enqueued, self.control, deadline)
                 wait(channel.mark().reached, self.control, deadline)
         except (Gone, Late, Broken) as error:
             logger.debug("a channel did not come to rest: %s", error)

@@ -189,7 +189,7 @@ class NixlLane(TensorLane):
         for block in out.blocks if out else ():
             self._pool.give(block)
 
-    def tidy(self) -> None:
+    def reap(self) -> None:
         """Let go of what has been fetched or discarded."""
         agent = self._agent
         if agent is not None and not self._closed:
@@ -223,7 +223,7 @@ class NixlLane(TensorLane):
         self._woken.wait()
         census = time.monotonic() + _CENSUS_S
         while (self._out or self._given_up) and not self._closed:
-            self.tidy()
+            self.reap()
             self._drop_given_up()
             if time.monotonic() > census:
                 self._drop_for_the_lost()
@@ -473,4 +473,4 @@ class _NixlExport(Export):
         self._lane.take_back(self._number)
 
     def finished(self) -> None:
-        self._lane.tidy()
+        self._lane.reap()

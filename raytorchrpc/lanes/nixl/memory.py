@@ -22,7 +22,7 @@ from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.nixl.agent import LANE, Agent, Registered
 from raytorchrpc.process.cuda_driver import driver
 from raytorchrpc.tensors.bounds import within
-from raytorchrpc.tensors.dtypes import Shape, numbers, view_at
+from raytorchrpc.tensors.dtypes import Shape, as_copyable, view_at
 
 _SMALLEST = 1 << 16
 _ALIGN = 64
@@ -203,7 +203,7 @@ def lay_out(
                 if tensor.is_contiguous():
                     ctypes.memmove(block.memory.address + offset, tensor.data_ptr(), tensor.nbytes)
                 else:
-                    strided = numbers(tensor)
+                    strided = as_copyable(tensor)
                     view_at(flat, offset, (strided.dtype, tuple(strided.shape))).copy_(strided)
     except BaseException:
         for block in blocks:

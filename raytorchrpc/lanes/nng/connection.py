@@ -13,7 +13,7 @@ import torch
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RpcTimeout
 from raytorchrpc.lanes.base import Message
 from raytorchrpc.lanes.common import frames
-from raytorchrpc.lanes.common.pending import SettledPending, lose_all, settle
+from raytorchrpc.lanes.common.pending import PendingReply, complete_with, fail_all
 from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection
 from raytorchrpc.lanes.nng.sockets import PairSocket
 from raytorchrpc.tensors.codec import Encoded
@@ -124,7 +124,7 @@ class Line:
         self._assembly = _Assembly()
         self._sending = threading.Lock()
         self._state = threading.Lock()
-        self._pending: dict[int, SettledPending] = {}
+        self._pending: dict[int, PendingReply] = {}
         self._calls = 0
         self._ended: str | None = None
 
@@ -133,10 +133,10 @@ class Line:
         """Whether it can carry nothing more."""
         return self._ended is not None
 
-    def call(self, message: Message, deadline: float, settled: Callable[[], None] | None = None) -> SettledPending:
+    def call(self, message: Message, deadline: float, on_released: Callable[[], None] | None = None) -> PendingReply:
         """Send a request. Raises LaneUnavailable, PeerLost, RpcTimeout."""
         check_carried(message.body)
-        pending = SettledPending(settled)
+        pending = PendingReply(on_released)
         with self._state:
             if self._ended is not None:
                 raise PeerLost(self.peer or "?", self._ended, may_have_run=False)
@@ -200,7 +200,7 @@ class Line:
                     with self._state:
                         pending = self._pending.pop(frame.call, None)
                     if pending is not None:
-                        settle(pending, frame.message)
+                        complete_with(pending, frame.message)
         except Exception as error:
             self.end(f"connection broke: {error}")
         return requests
@@ -215,7 +215,7 @@ class Line:
             self.wire.hang_up()
             self._on_end(self)
         finally:
-            lose_all(self._pending, self.peer or "?", reason)
+            fail_all(self._pending, self.peer or "?", reason)
             with self._sending:  # who was sending has been woken
                 self.wire.close()
 

@@ -124,14 +124,14 @@ class NngLane(MessageLane):
         timeout_s: float,
         *,
         caller_waits: bool = False,
-        settled: Callable[[], None] | None = None,
+        on_released: Callable[[], None] | None = None,
     ) -> Pending:
         sockets.check_process()
         deadline = time.monotonic() + timeout_s
         line = self._lines.get(peer)
         if line is None or line.ended:
             line = self._connect(peer, deadline)
-        return line.call(message, deadline, settled)
+        return line.call(message, deadline, on_released)
 
     def disconnect(self, peer: str) -> None:
         self._addresses.pop(peer, None)
@@ -178,7 +178,7 @@ class NngLane(MessageLane):
             line = self._lines.get(peer)
             if line is None or line.ended:
                 until = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
-                line = self._adopt(*self._dial(peer, address, until), peer)
+                line = self._register(*self._dial(peer, address, until), peer)
                 self._lines[peer] = line
             return line
         finally:
@@ -207,7 +207,7 @@ class NngLane(MessageLane):
                     raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
         raise AssertionError("unreachable")
 
-    def _adopt(self, wire: sockets.PairSocket, protection: Protection | None, peer: str | None) -> Line:
+    def _register(self, wire: sockets.PairSocket, protection: Protection | None, peer: str | None) -> Line:
         line = Line(wire, protection, peer, self._forget)
         with self._lock:
             if self._closed:
@@ -299,7 +299,7 @@ class NngLane(MessageLane):
                 still = self._proving.pop(wire, True) is None
             if not still:
                 raise handshake.Refused("it took too long")
-            self._adopt(wire, protection, None)
+            self._register(wire, protection, None)
         except Exception as error:
             with self._lock:
                 self._proving.pop(wire, None)

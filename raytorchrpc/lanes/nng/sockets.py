@@ -108,7 +108,7 @@ class PairSocket:
                 raise OSError(f"nng: {str(error).lower()}") from error
             raise
         self._addresses: list[fork.Address] = []
-        fork.inherited(self)
+        fork.register(self)
         self._sock.add_pre_pipe_connect_cb(self._connected)
         self._sock.add_post_pipe_remove_cb(self._disconnected)
 
@@ -243,7 +243,7 @@ class Door:
 
     def __init__(self) -> None:
         self._addresses: list[fork.Address] = []
-        fork.inherited(self)
+        fork.register(self)
         self._sock = _socket(pynng.Rep0, recv_max_size=_ASKED)
         self._pipes: dict[int, Any] = {}  # oldest first
         self._sock.add_pre_pipe_connect_cb(self._came)

@@ -33,8 +33,8 @@ _PAGE = 4096
 _FREE, _TAKEN = 0, 1
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 #: Up to so many slots out, each taking looks for given-back ones; beyond, only when slots or bytes have doubled.
-_SWEEP_EACH_TIME = 64
-_SWEEP_BYTES = 64 << 20
+_REAP_EACH_TIME = 64
+_REAP_BYTES = 64 << 20
 
 
 class Slot(NamedTuple):
@@ -64,7 +64,7 @@ class Arena:
         self._orphans: set[int] = set()
         """Of those, whose owner is gone."""
         self._used = 0
-        self._sweep_slots, self._sweep_bytes = _SWEEP_EACH_TIME, _SWEEP_BYTES
+        self._reap_slots, self._reap_bytes = _REAP_EACH_TIME, _REAP_BYTES
 
     @property
     def address(self) -> SharedAddress:
@@ -84,7 +84,7 @@ class Arena:
     def in_use(self) -> int:
         """Bytes given away, after a look at what is back."""
         with self._lock:
-            self._sweep()
+            self._reap()
             return self._used
 
     def crowded(self) -> bool:
@@ -92,7 +92,7 @@ class Arena:
         if not self._more_than_half():
             return False
         with self._lock:
-            self._sweep()
+            self._reap()
             return self._more_than_half()
 
     def _more_than_half(self) -> bool:
@@ -106,11 +106,11 @@ class Arena:
         wanted = max(_PAGE, (size + _PAGE - 1) // _PAGE * _PAGE)
         with self._lock:
             out = len(self._out)
-            if out <= _SWEEP_EACH_TIME or out >= self._sweep_slots or self._used >= self._sweep_bytes:
-                self._sweep()
+            if out <= _REAP_EACH_TIME or out >= self._reap_slots or self._used >= self._reap_bytes:
+                self._reap()
             slot = self._carve(wanted, owner)
             if slot is None:
-                self._sweep()
+                self._reap()
                 slot = self._carve(wanted, owner)
             return slot
 
@@ -131,14 +131,14 @@ class Arena:
                 return slot
         return None
 
-    def _sweep(self) -> None:
+    def _reap(self) -> None:
         for index in self._given_back():
             self._put_back(index)
-        self._sweep_slots = max(_SWEEP_EACH_TIME, 2 * len(self._out))
-        self._sweep_bytes = max(_SWEEP_BYTES, 2 * self._used)
+        self._reap_slots = max(_REAP_EACH_TIME, 2 * len(self._out))
+        self._reap_bytes = max(_REAP_BYTES, 2 * self._used)
 
     def _given_back(self) -> list[int]:
-        if len(self._out) <= 4 * _SWEEP_EACH_TIME:
+        if len(self._out) <= 4 * _REAP_EACH_TIME:
             return [index for index in self._out if self._bytes[index] == _FREE]
         cleared: list[int] = numpy.flatnonzero(self._bytes[:SLOTS] == _FREE).tolist()  # looked at all at once
         return [index for index in cleared if index in self._out]
@@ -213,7 +213,7 @@ class PeerArena:
         self._held: dict[int, weakref.ref[numpy.ndarray]] = {}
         self.span: tuple[int, int] = (self._bytes.ctypes.data, self._bytes.nbytes)
         """(address, bytes) of its mapping in this process."""
-        fork.inherited(self)
+        fork.register(self)
 
     def after_fork(self) -> tuple[()]:
         """See forking.ForkAware. What this process writes from now on, its parent is not to see."""

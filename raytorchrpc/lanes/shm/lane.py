@@ -26,7 +26,7 @@ from raytorchrpc.lanes.shm.parallel_copy import Copier, default_threads
 from raytorchrpc.lanes.shm.read_only import Borrower, Lender, Places
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.bounds import MALFORMED, checked, within
-from raytorchrpc.tensors.dtypes import Shape, copied, numbers, view_at
+from raytorchrpc.tensors.dtypes import Shape, as_copyable, copied, view_at
 
 _ALIGN = 64
 #: From here on a tensor has a slot of its own, so that keeping it keeps nothing else (bytes).
@@ -136,7 +136,7 @@ class ShmLane(TensorLane):
             host_device_copy.copy_out(tensor, target)
             return
         if not tensor.is_contiguous():
-            strided = numbers(tensor)
+            strided = as_copyable(tensor)
             self._arena.tensor(offset, size).view(strided.dtype).view(strided.shape).copy_(strided)
             return
         self.move(target, tensor.data_ptr(), size)
@@ -180,7 +180,7 @@ class ShmLane(TensorLane):
             raise gone.lost(peer) from gone
 
     @checked
-    def spread(
+    def scatter_into(
         self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         if len(descriptor) == 2:
@@ -214,7 +214,7 @@ class ShmLane(TensorLane):
         if target is None:
             return copied(view) if crowded else view
         if target.is_cpu:
-            numbers(target).copy_(numbers(view))
+            as_copyable(target).copy_(as_copyable(view))
             return target
         return view  # its GPU copies it from here
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.common import frames as _frames
-from raytorchrpc.lanes.common.pending import SettledPending, lose_all, settle
+from raytorchrpc.lanes.common.pending import PendingReply, complete_with, fail_all
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.socket.spin import Patience
 from raytorchrpc.process import threads
@@ -301,7 +301,7 @@ class Connection:
             with self._state:
                 pending = self._pending.pop(frame.call, None)
             if pending is not None:
-                settle(pending, frame.message)
+                complete_with(pending, frame.message)
         return requests
 
     def read_until(self, pending: SocketPending, deadline: float) -> None:
@@ -356,7 +356,7 @@ class Connection:
                     self.sock.shutdown(socket.SHUT_RDWR)  # wakes whoever reads it
             finally:
                 self.sock.close()
-                lose_all(self._pending, self.peer or "?", reason)
+                fail_all(self._pending, self.peer or "?", reason)
 
 
 def _poll_in(fd: int) -> select.poll:
@@ -373,13 +373,13 @@ def _why(error: Exception) -> str:
     return f"connection broke: {error}"
 
 
-class SocketPending(SettledPending):
+class SocketPending(PendingReply):
     """One call under way on a connection."""
 
     __slots__ = ("_connection", "_deadline", "call")
 
-    def __init__(self, connection: Connection, deadline: float, settled: Callable[[], None] | None = None) -> None:
-        super().__init__(settled, connection._state)
+    def __init__(self, connection: Connection, deadline: float, on_released: Callable[[], None] | None = None) -> None:
+        super().__init__(on_released, connection._state)
         self._connection = connection
         self._deadline = deadline
         self.call = 0

@@ -99,7 +99,7 @@ class SocketLane(MessageLane):
             raise LaneUnavailable(self.name, str(error)) from error
         for fd in self._acceptor.listeners:
             self._epoll.register(fd, _READ)
-        fork.inherited(self)
+        fork.register(self)
         self._add_listener()
         return address
 
@@ -128,13 +128,13 @@ class SocketLane(MessageLane):
         timeout_s: float,
         *,
         caller_waits: bool = False,
-        settled: Callable[[], None] | None = None,
+        on_released: Callable[[], None] | None = None,
     ) -> Pending:
         deadline = time.monotonic() + timeout_s
         connection = self._connections.get(peer)
         if connection is None or connection.ended:
             connection = self._connect(peer, deadline)
-        pending = SocketPending(connection, deadline, settled)
+        pending = SocketPending(connection, deadline, on_released)
         connection.begin(pending, caller_waits)
         try:
             connection.send(frames.pack(frames.REQUEST, pending.call, message), deadline)
@@ -191,7 +191,7 @@ class SocketLane(MessageLane):
             if connection is not None and not connection.ended:
                 return connection
             patience = min(CONNECT_TIMEOUT_S, max(0.001, deadline - time.monotonic()))
-            connection = self._adopt(*self._dial(peer, address, patience), peer)
+            connection = self._register(*self._dial(peer, address, patience), peer)
             self._connections[peer] = connection
             return connection
         finally:
@@ -208,9 +208,9 @@ class SocketLane(MessageLane):
 
     def _admit(self, sock: socket.socket, protection: Protection | None, peer: Identity) -> None:
         tune(sock)
-        self._adopt(sock, protection, None)
+        self._register(sock, protection, None)
 
-    def _adopt(self, sock: socket.socket, protection: Protection | None, peer: str | None) -> Connection:
+    def _register(self, sock: socket.socket, protection: Protection | None, peer: str | None) -> Connection:
         connection = Connection(self, sock, peer, protection)
         with self._lock:
             if self._closed:

@@ -69,7 +69,7 @@ class TorchRpcLane(MessageLane):
         if (identity := self._fabric.identity) is not None:
             self._rpc_names[self._me] = identity.name
         self._rpc_names.update({peer.peer: peer.address.name for peer in peers})
-        self._fabric.meet([peer.address for peer in peers])
+        self._fabric.add_peers([peer.address for peer in peers])
 
     def call(
         self,
@@ -78,7 +78,7 @@ class TorchRpcLane(MessageLane):
         timeout_s: float,
         *,
         caller_waits: bool = False,
-        settled: Callable[[], None] | None = None,
+        on_released: Callable[[], None] | None = None,
     ) -> Pending:
         worker = self._worker(peer, message.body.tensors)
         header, body = message.header, message.body
@@ -87,8 +87,8 @@ class TorchRpcLane(MessageLane):
             future = torch_internals.invoke_async(worker, _serve, args, _NO_LIMIT)
         except RuntimeError as error:
             raise self._failed(error, peer, worker, sent=False) from error
-        if settled is not None:
-            future.add_done_callback(lambda _: settled())
+        if on_released is not None:
+            future.add_done_callback(lambda _: on_released())
         return _TorchPending(future, partial(self._failed, peer=peer, worker=worker, sent=True))
 
     def remote(self, peer: str, message: Message, timeout_s: float) -> Any:
@@ -147,7 +147,7 @@ class TorchRpcLane(MessageLane):
         self._broken.pop(peer, None)
         name = self._rpc_names.pop(peer, None)
         if name is not None and peer != self._me:  # the agent, which outlives the group, knows itself for life
-            self._fabric.part([name])
+            self._fabric.remove_peers([name])
 
     def close(self) -> None:
         global _served
