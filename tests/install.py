@@ -35,7 +35,7 @@ TRIALS = {
     "jobs": ["from ray.job_submission import JobSubmissionClient"],
     "data": ["import ray.data"],
     "atari": ["import ale_py, gymnasium, matplotlib, numpy"],
-    "tls": ["from raytorchrpc.lanes._tls import make_identity; assert make_identity('group')"],
+    "tls": ["from raytorchrpc.lanes.common.tls import make_identity; assert make_identity('group')"],
     "nixl": ["from raytorchrpc._compat.nixl_package import nixl_package; assert nixl_package()"],
 }
 WHATEVER_IS_THERE = "import importlib, pkgutil, raytorchrpc\n" + (

@@ -27,7 +27,7 @@ from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
 from raytorchrpc.lanes.loopback.lane import LoopbackLane
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.lanes.nixl.lane import NixlLane
-from raytorchrpc.lanes.nng import lane as nng
+from raytorchrpc.lanes.nng import acceptor as nng
 from raytorchrpc.lanes.nng.lane import NngLane
 from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.lanes.socket.lane import SocketLane

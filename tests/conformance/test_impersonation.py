@@ -213,10 +213,7 @@ class Path:
             self._relay = Relay(socket.AF_INET, ("127.0.0.1", 0), address.tcp)
             seen = address._replace(tcp=self._relay.address)
         # An attacker on the path has the member's own address; here that address leads to the attacker.
-        if self._relay is None:
-            self.b.lane._address = seen
-        else:
-            self.b.lane._acceptor.address = seen
+        self.b.lane._acceptor.address = seen
         self.a.lane.connect([PeerAddress("b", seen)])
 
     def tamper(self, change: Tamper | None) -> None:

@@ -332,7 +332,7 @@ handler = logging.FileHandler(sys.argv[1], mode="w")
 logging.getLogger().addHandler(handler)
 before = (logging.raiseExceptions, dict(os.environ), [name for name in logging.root.manager.loggerDict])
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.nixl import NixlLane
+from raytorchrpc.lanes.nixl.lane import NixlLane
 lane = NixlLane(1 << 20, (), 5.0, json.loads(sys.argv[2]))
 try:
     lane.open()

@@ -173,7 +173,7 @@ def test_a_forked_child_neither_hangs_nor_harms_its_parent() -> None:
 WITHOUT_DESCRIPTORS = """
 import os, resource
 from contextlib import suppress
-from raytorchrpc.lanes._nng import PairSocket
+from raytorchrpc.lanes.nng.sockets import PairSocket
 
 PairSocket().close()  # nng has what it needs for itself
 limit = max(map(int, os.listdir("/proc/self/fd"))) + 20
