@@ -84,7 +84,7 @@ def in_flight() -> int:
     """What is under way in this process, in either direction; 0 when it is at rest."""
     member = process_member()
     lanes = {lane.name: lane for lane in member.lanes}
-    connections: list[Any] = list(lanes["socket"]._by_fd.values())  # type: ignore[attr-defined]
+    connections: list[Any] = list(lanes["socket"]._listeners.connections.values())  # type: ignore[attr-defined]
     ipc: Any = member.tensor_lanes.get("cuda_ipc")
     if ipc is not None:
         ipc.reap()

@@ -31,6 +31,7 @@ class PeerConnections(Generic[C]):
         a peer.
         """
         self._connect = connect
+        self._lock = threading.Lock()
         self.addresses: dict[str, Any] = {}
         self.made: dict[str, C] = {}
         """By peer; some may have ended."""
@@ -50,8 +51,10 @@ class PeerConnections(Generic[C]):
 
     def discard(self, connection: C, peer: str | None) -> None:
         """Forget a connection to a peer, if it is still the current one."""
-        if peer is not None and self.made.get(peer) is connection:
-            del self.made[peer]
+        if peer is not None:
+            with self._lock:
+                if self.made.get(peer) is connection:
+                    del self.made[peer]
 
     def get(self, peer: str, deadline: float) -> C:
         """Return the connection to a peer; make it if there is none. Blocks until the deadline at most.
@@ -68,7 +71,9 @@ class PeerConnections(Generic[C]):
             connection = self.made.get(peer)
             if connection is None or connection.ended:
                 until = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
-                connection = self.made[peer] = self._connect(peer, address, until)
+                connection = self._connect(peer, address, until)
+                with self._lock:
+                    self.made[peer] = connection
             return connection
         finally:
             lock.release()

@@ -34,7 +34,7 @@ class PendingReply(Pending):
             self.done = True
             callbacks, self._callbacks = self._callbacks, []
             if callbacks:
-                self._listened(False)
+                self._on_callbacks(False)
         if self._on_released is not None:
             callbacks = [self._on_released, *callbacks]
         for callback in callbacks:
@@ -56,11 +56,11 @@ class PendingReply(Pending):
             if not self.done:
                 self._callbacks.append(callback)
                 if len(self._callbacks) == 1:
-                    self._listened(True)
+                    self._on_callbacks(True)
                 return
         callback()
 
-    def _listened(self, begins: bool) -> None:
+    def _on_callbacks(self, begins: bool) -> None:
         """Under the lock: somebody wants to be called back from now on; or, at the end, no longer."""
 
     def take(self) -> Message:
