@@ -92,7 +92,7 @@ def in_flight() -> int:
         sum(len(connection._pending) for connection in connections)
         + sum(len(gate._seats) + len(gate._queue) for gate in gates._gates.values())
         + len(member.server.tasks)
-        + (len(ipc._out) if ipc is not None else 0)
+        + (ipc.outstanding if ipc is not None else 0)
     )
 
 

@@ -106,7 +106,7 @@ def test_control_connections_of_two_sided_lanes_refuse_such_a_relay(by_tcp: bool
     thread = threading.Thread(target=let_in)
     thread.start()
     try:
-        with pytest.raises(control_connection.Gone, match=EXPECTED):
+        with pytest.raises(control_connection.Disconnected, match=EXPECTED):
             connect(dead.address)
         assert relay.relayed.wait(5) and admitted == []
         connect(living.address)

@@ -194,7 +194,7 @@ def _fetch_while(sent: Any, pid: int, what: int) -> float:
     """Fetch; once data moves, send its sender a signal. Returns how long it took to fail."""
 
     def strike() -> None:
-        assert wait_until(lambda: lane()._reading == 1, 10)
+        assert wait_until(lambda: lane()._links.reading == 1, 10)
         os.kill(pid, what)
 
     threading.Thread(target=strike).start()
@@ -213,7 +213,7 @@ def _is_lost(sent: Any) -> float:
 
 
 def _export_to_the_lost() -> bool:
-    with pytest.raises(LaneUnavailable, match="the way to 'a' broke"):
+    with pytest.raises(LaneUnavailable, match="the connection to 'a' broke"):
         export(_ones(10), "a")
     return True
 
@@ -271,7 +271,7 @@ def _close_while_fetching(sent: Any) -> float:
 
     thread = threading.Thread(target=fetch)
     thread.start()
-    assert wait_until(lambda: mine._reading == 1 or bool(ended), 10)
+    assert wait_until(lambda: mine._links.reading == 1 or bool(ended), 10)
     began = time.monotonic()
     mine.close()
     thread.join(10)
@@ -464,7 +464,7 @@ def _fetch_full(sent: Any, number: int) -> None:
 
 def _free_everything() -> bool:
     tensors().exports.clear()
-    let_go = wait_until(lambda: lane().reap() is None and not lane()._out, 10)
+    let_go = wait_until(lambda: lane().reap() is None and not lane().outstanding, 10)
     torch.cuda.empty_cache()
     return let_go
 

@@ -924,10 +924,10 @@ def _reclaim() -> int:
 def _on_their_way(lane: TensorLane) -> int:
     """Exports whose memory is still kept."""
     if isinstance(lane, NcclLane):
-        return len(lane._kept)
+        return lane.outstanding
     assert isinstance(lane, (CudaIpcLane, NixlLane))
     lane.reap()
-    return len(lane._out)
+    return lane.outstanding
 
 
 # --- GPU only -------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def nothing_out() -> bool:
     def back() -> bool:
         gc.collect()
         lane.reap()
-        return not lane._out and torch.cuda.memory_allocated() == 0
+        return not lane.outstanding and torch.cuda.memory_allocated() == 0
 
     return wait_until(back, 10)
 

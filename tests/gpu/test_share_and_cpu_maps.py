@@ -150,7 +150,7 @@ def all_back(sender: Any, receiver: Any) -> bool:
     def nothing_out(self: Any) -> bool:
         gc.collect()
         lane: Any = current.process_member().tensor_lanes["cuda_ipc"]
-        return wait_until(lambda: not lane._out, 5)
+        return wait_until(lambda: not lane.outstanding, 5)
 
     on(receiver, drop)
     return bool(on(sender, nothing_out))

@@ -146,21 +146,21 @@ class Agent:
 
     # --- other agents --------------------------------------------------------------------------------------
 
-    def meet(self, connection: bytes) -> None:
+    def connect(self, connection: bytes) -> None:
         """Get ready to reach the agent whose ``connection`` this is. Raises Lost if it is gone."""
         try:
             self._agent.loadRemoteMD(connection)
         except Exception as error:
             raise Lost(f"its NIXL agent cannot be reached ({error})") from error
 
-    def learn(self, blob: bytes) -> None:
+    def load(self, blob: bytes) -> None:
         """Memory of an agent that has been met. Raises Lost."""
         try:
             self._agent.loadRemoteMD(blob)
         except Exception as error:
             raise Lost(f"its memory cannot be reached ({error})") from error
 
-    def forget(self, name: str) -> None:
+    def disconnect(self, name: str) -> None:
         """Let go of an agent and its memory. No read may be under way from it."""
         with contextlib.suppress(Exception):  # not met
             self._agent.invalidateRemoteMD(name)

@@ -117,7 +117,7 @@ class HostPool:
         """Give a block back. Takes no lock: also called while garbage is collected, on any thread."""
         self._returned.append(block)
 
-    def give_away(self, block: Block, size: int, *, copy: bool) -> torch.Tensor:
+    def as_tensor(self, block: Block, size: int, *, copy: bool) -> torch.Tensor:
         """The block's first bytes as a flat tensor of uint8; it comes back when nothing uses them any more.
 
         ``copy``: give a copy instead, and take the block back at once.
