@@ -69,7 +69,7 @@ class Readmission:
         fork.register(self)
 
     def after_fork(self) -> tuple[()]:
-        """See forking.ForkAware."""
+        """See fork.ForkAware."""
         if not self.over:
             self._refusal = NotAMember(_NO_GROUP)
             fork.forked_from("a restarted actor")

@@ -237,7 +237,7 @@ class Supervisor:
                 self._returns.post(None)
 
     def after_fork(self) -> tuple[()]:
-        """See forking.ForkAware."""
+        """See fork.ForkAware."""
         if not self._stopped:
             self._stopped = True  # no thread of it is here
             fork.forked_from(f"the process that formed group {self.roster.name!r}")

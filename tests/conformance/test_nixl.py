@@ -373,7 +373,7 @@ def test_opening_leaves_the_logging_and_the_environment_of_the_program_alone(tmp
 @pytest.mark.skipif(Path("/sys/class/infiniband").exists(), reason="this machine may have an RDMA device")
 def test_without_a_device_it_is_not_available_and_the_users_environment_wins(tmp_path: Path) -> None:
     opened, *_ = alone(tmp_path, {"TLS": "^tcp"})
-    assert "UCX found nothing to run on" in opened and "TLS=^tcp" in opened
+    assert "UCX found no usable transport" in opened and "TLS=^tcp" in opened
     assert alone(tmp_path, {"TLS": "^tcp"}, UCX_TLS="tcp")[0] == "opened"
 
 

@@ -1,4 +1,4 @@
-"""A call under way, as the lanes that carry messages themselves complete it."""
+"""A call in flight, for lanes that complete it themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AnyPending = TypeVar("AnyPending", bound="PendingReply")
 
 
 class PendingReply(Pending):
-    """Completed by ``complete``. Thread-safe."""
+    """Waits for a reply, until ``complete`` is called. Thread-safe."""
 
     __slots__ = ("_callbacks", "_error", "_lock", "_message", "_on_released", "done")
 
@@ -28,7 +28,7 @@ class PendingReply(Pending):
         self.done = False
 
     def complete(self, message: Message | None, error: Exception | None = None) -> None:
-        """Complete it, with one of the two. Once, from any thread; runs the callbacks on this one."""
+        """Complete it with a message or an error. Once, from any thread, which runs the callbacks."""
         self._message, self._error = message, error
         with self._lock:
             self.done = True
@@ -40,7 +40,7 @@ class PendingReply(Pending):
         for callback in callbacks:
             try:
                 callback()
-            except Exception as error:  # must not cost the other calls on the route theirs
+            except Exception as error:  # the other calls on the connection must still get their replies
                 threads.report(error, "a callback of a finished call failed")
 
     def wait(self, timeout_s: float) -> bool:
@@ -61,7 +61,7 @@ class PendingReply(Pending):
         callback()
 
     def _on_callbacks(self, begins: bool) -> None:
-        """Under the lock: somebody wants to be called back from now on; or, at the end, no longer."""
+        """Called under the lock, when the first callback is added, and when it is completed with callbacks."""
 
     def take(self) -> Message:
         if self._error is not None:
@@ -71,7 +71,7 @@ class PendingReply(Pending):
 
 
 def complete_with(pending: PendingReply, reply: Message) -> None:
-    """Complete it with what came; with a MemoryError if there was no memory for it."""
+    """Complete it with a reply, or with a MemoryError if this process had no memory for the reply."""
     if reply.unread_bytes:
         pending.complete(None, MemoryError(f"this process has no memory for the answer ({reply.unread_bytes} bytes)"))
     else:
@@ -79,13 +79,13 @@ def complete_with(pending: PendingReply, reply: Message) -> None:
 
 
 def fail_all(waiting: MutableMapping[int, AnyPending], peer: str, cause: str) -> None:
-    """Complete all of these with PeerLost, and empty the mapping, to which nothing is added any more."""
+    """Complete all calls with PeerLost, and empty the mapping, to which no other thread adds any more."""
     while waiting:
         try:
             _, pending = waiting.popitem()
-        except KeyError:  # somebody has just given up the last one
+        except KeyError:  # another thread has just abandoned the last one
             return
         try:
             pending.complete(None, PeerLost(peer, cause))
-        except MemoryError as error:  # its deadline ends it
-            threads.report(error, "a call of a connection that ended could not be told so")
+        except MemoryError as error:  # the call ends at its deadline
+            threads.report(error, "a call could not be told that its connection ended")

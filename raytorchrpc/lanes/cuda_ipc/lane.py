@@ -250,7 +250,7 @@ class CudaIpcLane(TensorLane):
         return [arrived[index] for index in range(len(shapes))]
 
     def _release(self, flags: numpy.ndarray, number: int, stream: torch.cuda.Stream) -> None:
-        """The last tensor over a peer's memory has died, on any thread."""
+        """Tell the sender that the last tensor over its memory has died. Called on any thread."""
         index = stream.device.index
         returning = self._returning[index]
         if not self._events.has_recorded(index, returning.cuda_stream):  # closed, or too many streams
@@ -265,9 +265,9 @@ class CudaIpcLane(TensorLane):
         number, target, _, _, shared, tag = descriptor
         if not shared:
             return
-        with contextlib.suppress(Gone):  # then nobody waits for it
+        with contextlib.suppress(Gone):  # then no process waits for it
             page = self._events.page_of(peer, tag)
-            if page[number] == OUT:  # it keeps some of them
+            if page[number] == OUT:  # the method keeps some of the tensors
                 page[USES + number] = 1 + self._events.record(target, *self._events.current(target))
 
     def discard(self, peer: str, descriptor: Any) -> None:

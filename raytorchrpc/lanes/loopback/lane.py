@@ -1,4 +1,4 @@
-"""The lane of a member to itself: no wire, the same rules (private copies, the actor's own turn)."""
+"""The lane of a member to itself: no connection, but the same rules (private copies, one admission for each call)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytorchrpc.tensors.dtypes import copied
 
 
 class LoopbackLane(MessageLane):
-    """Serves a request in the process that makes it. Tensors are copied, unless autograd follows them."""
+    """Serves a request in the process that makes it. Tensors are copied, unless autograd tracks them."""
 
     name: ClassVar[str] = "loopback"
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -23,7 +23,7 @@ class LoopbackLane(MessageLane):
         self._serve, self._spawn = serve, spawn
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def call(
         self,
@@ -41,10 +41,10 @@ class LoopbackLane(MessageLane):
         return pending
 
     def disconnect(self, peer: str) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def _private(message: Message) -> Message:

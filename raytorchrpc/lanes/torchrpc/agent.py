@@ -174,7 +174,7 @@ class Fabric:
             fork.register(self)
 
     def after_fork(self) -> list[fork.Address]:
-        """See forking.ForkAware. The agent is never freed here: its end would wait for threads that are not here."""
+        """See fork.ForkAware. The agent is never freed here: its end would wait for threads that are not here."""
         self._lock = threading.Lock()
         if self._agent is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
