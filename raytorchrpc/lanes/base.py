@@ -94,6 +94,8 @@ class PeerAddress(NamedTuple):
 
     peer: str
     address: Any
+    devices_back: Mapping[int, int] = {}
+    """Where CUDA results of that peer's calls arrive: this process's GPU -> the peer's."""
 
 
 class MessageLane(ABC):

@@ -6,17 +6,13 @@ A new lane is one more entry of ``LANES``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from raytorchrpc.lanes.registry import TRAFFIC_TEXT, Traffic
 from raytorchrpc.lanes.torchrpc import backends
 from raytorchrpc.lanes.torchrpc.backends import AgentPlan
 from raytorchrpc.topology import rdma
 from raytorchrpc.topology.device_map import gpu_count
 from raytorchrpc.topology.endpoint import Endpoint
-
-Traffic = Literal["calls", "cpu", "cuda"]
-TRAFFIC: tuple[Traffic, ...] = ("calls", "cpu", "cuda")
-TRAFFIC_TEXT = {"calls": "calls", "cpu": "CPU tensors", "cuda": "CUDA tensors"}
 
 
 @dataclass(frozen=True)

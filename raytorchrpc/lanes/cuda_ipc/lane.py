@@ -28,6 +28,7 @@ from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress
 from raytorchrpc.lanes.cuda_ipc.events import USES, SharedEvents, told
 from raytorchrpc.lanes.cuda_ipc.exports import COPIED, OUT, UNUSED, Exports
 from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, Mappings, span_of, tensor_over
+from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process.cuda_driver import driver
 from raytorchrpc.tensors.bounds import MALFORMED, checked, within
 from raytorchrpc.tensors.dtypes import Shape
@@ -285,3 +286,8 @@ class CudaIpcLane(TensorLane):
         self._exports.close()
         self._mappings.close(self._devices)
         self._events.close(keep_opened=bool(self._exports))
+
+
+def make(setup: LaneSetup) -> CudaIpcLane:
+    """See registry.Lane.make."""
+    return CudaIpcLane(setup.devices)

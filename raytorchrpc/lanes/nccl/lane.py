@@ -39,9 +39,11 @@ from raytorchrpc.lanes.nccl.carrier import Broken, Carrier
 from raytorchrpc.lanes.nccl.control_connection import ControlConnection, Disconnected, TimedOut
 from raytorchrpc.lanes.nccl.libnccl import NcclCarrier
 from raytorchrpc.lanes.nccl.protocol import Kept, Receiving, Sending
+from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process import fork, threads
 from raytorchrpc.tensors.bounds import checked
 from raytorchrpc.tensors.dtypes import Shape
+from raytorchrpc.topology import nccl_env
 
 logger = logging.getLogger(__name__)
 
@@ -364,3 +366,18 @@ class NcclLane(TensorLane):
 
 def _index(tensor: torch.Tensor) -> int:
     return tensor.device.index or 0
+
+
+def make(setup: LaneSetup) -> NcclLane:
+    """See registry.Lane.make. Sets NCCL's environment variables in this process, where the user has not."""
+    # Also where all members share a host: NCCL reads them once, and the next group may span hosts.
+    chosen = nccl_env.apply(setup.endpoint(), interface=setup.config.interface)
+    logger.debug("%s: set for NCCL: %s", setup.member, chosen)
+    return NcclLane(
+        setup.member,
+        setup.credentials,
+        setup.devices,
+        tcp_host=setup.tcp_host,
+        by_tcp=setup.by_tcp,
+        timeout_s=setup.config.rpc_timeout_s,
+    )

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from raytorchrpc._compat import nixl_package
 from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes.setup import LaneSetup
 
 LANE = "nixl"
 Kind = Literal["cpu", "cuda"]
@@ -31,6 +32,18 @@ _BACKEND = "UCX"
 _POLL_US = 10_000
 #: A read is polled without a pause for this time, and then with pauses that grow with the time it has taken (seconds).
 _BRIEF_S, _LONGEST_PAUSE_S = 100e-6, 1e-3
+
+
+def ucx_settings(setup: LaneSetup) -> dict[str, str]:
+    """UCX's settings in a group, by name without ``UCX_``.
+
+    UCX's TCP ports answer reads from anybody who reaches them, so it opens them only where ``GroupConfig.lanes`` names
+    the lane.
+    """
+    if LANE not in (setup.config.lanes or ()):
+        return {"TLS": "^tcp"}
+    rdma = any(port.state == "ACTIVE" for hca in setup.endpoint().hcas for port in hca.ports)
+    return {} if rdma or not setup.interface else {"NET_DEVICES": setup.interface}
 
 
 class Lost(ConnectionError):

@@ -32,9 +32,10 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.exports import CallbackExport, Janitor
-from raytorchrpc.lanes.nixl.agent import Agent, Kind, Lost, Read, Span
+from raytorchrpc.lanes.nixl.agent import Agent, Kind, Lost, Read, Span, ucx_settings
 from raytorchrpc.lanes.nixl.links import Link, Links
 from raytorchrpc.lanes.nixl.memory import NOTHING, Block, HostPool, Members, Place, Segments, check_members, lay_out
+from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.tensors.bounds import checked, within
 from raytorchrpc.tensors.dtypes import Shape, view_at
 
@@ -375,3 +376,8 @@ class NixlLane(TensorLane):
 
 class _Abandoned(Lost):
     """A read was left in progress."""
+
+
+def make(setup: LaneSetup) -> NixlLane:
+    """See registry.Lane.make."""
+    return NixlLane(setup.capacity, setup.devices, setup.config.rpc_timeout_s, ucx_settings(setup))

@@ -22,6 +22,7 @@ from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.nng import sockets
 from raytorchrpc.lanes.nng.acceptor import Acceptor, NngAddress, dial
 from raytorchrpc.lanes.nng.connection import Connection
+from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process import threads
 
 #: A reply that makes no progress for this long ends its connection (seconds).
@@ -179,3 +180,8 @@ class NngLane(MessageLane):
         work = self._serve(message, lambda answer: connection.reply(number, answer, REPLY_PATIENCE_S))
         if work is not None:
             self._spawn(work)
+
+
+def make(setup: LaneSetup) -> NngLane:
+    """See registry.Lane.make."""
+    return NngLane(setup.member, setup.credentials, tcp_host=setup.tcp_host, by_tcp=setup.by_tcp)

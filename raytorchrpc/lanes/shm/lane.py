@@ -23,6 +23,7 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Export, Part, PeerAddress, TensorCapabilities, TensorLane, never_fetched
 from raytorchrpc.lanes.common.exports import CallbackExport
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress, is_gone
+from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.shm.arena import Arena, PeerArena, Slot
 from raytorchrpc.lanes.shm.parallel_copy import Copier, default_threads
 from raytorchrpc.lanes.shm.read_only import Borrower, Lender
@@ -328,3 +329,8 @@ def _grouped(tensors: Sequence[torch.Tensor]) -> list[tuple[int, list[tuple[int,
     if small:
         groups.append((filled, small))
     return groups
+
+
+def make(setup: LaneSetup) -> ShmLane:
+    """See registry.Lane.make."""
+    return ShmLane(setup.capacity, setup.config.copy_threads)

@@ -21,6 +21,7 @@ from raytorchrpc.lanes.common.credentials import Credentials
 from raytorchrpc.lanes.common.handshake import Refused
 from raytorchrpc.lanes.common.peer_connections import PeerConnections
 from raytorchrpc.lanes.common.protection import Protection
+from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.socket.connection import Connection, SocketPending, tune
 from raytorchrpc.lanes.socket.listeners import ATTEND_S, Listeners
 from raytorchrpc.process import fork, threads
@@ -213,3 +214,14 @@ class SocketLane(MessageLane):
             connection.send(frames.pack(frames.REPLY, frame.call, message), deadline)
 
         return self._serve(frame.message, reply)
+
+
+def make(setup: LaneSetup) -> SocketLane:
+    """See registry.Lane.make."""
+    return SocketLane(
+        setup.member,
+        setup.credentials,
+        tcp_host=setup.tcp_host,
+        by_tcp=setup.by_tcp,
+        one_at_a_time=setup.one_at_a_time,
+    )

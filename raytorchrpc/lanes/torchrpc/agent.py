@@ -105,6 +105,14 @@ class Fabric:
         """Of the running agent, parked or not."""
         return AgentIdentity(self._spec.name, self._spec.worker_id) if self._spec else None
 
+    @property
+    def address(self) -> FabricPeer:
+        """How peers reach the running agent; each fills in its own map. Raises LaneUnavailable if none runs."""
+        identity = self.identity
+        if identity is None:
+            raise LaneUnavailable("torchrpc", "no torchrpc agent runs in this process")
+        return FabricPeer(identity.name, identity.worker_id, self._url, {})
+
     def start(self, spec: AgentSpec, *, renew: bool = False) -> str:
         """Have an agent that fits ``spec``, the parked one (with its own id) if it does; returns its URL.
 
