@@ -11,6 +11,7 @@ import functools
 import importlib.metadata
 import logging
 import pkgutil
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -105,7 +106,17 @@ def rows(asked_for: Iterable[str] | None) -> tuple[Lane, ...]:
 
 def lane(name: str) -> Lane:
     """The row of that name. Raises ConfigurationError if there is none, or its distribution is broken."""
-    return _BUILT_IN[name] if name in _BUILT_IN else _load(name)
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    points = _installed().get(name, ())
+    if not points:
+        raise ConfigurationError(
+            f"no distribution installed in this process has a lane {name!r}; known lanes: {', '.join(names())}"
+        )
+    if len(points) > 1:
+        several = " and ".join(_described(point) for point in points)
+        raise ConfigurationError(f"{several} each declare a lane {name!r}; uninstall all but one")
+    return _load(points[0])
 
 
 def resolve(row: Lane, reference: str) -> Callable[..., Any]:
@@ -124,15 +135,23 @@ def distributions(lanes: Sequence[str]) -> dict[str, str]:
     return {name: _described(found[name][0]) for name in lanes if name in found}
 
 
-@functools.cache
-def _installed() -> Mapping[str, list[importlib.metadata.EntryPoint]]:
-    """The entry points of other distributions, by the lane's name."""
-    found: dict[str, list[importlib.metadata.EntryPoint]] = {}
+_Points = Mapping[str, tuple[importlib.metadata.EntryPoint, ...]]
+
+
+def _installed() -> _Points:
+    """The lanes that other distributions declare, by name."""
+    return _declared_on(tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=4)
+def _declared_on(path: tuple[str, ...]) -> _Points:
+    """Scans the metadata of all distributions: tens of milliseconds."""
+    found: dict[str, tuple[importlib.metadata.EntryPoint, ...]] = {}
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         if point.name in _BUILT_IN:
             logger.warning("%s declares a lane %r; raytorchrpc's own is used", _described(point), point.name)
         else:
-            found.setdefault(point.name, []).append(point)
+            found[point.name] = (*found.get(point.name, ()), point)
     return found
 
 
@@ -140,28 +159,18 @@ def _described(point: importlib.metadata.EntryPoint) -> str:
     return f"{point.dist.name} {point.dist.version}" if point.dist else point.value
 
 
-@functools.cache
-def _load(name: str) -> Lane:
-    points = _installed().get(name, [])
-    if not points:
-        raise ConfigurationError(
-            f"no installed distribution has a lane {name!r}; known lanes: {', '.join(names())}. Install it in every "
-            "process of the group, the one that forms it included"
-        )
-    if len(points) > 1:
-        several = " and ".join(_described(point) for point in points)
-        raise ConfigurationError(f"{several} each declare a lane {name!r}; uninstall all but one")
-    where = f"lane {name!r} of {_described(points[0])} (entry point {points[0].value!r})"
+def _load(point: importlib.metadata.EntryPoint) -> Lane:
+    where = f"lane {point.name!r} of {_described(point)} (entry point {point.value!r})"
     try:
-        found = points[0].load()
+        found = point.load()
     except Exception as error:
         raise ConfigurationError(f"{where} cannot be loaded: {error!r}") from error
     if not isinstance(found, Lane):
-        raise ConfigurationError(f"{where} is a {type(found).__name__}, not a raytorchrpc.lanes.registry.Lane")
-    if found.name != name:
-        raise ConfigurationError(f"{where} calls itself {found.name!r}; the two names must be the same")
+        raise ConfigurationError(f"{where} is of type {type(found).__name__}, not raytorchrpc.lanes.registry.Lane")
+    if found.name != point.name:
+        raise ConfigurationError(f"{where} has the name {found.name!r} in its row; the two names must be the same")
     if not found.carries or not set(found.carries) <= set(TRAFFIC):
-        raise ConfigurationError(f"{where} carries {found.carries!r}; expected some of {TRAFFIC}")
+        raise ConfigurationError(f"{where} has carries={found.carries!r}; expected some of {TRAFFIC}")
     if found.always or found.rrefs:
-        raise ConfigurationError(f"{where} sets always or rrefs, which only raytorchrpc's own lanes may")
+        raise ConfigurationError(f"{where} sets always or rrefs, which only raytorchrpc's own lanes may set")
     return found

@@ -1,4 +1,4 @@
-"""One suite for every MessageLane: the same promises, whatever carries the messages.
+"""One suite for every MessageLane, those of other installed distributions included: the same promises of all.
 
 Two processes per lane, ``a`` and ``b``; a test's body (``_body`` functions) runs in ``a``.
 """
@@ -25,7 +25,7 @@ from tests.conformance import peers
 from tests.conformance.peers import ALL_DTYPES, PATIENCE_S, Process, answer, ask, node, random, same, send
 
 SOCKETS = ["socket over unix", "socket over tcp", "nng over ipc", "nng over tcp"]
-PROCESSES = [*SOCKETS, "torchrpc"]
+PROCESSES = [kind for kind in peers.message_kinds() if kind != "loopback"]
 KINDS = ["loopback", *PROCESSES, *peers.ENCRYPTED]
 
 
