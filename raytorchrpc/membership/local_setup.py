@@ -68,7 +68,7 @@ def open_lanes(spec: JoinSpec, local: LocalMember) -> dict[str, Any]:
     missing = [registry.lane(name) for name in names if name not in opened]
     addresses = {}
     for row in sorted(missing, key=lambda row: not row.out_of_band):  # a message lane serves as soon as it is open
-        lane = _make(row, setup)
+        lane = make_lane(row, setup)
         if isinstance(lane, MessageLane):
             local.lanes.append(lane)
             addresses[row.name] = lane.open(partial(local.server.serve, lane), local.workers.submit)
@@ -82,7 +82,8 @@ def open_lanes(spec: JoinSpec, local: LocalMember) -> dict[str, Any]:
     return addresses
 
 
-def _make(row: registry.Lane, setup: LaneSetup) -> MessageLane | TensorLane:
+def make_lane(row: registry.Lane, setup: LaneSetup) -> MessageLane | TensorLane:
+    """Make a lane as its row says, not open yet. Raises ConfigurationError if its factory makes something else."""
     lane = registry.resolve(row, row.make)(setup)
     expected = TensorLane if row.out_of_band else MessageLane
     if not isinstance(lane, expected) or lane.name != row.name:
