@@ -168,6 +168,8 @@ class TensorCapabilities:
     """CUDA tensors may be exported to arrive as CPU tensors."""
     in_parts: bool = False
     """It has ``scatter_into``."""
+    parallel_move: bool = False
+    """``move`` copies with several threads."""
 
 
 def never_fetched(peer: str) -> PeerLost:

@@ -19,7 +19,7 @@ from raytorchrpc.lanes.registry import LANES
 from raytorchrpc.membership.local_setup import make_lane
 from raytorchrpc.routing.planner import plan
 from raytorchrpc.topology.endpoint import Endpoint
-from tests.distributions import MEMFD, UNIX_STREAM, install_own_lanes, write
+from tests.distributions import MEMFD, OWN_LANES, UNIX_STREAM, install_own_lanes, write
 from tests.unit import clusters
 
 PACKAGE = Path(registry.__file__).parents[1]
@@ -135,6 +135,12 @@ def test_a_tensor_lane_needs_a_lane_for_calls_that_carries_its_descriptors() -> 
     assert route.lanes("cpu")[0].lane == "torchrpc"
     (rejected,) = (no for no in route.rejected if no.lane == MEMFD)
     assert rejected.reason == "calls go by torchrpc, which carries no tensor descriptors"
+
+
+def test_the_page_shows_the_example_as_it_is() -> None:
+    page = (PACKAGE.parent / "docs" / "howto" / "write-a-lane.md").read_text()
+    for file in ("own_lanes/rows.py", "own_lanes/memfd.py", "pyproject.toml"):
+        assert f"\n{(OWN_LANES / file).read_text()}```\n" in page, file
 
 
 # --- broken distributions ------------------------------------------------------------------------------------------

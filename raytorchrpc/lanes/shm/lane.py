@@ -44,7 +44,13 @@ class ShmLane(TensorLane):
 
     name: ClassVar[str] = "shm"
     capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(
-        devices=frozenset({"cpu"}), one_sided=True, same_host=True, zero_copy=True, takes_cuda=True, in_parts=True
+        devices=frozenset({"cpu"}),
+        one_sided=True,
+        same_host=True,
+        zero_copy=True,
+        takes_cuda=True,
+        in_parts=True,
+        parallel_move=True,
     )
 
     def __init__(self, capacity: int, threads: int | None) -> None:

@@ -76,8 +76,8 @@ def shelf_of(local: LocalMember) -> Shelf:
                 return lent
         return None
 
-    shm = local.tensor_lanes.get("shm")
-    return Shelf(lend, local.deadlines.at) if shm is None else Shelf(lend, local.deadlines.at, shm.move)
+    moves = [lane.move for lane in local.tensor_lanes.values() if lane.capabilities.parallel_move]
+    return Shelf(lend, local.deadlines.at, *moves[:1])
 
 
 class Readable:
