@@ -780,7 +780,7 @@ DMA_BUF = tuple(gpu.model_copy(update={"dma_buf": True}) for gpu in a100s())
 @pytest.mark.parametrize(
     ("cluster", "reason"),
     [
-        (public_nodes(), "torchrpc has GPUDirect RDMA between these two"),
+        (public_nodes(), "torchrpc uses GPUDirect RDMA between these members"),
         (public_nodes(peer_memory=False), "adapters cannot reach GPU memory; load nvidia-peermem"),
         (public_nodes(memlock_bytes=8 * MIB), "only 8 MiB of memory may be locked"),
         (public_nodes(same(efa_hcas())), "EFA needs a plug-in"),
@@ -788,8 +788,8 @@ DMA_BUF = tuple(gpu.model_copy(update={"dma_buf": True}) for gpu in a100s())
         (public_nodes(lambda host: infiniband_hcas(f"fec0:0000:0000:000{host}")), "one InfiniBand subnet"),
         (public_nodes(lambda host: (infiniband_hcas(), roce_hcas())[host]), "or both RoCE"),
         (clusters.two_hosts(), "neither member has a GPU"),
-        (clusters.one_host_two_gpus(), "same host: used only where GroupConfig.lanes names it"),
-        (clusters.two_pods_one_host(), "same host: used only where GroupConfig.lanes names it"),
+        (clusters.one_host_two_gpus(), "same host: used only if GroupConfig.lanes names it"),
+        (clusters.two_pods_one_host(), "same host: used only if GroupConfig.lanes names it"),
     ],
 )
 def test_nccl_says_why_it_is_not_used(cluster: Cluster, reason: str) -> None:
@@ -848,7 +848,7 @@ def test_cuda_ipc_comes_before_nccl() -> None:
 def test_nccl_needs_two_whole_gpus() -> None:
     config = GroupConfig(lanes=("socket", "shm", "nccl", "torchrpc"))
     route = plan(neighbours(gpus=(a100s(2)[0],)), config).route("worker_0", "worker_1")
-    assert why_not(route, "nccl", "cuda") == "both members are on one GPU, and NCCL needs two"
+    assert why_not(route, "nccl", "cuda") == "both members use one GPU, and NCCL needs two"
     slices = tuple(gpu.model_copy(update={"name": f"{gpu.name} MIG 1g.10gb"}) for gpu in a100s(2))
     route = plan(neighbours(gpus=slices), config).route("worker_0", "worker_1")
     assert "MIG" in why_not(route, "nccl", "cuda")
@@ -905,13 +905,13 @@ def test_without_a_device_of_its_own_nixl_is_used_by_name_alone(cluster: Cluster
     assert reason in why_not(routes.route("worker_0", "worker_1"), "nixl", "cpu")
     assert "nixl" not in beside(routes, "worker_0")
     (first, *_) = plan(cluster, BY_NAME).route("worker_0", "worker_1").lanes("cpu")
-    assert (first.lane, first.how) == ("nixl", "one-sided reads over what UCX finds")
+    assert (first.lane, first.how) == ("nixl", "one-sided reads over what UCX selects")
 
 
 def test_on_one_host_nixl_is_used_by_name_alone() -> None:
     cluster = with_nixl(neighbours())
     route = plan(cluster, GroupConfig()).route("worker_0", "worker_1")
-    assert all(why_not(route, "nixl", traffic).startswith("same host: used only where") for traffic in NIXL)
+    assert all(why_not(route, "nixl", traffic).startswith("same host: used only if") for traffic in NIXL)
     routes = plan(cluster, BY_NAME)
     assert [lane(routes.route("worker_0", "worker_1"), traffic) for traffic in NIXL] == ["nixl"] * 2
     assert beside(routes, "worker_0") == ("nixl",)
@@ -933,7 +933,7 @@ def test_nixl_has_to_be_installed_on_both_sides() -> None:
     both = public_nodes()
     one = {**both, "worker_0": both["worker_0"].model_copy(update={"nixl": True})}
     for cluster, said in (
-        (one, "NIXL is not installed for torch at worker_1: pip"),
+        (one, "NIXL is not installed for torch in worker_1: pip"),
         (both, "not installed for torch: pip"),
     ):
         for config in (GroupConfig(), BY_NAME):
