@@ -84,15 +84,15 @@ def in_flight() -> int:
     """Number of calls in flight in this process, in both directions; 0 at rest."""
     member = process_member()
     lanes = {lane.name: lane for lane in member.lanes}
-    connections: list[Any] = list(lanes["socket"]._by_fd.values())  # type: ignore[attr-defined]
+    connections: list[Any] = list(lanes["socket"]._listeners.connections.values())  # type: ignore[attr-defined]
     ipc: Any = member.tensor_lanes.get("cuda_ipc")
     if ipc is not None:
-        ipc.tidy()
+        ipc.reap()
     return (
         sum(len(connection._pending) for connection in connections)
         + sum(len(gate._seats) + len(gate._queue) for gate in gates._gates.values())
         + len(member.server.tasks)
-        + (len(ipc._out) if ipc is not None else 0)
+        + (ipc.outstanding if ipc is not None else 0)
     )
 
 

@@ -28,7 +28,7 @@ from raytorchrpc.group.participants import current_owner
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.lanes.common.acceptor import SocketAddress
 from raytorchrpc.lanes.common.credentials import Instance
-from raytorchrpc.lanes.torchrpc.agent import AgentIdentity
+from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, FabricPeer
 from raytorchrpc.membership.join import Prepared, Probe
 from raytorchrpc.topology import endpoint, probe
 
@@ -202,10 +202,10 @@ def plan_alone(members: int, hosts: int) -> dict[str, float]:
         listens = SocketAddress(
             "raytorchrpc-" + os.urandom(12).hex(), (probes[name].endpoint.node_ip, 40000), Instance(seat.rank, 0)
         )
-        addresses = {"socket": listens, "torchrpc": None, "shm": f"{seat.rank}:{os.urandom(8).hex()}"}
-        prepared[name] = Prepared(
-            AgentIdentity(roster.rpc_name(name), seat.worker_id), "tcp://10.0.0.1:1", addresses, {}
-        )
+        agent = AgentIdentity(roster.rpc_name(name), seat.worker_id)
+        torchrpc = FabricPeer(agent.name, agent.worker_id, "tcp://10.0.0.1:1", {})
+        addresses = {"socket": listens, "torchrpc": torchrpc, "shm": f"{seat.rank}:{os.urandom(8).hex()}"}
+        prepared[name] = Prepared(agent, addresses, {})
     began = time.monotonic()
     sent = sizes_of(roster, prepared)
     took |= {"tables_s": time.monotonic() - began, "form_bytes": sent["form"], "rejoin_bytes": sent["rejoin"]}

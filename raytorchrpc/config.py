@@ -11,11 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.lanes import registry
 
 ENV_PREFIX = "RAYTORCHRPC_"
-
-#: Lanes a route may be built from, in the order routing prefers them.
-KNOWN_LANES = ("socket", "shm", "cuda_ipc", "nixl", "nccl", "torchrpc", "nng")
 
 
 class GroupConfig(BaseModel):
@@ -31,7 +29,9 @@ class GroupConfig(BaseModel):
     """Default deadline of a call, in seconds."""
 
     lanes: tuple[str, ...] | None = None
-    """Lanes a route may use; None lets routing choose. A name with a leading ``-`` forbids that lane."""
+    """Lanes a route may use; None lets routing choose among raytorchrpc's own. A name with a leading ``-`` forbids that
+    lane. A lane of another distribution (docs/howto/write-a-lane.md) is used only if it is named here, and is then
+    preferred."""
 
     device_maps: dict[str, Any] | None = None
     """Device maps by member name: a ``DeviceMap``, its text form, or ``{peer: {local gpu: peer gpu}}``.
@@ -102,8 +102,8 @@ class GroupConfig(BaseModel):
     @classmethod
     def _lanes_are_known(cls, lanes: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for lane in lanes or ():
-            if lane.removeprefix("-") not in KNOWN_LANES:
-                raise ValueError(f"unknown lane {lane!r}; known lanes: {', '.join(KNOWN_LANES)}")
+            if not registry.is_known(lane.removeprefix("-")):
+                raise ValueError(f"unknown lane {lane!r}; known lanes: {', '.join(registry.names())}")
             if not lane.startswith("-") and f"-{lane}" in (lanes or ()):
                 raise ValueError(f"lane {lane!r} is both asked for and forbidden")
         return lanes

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from raytorchrpc.bench.options import show_size
 from raytorchrpc.bench.rows import Device, Need, Row
-from raytorchrpc.config import KNOWN_LANES, GroupConfig
+from raytorchrpc.config import GroupConfig
+from raytorchrpc.lanes import registry
 from raytorchrpc.topology import probe, rdma, sysfs
 from raytorchrpc.topology.endpoint import Endpoint
 
@@ -46,7 +47,7 @@ class Site:
 
     a: Host
     b: Host
-    known_lanes: frozenset[str] = frozenset(KNOWN_LANES)
+    known_lanes: frozenset[str] = frozenset(registry.names())
     known_settings: frozenset[str] = field(default_factory=lambda: frozenset(GroupConfig.model_fields))
 
     @property

@@ -51,7 +51,7 @@ def set_local(local: LocalMember | None) -> None:
     with _current.lock:
         _current.local = local
     if local is not None:
-        fork.inherited(_current)
+        fork.register(_current)
     rejoin.joined(local)
 
 

@@ -146,7 +146,7 @@ class Server:
                 return partial(self._ask, message, reply)
             if kind == FETCH:
                 kept = self._take(message.header[3])
-                kept.adopt()
+                kept.make_current()
                 return partial(self._send, reply, lambda: kept)
             method, path, budget, until = message.header[3:7]
             note = self._exposed(method)
@@ -387,7 +387,7 @@ class _Job:
         except BaseException as error:
             self.server.refuse(self.kind, error, self.reply)
         finally:
-            host_device_copy.sweep()
+            host_device_copy.reap_copies()
 
     async def _run_on_loop(self, admission: Admission | None, to_leave: Admission | None) -> None:
         current_scope.set(self.scope.inside(admission))  # a task has a context of its own: nothing to put back
@@ -412,7 +412,7 @@ class _Job:
                 to_leave.gate.leave(to_leave)
 
     def _over(self) -> None:
-        host_device_copy.sweep()
+        host_device_copy.reap_copies()
         if self.scope.limit is not None:
             self.scope.limit.over = True
 
@@ -422,7 +422,7 @@ class _Job:
         deadline = self.scope.deadline
         if deadline is not None and time.monotonic() > deadline:
             raise RpcTimeout(f"{self.label} waited for its turn until the deadline; it did not run")
-        self.message.adopt()
+        self.message.make_current()
         try:
             body = self.server.routes.arrived(self.caller, joined(self.message.body, self.parcels))
             if self.parcels and self.span is not None:

@@ -284,7 +284,9 @@ class LocalMember:
             lane, shipped = self._load(route, method, body, share)
             started = time.monotonic()
             message = Message(header, shipped.body, manifests=shipped.manifests)
-            pending = lane.call(route.member.name, message, budget, caller_waits=caller_waits, settled=ticket.give_back)
+            pending = lane.call(
+                route.member.name, message, budget, caller_waits=caller_waits, on_released=ticket.give_back
+            )
         except BaseException as error:
             ticket.give_back()
             if shipped is not None:

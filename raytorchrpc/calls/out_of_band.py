@@ -19,7 +19,7 @@ from raytorchrpc.process import fork
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.devices import CPU, Device
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, Shape, copied, view_at
-from raytorchrpc.tensors.host_device_copy import fill, goes_to_cpu, outbound, to_cpu
+from raytorchrpc.tensors.host_device_copy import copy_into, goes_to_cpu, outbound, to_cpu
 
 logger = logging.getLogger(__name__)
 
@@ -164,18 +164,18 @@ class PendingTensors:
         if into is None:
             return positions, self._lane.fetch(self._peer, self._descriptor, shapes)
         mine = into if positions is None else [into[position] for position in positions]
-        return positions, fill(mine, self._lane.fetch(self._peer, self._descriptor, shapes, mine))
+        return positions, copy_into(mine, self._lane.fetch(self._peer, self._descriptor, shapes, mine))
 
-    def spread(self, parts: Sequence[Sequence[Part]]) -> None:
+    def scatter_into(self, parts: Sequence[Sequence[Part]]) -> None:
         """Fetch parts of flat tensors, likewise."""
         _, shapes = self.contents
         self._waybill = None
         if self._lane.capabilities.in_parts:
             sizes = [shape[0] for _, shape in shapes]
-            left = self._lane.spread(self._peer, self._descriptor, sizes, parts)
-            fill([target for target, _ in left], [source for _, source in left])
+            left = self._lane.scatter_into(self._peer, self._descriptor, sizes, parts)
+            copy_into([target for target, _ in left], [source for _, source in left])
         else:
-            spread(self._lane.fetch(self._peer, self._descriptor, shapes), parts)
+            scatter_into(self._lane.fetch(self._peer, self._descriptor, shapes), parts)
 
     def used(self) -> None:
         """The method that was called with these has returned, on this thread."""
@@ -213,11 +213,11 @@ def snapshot(body: Encoded) -> Encoded:
     return body._replace(tensors=tensors)
 
 
-def spread(tensors: Sequence[torch.Tensor], parts: Sequence[Sequence[Part]]) -> None:
+def scatter_into(tensors: Sequence[torch.Tensor], parts: Sequence[Sequence[Part]]) -> None:
     """Copy parts of flat uint8 tensors to where they belong."""
     for tensor, its in zip(tensors, parts, strict=True):
         views = [view_at(tensor, offset, (target.dtype, tuple(target.shape))) for offset, target in its]
-        fill([target for _, target in its], views)
+        copy_into([target for _, target in its], views)
 
 
 def kinds(body: Encoded, parcels: Sequence[PendingTensors]) -> list[Shape]:
@@ -236,7 +236,7 @@ def kinds(body: Encoded, parcels: Sequence[PendingTensors]) -> list[Shape]:
 def filled(body: Encoded, parcels: Sequence[PendingTensors], into: Sequence[torch.Tensor | None]) -> Encoded:
     """As ``joined``, with each tensor copied into the one of ``into`` in its place, where there is one."""
     body = joined(body, parcels, into)
-    return body._replace(tensors=fill(into, body.tensors))  # what stayed in the message
+    return body._replace(tensors=copy_into(into, body.tensors))  # what stayed in the message
 
 
 def joined(

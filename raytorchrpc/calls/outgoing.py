@@ -165,7 +165,7 @@ class CallUnderWay:
         try:
             message = final.take()
             self._taken = True
-            message.adopt()
+            message.make_current()
             for export in self._shipped.exports:
                 export.finished()
             body = message.body

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from raytorchrpc._compat import torch_internals
-from raytorchrpc.calls.out_of_band import PendingTensors, filled, kinds, owned, spread
+from raytorchrpc.calls.out_of_band import PendingTensors, filled, kinds, owned, scatter_into
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.lanes.base import Part
 from raytorchrpc.tensors.codec import Codec, Encoded, orders, placed
@@ -56,9 +56,9 @@ class Spread:
             with _unrecorded(targets):
                 try:
                     for parcel in parcels:  # one has them all, or none is needed
-                        parcel.spread(parts)
+                        parcel.scatter_into(parts)
                     if not parcels:
-                        spread(body.tensors, parts)
+                        scatter_into(body.tensors, parts)
                 finally:
                     increment_version(targets)  # lanes write behind autograd's back
         except BaseException:

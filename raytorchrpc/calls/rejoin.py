@@ -66,10 +66,10 @@ class Readmission:
     def start(self) -> None:
         """Begin to look. Raises ThreadShortage."""
         self._thread = threads.start(self._work, name="raytorchrpc-readmission")
-        fork.inherited(self)
+        fork.register(self)
 
     def after_fork(self) -> tuple[()]:
-        """See forking.ForkAware."""
+        """See fork.ForkAware."""
         if not self.over:
             self._refusal = NotAMember(_NO_GROUP)
             fork.forked_from("a restarted actor")

@@ -9,7 +9,7 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.doctor.evidence import Evidence
 from raytorchrpc.doctor.findings import Finding, note, ok, problem, some, warning
 from raytorchrpc.errors import RayTorchRpcError
-from raytorchrpc.lanes.rules import TRAFFIC
+from raytorchrpc.lanes.registry import TRAFFIC
 from raytorchrpc.routing import planner
 from raytorchrpc.topology import nccl_env, rdma
 from raytorchrpc.topology.endpoint import Endpoint

@@ -14,6 +14,7 @@ from raytorchrpc.calls.mailbox import Owner
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.group.ray_round import Round
 from raytorchrpc.group.roster import Roster
+from raytorchrpc.lanes import registry
 from raytorchrpc.membership import join
 from raytorchrpc.membership.messages import GroupInfo, Prepared, Probe
 
@@ -60,7 +61,8 @@ class Formation:
 
     def probe(self) -> None:
         """Have every process describe itself, and decide routes and device maps. Changes nothing there."""
-        arguments = {member: (member,) for member in self.participants}
+        lanes = registry.foreign(self.roster.config.lanes)
+        arguments = {member: (member, lanes) for member in self.participants}
         found, failures = self._round.all(join.probe, arguments, fail_fast=True, retry_restarting=True)
         self._raise("could not be probed", failures)
         probes: dict[str, Probe] = {member: found[member] for member in self.participants}

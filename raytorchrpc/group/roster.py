@@ -193,8 +193,7 @@ class Roster:
             tls=self.tls,
             tcp_host=agent.address if elsewhere or self.reached_by_tcp(member) else None,
             by_tcp=elsewhere,
-            beside=self.plan.beside(member),
-            nng=self.plan.uses(member, "nng"),
+            lanes=self.plan.lanes_of(member),
         )
 
     def _addresses(self) -> list[str]:

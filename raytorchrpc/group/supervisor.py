@@ -81,7 +81,7 @@ class Supervisor(GroupHost):
         try:
             self._restarts.post(roster)
             self._detector.watch([name for name, handle in roster.handles.items() if handle is not None])
-            fork.inherited(self)
+            fork.register(self)
             self._threads.append(threads.start(self._run, name=f"raytorchrpc-group-{roster.name}"))
             self._threads.append(self._events.start())
             if self._status_post is not None:

@@ -26,14 +26,14 @@ class Message(NamedTuple):
     header: a tuple of small builtins (str, int, float, tuples of them), readable without unpickling the body.
     body: the encoded arguments or result.
     manifests: what the message says of tensors that travel beside it (see ``shipping``); builtins only.
-    adopt: to be called by the thread that will use the tensors, before it does: makes CUDA work queued by
+    make_current: to be called by the thread that will use the tensors, before it does: makes CUDA work queued by
         the lane precede that thread's own.
     unread_bytes: size of a message that this process had no memory for; its body is lost. 0: the body is here.
     """
 
     header: tuple[Any, ...]
     body: Encoded
-    adopt: Callable[[], None] = nothing
+    make_current: Callable[[], None] = nothing
     manifests: tuple[Any, ...] = ()
     unread_bytes: int = 0
 
@@ -94,6 +94,8 @@ class PeerAddress(NamedTuple):
 
     peer: str
     address: Any
+    devices_back: Mapping[int, int] = {}
+    """Where CUDA results of that peer's calls arrive: this process's GPU -> the peer's."""
 
 
 class MessageLane(ABC):
@@ -125,13 +127,13 @@ class MessageLane(ABC):
         timeout_s: float,
         *,
         caller_waits: bool = False,
-        settled: Callable[[], None] | None = None,
+        on_released: Callable[[], None] | None = None,
     ) -> Pending:
         """Send a request. Returns before the reply.
 
         ``caller_waits``: the caller is about to wait, on this thread; a lane may skip other arrangements.
-        ``settled``: called when the call is over: answered, however late, or lost. Short; from any thread; perhaps also
-        if this raises.
+        ``on_released``: called once the call is over: answered, however late, or lost. It is short. Any thread may call
+        it, perhaps also if this raises.
 
         The tensors in ``message`` belong to the lane until the call is done and must not change meanwhile.
         Raises LaneUnavailable if nothing was sent and nothing can be, for instance for a CUDA tensor
@@ -165,7 +167,9 @@ class TensorCapabilities:
     takes_cuda: bool = False
     """CUDA tensors may be exported to arrive as CPU tensors."""
     in_parts: bool = False
-    """It has ``spread``."""
+    """It has ``scatter_into``."""
+    parallel_move: bool = False
+    """``move`` copies with several threads."""
 
 
 def never_fetched(peer: str) -> PeerLost:
@@ -274,7 +278,7 @@ class TensorLane(ABC):
         there and this process cannot get at its memory.
         """
 
-    def spread(
+    def scatter_into(
         self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Instead of ``fetch``, for flat uint8 tensors of so many bytes: bring parts of each to where they belong, and
@@ -287,7 +291,7 @@ class TensorLane(ABC):
         that it queued precedes what the sender queues after the answer.
         """
 
-    def settle(self, device: int) -> None:  # noqa: B027 - matters where receivers copy by themselves
+    def fence(self, device: int) -> None:  # noqa: B027 - matters where receivers copy by themselves
         """What this thread queues from now on, on its current stream of that GPU, comes after the copies of all that
         was exported from there and has been fetched. Does not wait for the GPU.
         """

@@ -1,41 +1,37 @@
-"""What each lane can carry between two members, and why not: one rule for each, of what both published.
+"""The rules of this package's lanes: what each lane can carry between two members, and why not.
 
-A new lane is one more entry of ``LANES``.
+A rule is a pure function of what both members published. ``lanes.registry`` says which rule belongs to which lane.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from raytorchrpc.lanes.registry import TRAFFIC_TEXT, Traffic
 from raytorchrpc.lanes.torchrpc import backends
 from raytorchrpc.lanes.torchrpc.backends import AgentPlan
 from raytorchrpc.topology import rdma
 from raytorchrpc.topology.device_map import gpu_count
 from raytorchrpc.topology.endpoint import Endpoint
 
-Traffic = Literal["calls", "cpu", "cuda"]
-TRAFFIC: tuple[Traffic, ...] = ("calls", "cpu", "cuda")
-TRAFFIC_TEXT = {"calls": "calls", "cpu": "CPU tensors", "cuda": "CUDA tensors"}
-
 
 @dataclass(frozen=True)
 class Pair:
-    """What a lane's rule looks at. A rule must give the same answer with a and b exchanged."""
+    """The argument of a lane's rule. A rule must give the same answer with a and b exchanged."""
 
     a: Endpoint
     b: Endpoint
     agent_a: AgentPlan
     agent_b: AgentPlan
     named: tuple[str, ...] = ()
-    """Lanes that the configuration asks for by name."""
+    """``GroupConfig.lanes``: the lanes that the configuration asks for by name."""
     tcp: bool = False
-    """It wants TCP even where Unix sockets could be used."""
+    """``GroupConfig.always_tcp``: use TCP even where Unix sockets would work."""
     tls: bool = False
-    """What crosses a network must be encrypted."""
+    """``GroupConfig.tls``: whatever crosses a network must be encrypted."""
 
 
-#: Why a lane cannot carry something (str), or how it does and why (tuple).
+#: Why the lane cannot carry the traffic (str), or how it carries it and why it can (tuple).
 Verdict = str | tuple[str, str]
 
 
@@ -43,91 +39,90 @@ def socket_rule(pair: Pair, traffic: Traffic) -> Verdict:
     a, b = pair.a, pair.b
     if pair.tcp:
         return "tcp socket", "asked for by always_tcp"
-    if a.shares(b, "net"):  # Linux's abstract socket names belong to the network namespace, not to the files
+    if a.shares(b, "net"):  # abstract socket names belong to the network namespace, not to the file system
         return "unix socket", "same host and network namespace"
     why = "same host, different network namespaces" if a.same_host(b) else "different hosts"
     return "tcp socket", why
 
 
 def shm_rule(pair: Pair, traffic: Traffic) -> Verdict:
-    obstacle = _separate(pair)
+    obstacle = _memory_obstacle(pair)
     return obstacle or ("shared memory", "same host: one copy, then a view of the memory it arrived in")
 
 
 def cuda_ipc_rule(pair: Pair, traffic: Traffic) -> Verdict:
-    a, b = pair.a, pair.b
-    obstacle = _separate(pair)
+    obstacle = _memory_obstacle(pair)
     if obstacle:
         return obstacle
-    bare = sorted(e.name for e in (a, b) if gpu_count(e) == 0)
-    if bare:
-        return _bare_text(bare)
-    if _any_slice(pair):
+    without_gpu = _without_gpu(pair)
+    if without_gpu:
+        return _no_gpu_text(without_gpu)
+    if _has_mig_instance(pair):
         return "CUDA cannot share memory between MIG instances"
     return "mapped GPU memory", "same host: one copy from GPU to GPU"
 
 
-def _in_the_clear(pair: Pair) -> str | None:
-    """Why a lane that cannot encrypt is left out; None if it is not."""
+def _unencrypted(pair: Pair) -> str | None:
+    """Why a lane that cannot encrypt may not be used; None if it may."""
     if not pair.tls or pair.a.same_network(pair.b):
         return None
-    return "GroupConfig(tls=True), and it does not encrypt what it sends over a network"
+    return "GroupConfig(tls=True), and this lane does not encrypt what it sends over a network"
 
 
 def nixl_rule(pair: Pair, traffic: Traffic) -> Verdict:
     a, b = pair.a, pair.b
-    if exposed := _in_the_clear(pair):
-        return exposed
-    bare = sorted(e.name for e in (a, b) if gpu_count(e) == 0) if traffic == "cuda" else []
-    if bare:
-        return _bare_text(bare)
+    if unencrypted := _unencrypted(pair):
+        return unencrypted
+    without_gpu = _without_gpu(pair) if traffic == "cuda" else []
+    if without_gpu:
+        return _no_gpu_text(without_gpu)
     named = "nixl" in pair.named
     if a.same_host(b) and not named:
-        return "same host: used only where GroupConfig.lanes names it, and none that is meant for one host"
+        return "same host: used only if GroupConfig.lanes names it and no lane for one host"
     obstacle = "same host" if a.same_host(b) else rdma.ucx_obstacle(a, b, cuda=traffic == "cuda")
     if obstacle and not named:
         return obstacle
     without = sorted(e.name for e in (a, b) if not e.nixl)
     if without:
-        who = f" at {without[0]}" if len(without) == 1 else ""
-        return f"NIXL is not installed for torch{who}: pip install 'raytorchrpc[nixl]'"
+        where = f" in {without[0]}" if len(without) == 1 else ""
+        return f"NIXL is not installed for torch{where}: pip install 'raytorchrpc[nixl]'"
     if named:
-        return ("one-sided reads over what UCX finds" if obstacle else "one-sided reads by RDMA"), "asked for by name"
+        return f"one-sided reads {'over what UCX selects' if obstacle else 'by RDMA'}", "asked for by name"
     return "one-sided reads by RDMA", "different hosts, both with adapters that UCX can use"
 
 
-def _any_slice(pair: Pair) -> bool:
+def _has_mig_instance(pair: Pair) -> bool:
     return any(" MIG " in gpu.name for e in (pair.a, pair.b) for gpu in e.gpus)
 
 
 def nccl_rule(pair: Pair, traffic: Traffic) -> Verdict:
     a, b = pair.a, pair.b
-    if exposed := _in_the_clear(pair):
-        return exposed
-    bare = sorted(e.name for e in (a, b) if gpu_count(e) == 0)
-    if bare:
-        return _bare_text(bare)
-    if _any_slice(pair):
+    if unencrypted := _unencrypted(pair):
+        return unencrypted
+    without_gpu = _without_gpu(pair)
+    if without_gpu:
+        return _no_gpu_text(without_gpu)
+    if _has_mig_instance(pair):
         return "NCCL does not work on MIG instances"
     mine, its = ({gpu.uuid for gpu in e.gpus} for e in (a, b))
     if len(mine | its) == 1 and mine != {""}:
-        return "both members are on one GPU, and NCCL needs two"
+        return "both members use one GPU, and NCCL needs two"
     direct = rdma.nccl_obstacle(a, b)
     if "nccl" in pair.named:
         if a.same_host(b):
             return "NCCL within the host", "asked for by name"
         return ("NCCL over GPUDirect RDMA" if direct is None else "NCCL over the network"), "asked for by name"
     if a.same_host(b):
-        return "same host: used only where GroupConfig.lanes names it and not cuda_ipc"
+        return "same host: used only if GroupConfig.lanes names it and not cuda_ipc"
     if direct is not None:
-        return f"no GPUDirect RDMA by NCCL either: {direct}"
+        return f"NCCL cannot use GPUDirect RDMA either: {direct}"
     if backends.channel_between(a, b, pair.agent_a, pair.agent_b, cuda=True) == "cuda_gdr":
-        return "torchrpc has GPUDirect RDMA between these two"
-    return "NCCL over GPUDirect RDMA", "GPUDirect RDMA on both sides, by adapters that torchrpc cannot use"
+        return "torchrpc uses GPUDirect RDMA between these members"
+    return "NCCL over GPUDirect RDMA", "GPUDirect RDMA on both sides, with adapters that torchrpc cannot use"
 
 
-def _separate(pair: Pair) -> str | None:
-    """Why two processes cannot map each other's memory through /proc; None if they can."""
+def _memory_obstacle(pair: Pair) -> str | None:
+    """Why the two processes cannot map each other's memory through /proc; None if they can."""
     a, b = pair.a, pair.b
     if not a.same_host(b):
         return "different hosts"
@@ -140,23 +135,27 @@ def _separate(pair: Pair) -> str | None:
     return None
 
 
-def _bare_text(bare: list[str]) -> str:
-    who = "neither member has a GPU" if len(bare) == 2 else f"{bare[0]} has no GPU"
-    return f"{who}; map it to 'cpu' with device_maps, or move the tensor to the CPU first"
+def _without_gpu(pair: Pair) -> list[str]:
+    return sorted(end.name for end in (pair.a, pair.b) if gpu_count(end) == 0)
+
+
+def _no_gpu_text(names: list[str]) -> str:
+    cause = "neither member has a GPU" if len(names) == 2 else f"{names[0]} has no GPU"
+    return f"{cause}; map it to 'cpu' with device_maps, or move the tensor to the CPU first"
 
 
 def torchrpc_rule(pair: Pair, traffic: Traffic) -> Verdict:
-    if exposed := _in_the_clear(pair):
-        return exposed
+    if unencrypted := _unencrypted(pair):
+        return unencrypted
     transport = backends.transport_between(pair.a, pair.b, pair.agent_a, pair.agent_b)
     if transport is None:
         return "the two agents have no TensorPipe transport in common"
     if traffic == "calls":
         return f"torchrpc over {transport}", "reaches every member; carries RRefs and autograd"
     if traffic == "cuda":
-        bare = sorted(e.name for e in (pair.a, pair.b) if gpu_count(e) == 0)
-        if bare:
-            return _bare_text(bare)
+        without_gpu = _without_gpu(pair)
+        if without_gpu:
+            return _no_gpu_text(without_gpu)
     channel = backends.channel_between(pair.a, pair.b, pair.agent_a, pair.agent_b, cuda=traffic == "cuda")
     if channel is None:
         return f"the two agents have no TensorPipe channel for {TRAFFIC_TEXT[traffic]} in common"

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import ray
@@ -28,21 +27,16 @@ from raytorchrpc.calls.member import Absence, LocalMember
 from raytorchrpc.calls.out_of_band import PayloadSplitter
 from raytorchrpc.calls.peers import Member, PeerRoute, process_token
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
+from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import MessageLane, PeerAddress, Pending, TensorLane
 from raytorchrpc.lanes.torchrpc.absent import AbsentLane
-from raytorchrpc.lanes.torchrpc.agent import FabricPeer, process_fabric
-from raytorchrpc.membership.local_setup import (
-    asked_for_gpu,
-    endpoint,
-    exposed_methods,
-    message_lanes,
-    nng_lane,
-    open_tensor_lanes,
-)
+from raytorchrpc.lanes.torchrpc.agent import process_fabric
+from raytorchrpc.membership.local_setup import asked_for_gpu, endpoint, exposed_methods, open_lanes
 from raytorchrpc.membership.messages import GroupInfo, JoinSpec, Prepared, Probe, Table
 from raytorchrpc.membership.ray_metrics import Exporter
 from raytorchrpc.process.memory import default_capacity
-from raytorchrpc.routing.planner import BESIDE, forbidden
+from raytorchrpc.routing.planner import forbidden
+from raytorchrpc.routing.routes import LaneChoice
 from raytorchrpc.tensors.devices import CPU
 from raytorchrpc.topology.device_map import gpu_pairs, way_back
 
@@ -66,13 +60,13 @@ _joined: _Joined | None = None
 _given_up: deque[str] = deque(maxlen=64)
 
 
-def probe(instance: Any, name: str) -> Probe:
-    """Describe this process. Changes nothing."""
+def probe(instance: Any, name: str, lanes: Sequence[str] = ()) -> Probe:
+    """Describe this process. Changes nothing. ``lanes``: those of other distributions that the group asks for."""
     context = ray.get_runtime_context()
     wants_gpu = asked_for_gpu(instance)
     local, fabric = current_local(), process_fabric()
     return Probe(
-        endpoint=endpoint(name, wants_gpu),
+        endpoint=endpoint(name, wants_gpu, lanes),
         node_id=context.get_node_id(),
         pid=os.getpid(),
         group=local.group if local else None,
@@ -101,7 +95,7 @@ def _prepare(instance: Any, spec: JoinSpec) -> Prepared:
     if _preparing is not None:  # an earlier attempt that nobody rolled back
         leave(instance, _preparing.spec.generation)
     fabric = process_fabric()
-    url = fabric.start(spec.agent, renew=spec.renew_agent)
+    fabric.start(spec.agent, renew=spec.renew_agent)
     identity = fabric.identity
     if identity is None:
         raise BootstrapError(f"the torchrpc agent of {spec.name!r} was stopped while it joined")
@@ -119,12 +113,9 @@ def _prepare(instance: Any, spec: JoinSpec) -> Prepared:
     methods = exposed_methods(instance)
     local = LocalMember(spec.group, spec.generation, me, spec.config, instance, methods, max_bytes)
     _preparing = _Preparing(spec, local)  # from here on ``leave`` undoes it
-    addresses = open_tensor_lanes(spec, local)
-    for lane in message_lanes(instance, spec, fabric):
-        local.lanes.append(lane)
-        addresses[lane.name] = lane.open(partial(local.server.serve, lane), local.workers.submit)
+    addresses = open_lanes(spec, local)
     retries = {name: note.retry for name, note in local.server.methods.items() if note.retry}
-    return Prepared(identity, url, addresses, retries)
+    return Prepared(identity, addresses, retries)
 
 
 def commit(instance: Any, table: Table) -> None:
@@ -161,12 +152,14 @@ def _export(local: LocalMember, period_s: float) -> Callable[[], None]:
 
 def meet_peers(local: LocalMember, table: Table, peers: Sequence[Member]) -> None:
     """Make these callable. Quick: connections are made by the first call."""
-    for lane in local.lanes:
-        known = [peer.name for peer in peers if lane.name != "nng" or "nng" in table.peers[peer.name].addresses]
-        lane.connect([PeerAddress(peer, _address(table, local.me.name, peer, lane.name)) for peer in known])
-    for tensor_lane in local.tensor_lanes.values():
-        addresses = {peer.name: table.peers[peer.name].addresses.get(tensor_lane.name) for peer in peers}
-        tensor_lane.connect([PeerAddress(peer, address) for peer, address in addresses.items() if address is not None])
+    for lane in _lanes(local):
+        lane.connect(
+            [
+                PeerAddress(peer.name, addresses[lane.name], _devices_back(local, table, peer.name))
+                for peer in peers
+                if lane.name in (addresses := table.peers[peer.name].addresses)
+            ]
+        )
     for peer in peers:
         local.know(route_to(local, peer, table))
 
@@ -177,24 +170,24 @@ def route_to(local: LocalMember, peer: Member, table: Table) -> PeerRoute:
     lanes = {lane.name: lane for lane in local.lanes}
     token = process_token(info.generation, peer.rank, peer.incarnation)
     if peer.rank == me.rank:
-        refused = forbidden(info.config, "torchrpc")
-        fabric = AbsentLane(refused) if refused else lanes["torchrpc"]
-        return PeerRoute(peer, lanes["loopback"], lanes["loopback"], fabric, token=token)
+        refused = forbidden(info.config, registry.FABRIC)
+        fabric = AbsentLane(refused) if refused else lanes[registry.FABRIC]
+        return PeerRoute(peer, lanes[registry.LOOPBACK], lanes[registry.LOOPBACK], fabric, token=token)
     route = info.plan.route(me.name, peer.name)
     outward = info.device_maps.get(me.name, {}).get(peer.name, {})
     inward = info.device_maps.get(peer.name, {}).get(me.name, {})
-    refused = route.why_not("torchrpc")
-    fabric = AbsentLane(refused) if refused else lanes["torchrpc"]
-    best: dict[str, str] = {}
+    refused = route.why_not(registry.FABRIC)
+    fabric = AbsentLane(refused) if refused else lanes[registry.FABRIC]
+    best: dict[str, LaneChoice] = {}
     for choice in route.tensor_lanes:
-        best.setdefault(choice.traffic, choice.lane)
+        best.setdefault(choice.traffic, choice)
     opened = local.tensor_lanes.keys() & prepared.addresses.keys()
     return PeerRoute(
         peer,
         lanes[route.message_lane],
         lanes[route.in_band_lane] if route.in_band_lane else fabric,
         fabric,
-        {kind: lane for kind, lane in best.items() if lane in BESIDE and lane in opened},
+        {kind: choice.lane for kind, choice in best.items() if choice.out_of_band and choice.lane in opened},
         outward,
         way_back(inward),
         inward.get(CPU),
@@ -209,13 +202,8 @@ def extend(local: LocalMember, spec: JoinSpec, table: Table) -> Prepared:
     """Open what those who come in need and this member has not open yet; returns all its addresses."""
     before = table.peers[spec.name]
     process_fabric().admit(spec.agent.admitted)
-    addresses = {**before.addresses, **open_tensor_lanes(spec, local)}
-    if spec.nng and not any(lane.name == "nng" for lane in local.lanes):
-        lane = nng_lane(spec)
-        addresses[lane.name] = lane.open(partial(local.server.serve, lane), local.workers.submit)
-        local.lanes.append(lane)
-    everything: list[MessageLane | TensorLane] = [*local.lanes, *local.tensor_lanes.values()]
-    for each in everything:
+    addresses = {**before.addresses, **open_lanes(spec, local)}
+    for each in _lanes(local):
         changed = each.reach(spec.tcp_host, frozenset(spec.by_tcp))
         if changed is not None:
             addresses[each.name] = changed
@@ -258,12 +246,14 @@ def removed(names: Sequence[str]) -> None:
         _joined = _joined._replace(table=_joined.table._replace(info=left))
 
 
-def _address(table: Table, me: str, peer: str, lane: str) -> Any:
-    prepared = table.peers[peer]
-    if lane != "torchrpc":
-        return prepared.addresses[lane]
-    inverse = {its: mine for mine, its in gpu_pairs(table.info.device_maps.get(peer, {}).get(me, {})).items()}
-    return FabricPeer(prepared.agent.name, prepared.agent.worker_id, prepared.url, inverse)
+def _lanes(local: LocalMember) -> list[MessageLane | TensorLane]:
+    return [*local.lanes, *local.tensor_lanes.values()]
+
+
+def _devices_back(local: LocalMember, table: Table, peer: str) -> dict[int, int]:
+    """See PeerAddress.devices_back."""
+    outward = table.info.device_maps.get(peer, {}).get(local.me.name, {})
+    return {its: mine for mine, its in gpu_pairs(outward).items()}
 
 
 def _reach_all(local: LocalMember, table: Table, far_away: Set[str]) -> None:

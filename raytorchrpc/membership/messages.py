@@ -58,10 +58,8 @@ class JoinSpec(NamedTuple):
     """Address to listen on for peers in other network namespaces; None if there are none."""
     by_tcp: tuple[str, ...]
     """Those peers, by name."""
-    beside: tuple[str, ...]
-    """Lanes for tensors alone that some route of this member uses."""
-    nng: bool
-    """Whether some route of this member uses nng."""
+    lanes: tuple[str, ...]
+    """The lanes that some route of this member uses."""
 
     @property
     def credentials(self) -> Credentials:
@@ -76,7 +74,6 @@ class Prepared(NamedTuple):
     """A participant that listens."""
 
     agent: AgentIdentity
-    url: str
     addresses: Mapping[str, Any]
     """By lane name."""
     retries: Mapping[str, int]

@@ -1,5 +1,5 @@
-"""The few calls of the CUDA driver that torch does not offer: handles of allocations, registered host memory, and
-copies by address."""
+"""The few CUDA driver calls that torch does not offer: handles of allocations, registered host memory, and copies by
+address."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ready = threading.local()
 
 
 class Driver:
-    """libcuda, with this process's primary contexts. Thread-safe; every call is short unless it says otherwise."""
+    """libcuda, with this process's primary contexts. Thread-safe. Calls are quick unless documented otherwise."""
 
     def __init__(self) -> None:
         try:
@@ -40,14 +40,10 @@ class Driver:
         except OSError as error:
             raise LaneUnavailable("cuda_ipc", f"no CUDA driver library: {error}") from error
         self._cuda.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, _Handle, ctypes.c_uint]
-        self._cuda.cuMemcpyDtoDAsync_v2.argtypes = [
-            ctypes.c_uint64,
-            ctypes.c_uint64,
-            ctypes.c_size_t,
-            ctypes.c_void_p,
-        ]
-        self._cuda.cuMemcpyHtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-        self._cuda.cuMemcpyDtoHAsync_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+        device, host, size = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t
+        self._cuda.cuMemcpyDtoDAsync_v2.argtypes = [device, device, size, ctypes.c_void_p]
+        self._cuda.cuMemcpyHtoDAsync_v2.argtypes = [device, host, size, ctypes.c_void_p]
+        self._cuda.cuMemcpyDtoHAsync_v2.argtypes = [host, device, size, ctypes.c_void_p]
         self._cuda.cuMemHostRegister_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
         self._cuda.cuMemHostUnregister.argtypes = [ctypes.c_void_p]
         self._cuda.cuIpcCloseMemHandle.argtypes = [ctypes.c_uint64]
@@ -55,11 +51,13 @@ class Driver:
         self._lock = threading.Lock()
 
     def on(self, device: int) -> _On:
-        """``with driver().on(device):`` makes that device's context current on this thread; the other calls need it."""
+        """``with driver().on(device):`` makes that device's context current on this thread, as the other calls
+        require.
+        """
         return _On(self, device)
 
     def enter(self, device: int) -> None:
-        """The same for good."""
+        """Make that device's context current on this thread, without an end."""
         if getattr(_ready, "device", None) == device == torch.cuda.current_device():
             return
         context = self._contexts.get(device)
@@ -75,9 +73,9 @@ class Driver:
         _ready.device = device
 
     def allocation(self, pointer: int) -> tuple[int, int]:
-        """(base address, identity) of the allocation that ``pointer`` lies in; the identity never comes back.
+        """Return (base address, identity) of the allocation that contains ``pointer``. Identities are never reused.
 
-        Raises LaneUnavailable for memory that has none.
+        Raises LaneUnavailable for memory without them.
         """
         base, size, identity = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
         address = ctypes.c_uint64(pointer)
@@ -88,14 +86,14 @@ class Driver:
         return base.value, identity.value
 
     def size_of(self, base: int) -> int:
-        """Bytes of the allocation that begins at ``base``."""
+        """Return the size in bytes of the allocation that begins at ``base``."""
         size = ctypes.c_size_t()
         code = self._cuda.cuMemGetAddressRange_v2(None, ctypes.byref(size), ctypes.c_uint64(base))
         self._check(code, "cuMemGetAddressRange")
         return size.value
 
     def handle_of(self, base: int) -> bytes:
-        """The handle by which another process can map an allocation. Raises LaneUnavailable if it has none."""
+        """Return the handle by which another process can map an allocation. Raises LaneUnavailable if it has none."""
         handle = _Handle()
         code = self._cuda.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(base))
         if code != _SUCCESS:
@@ -114,7 +112,7 @@ class Driver:
         return pointer.value
 
     def close(self, pointer: int) -> None:
-        """Unmap. The GPU must have finished with it."""
+        """Unmap an allocation, which the GPU must not use any more."""
         self._cuda.cuIpcCloseMemHandle(pointer)
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
@@ -122,22 +120,22 @@ class Driver:
         self._check(self._cuda.cuMemcpyDtoDAsync_v2(target, source, size, stream), "cuMemcpyDtoDAsync")
 
     def copy_in(self, target: int, source: int, size: int, stream: int) -> None:
-        """Queue a copy from host memory to the GPU; with memory that is not registered this may take its time."""
+        """Queue a copy from host memory to the GPU. Slow if the host memory is not registered."""
         self._check(self._cuda.cuMemcpyHtoDAsync_v2(target, source, size, stream), "cuMemcpyHtoDAsync")
 
     def copy_out(self, target: int, source: int, size: int, stream: int) -> None:
-        """Queue a copy from the GPU to host memory, likewise."""
+        """Queue a copy from the GPU to host memory. Slow if the host memory is not registered."""
         self._check(self._cuda.cuMemcpyDtoHAsync_v2(target, source, size, stream), "cuMemcpyDtoHAsync")
 
     def register(self, address: int, size: int) -> None:
-        """Lock whole pages of host memory, so that every GPU can copy from and to them by itself.
+        """Lock whole pages of host memory, so that every GPU can access them directly.
 
-        Takes long for much memory that nobody has touched. Raises LaneUnavailable if they cannot be locked.
+        Slow for much memory that has never been touched. Raises LaneUnavailable if it cannot be locked.
         """
         self._check(self._cuda.cuMemHostRegister_v2(address, size, _PORTABLE), "cuMemHostRegister")
 
     def unregister(self, address: int) -> None:
-        """Undo it, before the memory is unmapped. The GPUs must have finished with it."""
+        """Undo ``register``, before the memory is unmapped. The GPUs must not use it any more."""
         self._cuda.cuMemHostUnregister(address)
 
     def _check(self, code: int, what: str) -> None:
@@ -153,7 +151,7 @@ class _On:
         self._guard: Any = None
 
     def __enter__(self) -> None:
-        if torch.cuda.current_device() != self._device:  # which is the user's choice, and stays so
+        if torch.cuda.current_device() != self._device:  # restored afterwards: it is the user's choice
             self._guard = torch.cuda.device(self._device)
             self._guard.__enter__()
         self._driver.enter(self._device)
@@ -167,5 +165,5 @@ class _On:
 
 @functools.cache
 def driver() -> Driver:
-    """This process's. Raises LaneUnavailable where there is none."""
+    """Return this process's driver. Raises LaneUnavailable if there is none."""
     return Driver()

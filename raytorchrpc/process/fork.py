@@ -42,7 +42,7 @@ _fork_aware: weakref.WeakSet[Any] = weakref.WeakSet()
 _origin: str | None = None
 
 
-def inherited(thing: ForkAware) -> None:
+def register(thing: ForkAware) -> None:
     """From now on, as long as it lives, a forked child is to let go of it."""
     _fork_aware.add(thing)
 

@@ -14,6 +14,8 @@ import socket
 import struct
 from collections.abc import Collection, Iterable
 
+from raytorchrpc.process.keepalive import detect_silence
+
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _SO_ATTACH_FILTER = 26  # asm-generic/socket.h; the socket module does not have it
@@ -26,9 +28,6 @@ _SENDER = {4: 12, 6: 8}
 _EVERYTHING, _NOTHING = 0xFFFFFFFF, 0
 # The kernel counts programs against net.core.optmem_max, 20 KiB on older ones: 2,560 instructions.
 _MAX_INSTRUCTIONS = 2500
-
-# The socket lane's, for the same reasons.
-_ASK_AFTER_S, _ASK_EVERY_S, _ASK_TIMES = 5, 2, 5
 
 #: Inode of a listening socket -> its descriptor.
 Listeners = dict[int, int]
@@ -86,10 +85,7 @@ def notice_silence(listeners: Listeners) -> None:
             continue
         sock = socket.socket(fileno=fd)
         try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ASK_AFTER_S)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_EVERY_S)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _ASK_TIMES)
+            detect_silence(sock)
         finally:
             sock.detach()
 

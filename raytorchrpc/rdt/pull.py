@@ -25,7 +25,7 @@ from raytorchrpc.process.workers import Workers
 from raytorchrpc.rdt import source as _rdt_source
 from raytorchrpc.rdt.source import PULL, Source
 from raytorchrpc.tensors.codec import Codec
-from raytorchrpc.tensors.host_device_copy import fill
+from raytorchrpc.tensors.host_device_copy import copy_into
 
 if TYPE_CHECKING:
     from raytorchrpc.lanes.nng.offers import NngClient
@@ -90,7 +90,7 @@ class Pull:
 
     def _own(self) -> list[torch.Tensor]:
         kept = _rdt_source.tensors_of(self.object_id, self._source.process)
-        kept.adopt()
+        kept.make_current()
         return kept.tensors if self._targets is None else _filled(self._targets, kept.tensors)
 
     def _ask_member(self, local: LocalMember, member: Member, caller_waits: bool) -> None:
@@ -183,7 +183,7 @@ def _filled(targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) ->
         if (target.dtype, target.shape) != (tensor.dtype, tensor.shape):
             its, its_target = (f"{one.dtype} {tuple(one.shape)}" for one in (tensor, target))
             raise ValueError(f"a tensor of {its} cannot be received into one of {its_target}")
-    fill([target.detach() for target in targets], [tensor.detach() for tensor in tensors])
+    copy_into([target.detach() for target in targets], [tensor.detach() for tensor in tensors])
     return list(targets)
 
 

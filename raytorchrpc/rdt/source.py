@@ -50,12 +50,12 @@ class Source(NamedTuple):
 class _Kept:
     """The tensors of one object, as they were when Ray took them."""
 
-    __slots__ = ("_streams", "adopt", "tensors")
+    __slots__ = ("_streams", "make_current", "tensors")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = list(tensors)
         # This thread queued what makes them, if that still runs; other threads read them.
-        self.adopt = handoff_streams(self.tensors)
+        self.make_current = handoff_streams(self.tensors)
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
         self._streams = [torch.cuda.current_stream(device) for device in devices]
 
@@ -66,7 +66,7 @@ class _Kept:
         for stream in self._streams:
             with torch.cuda.stream(stream):
                 for lane in lanes:
-                    lane.settle(stream.device.index)
+                    lane.fence(stream.device.index)
 
 
 class _Door(NamedTuple):
@@ -125,7 +125,7 @@ def tensors_of(object_id: str, process: bytes) -> _Kept:
 def _pull(instance: Any, object_id: str, process: bytes, to_cpu: bool) -> list[torch.Tensor]:
     """What members call: the tensors of an object."""
     kept = tensors_of(object_id, process)
-    kept.adopt()
+    kept.make_current()
     return [tensor.cpu() for tensor in kept.tensors] if to_cpu else kept.tensors
 
 
@@ -134,7 +134,7 @@ incoming.builtin_services[PULL] = Exposed(_pull, True, None, False, False, False
 
 def _for_strangers(kept: _Kept) -> Encoded:
     """The tensors as the door gives them: all on the CPU, with the positions of those that are on a GPU here."""
-    kept.adopt()
+    kept.make_current()
     on_gpu = [position for position, tensor in enumerate(kept.tensors) if tensor.is_cuda]
     tensors = [tensor.cpu() for tensor in kept.tensors] if on_gpu else kept.tensors
     return Codec(ray_internals.cloudpickler()).encode((tensors, on_gpu), own=True)

@@ -1,30 +1,30 @@
-"""Who reaches whom by which lane, and why: a pure function of what the members published.
+"""Plans the routes of a group: a pure function of what its members published.
 
-``plan`` decides two kinds of things once, for the whole group:
+``plan`` decides once for the whole group:
 
-* per member, the TensorPipe transports and channels of its torchrpc agent (``AgentPlan``). They belong to
-  a process, not to a pair, so they are chosen such that no pair of the group can abort or hang;
-* per pair, which lanes carry calls, CPU tensors and CUDA tensors, in order of preference (``PairRoute``).
+* per member, the TensorPipe transports and channels of its torchrpc agent (``AgentPlan``). They belong to a process,
+  not to a pair, so they are chosen such that no pair of the group can abort or hang;
+* per pair, the lanes that carry calls, CPU tensors and CUDA tensors, in order of preference (``PairRoute``).
 
-Whatever is not chosen is kept with its reason. Nothing here imports torch or Ray or touches the machine.
-What each lane can do between two members, ``_lane_rules`` says.
+The plan keeps each rejected lane with its reason. Nothing here imports torch or Ray, or reads anything from the
+machine. Each lane's own rule (``lanes.registry.Lane.rule``) decides whether it can connect two members.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
-from raytorchrpc.lanes.registry import BESIDE, LANES
-from raytorchrpc.lanes.rules import TRAFFIC, TRAFFIC_TEXT, Pair, Traffic
+from raytorchrpc.lanes import registry
+from raytorchrpc.lanes.registry import TRAFFIC, TRAFFIC_TEXT, Lane, Traffic
+from raytorchrpc.lanes.rules import Pair, Verdict
 from raytorchrpc.lanes.torchrpc import backends
 from raytorchrpc.lanes.torchrpc.backends import AgentPlan
 from raytorchrpc.routing.routes import LaneChoice, PairRoute, Rejection, RoutePlan
 from raytorchrpc.topology.endpoint import Endpoint
-
-__all__ = ["BESIDE", "LANES", "AgentPlan", "LaneChoice", "PairRoute", "Rejection", "RoutePlan", "Traffic", "plan"]
 
 NEEDED: tuple[Traffic, ...] = ("calls", "cpu")
 
@@ -38,22 +38,24 @@ def plan(
 
     Args:
         endpoints: what each member published, by name, in rank order.
-        config: ``lanes``, ``transports``, ``channels`` and ``interface`` override what evidence says.
-        known: an earlier plan with the same ``config``, and the endpoints that it was made of. Routes between members
-            whose endpoints are the same objects, and whose agents have not changed, are taken from it.
+        config: ``lanes``, ``transports``, ``channels`` and ``interface`` override what the endpoints suggest.
+        known: an earlier plan with the same ``config``, and the endpoints it was made from. Routes between members
+            whose endpoints are the same objects, and whose agents have not changed, are reused.
 
-    Raises ConfigurationError if the configuration leaves calls or CPU tensors without a lane or names
-    what this torch build does not have, BootstrapError (naming the members) for torch releases that differ.
+    Raises ConfigurationError if the configuration leaves calls or CPU tensors without a lane, names a backend that
+    this torch build does not have, or asks for a lane that cannot be loaded; BootstrapError, naming the members, if
+    their torch releases differ.
     """
     members = {name: e if e.name == name else e.model_copy(update={"name": name}) for name, e in endpoints.items()}
     _check_torch(members)
-    lanes = _allowed(config)
+    lanes = _candidates(config)
     agents, warnings = backends.plan_agents(members, config)
     before, decided = known or ({}, RoutePlan({}, {}))
     as_before = {
         name for name in members if before.get(name) is endpoints[name] and decided.agents.get(name) == agents[name]
     }
     judge = _Judge(members, agents, config, lanes)
+    sharing = {each.lane.name for each in lanes if each.lane.shares_memory}
     routes: dict[tuple[str, str], PairRoute] = {}
     names = list(members)
     for index, a in enumerate(names):
@@ -63,44 +65,46 @@ def plan(
                 continue
             verdicts = judge.verdicts(a, b)
             first = next((choice.lane for choice in verdicts[0] if choice.traffic == "cuda"), None)
-            same = _same_gpus(members[a], members[b]) if first == "cuda_ipc" else ()
+            same = _same_gpus(members[a], members[b]) if first in sharing else ()
             routes[a, b] = PairRoute(a, b, *verdicts, same)
             _check_carried(routes[a, b], config)
-    if not lanes["torchrpc"]:
-        warnings = (*warnings, *_left_to_nng(routes))
+    warnings = (*warnings, *_last_resorts(routes, lanes))
     return RoutePlan(agents=agents, routes=routes, warnings=warnings)
 
 
-def _left_to_nng(routes: Mapping[tuple[str, str], PairRoute]) -> tuple[str, ...]:
-    """One warning per cause."""
+def _last_resorts(routes: Mapping[tuple[str, str], PairRoute], lanes: Sequence[_Candidate]) -> tuple[str, ...]:
+    """One warning for each reason why CPU tensors take a lane of last resort instead of one that was allowed."""
+    slow = {lane.name for lane, *_ in lanes if lane.last_resort}
+    better = {each.lane.name for each in lanes if not (each.refused or each.lane.out_of_band)} - slow
     found: dict[str, str] = {}
     for route in routes.values():
-        for no in route.rejected:
-            if no.lane == "torchrpc" and no.traffic == "cpu" and route.in_band_lane == "nng":
-                found.setdefault(
-                    no.reason,
-                    f"CPU tensors between {route.a} and {route.b} go by nng, which is slower than torchrpc: "
-                    f"{no.reason}; see GroupConfig.transports and channels",
-                )
+        if route.in_band_lane in slow:
+            for no in route.rejected:
+                if no.lane in better and no.traffic == "cpu":
+                    found.setdefault(
+                        no.reason,
+                        f"CPU tensors between {route.a} and {route.b} go by {route.in_band_lane}, which is slower than "
+                        f"{no.lane}: {no.reason}; see GroupConfig.transports and channels",
+                    )
     return tuple(found.values())
 
 
 _Verdicts = tuple[tuple[LaneChoice, ...], tuple[Rejection, ...]]
-#: Stand for the names of a pair's members in what is decided once for many pairs; no member's name contains them.
+#: Placeholders for the two members' names in verdicts that many pairs share; no member's name contains them.
 _A, _B = "\ue000", "\ue001"
-#: No lane's rule looks at these.
+#: Fields of an endpoint that no lane's rule reads.
 _OWN = frozenset({"name", "pid", "shm_free_bytes"})
 
 
 class _Judge:
-    """Decides once for all pairs whose members have published the same: that is most, and it keeps plans small."""
+    """Decides once for all pairs whose members published the same evidence, which also keeps plans small."""
 
     def __init__(
         self,
         members: Mapping[str, Endpoint],
         agents: Mapping[str, AgentPlan],
         config: GroupConfig,
-        lanes: Mapping[str, str | None],
+        lanes: Sequence[_Candidate],
     ) -> None:
         self._members, self._agents, self._config, self._lanes = members, agents, config, lanes
         kinds: dict[tuple[str, AgentPlan], int] = {}
@@ -129,21 +133,36 @@ class _Judge:
         return self._shared.setdefault(filled, filled)
 
 
-def _judge(pair: Pair, lanes: Mapping[str, str | None]) -> _Verdicts:
+def _judge(pair: Pair, lanes: Sequence[_Candidate]) -> _Verdicts:
     choices: list[LaneChoice] = []
     rejected: list[Rejection] = []
+    carrier: Lane | None = None
+    """The lane that carries the calls, and with them the descriptors of tensors that travel out of band."""
     for traffic in TRAFFIC:
-        for lane in LANES:
+        for lane, rule, refused, distribution in lanes:
             if traffic not in lane.carries:
                 continue
-            verdict = lanes[lane.name] or lane.rule(pair, traffic)
-            if lane.name in BESIDE and not any(choice.lane == "socket" for choice in choices):
-                verdict = "its descriptors ride in the socket lane's messages, and that lane is not used"
+            missing = _not_installed(pair, lane.name, distribution) if distribution else None
+            verdict = refused or missing or rule(pair, traffic)
+            if lane.out_of_band and not (carrier and carrier.carries_descriptors):
+                verdict = f"calls go by {carrier.name if carrier else 'no lane'}, which carries no tensor descriptors"
             if isinstance(verdict, str):
                 rejected.append(Rejection(lane.name, traffic, verdict))
-            else:
-                choices.append(LaneChoice(lane.name, traffic, *verdict))
+                continue
+            choices.append(LaneChoice(lane.name, traffic, *verdict, out_of_band=lane.out_of_band))
+            carrier = carrier or lane
     return tuple(choices), tuple(rejected)
+
+
+def _not_installed(pair: Pair, lane: str, distribution: str) -> str | None:
+    """Why two members cannot use a lane of that distribution; None if they can."""
+    ends = sorted((pair.a, pair.b), key=lambda end: end.name)
+    missing = [end.name for end in ends if lane not in end.lanes]
+    if missing:
+        return f"{distribution} is not installed in {' and '.join(missing)}"
+    if pair.a.lanes[lane] != pair.b.lanes[lane]:
+        return "different versions: " + ", ".join(f"{end.name} has {end.lanes[lane]}" for end in ends)
+    return None
 
 
 def _same_gpus(a: Endpoint, b: Endpoint) -> tuple[tuple[int, int], ...]:
@@ -151,29 +170,39 @@ def _same_gpus(a: Endpoint, b: Endpoint) -> tuple[tuple[int, int], ...]:
     return tuple((mine.index, its.index) for mine in a.gpus for its in b.gpus if mine.uuid and mine.uuid == its.uuid)
 
 
-def _allowed(config: GroupConfig) -> dict[str, str | None]:
-    """For each lane, None if the configuration allows it, else why not."""
-    wanted = [lane for lane in config.lanes or () if not lane.startswith("-")]
-    forbidden = [lane[1:] for lane in config.lanes or () if lane.startswith("-")]
-    allowed: dict[str, str | None] = {}
-    for lane in LANES:
-        allowed[lane.name] = None
-        if lane.name in forbidden:
-            allowed[lane.name] = f"forbidden by lanes={config.lanes}"
-        elif wanted and lane.name not in wanted:
-            allowed[lane.name] = f"not among lanes={config.lanes}"
+class _Candidate(NamedTuple):
+    """A lane that routes may be built from."""
+
+    lane: Lane
+    rule: Callable[[Pair, Traffic], Verdict]
+    refused: str | None
+    """Why the configuration excludes it; None if it does not."""
+    distribution: str | None
+    """Of another distribution: its name and version."""
+
+
+def _candidates(config: GroupConfig) -> list[_Candidate]:
+    distributions = registry.distributions(registry.foreign(config.lanes))
+    found = [
+        _Candidate(lane, registry.resolve(lane, lane.rule), forbidden(config, lane.name), distributions.get(lane.name))
+        for lane in registry.rows(config.lanes)
+    ]
     for traffic in NEEDED:
-        able = [lane.name for lane in LANES if traffic in lane.carries]
-        if all(allowed[name] for name in able):
+        able = [each for each in found if traffic in each.lane.carries]
+        if all(each.refused for each in able):
+            names = ", ".join(each.lane.name for each in able)
             raise ConfigurationError(
-                f"lanes={config.lanes} leaves no lane for {TRAFFIC_TEXT[traffic]}; allow one of: {', '.join(able)}"
+                f"lanes={config.lanes} leaves no lane for {TRAFFIC_TEXT[traffic]}; allow one of: {names}"
             )
-    return allowed
+    return found
 
 
 def forbidden(config: GroupConfig, lane: str) -> str | None:
-    """Why the configuration leaves this lane out; None if it does not."""
-    return _allowed(config)[lane]
+    """Why the configuration excludes a lane; None if it does not."""
+    if f"-{lane}" in (config.lanes or ()):
+        return f"forbidden by lanes={config.lanes}"
+    wanted = [name for name in config.lanes or () if not name.startswith("-")]
+    return f"not among lanes={config.lanes}" if wanted and lane not in wanted else None
 
 
 def _check_carried(route: PairRoute, config: GroupConfig) -> None:
@@ -192,7 +221,7 @@ def _check_torch(members: Mapping[str, Endpoint]) -> None:
         releases.setdefault(tuple(endpoint.torch_version.split("+")[0].split(".")[:2]), []).append(name)
     if len(releases) < 2:
         return
-    # The fewer are the more likely to be wrong; of two equal sides, the later one.
+    # The smaller set is more likely to be wrong; of two equal sets, the later one.
     usual, *_, odd = sorted(releases.values(), key=len, reverse=True)
     raise BootstrapError(
         f"members run different torch releases: {odd[0]} has {members[odd[0]].torch_version}, {usual[0]} has "

@@ -1,4 +1,4 @@
-"""Routes as data: which lanes connect two members, what was rejected and why; and their table as text."""
+"""Routes as data: the lanes between two members, the rejected lanes with reasons, and both as text."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.lanes.registry import BESIDE
-from raytorchrpc.lanes.rules import TRAFFIC, TRAFFIC_TEXT, Traffic
+from raytorchrpc.lanes.registry import FABRIC, TRAFFIC, TRAFFIC_TEXT, Traffic
 from raytorchrpc.lanes.torchrpc.backends import AgentPlan, name_range
 
 # Groups above this size get one line per kind of route instead of one per pair.
@@ -16,18 +15,20 @@ _TABLE_LIMIT = 8
 
 @dataclass(frozen=True)
 class LaneChoice:
-    """A lane that carries ``traffic`` between two members, and how."""
+    """A lane that can carry ``traffic`` between two members, and how."""
 
     lane: str
     traffic: Traffic
     how: str
     """What it runs over: ``unix socket``, ``torchrpc over uv, channel mpt_uv``."""
     reason: str
+    out_of_band: bool = False
+    """A tensor lane: the descriptors of its tensors travel in the messages of the lane that carries the calls."""
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """A lane that does not, and what would change that."""
+    """A lane that cannot carry ``traffic`` between two members, why, and what would change that."""
 
     lane: str
     traffic: Traffic
@@ -44,10 +45,10 @@ class PairRoute:
     """In order of preference within each kind of traffic."""
     rejected: tuple[Rejection, ...]
     same_gpus: tuple[tuple[int, int], ...] = ()
-    """(a's index, b's index) of each GPU that both use, if they can map its memory: what share=True can share."""
+    """(a's index, b's index) of each GPU whose memory ``share=True`` can share: both use it, and can map its memory."""
 
     def same_gpus_from(self, name: str) -> tuple[tuple[int, int], ...]:
-        """The same, with the index of the member ``name`` first."""
+        """``same_gpus`` with the index of the member ``name`` first."""
         return self.same_gpus if name == self.a else tuple((its, mine) for mine, its in self.same_gpus)
 
     def lanes(self, traffic: Traffic) -> tuple[LaneChoice, ...]:
@@ -61,8 +62,8 @@ class PairRoute:
 
     @property
     def in_band_lane(self) -> str | None:
-        """The lane whose messages take CPU tensors of any size; None if all of them travel beside messages."""
-        return next((choice.lane for choice in self.lanes("cpu") if choice.lane not in BESIDE), None)
+        """The lane whose messages carry CPU tensors of any size; None if all of them travel out of band."""
+        return next((choice.lane for choice in self.lanes("cpu") if not choice.out_of_band), None)
 
     def why_not(self, lane: str) -> str | None:
         """Why a lane carries no calls here; None if it can."""
@@ -79,14 +80,14 @@ class PairRoute:
 
 @dataclass(frozen=True)
 class RoutePlan:
-    """Every agent's settings and every pair's route. Immutable data; pickles."""
+    """The settings of each member's agent, and the route of each pair. Immutable and picklable."""
 
     agents: dict[str, AgentPlan]
     """By member, in rank order."""
     routes: dict[tuple[str, str], PairRoute] = field(repr=False)
-    """By pair, lower rank first; use ``route`` to look one up in either order."""
+    """By pair, lower rank first; ``route`` accepts either order."""
     warnings: tuple[str, ...] = ()
-    """What runs slower than the hardware could, with the cause and the remedy; one per cause."""
+    """What runs slower than the hardware allows, with cause and remedy; one per cause."""
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -94,7 +95,7 @@ class RoutePlan:
         return tuple(self.agents)
 
     def route(self, a: str, b: str) -> PairRoute:
-        """The route between two different members. Raises ConfigurationError for a name that is not one."""
+        """The route between two different members. Raises ConfigurationError for an unknown name."""
         for name in (a, b):
             if name not in self.agents:
                 raise ConfigurationError(f"no member {name!r}; members: {', '.join(self.agents)}")
@@ -103,39 +104,36 @@ class RoutePlan:
             raise ConfigurationError(f"this plan has no route between {a!r} and {b!r}")
         return found
 
-    def beside(self, name: str) -> tuple[str, ...]:
-        """Lanes for tensors alone that some route of this member prefers."""
-        used = set()
+    def lanes_of(self, name: str) -> tuple[str, ...]:
+        """The lanes that some route of this member uses first, for calls or tensors; in the order of its routes."""
+        used: dict[str, None] = {}
         for route in self._kinds_of(name):
-            used |= {lanes[0].lane for traffic in TRAFFIC if (lanes := route.lanes(traffic))}
-        return tuple(lane for lane in BESIDE if lane in used)
-
-    def uses(self, name: str, lane: str) -> bool:
-        """Whether messages of this member go by that lane, on any of its routes."""
-        return any(lane in (route.message_lane, route.in_band_lane) for route in self._kinds_of(name))
+            used.update({lanes[0].lane: None for traffic in TRAFFIC if (lanes := route.lanes(traffic))})
+            used.update({route.in_band_lane: None} if route.in_band_lane else {})
+        return tuple(used)
 
     def for_member(self, name: str) -> RoutePlan:
-        """The part that one member needs: all agents, and only the routes that start or end at it."""
+        """The part that one member needs: all agents, and its own routes."""
         return replace(self, routes=self._own(name))
 
     def for_arrivals(self, name: str, coming: Collection[str]) -> RoutePlan:
-        """The part that is new to one member when others come in: their agents, its own, and its routes to them."""
+        """What one member needs when others join: its own agent, theirs, and its routes to them."""
         agents = {member: self.agents[member] for member in (name, *coming)}
         return replace(self, agents=agents, routes=self._own(name, coming), warnings=())
 
     def _kinds_of(self, name: str) -> Iterable[PairRoute]:
-        """One route of this member for each set of choices that it has."""
+        """One route of this member for each different set of choices."""
         return {id(route.choices): route for route in self._own(name).values()}.values()
 
     def _own(self, name: str, others: Iterable[str] | None = None) -> dict[tuple[str, str], PairRoute]:
-        """The routes of one member, without a look at those of others: they are many more."""
+        """The routes of one member, found without a pass over all routes of the group."""
         pairs = (
             pair for other in (self.agents if others is None else others) for pair in ((name, other), (other, name))
         )
         return {pair: route for pair in pairs if (route := self.routes.get(pair)) is not None}
 
     def explain(self, a: str, b: str) -> str:
-        """Several lines of text: the lanes between a and b with reasons, what was rejected, both agents."""
+        """Describe the route between a and b in lines of text: lanes and rejected lanes with reasons, both agents."""
         if a == b:
             self._known(a)
             return f"{a} -> {b}: a member calls itself in place\n" + _agent_text(a, self.agents[a])
@@ -151,7 +149,7 @@ class RoutePlan:
             lines.append(f"  share=True shares the memory of cuda:{mine} of {a}, which is cuda:{its} of {b}")
         for no in route.rejected:
             lines.append(f"  not {no.lane} for {TRAFFIC_TEXT[no.traffic]}: {no.reason}")
-        if route.lanes("cpu")[0].lane == "torchrpc":
+        if route.lanes("cpu")[0].lane == FABRIC:
             lines += [
                 f"  note: large CPU tensors reach {name} at a fraction of the possible speed: {why}"
                 for name in (a, b)
@@ -163,7 +161,7 @@ class RoutePlan:
     def table(self) -> str:
         """A plain-text table: from, to, calls, cpu tensors, cuda tensors, why.
 
-        Groups of more than eight members get one line per kind of route, with the members it joins.
+        A group of more than eight members gets one line per kind of route, with the members it connects.
         """
         rows = _rows(self) if len(self.agents) <= _TABLE_LIMIT else _merged_rows(self)
         if not rows:
@@ -200,7 +198,7 @@ def _rows(plan: RoutePlan) -> list[tuple[str, ...]]:
 
 
 def _merged_rows(plan: RoutePlan) -> list[tuple[str, ...]]:
-    """One row per kind of route. ``|`` separates sets of members whose routes do not differ."""
+    """One row per kind of route. ``|`` separates sets of members whose routes are alike."""
     sets = _alike(plan)
     within: dict[tuple[str, ...], list[int]] = {}
     between: dict[tuple[str, ...], list[tuple[int, int]]] = {}
@@ -221,10 +219,10 @@ def _merged_rows(plan: RoutePlan) -> list[tuple[str, ...]]:
 
 
 def _alike(plan: RoutePlan) -> list[list[str]]:
-    """Members in sets such that the table's cells depend only on the two members' sets.
+    """Group the members into sets such that the table's cells depend only on the two members' sets.
 
-    Two members are alike if their routes to every third one read the same. That is an equivalence, and it
-    makes all routes within a set, and all between two sets, read the same too.
+    Two members are alike if their routes to every third member have the same cells. This is an equivalence, so all
+    routes within a set have the same cells, and so have all routes between two sets.
     """
     cells = {pair: _cells(route) for pair, route in plan.routes.items()}
 

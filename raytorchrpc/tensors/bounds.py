@@ -30,7 +30,7 @@ def within(offset: int, size: int, total: int) -> None:
 
 
 def checked(method: F) -> F:
-    """For a lane's ``fetch`` and ``spread``: a malformed descriptor is LaneUnavailable that names the peer."""
+    """For a lane's ``fetch`` and ``scatter_into``: a malformed descriptor is LaneUnavailable that names the peer."""
 
     @functools.wraps(method)
     def call(lane: Any, peer: str, *args: Any) -> Any:

@@ -30,14 +30,14 @@ def handoff_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
         kept.setdefault(tensor.device, []).append(tensor)
     made = {device: torch.cuda.current_stream(device).record_event() for device in kept}
 
-    def adopt() -> None:
+    def make_current() -> None:
         for device, event in made.items():
             stream = torch.cuda.current_stream(device)
             stream.wait_event(event)
             for tensor in kept[device]:
                 tensor.record_stream(stream)
 
-    return adopt
+    return make_current
 
 
 def check_mapped(tensors: Sequence[torch.Tensor], peer: str, mapping: Mapping[Any, Device], lane: str) -> None:

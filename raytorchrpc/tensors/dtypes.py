@@ -33,14 +33,14 @@ UNCOPIED = frozenset(
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-def numbers(tensor: torch.Tensor) -> torch.Tensor:
+def as_copyable(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory and strides under a dtype that torch can copy (see UNCOPIED)."""
     return tensor.view(_NUMBERS[tensor.dtype.itemsize])
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in memory of its own, whatever the dtype."""
-    return numbers(tensor).clone().view(tensor.dtype) if tensor.dtype in UNCOPIED else tensor.clone()
+    return as_copyable(tensor).clone().view(tensor.dtype) if tensor.dtype in UNCOPIED else tensor.clone()
 
 
 def view_at(source: torch.Tensor, offset: int, shape: Shape) -> torch.Tensor:

@@ -21,7 +21,7 @@ from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.process.cuda_driver import driver
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.devices import CPU, Device
-from raytorchrpc.tensors.dtypes import numbers
+from raytorchrpc.tensors.dtypes import as_copyable
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class Regions:
 
 _regions = Regions()
 _under_way: deque[tuple[Any, list[torch.Tensor]]] = deque()  # (event, what is read until then)
-_sweeping = threading.Lock()
+_reaping = threading.Lock()
 
 
 def announce(base: int, size: int) -> None:
@@ -153,7 +153,7 @@ def withdraw(base: int) -> None:
     with driver().on(used_by[0]):
         for address in registered:
             driver().unregister(address)
-    sweep()
+    reap_copies()
 
 
 # --- GPU to CPU --------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def inbound(body: Encoded, index: int) -> Encoded:
 
 
 def _to_gpu(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    sweep()
+    reap_copies()
     stream = torch.cuda.current_stream(device)
     arrived: list[torch.Tensor] = []
     read: list[torch.Tensor] = []
@@ -240,7 +240,7 @@ def _to_gpu(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch
     return arrived
 
 
-def fill(targets: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def copy_into(targets: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The targets, now with what the tensors hold, and the tensors themselves where there is no target.
 
     Blocks for copies to the CPU; those to a GPU are queued on this thread's current stream. None requires grad.
@@ -249,7 +249,7 @@ def fill(targets: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]
     for target, tensor in zip(targets, tensors, strict=True):
         if target is None or target is tensor or not tensor.numel():
             continue
-        pair = (target, tensor) if tensor.dtype in _COMMON else (numbers(target), numbers(tensor))
+        pair = (target, tensor) if tensor.dtype in _COMMON else (as_copyable(target), as_copyable(tensor))
         if target.is_cuda and tensor.is_cuda:
             on_gpu.setdefault(pair[0].dtype, []).append(pair)
         elif target.is_cuda and tensor.is_cpu:
@@ -269,7 +269,7 @@ def _fill_gpu(target: torch.Tensor, tensor: torch.Tensor) -> None:
     if region is None:
         target.copy_(tensor, non_blocking=True)  # see _to_gpu
         return
-    sweep()
+    reap_copies()
     stream = torch.cuda.current_stream(target.device)
     _copy_in(target, tensor.data_ptr(), region, stream)
     _under_way.append((stream.record_event(), [tensor]))
@@ -284,9 +284,9 @@ def _copy_in(made: torch.Tensor, source: int, region: Region, stream: torch.cuda
             driver().copy_in(target + begin, begin, length, stream.cuda_stream)
 
 
-def sweep() -> None:
+def reap_copies() -> None:
     """Let go of the memory that GPUs have read meanwhile. Waits for none."""
-    if not _under_way or not _sweeping.acquire(blocking=False):
+    if not _under_way or not _reaping.acquire(blocking=False):
         return
     try:
         for _ in range(len(_under_way)):
@@ -296,4 +296,4 @@ def sweep() -> None:
     except RuntimeError as error:  # CUDA is broken in this process, as its user will see
         logger.debug("a copy to a GPU failed: %s", error)
     finally:
-        _sweeping.release()
+        _reaping.release()

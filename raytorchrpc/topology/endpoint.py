@@ -123,6 +123,9 @@ class Endpoint(_Evidence):
     tensorpipe_channels: tuple[str, ...] = ()
     nixl: bool = False
     """NIXL is installed, for the CUDA release of this torch build."""
+    lanes: dict[str, str] = {}
+    """Of the lanes of other distributions that the group asks for, those installed here: name -> distribution, with
+    its version."""
     wants_gpu: bool = False
     """The actor asked Ray for a GPU, or a fraction of one."""
 

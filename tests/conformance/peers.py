@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from raytorchrpc.config import GroupConfig
+from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import Export, Message, MessageLane, PeerAddress, Pending, Reply, TensorLane
 from raytorchrpc.lanes.common import handshake
 from raytorchrpc.lanes.common.acceptor import listener_identity
@@ -24,25 +26,47 @@ from raytorchrpc.lanes.common.credentials import Credentials, Identity
 from raytorchrpc.lanes.common.handshake import SessionKeys, Stream
 from raytorchrpc.lanes.common.tls import make_identity
 from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
-from raytorchrpc.lanes.loopback.lane import LoopbackLane
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.lanes.nixl.lane import NixlLane
-from raytorchrpc.lanes.nng import lane as nng
-from raytorchrpc.lanes.nng.lane import NngLane
-from raytorchrpc.lanes.shm.lane import ShmLane
-from raytorchrpc.lanes.socket.lane import SocketLane
-from raytorchrpc.lanes.torchrpc.agent import AgentSpec, FabricPeer, process_fabric
-from raytorchrpc.lanes.torchrpc.lane import TorchRpcLane
+from raytorchrpc.lanes.nng import acceptor as nng
+from raytorchrpc.lanes.setup import LaneSetup
+from raytorchrpc.lanes.torchrpc.agent import AgentSpec, process_fabric
 from raytorchrpc.tensors.codec import Encoded
-from raytorchrpc.tensors.dtypes import DTYPES, Shape, numbers
+from raytorchrpc.tensors.dtypes import DTYPES, Shape, as_copyable
+from raytorchrpc.topology.endpoint import Endpoint
 from tests.conformance.pipes import PipeCarrier
 
 PATIENCE_S = 20.0
 SECRET = b"s" * 32
 #: Kinds of lanes that encrypt, where the extra tls is installed.
 ENCRYPTED = ["socket over tls", "nng over tls"] if importlib.util.find_spec("cryptography") else []
+#: The message lanes that are tried in several ways, by what follows their name; the others are tried as they are.
+_WAYS = {"socket": ("over unix", "over tcp"), "nng": ("over ipc", "over tcp")}
+
+
+def rows(*, out_of_band: bool) -> list[registry.Lane]:
+    """The lanes for tensors alone or those for messages, of this package and of what else is installed."""
+    others = [name for name in registry.names() if registry.foreign([name])]
+    return [row for row in (*registry.LANES, *map(registry.lane, others)) if row.out_of_band == out_of_band]
+
+
+def message_kinds() -> list[str]:
+    """What the suite for message lanes runs on."""
+    return [" ".join((row.name, way)).strip() for row in rows(out_of_band=False) for way in _WAYS.get(row.name, ("",))]
+
+
 #: Inherited by the processes of a test: all members of a group have the same.
 TLS = bytes.fromhex(os.environ.setdefault("CONFORMANCE_TLS", make_identity("conformance").hex())) if ENCRYPTED else None
+
+
+def make_lane(name: str, setup: LaneSetup) -> Any:
+    """As a member makes it."""
+    row = registry.lane(name)
+    return registry.resolve(row, row.make)(setup)
+
+
+def unasked() -> Endpoint:
+    raise AssertionError("no lane here asks what its process is")
 
 
 class Node:
@@ -58,19 +82,17 @@ class Node:
         self.meeting = threading.Barrier(2)
         self.served: list[Message] = []
         self.peer_address: Any = None
-        opened = self.lane.open(self.serve, self._spawn)
-        self.address = self._torchrpc_address() if kind == "torchrpc" else opened
+        self.address = self.lane.open(self.serve, self._spawn)
 
     def _make(self, kind: str, name: str, rank: int) -> MessageLane:
-        if kind == "loopback":
-            return LoopbackLane()
         if kind == "torchrpc":
             spec = AgentSpec(f"rtr:{name}", rank + 1, "lo", ("uv",), ("basic",), 4, 60.0, {}, ())
             process_fabric().start(spec)
-            return TorchRpcLane(name, process_fabric(), (), {})
         by_tcp = frozenset({"a", "b", "c"}) if self.is_tcp else frozenset()
-        cls = NngLane if kind.startswith("nng") else SocketLane
-        return cls(name, self.credentials, tcp_host="127.0.0.1" if by_tcp else None, by_tcp=by_tcp)
+        host = "127.0.0.1" if by_tcp else None
+        made = make_lane(kind.split()[0], LaneSetup(name, self.credentials, GroupConfig(), unasked, host, by_tcp))
+        assert isinstance(made, MessageLane)
+        return made
 
     @property
     def is_tcp(self) -> bool:
@@ -87,11 +109,6 @@ class Node:
     def prove(self, stream: Stream) -> SessionKeys:
         """Prove to be a member to this one, from the other end of a connection to it."""
         return handshake.offer(stream, SECRET, Credentials(SECRET).identity("a test"), self.identity, 5)
-
-    def _torchrpc_address(self) -> FabricPeer:
-        fabric = process_fabric()
-        assert fabric.identity is not None
-        return FabricPeer(fabric.identity.name, fabric.identity.worker_id, fabric._url, {})
 
     def _spawn(self, work: Callable[[], None]) -> None:
         threading.Thread(target=work, daemon=True).start()
@@ -178,7 +195,7 @@ def ask(what: str, *tensors: torch.Tensor, peer: str = "b", payload: bytes = b""
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal bit by bit (NaN too), in type and shape."""
     fresh = torch.contiguous_format  # one element may lie with any stride, and counts as contiguous
-    raw = [numbers(tensor).clone(memory_format=fresh).view(-1).view(torch.uint8) for tensor in (a, b)]
+    raw = [as_copyable(tensor).clone(memory_format=fresh).view(-1).view(torch.uint8) for tensor in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*raw)
 
 
@@ -313,6 +330,8 @@ class TensorNode:
         self.lane, self.device = lane, device
         self.exports: list[Export] = []
         self.kept: dict[str, Any] = {}
+        self.at_open: set[str] = set()
+        """The descriptors of this process once the lane was open."""
 
 
 _tensors: TensorNode | None = None
@@ -325,19 +344,19 @@ def tensors() -> TensorNode:
 
 #: What UCX runs on, for CPU tensors: its own choice, which copies within the host, or a wire alone.
 NIXL_SETTINGS = {"nixl": {}, "nixl over tcp": {"TLS": "tcp", "NET_DEVICES": "lo"}}
+#: Those that need GPUs.
+GPU_LANES = ("cuda_ipc", "nccl", "nixl on cuda")
 
 
 def open_tensors(kind: str, capacity: int = 256 << 20, gpu: int = 0, rank: int = 0, timeout_s: float = 60) -> Any:
     """``gpu``: the only one that this process shall see, as under Ray."""
     global _tensors
-    if kind == "shm":
-        _tensors = TensorNode(ShmLane(capacity, 2), "cpu")
-    elif kind == "nccl by pipes":
+    if kind == "nccl by pipes":
         carrier = PipeCarrier(f"device {rank}")
         _tensors = TensorNode(nccl_lane(rank, timeout_s, carrier), "cpu")
     elif kind in NIXL_SETTINGS:
         _tensors = TensorNode(NixlLane(capacity, (), timeout_s, NIXL_SETTINGS[kind]), "cpu")
-    else:
+    elif kind in GPU_LANES:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
         torch.cuda.init()
         lanes: dict[str, Callable[[], TensorLane]] = {
@@ -346,7 +365,18 @@ def open_tensors(kind: str, capacity: int = 256 << 20, gpu: int = 0, rank: int =
             "nixl on cuda": lambda: NixlLane(capacity, (0,), timeout_s),
         }
         _tensors = TensorNode(lanes[kind](), "cuda")
-    return _tensors.lane.open()
+    else:
+        _tensors = TensorNode(cpu_lane(kind, capacity, rank), "cpu")
+    opened = _tensors.lane.open()
+    _tensors.at_open = open_things()[1]
+    return opened
+
+
+def cpu_lane(name: str, capacity: int, rank: int = 0) -> TensorLane:
+    config = GroupConfig(shm_bytes=capacity, copy_threads=2)
+    lane = make_lane(name, LaneSetup("ab"[rank], Credentials(SECRET, rank), config, unasked))
+    assert isinstance(lane, TensorLane)
+    return lane
 
 
 def nccl_lane(rank: int, timeout_s: float = 60, carrier: PipeCarrier | None = None) -> NcclLane:

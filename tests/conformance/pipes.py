@@ -125,7 +125,7 @@ class PipeChannel(Channel):
             raise Broken(self._broken)
         self._work.put(item)
 
-    def settled(self) -> bool:
+    def enqueued(self) -> bool:
         if self._broken:
             raise Broken(self._broken)
         return self._joined.is_set()
@@ -150,7 +150,7 @@ class PipeChannel(Channel):
         self._begin(mark)
         return mark
 
-    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+    def make_current(self, tensors: Sequence[torch.Tensor]) -> None:
         pass
 
     def precede(self) -> None:

@@ -106,7 +106,7 @@ def test_control_connections_of_two_sided_lanes_refuse_such_a_relay(by_tcp: bool
     thread = threading.Thread(target=let_in)
     thread.start()
     try:
-        with pytest.raises(control_connection.Gone, match=EXPECTED):
+        with pytest.raises(control_connection.Disconnected, match=EXPECTED):
             connect(dead.address)
         assert relay.relayed.wait(5) and admitted == []
         connect(living.address)
@@ -213,10 +213,7 @@ class Path:
             self._relay = Relay(socket.AF_INET, ("127.0.0.1", 0), address.tcp)
             seen = address._replace(tcp=self._relay.address)
         # An attacker on the path has the member's own address; here that address leads to the attacker.
-        if self._relay is None:
-            self.b.lane._address = seen
-        else:
-            self.b.lane._acceptor.address = seen
+        self.b.lane._acceptor.address = seen
         self.a.lane.connect([PeerAddress("b", seen)])
 
     def tamper(self, change: Tamper | None) -> None:

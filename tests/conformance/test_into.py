@@ -20,7 +20,7 @@ from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.lanes.nixl.lane import NixlLane
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import Codec
-from raytorchrpc.tensors.dtypes import Shape, numbers, view_at
+from raytorchrpc.tensors.dtypes import Shape, as_copyable, view_at
 from tests.conformance import peers
 from tests.conformance import test_message_lanes as message_lanes
 from tests.conformance import test_tensor_lanes as tensor_lanes
@@ -72,7 +72,7 @@ def _on_the_cpu(shape: Shape) -> torch.Tensor:
 
 def _brought(tensor: torch.Tensor) -> torch.Tensor:
     """On the CPU; torch itself cannot bring every dtype there with every stride."""
-    return numbers(tensor).cpu().view(tensor.dtype)
+    return as_copyable(tensor).cpu().view(tensor.dtype)
 
 
 def _fill(
@@ -84,7 +84,7 @@ def _fill(
     arrived = tensors().lane.fetch("a", descriptor, shapes, targets)
     assert [(tensor.dtype, tuple(tensor.shape)) for tensor in arrived] == shapes
     direct = [tensor is target for tensor, target in zip(arrived, targets, strict=True)]
-    filled = host_device_copy.fill(targets, arrived)
+    filled = host_device_copy.copy_into(targets, arrived)
     assert all(tensor is target for tensor, target in zip(filled, targets, strict=True))
     for target, expected in zip(targets, make(*args), strict=True):
         assert same(_brought(target), expected), (expected.dtype, expected.shape)
@@ -182,8 +182,8 @@ def _is_shm() -> bool:
 def _spread(sent: tuple[Any, list[Shape]], prepare: Callable[[Shape], torch.Tensor]) -> None:
     descriptor, shapes = sent
     parts = [[Part(offset, prepare((dtype, shape))) for offset, dtype, shape in its] for its in _PARTS]
-    left = tensors().lane.spread("a", descriptor, [shape[0] for _, shape in shapes], parts)
-    host_device_copy.fill([target for target, _ in left], [source for _, source in left])
+    left = tensors().lane.scatter_into("a", descriptor, [shape[0] for _, shape in shapes], parts)
+    host_device_copy.copy_into([target for target, _ in left], [source for _, source in left])
     for whole, its in zip(_flat(False), parts, strict=True):
         for offset, target in its:
             expected = view_at(whole, offset, (target.dtype, tuple(target.shape)))
@@ -198,7 +198,7 @@ def test_some_have_no_buffer(pair: Pair) -> None:
 def _fill_all_but(sent: tuple[Any, list[Shape]], number: int) -> None:
     descriptor, shapes = sent
     targets = [None if index == number else _plain(shape) for index, shape in enumerate(shapes)]
-    filled = host_device_copy.fill(targets, tensors().lane.fetch("a", descriptor, shapes, targets))
+    filled = host_device_copy.copy_into(targets, tensors().lane.fetch("a", descriptor, shapes, targets))
     for target, tensor, expected in zip(targets, filled, tensor_lanes._several_large(), strict=True):
         assert target is None or tensor is target
         assert same(_brought(tensor), expected)
@@ -221,7 +221,7 @@ def _refill(sent: tuple[Any, list[Shape]], seed: int) -> None:
     targets = tensors().kept.setdefault("targets", [_plain(shape) for shape in shapes])
     for target in targets:
         target.add_(seed)  # on a GPU perhaps still to come when the lane is asked
-    host_device_copy.fill(targets, tensors().lane.fetch("a", descriptor, shapes, targets))
+    host_device_copy.copy_into(targets, tensors().lane.fetch("a", descriptor, shapes, targets))
 
 
 def _holds(seed: int) -> None:
@@ -351,7 +351,7 @@ def _message_body(make: Make, *args: Any) -> None:
     encoded = codec.encode(made)
     for strided in (False, True):
         reply = peers.ask("work", *encoded.tensors, payload=encoded.payload)
-        reply.adopt()
+        reply.make_current()
         buffers = [_buffer(tensor, strided) for tensor in made]
         body = reply.body._replace(payload=bytes(reply.body.payload))
         _, result = Buffers(buffers).receive(codec, body, [], "b.echo", keep=False)

@@ -111,14 +111,14 @@ def _spread_refused(descriptor: Any, size: int, offset: int, target: int) -> str
     """What came of asking for ``target`` bytes of a flat tensor of ``size`` bytes."""
     part = Part(offset, torch.zeros(target, dtype=torch.uint8))
     with pytest.raises(LaneUnavailable) as error:
-        tensors().lane.spread("a", descriptor, [size], [[part]])
+        tensors().lane.scatter_into("a", descriptor, [size], [[part]])
     assert not part.target.any(), "nothing was written"
     return str(error.value)
 
 
 def _spread_rightly(descriptor: Any) -> None:
     part = Part(MIB, torch.zeros(MIB, dtype=torch.uint8))
-    assert not tensors().lane.spread("a", descriptor, [FLAT], [[part]])
+    assert not tensors().lane.scatter_into("a", descriptor, [FLAT], [[part]])
     assert torch.equal(part.target, random((FLAT,), torch.uint8)[MIB:])
 
 

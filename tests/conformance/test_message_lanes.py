@@ -1,4 +1,4 @@
-"""One suite for every MessageLane: the same promises, whatever carries the messages.
+"""One suite for every MessageLane, those of other installed distributions included: the same promises of all.
 
 Two processes per lane, ``a`` and ``b``; a test's body (``_body`` functions) runs in ``a``.
 """
@@ -20,12 +20,12 @@ import torch
 
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Pending
-from raytorchrpc.lanes.socket import connection as _connection
+from raytorchrpc.process import keepalive
 from tests.conformance import peers
 from tests.conformance.peers import ALL_DTYPES, PATIENCE_S, Process, answer, ask, node, random, same, send
 
 SOCKETS = ["socket over unix", "socket over tcp", "nng over ipc", "nng over tcp"]
-PROCESSES = [*SOCKETS, "torchrpc"]
+PROCESSES = [kind for kind in peers.message_kinds() if kind != "loopback"]
 KINDS = ["loopback", *PROCESSES, *peers.ENCRYPTED]
 
 
@@ -510,7 +510,7 @@ def test_a_connection_to_a_peer_that_reads_nothing_for_long_is_given_up(fresh: P
 
 
 def _give_up_soon() -> None:
-    _connection.SILENCE_S, _connection._ASK_AFTER_S, _connection._ASK_EVERY_S = 2, 1, 1
+    keepalive.SILENCE_S, keepalive._PROBE_AFTER_S, keepalive._PROBE_EVERY_S = 2, 1, 1
 
 
 def _given_up_body() -> None:
@@ -544,7 +544,7 @@ def _connecting_body() -> None:
     thread.start()
     begun.wait()
     lane: Any = node().lane
-    assert peers.wait_until(lambda: lane._connecting["b"].locked(), 2)
+    assert peers.wait_until(lambda: lane._peers.connecting["b"].locked(), 2)
     start = time.monotonic()
     with pytest.raises((PeerLost, RpcTimeout)):
         send("echo", timeout_s=0.3)
@@ -626,7 +626,7 @@ def _begin_large_body() -> None:
     threading.Thread(target=send, args=("work",), kwargs={"payload": bytes(200_000_000)}, daemon=True).start()
     if node().kind.startswith("socket"):
         lane: Any = node().lane
-        connection = lane._connections["b"]
+        connection = lane._peers.made["b"]
         full = select.poll()
         full.register(connection.fd, select.POLLOUT)
         assert peers.wait_until(lambda: connection._sending.locked() and not full.poll(0), 10)

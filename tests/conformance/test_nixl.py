@@ -63,7 +63,7 @@ def lane() -> NixlLane:
 
 
 def _used() -> int:
-    lane().tidy()
+    lane().reap()
     return lane()._pool.used
 
 
@@ -194,7 +194,7 @@ def _fetch_while(sent: Any, pid: int, what: int) -> float:
     """Fetch; once data moves, send its sender a signal. Returns how long it took to fail."""
 
     def strike() -> None:
-        assert wait_until(lambda: lane()._reading == 1, 10)
+        assert wait_until(lambda: lane()._links.reading == 1, 10)
         os.kill(pid, what)
 
     threading.Thread(target=strike).start()
@@ -213,7 +213,7 @@ def _is_lost(sent: Any) -> float:
 
 
 def _export_to_the_lost() -> bool:
-    with pytest.raises(LaneUnavailable, match="the way to 'a' broke"):
+    with pytest.raises(LaneUnavailable, match="the connection to 'a' broke"):
         export(_ones(10), "a")
     return True
 
@@ -271,7 +271,7 @@ def _close_while_fetching(sent: Any) -> float:
 
     thread = threading.Thread(target=fetch)
     thread.start()
-    assert wait_until(lambda: mine._reading == 1 or bool(ended), 10)
+    assert wait_until(lambda: mine._links.reading == 1 or bool(ended), 10)
     began = time.monotonic()
     mine.close()
     thread.join(10)
@@ -332,7 +332,7 @@ handler = logging.FileHandler(sys.argv[1], mode="w")
 logging.getLogger().addHandler(handler)
 before = (logging.raiseExceptions, dict(os.environ), [name for name in logging.root.manager.loggerDict])
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.nixl import NixlLane
+from raytorchrpc.lanes.nixl.lane import NixlLane
 lane = NixlLane(1 << 20, (), 5.0, json.loads(sys.argv[2]))
 try:
     lane.open()
@@ -373,7 +373,7 @@ def test_opening_leaves_the_logging_and_the_environment_of_the_program_alone(tmp
 @pytest.mark.skipif(Path("/sys/class/infiniband").exists(), reason="this machine may have an RDMA device")
 def test_without_a_device_it_is_not_available_and_the_users_environment_wins(tmp_path: Path) -> None:
     opened, *_ = alone(tmp_path, {"TLS": "^tcp"})
-    assert "UCX found nothing to run on" in opened and "TLS=^tcp" in opened
+    assert "UCX found no usable transport" in opened and "TLS=^tcp" in opened
     assert alone(tmp_path, {"TLS": "^tcp"}, UCX_TLS="tcp")[0] == "opened"
 
 
@@ -464,7 +464,7 @@ def _fetch_full(sent: Any, number: int) -> None:
 
 def _free_everything() -> bool:
     tensors().exports.clear()
-    let_go = wait_until(lambda: lane().tidy() is None and not lane()._out, 10)
+    let_go = wait_until(lambda: lane().reap() is None and not lane().outstanding, 10)
     torch.cuda.empty_cache()
     return let_go
 

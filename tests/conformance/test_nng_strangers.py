@@ -14,7 +14,7 @@ import pytest
 
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes.nng import sockets
-from raytorchrpc.lanes.nng.connection import Channel
+from raytorchrpc.lanes.nng.connection import HandshakeStream
 from tests.conformance import peers
 from tests.conformance.peers import EMPTY, PATIENCE_S, Message, Node, PeerAddress, answer
 
@@ -58,7 +58,7 @@ def soon() -> float:
 def get_wire(member: Node) -> sockets.PairSocket:
     """Anybody gets one; it leads to the handshake."""
     wire = sockets.PairSocket()
-    wire.dial(sockets.ask(*door(member), soon()).decode(), soon())
+    wire.dial(sockets.request(*door(member), soon()).decode(), soon())
     return wire
 
 
@@ -94,7 +94,7 @@ def test_garbage_is_hung_up_on_and_harms_nobody(member: Node, said: bytes, where
         echo(friend)
         url, question = door(member)
         if where == "wire":
-            url = sockets.ask(url, question, soon()).decode()
+            url = sockets.request(url, question, soon()).decode()
         with dial(url) as sock:
             with suppress(ConnectionError):
                 sock.sendall(said)
@@ -110,10 +110,10 @@ def test_garbage_is_hung_up_on_and_harms_nobody(member: Node, said: bytes, where
 @pytest.mark.parametrize("said", [b"x", b"raytorchrpc/1 nonsense", b"y" * 64], ids=["short", "wrong", "long"])
 def test_a_wrong_question_at_the_door_is_hung_up_on(member: Node, said: bytes) -> None:
     with pytest.raises(ConnectionError):
-        sockets.ask(door(member)[0], said, soon())
+        sockets.request(door(member)[0], said, soon())
     with pytest.raises(ConnectionError):
-        sockets.ask(door(member)[0], b"z" * 1000, soon())
-    assert sockets.ask(*door(member), soon())
+        sockets.request(door(member)[0], b"z" * 1000, soon())
+    assert sockets.request(*door(member), soon())
 
 
 @pytest.mark.parametrize("said", [b"\0" * 48, os.urandom(1 << 20), b"raytorchrpc/2\0\0\0" + b"n" * 200])
@@ -134,7 +134,7 @@ def test_messages_without_proof_are_hung_up_on(member: Node, said: bytes) -> Non
 
 def test_an_empty_message_is_no_harm(member: Node) -> None:
     friend = rightful(member)
-    url = sockets.ask(*door(member), soon()).decode()
+    url = sockets.request(*door(member), soon()).decode()
     try:
         with pynng.Pair0(recv_max_size=1000, recv_timeout=100) as stranger:
             stranger.dial(url, block=True)
@@ -187,7 +187,7 @@ def test_a_recorded_handshake_cannot_be_played_again(member: Node) -> None:
         wire.close()
 
 
-class Recorder(Channel):
+class Recorder(HandshakeStream):
     def __init__(self, wire: sockets.PairSocket, sent: list[bytes]) -> None:
         super().__init__(wire)
         self._sent = sent
@@ -217,14 +217,14 @@ def test_connections_that_say_nothing_keep_no_member_out(member: Node, where: st
 
 
 def test_a_second_one_on_a_members_wire_is_hung_up_on(member: Node) -> None:
-    url = sockets.ask(*door(member), soon()).decode()
+    url = sockets.request(*door(member), soon()).decode()
     first, second = sockets.PairSocket(), sockets.PairSocket()
     try:
         first.dial(url, soon())
         with suppress(OSError):
             second.dial(url, soon())
         assert hung_up_on(second) and not first.gone
-        member.prove(Channel(first))
+        member.prove(HandshakeStream(first))
     finally:
         first.close()
         second.close()

@@ -83,7 +83,7 @@ def _full(size: int, value: float) -> torch.Tensor:
 def _out() -> int:
     lane = tensors().lane
     assert isinstance(lane, CudaIpcLane)
-    return len(lane._out)
+    return lane.outstanding
 
 
 def _all_back() -> bool:
@@ -288,7 +288,7 @@ def _leave() -> None:
 def _nothing_left_of_the_lane() -> bool:
     lane = tensors().kept["lane"]
     threads = lambda: [thread.name for thread in threading.enumerate() if thread.name == "raytorchrpc-cuda-ipc"]  # noqa: E731
-    return wait_until(lambda: not lane._out and not threads(), 5)
+    return wait_until(lambda: not lane.outstanding and not threads(), 5)
 
 
 @pytest.mark.gpu(2)

@@ -1,5 +1,5 @@
-"""One suite for the lanes that carry tensors alone: shm and nixl here, cuda_ipc and nccl where there are GPUs; and nccl
-with a carrier that needs none (see ``pipes``).
+"""One suite for every TensorLane, those of other installed distributions included: cuda_ipc and nccl where there are
+GPUs, and nccl with a carrier that needs none (see ``pipes``).
 
 Two processes, ``a`` and ``b``; functions with an underscore run in them.
 """
@@ -28,7 +28,7 @@ from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.lanes.nixl.lane import NixlLane
 from raytorchrpc.lanes.shm.arena import SLOTS, Arena, PeerArena
 from raytorchrpc.lanes.shm.lane import ShmLane
-from raytorchrpc.tensors.dtypes import Shape, numbers
+from raytorchrpc.tensors.dtypes import Shape, as_copyable
 from tests.conformance import peers
 from tests.conformance.peers import ALL_DTYPES, Process, export, open_things, random, same, tensors, wait_until
 
@@ -42,7 +42,8 @@ GPU_KINDS = [
     pytest.param("nixl on cuda, two GPUs", marks=[pytest.mark.gpu(2), needs_nixl]),
 ]
 NIXL_KINDS = [pytest.param(kind, marks=needs_nixl) for kind in peers.NIXL_SETTINGS]
-KINDS = ["shm", "nccl by pipes", *NIXL_KINDS, *GPU_KINDS]
+_WAYS: dict[str, list[Any]] = {"cuda_ipc": [], "nixl": NIXL_KINDS, "nccl": ["nccl by pipes"]}
+KINDS = [kind for row in peers.rows(out_of_band=True) for kind in _WAYS.get(row.name, [row.name])] + GPU_KINDS
 
 
 @dataclass
@@ -114,7 +115,7 @@ def _placed(tensor: torch.Tensor) -> torch.Tensor:
     """On the device of the lane; torch itself cannot bring every dtype there with every stride."""
     if tensor.device.type == tensors().device:
         return tensor
-    return numbers(tensor).to(tensors().device).view(tensor.dtype)
+    return as_copyable(tensor).to(tensors().device).view(tensor.dtype)
 
 
 def _fetch(sent: tuple[Any, list[Shape]], keep: str, make: Callable[..., Any], *args: Any) -> None:
@@ -829,7 +830,7 @@ def _another() -> TensorLane:
         return peers.nccl_lane(0, carrier=lane._carrier)
     if isinstance(lane, NixlLane):
         return NixlLane(MIB, lane._devices, 20, lane._settings)
-    return ShmLane(MIB, 1) if isinstance(lane, ShmLane) else CudaIpcLane((0,))
+    return CudaIpcLane((0,)) if isinstance(lane, CudaIpcLane) else peers.cpu_lane(lane.name, MIB)
 
 
 def test_what_was_fetched_outlives_the_sender(fresh: Pair) -> None:
@@ -924,10 +925,11 @@ def _reclaim() -> int:
 def _on_their_way(lane: TensorLane) -> int:
     """Exports whose memory is still kept."""
     if isinstance(lane, NcclLane):
-        return len(lane._kept)
-    assert isinstance(lane, (CudaIpcLane, NixlLane))
-    lane.tidy()
-    return len(lane._out)
+        return lane.outstanding
+    if not isinstance(lane, (CudaIpcLane, NixlLane)):
+        return len(open_things()[1] - tensors().at_open)  # what another lane keeps them in
+    lane.reap()
+    return lane.outstanding
 
 
 # --- GPU only -------------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class Station:
 
     def keeps(self, count: int) -> bool:
         """Whether it keeps that many exports, now or soon."""
-        return wait_until(lambda: len(self.lane._kept) == count, 5)
+        return wait_until(lambda: self.lane.outstanding == count, 5)
 
 
 Stations = dict[str, Station]
@@ -208,7 +208,7 @@ def test_who_cannot_join_says_so_and_may_try_again(ab: Stations, at_sender: bool
 def test_strangers_are_turned_away(ab: Stations) -> None:
     a, b = ab.values()
     control = b.lane._peers["a"].control
-    with pytest.raises(control_connection.Gone, match="does not have this group's secret"):
+    with pytest.raises(control_connection.Disconnected, match="does not have this group's secret"):
         control_connection.connect(control, False, Credentials(b"x" * 32, 1), control, time.monotonic() + 5)
     silent = [socket.socket(socket.AF_UNIX) for _ in range(40)]
     for sock in silent:
@@ -401,7 +401,7 @@ def _fetch_or_lose(sent: tuple[Any, list[Shape]], size: int, origin: str = "a") 
 
 
 def _kept() -> int:
-    return len(_lane()._kept)
+    return _lane().outstanding
 
 
 def _kept_becomes(count: int) -> bool:

@@ -61,8 +61,8 @@ def nothing_out() -> bool:
 
     def back() -> bool:
         gc.collect()
-        lane.tidy()
-        return not lane._out and torch.cuda.memory_allocated() == 0
+        lane.reap()
+        return not lane.outstanding and torch.cuda.memory_allocated() == 0
 
     return wait_until(back, 10)
 

@@ -120,7 +120,7 @@ def nothing_is_out() -> bool:
     from tests.conformance.peers import wait_until
 
     lane: Any = current.process_member().tensor_lanes["cuda_ipc"]
-    return wait_until(lambda: not lane._out, 5)
+    return wait_until(lambda: not lane.outstanding, 5)
 
 
 def test_a_mismatch_changes_no_buffer(actors: dict[str, Any]) -> None:

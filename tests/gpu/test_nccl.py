@@ -81,7 +81,7 @@ def _send(peer: str, size: int) -> tuple[Any, list[Shape]]:
 
 
 def _has_begun() -> None:
-    assert wait_until(lambda: not _lane()._kept, 10)
+    assert wait_until(lambda: not _lane().outstanding, 10)
 
 
 def _fetch(sent: tuple[Any, list[Shape]], size: int, origin: str = "a") -> str:

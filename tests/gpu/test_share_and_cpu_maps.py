@@ -150,7 +150,7 @@ def all_back(sender: Any, receiver: Any) -> bool:
     def nothing_out(self: Any) -> bool:
         gc.collect()
         lane: Any = current.process_member().tensor_lanes["cuda_ipc"]
-        return wait_until(lambda: not lane._out, 5)
+        return wait_until(lambda: not lane.outstanding, 5)
 
     on(receiver, drop)
     return bool(on(sender, nothing_out))
@@ -404,7 +404,7 @@ def test_many_that_cross_keep_their_values_and_give_their_memory_back(a: Any, h:
 
         def empty() -> bool:
             with arena._lock:
-                arena._sweep()
+                arena.in_use()
             return bool(arena.used == 0)
 
         gc.collect()

@@ -41,7 +41,7 @@ def group(stores: list[Any]) -> Iterator[rtr.Group]:
 def used() -> int:
     """Bytes of this process's registered memory that somebody still holds."""
     lane: Any = current.process_member().tensor_lanes["nixl"]
-    lane.tidy()
+    lane.reap()
     return int(lane._pool.used)
 
 
@@ -57,7 +57,7 @@ def test_the_plan_says_nixl(group: rtr.Group) -> None:
     (first, *_) = group.routes().route("a", "b").lanes("cpu")
     assert (first.lane, first.how, first.reason) == (
         "nixl",
-        "one-sided reads over what UCX finds",
+        "one-sided reads over what UCX selects",
         "asked for by name",
     )
 

@@ -105,7 +105,7 @@ def used() -> int:
     """Bytes of this process's arena that somebody still holds."""
     arena = current.process_member().tensor_lanes["shm"]._arena  # type: ignore[attr-defined]
     with arena._lock:
-        arena._sweep()
+        arena.in_use()
     return int(arena.used)
 
 
@@ -205,7 +205,7 @@ def test_futures_may_be_dropped_under_any_lock(stores: list[Any], group: rtr.Gro
 
         def under_the_locks() -> None:
             nonlocal arrived, waiting
-            with connection._state, connection.lane._lock, lane._lock:  # type: ignore[attr-defined]
+            with connection._state, connection._listeners._lock, lane._lock:  # type: ignore[attr-defined]
                 del arrived, waiting
             lock.release()
 

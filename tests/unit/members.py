@@ -14,7 +14,7 @@ from raytorchrpc.calls.peers import Member, PeerRoute, process_token
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
-from raytorchrpc.lanes.common.pending import SettledPending
+from raytorchrpc.lanes.common.pending import PendingReply
 
 GENERATION = "generation"
 
@@ -31,7 +31,7 @@ class DirectLane(MessageLane):
         self.peers: dict[str, LocalMember] = {}
         self.holds: Callable[[str], bool] = lambda method: False
         """Whether a request for this method is to wait for ``release``."""
-        self.held: list[tuple[Callable[[], None], SettledPending]] = []
+        self.held: list[tuple[Callable[[], None], PendingReply]] = []
         self.when_over: Callable[[], None] = lambda: None
         """Called when a call is over, before its answer is taken."""
         self.delays: Callable[[str], bool] = lambda method: False
@@ -41,7 +41,7 @@ class DirectLane(MessageLane):
         """If given, what sends stands still until it is set, as on a connection that takes no data."""
         self.broken = False
         """Every request fails, and every answer is lost, also one that was held."""
-        self._under_way: set[SettledPending] = set()
+        self._under_way: set[PendingReply] = set()
 
     def open(self, serve: Serve, spawn: Spawn) -> None:
         raise AssertionError("not used")
@@ -56,14 +56,14 @@ class DirectLane(MessageLane):
         timeout_s: float,
         *,
         caller_waits: bool = False,
-        settled: Callable[[], None] | None = None,
+        on_released: Callable[[], None] | None = None,
     ) -> Pending:
         def over() -> None:
-            if settled is not None:
-                settled()
+            if on_released is not None:
+                on_released()
             self.when_over()
 
-        pending = SettledPending(over)
+        pending = PendingReply(over)
         if self.broken:
             raise PeerLost(peer, "the test broke the connection", may_have_run=False)
         if self.jammed is not None:
@@ -76,7 +76,7 @@ class DirectLane(MessageLane):
             deliver()
         return pending
 
-    def _deliver(self, peer: LocalMember, message: Message, pending: SettledPending) -> None:
+    def _deliver(self, peer: LocalMember, message: Message, pending: PendingReply) -> None:
         def reply(answer: Message) -> None:
             if pending not in self._under_way:
                 raise PeerLost("caller", "the test broke the connection")
@@ -90,11 +90,11 @@ class DirectLane(MessageLane):
         if work is not None:
             peer.workers.submit(work)
 
-    def _arrive(self, pending: SettledPending, answer: Message) -> None:
+    def _arrive(self, pending: PendingReply, answer: Message) -> None:
         """Unless the connection broke meanwhile."""
         if pending in self._under_way:
             self._under_way.discard(pending)
-            pending.settle(answer)
+            pending.complete(answer)
 
     def release(self, number: int | None = None) -> None:
         """Deliver the request held as number ``number``; None: all, in order, and hold no more."""
@@ -115,13 +115,13 @@ class DirectLane(MessageLane):
         """The request held as number ``number`` never arrives, and its sender is told."""
         pending = self.held.pop(number)[1]
         self._under_way.discard(pending)
-        pending.settle(None, PeerLost("peer", "the test lost the message"))
+        pending.complete(None, PeerLost("peer", "the test lost the message"))
 
     def break_connection(self) -> None:
         self.broken, under_way = True, list(self._under_way)
         self._under_way.clear()
         for pending in under_way:
-            pending.settle(None, PeerLost("peer", "the test broke the connection"))
+            pending.complete(None, PeerLost("peer", "the test broke the connection"))
 
     def disconnect(self, peer: str) -> None:
         raise AssertionError("not used")

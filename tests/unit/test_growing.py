@@ -31,7 +31,6 @@ def prepared_of(roster: Roster) -> dict[str, Prepared]:
     return {
         name: Prepared(
             AgentIdentity(roster.rpc_name(name), record.worker_id),
-            "tcp://10.0.0.1:1",
             {"socket": SocketAddress(os.urandom(12).hex(), None, Instance(record.rank, record.incarnation))},
             {},
         )

@@ -20,7 +20,8 @@ TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "_compat": set(),
-    "config": set(),
+    "lanes.registry": set(),
+    "config": {"lanes.registry"},
     "runtime_env": set(),
     "_ray_session": set(),
     "process": set(),
@@ -28,9 +29,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "topology": {"tensors.devices", "config"},
     "lanes.base": {"tensors"},
     "lanes.common": {"lanes.base", "process", "tensors"},
-    "lanes.*": {"lanes.base", "lanes.common", "process", "tensors", "topology", "config"},
-    "lanes.rules": {"lanes.torchrpc.backends", "topology", "config"},
-    "lanes.registry": {"lanes.base", "lanes.rules", "topology", "config"},
+    "lanes.setup": {"lanes.common", "process", "topology", "config"},
+    "lanes.*": {"lanes.base", "lanes.common", "lanes.setup", "process", "tensors", "topology", "config"},
+    "lanes.rules": {"lanes.registry", "lanes.torchrpc.backends", "topology", "config"},
     "routing": {"lanes.registry", "lanes.rules", "lanes.torchrpc.backends", "topology", "config"},
     "calls": {"lanes.base", "process", "tensors", "config"},
     "patterns": {"calls", "lanes.base", "process", "tensors"},
@@ -38,20 +39,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decorator": {"calls", "rdt"},
     "membership": {"calls", "config", "lanes", "patterns.handle", "process", "rdt", "routing", "tensors", "topology"},
     "group": {
-        *("calls", "config", "lanes.base", "lanes.common", "lanes.socket", "lanes.torchrpc.agent", "membership"),
-        *("process", "routing", "tensors", "topology"),
+        *("calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.socket", "lanes.torchrpc.agent"),
+        *("membership", "process", "routing", "tensors", "topology"),
     },
     "__init__": {"calls", "config", "decorator", "group", "membership", "patterns", "rdt", "runtime_env", "topology"},
 }
 """Operators' tools (bench, cli, doctor, manifest) may import anything below them; nothing imports them."""
 TOOLS = {"bench": {"cli"}, "cli": set(), "doctor": {"bench", "cli", "manifest"}, "manifest": {"bench", "cli", "doctor"}}
 WITHOUT_RAY = (
-    *("routing.planner", "topology.device_map", "topology.nccl_env", "tensors.codec", "config", "errors"),
-    "doctor.reports",
+    *("routing.planner", "lanes.registry", "lanes.rules", "topology.device_map", "topology.nccl_env", "tensors.codec"),
+    *("config", "errors", "doctor.reports"),
 )
 WITHOUT_TORCH = (
-    *("routing.planner", "lanes.registry", "topology.device_map", "topology.nccl_env", "config", "errors"),
-    "doctor.reports",
+    *("routing.planner", "lanes.registry", "lanes.rules", "topology.device_map", "topology.nccl_env", "config"),
+    *("errors", "doctor.reports"),
 )
 
 

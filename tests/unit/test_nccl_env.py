@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from raytorchrpc import GroupConfig
 from raytorchrpc.lanes.common.credentials import Credentials
-from raytorchrpc.membership import local_setup
+from raytorchrpc.lanes.nccl import lane as nccl
+from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.topology import nccl_env
 from raytorchrpc.topology.endpoint import Endpoint, Gid, Hca, Interface
 from raytorchrpc.topology.nccl_env import GID, HCA, IFNAME, QPS, TIMEOUT, advise, apply, chosen_values, matches
@@ -203,16 +203,15 @@ def test_a_member_that_opens_the_nccl_lane_sets_them_in_its_process(monkeypatch:
         monkeypatch.setenv(name, "")  # so that it is as before in the end
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", "/nonexistent")
-    spec: Any = SimpleNamespace(
-        name="a",
+    setup = LaneSetup(
+        member="a",
         credentials=Credentials(bytes(32), 0),
-        agent=SimpleNamespace(devices=(0,)),
-        tcp_host=None,
-        by_tcp=(),
         config=GroupConfig(interface="lo"),
+        endpoint=lambda: node(()),
+        devices=(0,),
     )
-    (lane,) = local_setup._tensor_lanes(spec, ["nccl"])
+    lane = nccl.make(setup)
     assert (lane.name, os.environ[IFNAME]) == ("nccl", "=lo")
     monkeypatch.setenv(IFNAME, "eth9")
-    local_setup._tensor_lanes(spec, ["nccl"])
+    nccl.make(setup)
     assert os.environ[IFNAME] == "eth9"

@@ -8,46 +8,46 @@ import time
 
 import pytest
 
-from raytorchrpc.lanes.socket.spin import LOOK_S, Patience, Timer
+from raytorchrpc.lanes.socket.spin import SPIN_S, Spinner, Timer
 
 several_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="with one core nobody looks again")
 
 
-def turns(patience: Patience, count: int) -> list[bool]:
+def turns(spinner: Spinner, count: int) -> list[bool]:
     """Whether to look, time after time, if it is always in vain."""
     asked = []
     for _ in range(count):
-        asked.append(patience.is_left())
+        asked.append(spinner.should_spin())
         if asked[-1]:
-            patience.look(lambda: False)
+            spinner.spin(lambda: False)
     return asked
 
 
 @several_cores
 def test_looking_in_vain_is_left_out_more_and_more() -> None:
-    asked = turns(Patience(), 600)
+    asked = turns(Spinner(), 600)
     assert asked[:12] == [True, True, False, True, False, False, False, True, *[False] * 4]
     assert sum(asked) <= 11
 
 
 @several_cores
 def test_once_it_has_paid_off_it_is_done_every_time_again() -> None:
-    patience = Patience()
-    turns(patience, 100)
-    while not patience.is_left():
+    spinner = Spinner()
+    turns(spinner, 100)
+    while not spinner.should_spin():
         pass
-    patience.look(lambda: True)
-    assert all(patience.is_left() for _ in range(5))
+    spinner.spin(lambda: True)
+    assert all(spinner.should_spin() for _ in range(5))
 
 
 def test_looking_ends_when_there_is_something_and_soon_in_any_case() -> None:
     seen: list[bool] = []
-    Patience().look(lambda: seen.append(True) is None)
+    Spinner().spin(lambda: seen.append(True) is None)
     assert seen == [True]
     began, spent = time.perf_counter(), time.thread_time()
-    Patience().look(lambda: False)
-    assert time.perf_counter() - began >= LOOK_S
-    assert time.thread_time() - spent < 50 * LOOK_S
+    Spinner().spin(lambda: False)
+    assert time.perf_counter() - began >= SPIN_S
+    assert time.thread_time() - spent < 50 * SPIN_S
 
 
 def test_the_timer_goes_off_once_for_each_time_it_is_set() -> None:

@@ -26,7 +26,7 @@ from raytorchrpc.tensors.codec import NOTHING, Codec
 from raytorchrpc.tensors.exceptions import decode_exception, encode_exception
 
 LISTENERS: Any = SimpleNamespace(
-    arm=lambda fd: None, disarm=lambda fd: None, watch=lambda one: None, forget=lambda one: None
+    arm=lambda fd: None, disarm=lambda fd: None, watch=lambda one: None, remove=lambda one: None
 )
 
 

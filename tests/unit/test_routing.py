@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from raytorchrpc.config import KNOWN_LANES, GroupConfig
+from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
+from raytorchrpc.lanes.registry import LANES, Traffic
 from raytorchrpc.lanes.rules import Pair
 from raytorchrpc.routing import planner
-from raytorchrpc.routing.planner import LANES, Traffic, plan
+from raytorchrpc.routing.planner import plan
 from raytorchrpc.routing.routes import PairRoute, RoutePlan
 from tests.unit import clusters
 from tests.unit.clusters import (
@@ -251,6 +252,11 @@ def lane(route: PairRoute, traffic: Traffic) -> str | None:
     return lanes[0].lane if lanes else None
 
 
+def beside(routes: RoutePlan, name: str) -> tuple[str, ...]:
+    """The tensor lanes that this member opens."""
+    return tuple(each.name for each in LANES if each.out_of_band and each.name in routes.lanes_of(name))
+
+
 def by_torchrpc(route: PairRoute, traffic: Traffic) -> str | None:
     """How torchrpc carries it, preferred or not."""
     return next((choice.how for choice in route.lanes(traffic) if choice.lane == "torchrpc"), None)
@@ -295,7 +301,7 @@ def test_both_sides_reach_the_same_answer(case: Case) -> None:
 def test_what_is_decided_for_many_pairs_at_once_is_what_each_pair_would_get(case: Case) -> None:
     cluster, config = case.cluster(), GroupConfig()
     routes = plan(cluster, config)
-    lanes = {lane.name: None for lane in LANES}
+    lanes = planner._candidates(config)
     for a, b in itertools.combinations(cluster, 2):
         alone = planner._judge(Pair(cluster[a], cluster[b], routes.agents[a], routes.agents[b]), lanes)
         assert (routes.route(a, b).choices, routes.route(a, b).rejected) == alone
@@ -441,10 +447,6 @@ def changed(kind: str) -> dict[str, str]:
     return {**member().namespaces, kind: f"{kind}:[1]"}
 
 
-def test_routing_and_the_configuration_know_the_same_lanes() -> None:
-    assert tuple(each.name for each in LANES) == KNOWN_LANES
-
-
 def test_neighbours_prefer_memory_and_keep_torchrpc() -> None:
     routes = plan(neighbours(), GroupConfig())
     route = routes.route("worker_0", "worker_1")
@@ -529,7 +531,7 @@ def test_a_member_without_a_gpu_takes_cpu_tensors_alone() -> None:
             why_not(route, "cuda_ipc", "cuda")
             == "worker_1 has no GPU; map it to 'cpu' with device_maps, or move the tensor to the CPU first"
         )
-        assert routes.beside("worker_0") == ("shm",)
+        assert beside(routes, "worker_0") == ("shm",)
 
 
 def test_members_without_gpus_are_told_so() -> None:
@@ -550,8 +552,8 @@ def test_tensors_beside_the_messages_need_the_socket_lane(lanes: tuple[str, ...]
     route = routes.route("worker_0", "worker_1")
     assert [lane(route, traffic) for traffic in ("calls", "cpu", "cuda")] == ["torchrpc"] * 3
     for name, traffic in TENSOR_LANES:
-        assert why_not(route, name, traffic).startswith("its descriptors ride in the socket lane's messages")
-    assert routes.beside("worker_0") == ()
+        assert why_not(route, name, traffic) == "calls go by torchrpc, which carries no tensor descriptors"
+    assert beside(routes, "worker_0") == ()
 
 
 @pytest.mark.parametrize(
@@ -567,7 +569,7 @@ def test_tensors_can_be_left_to_torchrpc(lanes: tuple[str, ...], reason: str) ->
     assert [lane(route, traffic) for traffic in ("calls", "cpu", "cuda")] == ["socket", "torchrpc", "torchrpc"]
     assert [why_not(route, *which) for which in TENSOR_LANES] == [reason] * 2
     assert by_torchrpc(route, "cpu") == "torchrpc over uv, channel cma"
-    assert routes.beside("worker_0") == ()
+    assert beside(routes, "worker_0") == ()
 
 
 def test_neighbours_need_no_torchrpc_but_others_do() -> None:
@@ -585,7 +587,7 @@ def test_nng_takes_the_tensors_of_hosts_without_torchrpc() -> None:
     assert (route.message_lane, lane(route, "cpu"), route.in_band_lane) == ("socket", "nng", "nng")
     assert route.lanes("cpu")[0].how == "nng over tcp"
     assert "torchrpc" in (route.why_not("torchrpc") or "")
-    assert routes.uses("worker_0", "nng")
+    assert "nng" in routes.lanes_of("worker_0")
     assert not any("nng" in text for text in routes.warnings)  # it was asked for
 
 
@@ -599,7 +601,7 @@ def test_nng_takes_what_torchrpc_cannot_and_a_warning_says_so(values: dict[str, 
 def test_nng_is_not_opened_where_nothing_prefers_it() -> None:
     routes = plan(neighbours(), GroupConfig())
     assert [choice.lane for choice in routes.route("worker_0", "worker_1").lanes("cpu")] == ["shm", "torchrpc", "nng"]
-    assert not routes.uses("worker_0", "nng")
+    assert "nng" not in routes.lanes_of("worker_0")
     assert routes.route("worker_0", "worker_1").why_not("torchrpc") is None
 
 
@@ -622,7 +624,7 @@ def test_a_member_opens_the_lanes_that_its_own_routes_prefer() -> None:
         ),
         GroupConfig(),
     )
-    opened = {name: routes.beside(name) for name in routes.members}
+    opened = {name: beside(routes, name) for name in routes.members}
     assert opened == {
         "worker_0": ("shm", "cuda_ipc"),
         "worker_1": ("shm", "cuda_ipc"),
@@ -630,11 +632,11 @@ def test_a_member_opens_the_lanes_that_its_own_routes_prefer() -> None:
         "worker_3": (),
         "worker_4": (),
     }
-    assert {name: routes.for_member(name).beside(name) for name in routes.members} == opened
+    assert {name: beside(routes.for_member(name), name) for name in routes.members} == opened
 
 
 def test_a_group_of_one_opens_no_lane_for_tensors() -> None:
-    assert plan(clusters.one_host(1), GroupConfig()).beside("worker_0") == ()
+    assert beside(plan(clusters.one_host(1), GroupConfig()), "worker_0") == ()
 
 
 # -- agents outlive groups -----------------------------------------------------------------------------------
@@ -778,7 +780,7 @@ DMA_BUF = tuple(gpu.model_copy(update={"dma_buf": True}) for gpu in a100s())
 @pytest.mark.parametrize(
     ("cluster", "reason"),
     [
-        (public_nodes(), "torchrpc has GPUDirect RDMA between these two"),
+        (public_nodes(), "torchrpc uses GPUDirect RDMA between these members"),
         (public_nodes(peer_memory=False), "adapters cannot reach GPU memory; load nvidia-peermem"),
         (public_nodes(memlock_bytes=8 * MIB), "only 8 MiB of memory may be locked"),
         (public_nodes(same(efa_hcas())), "EFA needs a plug-in"),
@@ -786,14 +788,14 @@ DMA_BUF = tuple(gpu.model_copy(update={"dma_buf": True}) for gpu in a100s())
         (public_nodes(lambda host: infiniband_hcas(f"fec0:0000:0000:000{host}")), "one InfiniBand subnet"),
         (public_nodes(lambda host: (infiniband_hcas(), roce_hcas())[host]), "or both RoCE"),
         (clusters.two_hosts(), "neither member has a GPU"),
-        (clusters.one_host_two_gpus(), "same host: used only where GroupConfig.lanes names it"),
-        (clusters.two_pods_one_host(), "same host: used only where GroupConfig.lanes names it"),
+        (clusters.one_host_two_gpus(), "same host: used only if GroupConfig.lanes names it"),
+        (clusters.two_pods_one_host(), "same host: used only if GroupConfig.lanes names it"),
     ],
 )
 def test_nccl_says_why_it_is_not_used(cluster: Cluster, reason: str) -> None:
     routes = plan(cluster, GroupConfig())
     assert reason in why_not(routes.route("worker_0", "worker_1"), "nccl", "cuda")
-    assert "nccl" not in routes.beside("worker_0")
+    assert "nccl" not in beside(routes, "worker_0")
 
 
 @pytest.mark.parametrize(
@@ -810,7 +812,7 @@ def test_nccl_carries_cuda_tensors_where_torchrpc_has_no_gpudirect(cluster: Clus
     route = routes.route("worker_0", "worker_1")
     assert [choice.lane for choice in route.lanes("cuda")] == ["nccl", "torchrpc"]
     assert route.lanes("cuda")[0].how == "NCCL over GPUDirect RDMA"
-    assert routes.beside("worker_0") == ("nccl",)
+    assert beside(routes, "worker_0") == ("nccl",)
 
 
 def test_gids_that_are_not_routed_are_no_road_for_nccl() -> None:
@@ -840,13 +842,13 @@ def test_cuda_ipc_comes_before_nccl() -> None:
     config = GroupConfig(lanes=("socket", "shm", "cuda_ipc", "nccl", "torchrpc"))
     routes = plan(clusters.one_host_two_gpus(), config)
     assert lane(routes.route("worker_0", "worker_1"), "cuda") == "cuda_ipc"
-    assert routes.beside("worker_0") == ("shm", "cuda_ipc")
+    assert beside(routes, "worker_0") == ("shm", "cuda_ipc")
 
 
 def test_nccl_needs_two_whole_gpus() -> None:
     config = GroupConfig(lanes=("socket", "shm", "nccl", "torchrpc"))
     route = plan(neighbours(gpus=(a100s(2)[0],)), config).route("worker_0", "worker_1")
-    assert why_not(route, "nccl", "cuda") == "both members are on one GPU, and NCCL needs two"
+    assert why_not(route, "nccl", "cuda") == "both members use one GPU, and NCCL needs two"
     slices = tuple(gpu.model_copy(update={"name": f"{gpu.name} MIG 1g.10gb"}) for gpu in a100s(2))
     route = plan(neighbours(gpus=slices), config).route("worker_0", "worker_1")
     assert "MIG" in why_not(route, "nccl", "cuda")
@@ -881,7 +883,7 @@ def test_nixl_is_preferred_between_hosts_with_rdma(hcas: Any) -> None:
             "torchrpc",
         ]
         assert route.lanes(traffic)[0].how == "one-sided reads by RDMA"
-    assert routes.beside("worker_0") == routes.beside("worker_1") == ("nixl",)
+    assert beside(routes, "worker_0") == beside(routes, "worker_1") == ("nixl",)
 
 
 @pytest.mark.parametrize(
@@ -901,20 +903,20 @@ def test_without_a_device_of_its_own_nixl_is_used_by_name_alone(cluster: Cluster
     cluster = with_nixl(cluster)
     routes = plan(cluster, GroupConfig())
     assert reason in why_not(routes.route("worker_0", "worker_1"), "nixl", "cpu")
-    assert "nixl" not in routes.beside("worker_0")
+    assert "nixl" not in beside(routes, "worker_0")
     (first, *_) = plan(cluster, BY_NAME).route("worker_0", "worker_1").lanes("cpu")
-    assert (first.lane, first.how) == ("nixl", "one-sided reads over what UCX finds")
+    assert (first.lane, first.how) == ("nixl", "one-sided reads over what UCX selects")
 
 
 def test_on_one_host_nixl_is_used_by_name_alone() -> None:
     cluster = with_nixl(neighbours())
     route = plan(cluster, GroupConfig()).route("worker_0", "worker_1")
-    assert all(why_not(route, "nixl", traffic).startswith("same host: used only where") for traffic in NIXL)
+    assert all(why_not(route, "nixl", traffic).startswith("same host: used only if") for traffic in NIXL)
     routes = plan(cluster, BY_NAME)
     assert [lane(routes.route("worker_0", "worker_1"), traffic) for traffic in NIXL] == ["nixl"] * 2
-    assert routes.beside("worker_0") == ("nixl",)
+    assert beside(routes, "worker_0") == ("nixl",)
     both = plan(cluster, GroupConfig(lanes=("socket", "shm", "cuda_ipc", "nixl", "torchrpc")))
-    assert both.beside("worker_0") == ("shm", "cuda_ipc")
+    assert beside(both, "worker_0") == ("shm", "cuda_ipc")
 
 
 def test_nixl_leaves_gpu_memory_alone_that_adapters_may_not_reach() -> None:
@@ -931,7 +933,7 @@ def test_nixl_has_to_be_installed_on_both_sides() -> None:
     both = public_nodes()
     one = {**both, "worker_0": both["worker_0"].model_copy(update={"nixl": True})}
     for cluster, said in (
-        (one, "NIXL is not installed for torch at worker_1: pip"),
+        (one, "NIXL is not installed for torch in worker_1: pip"),
         (both, "not installed for torch: pip"),
     ):
         for config in (GroupConfig(), BY_NAME):

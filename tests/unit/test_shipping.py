@@ -124,11 +124,11 @@ def test_a_lane_that_brings_no_parts_brings_the_whole() -> None:
     shipped = ship(splitter, body_of(torch.arange(256, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)))
     target = torch.zeros(3, dtype=torch.int16)
     (parcel,) = splitter.receive("a", shipped.manifests)
-    parcel.spread([[base.Part(64, target)], []])
+    parcel.scatter_into([[base.Part(64, target)], []])
     assert target.tolist() == [64 + 65 * 256, 66 + 67 * 256, 68 + 69 * 256]
     assert not depot.stored and not depot.discarded
     with pytest.raises(LaneUnavailable, match="fetched already"):
-        parcel.spread([[], []])
+        parcel.scatter_into([[], []])
 
 
 def test_every_dtype_has_a_name_that_leads_back() -> None:

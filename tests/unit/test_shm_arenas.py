@@ -111,7 +111,7 @@ def test_what_an_earlier_process_sent_is_not_looked_for_in_the_next_ones_memory(
 
 
 @pytest.mark.parametrize("lent", [False, True])
-@pytest.mark.parametrize("how", ["fetch", "spread"])
+@pytest.mark.parametrize("how", ["fetch", "scatter_into"])
 def test_what_a_process_sent_before_it_ended_is_lost_with_it(lent: bool, how: str) -> None:
     """The receiver was told of it, and had not mapped it yet."""
     sender, receiver = lane(), lane()
@@ -125,7 +125,7 @@ def test_what_a_process_sent_before_it_ended_is_lost_with_it(lent: bool, how: st
             if how == "fetch":
                 receiver.fetch("s", descriptor, shapes(flat))
             else:
-                receiver.spread("s", descriptor, [1024], [[Part(0, torch.zeros(4))]])
+                receiver.scatter_into("s", descriptor, [1024], [[Part(0, torch.zeros(4))]])
         assert lost.value.peer == "s"
         receiver.discard("s", descriptor)
     finally:

@@ -409,7 +409,8 @@ def test_a_listener_that_cannot_go_on_ends_its_connections(kind: str, monkeypatc
     try:
         pending = pair.a.lane.call("b", Message(("hold",), EMPTY), PATIENCE_S)
         assert pair.b.arrived.acquire(timeout=PATIENCE_S)
-        monkeypatch.setattr(pair.b.lane, "_epoll", BrokenEpoll(pair.b.lane._epoll))  # type: ignore[attr-defined]
+        reader = getattr(pair.b.lane, "_listeners", pair.b.lane)
+        monkeypatch.setattr(reader, "_epoll", BrokenEpoll(reader._epoll))
         with contextlib.suppress(PeerLost, RpcTimeout):  # wakes those who wait in the kernel
             pair.a.lane.call("b", Message(("echo",), EMPTY), 1)
         with pytest.raises(PeerLost):
@@ -463,13 +464,13 @@ def test_a_connection_that_ends_without_memory_still_ends_for_both(
     try:
         pending = pair.a.lane.call("b", Message(("hold",), EMPTY), PATIENCE_S)
         assert pair.b.arrived.acquire(timeout=PATIENCE_S)
-        (connection,) = pair.a.lane._by_fd.values()  # type: ignore[attr-defined]
-        fail_once(pair.a.lane, "forget", MemoryError(), monkeypatch)
+        (connection,) = pair.a.lane._listeners.connections.values()  # type: ignore[attr-defined]
+        fail_once(pair.a.lane._listeners, "remove", MemoryError(), monkeypatch)
         with pytest.raises(MemoryError):
             connection.end("the test ends it")
         with pytest.raises(PeerLost, match="the test ends it"):
             answer(pending)
-        assert wait_until(lambda: not pair.b.lane._by_fd, PATIENCE_S)  # type: ignore[attr-defined]
+        assert wait_until(lambda: not pair.b.lane._listeners.connections, PATIENCE_S)  # type: ignore[attr-defined]
         assert pair.ask().header == ("echo",)
     finally:
         pair.close()
@@ -481,7 +482,7 @@ def test_replies_are_read_after_their_timer_failed(monkeypatch: pytest.MonkeyPat
         pair.ask()
         done = threading.Event()
         pending = pair.a.lane.call("b", Message(("hold",), EMPTY), PATIENCE_S)
-        failing = fail_once(pair.a.lane, "_attend", MemoryError(), monkeypatch, times=2)
+        failing = fail_once(pair.a.lane._listeners, "_attend", MemoryError(), monkeypatch, times=2)
         assert pair.b.arrived.acquire(timeout=PATIENCE_S)
         pair.b.held.pop()(Message(("released",), EMPTY))
         assert wait_until(lambda: not failing.errors, PATIENCE_S)
@@ -515,14 +516,14 @@ def test_half_a_request_whose_rest_cannot_be_sent_ends_the_connection(
     pair = Pair("socket over unix")
     try:
         pair.ask()
-        (accepted,) = pair.b.lane._by_fd.values()  # type: ignore[attr-defined]
-        assert accepted.take_reading()  # it stands still
+        (accepted,) = pair.b.lane._listeners.connections.values()  # type: ignore[attr-defined]
+        assert accepted.acquire_read()  # it stands still
         shortage.begin()
         large = Message(("echo",), EMPTY._replace(payload=bytes(8 << 20)))
         with pytest.raises(PeerLost, match="the rest of it cannot be sent"):
             pair.a.lane.call("b", large, 0.1)
         shortage.end()
-        accepted.give_reading(lazily=False)
+        accepted.release_read(lazily=False)
         assert pair.ask().header == ("echo",)
     finally:
         pair.close()

@@ -1,6 +1,7 @@
-"""Listens and dials on Unix and TCP sockets, and hands over only connections whose both ends are proved.
+"""Accepts and dials connections, and hands over only those whose two ends have authenticated each other.
 
-Every lane that makes its own sockets does it by this: the socket lane and the control connections of the nccl lane.
+``PendingHandshakes`` and ``retry_if_hung_up`` serve every lane that makes its own connections. ``Acceptor`` and
+``dial`` apply them to Unix and TCP sockets, for the socket lane and for the control connections of the nccl lane.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.lanes.common import handshake
@@ -23,30 +25,127 @@ from raytorchrpc.process import fork, threads
 
 logger = logging.getLogger(__name__)
 
-#: Time for a connection to be made and proved (seconds), at most; a call's deadline may cut it.
+#: Longest time to connect and authenticate (seconds); the deadline of a call may shorten it.
 CONNECT_TIMEOUT_S = 10.0
-#: Connections being proved at a time besides one for each peer, as all may come at once, to a member that is back for
-#: instance; for one more, the oldest is closed.
+#: Handshakes that may be pending, beyond one for each peer: all peers may connect at once, for instance to a member
+#: that has restarted.
 _HANDSHAKES = 16
 _ATTEMPTS = 3
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
-#: Takes over a proved connection, on a thread of its own: the socket, what protects it, who is at the other end.
-Admit = Callable[[socket.socket, Protection | None, Identity], None]
+
+class Closable(Protocol):
+    """A connection, hashable by identity."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
+C = TypeVar("C", bound=Closable)
+T = TypeVar("T")
+#: Takes over an authenticated connection, on a thread of its own: the connection, its protection, the peer's identity.
+#: May raise RayTorchRpcError to refuse the connection, which is then closed.
+Admit = Callable[[C, Protection | None, Identity], None]
+#: Runs the accepting end of the handshake: returns the peer's identity and what protects the connection from then on.
+Secure = Callable[[C], tuple[Identity, Protection | None]]
+
+
+class PendingHandshakes(Generic[C]):
+    """Accepted connections whose other end has not authenticated itself yet. Thread-safe.
+
+    Each runs its handshake on a thread of its own. Beyond the limit the oldest is dropped, so that strangers which send
+    nothing cannot keep members out.
+    """
+
+    def __init__(
+        self, me: str, peers: Callable[[], int], hang_up: Callable[[C], None], admit: Admit[C], role: str = "handshake"
+    ) -> None:
+        """``me``: this member, for thread names and logs. ``peers``: returns how many members may connect at once.
+        ``hang_up``: wakes the thread that runs a connection's handshake. ``role``: the suffix of the threads' names;
+        they also run ``admit``.
+        """
+        self._me, self._thread_name = me, f"raytorchrpc-{me}-{role}"
+        self._peers, self._hang_up, self._admit = peers, hang_up, admit
+        self._lock = threading.Lock()
+        self._pending: dict[C, None] = {}  # oldest first
+        self._closed = False
+
+    def start(self, connection: C, secure: Secure[C]) -> bool:
+        """Authenticate a new connection on a thread of its own. Never blocks.
+
+        Returns False after ``close``. The connection is closed then, and also where this raises ThreadShortage.
+        """
+        oldest = None
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                if len(self._pending) >= _HANDSHAKES + self._peers():
+                    oldest = next(iter(self._pending))
+                    del self._pending[oldest]
+                self._pending[connection] = None
+        if closed:
+            connection.close()
+            return False
+        if oldest is not None:
+            self._hang_up(oldest)
+        try:
+            threads.start(self._run, connection, secure, name=self._thread_name)
+        except BaseException:  # closing it informs the other end
+            self._forget(connection)
+            connection.close()
+            raise
+        return True
+
+    def _forget(self, connection: C) -> bool:
+        """Whether the connection was still pending."""
+        with self._lock:
+            return self._pending.pop(connection, True) is None
+
+    def _run(self, connection: C, secure: Secure[C]) -> None:
+        try:
+            peer, protection = secure(connection)
+            if not self._forget(connection):
+                raise handshake.Refused("its handshake took too long")
+            self._admit(connection, protection, peer)
+        except Exception as error:
+            self._forget(connection)
+            connection.close()
+            if not isinstance(error, (OSError, RayTorchRpcError)):
+                raise
+            logger.debug("%s refused a connection: %s", self._me, error)
+
+    def close(self) -> None:
+        """Drop all pending connections, and accept no more. Idempotent."""
+        with self._lock:
+            self._closed = True
+            pending = list(self._pending)
+        for connection in pending:
+            self._hang_up(connection)
+
+
+def retry_if_hung_up(connect: Callable[[], T]) -> T:
+    """Return what ``connect`` returns. If the other end hangs up, which a crowded one does, try three times in all."""
+    for _ in range(_ATTEMPTS - 1):
+        with contextlib.suppress(handshake.HungUp, ConnectionResetError, BrokenPipeError):
+            return connect()
+    return connect()
+
+
+# --- Unix and TCP sockets ------------------------------------------------------------------------------------------
 
 
 class SocketAddress(NamedTuple):
     """Where a process listens."""
 
     unix: str
-    """Name in Linux's abstract socket namespace: no file, gone with the process."""
+    """Name in Linux's abstract socket namespace, which leaves no file behind."""
     tcp: tuple[str, int] | None
     instance: Instance
-    """Which process listens there."""
+    """The process that listens there."""
 
 
 def listener_identity(service: str, credentials: Credentials, address: SocketAddress, family: int) -> Identity:
-    """The identity of a listener, as those name it who connect to it by this family of sockets."""
+    """Return the identity of a listener as seen by a process that connects over this socket family."""
     where = address.unix if family == socket.AF_UNIX else f"{address.unix} {address.tcp}"
     return credentials.peer(address.instance, f"{service} {where}")
 
@@ -60,24 +159,18 @@ class Acceptor:
         me: str,
         credentials: Credentials,
         peers: Callable[[], int],
-        admit: Admit,
-        threads_do: str = "handshake",
+        admit: Admit[socket.socket],
+        role: str = "handshake",
     ) -> None:
-        """``service``: names the lane in proofs. ``me``: this member, for threads and logs. ``peers``: how many members
-        may connect at once. ``admit`` may raise RayTorchRpcError to refuse the connection, which is closed then.
-        ``threads_do``: names the threads that prove, and then run ``admit``.
-        """
-        self._service, self._me, self._credentials = service, me, credentials
-        self._thread_name = f"raytorchrpc-{me}-{threads_do}"
-        self._peers, self._admit = peers, admit
-        self._lock = threading.Lock()
-        self._proving: dict[socket.socket, None] = {}  # oldest first
+        """``service``: names the lane in handshakes. The others: see PendingHandshakes."""
+        self._service, self._credentials = service, credentials
+        self._handshakes = PendingHandshakes(me, peers, _hang_up, admit, role)
         self.listeners: dict[int, socket.socket] = {}
         """By descriptor. They do not block: poll them, and call ``accept`` when one is readable."""
         self.address = SocketAddress("", None, credentials.instance)
 
     def open(self, tcp_host: str | None) -> SocketAddress:
-        """Listen on a Unix socket, and for other hosts on that address; None: for no others. Raises OSError."""
+        """Listen on a Unix socket and, if ``tcp_host`` is given, on that address for other hosts. Raises OSError."""
         unix = fork.ABSTRACT + os.urandom(12).hex()
         self._listen(socket.AF_UNIX, "\0" + unix)
         self.address = self.address._replace(unix=unix)
@@ -106,91 +199,59 @@ class Acceptor:
         return listener
 
     def accept(self, listener: socket.socket) -> bool:
-        """Take one connection, and have it proved on a thread of its own. Never blocks.
+        """Accept one connection, and start its handshake. Never blocks.
 
-        Returns False where no descriptor is left for it: it still waits. Raises ThreadShortage; it is closed then.
+        Returns False if the process has no descriptor for it; it then stays in the backlog. Raises ThreadShortage
+        after closing it.
         """
         try:
             sock, _ = listener.accept()
-        except OSError as error:  # or it is gone again
+        except OSError as error:  # also if the other end has closed it already
             return error.errno not in _NO_ROOM
-        with self._lock:
-            crowded = len(self._proving) >= _HANDSHAKES + self._peers()
-            oldest = next(iter(self._proving)) if crowded else None
-            if oldest is not None:
-                del self._proving[oldest]
-            self._proving[sock] = None
-        if oldest is not None:  # strangers who say nothing must not keep members out
-            _hang_up(oldest)
-        try:
-            threads.start(self._prove, sock, name=self._thread_name)
-        except BaseException:  # the other end hears that it was hung up on
-            with self._lock:
-                self._proving.pop(sock, None)
-            sock.close()
-            raise
+        self._handshakes.start(sock, self._secure)
         return True
 
-    def _prove(self, sock: socket.socket) -> None:
-        try:
-            me = listener_identity(self._service, self._credentials, self.address, sock.family)
-            peer, protection = secure_incoming(sock, self._credentials, me, CONNECT_TIMEOUT_S)
-            with self._lock:
-                still = self._proving.pop(sock, True) is None
-            if not still:
-                raise handshake.Refused("it took too long")
-            self._admit(sock, protection, peer)
-        except Exception as error:
-            with self._lock:
-                self._proving.pop(sock, None)
-            sock.close()
-            if not isinstance(error, (OSError, RayTorchRpcError)):
-                raise
-            logger.debug("%s refused a connection: %s", self._me, error)
+    def _secure(self, sock: socket.socket) -> tuple[Identity, Protection | None]:
+        me = listener_identity(self._service, self._credentials, self.address, sock.family)
+        return secure_incoming(sock, self._credentials, me, CONNECT_TIMEOUT_S)
 
     def close(self) -> None:
-        """Stop listening, and hang up on those that are being proved. Idempotent."""
+        """Stop listening, and drop pending handshakes. Idempotent."""
         for listener in self.listeners.values():
             listener.close()
-        with self._lock:
-            proving = list(self._proving)
-        for sock in proving:
-            _hang_up(sock)
+        self._handshakes.close()
 
 
 def dial(
     service: str, credentials: Credentials, own: SocketAddress, address: SocketAddress, by_tcp: bool, timeout_s: float
 ) -> tuple[socket.socket, Protection | None]:
-    """Connect, and prove to each other who both are. ``own``: where this process listens.
+    """Connect, and authenticate both ends. ``own``: where this process listens.
 
     Returns the socket and what protects it. Blocks for at most ``timeout_s`` seconds. Raises Refused or OSError.
     """
-    family: int = socket.AF_UNIX
-    where: Any = "\0" + address.unix
-    if by_tcp:
-        if address.tcp is None:
-            raise handshake.Refused("it does not listen for other hosts")
-        family, where = _family(address.tcp[0]), address.tcp
+    if by_tcp and address.tcp is None:
+        raise handshake.Refused("it does not listen for other hosts")
+    family = _family(address.tcp[0]) if by_tcp and address.tcp is not None else socket.AF_UNIX
+    where: Any = address.tcp if by_tcp else "\0" + address.unix
     me, peer = (listener_identity(service, credentials, each, family) for each in (own, address))
-    until = time.monotonic() + timeout_s
-    for attempt in range(_ATTEMPTS):  # the other end may hang up on strangers, and be in doubt about us
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            left = max(0.001, until - time.monotonic())
-            sock.settimeout(left)
-            sock.connect(where)
-            if family != socket.AF_UNIX:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return sock, secure_outgoing(sock, credentials, me, peer, left)
-        except (OSError, handshake.Refused) as error:
-            sock.close()
-            hung_up = isinstance(error, (handshake.HungUp, ConnectionResetError, BrokenPipeError))
-            if not hung_up or attempt == _ATTEMPTS - 1:
-                raise
-        except BaseException:
-            sock.close()
-            raise
-    raise AssertionError("unreachable")
+    connect = partial(_connect, family, where, credentials, me, peer, time.monotonic() + timeout_s)
+    return retry_if_hung_up(connect)
+
+
+def _connect(
+    family: int, where: Any, credentials: Credentials, me: Identity, peer: Identity, deadline: float
+) -> tuple[socket.socket, Protection | None]:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        left = max(0.001, deadline - time.monotonic())
+        sock.settimeout(left)
+        sock.connect(where)
+        if family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock, secure_outgoing(sock, credentials, me, peer, left)
+    except BaseException:
+        sock.close()
+        raise
 
 
 def _family(host: str) -> int:
@@ -199,4 +260,4 @@ def _family(host: str) -> int:
 
 def _hang_up(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)  # its handshake thread wakes, and closes it
+        sock.shutdown(socket.SHUT_RDWR)  # wakes the thread of its handshake, which closes it

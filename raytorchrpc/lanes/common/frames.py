@@ -1,10 +1,10 @@
-"""How a message looks on a socket: one frame, with CPU tensors in band.
+"""The encoding of a message on a connection: one frame, with CPU tensors in band.
 
     prefix | header (marshal) | payload (pickle) | padding to 64 bytes | tensor area, each tensor padded to 64
 
-The header is marshalled: it holds builtins only, and a frame comes from a peer that proved it has the group's
-secret. Tensors are sent from where they lie and arrive as writable views of the frame they came in. Where the
-connection authenticates frames, a tag follows each one (see ``_protection``).
+The header is marshalled: it holds builtins only, and a frame comes from an authenticated peer. Tensors are sent without
+a copy and arrive as writable views of their frame. A tag follows each frame on connections that authenticate frames
+(see ``protection``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from raytorchrpc.lanes.base import Message
 from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection, check_tag
 from raytorchrpc.tensors.codec import NOTHING, Encoded
-from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, numbers, view_at
+from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, as_copyable, view_at
 
 REQUEST, REPLY = 0, 1
 
@@ -29,14 +29,14 @@ _PREFIX = struct.Struct("<QQQIB")
 PREFIX_BYTES = _PREFIX.size
 _ALIGN = 64
 _CHUNK = 1 << 16
-#: Far above anything sensible; a length beyond it means the stream is out of step.
+#: Far above any frame: a greater length means that the stream is out of step (bytes).
 _MAX_FRAME = 1 << 40
 
 _PADDING = bytes(_ALIGN)
 
 
 class Frame(NamedTuple):
-    """One message as it arrived."""
+    """One message that has arrived."""
 
     kind: int
     call: int
@@ -44,7 +44,7 @@ class Frame(NamedTuple):
 
 
 def pack(kind: int, call: int, message: Message) -> list[Any]:
-    """The buffers to send, in order. The tensors' memory is among them: it must not change until sent."""
+    """Return the buffers to send, in order. They include the tensors' memory, which must not change until sent."""
     header, body = message.header, message.body
     if not body.tensors:
         blob = marshal.dumps((header, None, body.buffers, message.manifests))
@@ -71,7 +71,7 @@ def pack(kind: int, call: int, message: Message) -> list[Any]:
 def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
     if not tensor.numel():
         return None
-    flat = (tensor if tensor.is_contiguous() else numbers(tensor).contiguous()).view(-1).view(torch.uint8)
+    flat = (tensor if tensor.is_contiguous() else as_copyable(tensor).contiguous()).view(-1).view(torch.uint8)
     return flat.numpy().data
 
 
@@ -79,37 +79,37 @@ class FrameReader:
     """Cuts a stream into frames. One per connection; one thread at a time."""
 
     def __init__(self, protection: Protection | None = None) -> None:
-        """``protection``: of the connection; None: the stream consists of bare frames."""
+        """``protection``: of the connection; None if the stream consists of bare frames."""
         self._decrypt = None if protection is None else protection.decrypt
         self._authenticator = None if protection is None else protection.incoming
         self._tag_bytes = 0 if self._authenticator is None else TAG_BYTES
-        self._rest: bytes | bytearray = b""  # the beginning of a frame
-        self._large: torch.Tensor | None = None  # a frame too large for one read, being filled, and its tag
+        self._rest: bytes | bytearray = b""  # the beginning of the next frame
+        self._large: torch.Tensor | None = None  # a frame too large for one read, and its tag
         self._filled = 0
-        self._hash: Any = None  # of what has been filled, without the tag
-        self._unread: Unread | None = None  # a frame that there is no memory for, being skipped
+        self._hash: Any = None  # of the part that has arrived, without the tag
+        self._unread: Unread | None = None  # a frame that this process has no memory for
 
     def read(self, sock: socket.socket, flags: int = 0) -> list[Frame]:
         """Read once and return the frames that are complete now.
 
-        Raises BlockingIOError if nothing is there, EOFError at the end of the stream, ValueError if it is
-        out of step or a frame is not authentic.
+        Raises BlockingIOError if no data is there, EOFError at the end of the stream, ValueError if the stream is out
+        of step or a frame is not authentic.
         """
         if self._large is not None and self._decrypt is None:
-            return self._fill(sock, flags)
+            return self._read_large(sock, flags)
         data = sock.recv(_CHUNK, flags)
         if not data:
             raise EOFError
         return self.feed(data if self._decrypt is None else self._decrypt(data))
 
     def feed(self, data: bytes | bytearray) -> list[Frame]:
-        """Take the next bytes of the stream, any number; return the frames that are complete now. Raises ValueError."""
+        """Add any number of bytes of the stream; return the frames that are complete now. Raises ValueError."""
         frames: list[Frame] = []
         if self._large is not None:
             view = self._large.numpy().data
             taken = min(len(data), len(view) - self._filled)
             view[self._filled : self._filled + taken] = memoryview(data)[:taken]
-            frames += self._filled_more(taken)
+            frames += self._advance(taken)
             data = data[taken:]
         elif self._unread is not None:
             taken = min(len(data), self._unread.left)
@@ -138,28 +138,28 @@ class FrameReader:
             self._hash = self._authenticator.begin(size - TAG_BYTES)
         try:
             self._large = torch.empty(size, dtype=torch.uint8)  # a bytearray would be zeroed first
-        except (MemoryError, RuntimeError):  # torch's allocator raises the latter
+        except (MemoryError, RuntimeError):  # torch raises RuntimeError
             self._unread = Unread(size, self._hash, self._tag_bytes)
             self._skip(self._unread, memoryview(head))
             return
         self._large.numpy()[: len(head)] = memoryview(head)
         self._filled = 0
-        self._filled_more(len(head))
+        self._advance(len(head))
 
-    def _fill(self, sock: socket.socket, flags: int) -> list[Frame]:
+    def _read_large(self, sock: socket.socket, flags: int) -> list[Frame]:
         assert self._large is not None
         count = sock.recv_into(self._large.numpy().data[self._filled :], 0, flags)
         if not count:
             raise EOFError
-        return self._filled_more(count)
+        return self._advance(count)
 
-    def _filled_more(self, count: int) -> list[Frame]:
-        """Note that so many more bytes of the large frame are there; returns it once it is complete."""
+    def _advance(self, count: int) -> list[Frame]:
+        """So many more bytes of the large frame have arrived; returns it once it is complete."""
         assert self._large is not None
         view = self._large.numpy().data
         before, self._filled = self._filled, self._filled + count
         body = len(view) - self._tag_bytes
-        if self._hash is not None:  # while the rest is on its way
+        if self._hash is not None:  # while the rest is in transit
             self._hash.update(view[before : min(self._filled, body)])
         if self._filled < len(view):
             return []
@@ -177,16 +177,16 @@ class FrameReader:
 
 
 class Unread:
-    """A frame that this process has no memory for: the stream goes on behind it, and whoever sent it can be told."""
+    """A frame that this process has no memory for. It is skipped, and its sender can be told."""
 
     def __init__(self, size: int, authenticator: Any = None, tag_bytes: int = 0) -> None:
-        """``authenticator``: of the frame, whose last ``tag_bytes`` are its tag; None: there is none."""
+        """``authenticator``: of the frame, whose last ``tag_bytes`` are its tag, or None."""
         self._size = self.left = size
         self._hash, self._tag_bytes = authenticator, tag_bytes
         self._head = self._tag = b""
 
     def add(self, data: Any) -> None:
-        """The next part of it, of which no more is kept than tells what it is."""
+        """Add the next part. Only the header is kept."""
         body = data[: max(0, self.left - self._tag_bytes)]
         self.left -= len(data)
         self._tag += bytes(data[len(body) :])
@@ -200,7 +200,7 @@ class Unread:
         return PREFIX_BYTES + header
 
     def frame(self) -> Frame:
-        """It, without its body, once all of it has been added. Raises ValueError if it is not authentic."""
+        """Return the frame without its body, once complete. Raises ValueError if it is not authentic."""
         if self._hash is not None:
             check_tag(self._hash.digest(), self._tag)
         call, _, _, _, kind = _PREFIX.unpack_from(self._head)
@@ -209,7 +209,7 @@ class Unread:
 
 
 def sizes(data: Any, start: int) -> tuple[int, int]:
-    """Where the tensor area begins, and the whole frame's length, both from the frame's start. Raises ValueError."""
+    """Return the offset of the tensor area and the length of the whole frame. Raises ValueError."""
     _, area, payload, header, kind = _PREFIX.unpack_from(data, start)
     head: int = _PREFIX.size + header + payload
     if kind not in (REQUEST, REPLY) or head + area > _MAX_FRAME:
@@ -218,9 +218,9 @@ def sizes(data: Any, start: int) -> tuple[int, int]:
 
 
 def parse(view: memoryview, storage: torch.Tensor | None = None) -> Frame:
-    """Read a whole frame. Raises ValueError for what is none.
+    """Decode a whole frame. Raises ValueError if it is invalid.
 
-    ``storage``: the tensor whose memory ``view`` is, if it may be kept; else the tensor area is copied.
+    ``storage``: the tensor over the memory of ``view``, if the message may keep it; else the tensor area is copied.
     """
     try:
         return _parsed(view, storage)

@@ -1,9 +1,9 @@
-"""How the two ends of a new connection prove to each other that they belong to the same group, and are who they meant.
+"""The handshake by which the two ends of a new connection authenticate each other as members of the same group.
 
-Each proof covers fresh random numbers of both ends, the direction, and what identifies both ends: group, generation,
-rank, incarnation and listening address. So a proof can be neither replayed nor reflected, and a process that relays the
-messages between two members is refused, because each of them names whom it meant. Both ends derive the same session
-keys, one for each direction, with which the frames that follow are authenticated where others can change them.
+Each proof covers fresh random numbers of both ends, the direction, and the identity of both ends: group, generation,
+rank, incarnation and listening address. A proof can therefore be neither replayed nor reflected, and a process that
+relays the messages between two members is refused, because each of them names the peer it expects. Both ends derive the
+same session keys, one for each direction, which authenticate the frames that follow where others could change them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HELLO = b"raytorchrpc/2\0\0\0"
 _NONCE, _PROOF = 32, 32
 _LENGTH = struct.Struct("<H")
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-#: Longest identity that is read from a peer that has proved nothing yet (bytes).
+#: Longest identity read from a peer that is not authenticated yet (bytes).
 _IDENTITY_BYTES = 4096
 
 
@@ -31,7 +31,7 @@ class Stream(Protocol):
     """The part of a socket that the handshake needs."""
 
     def settimeout(self, seconds: float | None, /) -> None:
-        """Set the limit of each following operation."""
+        """Set the time limit of each following operation."""
 
     def sendall(self, data: bytes, /) -> None:
         """Send. Raises OSError."""
@@ -45,7 +45,7 @@ class Refused(RayTorchRpcError):
 
 
 class HungUp(Refused):
-    """The other end closed the connection before the proof was complete. It may be crowded: try again."""
+    """The other end closed the connection during the handshake. It may have too many pending: try again."""
 
 
 class SessionKeys(NamedTuple):
@@ -56,7 +56,7 @@ class SessionKeys(NamedTuple):
 
 
 def offer(sock: Stream, secret: bytes, me: Identity, peer: Identity, timeout_s: float) -> SessionKeys:
-    """The connecting end: proves to be ``me``, and that the other end is ``peer``.
+    """Run the connecting end of the handshake: prove to be ``me``, and verify that the other end is ``peer``.
 
     Blocks for at most ``timeout_s`` seconds. Raises Refused or OSError; close the connection then.
     """
@@ -72,13 +72,13 @@ def offer(sock: Stream, secret: bytes, me: Identity, peer: Identity, timeout_s: 
     sock.sendall(_LENGTH.pack(len(name)) + name + _mac(secret, b"offer", its, mine, peer.encode(), name))
     session = _mac(secret, b"session", mine, its, peer.encode(), name)
     if not hmac.compare_digest(_receive(sock, _PROOF, deadline), _mac(session, b"ready")):
-        raise Refused("the confirmation of the handshake was changed on its way")
+        raise Refused("the confirmation of the handshake was modified in transit")
     sock.settimeout(None)
     return SessionKeys(_mac(session, b"from the connecting end"), _mac(session, b"from the accepting end"))
 
 
 def accept(sock: Stream, secret: bytes, me: Identity, timeout_s: float) -> tuple[Identity, SessionKeys]:
-    """The accepting end: proves to be ``me``; returns the identity that the other end proved.
+    """Run the accepting end of the handshake: prove to be ``me``, and return the verified identity of the other end.
 
     Blocks for at most ``timeout_s`` seconds. Raises Refused or OSError; close the connection then.
     """
@@ -104,7 +104,7 @@ def accept(sock: Stream, secret: bytes, me: Identity, timeout_s: float) -> tuple
 
 
 def _decode(name: bytes) -> Identity:
-    # The proof shows that a process with the secret wrote it.
+    # The proof shows that a process with the secret wrote it, so literal_eval is safe from strangers.
     return Identity(*ast.literal_eval(name.decode()))
 
 
@@ -119,13 +119,13 @@ def check_uid(uid: int) -> None:
     """Raise Refused unless ``uid``, of the process at the other end, is this process's own."""
     if uid != os.geteuid():
         raise Refused(
-            f"a process of another user (uid {uid}) is at that address, and this one has uid {os.geteuid()}; "
+            f"the process at that address runs as another user (uid {uid}; this one has uid {os.geteuid()}); "
             "GroupConfig(across_users=True) lets members of several users connect"
         )
 
 
 def _mac(key: bytes, role: bytes, *parts: bytes) -> bytes:
-    # Each part with its length: no two lists of parts give the same bytes.
+    # Each part is prefixed by its length, so that no two lists of parts give the same bytes.
     return hmac.digest(key, b"".join(len(part).to_bytes(4, "little") + part for part in (role, *parts)), "sha256")
 
 
@@ -134,12 +134,12 @@ def _receive(sock: Stream, size: int, deadline: float) -> bytes:
     while len(data) < size:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
-            raise Refused("it did not prove itself in time")
+            raise Refused("it did not complete the handshake in time")
         sock.settimeout(remaining)
         try:
             part = sock.recv(size - len(data))
         except TimeoutError:
-            raise Refused("it did not prove itself in time") from None
+            raise Refused("it did not complete the handshake in time") from None
         if not part:
             raise HungUp("it hung up")
         data += part

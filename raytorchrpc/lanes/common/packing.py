@@ -1,4 +1,4 @@
-"""Which tensors of one message travel together, and how they are joined and taken apart again."""
+"""Packs many small tensors of one message into one, and unpacks them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 
 from raytorchrpc.lanes.base import SMALL, Part
 from raytorchrpc.tensors.bounds import within
-from raytorchrpc.tensors.dtypes import UNCOPIED, Shape, numbers, view_at
+from raytorchrpc.tensors.dtypes import UNCOPIED, Shape, as_copyable, view_at
 
-#: More tensors than this, each smaller than _SMALL, travel as one.
+#: More tensors than _FEW, each smaller than _SMALL bytes, travel as one.
 _FEW, _SMALL = 4, 1 << 20
-#: What lies between two small parts may be brought with them (bytes).
+#: Two small parts with at most this between them are fetched together (bytes).
 _GAP = 64 << 10
 _shape, _offset = attrgetter("shape"), attrgetter("offset")
 
 
 def pieces(kinds: Sequence[tuple[torch.dtype, int]]) -> list[tuple[int, ...]]:
-    """For tensors of these dtypes and bytes: many small ones of a dtype as one, every other alone."""
+    """Group tensors of these (dtype, bytes) by index: many small ones of a dtype together, all others alone."""
     if len(kinds) <= _FEW:
         return [(index,) for index in range(len(kinds))]
     if kinds[0][1] < _SMALL and kinds.count(kinds[0]) == len(kinds):
@@ -36,20 +36,20 @@ def pieces(kinds: Sequence[tuple[torch.dtype, int]]) -> list[tuple[int, ...]]:
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tensors of one piece as one contiguous tensor; the tensor itself where nothing has to be done."""
+    """Return the tensors of one piece as one contiguous tensor, without a copy if possible."""
     dtype = tensors[0].dtype
     if dtype in UNCOPIED:
-        return joined([numbers(tensor) for tensor in tensors]).view(dtype)
+        return joined([as_copyable(tensor) for tensor in tensors]).view(dtype)
     if len(tensors) == 1:
         return tensors[0].contiguous()
     shapes = list(map(_shape, tensors))
-    if shapes.count(shapes[0]) == len(shapes):  # one call instead of one for each
+    if shapes.count(shapes[0]) == len(shapes):  # one call instead of one for each tensor
         return torch.stack(list(tensors))
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def room(shapes: Sequence[Shape], device: torch.device) -> torch.Tensor:
-    """Memory for one piece, on the current stream."""
+    """Allocate memory for one piece, on the current stream."""
     dtype, shape = shapes[0]
     if len(shapes) > 1 and shapes.count(shapes[0]) == len(shapes):
         shape = (len(shapes) * math.prod(shape),)
@@ -61,14 +61,14 @@ def room(shapes: Sequence[Shape], device: torch.device) -> torch.Tensor:
 def given(
     piece: Sequence[int], into: Sequence[torch.Tensor | None] | None, device: torch.device
 ) -> torch.Tensor | None:
-    """The receiver's own tensor, if a piece can arrive in it just as it is."""
+    """Return the receiver's own tensor, if the piece can arrive in it directly."""
     target = into[piece[0]] if into is not None and len(piece) == 1 else None
     return target if target is not None and target.device == device and target.is_contiguous() else None
 
 
 def together(parts: Sequence[Part], size: int) -> tuple[list[Part], list[list[Part]]]:
-    """Parts of one flat tensor of ``size`` bytes to be brought one by one, and those to be brought in one piece: many
-    small ones that lie side by side. Raises OutOfBounds.
+    """Divide parts of one flat tensor of ``size`` bytes into those to fetch alone and runs of many small neighbours,
+    each to fetch in one piece. Raises OutOfBounds.
     """
     alone: list[Part] = []
     runs: list[list[Part]] = []
@@ -88,12 +88,12 @@ def together(parts: Sequence[Part], size: int) -> tuple[list[Part], list[list[Pa
 
 
 def part_of(flat: torch.Tensor, offset: int, target: torch.Tensor) -> torch.Tensor:
-    """What a target gets out of a flat tensor."""
+    """Return the view of a flat tensor that a target is to receive."""
     return view_at(flat, offset, (target.dtype, tuple(target.shape)))
 
 
 def split(tensor: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
-    """The tensors of one piece."""
+    """Return the tensors of one piece."""
     if len(shapes) == 1:
         return [tensor]
     first = shapes[0]

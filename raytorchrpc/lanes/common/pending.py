@@ -1,4 +1,4 @@
-"""A call under way, as the lanes that carry messages themselves complete it."""
+"""A call in flight, for lanes that complete it themselves."""
 
 from __future__ import annotations
 
@@ -10,39 +10,37 @@ from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes.base import Message, Pending
 from raytorchrpc.process import threads
 
-Settled = TypeVar("Settled", bound="SettledPending")
+AnyPending = TypeVar("AnyPending", bound="PendingReply")
 
 
-class SettledPending(Pending):
-    """Completed by ``settle``. Thread-safe."""
+class PendingReply(Pending):
+    """Waits for a reply, until ``complete`` is called. Thread-safe."""
 
-    __slots__ = ("_callbacks", "_error", "_lock", "_message", "_settled", "done")
+    __slots__ = ("_callbacks", "_error", "_lock", "_message", "_on_released", "done")
 
-    def __init__(self, settled: Callable[[], None] | None = None, lock: Any = None) -> None:
-        """``settled``: see MessageLane.call. ``lock``: guards it, if something of the lane's own has to change together
-        with it.
-        """
-        self._settled = settled
+    def __init__(self, on_released: Callable[[], None] | None = None, lock: Any = None) -> None:
+        """``on_released``: see MessageLane.call. ``lock``: guards this, and perhaps state of the lane."""
+        self._on_released = on_released
         self._lock = threading.Lock() if lock is None else lock
         self._message: Message | None = None
         self._error: Exception | None = None
         self._callbacks: list[Callable[[], None]] = []
         self.done = False
 
-    def settle(self, message: Message | None, error: Exception | None = None) -> None:
-        """Complete it, with one of the two. Once, from any thread; runs the callbacks on this one."""
+    def complete(self, message: Message | None, error: Exception | None = None) -> None:
+        """Complete it with a message or an error. Once, from any thread, which runs the callbacks."""
         self._message, self._error = message, error
         with self._lock:
             self.done = True
             callbacks, self._callbacks = self._callbacks, []
             if callbacks:
-                self._listened(False)
-        if self._settled is not None:
-            callbacks = [self._settled, *callbacks]
+                self._on_callbacks(False)
+        if self._on_released is not None:
+            callbacks = [self._on_released, *callbacks]
         for callback in callbacks:
             try:
                 callback()
-            except Exception as error:  # must not cost the other calls on the route theirs
+            except Exception as error:  # the other calls on the connection must still get their replies
                 threads.report(error, "a callback of a finished call failed")
 
     def wait(self, timeout_s: float) -> bool:
@@ -58,12 +56,12 @@ class SettledPending(Pending):
             if not self.done:
                 self._callbacks.append(callback)
                 if len(self._callbacks) == 1:
-                    self._listened(True)
+                    self._on_callbacks(True)
                 return
         callback()
 
-    def _listened(self, begins: bool) -> None:
-        """Under the lock: somebody wants to be called back from now on; or, at the end, no longer."""
+    def _on_callbacks(self, begins: bool) -> None:
+        """Called under the lock, when the first callback is added, and when it is completed with callbacks."""
 
     def take(self) -> Message:
         if self._error is not None:
@@ -72,22 +70,22 @@ class SettledPending(Pending):
         return self._message
 
 
-def settle(pending: SettledPending, reply: Message) -> None:
-    """Complete it with what came; with a MemoryError if there was no memory for it."""
+def complete_with(pending: PendingReply, reply: Message) -> None:
+    """Complete it with a reply, or with a MemoryError if this process had no memory for the reply."""
     if reply.unread_bytes:
-        pending.settle(None, MemoryError(f"this process has no memory for the answer ({reply.unread_bytes} bytes)"))
+        pending.complete(None, MemoryError(f"this process has no memory for the answer ({reply.unread_bytes} bytes)"))
     else:
-        pending.settle(reply, None)
+        pending.complete(reply, None)
 
 
-def lose_all(waiting: MutableMapping[int, Settled], peer: str, cause: str) -> None:
-    """Complete all of these with PeerLost, and empty the mapping, to which nothing is added any more."""
+def fail_all(waiting: MutableMapping[int, AnyPending], peer: str, cause: str) -> None:
+    """Complete all calls with PeerLost, and empty the mapping, to which no other thread adds any more."""
     while waiting:
         try:
             _, pending = waiting.popitem()
-        except KeyError:  # somebody has just given up the last one
+        except KeyError:  # another thread has just abandoned the last one
             return
         try:
-            pending.settle(None, PeerLost(peer, cause))
-        except MemoryError as error:  # its deadline ends it
-            threads.report(error, "a call of a connection that ended could not be told so")
+            pending.complete(None, PeerLost(peer, cause))
+        except MemoryError as error:  # the call ends at its deadline
+            threads.report(error, "a call could not be told that its connection ended")

@@ -1,9 +1,9 @@
-"""Protects what crosses a connection after its handshake, where others can reach the bytes: on TCP.
+"""Protects the frames of a connection after its handshake, where others can reach the bytes: on TCP.
 
-By default a keyed tag follows each frame: BLAKE2b after small ones, where it is quickest to begin, and HMAC-SHA256
-after others, for which processors have instructions. It covers the frame and its position in the stream, under a key of
-this connection and direction. So a frame that was changed, injected, replayed, dropped or reordered is refused before
-anything in it is used. With ``GroupConfig(tls=True)`` TLS does the same, and encrypts (see ``_tls``).
+By default a keyed tag follows each frame: BLAKE2b for small frames, which it starts fastest on, and HMAC-SHA256 for
+larger ones, for which processors have instructions. The tag covers the frame and its position in the stream, under a
+key of this connection and direction. A frame that was changed, injected, replayed, dropped or reordered is refused
+before any of it is used. With ``GroupConfig(tls=True)`` TLS does the same, and encrypts (see ``tls``).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from raytorchrpc.lanes.common.handshake import SessionKeys, Stream
 from raytorchrpc.lanes.common.tls import TlsSession
 
 TAG_BYTES = 16
-#: From here on HMAC-SHA256 takes less time than BLAKE2b (bytes; Python 3.11, a processor with SHA instructions).
+#: From this size on HMAC-SHA256 is faster than BLAKE2b (bytes; Python 3.11, a processor with SHA instructions).
 _LARGE_BYTES = 2048
-#: A single buffer below this is copied, which takes less time than to send two (bytes).
+#: A single buffer below this size is copied, which is faster than sending two (bytes).
 _COPIED_BYTES = 4096
 
 
@@ -30,7 +30,7 @@ class Forged(ValueError):
     """A frame is not what the other end of the connection sent at this position."""
 
     def __init__(self) -> None:
-        super().__init__("a frame was changed, injected or replayed on its way")
+        super().__init__("a frame was changed, injected or replayed in transit")
 
 
 class Protection(Protocol):
@@ -38,18 +38,20 @@ class Protection(Protocol):
 
     @property
     def incoming(self) -> FrameAuthenticator | None:
-        """Checks the tag that follows each incoming frame; None: there are no tags."""
+        """Checks the tag that follows each incoming frame; None if there are no tags."""
 
     @property
     def decrypt(self) -> Callable[[Any], bytes | bytearray] | None:
-        """Turns bytes of the incoming stream into those that were sent, perhaps none yet. Raises OSError."""
+        """Decrypts bytes of the incoming stream; the result may be empty. Raises OSError. None if it is not
+        encrypted.
+        """
 
     def seal(self, buffers: list[Any]) -> list[Any]:
-        """Return what to send for one frame, given as buffers. All of it must be sent, in the order of the calls."""
+        """Return the buffers to send for one frame. All of them must be sent, in the order of the calls."""
 
 
 class FrameAuthenticator:
-    """Makes, or checks, the tags of one direction of one connection. One thread at a time."""
+    """Makes or checks the tags of one direction of one connection. One thread at a time."""
 
     def __init__(self, key: bytes) -> None:
         small, large = (hmac.digest(key, use, "sha256") for use in (b"small frames", b"large frames"))
@@ -58,7 +60,7 @@ class FrameAuthenticator:
         self._position = 0
 
     def begin(self, size: int) -> Any:
-        """Return the hash object for the next frame, of so many bytes: ``update`` it with them, in order."""
+        """Return the hash object of the next frame, of ``size`` bytes. ``update`` it with all of them, in order."""
         frame: Any = (self._small if size < _LARGE_BYTES else self._large).copy()
         frame.update(self._position.to_bytes(8, "little"))
         self._position += 1
@@ -77,13 +79,13 @@ class FrameAuthenticator:
 
 
 def check_tag(expected: bytes, tag: Any) -> None:
-    """Raise Forged unless the tag is what is expected; takes the same time wherever they differ."""
+    """Raise Forged unless the tag is as expected. Compares in constant time."""
     if not hmac.compare_digest(expected[:TAG_BYTES], bytes(tag)):
         raise Forged
 
 
 class Tagged:
-    """Protects by tags: nobody can change what is sent, everybody on the path can read it."""
+    """Protects by tags: frames cannot be changed, but can be read on the path."""
 
     decrypt = None
 
@@ -102,10 +104,10 @@ class Tagged:
 def secure_outgoing(
     sock: socket.socket, credentials: Credentials, me: Identity, peer: Identity, timeout_s: float
 ) -> Protection | None:
-    """The connecting end of a new socket: prove to be ``me`` and that ``peer`` is at the other end.
+    """Authenticate the connecting end of a new socket as ``me``, and verify that the other end is ``peer``.
 
-    Returns what protects the connection from now on; None on a Unix socket, which nobody else can reach. Blocks for at
-    most ``timeout_s`` seconds. Raises Refused or OSError; close the socket then.
+    Returns what protects the connection from now on; None for a Unix socket, which other processes cannot reach. Blocks
+    for at most ``timeout_s`` seconds. Raises Refused or OSError; close the socket then.
     """
     handshake.check_user(sock, credentials)
     return secure_stream(sock, credentials, me, peer, timeout_s, exposed=sock.family != socket.AF_UNIX)
@@ -114,7 +116,7 @@ def secure_outgoing(
 def secure_incoming(
     sock: socket.socket, credentials: Credentials, me: Identity, timeout_s: float
 ) -> tuple[Identity, Protection | None]:
-    """The accepting end, likewise; also returns whom the other end proved to be."""
+    """Authenticate the accepting end likewise; also returns the verified identity of the other end."""
     handshake.check_user(sock, credentials)
     return secure_accepted(sock, credentials, me, timeout_s, exposed=sock.family != socket.AF_UNIX)
 
@@ -122,7 +124,7 @@ def secure_incoming(
 def secure_stream(
     stream: Stream, credentials: Credentials, me: Identity, peer: Identity, timeout_s: float, *, exposed: bool
 ) -> Protection | None:
-    """As ``secure_outgoing``, for any stream. ``exposed``: others can reach its bytes."""
+    """Like ``secure_outgoing``, for any stream. ``exposed``: others can reach its bytes."""
     tls = None
     if exposed and credentials.tls is not None:
         tls = TlsSession(stream, credentials.tls, accepting=False, timeout_s=timeout_s)
@@ -133,7 +135,7 @@ def secure_stream(
 def secure_accepted(
     stream: Stream, credentials: Credentials, me: Identity, timeout_s: float, *, exposed: bool
 ) -> tuple[Identity, Protection | None]:
-    """As ``secure_incoming``, for any stream."""
+    """Like ``secure_incoming``, for any stream."""
     tls = None
     if exposed and credentials.tls is not None:
         tls = TlsSession(stream, credentials.tls, accepting=True, timeout_s=timeout_s)

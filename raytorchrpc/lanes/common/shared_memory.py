@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -14,16 +15,12 @@ from raytorchrpc.lanes.base import never_fetched
 from raytorchrpc.process.identity import has_ended
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-
-
 LIBC.mmap.restype = ctypes.c_void_p
-
-
 LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 
 
 class SharedAddress(NamedTuple):
-    """How a peer finds shared memory of this process."""
+    """Where a peer finds shared memory of this process."""
 
     pid: int
     fd: int
@@ -32,17 +29,17 @@ class SharedAddress(NamedTuple):
 
     @property
     def tag(self) -> str:
-        """Short, and another for any other memory that a member shares or has shared."""
+        """A short identity, different for any other memory that a member shares or has shared."""
         return self.name[-8:]
 
 
 def is_gone(address: SharedAddress) -> bool:
-    """Whether the process behind an address has ended, so that nobody there uses anything any more."""
+    """Whether the process of an address has ended, and with it all use of the memory."""
     return has_ended(address.pid)
 
 
 class SharedBytes:
-    """Memory of this process that peers may map. It lives as long as somebody uses it."""
+    """Memory of this process that peers may map. It lives as long as any process uses it."""
 
     def __init__(self, size: int) -> None:
         """Raises LaneUnavailable."""
@@ -59,22 +56,22 @@ class SharedBytes:
         self.bytes = numpy.frombuffer(mapped, dtype=numpy.uint8)
 
     def close(self) -> None:
-        """Nobody can map it from now on. Idempotent."""
+        """Prevent peers from mapping it from now on. Idempotent."""
         fd, self.address = self.address.fd, self.address._replace(fd=-1)
         if fd >= 0:
             os.close(fd)
 
 
 class Gone(LaneUnavailable):
-    """What was shared is not there any more: its process ended, or closed it."""
+    """The shared memory is gone: its process ended, or closed it."""
 
     def lost(self, peer: str) -> PeerLost:
-        """For who was to get something out of it."""
+        """The error of a fetch from this memory."""
         return never_fetched(peer)
 
 
 def map_shared(address: SharedAddress) -> numpy.ndarray:
-    """The bytes of a peer's SharedBytes. Raises LaneUnavailable if this process may not, or cannot, map them; Gone."""
+    """Map a peer's SharedBytes. Raises Gone, or LaneUnavailable if this process may not or cannot map them."""
     try:
         fd = open_shared(address)
         try:
@@ -90,6 +87,7 @@ def map_shared(address: SharedAddress) -> numpy.ndarray:
 
 
 def open_shared(address: SharedAddress) -> int:
+    """Open a peer's shared memory; returns the descriptor. Raises OSError or Gone."""
     path = f"/proc/{address.pid}/fd/{address.fd}"
     if address.name not in os.readlink(path):
         raise Gone("shm", "another process has that pid now")
@@ -97,9 +95,8 @@ def open_shared(address: SharedAddress) -> int:
 
 
 def _advise(mapped: mmap.mmap) -> None:
-    # Takes effect where the kernel allows huge pages for shared memory (shmem_enabled=advise); costs nothing else.
+    # Takes effect if the kernel allows huge pages for shared memory (shmem_enabled=advise), and costs nothing
+    # otherwise.
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):
             mapped.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            return

@@ -1,8 +1,8 @@
-"""TLS 1.3 on a connection of its own making: for groups formed with ``GroupConfig(tls=True)``.
+"""TLS 1.3 for groups formed with ``GroupConfig(tls=True)``.
 
-The process that forms the group makes one key and certificate, which reach the members as the group's secret does. Each
-end of a connection shows that certificate and accepts no other. It runs on memory buffers, so that it works on sockets
-that are read without blocking, and on nng's connections alike.
+The process that forms the group makes one key and certificate, which reach the members together with the group's
+secret. Each end of a connection presents that certificate and accepts no other. TLS runs on memory buffers, so that it
+works on non-blocking sockets and on nng connections alike.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from raytorchrpc.lanes.common.handshake import HungUp, Refused, Stream
 
 #: Read from TLS at a time (bytes); a record has no more.
 _RECORD = 1 << 14
-#: Buffers of one frame that are smaller together are encrypted as one.
+#: Buffers of a frame below this total size are encrypted as one (bytes).
 _JOINED_BYTES = 1 << 16
-#: Clocks of hosts may differ by less than this.
+#: Largest difference between the clocks of two hosts.
 _SKEW = datetime.timedelta(days=2)
 _LIFE = datetime.timedelta(days=3650)
 
 
 def make_identity(name: str) -> bytes:
-    """Make a key and its certificate, as PEM. Raises ConfigurationError where the package for it is not installed."""
+    """Make a key and its certificate, as PEM. Raises ConfigurationError if cryptography is not installed."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -62,35 +62,35 @@ def make_identity(name: str) -> bytes:
 def _context(identity: bytes, accepting: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if accepting else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # who is meant is proved by the handshake that follows
+    context.check_hostname = False  # the handshake that follows verifies the identity
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=identity[identity.index(b"-----BEGIN CERTIFICATE") :].decode())
-    fd = os.memfd_create("raytorchrpc-tls", os.MFD_CLOEXEC)  # OpenSSL reads files alone, and this one has no name
+    fd = os.memfd_create("raytorchrpc-tls", os.MFD_CLOEXEC)  # OpenSSL reads only files, and this one has no name
     try:
         os.write(fd, identity)
         context.load_cert_chain(f"/proc/self/fd/{fd}")
     finally:
         os.close(fd)
     if accepting:
-        context.num_tickets = 0  # nothing arrives that nobody asked for
+        context.num_tickets = 0  # the client does not read before it sends
     return context
 
 
 class TlsSession:
-    """TLS over another stream, from its handshake on: a Stream, and then the Protection of the connection."""
+    """TLS over another stream: first the Stream of the handshake, then the Protection of the connection."""
 
     incoming = None
 
     def __init__(self, stream: Stream, identity: bytes, *, accepting: bool, timeout_s: float) -> None:
-        """Blocks for TLS's own handshake, at most ``timeout_s`` seconds. Raises Refused or OSError."""
+        """Run TLS's own handshake. Blocks for at most ``timeout_s`` seconds. Raises Refused or OSError."""
         self._stream: Stream | None = stream
         self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls: Any = _context(identity, accepting).wrap_bio(self._arrived, self._leaving, server_side=accepting)
-        self._lock = threading.Lock()  # OpenSSL takes one thread at a time for a connection
+        self._lock = threading.Lock()  # OpenSSL allows one thread at a time for a connection
         self._until = time.monotonic() + timeout_s
         self._do(self._tls.do_handshake)
 
-    # --- as the handshake's stream ---------------------------------------------------------------------------
+    # --- the handshake's stream ---------------------------------------------------------------------------
 
     def settimeout(self, seconds: float | None) -> None:
         """See Stream. None ends the handshake."""
@@ -135,7 +135,7 @@ class TlsSession:
             stream.settimeout(max(0.001, self._until - time.monotonic()))
             stream.sendall(self._leaving.read())
 
-    # --- as the connection's protection ----------------------------------------------------------------------
+    # --- the connection's protection ----------------------------------------------------------------------
 
     def seal(self, buffers: list[Any]) -> list[Any]:
         """See Protection."""
@@ -148,13 +148,13 @@ class TlsSession:
             return [self._leaving.read()]
 
     def decrypt(self, data: Any) -> bytearray:
-        """See Protection. Raises OSError for what is not authentic."""
+        """See Protection. Raises OSError if the data is not authentic."""
         plain = bytearray()
         with self._lock:
             self._arrived.write(data)
             try:
                 while record := self._tls.read(_RECORD):
                     plain += record
-            except ssl.SSLWantReadError:  # the rest of a record is still on its way
+            except ssl.SSLWantReadError:  # the rest of a record is still in transit
                 pass
         return plain

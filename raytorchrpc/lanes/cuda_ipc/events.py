@@ -1,7 +1,7 @@
-"""What the GPUs of two processes have done, by interprocess events.
+"""Orders the GPU work of two processes, by interprocess events.
 
-Every member has a page of memory that its peers map. In it lie flags, by which a receiver tells a sender what became of
-each number that this one gave out, and the handles of the receiver's events.
+Every member has a page of memory that its peers map. It holds one flag for each number of an export, which the receiver
+sets when it has copied or discarded the export, and the handles of the member's own events.
 """
 
 from __future__ import annotations
@@ -20,58 +20,58 @@ from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress, SharedBy
 from raytorchrpc.process.cuda_driver import HANDLE_BYTES
 from raytorchrpc.tensors.bounds import within
 
-#: Numbers that a member can give out; each has a flag byte.
+#: Numbers for exports; each has a flag byte.
 FLAGS = 1 << 16
-#: Behind the flags, a second byte for each number: 0, or 1 plus the place of the event that follows the use so far.
+#: Behind the flags, a second byte for each number: 0, or 1 plus the place of the event behind the receiver's last use.
 USES = FLAGS
-#: Streams of a member that receive tensors; each has an event, whose handle lies behind the flags.
+#: Most streams of a member that receive tensors; each has an event, whose handle lies behind the flags.
 _EVENTS = 200
 _HANDLES = 2 * FLAGS
 
 
 def told(descriptor: Any, devices: Sequence[int]) -> Any:
-    """What a sender says of an export: a number of its page, one of these devices, and more. Raises ValueError."""
+    """Check a descriptor: (number in the sender's page, one of ``devices``, ...). Returns it. Raises ValueError."""
     within(descriptor[0], 1, FLAGS)
     devices.index(descriptor[1])  # raises for a GPU that this lane does not have
     return descriptor
 
 
 class SharedEvents:
-    """One member's page and events, and those of its peers as they are known here. Thread-safe."""
+    """The page and events of one member, and those of its peers. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._peers: dict[str, SharedAddress] = {}
         self._pages: dict[str, numpy.ndarray] = {}
-        """By their tags: a peer that was restarted has another."""
+        """By tag, which a restarted peer changes."""
         self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
-        """By device and what CUDA calls it, the streams that were current here: making one anew takes longer."""
+        """By device and CUDA handle: making a Stream object each time takes longer."""
         self._ready: dict[tuple[int, int], tuple[torch.cuda.Event, bytes]] = {}
-        """Likewise: recorded when tensors of that stream are exported; with its handle."""
+        """Likewise: the event recorded when tensors of that stream are exported, and its handle."""
         self._done: dict[tuple[int, int], tuple[int, torch.cuda.Event]] = {}
-        """Likewise: recorded after a copy; with its place in this member's page."""
+        """Likewise: the event recorded after a copy, and its place in this member's page."""
         self._opened: dict[bytes, torch.cuda.Event] = {}
-        """Of peers, by their handles."""
+        """Events of peers, by handle."""
 
     def open(self) -> SharedAddress:
-        """Make the page; returns what peers map it by. Raises LaneUnavailable."""
+        """Make the page; returns the address by which peers map it. Raises LaneUnavailable."""
         self._page = SharedBytes(_HANDLES + _EVENTS * HANDLE_BYTES)
         return self._page.address
 
     @property
     def page(self) -> numpy.ndarray:
-        """This member's."""
+        """This member's page."""
         return self._page.bytes
 
     @property
     def tag(self) -> str:
-        """Of this process's page."""
+        """The tag of this process's page."""
         return self._page.address.tag
 
     # --- this member's streams -------------------------------------------------------------------------------
 
     def current(self, device: int) -> tuple[torch.cuda.Stream, int]:
-        """This thread's current stream on that device, and what CUDA calls it."""
+        """Return this thread's current stream on that device, and its CUDA handle."""
         raw = torch_internals.current_cuda_stream(device)
         stream = self._streams.get((device, raw))
         if stream is None:
@@ -79,7 +79,7 @@ class SharedEvents:
         return stream, raw
 
     def ready(self, device: int) -> bytes:
-        """The handle of an event, recorded now on the current stream of that device."""
+        """Record an event on the current stream of that device; returns its handle."""
         stream, raw = self.current(device)
         known = self._ready.get((device, raw))
         if known is None:
@@ -97,7 +97,7 @@ class SharedEvents:
         if known is None:
             with self._lock:
                 place = len(self._done)
-                if place >= _EVENTS:  # a program with hundreds of streams: wait, so that any event will do
+                if place >= _EVENTS:  # the program has hundreds of streams: wait, so that any event suffices
                     stream.synchronize()
                     return 0
                 event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
@@ -111,66 +111,66 @@ class SharedEvents:
         return place
 
     def has_recorded(self, device: int, raw: int) -> bool:
-        """Whether ``record`` has an event for it already, so that it takes no lock."""
+        """Whether ``record`` has an event for this stream already, and so takes no lock."""
         return (device, raw) in self._done
 
     # --- peers -----------------------------------------------------------------------------------------------
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
-        """Learn of these."""
+        """Make peers known."""
         self._peers.update((peer.peer, peer.address) for peer in peers)
 
     def address_of(self, peer: str) -> SharedAddress | None:
-        """As it is known."""
+        """Return the address of a peer's page, or None."""
         return self._peers.get(peer)
 
     def tag_of(self, peer: str) -> str:
-        """Of its present process. Raises Gone."""
+        """Return the tag of a peer's present process. Raises Gone."""
         address = self._peers.get(peer)
         if address is None:
-            raise Gone("cuda_ipc", f"member {peer!r} is not known here, or gone")
+            raise Gone("cuda_ipc", f"member {peer!r} is unknown here, or has left")
         return address.tag
 
     def is_dead(self, peer: str) -> bool:
-        """Whether its process has ended."""
+        """Whether a peer's process has ended."""
         address = self._peers.get(peer)
         return address is None or is_gone(address)
 
     def page_of(self, peer: str, tag: str) -> numpy.ndarray:
-        """The page of one process of a peer. Raises LaneUnavailable, Gone."""
+        """Map the page of one process of a peer. Raises LaneUnavailable or Gone."""
         page = self._pages.get(tag)
         if page is None:
-            if self.tag_of(peer) != tag:  # in its next process's page the numbers are of other tensors
+            if self.tag_of(peer) != tag:  # the numbers of its next process mean other tensors
                 raise Gone("cuda_ipc", f"the process of member {peer!r} that sent these tensors is gone")
             page = self._pages[tag] = map_shared(self._peers[peer])
         return page
 
     def opened(self, handle: bytes, device: int) -> torch.cuda.Event:
-        """A peer's event, for a device of this process."""
+        """Open a peer's event, for a device of this process."""
         event = self._opened.get(handle)
         if event is None:
             event = self._opened[handle] = torch.cuda.Event.from_ipc_handle(torch.device("cuda", device), handle)  # type: ignore[no-untyped-call]
         return event
 
     def recorded(self, peer: str, tag: str, place: int, device: int) -> torch.cuda.Event | None:
-        """What a peer recorded at that place; None if it is gone, and all its work with it."""
+        """Return the event that a peer recorded at that place; None if the peer is gone, and all its work with it."""
         begin = _HANDLES + place * HANDLE_BYTES
         try:
             handle = self.page_of(peer, tag)[begin : begin + HANDLE_BYTES].tobytes()
             return self.opened(handle, device)
-        except (LaneUnavailable, RuntimeError):  # it has left, and waited for its GPUs first
+        except (LaneUnavailable, RuntimeError):  # before it left, it waited for its GPUs
             return None
 
     # --- the end ---------------------------------------------------------------------------------------------
 
     def forget(self, peer: str, keep_page: bool) -> None:
-        """``keep_page``: tensors of it are still to be given back."""
+        """Forget a peer. ``keep_page``: it still has shared tensors of this member."""
         address = self._peers.pop(peer, None)
         if address is not None and not keep_page:
             self._pages.pop(address.tag, None)
 
     def close(self, keep_opened: bool) -> None:
-        """``keep_opened``: tensors are still to be given back. Idempotent."""
+        """Close the page. ``keep_opened``: peers still have shared tensors of this member. Idempotent."""
         if not keep_opened:
             self._opened.clear()
         self._streams.clear()

@@ -1,11 +1,10 @@
 """Tensors over GPU memory that belongs to another process.
 
-A tensor's storage keeps a window alive, through the protocol by which libraries hand each other CUDA arrays. The window
-keeps the loan, which tells the owner when the last window is gone, and the mapping, which is closed when nobody needs
-it any more.
+A tensor's storage keeps a window alive, by the CUDA array interface. The window keeps the loan, which informs the owner
+when the last window is gone, and the mapping, which is closed when it is unused.
 
-Should the owner die first, the memory is not taken from under the tensors: in CUDA's implementation it lives as long as
-a process has it mapped. CUDA's documents promise that to nobody, so treat such tensors as what is left to be copied.
+If the owner dies first, the tensors stay valid: in CUDA's implementation memory lives as long as any process has it
+mapped. CUDA's documentation does not promise this, so copy what is needed from such tensors.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from raytorchrpc.tensors.dtypes import Shape
 
 
 def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last of a strided tensor, both counted; 0 for an empty one."""
+    """Count the elements from the first to the last of a strided tensor, inclusive; 0 if it is empty."""
     if 0 in shape:
         return 0
     return 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
 
 
 class Mapped:
-    """A peer's allocation in this process. It is unmapped when the last reference goes."""
+    """A peer's allocation, mapped into this process until the last reference is gone."""
 
     __slots__ = ("__weakref__", "device", "pointer", "size")
 
@@ -41,39 +40,39 @@ class Mapped:
         self.pointer, self.size, self.device = pointer, size, device
 
     def at(self, offset: int, size: int) -> int:
-        """The address of so many bytes in it. Raises OutOfBounds."""
+        """Return the address of ``size`` bytes in it. Raises OutOfBounds."""
         within(offset, size, self.size)
         return self.pointer + offset
 
     def __del__(self) -> None:
         if fork.forked():
             return
-        with contextlib.suppress(Exception):  # this may be the end of the process
-            torch.cuda.synchronize(self.device)  # rare: a copy out of it may be under way
+        with contextlib.suppress(Exception):  # the process may be ending
+            torch.cuda.synchronize(self.device)  # rare: a copy from it may be in progress
             with driver().on(self.device.index):
                 driver().close(self.pointer)
 
 
 class Mappings:
-    """Peers' allocations that stay mapped: the ones used last, and those in which tensors lie. Thread-safe."""
+    """Peers' allocations that stay mapped: those used last, and those that tensors use. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
-        """``limit``: most to keep open that nothing lies in."""
+        """``limit``: most that stay mapped without a tensor."""
         self._limit = limit
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, Mapped] = OrderedDict()
         self._alive: WeakValueDictionary[bytes, Mapped] = WeakValueDictionary()
-        """Those, and others in which tensors lie."""
+        """Those, and others that tensors use."""
 
     def get(self, handle: bytes, device: torch.device) -> Mapped:
-        """The allocation of that handle. Raises LaneUnavailable."""
+        """Map the allocation of that handle. Raises LaneUnavailable."""
         with self._lock:
             mapping = self._kept.get(handle)
             if mapping is not None:
                 self._kept.move_to_end(handle)
                 return mapping
             if len(self._kept) >= self._limit:
-                self._kept.popitem(last=False)  # closed as soon as nothing lies in it
+                self._kept.popitem(last=False)  # unmapped as soon as no tensor uses it
             mapping = self._alive.get(handle)
             if mapping is None:
                 pointer = driver().open(handle)
@@ -82,22 +81,22 @@ class Mappings:
             return mapping
 
     def has(self, base: int) -> bool:
-        """Whether memory that begins there is a peer's."""
+        """Whether an allocation that begins at ``base`` belongs to a peer."""
         return any(mapping.pointer == base for mapping in list(self._alive.values()))
 
     def close(self, devices: Sequence[int]) -> None:
-        """Keep none. ``devices``: that may still read there; waits for them."""
+        """Keep none mapped. Waits for ``devices``, which may still read."""
         with self._lock:
             kept, self._kept = self._kept, OrderedDict()
         if kept:
             for index in devices:
                 torch.cuda.synchronize(index)
-        kept.clear()  # those that nothing lies in are closed
+        kept.clear()  # unmaps those that no tensor uses
 
 
 class Loan:
-    """What the tensors of one message hold together. ``over()`` is called once, with the last of them, on whatever
-    thread drops it.
+    """Held by all tensors of one message. ``over()`` is called once, when the last of them is dropped, on that
+    thread.
     """
 
     __slots__ = ("_over",)
@@ -106,17 +105,17 @@ class Loan:
         self._over = over
 
     def __del__(self) -> None:
-        if fork.forked():  # what this process drops, its parent may still use
+        if fork.forked():  # the parent may still use what this process drops
             return
         with contextlib.suppress(Exception):  # likewise
             self._over()
 
 
 class Window:
-    """Bytes of mapped memory, as torch takes them."""
+    """Bytes of mapped memory, by the CUDA array interface."""
 
     def __init__(self, mapped: Mapped, offset: int, size: int, loan: Loan) -> None:
-        self._loan = loan  # goes before the mapping
+        self._loan = loan  # released before the mapping
         self._mapped = mapped
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (size,),
@@ -129,7 +128,7 @@ class Window:
 def tensor_over(
     mapped: Mapped, offset: int, size: int, shape: Shape, strides: Sequence[int], loan: Loan
 ) -> torch.Tensor:
-    """A tensor of those ``size`` bytes of mapped memory, without a copy; it keeps the mapping and the loan.
+    """Make a tensor over ``size`` bytes of mapped memory, without a copy. It keeps the mapping and the loan.
 
     Raises OutOfBounds.
     """

@@ -1,4 +1,4 @@
-"""The lane of a member to itself: no wire, the same rules (private copies, the actor's own turn)."""
+"""The lane of a member to itself: no connection, but the same rules (private copies, one admission for each call)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
-from raytorchrpc.lanes.common.pending import SettledPending
+from raytorchrpc.lanes.common.pending import PendingReply
+from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.tensors.cuda_streams import handoff_streams
 from raytorchrpc.tensors.dtypes import copied
 
 
 class LoopbackLane(MessageLane):
-    """Serves a request in the process that makes it. Tensors are copied, unless autograd follows them."""
+    """Serves a request in the process that makes it. Tensors are copied, unless autograd tracks them."""
 
     name: ClassVar[str] = "loopback"
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -23,7 +24,7 @@ class LoopbackLane(MessageLane):
         self._serve, self._spawn = serve, spawn
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def call(
         self,
@@ -32,23 +33,28 @@ class LoopbackLane(MessageLane):
         timeout_s: float,
         *,
         caller_waits: bool = False,
-        settled: Callable[[], None] | None = None,
+        on_released: Callable[[], None] | None = None,
     ) -> Pending:
-        pending = SettledPending(settled)
-        work = self._serve(_private(message), lambda reply: pending.settle(_private(reply)))
+        pending = PendingReply(on_released)
+        work = self._serve(_private(message), lambda reply: pending.complete(_private(reply)))
         if work is not None:
             self._spawn(work)
         return pending
 
     def disconnect(self, peer: str) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def _private(message: Message) -> Message:
     tensors = [
         tensor if tensor.requires_grad and not tensor.is_leaf else copied(tensor) for tensor in message.body.tensors
     ]
-    return message._replace(body=message.body._replace(tensors=tensors), adopt=handoff_streams(tensors))
+    return message._replace(body=message.body._replace(tensors=tensors), make_current=handoff_streams(tensors))
+
+
+def make(setup: LaneSetup) -> LoopbackLane:
+    """See registry.Lane.make."""
+    return LoopbackLane()

@@ -1,6 +1,7 @@
-"""Small messages between two processes that have the group's secret: how a two-sided lane agrees on what comes next.
+"""Connections on which the two ends of the nccl lane agree on the next transfer, by small messages.
 
-A connection is Unix within a network namespace, TCP otherwise. Its end tells both sides that the other is gone.
+A connection is a Unix socket within a network namespace, TCP otherwise. Its end tells either side that the other is
+gone.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from raytorchrpc.lanes.common.credentials import Credentials
 from raytorchrpc.lanes.common.handshake import Refused
 from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection
 
-#: Names these connections in proofs.
+#: Names these connections in handshakes.
 SERVICE = "nccl"
 _LENGTH = struct.Struct("<I")
-#: Far above any message; a length beyond it means the stream is out of step.
+#: Far above any message: a greater length means that the stream is out of step.
 _MAX_BYTES = 1 << 20
 _OVER = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
-class Gone(Exception):
-    """The other end hung up, or this one did. The text says which, as far as it can be told."""
+class Disconnected(Exception):
+    """The connection has ended, or could not be made. The text says why."""
 
 
-class Late(Exception):
+class TimedOut(Exception):
     """The deadline passed."""
 
 
-class Control:
-    """One end of a connection that has been proved. Anybody may send; one thread at a time receives."""
+class ControlConnection:
+    """One end of an authenticated connection. Any thread may send; one at a time receives."""
 
     def __init__(self, sock: socket.socket, protection: Protection | None) -> None:
         sock.setblocking(False)
@@ -50,19 +51,19 @@ class Control:
         self._tag_bytes = TAG_BYTES if protection is not None and protection.incoming is not None else 0
         self._rest = b""
         self._closed = False
-        weakref.finalize(self, sock.close)  # not before: a thread may be about to wait for this descriptor's number
+        weakref.finalize(self, sock.close)  # not earlier: a thread may be about to poll this descriptor
 
     @property
     def fd(self) -> int:
-        """For a poll set; valid as long as this object lives."""
+        """For a poll set. Valid as long as this object lives."""
         return self._sock.fileno()
 
     def send(self, message: tuple[Any, ...], deadline: float) -> None:
-        """Send builtins. Raises Gone or Late; after Late the stream is out of step and has to be closed."""
+        """Send builtins. Raises Disconnected or TimedOut; after TimedOut the stream is out of step, so close it."""
         blob = marshal.dumps(message)
         framed = _LENGTH.pack(len(blob)) + blob
         if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise Late
+            raise TimedOut
         try:
             data = memoryview(framed if self._protection is None else b"".join(self._protection.seal([framed])))
             while data:
@@ -71,12 +72,12 @@ class Control:
                 except BlockingIOError:
                     self._wait(select.POLLOUT, deadline)
         except OSError as error:
-            raise Gone(f"connection broke: {error}") from error
+            raise Disconnected(f"connection broke: {error}") from error
         finally:
             self._sending.release()
 
     def receive(self, deadline: float | None) -> tuple[Any, ...]:
-        """The next message. Blocks until it is there. Raises Gone or Late."""
+        """Return the next message. Blocks until it is there. Raises Disconnected or TimedOut."""
         try:
             while (size := self._complete()) is None:
                 try:
@@ -85,7 +86,7 @@ class Control:
                     self._wait(select.POLLIN, deadline)
                     continue
                 if not part:
-                    raise Gone("connection closed (the process ended or left the group)")
+                    raise Disconnected("connection closed (the process ended or left the group)")
                 decrypt = None if self._protection is None else self._protection.decrypt
                 self._rest += part if decrypt is None else decrypt(part)
             end = size + self._tag_bytes
@@ -96,7 +97,7 @@ class Control:
             message: tuple[Any, ...] = marshal.loads(blob)
             return message
         except (OSError, ValueError, EOFError, TypeError) as error:
-            raise Gone(f"connection broke: {error}") from error
+            raise Disconnected(f"connection broke: {error}") from error
 
     def _complete(self) -> int | None:
         if len(self._rest) < _LENGTH.size:
@@ -112,23 +113,23 @@ class Control:
         if deadline is None:
             poll.poll()
         elif not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise Late
+            raise TimedOut
 
     def readable(self) -> bool:
-        """Whether ``receive`` has something to take, or to raise. Never waits."""
-        return bool(self._rest) or self._closed or bool(self._look(select.POLLIN))
+        """Whether ``receive`` would return or raise at once. Never waits."""
+        return bool(self._rest) or self._closed or bool(self._poll(select.POLLIN))
 
     def hung_up(self) -> bool:
         """Whether either end has hung up. Never waits."""
-        return self._closed or bool(self._look(select.POLLRDHUP) & _OVER)
+        return self._closed or bool(self._poll(select.POLLRDHUP) & _OVER)
 
-    def _look(self, event: int) -> int:
+    def _poll(self, event: int) -> int:
         poll = select.poll()
         poll.register(self.fd, event)
         return sum(found for _, found in poll.poll(0))
 
     def close(self) -> None:
-        """Hang up; whoever waits here is woken. The descriptor itself goes with this object."""
+        """Hang up, and wake the threads that wait. The descriptor is closed with this object."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -136,10 +137,10 @@ class Control:
 
 def connect(
     address: SocketAddress, by_tcp: bool, credentials: Credentials, own: SocketAddress, deadline: float
-) -> Control:
-    """Connect, and prove to each other who both are. ``own``: where this process listens. Raises Gone."""
+) -> ControlConnection:
+    """Connect, and authenticate both ends. ``own``: where this process listens. Raises Disconnected."""
     timeout_s = max(0.001, min(deadline - time.monotonic(), CONNECT_TIMEOUT_S))
     try:
-        return Control(*dial(SERVICE, credentials, own, address, by_tcp, timeout_s))
+        return ControlConnection(*dial(SERVICE, credentials, own, address, by_tcp, timeout_s))
     except (OSError, Refused) as error:
-        raise Gone(f"no connection to it: {error}") from error
+        raise Disconnected(f"no connection to it: {error}") from error

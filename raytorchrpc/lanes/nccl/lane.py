@@ -1,11 +1,11 @@
 """The nccl lane: CUDA tensors to another GPU, of this host or of another, by NCCL's own transports.
 
-NCCL is two-sided: both ends have to post each transfer, and in the same order. So the receiver asks, on a control
-connection to the sender, to which communicators of two belong; ``_two_sided`` has the order. A connection and its
+NCCL is two-sided: both ends post each transfer, in the same order. The receiver therefore requests each transfer on a
+control connection to the sender, which has communicators of two; ``protocol`` defines the order. A connection and its
 communicators end together: when the peer dies, when NCCL fails, or at a deadline. The next fetch makes new ones.
 
-``fetch`` returns when the data has arrived. A stream that waits for NCCL cannot be told that the peer died in the
-middle; only the calling thread can, by raising.
+``fetch`` returns when the data has arrived: a CUDA stream that waits for NCCL cannot be told that the peer died, while
+the calling thread can raise an exception.
 """
 
 from __future__ import annotations
@@ -32,35 +32,38 @@ from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, Tens
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.acceptor import Acceptor, SocketAddress
 from raytorchrpc.lanes.common.credentials import Credentials, Identity
+from raytorchrpc.lanes.common.exports import CallbackExport
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.nccl import control_connection
 from raytorchrpc.lanes.nccl.carrier import Broken, Carrier
-from raytorchrpc.lanes.nccl.control_connection import Control, Gone, Late
+from raytorchrpc.lanes.nccl.control_connection import ControlConnection, Disconnected, TimedOut
 from raytorchrpc.lanes.nccl.libnccl import NcclCarrier
 from raytorchrpc.lanes.nccl.protocol import Kept, Receiving, Sending
+from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process import fork, threads
 from raytorchrpc.tensors.bounds import checked
 from raytorchrpc.tensors.dtypes import Shape
+from raytorchrpc.topology import nccl_env
 
 logger = logging.getLogger(__name__)
 
-#: Between attempts to accept where descriptors have run out (seconds).
-_BREATH_S = 0.05
-#: The lane's own thread waits this long, at most, for a peer that is to be told something (seconds).
+#: Pause between attempts to accept while the process has no descriptor left (seconds).
+_ACCEPT_PAUSE_S = 0.05
+#: Longest time that the lane's own thread waits for a peer that it sends something to (seconds).
 _PATIENCE_S = 1.0
 
 
 class NcclAddress(NamedTuple):
-    """Where a member's lane is, and what it may be joined to."""
+    """Where a member's lane listens, and its GPUs."""
 
     rank: int
     control: SocketAddress
     devices: dict[int, str]
-    """What tells each GPU from every other, by the member's own index."""
+    """A unique identity of each GPU, by the member's own index."""
 
 
 class NcclLane(TensorLane):
-    """One per member. ``export`` neither copies nor sends; the memory is kept until it has been asked for and sent."""
+    """One per member. ``export`` neither copies nor sends; it keeps the memory until the receiver has fetched it."""
 
     name: ClassVar[str] = "nccl"
     capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(
@@ -79,8 +82,8 @@ class NcclLane(TensorLane):
         carrier: Carrier | None = None,
     ) -> None:
         """``devices``: local CUDA indices that tensors come from or arrive on. ``tcp_host``: address to listen on for
-        the peers ``by_tcp``. ``timeout_s``: for everything that one fetch needs. NCCL's own variables are the caller's
-        to set, before the first lane of the process opens.
+        the peers ``by_tcp``. ``timeout_s``: for one fetch. The caller sets NCCL's variables before the first lane of
+        the process opens.
         """
         self._me, self._credentials = me, credentials
         self._devices, self._tcp_host, self._by_tcp = tuple(devices), tcp_host, by_tcp
@@ -91,17 +94,22 @@ class NcclLane(TensorLane):
         self._dialing: dict[str, threading.Lock] = {}
         self._receiving: dict[str, Receiving] = {}
         self._sending: set[Sending] = set()
-        # What an earlier process of this member sent, and a peer still gives up, is none of these.
+        # Random: a peer may still discard numbers of an earlier process of this member.
         self._numbers = itertools.count(random.SystemRandom().getrandbits(48))
         self._kept: dict[int, Kept] = {}
-        self._unwanted: collections.deque[tuple[str, int]] = collections.deque()
+        self._discards: collections.deque[tuple[str, int]] = collections.deque()
         peers = self._peers.__len__
         self._acceptor = Acceptor(control_connection.SERVICE, me, credentials, peers, self._serve, "nccl-sender")
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes the lane's own thread
         self._closed = False
 
     def __del__(self) -> None:
-        os.close(self._bell)  # not before: anybody who has the lane may ring
+        os.close(self._bell)  # not before: any thread that has the lane may ring it
+
+    @property
+    def outstanding(self) -> int:
+        """Number of exports that have not been fetched."""
+        return len(self._kept)
 
     def open(self) -> NcclAddress:
         self._identities = self._carrier.open(self._devices)
@@ -115,15 +123,15 @@ class NcclLane(TensorLane):
         except threads.ThreadShortage as error:
             self._acceptor.close()
             raise LaneUnavailable(self.name, str(error)) from error
-        fork.inherited(self)
+        fork.register(self)
         return self._address
 
     def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
-        # Who came from another host after this lane was opened for one host only is reached by torchrpc.
+        # A lane opened for one host stays so: torchrpc reaches members that join from other hosts.
         self._by_tcp = by_tcp
 
     def after_fork(self) -> list[fork.Address]:
-        """See forking.ForkAware. What is under way there is the parent's, and CUDA does not survive a fork."""
+        """See fork.ForkAware. Transfers in progress are the parent's, and CUDA does not survive a fork."""
         closed, self._closed = self._closed, True
         known = [] if closed else [self._address, *self._peers.values()]
         return [address.control.tcp for address in known if address.control.tcp is not None]
@@ -146,10 +154,10 @@ class NcclLane(TensorLane):
             raise LaneUnavailable(self.name, f"cuda:{source} is not in the device map")
         self._check_apart(peer, source, devices[source])
         try:
-            # Also the way to fetch from that peer; here its end is to tell that nobody will come for the tensors.
-            watched = self._way(peer, time.monotonic() + self._timeout_s)
-        except (Gone, Late) as error:
-            raise LaneUnavailable(self.name, f"no way to {peer!r}: {str(error) or 'not in time'}") from error
+            # The connection that fetches from that peer. Its end shows that the peer will not fetch these tensors.
+            watched = self._receiving_from(peer, time.monotonic() + self._timeout_s)
+        except (Disconnected, TimedOut) as error:
+            raise LaneUnavailable(self.name, f"no connection to {peer!r}: {str(error) or 'not in time'}") from error
         places = packing.pieces([(tensor.dtype, tensor.nbytes) for tensor in tensors])
         pieces = [packing.joined([tensors[index] for index in place]) for place in places]
         pieces = [piece for piece in pieces if piece.nbytes]
@@ -160,25 +168,22 @@ class NcclLane(TensorLane):
             self._kept.pop(number, None)
             raise LaneUnavailable(self.name, f"the connection to {peer!r} has just ended")
         descriptor = (number, source, devices[source], tuple(piece.nbytes for piece in pieces))
-        return _NcclExport(self, number, kept, descriptor)
+        return CallbackExport(descriptor, partial(self._kept.pop, number, None), kept.precede)
 
     def _check_apart(self, peer: str, mine: int, its: int) -> None:
         address = self._peers.get(peer)
         if address is None:
-            raise LaneUnavailable(self.name, f"member {peer!r} is not known here, or gone")
+            raise LaneUnavailable(self.name, f"member {peer!r} is unknown here, or has left")
         if its not in address.devices:
             raise LaneUnavailable(self.name, f"{peer!r} has not opened cuda:{its} for this lane")
         if self._identities[mine] and address.devices[its] == self._identities[mine]:
             raise LaneUnavailable(
-                self.name, f"both ends are on GPU {self._identities[mine]} and NCCL needs two; allow cuda_ipc"
+                self.name,
+                f"both ends are on GPU {self._identities[mine]} and NCCL needs two; allow cuda_ipc",
             )
 
-    def take_back(self, number: int) -> None:
-        """Forget an export, if it has not gone."""
-        self._kept.pop(number, None)
-
     def _take(self, rank: int, number: int) -> Kept | None:
-        """The export of that number, if it is for this rank; it is the caller's now."""
+        """Remove and return the export of that number, if it is for this rank."""
         kept = self._kept.get(number)
         if kept is None or (address := self._peers.get(kept.peer)) is None or address.rank != rank:
             return None
@@ -189,8 +194,8 @@ class NcclLane(TensorLane):
             self._kept.pop(number, None)
 
     def _serve(self, sock: socket.socket, protection: Protection | None, peer: Identity) -> None:
-        """On a thread of its own: answer until the other end hangs up."""
-        control, rank = Control(sock, protection), peer.rank
+        """Answer a peer's requests until it hangs up. Runs on a thread of its own."""
+        control, rank = ControlConnection(sock, protection), peer.rank
         sending = Sending(control, self._carrier, self._timeout_s, partial(self._take, rank))
         with self._lock:
             self._sending.add(sending)
@@ -199,8 +204,8 @@ class NcclLane(TensorLane):
             if closed:
                 control.close()
             sending.serve()
-        except (Gone, Late, Broken) as error:
-            logger.debug("%s: rank %d fetches no more by this connection: %s", self._me, rank, error)
+        except (Disconnected, TimedOut, Broken) as error:
+            logger.debug("%s: a control connection of rank %d has ended: %s", self._me, rank, error)
         except Exception:
             logger.exception("%s cannot send to rank %d", self._me, rank)
         finally:
@@ -224,73 +229,73 @@ class NcclLane(TensorLane):
         own = None if into is None else [packing.given(place, into, self._carrier.device(target)) for place in places]
         try:
             if tuple(size for size in expected if size) != tuple(sizes):
-                raise LaneUnavailable(self.name, f"{peer!r} packs tensors in another way; run one release everywhere")
-            way = self._way(peer, deadline)
+                raise LaneUnavailable(
+                    self.name, f"{peer!r} packs tensors in another way; run one release of raytorchrpc everywhere"
+                )
+            receiving = self._receiving_from(peer, deadline)
             try:
-                room, channel = way.fetch(number, source, target, pieces, deadline, own)
+                room, channel = receiving.fetch(number, source, target, pieces, deadline, own)
             except (LaneUnavailable, PeerLost, torch.OutOfMemoryError):
                 raise  # nothing was posted
             except BaseException:
-                self._end(way)  # the ends may be out of step
+                self._end(receiving)  # the two ends may be out of step
                 raise
         except BaseException as error:
             self.discard(peer, descriptor)
-            if isinstance(error, (Gone, Late, Broken)):
+            if isinstance(error, (Disconnected, TimedOut, Broken)):
                 why = str(error) or f"it did not send tensors within {self._timeout_s:g} s"
                 raise PeerLost(peer, why) from error
             raise
-        channel.adopt(room)
+        channel.make_current(room)
         arrived: dict[int, torch.Tensor] = {}
         for place, piece, tensor in zip(places, pieces, room, strict=True):
             arrived.update(zip(place, packing.split(tensor, piece), strict=True))
         return [arrived[index] for index in range(len(shapes))]
 
     def discard(self, peer: str, descriptor: Any) -> None:
-        # Only noted: the garbage collector may call this in the middle of anything.
-        self._unwanted.append((peer, descriptor[0]))
+        # Only recorded: the garbage collector may call this at any point.
+        self._discards.append((peer, descriptor[0]))
         self._ring()
 
-    def _way(self, peer: str, deadline: float) -> Receiving:
-        """The way to fetch from this peer; made if there is none. Raises Gone or Late."""
-        way = self._receiving.get(peer)
-        if way is not None:
-            return way
+    def _receiving_from(self, peer: str, deadline: float) -> Receiving:
+        """The connection that fetches from this peer; made if there is none. Raises Disconnected or TimedOut."""
+        if (receiving := self._receiving.get(peer)) is not None:
+            return receiving
         address, dialing = self._peers.get(peer), self._dialing.get(peer)
         if address is None or dialing is None or self._closed:
-            raise Gone("it is not known here, or gone")
+            raise Disconnected("it is unknown here, or has left")
         if not dialing.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise Late
+            raise TimedOut
         try:
-            way = self._receiving.get(peer)
-            if way is not None:
-                return way
+            if (receiving := self._receiving.get(peer)) is not None:
+                return receiving
             by_tcp = peer in self._by_tcp
             control = control_connection.connect(
                 address.control, by_tcp, self._credentials, self._acceptor.address, deadline
             )
-            way = Receiving(peer, self.name, control, self._carrier)
-            self._add(way)
-            return way
+            receiving = Receiving(peer, self.name, control, self._carrier)
+            self._add(receiving)
+            return receiving
         finally:
             dialing.release()
 
-    def _add(self, way: Receiving) -> None:
+    def _add(self, receiving: Receiving) -> None:
         with self._lock:
             if not self._closed:
-                self._receiving[way.peer] = way
+                self._receiving[receiving.peer] = receiving
                 self._ring()
                 return
-        way.end()
-        raise Gone("this member has left the group")
+        receiving.end()
+        raise Disconnected("this member has left the group")
 
-    def _end(self, way: Receiving) -> None:
+    def _end(self, receiving: Receiving) -> None:
         with self._lock:
-            known = self._receiving.get(way.peer) is way
+            known = self._receiving.get(receiving.peer) is receiving
             if known:
-                del self._receiving[way.peer]
-        if known and way.control.hung_up():  # not this member, which is about to
-            self._drop(way.peer)
-        way.end()
+                del self._receiving[receiving.peer]
+        if known and receiving.control.hung_up():  # the peer did: this end has not closed it yet
+            self._drop(receiving.peer)
+        receiving.end()
 
     # --- the lane's own thread -------------------------------------------------------------------------------
 
@@ -299,7 +304,7 @@ class NcclLane(TensorLane):
             os.eventfd_write(self._bell, 1)
 
     def _attend(self) -> None:
-        """Let peers in, notice those that are gone, and tell what nobody wants."""
+        """Accept connections, detect peers that are gone, and send discards."""
         threads.serve(self._attend_once, f"the nccl attendant of {self._me}", give_up=self.close)
         self._acceptor.close()
 
@@ -311,30 +316,30 @@ class NcclLane(TensorLane):
         for fd in (self._bell, *listeners):
             poll.register(fd, select.POLLIN)
         with self._lock:
-            ways = {way.control.fd: way for way in self._receiving.values()}
-        for fd in ways:
+            receiving = {one.control.fd: one for one in self._receiving.values()}
+        for fd in receiving:
             poll.register(fd, select.POLLRDHUP)
         for fd, _ in poll.poll():
             if fd == self._bell:
                 os.eventfd_read(self._bell)
             elif fd in listeners:
                 if not self._acceptor.accept(listeners[fd]):
-                    threading.Event().wait(_BREATH_S)  # else poll would tell of it at once again
+                    threading.Event().wait(_ACCEPT_PAUSE_S)  # else poll would report it again at once
             else:
-                self._end(ways[fd])
-        ways.clear()
-        self._tell_unwanted()
+                self._end(receiving[fd])
+        receiving.clear()
+        self._send_discards()
         return True
 
-    def _tell_unwanted(self) -> None:
-        while self._unwanted and not self._closed:
-            peer, number = self._unwanted.popleft()
+    def _send_discards(self) -> None:
+        while self._discards and not self._closed:
+            peer, number = self._discards.popleft()
             deadline = time.monotonic() + _PATIENCE_S
             try:
-                self._way(peer, deadline).discard(number, deadline)
-            except Gone:
-                self._drop(peer)  # it takes nothing any more either
-            except (LaneUnavailable, Late):
+                self._receiving_from(peer, deadline).discard(number, deadline)
+            except Disconnected:
+                self._drop(peer)  # it will not fetch either
+            except (LaneUnavailable, TimedOut):
                 continue
 
     # --- the end ---------------------------------------------------------------------------------------------
@@ -342,8 +347,8 @@ class NcclLane(TensorLane):
     def disconnect(self, peer: str) -> None:
         self._peers.pop(peer, None)
         self._drop(peer)
-        if (way := self._receiving.get(peer)) is not None:
-            self._end(way)
+        if (receiving := self._receiving.get(peer)) is not None:
+            self._end(receiving)
 
     def close(self) -> None:
         with self._lock:
@@ -353,24 +358,26 @@ class NcclLane(TensorLane):
             receiving, sending = list(self._receiving.values()), list(self._sending)
         for one in sending:
             one.end()
-        for way in receiving:
-            self._end(way)
+        for other in receiving:
+            self._end(other)
         self._kept.clear()
         self._ring()
 
 
-class _NcclExport(Export):
-    def __init__(self, lane: NcclLane, number: int, kept: Kept, descriptor: Any) -> None:
-        self._lane, self._number, self._kept = lane, number, kept
-        self.descriptor = descriptor
-
-    def cancel(self) -> None:
-        self._lane.take_back(self._number)
-
-    def finished(self) -> None:
-        if self._kept.channel is not None:
-            self._kept.channel.precede()
-
-
 def _index(tensor: torch.Tensor) -> int:
     return tensor.device.index or 0
+
+
+def make(setup: LaneSetup) -> NcclLane:
+    """See registry.Lane.make. Sets NCCL's environment variables in this process, where the user has not."""
+    # Also where all members share a host: NCCL reads them once, and the next group may span hosts.
+    chosen = nccl_env.apply(setup.endpoint(), interface=setup.config.interface)
+    logger.debug("%s: set for NCCL: %s", setup.member, chosen)
+    return NcclLane(
+        setup.member,
+        setup.credentials,
+        setup.devices,
+        tcp_host=setup.tcp_host,
+        by_tcp=setup.by_tcp,
+        timeout_s=setup.config.rpc_timeout_s,
+    )

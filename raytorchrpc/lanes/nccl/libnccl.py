@@ -1,7 +1,7 @@
-"""The few calls of NCCL that the nccl lane needs, in the library that torch has loaded.
+"""The few NCCL calls that the nccl lane needs, in the library that torch has loaded.
 
-Communicators do not block: every call returns at once, ``settled`` tells when what it began is done, and so no thread
-can be stuck in NCCL when a peer dies. The calling threads of one communicator take turns.
+Communicators do not block: every call returns at once, and ``enqueued`` tells when the operation is done. So no thread
+can be stuck in NCCL when a peer dies. The threads that use one communicator take turns.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _not_blocking() -> _Config:
 
 
 class Library:
-    """libnccl. Thread-safe where NCCL is: one thread at a time for each communicator."""
+    """The library. As thread-safe as NCCL: one thread at a time for each communicator."""
 
     def __init__(self) -> None:
         try:
@@ -94,13 +94,13 @@ class Library:
             raise LaneUnavailable("nccl", f"NCCL {self.version} is too old: this lane needs 2.18.5 or newer")
 
     def ticket(self) -> bytes:
-        """A fresh ncclUniqueId; this process listens for those who join by it."""
+        """Make an ncclUniqueId. This process listens for the communicator's other end."""
         unique = _UniqueId()
         self.check(self._nccl.ncclGetUniqueId(ctypes.byref(unique)), "ncclGetUniqueId")
         return bytes(unique.internal)
 
     def join(self, ticket: bytes, end: int, device: int) -> ctypes.c_void_p:
-        """Begin to make a communicator of two."""
+        """Begin to make a communicator of two ranks."""
         comm, config = ctypes.c_void_p(), _not_blocking()
         unique = _UniqueId.from_buffer_copy(ticket)
         with torch.cuda.device(device):
@@ -113,15 +113,15 @@ class Library:
             raise
         return comm
 
-    def settled(self, comm: ctypes.c_void_p) -> bool:
-        """Whether what was begun is done."""
+    def enqueued(self, comm: ctypes.c_void_p) -> bool:
+        """Whether the last operation is enqueued."""
         state = ctypes.c_int()
         self.check(self._nccl.ncclCommGetAsyncError(comm, ctypes.byref(state)), "ncclCommGetAsyncError", comm)
         self.check(state.value, "NCCL", comm)
         return state.value == _SUCCESS
 
     def move(self, comm: ctypes.c_void_p, end: int, tensors: Sequence[torch.Tensor], stream: int) -> None:
-        """Begin to send or receive these, as one group."""
+        """Begin to send or receive tensors, as one group."""
         each, other = (self._nccl.ncclSend, RECEIVER) if end == SENDER else (self._nccl.ncclRecv, SENDER)
         codes = [self._nccl.ncclGroupStart()]
         codes += [each(tensor.data_ptr(), tensor.nbytes, _UINT8, other, comm, stream) for tensor in tensors]
@@ -130,11 +130,11 @@ class Library:
             self.check(code, "ncclSend" if end == SENDER else "ncclRecv", comm)
 
     def abort(self, comm: ctypes.c_void_p) -> None:
-        """End the communicator and its kernels. May wait for the device."""
+        """Abort the communicator and its kernels. May wait for the device."""
         self._nccl.ncclCommAbort(comm)
 
     def check(self, code: int, what: str, comm: ctypes.c_void_p | None = None) -> None:
-        """Raise Broken for a result that is a failure."""
+        """Raise Broken unless the result code is success or in progress."""
         if code in (_SUCCESS, _IN_PROGRESS):
             return
         texts = [self._nccl.ncclGetErrorString(code), self._nccl.ncclGetLastError(comm)]
@@ -142,10 +142,12 @@ class Library:
         raise Broken(f"{what} failed: {text}")
 
     def new_stream(self, device: int) -> torch.cuda.Stream:
-        """A stream of nobody else's. torch's own come round again, and would chain channels to each other."""
+        """Make a CUDA stream. torch hands out its own repeatedly, and two channels on one stream would wait for
+        each other.
+        """
         handle = ctypes.c_void_p()
         with torch.cuda.device(device):
-            torch.cuda.current_stream(device).query()  # the device's context is current on this thread from here on
+            torch.cuda.current_stream(device).query()  # makes the device's context current on this thread
             code = self._cuda.cuStreamCreate(ctypes.byref(handle), ctypes.c_uint(_STREAM_NON_BLOCKING))
         if code != 0 or handle.value is None:
             raise Broken(f"cuStreamCreate failed with driver error {code}")
@@ -153,7 +155,7 @@ class Library:
 
 
 def _path() -> str:
-    """torch's own libnccl: the one in this process, else the one of its package, else what the loader finds."""
+    """The path of libnccl: as loaded in this process, else in torch's package, else for the loader to find."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():
             name = line.split(maxsplit=5)[-1]
@@ -169,12 +171,12 @@ def _path() -> str:
 
 @functools.cache
 def library() -> Library:
-    """This process's. Raises LaneUnavailable where there is none."""
+    """Return this process's library. Raises LaneUnavailable if there is none."""
     return Library()
 
 
 class _Streams:
-    """Streams that channels use in turn. None is destroyed: torch's allocator keeps memory by stream."""
+    """A pool of CUDA streams for channels. None is destroyed: torch's allocator keeps memory by stream."""
 
     def __init__(self) -> None:
         self._idle: dict[int, list[torch.cuda.Stream]] = {}
@@ -195,7 +197,7 @@ _streams = _Streams()
 
 
 class _EventMark:
-    """A CUDA event."""
+    """A recorded CUDA event."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -206,7 +208,7 @@ class _EventMark:
 
 
 class NcclCarrier(Carrier):
-    """NCCL and CUDA as a Carrier."""
+    """Implements Carrier by NCCL and CUDA."""
 
     def open(self, devices: Sequence[int]) -> Mapping[int, str]:
         library()
@@ -226,7 +228,7 @@ class NcclCarrier(Carrier):
 
 
 class NcclChannel(Channel):
-    """A communicator of two, used in one direction, with a stream of its own."""
+    """A communicator of two ranks for one direction, with a stream of its own."""
 
     def __init__(self, ticket: bytes, end: int, device: int) -> None:
         self._end, self._device = end, device
@@ -240,16 +242,16 @@ class NcclChannel(Channel):
             raise
 
     def _with_comm(self, use: Callable[[ctypes.c_void_p], Any]) -> Any:
-        with self._lock:  # so that ``abort`` frees nothing that is in use
+        with self._lock:  # so that ``abort`` does not free a communicator in use
             if self._comm is None:
-                raise Broken("the channel was given up")
+                raise Broken("the channel was aborted")
             return use(self._comm)
 
-    def settled(self) -> bool:
-        return bool(self._with_comm(library().settled))
+    def enqueued(self) -> bool:
+        return bool(self._with_comm(library().enqueued))
 
     def room(self, shapes: Sequence[Sequence[Shape]]) -> list[torch.Tensor]:
-        # Of this channel's stream: it need not wait for what the user has queued.
+        # On this channel's stream, so that it need not wait for what the user has queued.
         with torch.cuda.stream(self._stream):
             return [packing.room(piece, torch.device("cuda", self._device)) for piece in shapes]
 
@@ -273,7 +275,7 @@ class NcclChannel(Channel):
     def mark(self) -> Mark:
         return _EventMark(self._stream)
 
-    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+    def make_current(self, tensors: Sequence[torch.Tensor]) -> None:
         stream = torch.cuda.current_stream(self._device)
         for tensor in tensors:
             tensor.record_stream(stream)
@@ -285,17 +287,17 @@ class NcclChannel(Channel):
         with self._lock:
             comm, self._comm = self._comm, None
         if comm is not None:
-            # It waits for the device, and frees memory there, which waits too: nobody else should.
+            # It waits for the device, as does the memory that it frees, so it runs on a thread of its own.
             try:
-                threads.start(self._let_go, comm, name="raytorchrpc-nccl-abort")
+                threads.start(self._free, comm, name="raytorchrpc-nccl-abort")
             except threads.ThreadShortage as error:
-                threads.report(error, "waiting here for a communicator to end")
-                self._let_go(comm)
+                threads.report(error, "a thread waits for a communicator to end")
+                self._free(comm)
 
     def over(self) -> bool:
         return self._last is not None and self._last.reached()
 
-    def _let_go(self, comm: ctypes.c_void_p) -> None:
+    def _free(self, comm: ctypes.c_void_p) -> None:
         library().abort(comm)
         self._last = self.mark()
         _streams.give_back(self._device, self._stream)

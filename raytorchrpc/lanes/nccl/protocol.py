@@ -1,7 +1,7 @@
-"""The two ends of one direction between two members: who asks, who answers, and in what order both post.
+"""The two ends of one direction between two members, and the order in which they post transfers.
 
-The receiver asks, one fetch at a time; the sender answers in that order, when its data is complete; then both post. So
-what has been posted at one end waits for nothing but the other end, which is posting too.
+The receiver requests one fetch at a time. The sender answers in that order, when its data is complete. Then both post.
+A transfer posted at one end therefore waits only for the other end, which is about to post it too.
 """
 
 from __future__ import annotations
@@ -16,57 +16,62 @@ import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.nccl.carrier import RECEIVER, SENDER, Broken, Carrier, Channel, Mark
-from raytorchrpc.lanes.nccl.control_connection import Control, Gone, Late
+from raytorchrpc.lanes.nccl.control_connection import ControlConnection, Disconnected, TimedOut
 from raytorchrpc.tensors.dtypes import Shape
 
 logger = logging.getLogger(__name__)
 
-# What the receiver says: (FETCH, number, source, target), (JOIN, source, target, ticket), (DISCARD, number); and the
-# answers to the first two: (GO,), (NO, reason).
+# Requests of the receiver: (FETCH, number, source, target), (JOIN, source, target, ticket), (DISCARD, number). Answers
+# to the first two: (GO,), (NO, reason).
 FETCH, JOIN, DISCARD, GO, NO = range(5)
 
-#: How a thread waits for a device: without sleeping at first, then in steps of a part of what it has waited (seconds).
+#: A thread that waits for a device first spins, then sleeps for a fraction of the time it has waited (seconds).
 _SPIN_S, _STEP, _LONGEST_STEP_S = 0.0005, 32, 0.001
-#: What is being sent when a lane closes has this long to get there (seconds).
+#: Time for transfers in progress to complete when a lane closes (seconds).
 _LAST_S = 1.0
-#: What is being received into somebody's own memory when it fails has this long to end.
+#: Time for a failed transfer into the caller's own memory to stop writing (seconds).
 _OVER_S = 10.0
 
 
-def wait(done: Callable[[], bool], control: Control | None, deadline: float) -> None:
-    """Until ``done``. Raises Gone, Late, or what ``done`` raises.
+def wait(done: Callable[[], bool], control: ControlConnection | None, deadline: float) -> None:
+    """Block until ``done()``. Raises Disconnected, TimedOut, or what ``done`` raises.
 
-    Neither NCCL nor CUDA can wake a thread at a deadline or a hang-up, so this looks from time to time.
+    Neither NCCL nor CUDA can wake a thread at a deadline or a hang-up, so this polls.
     """
     began = time.monotonic()
     while True:
         finished = done()
-        if control is not None and control.hung_up():  # also then: what came last may be what an abort left
-            raise Gone("connection closed (the process ended or left the group)")
+        if control is not None and control.hung_up():  # even then: the data may be what an abort has left
+            raise Disconnected("connection closed (the process ended or left the group)")
         if finished:
             return
         now = time.monotonic()
         if now > deadline:
-            raise Late
+            raise TimedOut
         time.sleep(0 if now - began < _SPIN_S else min(_LONGEST_STEP_S, (now - began) / _STEP))
 
 
 @dataclass(eq=False)
 class Kept:
-    """An export that waits to be asked for."""
+    """An export that has not been fetched."""
 
     peer: str
     pieces: list[torch.Tensor]
     """None of them is empty."""
     complete: Mark
     channel: Channel | None = None
-    """By which it went."""
+    """The channel that sent it."""
+
+    def precede(self) -> None:
+        """Order what the calling thread queues from now on after the transfer."""
+        if self.channel is not None:
+            self.channel.precede()
 
 
 class Receiving:
-    """The end that asks. Its connection and its channels end together, and the other end with them."""
+    """The receiving end. Its connection and its channels end together, and the other end with them."""
 
-    def __init__(self, peer: str, lane: str, control: Control, carrier: Carrier) -> None:
+    def __init__(self, peer: str, lane: str, control: ControlConnection, carrier: Carrier) -> None:
         self.peer, self.control = peer, control
         self._lane, self._carrier = lane, carrier
         self._turn = threading.Lock()
@@ -81,15 +86,15 @@ class Receiving:
         deadline: float,
         into: Sequence[torch.Tensor | None] | None = None,
     ) -> tuple[list[torch.Tensor], Channel]:
-        """One export's pieces, whole. Blocks until they are here.
+        """Fetch all pieces of one export. Blocks until they have arrived.
 
-        ``into``: for each piece, where it is to arrive, or None. Nothing is written there after this has raised.
+        ``into``: for each piece, the tensor to receive it, or None. Nothing is written there after this has raised.
 
-        Raises PeerLost if the sender does not have it any more, and LaneUnavailable if the two ends cannot make a
-        channel; then nothing moved and all is well. After anything else this has to be ended.
+        Raises PeerLost if the sender does not have the export any more, and LaneUnavailable if the two ends cannot make
+        a channel; nothing was transferred then, and this end stays usable. After any other error, call ``end``.
         """
         if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise Late
+            raise TimedOut
         try:
             channel = self._channels.get((source, target)) or self._join(source, target, deadline)
             room = _room(channel, pieces, into)
@@ -100,21 +105,21 @@ class Receiving:
                 mark = self._receive(channel, room, into, deadline)
             except BaseException:
                 if into is not None:
-                    _leave_alone(channel)
+                    _stop_writing(channel)
                 raise
         finally:
             self._turn.release()
 
         def arrived() -> bool:
             reached = mark.reached()
-            channel.settled()  # raises if it broke: that too lets the mark be reached
+            channel.enqueued()  # raises if the channel broke, which also lets the mark be reached
             return reached
 
         try:
             wait(arrived, self.control, deadline)
         except BaseException:
             if into is not None:
-                _leave_alone(channel)
+                _stop_writing(channel)
             raise
         return room, channel
 
@@ -129,7 +134,7 @@ class Receiving:
         if given:
             channel.follow(given)
         channel.receive([tensor for tensor in room if tensor.nbytes])
-        wait(channel.settled, self.control, deadline)
+        wait(channel.enqueued, self.control, deadline)
         return channel.mark()
 
     def _join(self, source: int, target: int, deadline: float) -> Channel:
@@ -137,15 +142,15 @@ class Receiving:
         self.control.send((JOIN, source, target, ticket), deadline)
         channel = self._carrier.join(ticket, RECEIVER, target)
         try:
-            wait(lambda: self.control.readable() or channel.settled(), self.control, deadline)
+            wait(lambda: self.control.readable() or channel.enqueued(), self.control, deadline)
             if (refusal := self._refusal(deadline)) is not None:
                 raise LaneUnavailable(self._lane, refusal)
-            wait(channel.settled, self.control, deadline)
+            wait(channel.enqueued, self.control, deadline)
         except BaseException:
             channel.abort()
             raise
         self._channels[source, target] = channel
-        if self.control.hung_up():  # ended meanwhile, when this channel was not known
+        if self.control.hung_up():  # ended meanwhile, before this channel was known
             channel.abort()
         return channel
 
@@ -154,11 +159,11 @@ class Receiving:
         return None if answer[0] == GO else answer[1]
 
     def discard(self, number: int, deadline: float) -> None:
-        """Say that nobody will ask for this one. Raises Gone or Late."""
+        """Tell the sender that this export will not be fetched. Raises Disconnected or TimedOut."""
         self.control.send((DISCARD, number), deadline)
 
     def end(self) -> None:
-        """Idempotent; any thread."""
+        """Close the connection and its channels. Idempotent; from any thread."""
         self.control.close()
         for channel in list(self._channels.values()):
             channel.abort()
@@ -167,35 +172,35 @@ class Receiving:
 def _room(
     channel: Channel, pieces: Sequence[Sequence[Shape]], into: Sequence[torch.Tensor | None] | None
 ) -> list[torch.Tensor]:
-    """Where each piece is to arrive."""
+    """The tensors to receive the pieces."""
     if into is None:
         return channel.room(pieces)
-    made = iter(channel.room([piece for piece, given in zip(pieces, into, strict=True) if given is None]))
-    return [next(made) if given is None else given for given in into]
+    made = iter(channel.room([piece for piece, own in zip(pieces, into, strict=True) if own is None]))
+    return [next(made) if own is None else own for own in into]
 
 
-def _leave_alone(channel: Channel) -> None:
-    """The memory that it was to fill is its owner's again."""
+def _stop_writing(channel: Channel) -> None:
+    """Abort a channel, and wait until it writes no more into the caller's own memory."""
     channel.abort()
     try:
         wait(channel.over, None, time.monotonic() + _OVER_S)
-    except Late:
-        logger.warning("a transfer that failed has not ended within %g s; it may still write into buffers", _OVER_S)
+    except TimedOut:
+        logger.warning("a failed transfer has not ended within %g s, so it may still write into the buffers", _OVER_S)
 
 
 class Sending:
-    """The end that answers."""
+    """The sending end."""
 
     def __init__(
-        self, control: Control, carrier: Carrier, timeout_s: float, take: Callable[[int], Kept | None]
+        self, control: ControlConnection, carrier: Carrier, timeout_s: float, take: Callable[[int], Kept | None]
     ) -> None:
-        """``timeout_s``: for each answer. ``take``: the export of that number, if this peer may have it."""
+        """``timeout_s``: for each answer. ``take``: returns the export of that number, if it is for this peer."""
         self.control = control
         self._carrier, self._timeout_s, self._take = carrier, timeout_s, take
         self._channels: dict[tuple[int, int], Channel] = {}
 
     def serve(self) -> None:
-        """Answer until the connection ends. Blocks; to be called once."""
+        """Answer requests until the connection ends. Blocks. To be called once."""
         try:
             while True:
                 request = self.control.receive(None)
@@ -209,7 +214,7 @@ class Sending:
                 else:
                     self._take(request[1])
         finally:
-            self.control.close()  # first: what an aborted kernel leaves at the other end must not pass for data
+            self.control.close()  # first: what an aborted kernel leaves at the other end must not be taken for data
             for channel in self._channels.values():
                 channel.abort()
 
@@ -222,15 +227,17 @@ class Sending:
         wait(kept.complete.reached, self.control, deadline)
         kept.channel = channel
         channel.send(kept.pieces)
-        self.control.send((GO,), deadline)  # before it settles: the first transfer settles only with the other end
-        wait(channel.settled, self.control, deadline)
+        self.control.send(
+            (GO,), deadline
+        )  # before it is enqueued, which the first transfer waits for the other end to do
+        wait(channel.enqueued, self.control, deadline)
         kept.pieces = []
 
     def _join(self, devices: tuple[int, int], ticket: bytes, deadline: float) -> None:
         channel = None
         try:
             channel = self._carrier.join(ticket, SENDER, devices[0])
-            wait(channel.settled, self.control, deadline)
+            wait(channel.enqueued, self.control, deadline)
         except BaseException as error:
             if channel is not None:
                 channel.abort()
@@ -242,12 +249,14 @@ class Sending:
         self.control.send((GO,), deadline)
 
     def end(self) -> None:
-        """Let what is being sent arrive, for a second at most, and hang up. Any thread; ``serve`` then returns."""
+        """Complete transfers in progress, for a second at most, and hang up. From any thread; ``serve`` then
+        returns.
+        """
         deadline = time.monotonic() + _LAST_S
         try:
             for channel in list(self._channels.values()):
-                wait(channel.settled, self.control, deadline)
+                wait(channel.enqueued, self.control, deadline)
                 wait(channel.mark().reached, self.control, deadline)
-        except (Gone, Late, Broken) as error:
-            logger.debug("a channel did not come to rest: %s", error)
+        except (Disconnected, TimedOut, Broken) as error:
+            logger.debug("a transfer did not complete: %s", error)
         self.control.close()

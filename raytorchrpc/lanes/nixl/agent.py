@@ -1,11 +1,11 @@
-"""NIXL's agent as the nixl lane uses it: memory that peers may read, other agents, reads and notices.
+"""The NIXL agent of this process: memory that peers may read, other agents, reads and notices.
 
-Nothing else touches NIXL. It is loaded by the first agent, and its Python package is passed by: importing that
-configures logging anew for the whole process, which closes the handlers that a program has made.
+Only this module uses NIXL. The first agent loads its library directly, not through NIXL's Python package: importing
+that package reconfigures logging for the whole process, which closes handlers that a program has made.
 
-UCX lies underneath. One thread of NIXL's keeps it going for peers that ask; it sleeps until the kernel reports an
-event, and looks around every 10 ms besides. (NIXL's own Python class lets it spin: a whole core, also when idle.)
-A thread that reads keeps UCX going itself.
+NIXL runs on UCX. One NIXL thread makes progress for peers that read; it sleeps until the kernel reports an event, and
+checks every 10 ms besides. (With NIXL's own Python class it would spin, and use a whole core even when idle.) A thread
+that reads makes progress itself.
 """
 
 from __future__ import annotations
@@ -23,36 +23,50 @@ from typing import Any, Literal, NamedTuple
 
 from raytorchrpc._compat import nixl_package
 from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes.setup import LaneSetup
 
 LANE = "nixl"
 Kind = Literal["cpu", "cuda"]
 
 _BACKEND = "UCX"
-_LOOKS_US = 10_000
-#: A read is asked for without a pause for so long; then after pauses that grow with the time it has taken (seconds).
+_POLL_US = 10_000
+#: A read is polled without a pause for this time, and then with pauses that grow with the time it has taken (seconds).
 _BRIEF_S, _LONGEST_PAUSE_S = 100e-6, 1e-3
 
 
+def ucx_settings(setup: LaneSetup) -> dict[str, str]:
+    """UCX's settings in a group, by name without ``UCX_``.
+
+    UCX's TCP ports answer reads from anybody who reaches them, so it opens them only where ``GroupConfig.lanes`` names
+    the lane.
+    """
+    if LANE not in (setup.config.lanes or ()):
+        return {"TLS": "^tcp"}
+    rdma = any(port.state == "ACTIVE" for hca in setup.endpoint().hcas for port in hca.ports)
+    return {} if rdma or not setup.interface else {"NET_DEVICES": setup.interface}
+
+
 class Lost(ConnectionError):
-    """The other agent cannot be reached, or the way to it broke."""
+    """The other agent cannot be reached, or the connection to it broke."""
 
 
 class Registered(NamedTuple):
-    """Memory that peers may read, and that reads may fill."""
+    """Memory that peers may read, and that reads may write."""
 
     number: int
-    """Never given again by this process. It stands for the device in NIXL's tables (UCX asks the pointer), so that an
-    address which is freed and registered again is never taken for what it was."""
+    """Unique in this process. It takes the place of the device number in NIXL's tables (UCX examines the pointer
+    itself), so that an address which is freed and registered again is not confused with the earlier registration.
+    """
     kind: Kind
     address: int
     size: int
     blob: bytes
-    """What a peer needs to read it: a few hundred bytes."""
+    """What a peer needs to read it; a few hundred bytes."""
     handle: Any
 
 
 class Span(NamedTuple):
-    """A part of registered memory here, and of a peer's, of one size."""
+    """A range of registered memory here, and one of the same size at a peer."""
 
     address: int
     number: int
@@ -71,7 +85,9 @@ def _library(package: str | None) -> Any:
     home = importlib.util.find_spec(package)
     found = home and importlib.machinery.PathFinder.find_spec("_bindings", home.submodule_search_locations)
     if not found or not found.origin:
-        raise LaneUnavailable(LANE, f"{package} has no module _bindings; this release of it is not known here")
+        raise LaneUnavailable(
+            LANE, f"{package} has no module _bindings; raytorchrpc does not support this release of it"
+        )
     spec = importlib.util.spec_from_file_location(name, found.origin)
     assert spec is not None and spec.loader is not None
     try:
@@ -79,16 +95,16 @@ def _library(package: str | None) -> Any:
         spec.loader.exec_module(module)
     except ImportError as error:
         raise LaneUnavailable(LANE, f"{package} cannot be loaded: {error}") from error
-    sys.modules[name] = module  # whoever imports the package later gets the same one
+    sys.modules[name] = module  # a later import of the package gets the same module
     return module
 
 
 class Agent:
-    """This process's. Thread-safe."""
+    """The NIXL agent of this process. Thread-safe."""
 
     def __init__(self, package: str | None, settings: Mapping[str, str]) -> None:
-        """``package``: as ``_compat.nixl_package`` says. ``settings``: of UCX, by name without ``UCX_``; those in the
-        environment win.
+        """``package``: from ``_compat.nixl_package``. ``settings``: UCX settings, by name without ``UCX_``; the
+        environment overrides them.
 
         Takes up to half a second. Raises LaneUnavailable.
         """
@@ -100,7 +116,7 @@ class Agent:
         config = nixl.nixlAgentConfig()
         config.useProgThread = True
         config.useListenThread = False
-        config.pthrDelay = _LOOKS_US
+        config.pthrDelay = _POLL_US
         config.syncMode = nixl.NIXL_THREAD_SYNC_RW
         text = ",".join(f"{key}={value}" for key, value in settings.items())
         try:
@@ -111,18 +127,18 @@ class Agent:
         except Exception as error:
             raise LaneUnavailable(
                 LANE,
-                f"UCX found nothing to run on ({error}; {text or 'its own choice of transports'}); UCX_LOG_LEVEL=info "
-                f"in the environment of the job shows what it saw",
+                f"UCX found no usable transport ({error}; {text or 'its own choice of transports'}); set "
+                f"UCX_LOG_LEVEL=info in the environment of the job to see what it found",
             ) from error
 
     def close(self) -> None:
-        """End NIXL's thread and let go of every peer. What is under way on other threads fails. Idempotent."""
+        """End NIXL's thread and disconnect all peers. Reads in progress on other threads fail. Idempotent."""
         self._agent = None
 
     # --- memory --------------------------------------------------------------------------------------------
 
     def register(self, kind: Kind, address: int, size: int) -> Registered:
-        """Lock memory and let peers read it. Costly: with RDMA every page is touched. Raises LaneUnavailable."""
+        """Lock memory and let peers read it. Slow: with RDMA it touches every page. Raises LaneUnavailable."""
         number = next(self._numbers)
         handle = self._nixl.nixlRegDList(self._types[kind], [(address, size, number, "")])
         try:
@@ -140,40 +156,40 @@ class Agent:
         return Registered(number, kind, address, size, blob, handle)
 
     def deregister(self, memory: Registered) -> None:
-        """Undo it. No read may be under way into it."""
+        """Undo ``register``. No read into this memory may be in progress."""
         with contextlib.suppress(Exception):
             self._agent.deregisterMem(memory.handle, self._ucx)
 
     # --- other agents --------------------------------------------------------------------------------------
 
-    def meet(self, connection: bytes) -> None:
-        """Get ready to reach the agent whose ``connection`` this is. Raises Lost if it is gone."""
+    def connect(self, connection: bytes) -> None:
+        """Connect to the agent that published ``connection``. Raises Lost if it is gone."""
         try:
             self._agent.loadRemoteMD(connection)
         except Exception as error:
             raise Lost(f"its NIXL agent cannot be reached ({error})") from error
 
-    def learn(self, blob: bytes) -> None:
-        """Memory of an agent that has been met. Raises Lost."""
+    def load(self, blob: bytes) -> None:
+        """Make memory of a connected agent readable. Raises Lost."""
         try:
             self._agent.loadRemoteMD(blob)
         except Exception as error:
             raise Lost(f"its memory cannot be reached ({error})") from error
 
-    def forget(self, name: str) -> None:
-        """Let go of an agent and its memory. No read may be under way from it."""
-        with contextlib.suppress(Exception):  # not met
+    def disconnect(self, name: str) -> None:
+        """Disconnect from an agent. No read from it may be in progress."""
+        with contextlib.suppress(Exception):  # not connected
             self._agent.invalidateRemoteMD(name)
 
     def notify(self, name: str, notice: bytes) -> None:
-        """Leave a notice with an agent that has been met. Raises Lost if it is known to be gone."""
+        """Send a notice to a connected agent. Raises Lost if it is known to be gone."""
         try:
             self._agent.genNotif(name, notice, self._ucx)
         except Exception as error:
             raise Lost(f"its NIXL agent does not answer ({error})") from error
 
     def notices(self) -> Mapping[str, Sequence[bytes]]:
-        """What others left since the last time, by agent."""
+        """Return the notices that have arrived since the last call, by agent."""
         found: Mapping[str, Sequence[bytes]] = {}
         with contextlib.suppress(Exception):  # closed meanwhile
             found = self._agent.getNotifs({}, self._ucx)
@@ -182,7 +198,7 @@ class Agent:
     # --- reads ---------------------------------------------------------------------------------------------
 
     def read(self, name: str, kind: Kind, its_kind: Kind, spans: Sequence[Span], notice: bytes) -> Read:
-        """Begin to copy spans from an agent's memory to here; it finds ``notice`` once all are done. Raises Lost."""
+        """Begin to copy spans from an agent's memory. It receives ``notice`` once all are done. Raises Lost."""
         nixl = self._nixl
         mine = nixl.nixlXferDList(self._types[kind], [(span.address, span.size, span.number) for span in spans])
         its = nixl.nixlXferDList(
@@ -198,36 +214,36 @@ class Agent:
 
 
 class Read:
-    """One under way. Not thread-safe. ``release`` it when it is done or has failed, and never before."""
+    """A read in progress. Not thread-safe. ``release`` it when it is done or has failed, not before."""
 
     def __init__(self, agent: Any, handle: int, success: Any) -> None:
         self._agent, self._handle, self._success = agent, handle, success
         self.over = False
-        """Nothing will be written here any more."""
+        """Whether it writes no more."""
 
     def begin(self) -> None:
-        """Raises Lost."""
-        self._ask(self._agent.postXferReq)
+        """Start the read. Raises Lost."""
+        self._check(self._agent.postXferReq)
 
     def done(self) -> bool:
         """Whether it is complete. Raises Lost if it failed."""
         if not self.over:
-            self._ask(self._agent.getXferStatus)
+            self._check(self._agent.getXferStatus)
         return self.over
 
-    def _ask(self, question: Callable[[int], Any]) -> None:
+    def _check(self, call: Callable[[int], Any]) -> None:
         try:
-            self.over = question(self._handle) == self._success
+            self.over = call(self._handle) == self._success
         except Exception as error:
             self.over = True
             self.release()
             raise Lost(f"a read failed ({error})") from error
 
     def wait(self, deadline: float, wanted: Callable[[], bool]) -> bool:
-        """Block until it is complete; False at the deadline (``time.monotonic``), or once it is not ``wanted``.
+        """Block until it is complete. False at the deadline (``time.monotonic``), or once ``wanted()`` is False.
 
-        Looks without a pause for 100 us, then after an eighth of the time that has passed, at most 1 ms. Each look
-        moves the data along where UCX needs a hand. Raises Lost.
+        Polls without a pause for 100 us, then after an eighth of the time that has passed, at most 1 ms. Each poll also
+        makes progress where UCX needs a thread for it. Raises Lost.
         """
         began = time.perf_counter()
         while not self.done():
@@ -240,7 +256,7 @@ class Read:
         return True
 
     def release(self) -> None:
-        """Let go of it. One that is under way is cancelled, but its memory may still be written for a while."""
+        """Free it. A read in progress is cancelled, but may still write its memory for a while."""
         handle, self._handle = self._handle, 0
         if handle:
             with contextlib.suppress(Exception):

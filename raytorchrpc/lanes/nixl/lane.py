@@ -1,15 +1,15 @@
 """The nixl lane: the receiver reads tensors out of the sender's memory, by RDMA where UCX has a device for it.
 
-CPU tensors: the sender copies into memory that stays registered, the receiver reads into such memory too and uses it
-there. CUDA tensors: the receiver reads out of the sender's allocation into one of its own, both registered once.
+CPU tensors: the sender copies them into memory that stays registered. The receiver reads into such memory too, and uses
+it there. CUDA tensors: the receiver reads out of the sender's allocation into one of its own. Each is registered once.
 
-NIXL knows no CUDA streams. The sender therefore waits, before it tells of a tensor, until the GPU has produced it.
-The receiver lets tensors arrive in memory of a stream on which nothing is ever queued: torch hands such memory out only
-when whatever used it last has run, so no work of the receiver's has to be waited for.
+NIXL does not know CUDA streams. The sender therefore waits until the GPU has produced a tensor before it announces it.
+The receiver lets tensors arrive in memory of a stream on which no work is ever queued: torch's allocator provides such
+memory only when the work that last used it is complete, so the receiver has nothing to wait for.
 
-Nothing is read straight into tensors that the receiver gives to be filled: they are copied out of that memory. A read
-that is given up, at its deadline for one, cannot be called back and may still write; then it writes where nobody looks.
-Host memory of the receiver's would have to be registered first too, which takes longer than the copy.
+No read goes directly into a receiver's own tensors; data is copied into them. A read that is abandoned, at its deadline
+for instance, cannot be cancelled and may still write, and then it writes into memory that is not in use. Host memory of
+the receiver would have to be registered first too, which takes longer than the copy.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -30,41 +31,27 @@ from raytorchrpc._compat import nixl_package
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane
 from raytorchrpc.lanes.common import packing
-from raytorchrpc.lanes.nixl.agent import Agent, Kind, Lost, Read, Span
+from raytorchrpc.lanes.common.exports import CallbackExport, Janitor
+from raytorchrpc.lanes.nixl.agent import Agent, Kind, Lost, Read, Span, ucx_settings
+from raytorchrpc.lanes.nixl.links import Link, Links
 from raytorchrpc.lanes.nixl.memory import NOTHING, Block, HostPool, Members, Place, Segments, check_members, lay_out
-from raytorchrpc.process import threads
+from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.tensors.bounds import checked, within
 from raytorchrpc.tensors.dtypes import Shape, view_at
 
-#: While exports wait to be fetched, their sender looks this often whether they have been (seconds).
-_JANITOR_S = 0.02
-#: And so often whether their receivers are still there (seconds).
+#: Pause between two rounds of the janitor (seconds).
+_PAUSE_S = 0.02
+#: Time between two checks whether the receivers of exports live (seconds).
 _CENSUS_S = 1.0
 _CLOSE_S = 1.5
-_QUESTION = b""  # a notice that says nothing; a lost peer shows when it is sent
+_PROBE = b""  # an empty notice: sending it shows that a peer is lost
 
 
 @dataclass(eq=False)
-class _Link:
-    """A peer, as far as this member reads from it."""
+class _Exported:
+    """An export in flight, and the memory that it keeps."""
 
-    agent: str
-    connection: bytes
-    cuda_obstacle: str | None
-    known: set[int] = field(default_factory=set)
-    """Its memory that this agent has been told of, by the peer's number."""
-    met: bool = False
-    lost: str | None = None
-    """Why nothing goes this way any more. It stays so: the sender may have used its memory for something else since."""
-    users: int = 0
-    """Reads under way."""
-
-
-@dataclass(eq=False)
-class _Out:
-    """An export on its way: what it keeps."""
-
-    link: _Link
+    link: Link
     blocks: Sequence[Block] = ()
     tensors: Sequence[torch.Tensor] = ()
 
@@ -82,82 +69,65 @@ class NixlLane(TensorLane):
     def __init__(
         self, capacity: int, devices: Sequence[int], timeout_s: float, settings: Mapping[str, str] | None = None
     ) -> None:
-        """``capacity``: of registered host memory, in bytes. ``devices``: local CUDA indices. ``timeout_s``: for one
-        message's data to arrive. ``settings``: of UCX, by name without ``UCX_``; those in the environment win.
+        """``capacity``: of registered host memory, in bytes. ``devices``: local CUDA indices. ``timeout_s``: for the
+        data of one message. ``settings``: UCX settings, by name without ``UCX_``; the environment overrides them.
         """
         self._capacity, self._devices, self._timeout_s = capacity, tuple(devices), timeout_s
         self._settings = dict(settings or {})
-        self._lock = threading.Condition()
-        self._links: dict[str, _Link] = {}
-        # What an earlier process of this member sent, and a peer still gives up, is none of these.
+        self._lock = threading.Lock()
+        self._links = Links()
+        # Random: a peer may still discard numbers of an earlier process of this member.
         self._numbers = itertools.count(random.SystemRandom().getrandbits(48))
-        self._out: dict[int, _Out] = {}
-        self._given_up: list[tuple[Read, _Link, Any]] = []
-        """Reads that nobody waits for any more, with the memory that they may still write."""
+        self._out: dict[int, _Exported] = {}
+        self._abandoned: list[tuple[Read, Link, Any]] = []
+        """Reads that no thread waits for any more, with the memory that they may still write."""
         self._landing: dict[int, torch.cuda.Stream] = {}
         self._cuda_obstacle: str | None = None
-        self._agent: Agent | None = None
-        self._reading = 0
-        self._closed = False
-        self._woken = threading.Event()
-        self._janitor: threading.Thread | None = None
+        self._next_census: float | None = None
+        self._janitor = Janitor("raytorchrpc-nixl", self._reclaim)
 
-    # --- who is there --------------------------------------------------------------------------------------
+    @property
+    def outstanding(self) -> int:
+        """Number of exports in flight."""
+        return len(self._out)
 
     def open(self) -> tuple[str, bytes, str | None]:
-        # Streams first: UCX looks for CUDA when the agent is made.
+        # Streams first: UCX looks for CUDA when the agent is created.
         self._landing = {index: torch.cuda.Stream(index) for index in self._devices}  # type: ignore[no-untyped-call]
         agent = Agent(nixl_package.nixl_package(), self._settings)
         self._pool, self._segments = HostPool(agent, self._capacity), Segments(agent)
         try:
             for index in self._devices:
                 self._segments.covering(self._room([(torch.uint8, (1,))], index))
-        except LaneUnavailable as error:  # CPU tensors can still go
+        except LaneUnavailable as error:  # CPU tensors can still be sent
             self._cuda_obstacle = error.reason
-        self._agent = agent
+        self._links.agent = agent
         return agent.name, agent.connection, self._cuda_obstacle
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
-        self._links.update((peer.peer, _Link(*peer.address)) for peer in peers)
-
-    def _known(self, peer: str) -> tuple[Agent, _Link]:
-        agent, link = self._agent, self._links.get(peer)
-        if agent is None or self._closed:
-            raise LaneUnavailable(self.name, "the lane is closed")
-        if link is None:
-            raise LaneUnavailable(self.name, f"member {peer!r} is not known here, or gone")
-        return agent, link
-
-    def _meet(self, agent: Agent, link: _Link) -> None:
-        """Raises Lost."""
-        with self._lock:
-            if link.lost is not None:
-                raise Lost(link.lost)
-            if not link.met:
-                agent.meet(link.connection)
-                link.met = True
+        self._links.add(peers)
 
     # --- sending -------------------------------------------------------------------------------------------
 
     def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[int, int]) -> Export:
-        agent, link = self._known(peer)
+        agent, link = self._links.get(peer)
         if link.lost is not None:
-            raise LaneUnavailable(self.name, f"the way to {peer!r} broke: {link.lost}")
+            raise LaneUnavailable(self.name, f"the connection to {peer!r} broke: {link.lost}")
         self._collect(agent)
         if tensors and tensors[0].is_cuda:
-            out, told = self._export_cuda(tensors, link, devices)
+            out, described = self._export_cuda(tensors, link, devices)
         else:
             blocks, places, members = lay_out(self._pool, tensors)
-            out, told = _Out(link, blocks=blocks), (None, places, members)
+            out, described = _Exported(link, blocks=blocks), (None, places, members)
         with self._lock:
             number = next(self._numbers)
             self._out[number] = out
-        self._watch()
-        return _NixlExport(self, number, (number, *told))
+        self._janitor.wake()
+        return CallbackExport((number, *described), partial(self._release, number), self.reap)
 
     def _export_cuda(
-        self, tensors: Sequence[torch.Tensor], link: _Link, devices: Mapping[int, int]
-    ) -> tuple[_Out, tuple[Any, ...]]:
+        self, tensors: Sequence[torch.Tensor], link: Link, devices: Mapping[int, int]
+    ) -> tuple[_Exported, tuple[Any, ...]]:
         for obstacle, whose in ((self._cuda_obstacle, "here"), (link.cuda_obstacle, "at the peer")):
             if obstacle is not None:
                 raise LaneUnavailable(self.name, f"no CUDA tensors {whose}: {obstacle}")
@@ -180,19 +150,19 @@ class NixlLane(TensorLane):
             produced = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             produced.record(stream)
             produced.synchronize()
-        return _Out(link, tensors=kept), (devices[source], tuple(places), tuple(members))
+        return _Exported(link, tensors=kept), (devices[source], tuple(places), tuple(members))
 
-    def take_back(self, number: int) -> None:
-        """An export that nobody is going to fetch, or that has been."""
+    def _release(self, number: int) -> None:
+        """Release an export that has been fetched, or will not be. Idempotent."""
         with self._lock:
             out = self._out.pop(number, None)
         for block in out.blocks if out else ():
             self._pool.give(block)
 
-    def tidy(self) -> None:
-        """Let go of what has been fetched or discarded."""
-        agent = self._agent
-        if agent is not None and not self._closed:
+    def reap(self) -> None:
+        """Release what has been fetched or discarded."""
+        agent = self._links.agent
+        if agent is not None and not self._links.closed:
             self._collect(agent)
 
     def _collect(self, agent: Agent) -> None:
@@ -201,55 +171,40 @@ class NixlLane(TensorLane):
                 if notice.isdigit():
                     out = self._out.get(int(notice))
                     if out is not None and out.link.agent == name:
-                        self.take_back(int(notice))
+                        self._release(int(notice))
 
-    def _watch(self) -> None:
-        with self._lock:
-            if self._janitor is None and not self._closed:
-                self._start_janitor()
-        self._woken.set()
+    def _reclaim(self) -> float | None:
+        """See Janitor. Needed for results, whose receivers confirm nothing, and for abandoned reads."""
+        if self._links.closed:
+            return None
+        self.reap()
+        self._drop_abandoned()
+        if self._next_census is not None and time.monotonic() > self._next_census:
+            self._drop_lost()
+            self._next_census = None
+        if not self._out and not self._abandoned:
+            self._next_census = None
+            return None
+        self._next_census = self._next_census or time.monotonic() + _CENSUS_S
+        return _PAUSE_S
 
-    def _start_janitor(self) -> None:
-        try:
-            self._janitor = threads.start(self._look_after, name="raytorchrpc-nixl")
-        except threads.ThreadShortage as error:  # the next export tries again
-            threads.report(error, "memory of tensors that were sent is given back late")
-
-    def _look_after(self) -> None:
-        threads.serve(self._look_while_needed, "the janitor of nixl")
-
-    def _look_while_needed(self) -> bool:
-        """Results that nobody answers for, and reads that nobody waits for: look from time to time."""
-        self._woken.wait()
-        census = time.monotonic() + _CENSUS_S
-        while (self._out or self._given_up) and not self._closed:
-            self.tidy()
-            self._drop_given_up()
-            if time.monotonic() > census:
-                self._drop_for_the_lost()
-                census = time.monotonic() + _CENSUS_S
-            threading.Event().wait(_JANITOR_S)
-        with self._lock:
-            if not self._out and not self._given_up and not self._closed:
-                self._woken.clear()
-        return not self._closed
-
-    def _drop_for_the_lost(self) -> None:
-        agent = self._agent
+    def _drop_lost(self) -> None:
+        """Release what was exported to peers that are lost."""
+        agent = self._links.agent
         for link in {out.link for out in list(self._out.values())}:
             if agent is None:
                 return
             try:
-                self._meet(agent, link)
-                agent.notify(link.agent, _QUESTION)
+                self._links.connect(agent, link)
+                agent.notify(link.agent, _PROBE)
             except Lost as error:
                 link.lost = str(error)
                 self._drop(link)
 
-    def _drop(self, link: _Link) -> None:
+    def _drop(self, link: Link) -> None:
         for number, out in list(self._out.items()):
             if out.link is link:
-                self.take_back(number)
+                self._release(number)
 
     # --- receiving -----------------------------------------------------------------------------------------
 
@@ -258,62 +213,35 @@ class NixlLane(TensorLane):
         self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
     ) -> list[torch.Tensor]:
         try:
-            agent, link = self._known(peer)
+            agent, link = self._links.get(peer)
         except LaneUnavailable as error:
             raise PeerLost(peer, error.reason) from error
         number, target, places, members = descriptor
         if target is not None and target not in self._devices:
             raise LaneUnavailable(self.name, f"{peer!r} sends to cuda:{target}, which was not opened for this lane")
         self._collect(agent)
-        with self._using(agent, link):
+        with self._links.reading_from(agent, link):
             try:
-                self._meet(agent, link)
-                self._learn(agent, link, places)
+                self._links.connect(agent, link)
+                self._links.load(agent, link, places)
                 if target is None:
-                    # What is copied out at once is not kept for long.
+                    # Blocks that are copied out at once are not kept for long.
                     crowded = (into is None or any(one is None for one in into)) and self._pool.crowded()
                     return self._fetch_cpu(agent, link, number, places, members, shapes, crowded)
                 return self._fetch_cuda(agent, link, number, target, places, members, shapes)
-            except _GivenUp as error:
+            except _Abandoned as error:
                 raise PeerLost(peer, str(error)) from error
             except Lost as error:
                 link.lost = str(error)
                 raise PeerLost(peer, str(error)) from error
-            except Exception:  # no memory left here, for one: nothing has been read
+            except Exception:  # for instance, no memory is left: nothing has been read
                 self.discard(peer, descriptor)
                 raise
-
-    @contextlib.contextmanager
-    def _using(self, agent: Agent, link: _Link) -> Iterator[None]:
-        with self._lock:
-            link.users += 1
-            self._reading += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._reading -= 1
-                self._lock.notify_all()
-            self._unused(agent, link)
-
-    def _unused(self, agent: Agent, link: _Link) -> None:
-        """A read from a peer has ended."""
-        with self._lock:
-            link.users -= 1
-            if link.lost is not None and not link.users and link.met:
-                link.met = False
-                agent.forget(link.agent)
-
-    def _learn(self, agent: Agent, link: _Link, places: Sequence[Place]) -> None:
-        for number, blob, _, size in places:
-            if size and number not in link.known:
-                agent.learn(blob)
-                link.known.add(number)
 
     def _fetch_cpu(
         self,
         agent: Agent,
-        link: _Link,
+        link: Link,
         number: int,
         places: Sequence[Place],
         members: Sequence[Members],
@@ -331,23 +259,23 @@ class NixlLane(TensorLane):
                 for place, block in zip(filter(itemgetter(3), places), blocks, strict=True)
             ]
             self._read(agent, link, "cpu", spans, number, blocks)
-        except _GivenUp:
-            raise  # the blocks may still be written
-        except Exception:  # an interrupt may have come before or after the read was given up: then they stay
+        except _Abandoned:
+            raise  # the read may still write into the blocks
+        except Exception:  # not for an interrupt, which may come before or after the read is abandoned
             for block in blocks:
                 self._pool.give(block)
             raise
         left = iter(blocks)
         arrived: dict[int, torch.Tensor] = {}
         for place, group in zip(places, members, strict=True):
-            flat = self._pool.give_away(next(left), place[3], copy=crowded) if place[3] else torch.empty(0)
+            flat = self._pool.as_tensor(next(left), place[3], copy=crowded) if place[3] else torch.empty(0)
             arrived.update((index, view_at(flat, offset, shapes[index])) for index, offset in group)
         return [arrived[index] for index in range(len(shapes))]
 
     def _fetch_cuda(
         self,
         agent: Agent,
-        link: _Link,
+        link: Link,
         number: int,
         target: int,
         places: Sequence[Place],
@@ -376,7 +304,7 @@ class NixlLane(TensorLane):
         with torch.cuda.stream(landing):
             return packing.room(shapes, torch.device("cuda", device))
 
-    def _read(self, agent: Agent, link: _Link, kind: Kind, spans: Sequence[Span], number: int, into: Any) -> None:
+    def _read(self, agent: Agent, link: Link, kind: Kind, spans: Sequence[Span], number: int, into: Any) -> None:
         """Block until all has arrived in ``into``. Raises Lost."""
         notice = b"%d" % number
         if not spans:
@@ -385,92 +313,71 @@ class NixlLane(TensorLane):
         deadline = time.monotonic() + self._timeout_s
         read = agent.read(link.agent, kind, kind, spans, notice)
         try:
-            arrived = read.wait(deadline, lambda: link.lost is None and not self._closed)
+            arrived = read.wait(deadline, lambda: link.lost is None and not self._links.closed)
         finally:
             if not read.over:
-                self._give_up(read, link, into)
+                self._abandon(read, link, into)
         if not arrived:
-            if self._closed:
-                raise _GivenUp("the lane was closed meanwhile")
+            if self._links.closed:
+                raise _Abandoned("the lane was closed meanwhile")
             if link.lost is not None:
-                raise _GivenUp(link.lost)
-            raise _GivenUp(f"its data did not arrive within {self._timeout_s:g} s")
+                raise _Abandoned(link.lost)
+            raise _Abandoned(f"its data did not arrive within {self._timeout_s:g} s")
 
-    def _give_up(self, read: Read, link: _Link, into: Any) -> None:
+    def _abandon(self, read: Read, link: Link, into: Any) -> None:
+        self._links.retain(link)
         with self._lock:
-            link.users += 1
-            self._given_up.append((read, link, into))
-        self._watch()
+            self._abandoned.append((read, link, into))
+        self._janitor.wake()
 
-    def _drop_given_up(self) -> None:
-        agent = self._agent
-        for entry in list(self._given_up):
+    def _drop_abandoned(self) -> None:
+        """Release abandoned reads that have ended meanwhile, and their memory."""
+        for entry in list(self._abandoned):
             read, link, into = entry
             with contextlib.suppress(Lost):
                 if not read.done():
                     continue
                 read.release()
-            self._given_up.remove(entry)
+            self._abandoned.remove(entry)
             for block in into:
                 if isinstance(block, Block):
                     self._pool.give(block)
-            if agent is not None:
-                self._unused(agent, link)
+            self._links.release(self._links.agent, link)
 
     def discard(self, peer: str, descriptor: Any) -> None:
         with contextlib.suppress(LaneUnavailable, Lost):
-            agent, link = self._known(peer)
-            self._meet(agent, link)
+            agent, link = self._links.get(peer)
+            self._links.connect(agent, link)
             agent.notify(link.agent, b"%d" % descriptor[0])
 
     # --- the end ---------------------------------------------------------------------------------------------
 
     def disconnect(self, peer: str) -> None:
-        link = self._links.pop(peer, None)
-        if link is None:
-            return
-        self._drop(link)
-        link.lost = "it left the group, or died"  # whoever reads from it gives up
-        if self._agent is not None:
-            with self._lock:
-                link.users += 1
-            self._unused(self._agent, link)
+        link = self._links.remove(peer, "it left the group, or died")
+        if link is not None:
+            self._drop(link)
 
     def close(self) -> None:
-        self._closed = True
-        self._woken.set()
-        agent = self._agent
-        with self._lock:
-            self._lock.wait_for(lambda: not self._reading, _CLOSE_S)
-            self._agent = None
+        self._links.closed = True
+        agent = self._links.close(_CLOSE_S)
         if agent is None:
             return
-        if self._janitor is not None and self._janitor is not threading.current_thread():
-            self._janitor.join(_CLOSE_S)
-        for read, _, _ in self._given_up:
+        self._janitor.close(_CLOSE_S)
+        for read, _, _ in self._abandoned:
             read.release()
-        self._given_up.clear()
+        self._abandoned.clear()
         for number in list(self._out):
-            self.take_back(number)
-        for link in self._links.values():
-            if link.met:
-                agent.forget(link.agent)
+            self._release(number)
+        self._links.disconnect_all(agent)
         self._segments.close()
         self._pool.close()
         agent.close()
 
 
-class _GivenUp(Lost):
-    """A read was left under way."""
+class _Abandoned(Lost):
+    """A read was left in progress."""
 
 
-class _NixlExport(Export):
-    def __init__(self, lane: NixlLane, number: int, descriptor: Any) -> None:
-        self._lane, self._number = lane, number
-        self.descriptor = descriptor
-
-    def cancel(self) -> None:
-        self._lane.take_back(self._number)
-
-    def finished(self) -> None:
-        self._lane.tidy()
+def make(setup: LaneSetup) -> NixlLane:
+    """See registry.Lane.make."""
+    return NixlLane(setup.capacity, setup.devices, setup.config.rpc_timeout_s, ucx_settings(setup))

@@ -1,7 +1,7 @@
-"""Memory that is registered with NIXL and stays so, because registering costs more than most transfers.
+"""Memory that stays registered with NIXL, because registering costs more than most transfers.
 
-``HostPool``: blocks of host memory, used again and again. ``Segments``: the allocations of torch's CUDA allocator,
-each registered whole when a tensor on it is first used.
+``HostPool``: reusable blocks of host memory. ``Segments``: allocations of torch's CUDA allocator, each registered as a
+whole when a tensor in it is first used.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.nixl.agent import LANE, Agent, Registered
 from raytorchrpc.process.cuda_driver import driver
 from raytorchrpc.tensors.bounds import within
-from raytorchrpc.tensors.dtypes import Shape, numbers, view_at
+from raytorchrpc.tensors.dtypes import Shape, as_copyable, view_at
 
 _SMALLEST = 1 << 16
 _ALIGN = 64
-#: From here on a CPU tensor has a block of its own, so that keeping it keeps nothing else (bytes).
+#: A CPU tensor of this size or more has a block of its own, so that keeping it keeps no other alive (bytes).
 _OWN_BLOCK = 1 << 20
 
-#: What a receiver is told of one piece of a message: its memory's number and blob (see ``Registered``), address, bytes.
+#: A piece of a message, for its receiver: number and blob of its memory (see ``Registered``), address, bytes.
 Place = tuple[int, bytes, int, int]
 NOTHING: Place = (0, b"", 0, 0)
 #: The tensors in a piece: (position, offset in it).
@@ -37,7 +37,7 @@ Members = tuple[tuple[int, int], ...]
 
 
 class Block:
-    """A piece of registered host memory. Whoever took it gives it back once."""
+    """A block of registered host memory, which its user gives back once."""
 
     __slots__ = ("bytes", "memory", "size")
 
@@ -54,15 +54,15 @@ class Block:
         self.memory: Registered = agent.register("cpu", self.bytes.ctypes.data, size)
 
     def tensor(self, size: int) -> torch.Tensor:
-        """Its first bytes, flat."""
+        """Return its first bytes as a flat tensor."""
         return torch.from_numpy(self.bytes[:size])
 
 
 class HostPool:
-    """Thread-safe. Sizes are rounded up by an eighth at most, so that blocks fit again."""
+    """A pool of blocks. Thread-safe. Sizes are rounded up, by an eighth at most, so that blocks can be reused."""
 
     def __init__(self, agent: Agent, capacity: int) -> None:
-        """``capacity``: bytes at most, in use or kept for later."""
+        """``capacity``: most bytes, in use or spare."""
         self.capacity = capacity
         self._agent = agent
         self._lock = threading.Lock()
@@ -75,19 +75,19 @@ class HostPool:
 
     @property
     def used(self) -> int:
-        """Bytes that are out."""
+        """Bytes in use."""
         with self._lock:
             self._collect()
             return self._total - self._spare
 
     def crowded(self) -> bool:
-        """Whether more than half is out."""
+        """Whether more than half of the capacity is in use."""
         return self.used * 2 > self.capacity
 
     def take(self, size: int, *, beyond: bool = False) -> Block:
-        """A block of at least ``size`` bytes; ``beyond``: even if the pool is full.
+        """Take a block of at least ``size`` bytes. ``beyond``: even if the pool is full.
 
-        Registers new memory if none is left that fits. Raises LaneUnavailable.
+        Registers new memory if no spare block fits. Raises LaneUnavailable.
         """
         size = _rounded(size)
         with self._lock:
@@ -103,7 +103,7 @@ class HostPool:
                 raise LaneUnavailable(
                     LANE,
                     f"no room for {size} bytes: {(self._total - self._spare) >> 20} MiB of {self.capacity >> 20} MiB "
-                    f"are on their way or still used; clone() what is kept, or raise GroupConfig.shm_bytes",
+                    f"are in flight or in use; clone() tensors that are kept, or raise GroupConfig.shm_bytes",
                 )
             self._total += size
         try:
@@ -114,13 +114,13 @@ class HostPool:
             raise
 
     def give(self, block: Block) -> None:
-        """Give a block back. Takes no lock: also called while garbage is collected, on any thread."""
+        """Give a block back. Takes no lock, because finalizers call it too, on any thread."""
         self._returned.append(block)
 
-    def give_away(self, block: Block, size: int, *, copy: bool) -> torch.Tensor:
-        """The block's first bytes as a flat tensor of uint8; it comes back when nothing uses them any more.
+    def as_tensor(self, block: Block, size: int, *, copy: bool) -> torch.Tensor:
+        """Return the block's first bytes as a flat uint8 tensor. The block is given back when no tensor uses them.
 
-        ``copy``: give a copy instead, and take the block back at once.
+        ``copy``: return a copy instead, and give the block back at once.
         """
         if copy:
             copied = block.tensor(size).clone()
@@ -131,7 +131,7 @@ class HostPool:
         return torch.from_numpy(view)
 
     def close(self) -> None:
-        """Deregister everything. What tensors still use stays theirs, as plain memory."""
+        """Deregister all memory. Tensors keep what they use, as ordinary memory."""
         with self._lock:
             self._closed = True
             self._collect()
@@ -175,7 +175,7 @@ def _came_back(
 
 
 def _rounded(size: int) -> int:
-    """The next of eight sizes between a power of two and the next."""
+    """Round up to one of eight sizes between two powers of two."""
     if size <= _SMALLEST:
         return _SMALLEST
     step = 1 << ((size - 1).bit_length() - 4)
@@ -185,7 +185,7 @@ def _rounded(size: int) -> int:
 def lay_out(
     pool: HostPool, tensors: Sequence[torch.Tensor]
 ) -> tuple[list[Block], tuple[Place, ...], tuple[Members, ...]]:
-    """Copy CPU tensors into blocks: these, and what a receiver needs. Raises LaneUnavailable."""
+    """Copy CPU tensors into blocks. Returns the blocks, and what a receiver needs. Raises LaneUnavailable."""
     blocks: list[Block] = []
     places: list[Place] = []
     pieces = _pieces([tensor.nbytes for tensor in tensors])
@@ -203,7 +203,7 @@ def lay_out(
                 if tensor.is_contiguous():
                     ctypes.memmove(block.memory.address + offset, tensor.data_ptr(), tensor.nbytes)
                 else:
-                    strided = numbers(tensor)
+                    strided = as_copyable(tensor)
                     view_at(flat, offset, (strided.dtype, tuple(strided.shape))).copy_(strided)
     except BaseException:
         for block in blocks:
@@ -213,7 +213,7 @@ def lay_out(
 
 
 def _pieces(sizes: Sequence[int]) -> list[tuple[int, Members]]:
-    """Pieces of a message, with their bytes: large tensors alone, small ones together."""
+    """Return the pieces of a message with their bytes: large tensors alone, small ones together."""
     pieces: list[tuple[int, Members]] = []
     small: list[tuple[int, int]] = []
     filled = 0
@@ -229,7 +229,7 @@ def _pieces(sizes: Sequence[int]) -> list[tuple[int, Members]]:
 
 
 def check_members(places: Sequence[Place], members: Sequence[Members], shapes: Sequence[Shape]) -> None:
-    """That the tensors of each piece lie in it, and that it is no larger than they need. Raises OutOfBounds."""
+    """Check that the tensors of each piece lie in it, and that it is no larger than needed. Raises OutOfBounds."""
     for (_, _, _, size), group in zip(places, members, strict=True):
         sizes = [math.prod(shapes[index][1]) * shapes[index][0].itemsize for index, _ in group]
         within(0, size, sum(sizes) + _ALIGN * len(sizes))
@@ -239,16 +239,16 @@ def check_members(places: Sequence[Place], members: Sequence[Members], shapes: S
 
 
 class Segments:
-    """Thread-safe. An allocation that was freed is found out, and deregistered, when the next one is registered."""
+    """Registered CUDA allocations. Thread-safe. Freed ones are deregistered when the next one is registered."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._lock = threading.Lock()
         self._known: dict[int, Registered] = {}
-        """By the allocation's identity, which never comes back."""
+        """By the allocation's identity, which is never reused."""
 
     def covering(self, tensor: torch.Tensor) -> Registered:
-        """The registered allocation that a CUDA tensor, not empty, lies in. Raises LaneUnavailable."""
+        """Return the registered allocation that contains a CUDA tensor, which is not empty. Raises LaneUnavailable."""
         pointer, device = tensor.data_ptr(), tensor.device.index
         with driver().on(device):
             base, identity = driver().allocation(pointer)
@@ -265,12 +265,12 @@ class Segments:
             try:
                 alive = driver().allocation(memory.address) == (memory.address, identity)
             except LaneUnavailable:
-                alive = False  # no allocation is there now
+                alive = False  # there is no allocation now
             if not alive:
                 self._agent.deregister(self._known.pop(identity))
 
     def close(self) -> None:
-        """Deregister everything."""
+        """Deregister all allocations."""
         with self._lock:
             for memory in self._known.values():
                 self._agent.deregister(memory)

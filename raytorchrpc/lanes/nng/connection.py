@@ -1,8 +1,7 @@
-"""One proved connection of the nng lane, and a call under way on it."""
+"""One authenticated connection of the nng lane, and the calls in flight on it."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,52 +12,50 @@ import torch
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RpcTimeout
 from raytorchrpc.lanes.base import Message
 from raytorchrpc.lanes.common import frames
-from raytorchrpc.lanes.common.pending import SettledPending, lose_all, settle
+from raytorchrpc.lanes.common.pending import PendingReply, complete_with, fail_all
 from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection
 from raytorchrpc.lanes.nng.sockets import PairSocket
 from raytorchrpc.tensors.codec import Encoded
 
-logger = logging.getLogger(__name__)
-
 _CLOSED = "connection closed (the process ended or left the group)"
-#: Messages read from one line before the others have their turn.
-_TURN = 64
+#: Messages read from one connection before others are read.
+_BATCH = 64
 
 
-class Channel:
-    """A wire as the handshake wants it; see _handshake.Stream."""
+class HandshakeStream:
+    """A pair socket as a byte stream; see handshake.Stream."""
 
-    def __init__(self, wire: PairSocket) -> None:
-        self._wire = wire
+    def __init__(self, sock: PairSocket) -> None:
+        self._sock = sock
         self._rest = b""
         self._timeout: float | None = None
 
     def settimeout(self, seconds: float | None) -> None:
-        """For each step that follows."""
+        """Set the limit of each following operation."""
         self._timeout = seconds
 
     def sendall(self, data: bytes) -> None:
         """Send. Raises OSError."""
         until = time.monotonic() + (self._timeout or 0.0)
-        self._wire.send([data], lambda: until)
+        self._sock.send([data], lambda: until)
 
     def recv(self, size: int) -> bytes:
-        """At most ``size`` bytes; none once the other end hung up. Raises OSError, TimeoutError."""
+        """Return at most ``size`` bytes; none once the other end hung up. Raises OSError or TimeoutError."""
         until = time.monotonic() + (self._timeout or 0.0)
         while not self._rest:
-            gone = self._wire.gone
-            if (arrived := self._wire.receive()) is not None:
+            gone = self._sock.gone
+            if (arrived := self._sock.receive()) is not None:
                 self._rest = bytes(arrived)
             elif gone:
                 return b""
-            elif not self._wire.await_data(until):
+            elif not self._sock.await_data(until):
                 raise TimeoutError
         taken, self._rest = self._rest[:size], self._rest[size:]
         return taken
 
 
 class _Assembly:
-    """Puts frames together from messages: one whole, or one after the other in pieces."""
+    """Assembles frames from messages, each of which holds a whole frame or the next piece of one."""
 
     def __init__(self) -> None:
         self._large: torch.Tensor | None = None
@@ -66,7 +63,7 @@ class _Assembly:
         self._unread: frames.Unread | None = None
 
     def add(self, data: Any) -> frames.Frame | None:
-        """The frame that this completes, if any. Raises ValueError for what is none."""
+        """Return the frame that this message completes, if any. Raises ValueError for anything else."""
         if self._large is not None:
             return self._fill(data)
         if self._unread is not None:
@@ -77,13 +74,13 @@ class _Assembly:
         if len(data) < size:
             try:
                 self._large, self._filled = torch.empty(size, dtype=torch.uint8), 0
-            except (MemoryError, RuntimeError):  # torch's allocator raises the latter
+            except (MemoryError, RuntimeError):  # torch raises RuntimeError
                 self._unread = frames.Unread(size)
                 return self._skip(self._unread, data)
             return self._fill(data)
         if len(data) > size:
             raise ValueError("more than a frame")
-        # Tensors are views of nng's own memory.
+        # The frame's tensors are views of nng's own memory.
         return frames.parse(memoryview(data), torch.frombuffer(data, dtype=torch.uint8) if size > tensors else None)
 
     def _fill(self, data: Any) -> frames.Frame | None:
@@ -108,23 +105,24 @@ class _Assembly:
         return unread.frame()
 
 
-class Line:
-    """Requests go out and replies come in (``peer`` is set), or the other way round. One thread reads."""
+class Connection:
+    """Sends requests and receives replies (``peer`` is set), or receives requests. One thread reads it."""
 
     def __init__(
-        self, wire: PairSocket, protection: Protection | None, peer: str | None, ended: Callable[[Line], None]
+        self, sock: PairSocket, protection: Protection | None, peer: str | None, on_end: Callable[[Connection], None]
     ) -> None:
-        """``protection``: of each message of nng's. ``ended``: called once, before the wire is closed: whoever reads it
-        is to stop."""
-        self.wire, self.peer = wire, peer
+        """``protection``: of each nng message. ``on_end``: called once, before the socket is closed, to stop
+        reading.
+        """
+        self.sock, self.peer = sock, peer
         self._seal = None if protection is None else protection.seal
         self._incoming = None if protection is None else protection.incoming
         self._decrypt = None if protection is None else protection.decrypt
-        self._on_end = ended
+        self._on_end = on_end
         self._assembly = _Assembly()
         self._sending = threading.Lock()
         self._state = threading.Lock()
-        self._pending: dict[int, SettledPending] = {}
+        self._pending: dict[int, PendingReply] = {}
         self._calls = 0
         self._ended: str | None = None
 
@@ -133,10 +131,10 @@ class Line:
         """Whether it can carry nothing more."""
         return self._ended is not None
 
-    def call(self, message: Message, deadline: float, settled: Callable[[], None] | None = None) -> SettledPending:
+    def call(self, message: Message, deadline: float, on_released: Callable[[], None] | None = None) -> PendingReply:
         """Send a request. Raises LaneUnavailable, PeerLost, RpcTimeout."""
         check_carried(message.body)
-        pending = SettledPending(settled)
+        pending = PendingReply(on_released)
         with self._state:
             if self._ended is not None:
                 raise PeerLost(self.peer or "?", self._ended, may_have_run=False)
@@ -152,7 +150,7 @@ class Line:
         return pending
 
     def reply(self, number: int, message: Message, patience_s: float) -> None:
-        """Answer a request. Raises LaneUnavailable, PeerLost, RpcTimeout; ``patience_s`` is for each piece."""
+        """Answer a request; each piece may take ``patience_s``. Raises LaneUnavailable, PeerLost, RpcTimeout."""
         check_carried(message.body)
 
         def until() -> float:
@@ -166,23 +164,23 @@ class Line:
         try:
             if self._ended is not None:
                 raise ConnectionResetError(self._ended)
-            self.wire.send(buffers, until, self._seal)
+            self.sock.send(buffers, until, self._seal)
             return
         except (OSError, MemoryError) as error:
             reason = str(error)
         finally:
             self._sending.release()
-        # Half of a message may be on its way, and nothing can follow it.
+        # A part of the frame may have been sent, and no other frame can follow it.
         self.end(reason)
         raise PeerLost(self.peer or "the caller", reason, may_have_run=False)
 
     def read(self) -> list[frames.Frame]:
-        """Take what arrived, without blocking: completes the calls whose replies came, returns the requests."""
-        gone = self.wire.gone  # asked first: what arrived before that is still served
+        """Read without blocking: completes the calls whose replies have arrived, and returns the requests."""
+        gone = self.sock.gone  # read first: data that arrived before the end is still served
         requests: list[frames.Frame] = []
         try:
-            for _ in range(_TURN):
-                data = self.wire.receive()
+            for _ in range(_BATCH):
+                data = self.sock.receive()
                 if data is None:
                     if gone:
                         self.end(_CLOSED)
@@ -200,28 +198,28 @@ class Line:
                     with self._state:
                         pending = self._pending.pop(frame.call, None)
                     if pending is not None:
-                        settle(pending, frame.message)
+                        complete_with(pending, frame.message)
         except Exception as error:
             self.end(f"connection broke: {error}")
         return requests
 
     def end(self, reason: str) -> None:
-        """Close; every call under way fails with PeerLost. Not while sending."""
+        """Close; calls in flight fail with PeerLost. Idempotent. Not to be called while sending."""
         with self._state:
             if self._ended is not None:
                 return
             self._ended = reason
-        try:  # without memory, too: the other end has to hear of it, and those who wait
-            self.wire.hang_up()
+        try:  # even if memory runs out, both the other end and the waiting callers must be told
+            self.sock.hang_up()
             self._on_end(self)
         finally:
-            lose_all(self._pending, self.peer or "?", reason)
-            with self._sending:  # who was sending has been woken
-                self.wire.close()
+            fail_all(self._pending, self.peer or "?", reason)
+            with self._sending:  # a thread that was sending has been woken
+                self.sock.close()
 
 
 def check_carried(body: Encoded) -> None:
-    """Raise LaneUnavailable for what cannot travel here, before a byte of it does."""
+    """Raise LaneUnavailable for a body that this lane cannot carry."""
     if body.rrefs:
         raise LaneUnavailable("nng", "it carries no RRefs; allow torchrpc in GroupConfig.lanes")
     if any(not tensor.is_cpu for tensor in body.tensors):

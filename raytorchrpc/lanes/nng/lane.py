@@ -1,55 +1,32 @@
 """The nng lane: calls with any number of CPU tensors over nng's Pair protocol, within a host and between hosts.
 
-It needs no torchrpc, and it authenticates. A member listens at a door, where a peer asks for a wire: nng's Pair takes
-one peer per socket, so each connection gets one of its own. On it both ends prove that they have the group's secret
-before anything is served. One thread reads all wires of a member; methods run on the member's own threads.
+It does not need torchrpc, and authenticates both ends of every connection. One thread reads all connections of a
+member; methods run on the member's own threads.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import select
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
+from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
-from raytorchrpc.lanes.common import handshake
-from raytorchrpc.lanes.common.credentials import Credentials, Identity, Instance
-from raytorchrpc.lanes.common.protection import Protection, secure_accepted, secure_stream
+from raytorchrpc.lanes.common.credentials import Credentials
+from raytorchrpc.lanes.common.peer_connections import PeerConnections
+from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.nng import sockets
-from raytorchrpc.lanes.nng.connection import Channel, Line
-from raytorchrpc.process import fork, threads
+from raytorchrpc.lanes.nng.acceptor import Acceptor, NngAddress, dial
+from raytorchrpc.lanes.nng.connection import Connection
+from raytorchrpc.lanes.setup import LaneSetup
+from raytorchrpc.process import threads
 
-logger = logging.getLogger(__name__)
-
-#: Time for a connection to be made and proved (seconds), at most; a call's deadline may cut it.
-CONNECT_TIMEOUT_S = 10.0
-#: A reply ends its connection if no piece of it was taken for this long (seconds).
+#: A reply that makes no progress for this long ends its connection (seconds).
 REPLY_PATIENCE_S = 10.0
-#: Wires being proved at a time besides one for each peer, as all may come at once, to a member that is back for
-#: instance; for one more, the oldest is hung up on.
-_HANDSHAKES = 16
-_ATTEMPTS = 3
-#: Values that an NngServer sends at a time.
-_SERVING = 4
-_SERVER = "the process that offers values"
-#: What a peer asks for at the door.
-_LOCAL, _TCP = b"raytorchrpc/1 local", b"raytorchrpc/1 tcp"
-
-
-class NngAddress(NamedTuple):
-    """Where a member's door is, as URLs."""
-
-    local: str
-    """In Linux's abstract socket namespace: no file, gone with the process."""
-    tcp: str | None
-    instance: Instance
-    """Which process listens there."""
 
 
 class NngLane(MessageLane):
@@ -61,17 +38,13 @@ class NngLane(MessageLane):
     )
 
     def __init__(self, me: str, credentials: Credentials, *, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
-        """``tcp_host``: address to listen on for other hosts, None for none. ``by_tcp``: the peers there."""
+        """``tcp_host``: address to listen on for other hosts, or None. ``by_tcp``: the peers on other hosts."""
         self._me, self._credentials = me, credentials
         self._tcp_host, self._by_tcp = tcp_host, by_tcp
-        self._address = NngAddress("", None, credentials.instance)  # until it listens, if it does
-        self._addresses: dict[str, NngAddress] = {}
-        self._lines: dict[str, Line] = {}
-        self._connecting: dict[str, threading.Lock] = {}
-        self._by_fd: dict[int, Line] = {}
-        self._proving: dict[sockets.PairSocket, None] = {}  # oldest first
+        self._peers: PeerConnections[Connection] = PeerConnections(self._connect)
+        self._by_fd: dict[int, Connection] = {}
         self._lock = threading.Lock()
-        self._door: sockets.Door | None = None
+        self._acceptor = Acceptor(me, credentials, lambda: len(self._peers.addresses), self._admit)
         self._reader: threading.Thread | None = None
         self._closed = False
         self._epoll = select.epoll()
@@ -82,40 +55,33 @@ class NngLane(MessageLane):
 
     def open(self, serve: Serve, spawn: Spawn) -> NngAddress:
         self._serve, self._spawn = serve, spawn
-        self._door = door = sockets.Door()
         try:
-            local = door.listen(_local_url())
-            tcp = None if self._tcp_host is None else door.listen(_tcp_url(self._tcp_host))
+            address = self._acceptor.open(self._tcp_host)
         except OSError as error:
-            door.close()
             raise LaneUnavailable(self.name, f"cannot listen: {error}") from error
-        self._address = NngAddress(local, tcp, self._credentials.instance)
-        self._epoll.register(door.fd, select.EPOLLIN)
+        self._epoll.register(self._acceptor.fd, select.EPOLLIN)
         try:
-            self._start_reader()
+            self.start_reader()
         except threads.ThreadShortage as error:
-            door.close()
+            self._acceptor.close()
             raise LaneUnavailable(self.name, str(error)) from error
-        return self._address
+        return address
 
     def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> NngAddress | None:
         self._by_tcp = by_tcp
-        if tcp_host is None or self._tcp_host is not None or self._door is None:
+        if tcp_host is None or self._acceptor.address.tcp is not None or self._acceptor.fd < 0:
             return None
         try:
-            self._address = self._address._replace(tcp=self._door.listen(_tcp_url(tcp_host)))
+            return self._acceptor.open_tcp(tcp_host)
         except OSError as error:
             raise LaneUnavailable(self.name, f"cannot listen on {tcp_host}: {error}") from error
-        self._tcp_host = tcp_host
-        return self._address
 
-    def _start_reader(self) -> None:
+    def start_reader(self) -> None:
+        """Read replies. Enough for a lane that only sends requests; ``open`` does it too. Raises ThreadShortage."""
         self._reader = threads.start(self._read, name=f"raytorchrpc-{self._me}-nng")
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
-        for peer in peers:
-            self._addresses[peer.peer] = peer.address
-            self._connecting.setdefault(peer.peer, threading.Lock())
+        self._peers.add(peers)
 
     def call(
         self,
@@ -124,20 +90,19 @@ class NngLane(MessageLane):
         timeout_s: float,
         *,
         caller_waits: bool = False,
-        settled: Callable[[], None] | None = None,
+        on_released: Callable[[], None] | None = None,
     ) -> Pending:
         sockets.check_process()
         deadline = time.monotonic() + timeout_s
-        line = self._lines.get(peer)
-        if line is None or line.ended:
-            line = self._connect(peer, deadline)
-        return line.call(message, deadline, settled)
+        connection = self._peers.made.get(peer)
+        if connection is None or connection.ended:
+            connection = self._peers.get(peer, deadline)
+        return connection.call(message, deadline, on_released)
 
     def disconnect(self, peer: str) -> None:
-        self._addresses.pop(peer, None)
-        line = self._lines.pop(peer, None)
-        if line is not None and not sockets.forked():
-            line.end("it was removed from the group")
+        connection = self._peers.remove(peer)
+        if connection is not None and not sockets.forked():
+            connection.end("it was removed from the group")
 
     def close(self) -> None:
         if sockets.forked():
@@ -147,85 +112,50 @@ class NngLane(MessageLane):
                 return
             self._closed = True
             os.eventfd_write(self._bell, 1)
-            proving, lines = list(self._proving), set(self._by_fd.values())
-        for wire in proving:
-            wire.hang_up()
-        for line in lines:
-            line.end("this member left the group")
-        self._lines.clear()
+            connections = set(self._by_fd.values())
+        self._acceptor.drop_pending()
+        for connection in connections:
+            connection.end("this member left the group")
+        self._peers.made.clear()
         if self._reader is None:
             self._free()
         elif self._reader is not threading.current_thread():
             self._reader.join(1)
 
     def _free(self) -> None:
-        if self._door is not None:
-            self._door.close()
+        self._acceptor.close()
         with self._lock:  # close() rings the bell under it
             self._epoll.close()
             os.close(self._bell)
 
     # --- connections -----------------------------------------------------------------------------------------
 
-    def _connect(self, peer: str, deadline: float) -> Line:
-        address = self._addresses.get(peer)
-        if address is None or self._closed:
-            raise PeerLost(peer, "it is not in the group (any more)", may_have_run=False)
-        lock = self._connecting[peer]
-        if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise PeerLost(peer, "no connection to it in time", may_have_run=False)
-        try:
-            line = self._lines.get(peer)
-            if line is None or line.ended:
-                until = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
-                line = self._adopt(*self._dial(peer, address, until), peer)
-                self._lines[peer] = line
-            return line
-        finally:
-            lock.release()
-
-    def _dial(self, peer: str, address: NngAddress, deadline: float) -> tuple[sockets.PairSocket, Protection | None]:
+    def _connect(self, peer: str, address: NngAddress, deadline: float) -> Connection:
         by_tcp = peer in self._by_tcp
-        url, question = (address.tcp, _TCP) if by_tcp else (address.local, _LOCAL)
-        if url is None:
-            raise PeerLost(peer, "it does not listen for other hosts", may_have_run=False)
-        me, its = (listener_identity(self._credentials, each, by_tcp) for each in (self._address, address))
-        for attempt in range(_ATTEMPTS):  # the other end may hang up on strangers, and be in doubt about us
-            wire: sockets.PairSocket | None = None
-            try:
-                where = sockets.ask(url, question, deadline).decode("ascii")
-                wire = sockets.PairSocket()
-                wire.dial(where, deadline)
-                _check_user(wire, self._credentials, by_tcp)
-                left = max(0.001, deadline - time.monotonic())
-                return wire, secure_stream(Channel(wire), self._credentials, me, its, left, exposed=by_tcp)
-            except (OSError, ValueError, handshake.Refused) as error:
-                if wire is not None:
-                    wire.close()
-                hung_up = isinstance(error, (handshake.HungUp, ConnectionResetError))
-                if not hung_up or attempt == _ATTEMPTS - 1:
-                    raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
-        raise AssertionError("unreachable")
+        sock, protection = dial(self._credentials, self._acceptor.address, peer, address, by_tcp, deadline)
+        return self._register(sock, protection, peer)
 
-    def _adopt(self, wire: sockets.PairSocket, protection: Protection | None, peer: str | None) -> Line:
-        line = Line(wire, protection, peer, self._forget)
+    def _admit(self, sock: sockets.PairSocket, protection: Protection | None, _: Any) -> None:
+        self._register(sock, protection, None)
+
+    def _register(self, sock: sockets.PairSocket, protection: Protection | None, peer: str | None) -> Connection:
+        connection = Connection(sock, protection, peer, self._forget)
         with self._lock:
             if self._closed:
-                wire.close()
+                sock.close()
                 raise PeerLost(peer or "the caller", "this member has left the group", may_have_run=False)
-            for fd in (wire.recv_fd, wire.gone_fd):
-                self._by_fd[fd] = line
+            for fd in (sock.recv_fd, sock.gone_fd):
+                self._by_fd[fd] = connection
                 self._epoll.register(fd, select.EPOLLIN)
-        return line
+        return connection
 
-    def _forget(self, line: Line) -> None:
+    def _forget(self, connection: Connection) -> None:
         with self._lock:
-            for fd in (line.wire.recv_fd, line.wire.gone_fd):
+            for fd in (connection.sock.recv_fd, connection.sock.gone_fd):
                 self._by_fd.pop(fd, None)
                 with contextlib.suppress(OSError, ValueError):
                     self._epoll.unregister(fd)
-            if line.peer is not None and self._lines.get(line.peer) is line:
-                del self._lines[line.peer]
+            self._peers.discard(connection, connection.peer)
 
     # --- the reader ------------------------------------------------------------------------------------------
 
@@ -234,98 +164,24 @@ class NngLane(MessageLane):
         self._free()
 
     def _read_once(self) -> bool:
-        door = self._door
         for fd, _ in self._epoll.poll() if not self._closed else ():
-            if door is not None and fd == door.fd:
-                door.answer(self._at_door)
-            elif (line := self._by_fd.get(fd)) is not None:
+            if fd == self._acceptor.fd:
+                self._acceptor.answer()
+            elif (connection := self._by_fd.get(fd)) is not None:
                 try:
-                    for frame in line.read():
-                        self._request(line, frame.call, frame.message)
-                except BaseException as error:  # requests may be left that nobody answers
-                    threads.report(error, f"{self._me} ends a connection")
-                    line.end(f"a request could not be taken in: {error}")
+                    for frame in connection.read():
+                        self._serve_request(connection, frame.call, frame.message)
+                except BaseException as error:  # some requests may never be answered
+                    threads.report(error, f"{self._me} closes a connection")
+                    connection.end(f"a request could not be served: {error}")
         return not self._closed
 
-    def _request(self, line: Line, number: int, message: Message) -> None:
-        work = self._serve(message, lambda answer: line.reply(number, answer, REPLY_PATIENCE_S))
+    def _serve_request(self, connection: Connection, number: int, message: Message) -> None:
+        work = self._serve(message, lambda answer: connection.reply(number, answer, REPLY_PATIENCE_S))
         if work is not None:
             self._spawn(work)
 
-    def _at_door(self, question: bytes) -> bytes | None:
-        if question not in (_LOCAL, _TCP) or (question == _TCP and self._tcp_host is None):
-            return None
-        try:
-            wire = sockets.PairSocket()
-        except (OSError, RayTorchRpcError) as error:
-            logger.warning("%s cannot accept a connection: %s", self._me, error)
-            return None
-        try:
-            where = wire.listen(_local_url() if question == _LOCAL else _tcp_url(self._tcp_host or ""))
-        except OSError as error:
-            wire.close()
-            logger.warning("%s cannot accept a connection: %s", self._me, error)
-            return None
-        with self._lock:
-            closed = self._closed
-            crowded = len(self._proving) >= _HANDSHAKES + len(self._addresses)
-            oldest = next(iter(self._proving)) if crowded else None
-            if oldest is not None:
-                del self._proving[oldest]
-            if not closed:
-                self._proving[wire] = None
-        if closed:  # close() has hung up on all the others already
-            wire.close()
-            return None
-        if oldest is not None:  # strangers who say nothing must not keep members out
-            oldest.hang_up()
-        try:
-            threads.start(self._prove, wire, question == _TCP, name=f"raytorchrpc-{self._me}-handshake")
-        except threads.ThreadShortage as error:
-            with self._lock:
-                self._proving.pop(wire, None)
-            wire.close()
-            logger.warning("%s cannot accept a connection: %s", self._me, error)
-            return None
-        return where.encode("ascii")
 
-    def _prove(self, wire: sockets.PairSocket, by_tcp: bool) -> None:
-        try:
-            me = listener_identity(self._credentials, self._address, by_tcp)
-            stream = Channel(wire)
-            _, protection = secure_accepted(stream, self._credentials, me, CONNECT_TIMEOUT_S, exposed=by_tcp)
-            _check_user(wire, self._credentials, by_tcp)
-            with self._lock:
-                still = self._proving.pop(wire, True) is None
-            if not still:
-                raise handshake.Refused("it took too long")
-            self._adopt(wire, protection, None)
-        except Exception as error:
-            with self._lock:
-                self._proving.pop(wire, None)
-            wire.close()
-            if not isinstance(error, (OSError, RayTorchRpcError)):
-                raise
-            logger.debug("%s refused a connection: %s", self._me, error)
-
-
-def listener_identity(credentials: Credentials, address: NngAddress, by_tcp: bool) -> Identity:
-    """Who listens at that address, named as for those who connect in this way."""
-    where = f"{address.local} {address.tcp}" if by_tcp else address.local
-    return credentials.peer(address.instance, f"nng {where}")
-
-
-def _check_user(wire: sockets.PairSocket, credentials: Credentials, by_tcp: bool) -> None:
-    if not by_tcp and not credentials.across_users:
-        handshake.check_uid(-1 if wire.peer_uid is None else wire.peer_uid)
-
-
-# --- values for processes that are no members ------------------------------------------------------------------
-
-
-def _local_url() -> str:
-    return f"abstract://{fork.ABSTRACT}{os.urandom(12).hex()}"
-
-
-def _tcp_url(host: str) -> str:
-    return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
+def make(setup: LaneSetup) -> NngLane:
+    """See registry.Lane.make."""
+    return NngLane(setup.member, setup.credentials, tcp_host=setup.tcp_host, by_tcp=setup.by_tcp)

@@ -1,4 +1,4 @@
-"""One-shot offers over nng: a process serves data to any process that has the secret."""
+"""Values that a process offers over nng to any process that has the secret, member of a group or not."""
 
 from __future__ import annotations
 
@@ -15,20 +15,25 @@ from typing import NamedTuple
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Message, PeerAddress, Reply
 from raytorchrpc.lanes.common.credentials import Credentials
+from raytorchrpc.lanes.nng.acceptor import NngAddress
 from raytorchrpc.lanes.nng.connection import check_carried
-from raytorchrpc.lanes.nng.lane import _SERVER, _SERVING, NngAddress, NngLane
+from raytorchrpc.lanes.nng.lane import NngLane
 from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors.codec import NOTHING, Encoded
 
 logger = logging.getLogger(__name__)
 
+#: Values that an NngServer sends at a time.
+_SENDING = 4
+_SERVER = "the process that offers values"
+
 
 class OfferAddress(NamedTuple):
-    """Where offered values are; picklable."""
+    """Where a process offers values; picklable."""
 
     nng: NngAddress
     network: str
-    """The host's boot, the network namespace and the user: who shares them connects by abstract Unix sockets."""
+    """Host boot id, network namespace and user id. Processes that share all three connect over Unix sockets."""
 
 
 class NngServer:
@@ -40,7 +45,7 @@ class NngServer:
         Raises ThreadShortage.
         """
         self._lane = NngLane(name, Credentials(secret), tcp_host=tcp_host, by_tcp=frozenset())
-        self._workers = Workers(f"raytorchrpc-{name}-offers", _SERVING, keep=True)
+        self._workers = Workers(f"raytorchrpc-{name}-offers", _SENDING, keep=True)
         self._offers: dict[str, Encoded | Callable[[], Encoded]] = {}
 
     def open(self) -> OfferAddress:
@@ -48,22 +53,22 @@ class NngServer:
         return OfferAddress(self._lane.open(self._serve, self._spawn), _network())
 
     def offer(self, key: str, value: Encoded | Callable[[], Encoded]) -> None:
-        """Let anybody fetch this value, any number of times, until ``withdraw``. Its tensors are on the CPU and must
-        not change meanwhile: each fetch sends what they hold then. Raises LaneUnavailable for what cannot be sent.
+        """Offer a value, for any number of fetches, until ``withdraw``. Its tensors are on the CPU and must not change
+        meanwhile: each fetch sends their current content. Raises LaneUnavailable for a value that cannot be sent.
 
-        A function is called for each fetch, on a thread of the server's, and returns the value; what it raises, the
-        fetch raises as LaneUnavailable.
+        A function is called for each fetch, on a thread of the server, and returns the value. If it raises, the fetch
+        raises LaneUnavailable with that error's text.
         """
         if not callable(value):
             check_carried(value)
         self._offers[key] = value
 
     def withdraw(self, key: str) -> None:
-        """Let go of a value; fetches under way still get it."""
+        """Stop offering a value; fetches in progress still complete."""
         self._offers.pop(key, None)
 
     def close(self) -> None:
-        """Leave nothing behind. Fetches under way fail with PeerLost. Idempotent."""
+        """Close all connections and end all threads. Fetches in progress fail with PeerLost. Idempotent."""
         self._lane.close()
         self._workers.stop()
         self._offers.clear()
@@ -87,29 +92,29 @@ def _answer(reply: Reply, offered: Encoded | Callable[[], Encoded] | None) -> No
     try:
         reply(message)
     except RayTorchRpcError as error:
-        logger.debug("a fetched value was not taken: %s", error)
+        logger.debug("a requested value could not be delivered: %s", error)
 
 
 def fetch(address: OfferAddress, secret: bytes, key: str, timeout_s: float) -> Encoded:
-    """Get a value that an NngServer offers; its tensors are private copies. Works in any process; blocks.
+    """Fetch a value that an NngServer offers; its tensors are private copies. Works in any process. Blocks.
 
-    Raises LaneUnavailable if nothing is offered under this key (any more), PeerLost, RpcTimeout.
+    Raises LaneUnavailable if no value is offered under this key, PeerLost, RpcTimeout.
     """
-    line = _Fetching(address, secret)
+    client = _ServerConnection(address, secret)
     try:
-        return line.fetch(key, timeout_s)
+        return client.fetch(key, timeout_s)
     finally:
-        line.close()
+        client.close()
 
 
-class _Fetching:
+class _ServerConnection:
     """A connection to one NngServer, made when it is first needed."""
 
     def __init__(self, address: OfferAddress, secret: bytes) -> None:
         near = address.network == _network()
         by_tcp: frozenset[str] = frozenset() if near else frozenset({_SERVER})
         self._lane = NngLane("fetch", Credentials(secret), tcp_host=None, by_tcp=by_tcp)
-        self._lane._start_reader()
+        self._lane.start_reader()
         self._lane.connect([PeerAddress(_SERVER, address.nng)])
         self.close = self._lane.close
 
@@ -125,31 +130,31 @@ class _Fetching:
 
 
 class NngClient:
-    """Fetches again and again, as ``fetch`` does, and keeps the connections that it made last. Thread-safe."""
+    """Fetches like ``fetch``, and keeps the connections used last. Thread-safe."""
 
     def __init__(self, connections: int = 16) -> None:
-        """``connections``: most to keep; a thread and three descriptors each."""
+        """``connections``: most to keep, each with a thread and three descriptors."""
         self._most = connections
-        self._open: OrderedDict[tuple[OfferAddress, bytes], _Fetching] = OrderedDict()  # oldest first
+        self._open: OrderedDict[tuple[OfferAddress, bytes], _ServerConnection] = OrderedDict()  # oldest first
         self._lock = threading.Lock()
 
     def fetch(self, address: OfferAddress, secret: bytes, key: str, timeout_s: float) -> Encoded:
-        """See the function of that name."""
+        """See ``fetch``."""
         evicted = None
         with self._lock:
-            line = self._open.pop((address, secret), None) or _Fetching(address, secret)
-            self._open[address, secret] = line
+            client = self._open.pop((address, secret), None) or _ServerConnection(address, secret)
+            self._open[address, secret] = client
             if len(self._open) > self._most:
                 _, evicted = self._open.popitem(last=False)
         if evicted is not None:
             evicted.close()
         try:
-            return line.fetch(key, timeout_s)
-        except (PeerLost, RpcTimeout):  # it is gone, or so slow that a new connection can only be better
+            return client.fetch(key, timeout_s)
+        except (PeerLost, RpcTimeout):  # it is lost, or too slow to keep
             with self._lock:
-                if self._open.get((address, secret)) is line:
+                if self._open.get((address, secret)) is client:
                     del self._open[address, secret]
-            line.close()
+            client.close()
             raise
 
 

@@ -1,7 +1,7 @@
-"""nng by way of pynng: wires with one peer each, and the door where a peer asks for one.
+"""nng sockets, by way of pynng: pair sockets with one peer each, and the request socket where a peer asks for one.
 
-Nothing here blocks inside nng: its library aborts the process if it ends while a thread of Python's is in there.
-Everything waits on descriptors that nng offers, and nng's own threads run no more than one write to an eventfd.
+No call here blocks inside nng, whose library aborts the process if that ends while a Python thread is in the library.
+Threads wait on descriptors that nng offers instead, and nng's own threads do no more than write to an eventfd.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from pynng import ffi, lib
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.process import fork, threads
 
-#: Largest message that is handed to nng, so the most that a stranger can make it hold at a time (bytes). What is
-#: larger crosses in pieces: both ends then copy into memory that is warm, while nng sends the piece before.
+#: Largest message given to nng, and so the most that a stranger can make it hold at a time (bytes). Larger frames cross
+#: in pieces: while nng sends one, both ends copy the next into memory that is in their caches.
 CHUNK = 1 << 20
-#: What sealing adds to a piece, at most: a tag, or what TLS adds to each of its records (bytes).
+#: Most that sealing adds to a piece: a tag, or the overhead of TLS records (bytes).
 _SEALED_BYTES = CHUNK >> 8
-#: Pieces that nng holds for a wire, in each direction.
+#: Pieces that nng holds for a connection, in each direction.
 _QUEUE = 4
-#: Longest message at the door (bytes).
-_ASKED = 64
-#: Connections at the door; for one more, the oldest is hung up on.
-_AT_DOOR = 64
-#: A wire is lost with its connection, and nng is not to make another behind our back.
+#: Longest message to a request socket (bytes).
+_REQUEST_BYTES = 64
+#: Most connections to a request socket; beyond that, the oldest is closed.
+_REQUESTERS = 64
+#: nng must not reconnect: a pair socket ends with its connection.
 _NEVER_MS = 2**31 - 1
 
 _sockets: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -49,12 +49,12 @@ def check_process() -> None:
 
 
 def forked() -> bool:
-    """Whether nng is another process's: its eventfds and epoll sets are then that one's too, and not to be touched."""
+    """Whether this process was forked from one that used nng, whose eventfds and epoll sets it must not touch."""
     return _forked
 
 
 def _after_fork() -> None:
-    # nng's threads are not in the child, and closing a socket there waits for them for ever.
+    # The child lacks nng's threads, and closing a socket there would wait for them without end.
     global _forked
     if not _sockets:
         return
@@ -65,7 +65,7 @@ def _after_fork() -> None:
 
 
 def _at_exit() -> None:
-    # Before pynng ends the library: it was imported first, so this runs first.
+    # pynng was imported first, so this runs before pynng ends the library.
     for sock in list(_sockets):
         with contextlib.suppress(Exception):
             sock.close()
@@ -84,17 +84,18 @@ def _socket(kind: Callable[..., Any], **options: Any) -> Any:
 
 
 class PairSocket:
-    """One socket of nng's with at most one connection, ever. Threads: one may send while another receives."""
+    """An nng socket that has one connection in its life, at most. One thread may send while another receives."""
 
     def __init__(self, kind: Callable[..., Any] = pynng.Pair0) -> None:
         """Raises LaneUnavailable or OSError."""
         self._gone = False
-        self._met: int | None = None
+        self._pipe_id: int | None = None
         self.peer_uid: int | None = None
-        """The user that the other end runs as, once connected; None: on another host, or not known."""
+        """User id of the other end, once connected; None if it is on another host or unknown."""
         self._closing = threading.Lock()
         self.gone_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Readable once the connection is lost or ``hang_up`` was called; what had arrived can still be received."""
+        """Readable once the connection is lost or ``hang_up`` was called. Data that had arrived can still be received.
+        """
         try:
             more = {"recv_buffer_size": _QUEUE, "send_buffer_size": _QUEUE} if kind is pynng.Pair0 else {}
             self._sock = _socket(kind, recv_max_size=CHUNK + _SEALED_BYTES, **more)
@@ -108,26 +109,24 @@ class PairSocket:
                 raise OSError(f"nng: {str(error).lower()}") from error
             raise
         self._addresses: list[fork.Address] = []
-        fork.inherited(self)
+        fork.register(self)
         self._sock.add_pre_pipe_connect_cb(self._connected)
         self._sock.add_post_pipe_remove_cb(self._disconnected)
 
-    # On a thread of nng's.
+    # The next two run on nng's threads.
 
     def _connected(self, pipe: Any) -> None:
-        if self._met is not None:
+        if self._pipe_id is not None:
             pipe.close()
         else:
             uid = ffi.new("uint64_t *")
             if not lib.nng_pipe_get_uint64(pipe.pipe, b"ipc:peer-uid", uid):
                 self.peer_uid = int(uid[0])
-            self._met = pipe.id
+            self._pipe_id = pipe.id
 
     def _disconnected(self, pipe: Any) -> None:
-        if pipe.id == self._met:
+        if pipe.id == self._pipe_id:
             self.hang_up()
-
-    # On any other.
 
     @property
     def gone(self) -> bool:
@@ -135,13 +134,13 @@ class PairSocket:
         return self._gone
 
     def listen(self, url: str) -> str:
-        """Wait for the one peer; returns the URL that it can dial. Raises OSError."""
+        """Listen for the one peer; returns the URL to dial. Raises OSError."""
         where = _listen(self._sock, url)
         self._addresses += fork.addresses_in(where)
         return where
 
     def dial(self, url: str, deadline: float) -> None:
-        """Connect. Raises OSError, TimeoutError; the wire can only be closed then."""
+        """Connect. Raises OSError or TimeoutError; the socket can only be closed then."""
         self._addresses += fork.addresses_in(url)
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
@@ -152,7 +151,7 @@ class PairSocket:
             except Exception as error:
                 done.set_exception(error)
 
-        # Only closing the socket ends an attempt early: a peer that stands still would keep this thread.
+        # Only closing the socket ends an attempt early, so a peer that does not respond would keep this thread.
         try:
             threads.start(attempt, name="raytorchrpc-nng-dial")
         except threads.ThreadShortage as error:
@@ -160,42 +159,42 @@ class PairSocket:
         try:
             done.result(max(0.0, deadline - time.monotonic()))
         except concurrent.futures.TimeoutError:
-            raise TimeoutError("it did not take the connection in time") from None
+            raise TimeoutError("it did not accept the connection in time") from None
         except pynng.NNGException as error:
             raise ConnectionError(str(error).lower()) from error
 
     def send(
         self, parts: Iterable[Any], until: Callable[[], float], seal: Callable[[list[Any]], list[Any]] | None = None
     ) -> None:
-        """Send buffers, of which there is at least one byte; the data is taken when this returns.
+        """Send buffers, which hold at least one byte. They may be reused when this returns.
 
-        ``until()``: when the next piece must have been taken. ``seal``: see ``Protection``; each piece is sealed.
-        Raises OSError, TimeoutError.
+        ``until()``: the deadline of the next piece. ``seal``: seals each piece, see ``Protection``. Raises OSError or
+        TimeoutError.
         """
         for pieces in _cut(parts):
             message = _message(pieces if seal is None else seal(pieces))
             try:
-                self._hand_over(message, until)
+                self._send_message(message, until)
             except BaseException:
                 lib.nng_msg_free(message)
                 raise
 
-    def _hand_over(self, message: Any, until: Callable[[], float]) -> None:
+    def _send_message(self, message: Any, until: Callable[[], float]) -> None:
         while True:
             if self._gone:
                 raise ConnectionResetError("connection closed (the process ended or left the group)")
             error = lib.nng_sendmsg(self._sock.socket, message, lib.NNG_FLAG_NONBLOCK)
             if not error:
-                return  # it is nng's now
+                return  # nng owns the message now
             if error != lib.NNG_EAGAIN:
                 raise OSError(_text(error))
             if not self._wait(self._send_fd, until()):
                 raise TimeoutError("it did not take the data in time")
 
     def receive(self) -> Any:
-        """What arrived, as a buffer over nng's own memory, which stays until the buffer is dropped; None: nothing.
+        """Return the next message, or None if none has arrived. Raises OSError once the socket is closed.
 
-        Raises OSError once the wire is closed.
+        The message is a buffer over nng's own memory, which lives until the buffer is dropped.
         """
         place = ffi.new("nng_msg **")
         error = lib.nng_recvmsg(self._sock.socket, place, lib.NNG_FLAG_NONBLOCK)
@@ -206,7 +205,7 @@ class PairSocket:
         return _contents(place[0])
 
     def await_data(self, deadline: float) -> bool:
-        """Block until there is something to receive or the connection is lost; False: not in time."""
+        """Block until a message has arrived or the connection is lost. False if the deadline passed first."""
         return self._wait(self.recv_fd, deadline)
 
     def _wait(self, fd: int, deadline: float) -> bool:
@@ -216,7 +215,7 @@ class PairSocket:
         return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
     def hang_up(self) -> None:
-        """Wake everybody who waits on this wire; it carries nothing more."""
+        """Wake all threads that wait on this socket. It carries nothing more."""
         if _forked:
             return
         with self._closing:
@@ -225,7 +224,7 @@ class PairSocket:
                 os.eventfd_write(self.gone_fd, 1)
 
     def close(self) -> None:
-        """Free it. Nobody may be waiting on it any more. Idempotent."""
+        """Free it. No thread may be waiting on it. Idempotent."""
         self._sock.close()  # outside the lock: it ends with ``_disconnected``
         with self._closing:
             self._gone = True
@@ -234,52 +233,52 @@ class PairSocket:
             os.close(fd)
 
     def after_fork(self) -> list[fork.Address]:
-        """See forking.ForkAware; ``_after_fork`` sees to the rest."""
+        """See fork.ForkAware. The function ``_after_fork`` does the rest."""
         return self._addresses
 
 
-class Door:
-    """Where anybody may ask for a wire, in a few bytes."""
+class RequestSocket:
+    """An nng socket that answers short requests, from any process that can reach it."""
 
     def __init__(self) -> None:
         self._addresses: list[fork.Address] = []
-        fork.inherited(self)
-        self._sock = _socket(pynng.Rep0, recv_max_size=_ASKED)
+        fork.register(self)
+        self._sock = _socket(pynng.Rep0, recv_max_size=_REQUEST_BYTES)
         self._pipes: dict[int, Any] = {}  # oldest first
-        self._sock.add_pre_pipe_connect_cb(self._came)
+        self._sock.add_pre_pipe_connect_cb(self._connected)
         self._sock.add_post_pipe_remove_cb(lambda pipe: self._pipes.pop(pipe.id, None))
         self.fd: int = self._sock.recv_fd
 
-    def _came(self, pipe: Any) -> None:
-        # Strangers who say nothing must not use up this process's descriptors.
-        if len(self._pipes) >= _AT_DOOR:
+    def _connected(self, pipe: Any) -> None:
+        # Strangers that send nothing must not use up this process's descriptors.
+        if len(self._pipes) >= _REQUESTERS:
             oldest = next(iter(self._pipes))
             with contextlib.suppress(pynng.NNGException):
                 self._pipes.pop(oldest).close()
         self._pipes[pipe.id] = pipe
 
     def listen(self, url: str) -> str:
-        """Also listen here; returns the URL to dial. Raises OSError."""
+        """Listen on one more URL; returns the URL to dial. Raises OSError."""
         where = _listen(self._sock, url)
         self._addresses += fork.addresses_in(where)
         return where
 
     def after_fork(self) -> list[fork.Address]:
-        """See forking.ForkAware."""
+        """See fork.ForkAware."""
         return self._addresses
 
-    def answer(self, how: Callable[[bytes], bytes | None]) -> None:
-        """Answer all who ask now; ``how`` returns None for what is not a question. Never blocks."""
+    def answer(self, handle: Callable[[bytes], bytes | None]) -> None:
+        """Answer all requests that have arrived; ``handle`` returns None for an invalid one. Never blocks."""
         place = ffi.new("nng_msg **")
         while not lib.nng_recvmsg(self._sock.socket, place, lib.NNG_FLAG_NONBLOCK):
             pipe = lib.nng_msg_get_pipe(place[0])
-            said = how(bytes(_contents(place[0])))
-            if said is None:
+            reply = handle(bytes(_contents(place[0])))
+            if reply is None:
                 lib.nng_pipe_close(pipe)
                 continue
-            answer = _message([said])
-            if lib.nng_sendmsg(self._sock.socket, answer, lib.NNG_FLAG_NONBLOCK):  # it asks and does not listen
-                lib.nng_msg_free(answer)
+            message = _message([reply])
+            if lib.nng_sendmsg(self._sock.socket, message, lib.NNG_FLAG_NONBLOCK):  # it does not read the reply
+                lib.nng_msg_free(message)
                 lib.nng_pipe_close(pipe)
 
     def close(self) -> None:
@@ -287,20 +286,20 @@ class Door:
         self._sock.close()
 
 
-def ask(url: str, question: bytes, deadline: float) -> bytes:
-    """Ask at a door. Raises OSError, TimeoutError."""
-    wire = PairSocket(pynng.Req0)
+def request(url: str, question: bytes, deadline: float) -> bytes:
+    """Send a request to a RequestSocket, and return the answer. Blocks. Raises OSError or TimeoutError."""
+    sock = PairSocket(pynng.Req0)
     try:
-        wire.dial(url, deadline)
-        wire.send([question], lambda: deadline)
-        while (answer := wire.receive()) is None:
-            if wire.gone:
+        sock.dial(url, deadline)
+        sock.send([question], lambda: deadline)
+        while (answer := sock.receive()) is None:
+            if sock.gone:
                 raise ConnectionResetError("it hung up")
-            if not wire.await_data(deadline):
+            if not sock.await_data(deadline):
                 raise TimeoutError("it did not answer in time")
         return bytes(answer)
     finally:
-        wire.close()
+        sock.close()
 
 
 def _listen(sock: Any, url: str) -> str:
@@ -312,7 +311,7 @@ def _listen(sock: Any, url: str) -> str:
 
 
 def _cut(parts: Iterable[Any]) -> Iterator[list[Any]]:
-    """Pieces of at most CHUNK bytes, none empty, each a list of buffers."""
+    """Cut buffers into pieces of at most CHUNK bytes. Each piece is a list of buffers, and none is empty."""
     pieces: list[Any] = []
     size = 0
     for part in parts:
@@ -331,7 +330,7 @@ def _cut(parts: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def _message(pieces: list[Any]) -> Any:
-    """A message of nng's with this content; the caller owns it."""
+    """Make an nng message, which the caller owns."""
     place = ffi.new("nng_msg **")
     if lib.nng_msg_alloc(place, 0) or (len(pieces) > 1 and lib.nng_msg_reserve(place[0], sum(map(len, pieces)))):
         raise MemoryError("nng has no memory for a message")

@@ -1,9 +1,9 @@
-"""Memory that two processes of one host share: an arena of slots, each given away once and given back by a flag.
+"""An arena of slots that two processes of one host share. A receiver returns a slot by clearing a flag.
 
-The arena is a memfd: it has no name in any file system, so nothing is left behind when a process is killed, and
-the size of /dev/shm does not limit it. A peer opens it through /proc, which the kernel allows to the same user
-only. The first page block holds one state byte a slot; a receiver gives a slot back by clearing its byte, without
-a message and without waking anybody.
+The arena is a memfd: it has no name in a file system, so a killed process leaves nothing behind, and /dev/shm does not
+limit its size. A peer opens it through /proc, which the kernel allows only to the same user. The beginning of the arena
+holds one state byte for each slot. A receiver clears that byte to return the slot, without a message and without waking
+a thread.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from raytorchrpc.tensors.bounds import within
 SLOTS = 1 << 16
 _DATA = 1 << 20
 _PAGE = 4096
-#: A slot's state. A receiver clears it; else it is set, also while the slot is in nobody's hands.
+#: States of a slot. A receiver clears the state; it is set otherwise, also while the slot is not in use.
 _FREE, _TAKEN = 0, 1
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-#: Up to so many slots out, each taking looks for given-back ones; beyond, only when slots or bytes have doubled.
-_SWEEP_EACH_TIME = 64
-_SWEEP_BYTES = 64 << 20
+#: With up to this many slots in use, each ``take`` collects returned ones; with more, only when slots or bytes doubled.
+_REAP_EACH_TIME = 64
+_REAP_BYTES = 64 << 20
 
 
 class Slot(NamedTuple):
-    """A piece of the arena: what the sender fills and the receiver owns until it clears the state byte."""
+    """A range of the arena. The sender writes it; then the receiver owns it until it clears the state byte."""
 
     number: int
     offset: int
@@ -46,10 +46,10 @@ class Slot(NamedTuple):
 
 
 class Arena:
-    """The sender's side. Thread-safe. Memory is used from the front, so that what is warm is used again."""
+    """The sender's side. Thread-safe. Slots are taken from the front, so that memory in the caches is reused."""
 
     def __init__(self, capacity: int) -> None:
-        """``capacity``: bytes at most; memory is taken only as it is used."""
+        """``capacity``: most bytes. Memory is allocated only as it is used."""
         self.capacity = (capacity + _PAGE - 1) // _PAGE * _PAGE
         self._shared = SharedBytes(_DATA + self.capacity)
         self._bytes = self._shared.bytes
@@ -59,16 +59,16 @@ class Arena:
         self._holes: list[tuple[int, int]] = [(_DATA, self.capacity)]  # (offset, size), by offset
         self._numbers = list(range(SLOTS - 1, -1, -1))
         self._out: dict[int, tuple[Slot, str]] = {}
-        """By number: the slot, and whose it is."""
+        """By number: the slot, and its owner."""
         self._filling: set[int] = set()
         self._orphans: set[int] = set()
-        """Of those, whose owner is gone."""
+        """Those whose owner is gone."""
         self._used = 0
-        self._sweep_slots, self._sweep_bytes = _SWEEP_EACH_TIME, _SWEEP_BYTES
+        self._reap_slots, self._reap_bytes = _REAP_EACH_TIME, _REAP_BYTES
 
     @property
     def address(self) -> SharedAddress:
-        """For peers to map."""
+        """The address by which peers map it."""
         return self._shared.address
 
     @property
@@ -78,39 +78,39 @@ class Arena:
 
     @property
     def used(self) -> int:
-        """Bytes given away and not yet known to be back."""
+        """Bytes in use, as far as known."""
         return self._used
 
     def in_use(self) -> int:
-        """Bytes given away, after a look at what is back."""
+        """Bytes in use, after collecting returned slots."""
         with self._lock:
-            self._sweep()
+            self._reap()
             return self._used
 
     def crowded(self) -> bool:
-        """Whether more than half is out, of its bytes or of its slots."""
+        """Whether more than half of its bytes or slots are in use."""
         if not self._more_than_half():
             return False
         with self._lock:
-            self._sweep()
+            self._reap()
             return self._more_than_half()
 
     def _more_than_half(self) -> bool:
         return self._used * 2 > self.capacity or len(self._out) * 2 > SLOTS
 
     def take(self, size: int, owner: str) -> Slot | None:
-        """A slot of at least ``size`` bytes for ``owner``, a process, to give back; None if the arena is full.
+        """Take a slot of at least ``size`` bytes for the process ``owner``; None if the arena is full.
 
-        It is to be filled, and then ``filled`` or ``cancel`` to be called: until then nobody else gets it.
+        Write it, then call ``filled`` or ``cancel``. Until then it is not reused, even if its owner ends.
         """
         wanted = max(_PAGE, (size + _PAGE - 1) // _PAGE * _PAGE)
         with self._lock:
             out = len(self._out)
-            if out <= _SWEEP_EACH_TIME or out >= self._sweep_slots or self._used >= self._sweep_bytes:
-                self._sweep()
+            if out <= _REAP_EACH_TIME or out >= self._reap_slots or self._used >= self._reap_bytes:
+                self._reap()
             slot = self._carve(wanted, owner)
             if slot is None:
-                self._sweep()
+                self._reap()
                 slot = self._carve(wanted, owner)
             return slot
 
@@ -131,16 +131,16 @@ class Arena:
                 return slot
         return None
 
-    def _sweep(self) -> None:
-        for index in self._given_back():
+    def _reap(self) -> None:
+        for index in self._returned():
             self._put_back(index)
-        self._sweep_slots = max(_SWEEP_EACH_TIME, 2 * len(self._out))
-        self._sweep_bytes = max(_SWEEP_BYTES, 2 * self._used)
+        self._reap_slots = max(_REAP_EACH_TIME, 2 * len(self._out))
+        self._reap_bytes = max(_REAP_BYTES, 2 * self._used)
 
-    def _given_back(self) -> list[int]:
-        if len(self._out) <= 4 * _SWEEP_EACH_TIME:
+    def _returned(self) -> list[int]:
+        if len(self._out) <= 4 * _REAP_EACH_TIME:
             return [index for index in self._out if self._bytes[index] == _FREE]
-        cleared: list[int] = numpy.flatnonzero(self._bytes[:SLOTS] == _FREE).tolist()  # looked at all at once
+        cleared: list[int] = numpy.flatnonzero(self._bytes[:SLOTS] == _FREE).tolist()  # one scan of all states
         return [index for index in cleared if index in self._out]
 
     def _put_back(self, index: int) -> None:
@@ -159,15 +159,15 @@ class Arena:
                     self._holes[left : left + 2] = [(offset, size + more)]
 
     def address_of(self, offset: int) -> int:
-        """Where an offset lies in this process's memory."""
+        """Return the address of an offset in this process."""
         return self._base + offset
 
     def tensor(self, offset: int, size: int) -> torch.Tensor:
-        """Those bytes, to be filled."""
+        """Return those bytes as a flat tensor."""
         return torch.from_numpy(self._bytes[offset : offset + size])
 
     def filled(self, slots: Sequence[Slot]) -> bool:
-        """Nobody writes there any more. False if the owner is gone: they are taken back then."""
+        """The slots have been written. Returns False if their owner is gone; they are reclaimed then."""
         with self._lock:
             self._filling.difference_update(slot.number for slot in slots)
             orphans = self._orphans.intersection(slot.number for slot in slots) if self._orphans else ()
@@ -176,15 +176,15 @@ class Arena:
         return not orphans
 
     def cancel(self, slot: Slot) -> None:
-        """Take back a slot that was never sent."""
+        """Reclaim a slot that was not sent."""
         with self._lock:
             found = self._out.get(slot.number)
-            if found is not None and found[0] is slot:  # not reclaimed, and given away again, meanwhile
+            if found is not None and found[0] is slot:  # not reclaimed and reused meanwhile
                 self._put_back(slot.number)
 
     def reclaim(self, owner: str) -> None:
-        """Take back whatever a process that has ended still had; what is being filled for it, as soon as that is over:
-        whoever got it next would find the rest of it in his tensors.
+        """Reclaim the slots of a process that has ended. A slot that is being written for it is reclaimed afterwards:
+        the write would otherwise overwrite the tensors of the slot's next owner.
         """
         with self._lock:
             for index in [index for index, (_, whose) in self._out.items() if whose == owner]:
@@ -194,12 +194,12 @@ class Arena:
                     self._put_back(index)
 
     def close(self) -> None:
-        """Let go of the arena. Receivers keep what they still use: the memory goes with its last mapping."""
+        """Close the arena. Receivers keep what they use: the memory is freed with its last mapping."""
         with self._lock:
             self._shared.close()
             self._out.clear()
             self._holes.clear()
-            self._numbers.clear()  # nothing can be taken any more
+            self._numbers.clear()  # nothing can be taken from now on
 
 
 class PeerArena:
@@ -213,11 +213,11 @@ class PeerArena:
         self._held: dict[int, weakref.ref[numpy.ndarray]] = {}
         self.span: tuple[int, int] = (self._bytes.ctypes.data, self._bytes.nbytes)
         """(address, bytes) of its mapping in this process."""
-        fork.inherited(self)
+        fork.register(self)
 
     def after_fork(self) -> tuple[()]:
-        """See forking.ForkAware. What this process writes from now on, its parent is not to see."""
-        with contextlib.suppress(OSError, LaneUnavailable):  # the owner is gone: nothing to map it from
+        """See fork.ForkAware. Makes the mapping private, so that the parent does not see what the child writes."""
+        with contextlib.suppress(OSError, LaneUnavailable):  # the owner is gone
             fd = open_shared(self._address)
             private = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
             LIBC.mmap(*self.span, mmap.PROT_READ | mmap.PROT_WRITE, private, fd, 0)
@@ -225,26 +225,26 @@ class PeerArena:
         return ()
 
     def view(self, index: int, offset: int, size: int) -> numpy.ndarray:
-        """The slot's bytes, private and writable. The slot is given back when nothing uses them any more.
+        """Return the slot's bytes, private and writable. The slot is returned when no tensor uses them any more.
 
         Raises OutOfBounds.
         """
         within(index, 1, SLOTS)
         within(offset - _DATA, size, self._bytes.nbytes - _DATA)
         view = self._bytes[offset : offset + size]
-        self._held[index] = weakref.ref(view, partial(_given_back, self._held, self._bytes, self._pid, index))
+        self._held[index] = weakref.ref(view, partial(_on_dropped, self._held, self._bytes, self._pid, index))
         return view
 
     def give_back(self, index: int) -> None:
-        """Give a slot back that was not used. Raises OutOfBounds."""
+        """Return a slot that was not used. Raises OutOfBounds."""
         within(index, 1, SLOTS)
         if os.getpid() == self._pid:
             self._bytes[index] = _FREE
 
 
-def _given_back(
+def _on_dropped(
     held: dict[int, weakref.ref[numpy.ndarray]], states: numpy.ndarray, pid: int, index: int, _: object
 ) -> None:
     held.pop(index, None)
-    if os.getpid() == pid:  # what a forked child drops, its parent may still use
+    if os.getpid() == pid:  # the parent may still use what a forked child drops
         states[index] = _FREE

@@ -1,9 +1,9 @@
-"""The shm lane: CPU tensors to a process of the same host through shared memory.
+"""The shm lane: CPU tensors to a process of the same host, through shared memory.
 
-One copy, by the sender, into its arena. The receiver gets views of that memory: no copy, private (the sender
-never looks at it again) and writable. The slot goes back when the receiver's last tensor on it dies; when the
-arena is more than half full the receiver copies instead, so that tensors kept for long cannot fill it. A receiver that
-gives tensors to fill copies too, and the slot is back when ``fetch`` returns.
+The sender copies once, into its arena. The receiver gets views of that memory, without a copy; they are private,
+because the sender does not use the slot again, and writable. The slot is returned when the receiver's last tensor in it
+dies. When the arena is more than half full, the receiver copies instead, so that tensors kept for long cannot fill the
+arena. A receiver with buffers of its own copies too, and the slot is returned when ``fetch`` returns.
 
 CUDA tensors that are to arrive on the CPU are copied into the arena by their GPU; ``export`` waits for that.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy
@@ -20,18 +21,21 @@ import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Export, Part, PeerAddress, TensorCapabilities, TensorLane, never_fetched
+from raytorchrpc.lanes.common.exports import CallbackExport
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress, is_gone
+from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.shm.arena import Arena, PeerArena, Slot
 from raytorchrpc.lanes.shm.parallel_copy import Copier, default_threads
-from raytorchrpc.lanes.shm.read_only import Borrower, Lender, Places
+from raytorchrpc.lanes.shm.read_only import Borrower, Lender
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.bounds import MALFORMED, checked, within
-from raytorchrpc.tensors.dtypes import Shape, copied, numbers, view_at
+from raytorchrpc.tensors.cuda_streams import nothing
+from raytorchrpc.tensors.dtypes import Shape, as_copyable, copied, view_at
 
 _ALIGN = 64
-#: From here on a tensor has a slot of its own, so that keeping it keeps nothing else (bytes).
+#: A tensor of this size or more has a slot of its own, so that keeping it keeps no other alive (bytes).
 _OWN_SLOT = 1 << 20
-#: Arenas of which it is remembered what is owed to them.
+#: Most arenas with slots to be returned later.
 _OWED = 64
 
 
@@ -40,20 +44,28 @@ class ShmLane(TensorLane):
 
     name: ClassVar[str] = "shm"
     capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(
-        devices=frozenset({"cpu"}), one_sided=True, same_host=True, zero_copy=True, takes_cuda=True, in_parts=True
+        devices=frozenset({"cpu"}),
+        one_sided=True,
+        same_host=True,
+        zero_copy=True,
+        takes_cuda=True,
+        in_parts=True,
+        parallel_move=True,
     )
 
     def __init__(self, capacity: int, threads: int | None) -> None:
-        """``capacity``: of the arena, in bytes. ``threads``: that share a large copy; None: as many as are worth it."""
+        """``capacity``: of the arena, in bytes. ``threads``: that share a large copy; None: chosen by the
+        number of cores.
+        """
         self._capacity, self._copier = capacity, Copier(threads or default_threads())
         self._peers: dict[str, PeerArena] = {}
-        """By tag: its next process has an arena of its own."""
+        """By tag, because the next process of a peer has another arena."""
         self._addresses: dict[str, SharedAddress] = {}
-        self._former: set[SharedAddress] = set()
-        """Of processes that are no peers any more and may still live: they give back what they hold by themselves."""
+        self._former_peers: set[SharedAddress] = set()
+        """Of former peers that may still live, and return their slots themselves."""
         self._owed: dict[str, list[int]] = {}
-        """By tag: slots that could not be given back yet: there were too few descriptors to map their arena, or this
-        member had not been told of the process that sent them (it stood still while that one came).
+        """By tag: slots that could not be returned yet, because this process had no descriptor to map their arena, or
+        did not know the sending process yet (it was stalled while that one joined).
         """
         self._lender, self._borrower = Lender(), Borrower()
         self._lock = threading.Lock()
@@ -73,13 +85,13 @@ class ShmLane(TensorLane):
     def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[int, int]) -> Export:
         lent = self._lender.places(tensors)
         if lent is not None:
-            return _LentExport(lent)
+            return CallbackExport(lent, nothing)
         tensors = [tensor.contiguous() if tensor.is_cuda else tensor for tensor in tensors]
         groups = _grouped(tensors)
         slots: list[Slot] = []
         places: list[tuple[int, int]] = [(0, 0)] * len(tensors)
         try:
-            for size, _ in groups:  # all of them before the first copy, which may turn out to be for nothing
+            for size, _ in groups:  # all before the first copy, which would be wasted if one fails
                 slots.append(self._take(size, peer))
             for number, (_, members) in enumerate(groups):
                 for index, offset in members:
@@ -90,12 +102,15 @@ class ShmLane(TensorLane):
                 raise LaneUnavailable(self.name, f"the process of member {peer!r} is gone")
         except BaseException:
             host_device_copy.wait_for(tensors)  # a GPU may still write there
-            for slot in slots:
-                self._arena.cancel(slot)
+            self._cancel(slots)
             raise
         crowded = self._arena.crowded()
         descriptor = (tuple((*slot,) for slot in slots), tuple(places), crowded, self._arena.address.tag)
-        return _ShmExport(self._arena, slots, descriptor)
+        return CallbackExport(descriptor, partial(self._cancel, slots))
+
+    def _cancel(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            self._arena.cancel(slot)
 
     def lend(self, size: int) -> torch.Tensor | None:
         try:
@@ -104,13 +119,13 @@ class ShmLane(TensorLane):
             return None
 
     def _take(self, size: int, peer: str) -> Slot:
-        if self._former:
-            self._reclaim_from_the_dead()
+        if self._former_peers:
+            self._reclaim_from_dead()
         address = self._addresses.get(peer)
         owner = peer if address is None else address.name
         slot = self._arena.take(size, owner)
         if slot is None:
-            self._reclaim_from_the_dead()
+            self._reclaim_from_dead()
             slot = self._arena.take(size, owner)
         if slot is None:
             raise LaneUnavailable(
@@ -121,11 +136,11 @@ class ShmLane(TensorLane):
             )
         return slot
 
-    def _reclaim_from_the_dead(self) -> None:
-        for address in (*self._addresses.values(), *self._former):
+    def _reclaim_from_dead(self) -> None:
+        for address in (*self._addresses.values(), *self._former_peers):
             if is_gone(address):
                 self._arena.reclaim(address.name)
-                self._former.discard(address)
+                self._former_peers.discard(address)
 
     def _copy(self, tensor: torch.Tensor, offset: int) -> None:
         size = tensor.nbytes
@@ -136,7 +151,7 @@ class ShmLane(TensorLane):
             host_device_copy.copy_out(tensor, target)
             return
         if not tensor.is_contiguous():
-            strided = numbers(tensor)
+            strided = as_copyable(tensor)
             self._arena.tensor(offset, size).view(strided.dtype).view(strided.shape).copy_(strided)
             return
         self.move(target, tensor.data_ptr(), size)
@@ -145,13 +160,13 @@ class ShmLane(TensorLane):
         try:
             self._copier.move(target, source, size)
         except RuntimeError as error:
-            raise LaneUnavailable(self.name, "this member leaves the group") from error
+            raise LaneUnavailable(self.name, "this member is leaving the group") from error
 
     @checked
     def fetch(
         self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
     ) -> list[torch.Tensor]:
-        if len(descriptor) == 2:  # copies, always: the memory stays its owner's
+        if len(descriptor) == 2:  # always copied: the memory belongs to its owner
             addresses, places = descriptor
             bases, crowded = self._lent(peer, addresses), True
             into = into or [None] * len(places)
@@ -165,8 +180,8 @@ class ShmLane(TensorLane):
             found = zip(places, shapes, into, strict=True)
             return [
                 target
-                if target is not None and self._filled(target, rooms[number], offset)
-                else self._left(view_at(flats[number], offset, shape), target, crowded)
+                if target is not None and self._copied_directly(target, rooms[number], offset)
+                else self._result(view_at(flats[number], offset, shape), target, crowded)
                 for (number, offset), shape, target in found
             ]
         if crowded:
@@ -180,7 +195,7 @@ class ShmLane(TensorLane):
             raise gone.lost(peer) from gone
 
     @checked
-    def spread(
+    def scatter_into(
         self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         if len(descriptor) == 2:
@@ -196,13 +211,13 @@ class ShmLane(TensorLane):
             within(start, size, base.nbytes)
             room = _Room(base.ctypes.data + start, size)
             for offset, target in its:
-                if not self._filled(target, room, offset):
+                if not self._copied_directly(target, room, offset):
                     flat = torch.from_numpy(base[start : start + size])
                     left.append((target, view_at(flat, offset, (target.dtype, tuple(target.shape)))))
         return left
 
-    def _filled(self, target: torch.Tensor, room: _Room, offset: int) -> bool:
-        """Whether a tensor could be filled from there as it lies. Raises OutOfBounds."""
+    def _copied_directly(self, target: torch.Tensor, room: _Room, offset: int) -> bool:
+        """Copy to a contiguous CPU tensor; returns False for any other. Raises OutOfBounds."""
         if not target.is_cpu or not target.is_contiguous():
             return False
         if size := target.nbytes:
@@ -210,33 +225,33 @@ class ShmLane(TensorLane):
             self.move(target.data_ptr(), room.begin + offset, size)
         return True
 
-    def _left(self, view: torch.Tensor, target: torch.Tensor | None, crowded: bool) -> torch.Tensor:
+    def _result(self, view: torch.Tensor, target: torch.Tensor | None, crowded: bool) -> torch.Tensor:
         if target is None:
             return copied(view) if crowded else view
         if target.is_cpu:
-            numbers(target).copy_(numbers(view))
+            as_copyable(target).copy_(as_copyable(view))
             return target
-        return view  # its GPU copies it from here
+        return view  # the caller copies it to the GPU
 
     def in_use(self) -> int:
-        """Bytes that are with others, as far as can be known now."""
-        self._reclaim_from_the_dead()
+        """Bytes in use by receivers, as far as known."""
+        self._reclaim_from_dead()
         return self._arena.in_use()
 
     def discard(self, peer: str, descriptor: Any) -> None:
         if len(descriptor) == 2:
-            return  # lent: there is nothing to give back
+            return  # lent: there is nothing to return
         slots, _, _, tag = descriptor
         try:
             arena = self._peer(peer, tag, slots)
         except (LaneUnavailable, PeerLost):
-            return  # the peer is gone, and its arena with it, or they are owed
+            return  # the peer is gone, and its arena with it; or the slots are returned later
         with contextlib.suppress(*MALFORMED):
             for slot in slots:
                 arena.give_back(slot[0])
 
     def _peer(self, peer: str, tag: str, slots: Sequence[tuple[int, int, int]]) -> PeerArena:
-        """Where these slots are. If that cannot be mapped now, they are given back as soon as it can."""
+        """Return the arena of these slots. If it cannot be mapped now, they are returned as soon as it can."""
         address = self._addresses.get(peer)
         if address is None or address.tag != tag:
             self._owe(tag, slots)
@@ -265,9 +280,8 @@ class ShmLane(TensorLane):
         with self._lock:
             self._owed.setdefault(tag, []).extend(slot[0] for slot in slots)
             while len(self._owed) > _OWED:
-                del self._owed[
-                    next(iter(self._owed))
-                ]  # most are of processes that are gone, and their arenas with them
+                # Most are of processes that are gone, and their arenas with them.
+                del self._owed[next(iter(self._owed))]
 
     def disconnect(self, peer: str) -> None:
         address = self._addresses.pop(peer, None)
@@ -279,9 +293,9 @@ class ShmLane(TensorLane):
         if arena is not None:
             host_device_copy.withdraw(arena.span[0])
         self._owed.pop(address.tag, None)
-        # One that was only removed, or is out of reach, may use what it got for as long as it likes.
-        self._former.add(address)
-        self._reclaim_from_the_dead()
+        # A peer that was only removed, or is unreachable, may go on using its tensors.
+        self._former_peers.add(address)
+        self._reclaim_from_dead()
 
     def close(self) -> None:
         peers, self._peers = self._peers, {}
@@ -296,7 +310,7 @@ class ShmLane(TensorLane):
 
 
 class _Room(NamedTuple):
-    """A peer's memory, as it is mapped here."""
+    """A peer's memory, as mapped here."""
 
     begin: int
     size: int
@@ -306,26 +320,8 @@ class _Room(NamedTuple):
         return _Room(base.ctypes.data, base.nbytes)
 
 
-class _ShmExport(Export):
-    def __init__(self, arena: Arena, slots: list[Slot], descriptor: Any) -> None:
-        self._arena, self._slots = arena, slots
-        self.descriptor = descriptor
-
-    def cancel(self) -> None:
-        for slot in self._slots:
-            self._arena.cancel(slot)
-
-
-class _LentExport(Export):
-    def __init__(self, descriptor: Places) -> None:
-        self.descriptor = descriptor
-
-    def cancel(self) -> None:
-        """Nothing was taken for it."""
-
-
 def _grouped(tensors: Sequence[torch.Tensor]) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Slots to make: (size, [(tensor's index, offset)]); large tensors alone, small ones together."""
+    """Return the slots to take: (size, [(tensor index, offset)]). Large tensors are alone, small ones together."""
     groups: list[tuple[int, list[tuple[int, int]]]] = []
     small: list[tuple[int, int]] = []
     filled = 0
@@ -339,3 +335,8 @@ def _grouped(tensors: Sequence[torch.Tensor]) -> list[tuple[int, list[tuple[int,
     if small:
         groups.append((filled, small))
     return groups
+
+
+def make(setup: LaneSetup) -> ShmLane:
+    """See registry.Lane.make."""
+    return ShmLane(setup.capacity, setup.config.copy_threads)

@@ -1,4 +1,4 @@
-"""Large copies within a process's memory, shared between threads."""
+"""Copies large ranges within a process's memory, by several threads."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from raytorchrpc.process import threads
 from raytorchrpc.process.workers import Workers
 
 _ALIGN = 64
-#: A copy is shared between threads in parts of at least this (bytes).
+#: Smallest part of a copy for one thread (bytes).
 _PART = 4 << 20
 
 
 class Copier:
-    """Thread-safe; its threads start with the first large copy."""
+    """Copies memory. Thread-safe. Its threads start with the first large copy."""
 
     def __init__(self, threads: int) -> None:
-        """``threads``: that share a large copy, the one that asks for it among them."""
+        """``threads``: that share a large copy, including the calling one."""
         self._threads = threads
         self._lock = threading.Lock()
         self._pool: Workers | None = None
         self._closed = False
 
     def move(self, target: int, source: int, size: int) -> None:
-        """Copy so many bytes from one address to another; blocks. Raises RuntimeError if it was closed."""
+        """Copy ``size`` bytes from one address to another. Blocks. Raises RuntimeError after ``close``."""
         parts = min(self._threads, size // _PART)
         if parts < 2:
             ctypes.memmove(target, source, size)
@@ -44,9 +44,9 @@ class Copier:
                     part()
                 else:
                     waiting.append(done)
-            ctypes.memmove(target, source, step)  # this thread does its share
+            ctypes.memmove(target, source, step)  # this thread's part
         finally:
-            for done in waiting:  # also when this thread is interrupted: others may use that memory afterwards
+            for done in waiting:  # also if this thread is interrupted, because the caller may reuse the memory
                 done.wait()
 
     def _threads_of(self) -> Workers:
@@ -58,7 +58,7 @@ class Copier:
             return self._pool
 
     def close(self) -> None:
-        """Idempotent; what is under way is finished."""
+        """End the threads; copies in progress are completed. Idempotent."""
         with self._lock:
             self._closed, pool = True, self._pool
         if pool is not None:
@@ -73,8 +73,8 @@ def _move_part(target: int, source: int, size: int, done: threading.Event) -> No
 
 
 def default_threads() -> int:
-    """Threads that share a large copy. One core does not fill the memory's bandwidth, and both of two do: 640 MB took
-    38 ms instead of 60 there. More than four gain little.
+    """Return how many threads share a large copy. One core cannot use the full memory bandwidth: on two cores, both
+    took 38 ms for 640 MB and one took 60. More than four gain little.
     """
     cores = len(os.sched_getaffinity(0))
     return min(cores, max(2, min(4, cores // 2)))

@@ -1,6 +1,6 @@
-"""Shared memory that its owner keeps and others only read: weights that many pull, each by one copy out of it.
+"""Shared memory that its owner lends for reading: weights, for instance, that many peers pull by one copy each.
 
-Unlike a slot of an arena it is given to nobody. Whoever lends it knows by other means when all have read it.
+Unlike a slot of an arena it has no receiver that returns it. The owner finds out by other means when all have read it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 
 from raytorchrpc.lanes.common.shared_memory import SharedAddress, SharedBytes, map_shared
 
-#: Peers' memory that stays mapped: the pieces used last, so many of them.
+#: Most pieces of peers' memory that stay mapped: those used last.
 _MAPPED = 16
 
-#: In a message: (where the pieces are, for each tensor (piece, offset)).
+#: A descriptor: (addresses of the pieces, for each tensor (piece, offset)).
 Places = tuple[tuple[tuple[int, int, str, int], ...], tuple[tuple[int, int], ...]]
 
 
@@ -30,16 +30,16 @@ class _Piece(NamedTuple):
 
 
 class Lender:
-    """What this process lends. Thread-safe."""
+    """The memory that this process lends. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pieces: dict[int, _Piece] = {}
 
     def make(self, size: int) -> torch.Tensor:
-        """A piece, as flat uint8; lent as long as a tensor on it lives. Raises LaneUnavailable."""
+        """Make a piece, as flat uint8. It is lent as long as a tensor on it lives. Raises LaneUnavailable."""
         shared = SharedBytes(max(1, size))
-        array = shared.bytes[:size]  # of its own: its end is the end of the last tensor on it
+        array = shared.bytes[:size]  # a new array, which dies with the last tensor on it
         begin = shared.bytes.ctypes.data
         with self._lock:
             self._pieces[begin] = _Piece(begin, begin + size, shared)
@@ -52,7 +52,7 @@ class Lender:
             piece.shared.close()
 
     def places(self, tensors: Sequence[torch.Tensor]) -> Places | None:
-        """Where these are, if all of them lie in what is lent."""
+        """Return where these tensors are, or None unless all of them lie in lent memory."""
         if not self._pieces:
             return None
         pieces = list(self._pieces.values())
@@ -78,21 +78,21 @@ class Lender:
         return addresses, tuple(found)
 
     def close(self) -> None:
-        """Nobody can map it from now on; its tensors live on."""
+        """Prevent peers from mapping it from now on. Its tensors stay valid."""
         for piece in list(self._pieces.values()):
             piece.shared.close()
         self._pieces.clear()
 
 
 class Borrower:
-    """What peers lend, mapped here. Thread-safe."""
+    """The memory that peers lend, mapped here. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._mapped: OrderedDict[tuple[str, str], numpy.ndarray] = OrderedDict()
 
     def bytes_at(self, peer: str, address: SharedAddress) -> numpy.ndarray:
-        """A piece. Raises LaneUnavailable."""
+        """Map a piece. Raises LaneUnavailable."""
         key = peer, address.name
         with self._lock:
             array = self._mapped.get(key)
@@ -104,7 +104,7 @@ class Borrower:
             return array
 
     def forget(self, peer: str | None = None) -> None:
-        """What that peer lends; None: what all do."""
+        """Unmap the memory of that peer, or of all peers if None."""
         with self._lock:
             for key in [key for key in self._mapped if peer is None or key[0] == peer]:
                 del self._mapped[key]

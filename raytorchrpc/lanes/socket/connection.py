@@ -1,70 +1,40 @@
-"""One connection of the socket lane, and a call under way on it."""
+"""One connection of the socket lane, and the calls in flight on it."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.lanes.common import frames as _frames
-from raytorchrpc.lanes.common.pending import SettledPending, lose_all, settle
+from raytorchrpc.lanes.common import frames
+from raytorchrpc.lanes.common.pending import PendingReply, complete_with, fail_all
 from raytorchrpc.lanes.common.protection import Protection
-from raytorchrpc.lanes.socket.spin import Patience
-from raytorchrpc.process import threads
+from raytorchrpc.lanes.socket.listeners import Listeners
+from raytorchrpc.lanes.socket.spin import Spinner
+from raytorchrpc.process import keepalive, threads
 
-logger = logging.getLogger(__name__)
-
-#: A caller that reads looks at its deadline this often (seconds).
+#: A caller that reads checks its deadline this often (seconds).
 SLICE_S = 1
-#: For the rest of a request whose deadline passed in the middle (seconds); a peer that does not take it is given up.
+#: Time for the rest of a request whose deadline passed midway (seconds). A peer that does not read it loses its
+#: connection.
 FINISH_S = 10.0
 _NOT_TAKEN = "it did not take the data in time"
 _IOV_MAX = 1024
 _AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
-class Listeners(Protocol):
-    """Who reads a connection when no caller does: what a connection needs of its lane."""
-
-    def arm(self, fd: int) -> None:
-        """Hear this descriptor again."""
-
-    def disarm(self, fd: int) -> None:
-        """Keep away from it: a caller reads."""
-
-    def watch(self, connection: Connection) -> None:
-        """See to it that it is read soon, if nobody else comes to do it: call ``attend`` in a while."""
-
-    def forget(self, connection: Connection) -> None:
-        """It has ended."""
-
-
-#: A host that is gone without a word (power, cable, a firewall that forgot us) costs its connections after this
-#: (seconds): nothing else would ever tell an idle one, and Linux goes on for 15 minutes with data that nobody
-#: acknowledges. A network that is back within five seconds costs nothing: the kernel sends again after at most that
-#: long again, well before. An idle connection asks after 5 s, then every 2 s. Linux counts a peer that lives but reads
-#: nothing the same way, so that one loses the connection too, but only once its buffers are full.
-SILENCE_S = 15
-_ASK_AFTER_S, _ASK_EVERY_S = 5, 2
-
-
 def tune(sock: socket.socket) -> None:
-    """Settings of a proved socket."""
+    """Set the options of an authenticated socket."""
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ASK_AFTER_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_EVERY_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, (SILENCE_S - _ASK_AFTER_S) // _ASK_EVERY_S)
-        # It bounds data that is not acknowledged, and takes the place of TCP_KEEPCNT for an idle connection.
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
+        keepalive.detect_silence(sock)
+        keepalive.limit_unacknowledged(sock)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(SLICE_S))
 
 
@@ -73,39 +43,45 @@ def _timeval(seconds: int) -> bytes:
 
 
 class Connection:
-    """One socket: requests go out and replies come in (``peer`` is set), or the other way round.
+    """One socket. Sends requests and receives replies (``peer`` is set), or receives requests.
 
-    At any time at most one thread reads it: a listener, or a caller that waits. ``_state`` guards who.
+    At most one thread reads it at a time: a listener, or a caller that waits. ``_state`` guards which.
     """
 
     def __init__(
-        self, lane: Listeners, sock: socket.socket, peer: str | None, protection: Protection | None = None
+        self,
+        listeners: Listeners[Connection],
+        sock: socket.socket,
+        peer: str | None,
+        protection: Protection | None = None,
+        on_end: Callable[[Connection, str | None], None] | None = None,
     ) -> None:
-        self.lane, self.sock, self.peer = lane, sock, peer
+        """``on_end(connection, peer)`` is called once, when it ends."""
+        self._listeners, self.sock, self.peer, self._on_end = listeners, sock, peer, on_end
+        self.accepted = peer is None
+        """Whether the peer opened it, so that it receives requests."""
         self.fd = sock.fileno()
         self._protection = protection
-        self._reader = _frames.FrameReader(protection)
+        self._reader = frames.FrameReader(protection)
         self._sending = threading.Lock()
         self._state = threading.Lock()
         self._reading = False
         self._armed = self.accepted
-        """Whether listeners hear it. They always hear an accepted one, but one of our own only while replies are
-        under way that nobody comes to read: a caller that waits reads for itself, and for the others meanwhile."""
+        """Whether listeners poll it. They always poll an accepted connection, but one of our own only while it has
+        replies to come that no caller reads: a caller that waits reads its own reply, and those of others meanwhile.
+        """
         self._watched = False
-        self._read_of_late = False
-        """By a caller, or by the listener that serves it. Then they will again, and no other listener has to wake."""
-        self._called_back = 0  # calls under way that somebody wants to be told of at once
-        self.patience = Patience()
+        self._read_lately = False
+        """A caller, or the listener that serves it, has read it and is likely to again: no other listener needs
+        to wake.
+        """
+        self._callbacks = 0  # calls in flight that have a callback
+        self._spinner = Spinner()
         self.brief = True
-        """Whether the work that came by it last took less than a moment."""
+        """Whether the last requests took less than ATTEND_S to serve."""
         self._pending: dict[int, SocketPending] = {}
         self._calls = 0
         self._ended: str | None = None
-
-    @property
-    def accepted(self) -> bool:
-        """Whether a peer made it: requests come in by it."""
-        return self.peer is None
 
     @property
     def ended(self) -> bool:
@@ -115,7 +91,7 @@ class Connection:
     # Calls.
 
     def begin(self, pending: SocketPending, caller_waits: bool) -> None:
-        """Give a call its number; its reply can arrive from now on. ``caller_waits``: its caller waits at once."""
+        """Give a call its number; its reply can arrive from now on. ``caller_waits``: the caller is about to wait."""
         with self._state:
             if self._ended is not None:
                 raise PeerLost(self.peer or "?", self._ended, may_have_run=False)
@@ -123,58 +99,59 @@ class Connection:
             pending.call = self._calls
             self._pending[pending.call] = pending
             if not caller_waits:
-                self._let_somebody()
+                self._ensure_reader()
 
-    def _let_somebody(self) -> None:
-        """Under ``_state``: there is something to come. Whoever waits for it will read it; only if nobody does, for a
-        moment, a listener has to."""
-        if self._called_back:
-            self._let_listeners()
+    def _ensure_reader(self) -> None:
+        """Under ``_state``: have the data to come read. A caller that waits will do that; if none does so soon, a
+        listener does.
+        """
+        if self._callbacks:
+            self._arm()
         elif not (self._armed or self._reading or self._watched):
             self._watched = True
-            self.lane.watch(self)
+            self._listeners.watch(self)
 
     def attend(self) -> bool:
-        """By the lane, a moment after ``watch``: whether it is to look again in another moment."""
+        """See Readable."""
         with self._state:
             wanted = self.accepted or bool(self._pending)
-            again = wanted and self._read_of_late and not self._armed
-            self._read_of_late = False
+            again = wanted and self._read_lately and not self._armed
+            self._read_lately = False
             self._watched = again
             if wanted and not again:
-                self._let_listeners()
+                self._arm()
             return again
 
-    def _let_listeners(self) -> None:
-        """Under ``_state``: somebody has to read this."""
+    def _arm(self) -> None:
+        """Under ``_state``: have listeners poll it, unless a thread reads it."""
         if not self._armed and not self._reading and self._ended is None:
             self._armed = True
-            self.lane.arm(self.fd)
+            self._listeners.arm(self.fd)
 
-    def listen_again(self) -> None:
-        """By the lane, after it has failed in the middle of something: listeners hear it if nobody reads it."""
+    def rearm(self) -> None:
+        """See Readable."""
         with self._state:
             if not self._reading and self._ended is None and (self.accepted or self._pending):
                 self._armed = True
-                self.lane.arm(self.fd)
+                self._listeners.arm(self.fd)
 
-    def forget(self, pending: SocketPending) -> None:
-        """Nobody waits for this call any more; its reply, if it comes, is dropped."""
+    def abandon(self, pending: SocketPending) -> None:
+        """Forget a call; its reply, if one arrives, is dropped."""
         with self._state:
             self._pending.pop(pending.call, None)
 
     def send(self, buffers: list[Any], deadline: float) -> None:
-        """Send one frame. Raises PeerLost, and RpcTimeout for a request of which nothing has gone by its deadline.
+        """Send one frame. Raises PeerLost, and RpcTimeout for a request of which nothing was sent by the deadline.
 
-        If half of a request has gone by then, it returns, and a thread of its own sends the rest: the connection has
-        other calls, which half a frame would cost theirs. A reply that is not taken in time ends the connection.
+        If a part of a request was sent by then, this returns, and another thread sends the rest: a partial frame would
+        cost the other calls on this connection their replies. A reply that is not read in time ends the connection.
         """
         if not self._sending.acquire(False) and not self._sending.acquire(
             timeout=max(0.0, deadline - time.monotonic())
         ):
             raise self._busy()
         rest: list[memoryview] = []
-        begun = self._protection is not None  # what it has sealed must be sent
+        begun = self._protection is not None  # a sealed frame must be sent
         try:
             if self._protection is not None:
                 buffers = self._protection.seal(buffers)
@@ -193,19 +170,19 @@ class Connection:
                 if rest and self.accepted:
                     rest = []
                     raise TimeoutError(_NOT_TAKEN)
-                # What has been sealed has its place in the stream, and must be sent.
+                # A sealed frame has its position in the stream, so it must be sent.
                 if sum(map(len, rest)) == size and self._protection is None:
                     rest = []
                     raise self._busy()
         except RayTorchRpcError:
             raise
-        except OSError as error:  # so is a TimeoutError
+        except OSError as error:  # also TimeoutError
             self.end(str(error))
-            # Nobody runs a part of a request.
+            # A partial request does not run.
             raise PeerLost(self.peer or "the caller", self._ended or str(error), may_have_run=False) from error
         except BaseException:
-            if begun:  # half of a frame, and nothing can follow it
-                self.end("a message was not sent to its end")
+            if begun:  # no other frame can follow a partial one
+                self.end("a message was sent only in part")
             raise
         finally:
             if not rest:
@@ -215,10 +192,10 @@ class Connection:
 
     def _finish_later(self, rest: list[memoryview]) -> None:
         try:
-            copies = [memoryview(bytes(part)) for part in rest]  # the caller may change his tensors from now on
+            copies = [memoryview(bytes(part)) for part in rest]  # the caller may change its tensors from now on
             threads.start(self._finish, copies, name="raytorchrpc-rest")
         except BaseException as error:
-            self.end(f"a request was late in the middle, and the rest of it cannot be sent: {error}")
+            self.end(f"a request was sent in part by its deadline, and the rest of it cannot be sent: {error}")
             self._sending.release()
             raise PeerLost(self.peer or "the caller", self._ended or "", may_have_run=False) from error
 
@@ -226,7 +203,7 @@ class Connection:
         return RpcTimeout(f"the route to {self.peer or 'the caller'} was busy until the deadline")
 
     def _send_rest(self, parts: list[memoryview], sent: int, deadline: float) -> list[memoryview]:
-        """Go on sending after ``sent`` bytes; returns what is left at the deadline. Raises OSError."""
+        """Send what follows the first ``sent`` bytes; returns what is left at the deadline. Raises OSError."""
         poll = select.poll()
         poll.register(self.fd, select.POLLOUT)
         while True:
@@ -243,7 +220,7 @@ class Connection:
                 sent = 0
 
     def _finish(self, rest: list[memoryview]) -> None:
-        """Send the rest of a request that is late, for which ``_sending`` is held."""
+        """Send the rest of a late request. ``_sending`` is held for it."""
         try:
             if self._send_rest(rest, 0, time.monotonic() + FINISH_S):
                 self.end(_NOT_TAKEN)
@@ -254,61 +231,61 @@ class Connection:
 
     # Reading.
 
-    def take_reading(self) -> bool:
-        """Become the one that reads; False if somebody reads already."""
+    def acquire_read(self) -> bool:
+        """Become the thread that reads. Returns False if another one reads, or if the connection has ended."""
         with self._state:
             if self._reading or self._ended is not None:
                 return False
             self._reading = True
             return True
 
-    def keep_to_oneself(self) -> None:
-        """By a thread that has taken the reading, to wait: listeners need not wake."""
+    def exclude_listeners(self) -> None:
+        """Called by the reading thread, which is about to wait: listeners need not wake."""
         with self._state:
-            if self._armed and self._ended is None:  # once it ended, its descriptor may be another's
+            if self._armed and self._ended is None:  # after the end its descriptor may have been reused
                 self._armed = False
-                self.lane.disarm(self.fd)
+                self._listeners.disarm(self.fd)
 
-    def give_reading(self, *, lazily: bool) -> None:
-        """Leave the reading to others, if there is anything to read for. ``lazily``: whoever gives it is going to
-        read again, so that listeners need to wake only if it takes him too long.
+    def release_read(self, *, lazily: bool) -> None:
+        """Let other threads read, if more data is expected. ``lazily``: the calling thread will read again soon, so
+        listeners need to wake only if it does not.
         """
         with self._state:
             self._reading = False
-            self._armed = False  # a listener that was woken has used it up
+            self._armed = False  # the registration was one-shot
             if not (self.accepted or self._pending):
                 return
             if lazily:
-                self._read_of_late = True
-                self._let_somebody()
+                self._read_lately = True
+                self._ensure_reader()
             else:
-                self._let_listeners()
+                self._arm()
 
-    def read(self, flags: int = 0) -> list[_frames.Frame]:
-        """Read once: completes the calls whose replies arrived, returns the requests. Ends with the stream."""
+    def read(self, flags: int = 0) -> list[frames.Frame]:
+        """Read once: completes the calls whose replies have arrived, and returns the requests."""
         try:
-            frames = self._reader.read(self.sock, flags)
+            arrived = self._reader.read(self.sock, flags)
         except BlockingIOError:
             return []
-        except Exception as error:  # of whatever kind: the stream is out of step
+        except Exception as error:  # whatever it is, the stream is out of step
             self.end(_why(error))
             return []
         requests = []
-        for frame in frames:
-            if frame.kind == _frames.REQUEST:
+        for frame in arrived:
+            if frame.kind == frames.REQUEST:
                 requests.append(frame)
                 continue
             with self._state:
                 pending = self._pending.pop(frame.call, None)
             if pending is not None:
-                settle(pending, frame.message)
+                complete_with(pending, frame.message)
         return requests
 
     def read_until(self, pending: SocketPending, deadline: float) -> None:
-        """Read, as the one that reads, until this call is done or the deadline passes."""
+        """As the reading thread, read until this call is done or the deadline passes."""
         poll = None
-        if self.patience.is_left():
-            self.patience.look(partial(self._look, pending))
+        if self._spinner.should_spin():
+            self._spinner.spin(partial(self._read_reply, pending))
         while not pending.done:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
@@ -319,44 +296,46 @@ class Connection:
                     return
             self.read()
 
-    def _look(self, pending: SocketPending) -> bool:
+    def _read_reply(self, pending: SocketPending) -> bool:
         self.read(socket.MSG_DONTWAIT)
         return pending.done
 
-    def await_requests(self) -> list[_frames.Frame]:
-        """As the one that reads: wait a moment for requests."""
-        requests: list[_frames.Frame] = []
+    def await_requests(self) -> list[frames.Frame]:
+        """As the reading thread, wait briefly for requests."""
+        requests: list[frames.Frame] = []
 
-        def look() -> bool:
+        def ready() -> bool:
             requests.extend(self.read(socket.MSG_DONTWAIT))
             return bool(requests) or self.ended
 
-        if self.patience.is_left():
-            self.patience.look(look)
+        if self._spinner.should_spin():
+            self._spinner.spin(ready)
         else:
-            look()
+            ready()
         return requests
 
     def after_fork(self) -> None:
-        """See forking.ForkAware. The calls under way are the parent's: here they never end."""
+        """See fork.ForkAware. The calls in flight are the parent's; in the child they never end."""
         self._state, self._sending = threading.Lock(), threading.Lock()
         self._ended = "this process was forked"
 
     def end(self, reason: str) -> None:
-        """Close; every call under way fails with PeerLost."""
+        """Close; calls in flight fail with PeerLost. Idempotent."""
         with self._state:
             if self._ended is not None:
                 return
             self._ended = reason
-        try:  # without memory, too: the other end has to hear of it, and those who wait
-            self.lane.forget(self)
+        try:  # even if memory runs out, both the other end and the waiting callers must be told
+            self._listeners.remove(self)
+            if self._on_end is not None:
+                self._on_end(self, self.peer)
         finally:
             try:
                 with contextlib.suppress(OSError):
-                    self.sock.shutdown(socket.SHUT_RDWR)  # wakes whoever reads it
+                    self.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it
             finally:
                 self.sock.close()
-                lose_all(self._pending, self.peer or "?", reason)
+                fail_all(self._pending, self.peer or "?", reason)
 
 
 def _poll_in(fd: int) -> select.poll:
@@ -369,17 +348,17 @@ def _why(error: Exception) -> str:
     if isinstance(error, EOFError):
         return "connection closed (the process ended or left the group)"
     if threads.is_shortage(error):
-        return f"no memory here for what it sent: {error}"
+        return f"this process has no memory for its message: {error}"
     return f"connection broke: {error}"
 
 
-class SocketPending(SettledPending):
-    """One call under way on a connection."""
+class SocketPending(PendingReply):
+    """One call in flight on a connection."""
 
     __slots__ = ("_connection", "_deadline", "call")
 
-    def __init__(self, connection: Connection, deadline: float, settled: Callable[[], None] | None = None) -> None:
-        super().__init__(settled, connection._state)
+    def __init__(self, connection: Connection, deadline: float, on_released: Callable[[], None] | None = None) -> None:
+        super().__init__(on_released, connection._state)
         self._connection = connection
         self._deadline = deadline
         self.call = 0
@@ -388,20 +367,20 @@ class SocketPending(SettledPending):
         if self.done:
             return True
         connection = self._connection
-        if not connection.take_reading():
+        if not connection.acquire_read():
             return super().wait(timeout_s)
         try:
-            connection.keep_to_oneself()
+            connection.exclude_listeners()
             if timeout_s > 0:
                 connection.read_until(self, time.monotonic() + timeout_s)
             else:
                 connection.read(socket.MSG_DONTWAIT)
         finally:
-            connection.give_reading(lazily=True)
+            connection.release_read(lazily=True)
         return self.done
 
-    def _listened(self, begins: bool) -> None:
+    def _on_callbacks(self, begins: bool) -> None:
         connection = self._connection
-        connection._called_back += 1 if begins else -1
+        connection._callbacks += 1 if begins else -1
         if begins:
-            connection._let_listeners()
+            connection._arm()

@@ -1,4 +1,4 @@
-"""Waiting for a socket: whether to look again for a moment before sleeping, and a timer for an epoll set."""
+"""Waiting for a socket: spinning for a moment before sleeping, and a timer for an epoll set."""
 
 from __future__ import annotations
 
@@ -9,46 +9,47 @@ import time
 from collections.abc import Callable
 
 _CORES = len(os.sched_getaffinity(0))
-#: Look again for at most this long (seconds). An empty call's answer comes within 50 microseconds, and being put to
-#: sleep and woken costs 25 on either side. With many cores a longer look is in nobody's way, and the core stays quick:
-#: enough for a call with a CUDA tensor.
-LOOK_S = 100e-6 if _CORES < 8 else 400e-6
+#: Longest spin (seconds). The reply to an empty call arrives within 50 microseconds, and a sleep with its wake-up costs
+#: 25 on either side. With many cores a longer spin disturbs no other thread and keeps the core at its full clock: it
+#: lasts for a call with a CUDA tensor.
+SPIN_S = 100e-6 if _CORES < 8 else 400e-6
 
 
-class Patience:
-    """Whether looking again has paid off of late. For one connection and one side of it; one thread at a time.
+class Spinner:
+    """Decides whether to spin, by how often it has helped of late. For one side of one connection; one thread at a
+    time.
 
-    Each time it was in vain again, the next tries are left out, twice as many as before: a connection that is used now
-    and then, or whose methods take long, costs next to nothing. With a single core it would only keep the peer from
-    answering.
+    After consecutive spins without success it skips twice as many attempts each time, so that a connection that is
+    seldom used, or whose methods take long, costs almost nothing. It never spins on a single core, which the peer
+    needs.
     """
 
-    __slots__ = ("_left_out", "_skip", "_vain")
+    __slots__ = ("_failed", "_skip", "_skipped")
 
     def __init__(self) -> None:
-        self._vain = False
+        self._failed = False
         self._skip = 0
-        self._left_out = 0
+        self._skipped = 0
 
-    def is_left(self) -> bool:
-        """Whether to ``look`` this time. To be asked once for each time."""
-        if self._left_out < self._skip:
-            self._left_out += 1
+    def should_spin(self) -> bool:
+        """Whether to call ``spin`` this time. To be called once for each wait."""
+        if self._skipped < self._skip:
+            self._skipped += 1
             return False
         return _CORES > 1
 
-    def look(self, at: Callable[[], bool]) -> None:
-        """Call ``at`` until it is true, for at most ``LOOK_S``, giving way to whoever else wants the core."""
-        self._left_out = 0
-        until = time.perf_counter() + LOOK_S
+    def spin(self, ready: Callable[[], bool]) -> None:
+        """Call ``ready`` until it returns True, for ``SPIN_S`` at most, yielding the core to other threads."""
+        self._skipped = 0
+        until = time.perf_counter() + SPIN_S
         while time.perf_counter() < until:
-            if at():
-                self._vain, self._skip = False, 0
+            if ready():
+                self._failed, self._skip = False, 0
                 return
             os.sched_yield()
-        if self._vain:  # once is what every pause looks like
+        if self._failed:  # a single failure may be any pause between two calls
             self._skip = min(2 * self._skip + 1, 255)
-        self._vain = True
+        self._failed = True
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -73,14 +74,14 @@ class Timer:
         self._setting = _Timer(_Timespec(0, 0), _Timespec(int(after_s), int(after_s % 1 * 1e9)))
 
     def set(self) -> None:
-        """Start over."""
+        """Start, or start over."""
         _libc.timerfd_settime(self.fd, 0, ctypes.byref(self._setting), None)
 
     def clear(self) -> None:
-        """Make it unreadable again."""
+        """Make the descriptor unreadable again."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.fd, 8)
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
         os.close(self.fd)

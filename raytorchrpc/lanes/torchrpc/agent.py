@@ -105,6 +105,14 @@ class Fabric:
         """Of the running agent, parked or not."""
         return AgentIdentity(self._spec.name, self._spec.worker_id) if self._spec else None
 
+    @property
+    def address(self) -> FabricPeer:
+        """How peers reach the running agent; each fills in its own map. Raises LaneUnavailable if none runs."""
+        identity = self.identity
+        if identity is None:
+            raise LaneUnavailable("torchrpc", "no torchrpc agent runs in this process")
+        return FabricPeer(identity.name, identity.worker_id, self._url, {})
+
     def start(self, spec: AgentSpec, *, renew: bool = False) -> str:
         """Have an agent that fits ``spec``, the parked one (with its own id) if it does; returns its URL.
 
@@ -171,17 +179,17 @@ class Fabric:
         self._agents_started += 1
         if self._agents_started == 1:
             atexit.register(self._stop_at_exit)
-            fork.inherited(self)
+            fork.register(self)
 
     def after_fork(self) -> list[fork.Address]:
-        """See forking.ForkAware. The agent is never freed here: its end would wait for threads that are not here."""
+        """See fork.ForkAware. The agent is never freed here: its end would wait for threads that are not here."""
         self._lock = threading.Lock()
         if self._agent is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
         urls = (self._url, *(peer.url for peer in self._peers.values()))
         return [address for url in urls for address in fork.addresses_in(url)]
 
-    def meet(self, peers: Sequence[FabricPeer]) -> None:
+    def add_peers(self, peers: Sequence[FabricPeer]) -> None:
         """Make these peers callable. Quick: connections are opened by the first call."""
         with self._lock:
             agent, spec = self._agent, self._spec
@@ -190,14 +198,14 @@ class Fabric:
             for peer in peers:
                 if self._peers.get(peer.name) == peer:
                     continue
-                self._part(peer.name)
+                self._remove_peer(peer.name)
                 self._renewed.discard(peer.name)
                 if peer.worker_id in self._spoilt:
                     self._renew(agent, spec, peer)
                 else:
-                    self._add(agent, spec, peer)
+                    self._add_peer(agent, spec, peer)
 
-    def _add(self, agent: Any, spec: AgentSpec, peer: FabricPeer) -> None:
+    def _add_peer(self, agent: Any, spec: AgentSpec, peer: FabricPeer) -> None:
         torch_internals.add_peer(
             agent,
             self._store,
@@ -221,7 +229,7 @@ class Fabric:
             if peer is None or agent is None or spec is None or self._workers.get(name) is not broken:
                 return  # it is gone, or somebody else was here before
             self._spoilt.add(peer.worker_id)
-            self._part(name)
+            self._remove_peer(name)
             self._renew(agent, spec, peer)
 
     def distrust(self, name: str) -> None:
@@ -239,7 +247,7 @@ class Fabric:
             logger.warning("%s: connections were made anew %d times; no more", peer.name, len(OWN_NUMBERS))
             number = peer.worker_id
         self._renewed.add(peer.name)
-        self._add(agent, spec, peer._replace(worker_id=number))
+        self._add_peer(agent, spec, peer._replace(worker_id=number))
 
     def admit(self, hosts: Sequence[str]) -> None:
         """From now on these may connect, and nobody else; see AgentSpec.admitted. Connections that exist stay."""
@@ -278,13 +286,13 @@ class Fabric:
         """Whether a peer's connections broke and were made anew, under a number that no other process knows."""
         return name in self._renewed
 
-    def part(self, names: Sequence[str]) -> None:
+    def remove_peers(self, names: Sequence[str]) -> None:
         """Forget these peers; calls under way to them end by their deadline."""
         with self._lock:
             for name in names:
-                self._part(name)
+                self._remove_peer(name)
 
-    def _part(self, name: str) -> None:
+    def _remove_peer(self, name: str) -> None:
         peer = self._peers.pop(name, None)
         self._workers.pop(name, None)
         self._unopened.pop(name, None)

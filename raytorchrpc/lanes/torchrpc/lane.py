@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,7 +20,8 @@ from torch.distributed.rpc.internal import RemoteException
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RemoteError, RpcTimeout
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
-from raytorchrpc.lanes.torchrpc.agent import Fabric, FabricPeer
+from raytorchrpc.lanes.setup import LaneSetup
+from raytorchrpc.lanes.torchrpc.agent import Fabric, FabricPeer, process_fabric
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.cuda_streams import check_mapped, handoff_streams
 from raytorchrpc.tensors.dtypes import UNCOPIED, copied
@@ -50,7 +51,7 @@ class TorchRpcLane(MessageLane):
         in_band_bytes=None, in_band_cuda=True, copies_at_once=False, rrefs=True
     )
 
-    def __init__(self, me: str, fabric: Fabric, devices: Sequence[int], maps: dict[str, dict[int, int]]) -> None:
+    def __init__(self, me: str, fabric: Fabric, devices: Sequence[int], maps: Mapping[str, Mapping[int, int]]) -> None:
         """``me``: this member's name. ``maps``: by peer's member name, my gpu -> its gpu."""
         self._me, self._fabric = me, fabric
         self._devices: list[int | str | torch.device] = [torch.device("cuda", index) for index in devices]
@@ -61,15 +62,16 @@ class TorchRpcLane(MessageLane):
         """By member name, the WorkerInfo by which its connections broke; the member may well live."""
         self._renewed_at: dict[str, float] = {}
 
-    def open(self, serve: Serve, spawn: Spawn) -> None:
+    def open(self, serve: Serve, spawn: Spawn) -> FabricPeer:
         global _served
         _served = _Served(serve, spawn, self._devices)
+        return self._fabric.address
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
         if (identity := self._fabric.identity) is not None:
             self._rpc_names[self._me] = identity.name
         self._rpc_names.update({peer.peer: peer.address.name for peer in peers})
-        self._fabric.meet([peer.address for peer in peers])
+        self._fabric.add_peers([peer.address._replace(inverse_map=peer.devices_back) for peer in peers])
 
     def call(
         self,
@@ -78,7 +80,7 @@ class TorchRpcLane(MessageLane):
         timeout_s: float,
         *,
         caller_waits: bool = False,
-        settled: Callable[[], None] | None = None,
+        on_released: Callable[[], None] | None = None,
     ) -> Pending:
         worker = self._worker(peer, message.body.tensors)
         header, body = message.header, message.body
@@ -87,8 +89,8 @@ class TorchRpcLane(MessageLane):
             future = torch_internals.invoke_async(worker, _serve, args, _NO_LIMIT)
         except RuntimeError as error:
             raise self._failed(error, peer, worker, sent=False) from error
-        if settled is not None:
-            future.add_done_callback(lambda _: settled())
+        if on_released is not None:
+            future.add_done_callback(lambda _: on_released())
         return _TorchPending(future, partial(self._failed, peer=peer, worker=worker, sent=True))
 
     def remote(self, peer: str, message: Message, timeout_s: float) -> Any:
@@ -147,7 +149,7 @@ class TorchRpcLane(MessageLane):
         self._broken.pop(peer, None)
         name = self._rpc_names.pop(peer, None)
         if name is not None and peer != self._me:  # the agent, which outlives the group, knows itself for life
-            self._fabric.part([name])
+            self._fabric.remove_peers([name])
 
     def close(self) -> None:
         global _served
@@ -272,4 +274,9 @@ def _translate(error: RuntimeError, peer: str, *, sent: bool) -> RayTorchRpcErro
     return RayTorchRpcError(f"torchrpc failed between this member and {peer!r}: {text}")
 
 
-__all__ = ["FabricPeer", "TorchRpcLane"]
+def make(setup: LaneSetup) -> TorchRpcLane:
+    """See registry.Lane.make. The process's agent must be running."""
+    return TorchRpcLane(setup.member, process_fabric(), setup.devices, setup.device_maps)
+
+
+__all__ = ["FabricPeer", "TorchRpcLane", "make"]

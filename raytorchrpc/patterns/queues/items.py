@@ -85,7 +85,7 @@ class Item(NamedTuple):
     buffers: int
     size: int
     """Bytes."""
-    adopt: Callable[[], None] = nothing
+    make_current: Callable[[], None] = nothing
     """As in ``lanes.base.Message``."""
     loan: Loan | None = None
     many: int = 1
@@ -182,11 +182,11 @@ def put_together(codec: Codec, items: Sequence[Item]) -> list[Any]:
     values: list[Any] = []
     place = 0
     try:
-        for place, (payload, tensors, buffers, _, adopt, _, number) in enumerate(items):  # noqa: B007
+        for place, (payload, tensors, buffers, _, make_current, _, number) in enumerate(items):  # noqa: B007
             if number > 1:
                 values += pickle.loads(payload)
             elif tensors:
-                adopt()
+                make_current()
                 values.append(codec.decode(payload, tensors, (), buffers) if payload else tensors[0])
             else:
                 values.append(pickle.loads(payload))
@@ -199,9 +199,9 @@ def private(item: Item) -> Item:
     """The same in memory of its own."""
     if not item.tensors:
         return item
-    item.adopt()
+    item.make_current()
     tensors = [copied(tensor) for tensor in item.tensors]
-    return item._replace(tensors=tensors, adopt=handoff_streams(tensors), loan=None)
+    return item._replace(tensors=tensors, make_current=handoff_streams(tensors), loan=None)
 
 
 def chunks(items: Sequence[Item], most: int) -> Iterator[Sequence[Item]]:
@@ -225,7 +225,7 @@ def packed(items: Sequence[Item]) -> Chunk:
     tensors: list[torch.Tensor] = []
     for item in items:
         if item.tensors:
-            item.adopt()
+            item.make_current()
             tensors += item.tensors
     if not tensors:
         return payloads, None, tensors, runs

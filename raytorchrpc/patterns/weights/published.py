@@ -76,8 +76,8 @@ def shelf_of(local: LocalMember) -> Shelf:
                 return lent
         return None
 
-    shm = local.tensor_lanes.get("shm")
-    return Shelf(lend, local.deadlines.at) if shm is None else Shelf(lend, local.deadlines.at, shm.move)
+    moves = [lane.move for lane in local.tensor_lanes.values() if lane.capabilities.parallel_move]
+    return Shelf(lend, local.deadlines.at, *moves[:1])
 
 
 class Readable:
@@ -95,7 +95,7 @@ class Readable:
         flat = self.shelf.memory(kinds)
         for index in {tensor.device.index for tensor in flat.tensors if tensor.is_cuda}:
             for lane in self._lanes.values():
-                lane.settle(index)  # those who read it before may still do so, on their GPUs
+                lane.fence(index)  # those who read it before may still do so, on their GPUs
         uses, flat.uses = flat.uses, []
         for use in uses:
             use()
@@ -189,7 +189,7 @@ class Weights(Readable):
         if not self._track or before is None or before[0] is not layout:
             return [version] * len(sources)
         snapshot = before[1]
-        snapshot.adopt()
+        snapshot.make_current()
         alike = equal(sources, snapshot.flat.tensors)
         return [old if same else version for old, same in zip(snapshot.changed, alike, strict=True)]
 

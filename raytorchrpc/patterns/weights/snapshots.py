@@ -16,7 +16,7 @@ from raytorchrpc.errors import NotFound
 from raytorchrpc.lanes.base import SMALL
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.cuda_streams import handoff_streams, nothing
-from raytorchrpc.tensors.dtypes import DTYPES, numbers
+from raytorchrpc.tensors.dtypes import DTYPES, as_copyable
 
 _ALIGN = 64
 #: Pieces of memory that are kept for the next snapshots of one kind.
@@ -100,7 +100,7 @@ def write(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], move
     targets, sources = others
     # Tensors made under inference mode can only be written under it.
     with torch.inference_mode() if any(map(torch.Tensor.is_inference, targets)) else torch.no_grad():
-        host_device_copy.fill(targets, sources)
+        host_device_copy.copy_into(targets, sources)
 
 
 def _as_they_lie(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -116,9 +116,9 @@ def equal(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[
     with torch.no_grad():
         for place, (one, other) in enumerate(zip(ones, others, strict=True)):
             if one.device.type == "cpu":
-                alike[place] = torch.equal(numbers(one), numbers(other))
+                alike[place] = torch.equal(as_copyable(one), as_copyable(other))
             else:
-                differs = (numbers(one) != numbers(other)).any()
+                differs = (as_copyable(one) != as_copyable(other)).any()
                 on_gpu.setdefault(one.device, []).append((place, differs))
         for found in on_gpu.values():
             for (place, _), differs in zip(found, torch.stack([flag for _, flag in found]).tolist(), strict=True):
@@ -137,21 +137,21 @@ class Snapshot:
         self._shelf = shelf
         self._converting = threading.Lock()
         self.converted: dict[torch.dtype, Flat] = {}
-        self._adopt = [handoff_streams(flat.pieces)]
+        self._make_current = [handoff_streams(flat.pieces)]
 
-    def adopt(self) -> None:
+    def make_current(self) -> None:
         """On the thread that is going to use the tensors."""
-        for adopt in tuple(self._adopt):
-            adopt()
+        for make_current in tuple(self._make_current):
+            make_current()
 
     def tensors(self, wanted: Sequence[tuple[int, str | None]]) -> list[torch.Tensor]:
         """Those of these numbers, each as a dtype of that name; None: as it is. Converts each once."""
-        self.adopt()
+        self.make_current()
         made: list[torch.Tensor] = []
         with self._converting:
             found = [self._tensor(number, name, made) for number, name in wanted]
             if made:
-                self._adopt.append(handoff_streams(made))
+                self._make_current.append(handoff_streams(made))
                 self._used()
         return found
 
@@ -170,7 +170,7 @@ class Snapshot:
         whole = self.flat.whole
         if whole is None or whole.device.type != kind:
             return []
-        self.adopt()
+        self.make_current()
         return [whole]
 
     def read(self, wanted: Sequence[tuple[int, str | None]], targets: Sequence[torch.Tensor]) -> None:

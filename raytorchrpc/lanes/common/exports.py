@@ -1,0 +1,90 @@
+"""What tensor lanes share to keep track of their exports."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from raytorchrpc.lanes.base import Export
+from raytorchrpc.process import threads
+from raytorchrpc.tensors.cuda_streams import nothing
+
+#: A longer pause of a Janitor can be ended by ``wake`` (seconds).
+_SHORT_S = 0.05
+
+
+class CallbackExport(Export):
+    """An export made of its descriptor and of what its two methods call."""
+
+    __slots__ = ("_cancel", "_finished", "descriptor")
+
+    def __init__(self, descriptor: Any, cancel: Callable[[], object], finished: Callable[[], object] = nothing) -> None:
+        self.descriptor = descriptor
+        self._cancel, self._finished = cancel, finished
+
+    def cancel(self) -> None:
+        self._cancel()
+
+    def finished(self) -> None:
+        self._finished()
+
+
+class Janitor:
+    """A thread that reclaims the memory of fetched exports, from time to time while there are any. Thread-safe.
+
+    It is started with the first export.
+    """
+
+    def __init__(self, name: str, reclaim: Callable[[], float | None]) -> None:
+        """``reclaim`` does one round; it returns the seconds until the next, or None if nothing is left to reclaim."""
+        self._name, self._reclaim = name, reclaim
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._woken, self._hurry = threading.Event(), threading.Event()
+        self._closed = False
+
+    def wake(self, *, hurry: bool = True) -> None:
+        """There is something to reclaim. ``hurry``: ends a long pause between two rounds. Hot path."""
+        if self._thread is None:
+            self._start()
+        if not self._woken.is_set():
+            self._woken.set()
+        if hurry and not self._hurry.is_set():
+            self._hurry.set()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None and not self._closed:
+                try:
+                    self._thread = threads.start(self._run, name=self._name)
+                except threads.ThreadShortage as error:  # the next export tries again
+                    threads.report(error, "the memory of tensors that were sent is reclaimed late")
+
+    def _run(self) -> None:
+        threads.serve(self._reclaim_all, f"the thread {self._name}")
+
+    def _reclaim_all(self) -> bool:
+        self._woken.wait()
+        self._woken.clear()  # before the first round: what is exported from now on wakes it again
+        try:
+            while (pause := self._reclaim()) is not None:
+                if pause > _SHORT_S:
+                    self._hurry.wait(pause)
+                    self._hurry.clear()
+                else:
+                    time.sleep(pause)
+        except BaseException:
+            self._woken.set()
+            raise
+        return not self._closed
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Have the thread end once nothing is left to reclaim; wait for that, for so long at most."""
+        with self._lock:
+            self._closed, thread = True, self._thread
+        self._woken.set()
+        self._hurry.set()
+        if timeout_s and thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)

@@ -1,0 +1,41 @@
+"""What a lane's factory is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from raytorchrpc.config import GroupConfig
+from raytorchrpc.lanes.common.credentials import Credentials
+from raytorchrpc.process.memory import default_capacity
+from raytorchrpc.topology.endpoint import Endpoint
+
+
+@dataclass(frozen=True)
+class LaneSetup:
+    """What ``make(setup)`` may need to make the lane of one member."""
+
+    member: str
+    """The member's name."""
+    credentials: Credentials
+    """Proves to peers that the process is this member: the group's secret, the member's rank and incarnation."""
+    config: GroupConfig
+    endpoint: Callable[[], Endpoint]
+    """Describes this process. Blocks for a few milliseconds."""
+    tcp_host: str | None = None
+    """Address to listen on for peers in other network namespaces; None if there are none."""
+    by_tcp: frozenset[str] = frozenset()
+    """Names of those peers."""
+    interface: str | None = None
+    """Network interface that holds this node's address; None if unknown."""
+    devices: tuple[int, ...] = ()
+    """CUDA indices in this process that tensors are sent from or arrive on."""
+    device_maps: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    """By peer: this process's GPU -> the peer's, for arguments."""
+    one_at_a_time: bool = False
+    """The actor runs one method at a time."""
+
+    @property
+    def capacity(self) -> int:
+        """Most memory for CPU tensors in flight, in bytes: ``GroupConfig.shm_bytes``, or its default."""
+        return self.config.shm_bytes or default_capacity()

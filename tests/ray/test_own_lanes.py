@@ -1,0 +1,85 @@
+"""Groups whose lanes come from another distribution, ``examples/own_lanes``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+import raytorchrpc as rtr
+from tests.distributions import MEMFD, UNIX_STREAM, install_own_lanes
+from tests.ray.conftest import Spawn
+
+LARGE = 1 << 20
+
+
+class Doubler:
+    def __init__(self, folder: str | None = None) -> None:
+        """``folder``: where distributions are installed that this process can import."""
+        if folder is not None:
+            sys.path.append(folder)
+
+    @rtr.method
+    def double(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * 2
+
+    def ask(self, other: str, size: int) -> bool:
+        tensor = torch.arange(size)
+        return torch.equal(rtr.rpc_sync(other).double(tensor), tensor * 2)
+
+    def fail_to_ask(self, other: str) -> str:
+        with pytest.raises(rtr.PeerLost) as lost:
+            rtr.rpc_sync(other).double(torch.ones(3))
+        return str(lost.value)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the lanes are installed; on the path of this process."""
+    monkeypatch.syspath_prepend(str(install_own_lanes(tmp_path)))
+    return str(tmp_path)
+
+
+def lanes_between(group: rtr.Group, caller: str, peer: str) -> set[str]:
+    return {row.lane for row in group.stats() if (row.caller, row.peer) == (caller, peer) and row.calls}
+
+
+def test_calls_and_tensors_travel_by_lanes_of_another_distribution(spawn: Spawn, site: str) -> None:
+    actors = {name: spawn(Doubler, site) for name in "ab"}
+    with rtr.init_group(actors, config=rtr.GroupConfig(lanes=(UNIX_STREAM, MEMFD, "torchrpc"))) as group:
+        said = group.explain("a", "b")
+        assert f"calls: {UNIX_STREAM} (Unix sockets): same host" in said
+        assert f"CPU tensors: {MEMFD} (memfds): same host" in said
+        for caller, peer in ("ab", "ba"):
+            assert all(ray.get([actors[caller].ask.remote(peer, size) for size in (3, LARGE, LARGE, 0)]))
+            assert lanes_between(group, caller, peer) == {UNIX_STREAM, MEMFD}
+        ray.kill(actors["b"])
+        assert "'b'" in ray.get(actors["a"].fail_to_ask.remote("b"))
+
+
+def test_members_without_the_distribution_use_other_lanes(spawn: Spawn, site: str) -> None:
+    """Also one that comes in later, has it, and is the first for whom the others open these lanes."""
+    actors = {"a": spawn(Doubler, site), "bare": spawn(Doubler)}
+    config = rtr.GroupConfig(lanes=(UNIX_STREAM, MEMFD, "socket", "shm", "torchrpc"))
+    with rtr.init_group(actors, config=config) as group:
+        assert f"not {MEMFD} for CPU tensors: own-lanes 0.1 is not installed in bare" in group.explain("a", "bare")
+        assert ray.get(actors["a"].ask.remote("bare", LARGE))
+        assert lanes_between(group, "a", "bare") == {"shm"}
+        group.add({"c": spawn(Doubler, site)})
+        assert all(ray.get([actors["a"].ask.remote("c", size) for size in (3, LARGE)]))
+        assert lanes_between(group, "a", "c") == {UNIX_STREAM, MEMFD}
+
+
+def test_a_lane_that_cannot_be_imported_fails_the_group_and_names_its_distribution(
+    spawn: Spawn, site: str, tmp_path: Path
+) -> None:
+    (tmp_path / "own_lanes" / "memfd.py").write_text("import no_such_module")
+    actors = {name: spawn(Doubler, site) for name in "ab"}
+    config = rtr.GroupConfig(lanes=(MEMFD, "socket", "torchrpc"))
+    with pytest.raises(rtr.ConfigurationError, match=r"own-lanes 0\.1: 'own_lanes\.memfd:make' cannot be imported"):
+        rtr.init_group(actors, config=config)
+    with rtr.init_group(actors):  # another is formed as ever
+        assert ray.get(actors["a"].ask.remote("b", 3))
