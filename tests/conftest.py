@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
 # Whatever Ray runs on this machine besides: tests, and the programs that they start, have one of their own.
 os.environ.setdefault("RAY_ADDRESS", "local")
+# The tests start hundreds of processes that import the package. Each would compile it anew without cached bytecode.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
