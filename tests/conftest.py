@@ -9,6 +9,8 @@ import pytest
 
 # Whatever Ray runs on this machine besides: tests, and the programs that they start, have one of their own.
 os.environ.setdefault("RAY_ADDRESS", "local")
+# By default Ray gives its workers a low priority: beside a busy process they would get next to no CPU time.
+os.environ.setdefault("RAY_worker_niceness", "0")
 # The tests start hundreds of processes that import the package. Each would compile it anew without cached bytecode.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
