@@ -1,4 +1,4 @@
-"""What every test shares: the ``gpu`` marker skips, with its reason, where there are too few GPUs."""
+"""What every test shares: its environment, the order of the files, and skips where there are too few GPUs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ sys.dont_write_bytecode = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files that need a Ray take longest, so they come first: the last files of a parallel run are short ones.
+    with_ray = {item.path for item in items if "cluster" in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: item.path not in with_ray)
     marked = [(item, marks) for item in items if (marks := list(item.iter_markers("gpu")))]
     if not marked:
         return
