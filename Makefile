@@ -38,7 +38,7 @@ demo: $(STAMP) ## train a classifier over direct calls between Ray actors, under
 	@$(BIN)/raytorchrpc demo $(ARGS)
 
 test: $(STAMP) ## run the tests (GPU tests are skipped where there is no GPU)
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(TESTS)" $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(TESTS)" $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/ruff check .

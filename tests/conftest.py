@@ -1,16 +1,25 @@
-"""What every test shares: the ``gpu`` marker skips, with its reason, where there are too few GPUs."""
+"""What every test shares: its environment, the order of the files, and skips where there are too few GPUs."""
 
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
 # Whatever Ray runs on this machine besides: tests, and the programs that they start, have one of their own.
 os.environ.setdefault("RAY_ADDRESS", "local")
+# By default Ray gives its workers a low priority: beside a busy process they would get next to no CPU time.
+os.environ.setdefault("RAY_worker_niceness", "0")
+# The tests start hundreds of processes that import the package. Each would compile it anew without cached bytecode.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files that need a Ray take longest, so they come first: the last files of a parallel run are short ones.
+    with_ray = {item.path for item in items if "cluster" in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: item.path not in with_ray)
     marked = [(item, marks) for item in items if (marks := list(item.iter_markers("gpu")))]
     if not marked:
         return

@@ -209,7 +209,8 @@ def random(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int
     if dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
     count = dtype.itemsize * math.prod(shape)
-    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+    words = torch.empty(-(-count // 8), dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    return words.view(torch.uint8)[:count].clone().view(dtype).view(shape)
 
 
 def huge(gibibytes: float) -> torch.Tensor:

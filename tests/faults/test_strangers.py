@@ -53,7 +53,8 @@ def nccl() -> Iterator[list[NcclLane]]:
         lane.close()
 
 
-def test_garbage_at_the_sockets_of_the_nccl_lane_harms_nobody(nccl: list[NcclLane]) -> None:
+@pytest.mark.parametrize("messages", [1_000, pytest.param(MESSAGES, marks=pytest.mark.slow)])
+def test_garbage_at_the_sockets_of_the_nccl_lane_harms_nobody(nccl: list[NcclLane], messages: int) -> None:
     a, b = nccl
     control = b._peers["a"].control
     assert control.tcp is not None
@@ -62,15 +63,16 @@ def test_garbage_at_the_sockets_of_the_nccl_lane_harms_nobody(nccl: list[NcclLan
     doors = [Door("a", "nccl", control.unix, identity), Door("a", "nccl", control.tcp)]
     told = recorded(doors[0], known)
     slowest, fetched = 0.0, 0
-    with get_context("spawn").Pool(1) as pool:
-        sending = pool.apply_async(send, (doors, 1, MESSAGES, told))
+    with get_context("forkserver").Pool(1) as pool:
+        sending = pool.apply_async(send, (doors, 1, messages, told))
         while not sending.ready() or not fetched:
             start, tensor = time.monotonic(), torch.full((10,), fetched)
             export = a.export([tensor], "b", {0: 0})
             assert torch.equal(b.fetch("a", export.descriptor, [(tensor.dtype, (10,))])[0], tensor)
             slowest, fetched = max(slowest, time.monotonic() - start), fetched + 1
+            time.sleep(0.001)
         report = sending.get(1)
-    assert sum(report["sent"].values()) >= 0.9 * MESSAGES, report["failed"]
+    assert sum(report["sent"].values()) >= 0.9 * messages, report["failed"]
     assert report["heard"] <= 65
     assert slowest < 5
     assert not a._kept or len(a._kept) == 1

@@ -14,7 +14,6 @@ import ray
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import raytorchrpc as rtr
@@ -51,6 +50,8 @@ def losses(shards: int, rank: int, how: str) -> list[float]:
     if how == "ddp":
         trained = DistributedDataParallel(trained)
     elif how == "fsdp":
+        from torch.distributed.fsdp import fully_shard  # takes a second, also where tests are only collected
+
         fully_shard(trained, mesh=init_device_mesh("cuda", (shards,)))
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.01, momentum=0.9)
     found = []

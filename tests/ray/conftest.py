@@ -16,6 +16,7 @@ import ray
 
 import raytorchrpc as rtr
 from tests.ray.actors import AsyncPeer, GroupedPeer, Latch, Peer
+from tests.ray.warm_workers import use_warm_workers
 
 #: Makes an actor of a class (plain or ``ray.remote``) with these options; it is killed after the test.
 Spawn = Callable[..., Any]
@@ -24,6 +25,7 @@ Spawn = Callable[..., Any]
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """A Ray of eight CPUs and two GPUs, which are numbers here: nothing checks that they exist."""
+    use_warm_workers()
     ray.init(
         address="local",  # whatever cluster this machine has already
         num_cpus=8,

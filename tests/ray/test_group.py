@@ -281,9 +281,9 @@ def test_a_group_does_not_keep_its_actors_alive_from_inside(spawn: Spawn, peers:
     group = rtr.init_group({"short": short_lived, "peer": peers[0]})
     ray.get(peers[0].run.remote(rtr.get_group))
     group.shutdown()
+    fd = os.pidfd_open(pid)
     del short_lived, group
     gc.collect()
-    fd = os.pidfd_open(pid)
     try:
         assert _ends_within(fd, 20)
     finally:

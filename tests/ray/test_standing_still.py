@@ -156,16 +156,16 @@ def test_a_home_that_stands_still_costs_the_timeout_and_no_more(actors: dict[str
         subscription = topic.subscribe()
         model = {"a": torch.zeros(3)}
         member.begun = {  # type: ignore[attr-defined]
-            "pull": lambda: store.pull(model, timeout=1),
-            "wait": lambda: store.wait(1, timeout=1),
-            "get": lambda: queue.get(timeout=1),
-            "put": lambda: queue.put(2, timeout=1),
-            "put many": lambda: queue.put_many(range(3000), timeout=1),
-            "publish": lambda: topic.publish(1, timeout=1),
-            "subscription": lambda: subscription.get(timeout=1),
-            "first use of a queue": lambda: rtr.Queue("unused", home="home").get(timeout=1),
-            "first use of weights": lambda: rtr.WeightStore("unused", home="home").pull(model, timeout=1),
-            "find": lambda: rtr.Queue.find("nowhere", timeout=1),
+            "pull": lambda: store.pull(model, timeout=0.5),
+            "wait": lambda: store.wait(1, timeout=0.5),
+            "get": lambda: queue.get(timeout=0.5),
+            "put": lambda: queue.put(2, timeout=0.5),
+            "put many": lambda: queue.put_many(range(3000), timeout=0.5),
+            "publish": lambda: topic.publish(1, timeout=0.5),
+            "subscription": lambda: subscription.get(timeout=0.5),
+            "first use of a queue": lambda: rtr.Queue("unused", home="home").get(timeout=0.5),
+            "first use of weights": lambda: rtr.WeightStore("unused", home="home").pull(model, timeout=0.5),
+            "find": lambda: rtr.Queue.find("nowhere", timeout=0.5),
         }
         member.at_once = [queue.get_nowait, lambda: queue.put_nowait(3)]  # type: ignore[attr-defined]
 
@@ -178,7 +178,7 @@ def test_a_home_that_stands_still_costs_the_timeout_and_no_more(actors: dict[str
         outcomes, at_once = in_actor(actors["reader"], go_on)
     assert outcomes.pop("find")[0] == "NotFound", "it names who did not answer"
     assert {outcome for outcome, _ in outcomes.values()} == {"RpcTimeout"}
-    assert all(0.9 < elapsed < 1 + SLACK for _, elapsed in outcomes.values()), outcomes
+    assert all(0.4 < elapsed < 0.5 + SLACK for _, elapsed in outcomes.values()), outcomes
     assert all(outcome == "RpcTimeout" and elapsed < 1 + SLACK for outcome, elapsed in at_once), at_once
 
 

@@ -1,0 +1,136 @@
+"""Starts Ray's workers as forks of a template process that has imported torch and Ray already.
+
+The imports of a worker cost about two seconds of CPU time, and the tests start hundreds of workers. After
+``use_warm_workers`` a raylet runs this file in place of Ray's worker script. The first such process forks the raylet's
+template. Every such process sends its arguments, environment and standard streams to the template and exits; the
+template forks, and the fork runs Ray's worker script. So every actor still has a new process of its own, which imports
+raytorchrpc and the actor's class itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+_STREAMS = (0, 1, 2)
+#: What workers import, except raytorchrpc, which is to be imported as in a worker that was started by Ray alone.
+_IMPORTED = (
+    "pydantic.dataclasses",
+    "ray._private.async_compat",
+    "ray._private.node",
+    "ray._private.runtime_env.setup_hook",
+    "ray.actor",
+    "torch.distributed.rpc",
+)
+
+
+def use_warm_workers() -> None:
+    """Apply this to every cluster that this process starts from now on."""
+    from ray._private.parameter import RayParams
+
+    original = RayParams.update_if_absent
+
+    def update_if_absent(params: Any, **defaults: Any) -> None:
+        if "worker_path" in defaults:
+            defaults["worker_path"] = os.path.abspath(__file__)
+        original(params, **defaults)
+
+    RayParams.update_if_absent = update_if_absent
+
+
+def _main() -> None:
+    ray = find_spec("ray")
+    assert ray is not None and ray.origin is not None
+    sys.argv[0] = str(Path(ray.origin).parent / "_private" / "workers" / "default_worker.py")
+    if _has_runtime_env():
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+    raylet = int(os.environ["RAY_RAYLET_PID"])
+    address = f"\0warm-workers-{raylet}".encode()
+    while True:
+        with socket.socket(socket.AF_UNIX) as sock:
+            try:
+                sock.connect(address)
+            except ConnectionRefusedError:
+                pass
+            else:
+                _send_request(sock)
+                return
+        with socket.socket(socket.AF_UNIX) as listener:
+            try:
+                listener.bind(address)
+            except OSError:
+                continue  # another worker of this raylet has just started the template
+            listener.listen(128)
+            if os.fork() == 0:
+                os.setsid()
+                _serve(listener, raylet)  # returns in the template's forks
+                break
+    sys.path[0] = os.path.dirname(sys.argv[0])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _has_runtime_env() -> bool:
+    """Its variables, and its interpreter, may be read by torch and the C library as they are loaded."""
+    hashes = [int(option.split("=", 1)[1]) for option in sys.argv if option.startswith("--runtime-env-hash=")]
+    return any(hashes)
+
+
+def _send_request(sock: socket.socket) -> None:
+    """Returns when the template has forked."""
+    leads_group = os.getpgrp() == os.getpid()
+    request = json.dumps((sys.argv, dict(os.environ), os.getcwd(), leads_group)).encode()
+    socket.send_fds(sock, [len(request).to_bytes(4, "big")], _STREAMS)
+    sock.sendall(request)
+    sock.recv(1)
+
+
+def _serve(listener: socket.socket, raylet: int) -> None:
+    """Fork for every request until the raylet exits; return in each fork, set up as the request says."""
+    raylet_ended = os.pidfd_open(raylet)
+    # Threads do not survive a fork.
+    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    for module in _IMPORTED:
+        import_module(module)
+    gc.freeze()  # so that no collection in a fork touches, and thereby copies, the pages of these objects
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while raylet_ended not in select.select([listener, raylet_ended], [], [])[0]:
+        sock, _ = listener.accept()
+        length, streams, _, _ = socket.recv_fds(sock, 4, len(_STREAMS))
+        with sock.makefile("rb") as stream:
+            arguments, environment, directory, leads_group = json.loads(stream.read(int.from_bytes(length, "big")))
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            if leads_group:
+                os.setpgid(0, 0)
+            for number, fd in zip(_STREAMS, streams, strict=True):
+                os.dup2(fd, number)
+            _close(listener, sock, raylet_ended, *streams)
+            os.environ.clear()
+            os.environ.update(environment)
+            os.chdir(directory)
+            sys.argv[:] = arguments
+            return
+        _close(sock, *streams)
+    os._exit(0)
+
+
+def _close(*open_ones: socket.socket | int) -> None:
+    for one in open_ones:
+        if isinstance(one, int):
+            os.close(one)
+        else:
+            one.close()
+
+
+if __name__ == "__main__":
+    _main()
