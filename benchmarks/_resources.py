@@ -17,7 +17,7 @@ from benchmarks._process import smaps
 from raytorchrpc.calls import gates
 from raytorchrpc.calls.current import process_member
 
-_COUNTED_ELSEWHERE = ("_Alarm", "_Counter")
+_COUNTED_ELSEWHERE = ("_Deadline", "_Counter")
 _MAPPED = "raytorchrpc.lanes.cuda_ipc.mappings.Mapped"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -40,10 +40,10 @@ class Held:
     python_threads: tuple[str, ...]
     in_flight: int
     """Outgoing calls in flight, methods that run or wait here, exports of CUDA tensors."""
-    outbox: int
-    alarms: int
+    kept: int
+    deadlines: int
     objects: int
-    """Live instances of the package's classes, except alarms, ``mapped``, and counters (one per peer and lane)."""
+    """Live instances of the package's classes, except deadlines, ``mapped``, and counters (one per peer and lane)."""
     mapped: int
     """Segments of peers' GPU memory that the cuda_ipc lane keeps mapped."""
     by_class: Counter[str] = field(repr=False)
@@ -70,8 +70,8 @@ def held() -> Held:
         threads=len(os.listdir("/proc/self/task")),
         python_threads=tuple(sorted(thread.name for thread in threading.enumerate())),
         in_flight=in_flight(),
-        outbox=len(member.server._outbox),
-        alarms=len(member.alarms._heap),
+        kept=len(member.server._outbox),
+        deadlines=len(member.deadlines._heap),
         objects=sum(by_class.values()) - by_class[_MAPPED],
         mapped=by_class[_MAPPED],
         by_class=by_class,
@@ -90,7 +90,7 @@ def in_flight() -> int:
         ipc.reap()
     return (
         sum(len(connection._pending) for connection in connections)
-        + sum(len(gate._seats) + len(gate._queue) for gate in gates._gates.values())
+        + sum(len(gate._admitted) + len(gate._queue) for gate in gates._gates.values())
         + len(member.server.tasks)
         + (ipc.outstanding if ipc is not None else 0)
     )
@@ -101,7 +101,7 @@ def settle(seconds: float) -> str:
     deadline = time.monotonic() + seconds
     while True:
         gc.collect()
-        left = {"in flight": in_flight(), "outbox": len(process_member().server._outbox), "arena": _arena_used()}
+        left = {"in flight": in_flight(), "kept": len(process_member().server._outbox), "arena": _arena_used()}
         if not any(left.values()):
             return ""
         if time.monotonic() > deadline:
