@@ -39,10 +39,10 @@ class Held:
     python_threads: tuple[str, ...]
     in_flight: int
     """Calls under way from here, methods running or waiting here, exports of CUDA tensors."""
-    outbox: int
-    alarms: int
+    kept: int
+    deadlines: int
     objects: int
-    """Living instances of the package's classes, but for alarms, ``mapped``, and counters (one a peer and lane)."""
+    """Living instances of the package's classes, but for deadlines, ``mapped``, and counters (one a peer and lane)."""
     mapped: int
     """Segments of peers' GPU memory that the cuda_ipc lane keeps mapped."""
     by_class: Counter[str] = field(repr=False)
@@ -70,8 +70,8 @@ def held() -> Held:
         threads=len(os.listdir("/proc/self/task")),
         python_threads=tuple(sorted(thread.name for thread in threading.enumerate())),
         in_flight=in_flight(),
-        outbox=len(member.server._outbox),
-        alarms=len(member.alarms._heap),
+        kept=member.replies.kept(),
+        deadlines=len(member.deadlines._heap),
         objects=sum(by_class.values()) - by_class[_MAPPED],
         mapped=by_class[_MAPPED],
         by_class=by_class,
@@ -90,8 +90,8 @@ def in_flight() -> int:
         ipc.reap()
     return (
         sum(len(connection._pending) for connection in connections)
-        + sum(len(gate._seats) + len(gate._queue) for gate in gates._gates.values())
-        + len(member.server.tasks)
+        + sum(len(gate._admitted) + len(gate._queue) for gate in gates._gates.values())
+        + len(member.incoming.callee.tasks)
         + (len(ipc._out) if ipc is not None else 0)
     )
 
@@ -101,7 +101,7 @@ def settle(seconds: float) -> str:
     deadline = time.monotonic() + seconds
     while True:
         gc.collect()
-        left = {"in flight": in_flight(), "outbox": len(process_member().server._outbox), "arena": _arena_used()}
+        left = {"in flight": in_flight(), "kept": process_member().replies.kept(), "arena": _arena_used()}
         if not any(left.values()):
             return ""
         if time.monotonic() > deadline:

@@ -9,7 +9,8 @@ from typing import Any, TypeVar, overload
 
 from raytorchrpc import rdt
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.exposed import MARK, Exposed, checked_retry, take_turn, take_turn_on_loop
+from raytorchrpc.calls.exposed import MARK, Exposed, take_turn, take_turn_on_loop
+from raytorchrpc.calls.options import checked_retry
 from raytorchrpc.errors import ConfigurationError
 
 F = TypeVar("F", bound=Callable[..., Any])

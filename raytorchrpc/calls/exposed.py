@@ -9,7 +9,7 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import gates
 from raytorchrpc.calls.event_loops import on_loop
 from raytorchrpc.calls.scope import current_scope
-from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
+from raytorchrpc.errors import RayTorchRpcError
 
 MARK = "__raytorchrpc_method__"
 
@@ -35,12 +35,6 @@ def exposed(function: Any) -> Exposed | None:
     """The note that ``method`` left, or None for an undecorated function."""
     note: Exposed | None = getattr(function, MARK, None)
     return note
-
-
-def checked_retry(retry: Any) -> int:
-    if isinstance(retry, bool) or not isinstance(retry, int) or retry < 0:
-        raise ConfigurationError(f"retry= is how often a call may be sent again, 0 or more; not {retry!r}")
-    return retry
 
 
 def _gate_for(note: Exposed, instance: Any) -> gates.Gate | None:

@@ -34,8 +34,8 @@ class Payload(NamedTuple):
     """A body ready to go: what stays in the message, and what goes beside it."""
 
     body: Encoded
-    manifests: tuple[TensorManifest, ...]
-    exports: tuple[Export, ...]
+    manifests: tuple[TensorManifest, ...] = ()
+    exports: tuple[Export, ...] = ()
 
     @property
     def lane(self) -> str | None:
@@ -186,6 +186,11 @@ class PendingTensors:
         if self._waybill is not None and not fork.forked():  # then it is the parent's
             with contextlib.suppress(Exception):
                 self._leave(self._lane.discard, self._peer, self._waybill[3])
+
+
+def body_bytes(body: Encoded) -> int:
+    """Bytes that cross for this body: the pickle and the tensors' data."""
+    return len(body.payload) + sum(tensor.nbytes for tensor in body.tensors)
 
 
 def owned(body: Encoded) -> Encoded:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -20,9 +21,10 @@ _NO_MEMORY = "has no memory: its storage was freed"
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-class Receiver(Protocol):
+class Receiver(ABC):
     """Takes the result of one call. Used at most once."""
 
+    @abstractmethod
     def receive(
         self, codec: Codec, body: Encoded, parcels: list[PendingTensors], label: str, keep: bool
     ) -> tuple[Encoded, Any]:
@@ -32,7 +34,7 @@ class Receiver(Protocol):
         """
 
 
-class Spread:
+class Spread(Receiver):
     """Takes a result with flat tensors, of which the caller wants parts, each in a tensor that there is already."""
 
     def __init__(self, plan: Callable[[Any], Sequence[Sequence[Part]] | None]) -> None:
@@ -70,7 +72,7 @@ class Spread:
 _EMPTY = torch.empty(0)
 
 
-class Buffers:
+class Buffers(Receiver):
     """What a caller gave for the tensors of one result. Filled at most once."""
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
@@ -133,9 +135,9 @@ class Buffers:
         return targets
 
 
-def receiver(into: Sequence[torch.Tensor] | Spread) -> Receiver:
-    """What takes a result for ``into=``. Raises ConfigurationError for what cannot be filled."""
-    if isinstance(into, Spread):
+def receiver(into: Sequence[torch.Tensor] | Receiver) -> Receiver:
+    """The receiver for ``into=``. Raises ConfigurationError for buffers that cannot receive a result."""
+    if isinstance(into, Receiver):
         return into
     if torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT:
         raise ConfigurationError(

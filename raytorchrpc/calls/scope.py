@@ -15,20 +15,20 @@ class Limit:
     Work that a method leaves behind (a task, a thread) inherits its context, and outlives its deadline.
     """
 
-    __slots__ = ("at", "credit", "over")
+    __slots__ = ("at", "over", "windows")
 
     def __init__(self, at: float) -> None:
         self.at = at
         self.over = False
-        self.credit: dict[int, Any] = {}
-        """By peer's rank, for the calls made on behalf of this one; see ``allowance``."""
+        self.windows: dict[int, Any] = {}
+        """Credit windows by the peer's rank, for the calls made on behalf of this one; see ``flow_control``."""
 
 
 class Scope(NamedTuple):
     """What the code running in this context belongs to; calls it makes carry this on."""
 
     path: tuple[Token, ...] = ()
-    """Seats held along the chain of calls, oldest first, this process's included."""
+    """Tokens of the admissions held along the chain of calls, oldest first, this process's included."""
     limit: Limit | None = None
     """Of the call being served; calls made on its behalf end by then too."""
     admission: Admission | None = None

@@ -16,6 +16,9 @@ from raytorchrpc.errors import NotAMember, NotFound
 
 T = TypeVar("T", bound="Served")
 
+#: Methods of the package's own that every member serves: name -> an ``Exposed``.
+builtin_services: dict[str, Any] = {}
+
 
 def _as_it_is(value: Any) -> Any:
     return value
@@ -124,7 +127,7 @@ class Services:
             if for_good:
                 served.keep_only(rank, None)
 
-    def welcome(self, rank: int, process: str) -> None:
+    def activate(self, rank: int, process: str) -> None:
         """A member is there (again), as the process with that token."""
         with self._lock:
             everything = list(self._served.values())

@@ -1,4 +1,4 @@
-"""What a user's code calls: the decorator, the three verbs, the Future."""
+"""The three verbs of a direct call: ``rpc_sync``, ``rpc_async`` and ``remote``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ import torch
 
 from raytorchrpc.calls import deferred
 from raytorchrpc.calls.current import current_local
-from raytorchrpc.calls.exposed import checked_retry
-from raytorchrpc.calls.future import Future, UnderWay
-
-# The wrappers take the user's module name from functools.wraps, so Ray may pickle them by value: their bodies
-# may mention only what can be imported, and no state of this module.
-
+from raytorchrpc.calls.future import Call, Future
+from raytorchrpc.calls.options import CallOptions, checked_retry
 
 #: Tensors to receive a result into: a list or a tuple.
 Into = Sequence[torch.Tensor] | None
@@ -23,39 +19,17 @@ Target = Any  # ActorHandle | str | int | Member: an ActorHandle's class cannot 
 
 
 class _Proxy:
-    """``proxy.method(...)`` sends the call; which verb, the subclass says."""
+    """``proxy.method(...)`` sends the call; the subclass is the verb."""
 
-    __slots__ = ("_into", "_keep", "_retry", "_share", "_target", "_timeout")
+    __slots__ = ("_options", "_target")
 
-    def __init__(
-        self,
-        target: Target,
-        timeout: float | None,
-        share: bool = False,
-        keep: bool = False,
-        into: Into = None,
-        retry: int | None = None,
-    ) -> None:
-        self._target, self._timeout = target, timeout
-        self._share, self._keep, self._into = share, keep, into
-        self._retry = None if retry is None else checked_retry(retry)
+    def __init__(self, target: Target, options: CallOptions) -> None:
+        self._target, self._options = target, options
 
-    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], caller_waits: bool) -> UnderWay:
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         local = current_local()
-        send: Any = deferred.call if local is None else local.call
-        sent: UnderWay = send(
-            self._target,
-            name,
-            args,
-            kwargs,
-            self._timeout,
-            caller_waits=caller_waits,
-            share=self._share,
-            keep=self._keep,
-            into=self._into,
-            retry=self._retry,
-        )
-        return sent
+        call = deferred.call if local is None else local.outgoing.call
+        return call(self._target, name, args, kwargs, self._options)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
@@ -70,15 +44,15 @@ class _Sync(_Proxy):
     __slots__ = ()
 
     def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-        # No variable for the call: it may hold what is raised, whose traceback holds this frame.
-        return Future(self._call(_name, args, kwargs, caller_waits=True)).wait()
+        # No variable for the call: it may hold the error, whose traceback holds this frame.
+        return Future(self._call(_name, args, kwargs)).wait()
 
 
 class _Async(_Proxy):
     __slots__ = ()
 
     def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-        return Future(self._call(_name, args, kwargs, caller_waits=False))
+        return Future(self._call(_name, args, kwargs))
 
 
 class _Remote(_Proxy):
@@ -86,8 +60,8 @@ class _Remote(_Proxy):
 
     def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
         local = current_local()
-        send: Any = deferred.remote if local is None else local.remote
-        return send(self._target, _name, args, kwargs, self._timeout)
+        remote = deferred.remote if local is None else local.outgoing.remote
+        return remote(self._target, _name, args, kwargs, self._options.timeout)
 
 
 def rpc_sync(
@@ -137,7 +111,8 @@ def rpc_sync(
     first, and this waits for that copy. Raises what the method raised, under its own type where that is
     possible (its ``__cause__`` shows the remote traceback), or a ``RayTorchRpcError``.
     """
-    return _Sync(target, timeout, share, keep, into, retry)
+    retries = None if retry is None else checked_retry(retry)
+    return _Sync(target, CallOptions(timeout, share, keep, into, retries, caller_waits=True))
 
 
 def rpc_async(
@@ -152,9 +127,10 @@ def rpc_async(
     """As ``rpc_sync``, but returns a ``Future`` at once. Argument tensors must not change until it is done; what
     changes in shared ones, the target sees. Waits, as that does, for copies to the CPU that the device map asks for.
     """
-    return _Async(target, timeout, share, keep, into, retry)
+    retries = None if retry is None else checked_retry(retry)
+    return _Async(target, CallOptions(timeout, share, keep, into, retries))
 
 
 def remote(target: Target, *, timeout: float | None = None) -> Any:
     """As ``rpc_async``, but the result stays on the target; returns torch's ``RRef`` to it at once."""
-    return _Remote(target, timeout)
+    return _Remote(target, CallOptions(timeout))

@@ -86,7 +86,7 @@ def look_here(generation: str) -> MemberLook:
     local = current_local()
     if local is None or local.generation != generation:
         raise NotAMember(f"this process has left generation {generation} of the group")
-    return MemberLook(local.counters.rows(local.me.name), local.under_way())
+    return MemberLook(local.counters.rows(local.me.name), local.outgoing.in_flight())
 
 
 def look(roster: Roster, lines: ControlConnections, away: Mapping[str, str], timeout_s: float = LOOK_S) -> GroupStatus:

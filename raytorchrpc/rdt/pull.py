@@ -15,10 +15,10 @@ import torch
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls import scope as _scope
 from raytorchrpc.calls.current import current_local
+from raytorchrpc.calls.future import Call
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.outgoing import CallUnderWay
+from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.peers import Member
-from raytorchrpc.calls.retry import RetriedCall
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RpcTimeout, TransferFailed
 from raytorchrpc.process import threads
 from raytorchrpc.process.workers import Workers
@@ -73,7 +73,7 @@ class Pull:
         self._changing = threading.Lock()
         self._take: Callable[[], list[torch.Tensor]] | None = None
         """Gets the tensors once ``_done``, on the thread that will use them."""
-        self._call: CallUnderWay | RetriedCall | None = None
+        self._call: Call | None = None
         """To the member that has them: whoever waits reads its answer, which spares waking a thread for it."""
         self._failure: str | None = None
         self._cause: BaseException | None = None
@@ -99,8 +99,8 @@ class Pull:
             try:
                 with torch_internals.autograd_context(torch_internals.NO_CONTEXT):
                     args = (self.object_id, self._source.process, self._to_cpu)
-                    left = self._remaining()
-                    self._call = local.call(member, PULL, args, {}, left, into=self._targets, caller_waits=caller_waits)
+                    options = CallOptions(self._remaining(), into=self._targets, caller_waits=caller_waits)
+                    self._call = local.outgoing.call(member, PULL, args, {}, options)
             finally:
                 _scope.current_scope.reset(scope)
         except _ROAD_LOST:
@@ -165,7 +165,7 @@ class Pull:
                 raise TransferFailed(self.object_id, self._source.shown, _text(error, self._on_gpu)) from error
 
 
-def _outcome(call: CallUnderWay | RetriedCall) -> list[torch.Tensor]:
+def _outcome(call: Call) -> list[torch.Tensor]:
     outcome = call.outcome()
     assert outcome is not None  # it is never sent again
     value, error = outcome
@@ -198,7 +198,7 @@ def _text(error: BaseException, on_gpu: bool = False) -> str:
 
 def _member_at(local: LocalMember, source: Source) -> Member | None:
     """The member that is this process, if the group that we are in has it."""
-    for route in local.routes:
+    for route in local.peers.routes:
         if route.member.pid == source.pid and route.member.node_id == source.node_id:
             return route.member
     return None

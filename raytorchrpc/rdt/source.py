@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls import incoming
 from raytorchrpc.calls.current import current_local
 from raytorchrpc.calls.exposed import Exposed
+from raytorchrpc.calls.services import builtin_services
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.tensors.codec import Codec, Encoded
 from raytorchrpc.tensors.cuda_streams import handoff_streams
@@ -129,7 +129,7 @@ def _pull(instance: Any, object_id: str, process: bytes, to_cpu: bool) -> list[t
     return [tensor.cpu() for tensor in kept.tensors] if to_cpu else kept.tensors
 
 
-incoming.builtin_services[PULL] = Exposed(_pull, True, None, False, False, False, frozen=True)
+builtin_services[PULL] = Exposed(_pull, True, None, False, False, False, frozen=True)
 
 
 def _for_strangers(kept: _Kept) -> Encoded:
