@@ -70,7 +70,7 @@ def held() -> Held:
         threads=len(os.listdir("/proc/self/task")),
         python_threads=tuple(sorted(thread.name for thread in threading.enumerate())),
         in_flight=in_flight(),
-        kept=len(member.server._outbox),
+        kept=member.replies.kept(),
         deadlines=len(member.deadlines._heap),
         objects=sum(by_class.values()) - by_class[_MAPPED],
         mapped=by_class[_MAPPED],
@@ -91,7 +91,7 @@ def in_flight() -> int:
     return (
         sum(len(connection._pending) for connection in connections)
         + sum(len(gate._admitted) + len(gate._queue) for gate in gates._gates.values())
-        + len(member.server.tasks)
+        + len(member.incoming.callee.tasks)
         + (ipc.outstanding if ipc is not None else 0)
     )
 
@@ -101,7 +101,7 @@ def settle(seconds: float) -> str:
     deadline = time.monotonic() + seconds
     while True:
         gc.collect()
-        left = {"in flight": in_flight(), "kept": len(process_member().server._outbox), "arena": _arena_used()}
+        left = {"in flight": in_flight(), "kept": process_member().replies.kept(), "arena": _arena_used()}
         if not any(left.values()):
             return ""
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""The decorator that lets other members call an actor method directly."""
+"""The decorator that exposes an actor method to direct calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, TypeVar, overload
 
 from raytorchrpc import rdt
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.exposed import MARK, Exposed, checked_retry, take_turn, take_turn_on_loop
+from raytorchrpc.calls.exposed import MARK, Exposed, take_turn, take_turn_on_loop
+from raytorchrpc.calls.options import checked_retry
 from raytorchrpc.errors import ConfigurationError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -37,36 +38,37 @@ def method(
 ) -> Any:
     """Let the other members of a group call this actor method directly.
 
-    ``handle.method.remote()`` keeps working and keeps its meaning. Called either way, decorated methods keep
-    the actor's own concurrency: one at a time in a sync actor, up to ``max_concurrency`` in a threaded or
-    async one. A sync method called directly runs on a thread of the member's own; a coroutine, and any method
-    of an async actor, on the actor's event loop.
-
-    Args:
-        concurrent: run beside this actor's other methods, without waiting for a turn. The method must then
-            be thread-safe by itself.
-        share: give CUDA results to a caller on the same physical GPU as they are, without a copy, in a time that
-            does not depend on their size. Both then use one memory: each sees what the other writes, and this actor
-            keeps it until the caller's last tensor of the result is gone, also one that the method made only for the
-            result. What the caller queues after it has the result comes after what the method queued; later work on
-            either side is not ordered by itself: end it (``torch.cuda.current_stream().synchronize()``) before you
-            tell the other. To any other caller, results are copied as without it.
-        keep: for a method that keeps what it gets, as a replay buffer does. Every tensor and array then arrives
-            in memory of its own, which costs a copy here. Without it one from another actor of the host may be a
-            view of memory that the sender shares, and holds that until it dies. No effect on ``.remote()``.
-        objectref: the tensors of what ``handle.method.remote()`` returns stay in this actor until somebody gets them,
-            and then go straight there by the group's lanes; see ``raytorchrpc.rdt``. No effect on direct calls.
-        retry: for a method that may run more than once (an idempotent one): a direct call whose member is lost waits
-            for its return, within the call's own deadline, and is sent again, at most so many times. 0: the caller
-            gets PeerLost. No effect on ``.remote()``, which has Ray's own ``max_task_retries``.
+    ``handle.method.remote()`` works as before. However they are called, decorated methods keep the actor's own
+    concurrency: one at a time in a sync actor, up to ``max_concurrency`` in a threaded or async actor. A sync method
+    that is called directly runs on a thread of the member's own. A coroutine, and every method of an async actor, runs
+    on the actor's event loop.
 
     Raises ConfigurationError for a generator, which cannot be called directly, and for a bad ``retry``.
+
+    Args:
+        concurrent: run without waiting for the actor's other methods. The method must be thread-safe.
+        share: share CUDA results with a caller on the same physical GPU instead of copying them, in a time that does
+            not depend on their size. To any other caller, results are copied as usual.
+
+            Both processes then use the same memory, and each sees what the other writes. This actor keeps the memory
+            until the caller has dropped the last tensor of the result, even if the method created it only for the
+            result. CUDA work that the caller queues after it has the result follows what the method queued. Later work
+            is not ordered: run ``torch.cuda.current_stream().synchronize()`` before you notify the other side.
+        keep: copy each tensor and array of the arguments into memory of its own. Use it for a method that keeps its
+            arguments, such as a replay buffer. Otherwise a tensor from another actor of the same host may be a view of
+            shared memory, which the sender cannot reuse while the view exists. No effect on ``.remote()``.
+        objectref: keep the tensors in the result of ``handle.method.remote()`` in this actor until they are fetched;
+            they then go straight to the receiver over the group's lanes. See ``raytorchrpc.rdt``. No effect on direct
+            calls.
+        retry: how often a direct call may be sent again if this member is lost, for a method that is safe to run more
+            than once (idempotent). Each time the call waits, within its deadline, for the restarted actor. With 0 the
+            caller gets PeerLost. No effect on ``.remote()``, which has Ray's own ``max_task_retries``.
     """
     if function is None:
         options = {"concurrent": concurrent, "share": share, "keep": keep, "objectref": objectref, "retry": retry}
         return functools.partial(method, **options)
     if not inspect.isfunction(function):
-        raise ConfigurationError(f"@raytorchrpc.method is for functions in a class body, not {function!r}")
+        raise ConfigurationError(f"@raytorchrpc.method decorates functions in a class body, not {function!r}")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigurationError(
             f"{function.__qualname__} is a generator; direct calls return one result: return a list, or keep "
@@ -76,12 +78,12 @@ def method(
     group = ray_internals.concurrency_group_of(function)
     note = Exposed(function, concurrent, group, is_coroutine, share, keep, retry=checked_retry(retry))
     wrapper: Any = (_gated_coroutine if is_coroutine else _gated)(note, objectref)
-    # Ray unwraps a method to read what ray.method wrote on it; applied after ours, that is on the wrapper alone.
+    # Ray unwraps a method to read the attributes that ray.method set; applied after ours, they are on the wrapper.
     wrapper.__signature__ = inspect.signature(function)
     del wrapper.__wrapped__
     setattr(wrapper, MARK, note)
     if objectref:
-        rdt.enable()  # Ray knows no other transports when it looks at the class
+        rdt.enable()  # Ray reads the known transports when it decorates the class
         wrapper = ray_internals.returns_by(wrapper, rdt.TRANSPORT)
     return wrapper
 
@@ -90,7 +92,7 @@ def _gated(note: Exposed, objectref: bool) -> Callable[..., Any]:
     @functools.wraps(note.function)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if objectref:
-            rdt.enable()  # Ray tells an actor of its transports when it is made, and not again when it is restarted
+            rdt.enable()  # Ray registers transports in a new actor, but not in a restarted one
         return take_turn(note, self, args, kwargs)
 
     return wrapper

@@ -1,4 +1,4 @@
-"""What a member counted about its calls, and how a group shows it."""
+"""Counters of a member's calls, and the statistics that a group shows."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PairStats:
-    """Calls that one member made to another by one lane since the group began.
+    """Calls from one member to another over one lane since the group was formed.
 
-    ``bytes_out`` and ``bytes_in`` count payload and tensors; ``seconds`` adds up from the sending of each call
-    to its result, of the calls whose result was asked for. ``latency[n]`` counts those of them that took less than
-    2 ** n microseconds and not less than half of that, the last one all that took longer; ``errors`` what failed ones
-    raised, by the name of its type.
+    ``bytes_out`` and ``bytes_in`` count pickles and tensors. ``seconds`` is the total time from sending a call to
+    taking its result, of the calls whose result was taken. ``latency[n]`` counts those that took at least 2 ** (n - 1)
+    and less than 2 ** n microseconds; the last entry counts all longer ones. ``errors`` counts failed calls by the name
+    of the exception's type.
     """
 
     caller: str
@@ -30,11 +30,11 @@ class PairStats:
 
     @property
     def finished(self) -> int:
-        """Calls whose result was asked for."""
+        """Calls whose result was taken."""
         return sum(self.latency)
 
 
-#: Places of ``PairStats.latency``: the last but one ends at 67 s.
+#: Entries of ``PairStats.latency``: the last but one ends at 67 s.
 BUCKETS = 28
 _LAST = BUCKETS - 1
 
@@ -43,7 +43,7 @@ class GroupStats(tuple[PairStats, ...]):
     """Rows of ``PairStats``; prints as a table.
 
     Attributes:
-        missing: members that did not answer in time (busy in a method that Ray runs one at a time).
+        missing: members that did not answer in time (busy in a method, of which Ray runs one at a time).
     """
 
     missing: tuple[str, ...]
@@ -89,7 +89,7 @@ class CallCounters:
         self._counters: dict[tuple[str, str], _Counter] = {}
 
     def sent(self, peer: str, lane: str, size: int) -> None:
-        """A call left with ``size`` bytes."""
+        """A call with ``size`` bytes was sent."""
         with self._lock:
             counter = self._counter(peer, lane)
             counter.calls += 1
@@ -98,7 +98,7 @@ class CallCounters:
     def finished(
         self, peer: str, lane: str, came_by: str, size: int, seconds: float, error: BaseException | None
     ) -> None:
-        """The outcome of a call that went by ``lane`` was taken; ``size`` bytes came back, by ``came_by``."""
+        """The outcome of a call over ``lane`` was taken; ``size`` bytes came back, over ``came_by``."""
         bucket = min(int(seconds * 1e6).bit_length(), _LAST)
         with self._lock:
             counter = self._counter(peer, lane)
@@ -117,7 +117,7 @@ class CallCounters:
         return counter
 
     def rows(self, caller: str) -> list[PairStats]:
-        """A snapshot."""
+        """A snapshot of the counters."""
         with self._lock:
             return [
                 PairStats(

@@ -11,7 +11,7 @@ from raytorchrpc.process import fork
 
 
 class _Current:
-    """Holds the one membership that this process has, and lets go of it in a forked child."""
+    """Holds this process's membership, and drops it in a forked child."""
 
     def __init__(self) -> None:
         self.local: LocalMember | None = None
@@ -19,9 +19,7 @@ class _Current:
         self._parents: LocalMember | None = None
 
     def after_fork(self) -> tuple[()]:
-        """See fork.ForkAware. The parent's membership is never freed here: that could wait for threads that the child
-        does not have.
-        """
+        """See fork.ForkAware. Freeing the parent's membership could wait for threads that the child lacks."""
         if self.local is not None:
             self._parents, self.local = self.local, None
             fork.forked_from(f"member {self._parents.me.name!r} of group {self._parents.group!r}")
@@ -32,8 +30,10 @@ _current = _Current()
 
 
 def process_member(timeout_s: float | None = None) -> LocalMember:
-    """This process's membership. Raises NotAMember, with the remedy, where there is none. In a restarted actor that its
-    group has not taken back yet it blocks for that, at most ``timeout_s`` (None: as long as a call), then RpcTimeout.
+    """This process's membership. Raises NotAMember, with the remedy, if there is none.
+
+    In a restarted actor, blocks until it has rejoined its group, at most ``timeout_s`` (None: the default of a call);
+    then raises RpcTimeout.
     """
     local = _current.local
     if local is None:
@@ -47,7 +47,7 @@ def current_local() -> LocalMember | None:
 
 
 def set_local(local: LocalMember | None) -> None:
-    """Enter or leave a group. The caller has checked that the change is due."""
+    """Enter or leave a group."""
     with _current.lock:
         _current.local = local
     if local is not None:

@@ -1,4 +1,4 @@
-"""Calls made in a restarted actor before its group has taken it back: sent as soon as it has."""
+"""Calls made in a restarted actor before it has rejoined its group: sent as soon as it has."""
 
 from __future__ import annotations
 
@@ -13,74 +13,62 @@ from contextvars import copy_context
 from typing import Any
 
 from raytorchrpc.calls import rejoin
-from raytorchrpc.calls.event_loops import Token, on_loop
-from raytorchrpc.calls.outgoing import CallUnderWay, call_back
-from raytorchrpc.calls.retry import RetriedCall
+from raytorchrpc.calls.event_loops import on_loop
+from raytorchrpc.calls.future import Call, call_back
+from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
 from raytorchrpc.process import threads
 from raytorchrpc.process.deadlines import Deadlines
 
-Call = CallUnderWay | RetriedCall
-
 
 @functools.cache
 def _deadlines() -> Deadlines:
-    return Deadlines("raytorchrpc-deferred")  # its thread begins with the first call that is deferred
+    return Deadlines("raytorchrpc-deferred")  # its thread starts with the first deferred call
 
 
-def call(
-    target: Any,
-    method: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    timeout: float | None,
-    *,
-    caller_waits: bool = False,
-    **options: Any,
-) -> Call | DeferredCall:
-    """As ``LocalMember.call``. Blocks until this process is a member, except for ``rpc_async`` on an event loop."""
+def call(target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Call:
+    """As ``OutgoingCalls.call``. Blocks until this process is a member, except for ``rpc_async`` on an event loop."""
 
-    def send(local: Any, seconds: float | None) -> Call:
-        sent: Call = local.call(target, method, args, kwargs, seconds, caller_waits=caller_waits, **options)
+    def send(local: Any, timeout: float | None) -> Call:
+        sent: Call = local.outgoing.call(target, method, args, kwargs, options._replace(timeout=timeout))
         return sent
 
-    if not caller_waits and on_loop():
-        return DeferredCall(f"{target}.{method}", send, timeout)
-    return send(*rejoin.wait(timeout))
+    if not options.caller_waits and on_loop():
+        return DeferredCall(f"{target}.{method}", send, options.timeout)
+    return send(*rejoin.wait(options.timeout))
 
 
 def remote(target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None) -> Any:
-    """As ``LocalMember.remote``. Blocks until this process is a member."""
+    """As ``OutgoingCalls.remote``. Blocks until this process is a member."""
     local, left = rejoin.wait(timeout)
-    return local.remote(target, method, args, kwargs, left)
+    return local.outgoing.remote(target, method, args, kwargs, left)
 
 
-class DeferredCall:
-    """What a Future needs of its call; see CallUnderWay. Sent by the event loop that it was made on, or by a thread
-    that waits for it, whichever comes first. Thread-safe.
+class DeferredCall(Call):
+    """A call that waits for this process to become a member.
+
+    It is sent by the event loop that it was made on, or by a thread that waits for it, whichever comes first.
     """
-
-    loop_token: Token | None = None
 
     def __init__(self, label: str, send: Callable[[Any, float | None], Call], timeout: float | None) -> None:
         self.label, self._send, self._timeout = label, send, timeout
         self._started = time.monotonic()
-        self._context = copy_context()  # a chain of calls stays one, and its deadline
+        self._context = copy_context()  # the call stays in its chain of calls and keeps its deadline
         self._sending = threading.Lock()
         self._sent = DeferredReply()
-        """Settled with the call, or with what keeps it from being sent."""
+        """Settled with the call, or with the error that keeps it from being sent."""
         loop = asyncio.get_running_loop()
 
         def wake(_: object) -> None:
-            with suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
+            with suppress(RuntimeError):  # the loop was closed meanwhile: nothing waits any more
                 loop.call_soon_threadsafe(self._send_once)
 
         self._member = rejoin.awaited(timeout)
         self._member.add_done_callback(wake)
 
     def _send_once(self) -> None:
-        if not self._sending.acquire(blocking=False):  # for good: it is sent once
+        if not self._sending.acquire(blocking=False):  # never released: it is sent once
             return
         try:
             local = self._member.result(0)
@@ -95,18 +83,16 @@ class DeferredCall:
 
     @property
     def _call(self) -> Call | None:
-        """Once it has been sent."""
+        """The call, once it has been sent."""
         return self._sent.result(0) if self._sent.done() and self._sent.exception(0) is None else None
 
     def remaining(self) -> float:
-        """Seconds until the call's deadline, at least 0."""
         call = self._call
         if call is not None:
             return call.remaining()
         return max(0.0, self._started + rejoin.patience(self._timeout) - time.monotonic())
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until the outcome can be taken, at most ``timeout_s``."""
         until = time.monotonic() + timeout_s
         if not _settled(self._member, timeout_s):
             return False
@@ -117,8 +103,6 @@ class DeferredCall:
         return call is None or call.wait(max(0.0, until - time.monotonic()))
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback``, which is short, when the outcome can be taken."""
-
         def follow(_: object) -> None:
             call = self._call
             if call is None:
@@ -129,23 +113,19 @@ class DeferredCall:
         self._sent.add_done_callback(follow)
 
     def outcome(self) -> tuple[Any, BaseException | None] | None:
-        """See CallUnderWay."""
         call = self._call
         return (None, self._sent.exception(0)) if call is None else call.outcome()
 
     def expire(self) -> tuple[None, RpcTimeout]:
-        """The outcome of a call whose deadline has passed."""
         call = self._call
         if call is not None:
             return call.expire()
         return None, RpcTimeout(f"{self.label} was not sent by its deadline: {rejoin.why_late(self._started)}")
 
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """See CallUnderWay."""
         return _deadlines().at(time.monotonic() + self.remaining(), callback)
 
     def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
-        """Run a user's callback on a worker, or on a thread of its own."""
         call = self._call
         if call is not None:
             call.run_callback(callback, argument)

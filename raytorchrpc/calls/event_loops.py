@@ -1,4 +1,4 @@
-"""By what a chain of calls is known where it comes back, and event loops that stand still for one."""
+"""Tokens that identify a chain of calls where it comes back, and event loops blocked by a wait of such a chain."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _tokens = itertools.count()
 PROCESS = os.urandom(6).hex()
 """How the tokens of this process begin."""
 ON_A_THREAD: Token = f"{PROCESS}.thread"
-"""Of all methods that run on a thread here without an admission."""
+"""The token of all methods that run on a thread here without an admission."""
 
 
 def new_token() -> Token:
-    """One that nobody had before."""
+    """A token that is unique among all processes."""
     return f"{PROCESS}.{next(_tokens)}"
 
 
 def on_loop() -> bool:
-    """Whether this thread runs an event loop just now."""
+    """Whether this thread is running an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -42,28 +42,29 @@ class _Start(NamedTuple):
     number: int
 
 
-_loops_lock = threading.Lock()
-_standing: dict[Token, asyncio.AbstractEventLoop] = {}
+_lock = threading.Lock()
+_blocked: dict[Token, asyncio.AbstractEventLoop] = {}
 _starting: dict[int, _Start] = {}
-_start_numbers = itertools.count()
+_numbers = itertools.count()
 
 
 def token_on_loop() -> Token | None:
-    """For the path of a call that is made here: a token of its own if this thread runs an event loop.
+    """A new token for the path of a call made on an event loop; None on any other thread.
 
-    Should the maker then wait for the call without ``await``, a call of that chain cannot be served by the loop.
+    If the caller then waits for the call without ``await``, the loop cannot serve a call of that chain.
     """
     return new_token() if on_loop() else None
 
 
 @contextmanager
-def loop_standing_still(token: Token) -> Iterator[None]:
-    """While this thread, whose loop it is, waits for the call with this token: refuse what waits for the loop
-    on behalf of that call. It would wait for ever.
+def blocking_loop(token: Token) -> Iterator[None]:
+    """For a synchronous wait on this thread's event loop, for the call with this token.
+
+    Meanwhile refuses whatever that call wants to start on the loop: it would wait for ever.
     """
     loop = asyncio.get_running_loop()
-    with _loops_lock:
-        _standing[token] = loop
+    with _lock:
+        _blocked[token] = loop
         stuck = [start for start in _starting.values() if start.loop is loop and token in start.path]
         for start in stuck:
             del _starting[start.number]
@@ -72,28 +73,28 @@ def loop_standing_still(token: Token) -> Iterator[None]:
     try:
         yield
     finally:
-        with _loops_lock:
-            _standing.pop(token, None)
+        with _lock:
+            _blocked.pop(token, None)
 
 
 def start_on_loop(
     loop: asyncio.AbstractEventLoop, path: tuple[Token, ...], start: Callable[[], None], refuse: Callable[[], None]
 ) -> None:
-    """Have the loop call ``start``; or call ``refuse`` if it stands still for a call of this very chain."""
+    """Have the loop call ``start``; call ``refuse`` instead if the loop is blocked by a wait of the same chain."""
     if not path:
         loop.call_soon_threadsafe(start)
         return
-    entry = _Start(loop, path, refuse, next(_start_numbers))
-    with _loops_lock:
-        stuck = any(_standing.get(token) is loop for token in path)
-        if not stuck:
+    entry = _Start(loop, path, refuse, next(_numbers))
+    with _lock:
+        blocked = any(_blocked.get(token) is loop for token in path)
+        if not blocked:
             _starting[entry.number] = entry
-    if stuck:
+    if blocked:
         refuse()
         return
 
     def unless_refused() -> None:
-        with _loops_lock:
+        with _lock:
             wanted = _starting.pop(entry.number, None) is not None
         if wanted:
             start()

@@ -9,13 +9,13 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import gates
 from raytorchrpc.calls.event_loops import on_loop
 from raytorchrpc.calls.scope import current_scope
-from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
+from raytorchrpc.errors import RayTorchRpcError
 
 MARK = "__raytorchrpc_method__"
 
 
 class Exposed(NamedTuple):
-    """What ``method`` notes about a function: the function itself, and how it may run."""
+    """What ``@method`` records about a function: the function, and how it may run."""
 
     function: Callable[..., Any]
     concurrent: bool
@@ -24,7 +24,7 @@ class Exposed(NamedTuple):
     share: bool
     keep: bool
     frozen: bool = False
-    """For a method of the package's own: nobody changes its results, so they are not copied before they are sent."""
+    """For a method of the package's own: its results do not change, so they need no copy before they are sent."""
     retry: int = 0
     service: bool = False
     """For a method of the package's own: it is called with the member and the caller's rank instead of the actor, and
@@ -32,27 +32,21 @@ class Exposed(NamedTuple):
 
 
 def exposed(function: Any) -> Exposed | None:
-    """The note that ``method`` left, or None for an undecorated function."""
+    """What ``@method`` recorded; None for a function without it."""
     note: Exposed | None = getattr(function, MARK, None)
     return note
 
 
-def checked_retry(retry: Any) -> int:
-    if isinstance(retry, bool) or not isinstance(retry, int) or retry < 0:
-        raise ConfigurationError(f"retry= is how often a call may be sent again, 0 or more; not {retry!r}")
-    return retry
-
-
 def _gate_for(note: Exposed, instance: Any) -> gates.Gate | None:
-    """The gate that a call through Ray, or by another method of the actor, has to pass, if any."""
+    """The gate for a call through Ray or from another method of the actor, if it needs an admission."""
     if note.concurrent:
         return None
     group = note.concurrency_group
-    if group is None:  # ray.method, when it was applied after ours, wrote onto the wrapper
+    if group is None:  # ray.method, applied after ours, wrote onto the wrapper
         group = ray_internals.concurrency_group_of(getattr(type(instance), note.function.__name__, None))
     gate = gates.gate_of(instance, group)
     admission = current_scope.get().admission
-    # A method that calls another of its own object just calls it, as everywhere.
+    # A method that calls another method of its own object is admitted already.
     return None if admission is not None and admission.taken else gate
 
 
@@ -68,7 +62,7 @@ def take_turn(note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict[
         )
     admission = gate.enter_now() if looping else gate.enter()
     if admission is None:
-        # Waiting here would stop the loop that the holder needs; nothing else runs on it meanwhile anyway.
+        # Waiting would block the loop that the holder needs; nothing else runs on it meanwhile anyway.
         return note.function(instance, *args, **kwargs)
     before = current_scope.set(scope.inside(admission))
     try:

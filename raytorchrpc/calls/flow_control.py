@@ -1,7 +1,7 @@
-"""How much may be under way to one peer at a time: back-pressure for those who send faster than it works.
+"""Back-pressure: limits the calls and bytes in flight to each peer.
 
-Calls that are made on behalf of a call being served have credit of their own, one for each call served. They must
-not wait for what others sent: in a chain of calls that comes back, those may be waiting for them.
+Calls that a method makes on behalf of the call it serves have credit windows of their own, one set for each served
+call. They must not wait for other calls: in a chain of calls that comes back, those may be waiting for them.
 """
 
 from __future__ import annotations
@@ -19,107 +19,107 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerBusy, RpcTimeout
 
 
-class Ticket:
-    """Leave for one call, until ``give_back``."""
+class Credit:
+    """The credit of one call, until ``give_back``."""
 
-    __slots__ = ("_allowance", "_bytes")
+    __slots__ = ("_bytes", "_window")
 
-    def __init__(self, allowance: Allowance, size: int) -> None:
-        self._allowance: Allowance | None = allowance
+    def __init__(self, window: CreditWindow, size: int) -> None:
+        self._window: CreditWindow | None = window
         self._bytes = size
 
     def give_back(self) -> None:
         """The call is over, or was not sent. Idempotent, from any thread, never blocks."""
-        allowance = self._allowance
-        if allowance is not None:
-            allowance.over(self)
+        window = self._window
+        if window is not None:
+            window.release(self)
 
 
-class Turn:
-    """A wait for a ticket; see ``execution.Waitable``."""
+class CreditRequest:
+    """A queued request for credit; see ``waiting.Waitable``."""
 
     loop_token = None
 
-    def __init__(self, allowance: Allowance, size: int) -> None:
+    def __init__(self, window: CreditWindow, size: int) -> None:
         self.size = size
-        self.ticket: Ticket | None = None
-        self._allowance = allowance
-        self._told: list[Callable[[], None]] = []
+        self.credit: Credit | None = None
+        self._window = window
+        self._callbacks: list[Callable[[], None]] = []
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until there is a ticket, at most ``timeout_s``."""
+        """Block until the credit is granted, at most ``timeout_s``."""
         granted = threading.Lock()
         granted.acquire()
         self.add_done_callback(granted.release)
         return granted.acquire(timeout=max(0.0, timeout_s))
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback``, which is short, when there is a ticket."""
-        with self._allowance.lock:
-            if self.ticket is None:
-                self._told.append(callback)
+        """Call ``callback``, which is short, once the credit is granted."""
+        with self._window.lock:
+            if self.credit is None:
+                self._callbacks.append(callback)
                 return
         callback()
 
-    def grant(self, ticket: Ticket) -> list[Callable[[], None]]:
-        """Under the allowance's lock; returns whom to tell afterwards."""
-        self.ticket = ticket
-        return self._told
+    def grant(self, credit: Credit) -> list[Callable[[], None]]:
+        """Under the window's lock; returns the callbacks to run after unlocking."""
+        self.credit = credit
+        return self._callbacks
 
-    def give_up(self) -> None:
-        """Nobody waits any more."""
-        with self._allowance.lock:
-            if self.ticket is None:
-                self._allowance.waiting.remove(self)
+    def cancel(self) -> None:
+        """Leave the queue, or give the credit back if it was granted meanwhile."""
+        with self._window.lock:
+            if self.credit is None:
+                self._window.queue.remove(self)
                 return
-        self.ticket.give_back()
+        self.credit.give_back()
 
 
-class Allowance:
-    """Calls and bytes under way from one caller to one peer. First come, first served. Thread-safe; hot path.
+class CreditWindow:
+    """Limits calls and bytes in flight from one caller to one peer. First come, first served. Thread-safe; hot path.
 
-    A call that is larger than all the bytes allowed is let through when nothing else is under way.
+    A call that is larger than the whole window may go when nothing else is in flight.
     """
 
-    __slots__ = ("bytes", "calls", "lock", "max_bytes", "max_calls", "waiting")
+    __slots__ = ("bytes", "calls", "lock", "max_bytes", "max_calls", "queue")
 
     def __init__(self, max_calls: int, max_bytes: int) -> None:
         self.max_calls, self.max_bytes = max_calls, max_bytes
         self.calls = self.bytes = 0
         self.lock = threading.Lock()
-        self.waiting: deque[Turn] = deque()
+        self.queue: deque[CreditRequest] = deque()
 
-    def take(self, size: int) -> Ticket | None:
-        """A ticket for a call of so many bytes, if there is one now."""
+    def take(self, size: int) -> Credit | None:
+        """Credit for a call of this many bytes; None if the window is full."""
         with self.lock:
-            if self.waiting or not self._fits(size):
+            if self.queue or not self._fits(size):
                 return None
             self.calls += 1
             self.bytes += size
-        return Ticket(self, size)
+        return Credit(self, size)
 
-    def queue(self, size: int) -> Turn:
-        """Wait for a ticket."""
-        turn = Turn(self, size)
+    def enqueue(self, size: int) -> CreditRequest:
+        """Queue for credit."""
+        request = CreditRequest(self, size)
         with self.lock:
-            self.waiting.append(turn)
-            tell = self._grant()
-        for callback in tell:
+            self.queue.append(request)
+            callbacks = self._grant()
+        for callback in callbacks:
             callback()
-        return turn
+        return request
 
-    def over(self, ticket: Ticket) -> None:
-        """See Ticket.give_back."""
+    def release(self, credit: Credit) -> None:
+        """See Credit.give_back."""
         with self.lock:
-            if ticket._allowance is None:
+            if credit._window is None:
                 return
-            ticket._allowance = None
+            credit._window = None
             self.calls -= 1
-            self.bytes -= ticket._bytes
-            if not self.waiting:
+            self.bytes -= credit._bytes
+            if not self.queue:
                 return
-            tell = self._grant()
-        for callback in tell:
+            callbacks = self._grant()
+        for callback in callbacks:
             callback()
 
     def _fits(self, size: int) -> bool:
@@ -128,61 +128,62 @@ class Allowance:
         return self.calls < self.max_calls and self.bytes + size <= self.max_bytes
 
     def _grant(self) -> list[Callable[[], None]]:
-        tell: list[Callable[[], None]] = []
-        while self.waiting and self._fits(self.waiting[0].size):
-            turn = self.waiting.popleft()
+        callbacks: list[Callable[[], None]] = []
+        while self.queue and self._fits(self.queue[0].size):
+            request = self.queue.popleft()
             self.calls += 1
-            self.bytes += turn.size
-            tell += turn.grant(Ticket(self, turn.size))
-        return tell
+            self.bytes += request.size
+            callbacks += request.grant(Credit(self, request.size))
+        return callbacks
 
 
 class CreditWindows:
-    """Those of one member, by peer."""
+    """The credit windows of one member, by peer."""
 
     def __init__(self, config: GroupConfig, max_bytes: int) -> None:
         self._max_calls, self._max_bytes = config.max_calls_in_flight, max_bytes
         self._rejects = config.when_full == "reject"
-        self._by_rank: dict[int, Allowance] = {}
+        self._by_rank: dict[int, CreditWindow] = {}
 
-    def under_way(self, rank: int) -> tuple[int, int]:
-        """Calls to a peer that have no answer yet, and bytes of their arguments; without those on behalf of others."""
-        allowance = self._by_rank.get(rank)
-        return (0, 0) if allowance is None else (allowance.calls, allowance.bytes)
+    def in_flight(self, rank: int) -> tuple[int, int]:
+        """Calls to a peer without a reply, and bytes of their arguments; leaves out calls made on behalf of others."""
+        window = self._by_rank.get(rank)
+        return (0, 0) if window is None else (window.calls, window.bytes)
 
-    def take(self, peer: Member, method: str, size: int, patience_s: float) -> tuple[Ticket, float]:
-        """A ticket for a call, and how long this took (seconds; 0 if there was one at once).
+    def take(self, peer: Member, method: str, size: int, patience_s: float) -> tuple[Credit, float]:
+        """Credit for a call, and the seconds it took to get it (0 if the window had room).
 
-        Serves what comes back to this actor while it waits. Raises PeerBusy, RpcTimeout.
+        Blocks while the window is full, at most ``patience_s``, and meanwhile serves calls of this chain that come
+        back to this actor. Raises PeerBusy, RpcTimeout.
         """
         limit = current_scope.get().limit
-        credit = self._by_rank if limit is None or limit.over else limit.credit
-        allowance = credit.get(peer.rank)
-        if allowance is None:
-            allowance = credit.setdefault(peer.rank, Allowance(self._max_calls, self._max_bytes))
-        ticket = allowance.take(size)
-        return (self._wait(allowance, peer.name, method, size, patience_s)) if ticket is None else (ticket, 0.0)
+        windows = self._by_rank if limit is None or limit.over else limit.windows
+        window = windows.get(peer.rank)
+        if window is None:
+            window = windows.setdefault(peer.rank, CreditWindow(self._max_calls, self._max_bytes))
+        credit = window.take(size)
+        return (self._wait(window, peer.name, method, size, patience_s)) if credit is None else (credit, 0.0)
 
-    def _wait(self, allowance: Allowance, peer: str, method: str, size: int, patience_s: float) -> tuple[Ticket, float]:
-        calls, many = allowance.calls, allowance.bytes
-        under_way = f"{calls} calls with {many / 2**20:.1f} MiB of arguments are under way to {peer!r}"
+    def _wait(self, window: CreditWindow, peer: str, method: str, size: int, patience_s: float) -> tuple[Credit, float]:
+        calls, many = window.calls, window.bytes
+        in_flight = f"{calls} calls with {many / 2**20:.1f} MiB of arguments are in flight to {peer!r}"
         looping = on_loop()
         if looping or self._rejects:
             remedy = "await some of them" if looping else "wait for some of them"
             raise PeerBusy(
-                f"{peer}.{method} was not sent: {under_way}; {remedy} first, or raise "
+                f"{peer}.{method} was not sent: {in_flight}; {remedy} first, or raise "
                 f"GroupConfig.max_calls_in_flight ({self._max_calls}) or max_bytes_in_flight ({self._max_bytes})",
                 peer,
                 calls,
                 many,
             )
         began = time.monotonic()
-        turn = allowance.queue(size)
+        request = window.enqueue(size)
         try:
-            if not waiting.wait_serving(turn, patience_s):
-                raise RpcTimeout(f"{peer}.{method} was not sent by its deadline: {under_way}")
+            if not waiting.wait_serving(request, patience_s):
+                raise RpcTimeout(f"{peer}.{method} was not sent by its deadline: {in_flight}")
         except BaseException:
-            turn.give_up()
+            request.cancel()
             raise
-        assert turn.ticket is not None
-        return turn.ticket, max(time.monotonic() - began, 1e-9)
+        assert request.credit is not None
+        return request.credit, max(time.monotonic() - began, 1e-9)

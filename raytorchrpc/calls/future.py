@@ -1,32 +1,79 @@
-"""The future of a direct call."""
+"""A call in flight, and the future that stands for its result."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from raytorchrpc.calls import waiting
-from raytorchrpc.calls.deferred import DeferredCall
-from raytorchrpc.calls.outgoing import CallUnderWay, until_done
-from raytorchrpc.calls.retry import RetriedCall
-from raytorchrpc.errors import RpcTimeout
+from raytorchrpc.calls.event_loops import Token
+from raytorchrpc.errors import PeerLost, RpcTimeout
 from raytorchrpc.process import fork
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-UnderWay = CallUnderWay | RetriedCall | DeferredCall
+class Call(ABC):
+    """One call in flight; what a ``Future`` waits for. Thread-safe."""
+
+    label: str
+    """member.method, for messages."""
+    loop_token: Token | None = None
+    """In the path of the call, if it was made on an event loop."""
+    peer_was_lost = False
+    """After ``outcome``: the error is the loss of the peer, and not an exception of the method."""
+
+    @abstractmethod
+    def remaining(self) -> float:
+        """Seconds until the call's deadline, at least 0."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> bool:
+        """Block until the outcome can be taken, at most ``timeout_s``; whether it can."""
+
+    @abstractmethod
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, which is short, when the outcome can be taken."""
+
+    @abstractmethod
+    def outcome(self) -> tuple[Any, BaseException | None] | None:
+        """Unpack the result: (value, None) or (None, error). To be called once, after ``wait`` has returned True.
+
+        None if the result was lost on its way and the call is sent again: ``wait`` once more.
+        """
+
+    @abstractmethod
+    def expire(self) -> tuple[None, RpcTimeout]:
+        """The outcome of a call whose deadline has passed."""
+
+    def lost(self) -> PeerLost | None:
+        """After ``wait`` has returned True: why the peer was lost, if it was. Does not take the outcome."""
+        return None
+
+    @abstractmethod
+    def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call ``callback``, which is short, when the deadline passes; returns what prevents it."""
+
+    @abstractmethod
+    def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
+        """Run a user's callback on a worker thread."""
 
 
 class Future(Generic[T]):
-    """The result of a direct call, on its way. Made by ``rpc_async``; awaitable.
+    """The result of a direct call that may not have arrived yet. Made by ``rpc_async``; awaitable.
 
-    The result is unpickled once, by whoever asks first, in that thread (and on its CUDA stream). Thread-safe.
+    The result is unpickled once, by the thread that asks first (and on its CUDA stream). Thread-safe.
     """
 
-    def __init__(self, call: UnderWay) -> None:
+    def __init__(self, call: Call) -> None:
         self._call = call
         self._lock = threading.Lock()
         self._outcome: tuple[Any, BaseException | None] | None = None
@@ -38,14 +85,14 @@ class Future(Generic[T]):
         return self._call.wait(0) or self._call.remaining() == 0
 
     def wait(self) -> T:
-        """Block until the result is there, or the call's own deadline; return it or raise what the call raised."""
+        """Block until the result has arrived or the call's deadline has passed; return it or raise the call's error."""
         try:
             return self._get(self._call.remaining())
         finally:
             del self  # see _get
 
     def result(self, timeout: float | None = None) -> T:
-        """As ``wait``, but at most ``timeout`` seconds. Then RpcTimeout is raised and the call goes on: ask again."""
+        """As ``wait``, but block at most ``timeout`` seconds; then raise RpcTimeout. The call goes on: ask again."""
         remaining = self._call.remaining()
         try:
             return self._get(remaining if timeout is None else min(timeout, remaining))
@@ -53,17 +100,17 @@ class Future(Generic[T]):
             del self  # see _get
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What the call raised, or None if it returned. Blocks like ``result``, raises RpcTimeout like it."""
+        """The error of the call, or None if it returned. Blocks like ``result`` and raises RpcTimeout like it."""
         remaining = self._call.remaining()
         self._settle(remaining if timeout is None else min(timeout, remaining))
         assert self._outcome is not None
         return self._outcome[1]
 
     def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
-        """Call ``callback(self)`` once done, on a thread of the member's own (soon, if it is done already).
+        """Call ``callback(self)`` on a thread of the member's own once the call is done, or at once if it is done.
 
-        A call is done also when its deadline has passed. The callback may block and may make calls. What it
-        raises is logged.
+        A call is done, too, when its deadline has passed. The callback may block and may make calls. An exception
+        from it is logged.
         """
         fork.check_process()
         first = threading.Lock()
@@ -82,7 +129,7 @@ class Future(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         while not (self.done() and self._settled(0)):
-            yield from until_done(self._call)
+            yield from _until_done(self._call)
         try:
             return self._get(0)
         finally:
@@ -97,8 +144,9 @@ class Future(Generic[T]):
         try:
             raise error
         finally:
-            # Its traceback holds these frames and the caller's, with all their tensors. Did it hold itself too, by way
-            # of this Future, they would live until garbage is collected, and tensors do not make Python collect it.
+            # The traceback of the error holds these frames and the caller's, with all their tensors. If they held the
+            # error in turn, by way of this Future, only the garbage collector could free them, and tensors do not
+            # make it run.
             del self, error
 
     def _settle(self, timeout_s: float) -> None:
@@ -108,10 +156,10 @@ class Future(Generic[T]):
                 raise RpcTimeout(f"{self._call.label} has not answered within {timeout_s:.3g} s")
 
     def _settled(self, timeout_s: float) -> bool:
-        """Wait, and take the outcome; False if it is not there yet, or the call had to be sent again."""
+        """Wait, and take the outcome; False if it has not arrived, or the call had to be sent again."""
         if self._outcome is not None:
             return True
-        fork.check_process()  # the answer comes to the parent
+        fork.check_process()  # the reply comes to the parent
         arrived = waiting.wait_serving(self._call, timeout_s)
         if not arrived and self._call.remaining() > 0:
             return False
@@ -123,3 +171,32 @@ class Future(Generic[T]):
     def __repr__(self) -> str:
         state = "done" if self.done() else "pending"
         return f"<raytorchrpc.Future {self._call.label} {state}>"
+
+
+def _until_done(call: Call) -> Generator[Any, None, None]:
+    """For ``__await__``: yield until the outcome can be taken, or the deadline has passed."""
+    loop = asyncio.get_running_loop()
+    woken = loop.create_future()
+
+    def wake() -> None:
+        if not woken.done():
+            woken.set_result(None)
+
+    def arrived() -> None:
+        with suppress(RuntimeError):  # the loop was closed meanwhile: nothing waits any more
+            loop.call_soon_threadsafe(wake)
+
+    call.add_done_callback(arrived)
+    deadline = loop.call_later(call.remaining(), wake)  # a peer that is stuck sends nothing
+    try:
+        yield from woken
+    finally:
+        deadline.cancel()
+
+
+def call_back(callback: Callable[[Any], object], argument: Any) -> None:
+    """Run a user's callback; an exception from it is logged."""
+    try:
+        callback(argument)
+    except BaseException:
+        logger.exception("a callback of %r raised", argument)

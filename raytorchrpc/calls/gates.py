@@ -1,9 +1,9 @@
-"""Where a member's methods run: its workers, the gate that keeps the actor's own concurrency, call chains.
+"""Gates that keep an actor's own concurrency for direct calls, and let chains of calls come back to it.
 
-A gate admits as many methods at a time as Ray would (one for a sync actor). Whoever is admitted holds a
-admission, and every call made from there carries the tokens of the admissions held along its way. A call that comes
-back to an actor it is already inside names an admission held there, so it does not queue behind itself: it runs on
-the very thread that waits for it, or, in an async actor, on the loop.
+A gate admits as many methods at a time as Ray would (one for a sync actor). An admitted method holds an admission, and
+each call that it makes carries the tokens of all admissions held along its chain of calls. A call that comes back to
+an actor of its chain names an admission held there, so it does not queue behind itself: it runs on the thread that
+waits for it or, in an async actor, on the event loop.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from raytorchrpc.calls.event_loops import Token, new_token
 from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.process import threads
 
-#: Calls that come back run on the thread that waits, one inside the other. After so many the next one has a thread of
-#: its own: each takes a dozen frames and what the method needs, and Python's limit is a thousand.
+#: Calls that come back run on the waiting thread, one inside the other. After this many, the next runs on a thread of
+#: its own: each takes a dozen frames besides the method's, and Python's limit is a thousand.
 ON_ONE_STACK = 8
-#: Calls that may be inside one admission at a time. More are a recursion without an end, as good as always.
+#: Calls that may be inside one admission at a time. More are almost certainly an infinite recursion.
 MOST_NESTED = 2000
 
 
@@ -31,45 +31,45 @@ Work = Callable[[], None]
 
 
 class Job(Protocol):
-    """One method call waiting for its turn."""
+    """A method call that waits for an admission."""
 
     @property
     def label(self) -> str:
         """member.method, for messages."""
 
     def admit(self, admission: Admission) -> Work | None:
-        """Its turn has come. Returns the work, for the calling thread to do or to ``spawn``; None if it went
-        elsewhere (to an event loop). Quick, never raises. The work ends with ``admission.gate.leave``.
+        """Take the admission. Returns the work, for the calling thread to do or to ``spawn``; None if it went to an
+        event loop. Quick, never raises. The work ends with ``admission.gate.leave``.
         """
 
     def spawn(self, work: Work) -> None:
-        """Do the work on some other thread."""
+        """Do the work on another thread."""
 
     def run_inside(self, admission: Admission) -> None:
-        """Do the work here and now, inside an admission that its chain already holds. Does not raise."""
+        """Do the work now, on this thread, inside an admission that its chain holds. Does not raise."""
 
 
-class _Turn:
-    """A Job that only tells a waiting caller that its turn has come."""
+class _Waiter:
+    """A Job that only hands the admission to a waiting thread or coroutine."""
 
-    label = "a turn"
+    label = "a waiter"
 
-    def __init__(self, told: Callable[[Admission], None]) -> None:
-        self.told = told
+    def __init__(self, receive: Callable[[Admission], None]) -> None:
+        self.receive = receive
 
     def admit(self, admission: Admission) -> Work | None:
-        self.told(admission)
+        self.receive(admission)
         return None
 
     def spawn(self, work: Work) -> None:
-        raise AssertionError("a turn has no work of its own")
+        raise AssertionError("a waiter has no work of its own")
 
     def run_inside(self, admission: Admission) -> None:
-        raise AssertionError("a turn is never posted to an admission")
+        raise AssertionError("a waiter is never posted to an admission")
 
 
 class Admission:
-    """Admission to a gate, held while one method runs (and whatever comes back to it meanwhile)."""
+    """Admission to a gate, held while one method runs, and the calls that come back to it meanwhile."""
 
     __slots__ = ("_changed", "direct", "gate", "inbox", "nested", "owner", "token")
 
@@ -86,22 +86,22 @@ class Admission:
 
     @property
     def changed(self) -> threading.Condition:
-        """Of the gate's lock: told when something comes in. Made when first needed; most admissions never wait."""
+        """On the gate's lock: notified of each job in the inbox. Made when first needed; most admissions never wait."""
         if self._changed is None:
             self._changed = threading.Condition(self.gate.lock)
         return self._changed
 
     @property
     def taken(self) -> bool:
-        """False once it was given up."""
+        """Whether it is still held."""
         return self.gate.held((self.token,)) is self
 
 
 class Gate:
-    """Admits ``limit`` methods at a time, first come first served.
+    """Admits ``limit`` methods at a time, first come, first served.
 
-    ``elastic``: Ray admits by a width that it does not tell (a concurrency group's). Then what comes through
-    Ray waits only for direct calls, and direct calls may be as many as Ray was ever seen to admit at once.
+    ``elastic``: Ray does not report the limit (of a concurrency group). Then calls through Ray wait only for direct
+    calls, and there may be as many direct calls at a time as Ray was ever seen to admit.
     """
 
     def __init__(self, limit: int, *, elastic: bool = False) -> None:
@@ -113,7 +113,7 @@ class Gate:
         self._queue: deque[Job] = deque()
 
     def request(self, job: Job) -> Work | None:
-        """Admit the job now, returning its work, or queue it: then it starts when somebody leaves."""
+        """Admit the job now and return its work, or queue it until an admission is free."""
         with self.lock:
             if len(self._admitted) >= self._limit:
                 self._queue.append(job)
@@ -129,22 +129,22 @@ class Gate:
         """Block this thread until admitted, as Ray's own queue would."""
         admission = self.enter_now()
         if admission is None:
-            admitted: list[Admission] = []
-            turn = threading.Lock()
-            turn.acquire()
+            received: list[Admission] = []
+            admitted = threading.Lock()
+            admitted.acquire()
 
-            def told(mine: Admission) -> None:
-                admitted.append(mine)
-                turn.release()
+            def receive(mine: Admission) -> None:
+                received.append(mine)
+                admitted.release()
 
-            self._queue_up(_Turn(told))
-            turn.acquire()
-            admission = admitted[0]
+            self._queue_up(_Waiter(receive))
+            admitted.acquire()
+            admission = received[0]
         admission.owner = threading.get_ident()
         return admission
 
     def enter_now(self) -> Admission | None:
-        """An admission if one is free and nobody queues for it; never blocks."""
+        """An admission if one is free and no job queues for it; never blocks."""
         with self.lock:
             if len(self._admitted) >= self._limit:
                 if not self._elastic or self._direct:
@@ -158,32 +158,32 @@ class Gate:
         if admission is not None:
             return admission
         loop = asyncio.get_running_loop()
-        turn: asyncio.Future[Admission] = loop.create_future()
+        admitted: asyncio.Future[Admission] = loop.create_future()
 
         def settle(mine: Admission) -> None:
-            if turn.cancelled():
+            if admitted.cancelled():
                 self.leave(mine)
             else:
-                turn.set_result(mine)
+                admitted.set_result(mine)
 
-        self._queue_up(_Turn(lambda mine: _discard(loop.call_soon_threadsafe(settle, mine))))
+        self._queue_up(_Waiter(lambda mine: _discard(loop.call_soon_threadsafe(settle, mine))))
         try:
-            return await turn
+            return await admitted
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # cancelled between its turn and its next step
-                self.leave(turn.result())
+            if admitted.done() and not admitted.cancelled():  # cancelled between its admission and its next step
+                self.leave(admitted.result())
             raise
 
-    def _queue_up(self, turn: _Turn) -> None:
+    def _queue_up(self, waiter: _Waiter) -> None:
         with self.lock:
             if len(self._admitted) >= self._limit:
-                self._queue.append(turn)
+                self._queue.append(waiter)
                 return
             admission = self._admit(direct=False)
-        turn.admit(admission)
+        waiter.admit(admission)
 
     def held(self, path: tuple[Token, ...]) -> Admission | None:
-        """The admission here that a call chain already holds, if it has come back."""
+        """The admission of this gate that a chain of calls holds, if it has come back."""
         for token in reversed(path):
             admission = self._admitted.get(token)
             if admission is not None:
@@ -191,9 +191,9 @@ class Gate:
         return None
 
     def post(self, admission: Admission, job: Job) -> bool:
-        """Have the thread that holds ``admission`` run this when it next waits; False if the admission was given up.
+        """Have the thread that holds ``admission`` run the job when it next waits; False if it holds it no more.
 
-        Raises RayTorchRpcError if too much runs inside it already.
+        Raises RayTorchRpcError if too many calls run inside it.
         """
         if admission.nested >= MOST_NESTED:
             raise RayTorchRpcError(
@@ -209,16 +209,16 @@ class Gate:
             return True
 
     def leave(self, admission: Admission) -> None:
-        """Give the admission up; the next in line starts, on a thread of its own."""
+        """Give the admission up; the next in the queue starts on a thread of its own."""
         following = self.pass_on(admission)
         if following is not None:
             job, work = following
             job.spawn(work)
 
     def pass_on(self, admission: Admission) -> tuple[Job, Work] | None:
-        """Give the admission up; returns the next in line for this thread to run, if it needs a thread.
+        """Give the admission up; returns the next in the queue for this thread to run, if it needs a thread.
 
-        What is left in the admission's inbox queues like anybody else.
+        Jobs left in the admission's inbox move to the queue.
         """
         with self.lock:
             del self._admitted[admission.token]
@@ -226,7 +226,7 @@ class Gate:
             self._queue.extend(admission.inbox)
             if not self._queue:
                 return None
-            following = self._admit(direct=not isinstance(self._queue[0], _Turn))
+            following = self._admit(direct=not isinstance(self._queue[0], _Waiter))
             job = self._queue.popleft()
         work = job.admit(following)
         return None if work is None else (job, work)
@@ -243,7 +243,7 @@ def _discard(_: object) -> None:
 
 
 def run_on_another_stack(admission: Admission, job: Job) -> None:
-    """Hand the admission to a thread of its own until it has done the job. Blocks."""
+    """Run the job on a thread of its own, which holds the admission meanwhile. Blocks."""
     mine, done = admission.owner, threading.Event()
 
     def run() -> None:
@@ -257,7 +257,7 @@ def run_on_another_stack(admission: Admission, job: Job) -> None:
     context = contextvars.copy_context()
     try:
         threads.start(context.run, run, name="raytorchrpc-chain")
-    except threads.ThreadShortage:  # no thread can be started: this stack may have some room left
+    except threads.ThreadShortage:  # no thread can be started: this stack may have room left
         job.run_inside(admission)
         return
     done.wait()
@@ -273,8 +273,8 @@ _gates_lock = threading.Lock()
 def gate_of(instance: Any, group: str | None) -> Gate | None:
     """The gate of this actor's methods in Ray concurrency group ``group``; None for any other object.
 
-    Each group has a gate of its own. Ray does not tell the actor's process how wide a named group is, so it begins
-    with the actor's ``max_concurrency`` and learns more from what Ray admits.
+    Each group has a gate of its own. Ray does not report a named group's limit to the actor's process, so its gate
+    starts with the actor's ``max_concurrency`` and grows with what Ray admits.
     """
     global _actor
     if instance is not _actor:

@@ -1,8 +1,8 @@
-"""How a group reaches the process of a restarted actor that has not joined it again: through Ray's key-value store.
+"""How a group reaches a restarted actor that has not rejoined it: through Ray's key-value store.
 
-Calls through Ray wait until the actor has finished the method that it runs, and Ray may have it run an interrupted one
-again at once (``max_task_retries``). So the process looks into a mailbox of its own meanwhile. The process that looks
-after the group posts a record of those whom it would take back, then requests; the process posts the answers.
+Calls through Ray wait until the actor has finished its current method, and Ray may at once run an interrupted method
+again (``max_task_retries``). So the restarted process polls a mailbox of its own. The supervisor's process posts a
+record of the actors that may rejoin, then requests; the restarted process posts the answers.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ _GROUPS, REQUESTS, ANSWERS = "groups/", "requests/", "answers/"
 
 
 def packed(value: Any) -> bytes:
-    """As the store keeps it."""
+    """A value as bytes for the store."""
     data: bytes = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
     return data
 
 
 class Owner(NamedTuple):
-    """The process that formed a group; a group outlives it only by accident."""
+    """The process that formed a group. The group ends with it."""
 
     job: str
     """Hex id of the Ray job."""
     actor: str | None
-    """Hex id of the actor, if it was one; None for a driver."""
+    """Hex id of the actor; None for a driver."""
 
 
 class Record(NamedTuple):
-    """What a group posts about itself: whom it takes back."""
+    """What a group posts about itself, for actors that may rejoin it."""
 
     group: str
     actors: tuple[str, ...]
-    """Hex ids."""
+    """Hex ids of those that may rejoin."""
     owner: Owner
     pid: int
     node_id: str
-    """The process that looks after the group, if ``owner`` is an actor: that actor may be restarted too."""
+    """With ``pid``, the supervisor's process: if ``owner`` is an actor, it may be restarted too."""
     timeout_s: float
     """``GroupConfig.rpc_timeout_s``."""
 
     def lasts(self) -> bool:
-        """Whether the process that looks after the group is still there, as far as Ray knows."""
+        """Whether the supervisor's process is alive, as far as Ray reports."""
         if self.owner.actor is None:
             return self.owner.job not in ray_internals.dead_jobs()
         there = ray_internals.actor_state(self.owner.actor)
@@ -56,15 +56,15 @@ class Record(NamedTuple):
 
 
 def post_record(generation: str, record: Record | None) -> None:
-    """Post what a group says about itself; None: take it down."""
+    """Post a group's record, or remove it (None)."""
     ray_internals.store(_GROUPS + generation, None if record is None else packed(tuple(record)))
 
 
 def find_record(actor_id: str) -> Record | None:
-    """The group that takes this actor back, if there is one."""
+    """The record of the group that this actor may rejoin, if there is one."""
     for text in map(ray_internals.stored, ray_internals.stored_keys(_GROUPS)):
         fields = () if text is None else pickle.loads(text)
-        if len(fields) == len(Record._fields):  # another release may post others
+        if len(fields) == len(Record._fields):  # another release may post other fields
             record = Record(*fields)
             if actor_id in record.actors and record.lasts():
                 return record
@@ -79,7 +79,7 @@ class Process(NamedTuple):
     node_id: str
 
     def key(self, kind: str) -> str:
-        """Where its requests or answers are."""
+        """The key of its requests or answers."""
         return f"{kind}{self.actor_id}/{self.pid}@{self.node_id}"
 
     def is_current(self) -> bool:
@@ -92,7 +92,7 @@ class Process(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What the process is to do."""
+    """A function for the restarted process to run."""
 
     number: str
     function: Callable[..., Any]
@@ -100,17 +100,17 @@ class Request(NamedTuple):
 
 
 class Mailbox:
-    """The process's own."""
+    """The mailbox of this process."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
 
     def announce(self) -> None:
-        """Tell that requests are looked for."""
+        """Post that this process polls for requests."""
         ray_internals.store(self._process.key(ANSWERS), packed(("", True, None)))
 
     def take(self) -> Request | None:
-        """The request that waits, if there is one."""
+        """Take the posted request, if there is one."""
         key = self._process.key(REQUESTS)
         text = ray_internals.stored(key)
         if text is None:
@@ -119,7 +119,7 @@ class Mailbox:
         return Request(*pickle.loads(text))
 
     def answer(self, request: Request, instance: Any) -> None:
-        """Do what is asked, and post what came of it."""
+        """Run the request, and post its result or error."""
         try:
             answer = (request.number, True, request.function(instance, *request.args))
         except Exception as error:
@@ -127,11 +127,11 @@ class Mailbox:
         ray_internals.store(self._process.key(ANSWERS), _answer_packed(answer))
 
     def is_over(self) -> bool:
-        """Whether the group has taken the answers away, and wants no more."""
+        """Whether the group has removed the answers, and sends no more requests."""
         return ray_internals.stored(self._process.key(ANSWERS)) is None
 
     def close(self) -> None:
-        """Leave nothing in the store."""
+        """Remove everything from the store."""
         for kind in (REQUESTS, ANSWERS):
             ray_internals.store(self._process.key(kind), None)
 
@@ -144,8 +144,9 @@ def _answer_packed(answer: tuple[str, bool, Any]) -> bytes:
 
 
 def answer_of(process: Process) -> tuple[str, bool, Any] | None:
-    """The last answer of a process: the number of the request, whether it came to a result, and that or the error.
-    None before it has looked for any.
+    """The last answer of a process: the request's number, whether it returned, and its result or error.
+
+    None before the process polls for requests.
     """
     text = ray_internals.stored(process.key(ANSWERS))
     return None if text is None else pickle.loads(text)

@@ -1,4 +1,4 @@
-"""Which tensors of a message travel in it, and which beside it by a tensor lane."""
+"""Out-of-band tensors: those of a message that travel beside it, over a tensor lane."""
 
 from __future__ import annotations
 
@@ -23,27 +23,26 @@ from raytorchrpc.tensors.host_device_copy import copy_into, goes_to_cpu, outboun
 
 logger = logging.getLogger(__name__)
 
-#: Runs of tensors that are alike: (dtype's name, shape, how many).
+#: Runs of equal dtype and shape: (dtype's name, shape, how many).
 Runs = tuple[tuple[str, tuple[int, ...], int], ...]
-#: What a message says of the tensors beside it: (lane, their positions in the body (None: all of it), what they are,
-#: descriptor).
+#: Describes the out-of-band tensors of a message: (lane, positions in the body (None: all), runs, descriptor).
 TensorManifest = tuple[str, tuple[int, ...] | None, Runs, Any]
 
 
 class Payload(NamedTuple):
-    """A body ready to go: what stays in the message, and what goes beside it."""
+    """A body ready to be sent: the part in the message, and the out-of-band tensors."""
 
     body: Encoded
-    manifests: tuple[TensorManifest, ...]
-    exports: tuple[Export, ...]
+    manifests: tuple[TensorManifest, ...] = ()
+    exports: tuple[Export, ...] = ()
 
     @property
     def lane(self) -> str | None:
-        """The lane that most of it goes by, if any went beside."""
+        """The tensor lane of the out-of-band tensors, if there are any (of two lanes the first)."""
         return self.manifests[0][0] if self.manifests else None
 
     def cancel(self) -> None:
-        """The message was not sent after all."""
+        """Take the out-of-band tensors back: the message was not sent."""
         for export in self.exports:
             export.cancel()
 
@@ -53,10 +52,10 @@ def _at_once(function: Callable[..., object], *args: Any) -> None:
 
 
 class PayloadSplitter:
-    """Splits and joins the tensors of messages. One per member; thread-safe."""
+    """Moves large tensors of messages out of band. One per member; thread-safe."""
 
     def __init__(self, lanes: Mapping[str, TensorLane], leave: Callable[..., object] = _at_once) -> None:
-        """``leave``: see workers.DeferredCleanup; it gives up what nobody fetches."""
+        """``leave``: see DeferredCleanup.leave; it discards tensors that are not fetched."""
         self._lanes, self._leave = lanes, leave
         self._warned: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
@@ -70,25 +69,25 @@ class PayloadSplitter:
         in_band: int,
         share: bool = False,
     ) -> Payload | None:
-        """Export what is too large for the message.
+        """Export the tensors that are too large for the message. Blocks while tensors are copied to the CPU.
 
         Args:
-            routes: tensor lane by device type, for this peer.
-            devices: where tensors are to arrive, this process's GPU or "cpu" -> the peer's. CUDA tensors that are to
-                arrive on the CPU travel as CPU tensors; blocks until they are copied.
+            routes: the tensor lanes to this peer, by device type.
+            devices: where tensors arrive: this process's GPU or "cpu" -> the peer's. CUDA tensors that arrive on the
+                CPU travel as CPU tensors.
             in_band: CPU bytes that may stay in the message.
             share: CUDA tensors may be shared instead of copied; the peer uses the same GPU.
 
-        Returns None if some tensor can travel neither way: then torchrpc has to carry the message.
+        Returns None if no lane takes some tensor: then torchrpc has to carry the message.
         """
-        beside = _by_kind(body.tensors, devices)
-        if "cpu" in beside and sum(body.tensors[position].nbytes for position in beside["cpu"]) <= in_band:
-            del beside["cpu"]
-        if not beside:
-            return Payload(outbound(body, devices), (), ())
+        large = _by_kind(body.tensors, devices)
+        if "cpu" in large and sum(body.tensors[position].nbytes for position in large["cpu"]) <= in_band:
+            del large["cpu"]
+        if not large:
+            return Payload(outbound(body, devices))
         manifests: list[TensorManifest] = []
         exports: list[Export] = []
-        for kind, positions in beside.items():
+        for kind, positions in large.items():
             name = routes.get(kind)
             try:
                 if name is None:
@@ -109,7 +108,7 @@ class PayloadSplitter:
                 return None
             exports.append(export)
             manifests.append((name, None if whole else tuple(positions), runs_of(tensors), export.descriptor))
-        gone = {position for positions in beside.values() for position in positions}
+        gone = {position for positions in large.values() for position in positions}
         left = [tensor for position, tensor in enumerate(body.tensors) if position not in gone]
         return Payload(outbound(body._replace(tensors=left), devices), tuple(manifests), tuple(exports))
 
@@ -121,55 +120,55 @@ class PayloadSplitter:
 
     def _warn(self, peer: str, lane: str, error: LaneUnavailable) -> None:
         with self._lock:
-            cause = (lane, re.sub(r"\d+", "", error.reason))  # the same whatever the sizes
+            cause = (lane, re.sub(r"\d+", "", error.reason))  # one warning whatever the sizes
             known = cause in self._warned
             self._warned.add(cause)
         if not known:
             logger.warning("tensors to %s go by torchrpc instead of %s: %s", peer, lane, error.reason)
 
     def receive(self, peer: str, manifests: Sequence[TensorManifest]) -> list[PendingTensors]:
-        """Take charge of what came beside a message; to be called for every message that has any."""
+        """Take charge of a message's out-of-band tensors; to be called for every message that has any."""
         return [PendingTensors(self._lane(manifest[0]), peer, manifest, self._leave) for manifest in manifests]
 
 
 class PendingTensors:
-    """Tensors that wait to be fetched. One that nobody fetches is given up when the message is dropped."""
+    """Out-of-band tensors to be fetched. They are discarded if the message is dropped before."""
 
-    __slots__ = ("_descriptor", "_lane", "_leave", "_peer", "_waybill")
+    __slots__ = ("_descriptor", "_lane", "_leave", "_manifest", "_peer")
 
     def __init__(
         self, lane: TensorLane, peer: str, manifest: TensorManifest, leave: Callable[..., object] = _at_once
     ) -> None:
         self._lane, self._peer, self._leave = lane, peer, leave
-        self._waybill: TensorManifest | None = manifest
+        self._manifest: TensorManifest | None = manifest
         self._descriptor = manifest[3]
 
     @property
     def contents(self) -> tuple[tuple[int, ...] | None, list[Shape]]:
-        """What is in it: positions in the body (None: all of it), dtypes and shapes."""
-        if self._waybill is None:
+        """The tensors' positions in the body (None: all of it), dtypes and shapes."""
+        if self._manifest is None:
             raise LaneUnavailable(self._lane.name, "these tensors have been fetched already")
-        _, positions, runs, _ = self._waybill
+        _, positions, runs, _ = self._manifest
         return positions, shapes_of(runs)
 
     def unpack(
         self, into: Sequence[torch.Tensor | None] | None = None
     ) -> tuple[tuple[int, ...] | None, list[torch.Tensor]]:
-        """Fetch, on the thread that will use the tensors; returns them with their positions (None: all of the body).
+        """Fetch, on the thread that will use the tensors. Blocks. Returns positions (None: all) and tensors.
 
-        ``into``: for each tensor of the body, one to be filled and returned instead, or None.
+        ``into``: for each tensor of the body, a tensor to be filled and returned instead, or None.
         """
         positions, shapes = self.contents
-        self._waybill = None
+        self._manifest = None
         if into is None:
             return positions, self._lane.fetch(self._peer, self._descriptor, shapes)
         mine = into if positions is None else [into[position] for position in positions]
         return positions, copy_into(mine, self._lane.fetch(self._peer, self._descriptor, shapes, mine))
 
     def scatter_into(self, parts: Sequence[Sequence[Part]]) -> None:
-        """Fetch parts of flat tensors, likewise."""
+        """As ``unpack``, for parts of flat tensors: copy each part into its target."""
         _, shapes = self.contents
-        self._waybill = None
+        self._manifest = None
         if self._lane.capabilities.in_parts:
             sizes = [shape[0] for _, shape in shapes]
             left = self._lane.scatter_into(self._peer, self._descriptor, sizes, parts)
@@ -178,30 +177,36 @@ class PendingTensors:
             scatter_into(self._lane.fetch(self._peer, self._descriptor, shapes), parts)
 
     def used(self) -> None:
-        """The method that was called with these has returned, on this thread."""
+        """The method that was called with these tensors has returned, on this thread."""
         self._lane.used(self._peer, self._descriptor)
 
     def __del__(self) -> None:
-        # A reply that comes after its caller gave up is dropped in many places; only its end is one place.
-        if self._waybill is not None and not fork.forked():  # then it is the parent's
+        # A reply that arrives after its caller's deadline may be dropped in many places, but is finalized in one.
+        if self._manifest is not None and not fork.forked():  # then it is the parent's
             with contextlib.suppress(Exception):
-                self._leave(self._lane.discard, self._peer, self._waybill[3])
+                self._leave(self._lane.discard, self._peer, self._manifest[3])
+
+
+def body_bytes(body: Encoded) -> int:
+    """Bytes that cross for this body: the pickle and the tensors' data."""
+    return len(body.payload) + sum(tensor.nbytes for tensor in body.tensors)
 
 
 def owned(body: Encoded) -> Encoded:
-    """The body with each tensor in memory of its own, so that keeping it keeps nothing of a lane's, nor of its
-    neighbours'. Copies only where that is not so yet.
+    """The body with each tensor in memory of its own, apart from a lane's memory and from the other tensors.
+
+    Copies only tensors that share memory.
     """
     own = [tensor if torch_internals.is_sole_owner(tensor) else copied(tensor) for tensor in body.tensors]
     return body._replace(tensors=own)
 
 
 def snapshot(body: Encoded) -> Encoded:
-    """Copy those tensors that somebody here could still change before a lane has sent them.
+    """Copy the tensors that this process could still change before a lane has sent them.
 
-    A method may return a tensor of the actor's own state; the next method must not change what the caller
-    gets. A tensor that nobody else holds needs no copy; whose memory torch did not allocate (``from_numpy``),
-    nobody can tell who holds it.
+    A method may return a tensor of the actor's own state, and the next method must not change what the caller gets.
+    A tensor with no other reference needs no copy, unless torch did not allocate its memory (``from_numpy``): then its
+    holders are unknown.
     """
     if not body.tensors:
         return body
@@ -214,55 +219,55 @@ def snapshot(body: Encoded) -> Encoded:
 
 
 def scatter_into(tensors: Sequence[torch.Tensor], parts: Sequence[Sequence[Part]]) -> None:
-    """Copy parts of flat uint8 tensors to where they belong."""
+    """Copy parts of flat uint8 tensors into their targets."""
     for tensor, its in zip(tensors, parts, strict=True):
         views = [view_at(tensor, offset, (target.dtype, tuple(target.shape))) for offset, target in its]
         copy_into([target for _, target in its], views)
 
 
-def kinds(body: Encoded, parcels: Sequence[PendingTensors]) -> list[Shape]:
-    """What all the tensors of a body are, before any is fetched."""
-    beside: dict[int, Shape] = {}
-    for parcel in parcels:
-        positions, shapes = parcel.contents
+def kinds(body: Encoded, pending: Sequence[PendingTensors]) -> list[Shape]:
+    """The dtypes and shapes of all tensors of a body, before any is fetched."""
+    fetched: dict[int, Shape] = {}
+    for fetching in pending:
+        positions, shapes = fetching.contents
         if positions is None:
             return shapes
-        beside.update(zip(positions, shapes, strict=True))
+        fetched.update(zip(positions, shapes, strict=True))
     stayed = iter([(tensor.dtype, tuple(tensor.shape)) for tensor in body.tensors])
-    total = len(beside) + len(body.tensors)
-    return [beside[place] if place in beside else next(stayed) for place in range(total)]
+    total = len(fetched) + len(body.tensors)
+    return [fetched[place] if place in fetched else next(stayed) for place in range(total)]
 
 
-def filled(body: Encoded, parcels: Sequence[PendingTensors], into: Sequence[torch.Tensor | None]) -> Encoded:
-    """As ``joined``, with each tensor copied into the one of ``into`` in its place, where there is one."""
-    body = joined(body, parcels, into)
-    return body._replace(tensors=copy_into(into, body.tensors))  # what stayed in the message
+def filled(body: Encoded, pending: Sequence[PendingTensors], into: Sequence[torch.Tensor | None]) -> Encoded:
+    """As ``joined``, with each tensor copied into the tensor of ``into`` in its place, if there is one."""
+    body = joined(body, pending, into)
+    return body._replace(tensors=copy_into(into, body.tensors))  # those that stayed in the message
 
 
 def joined(
-    body: Encoded, parcels: Sequence[PendingTensors], into: Sequence[torch.Tensor | None] | None = None
+    body: Encoded, pending: Sequence[PendingTensors], into: Sequence[torch.Tensor | None] | None = None
 ) -> Encoded:
-    """The body with all its tensors in their places. Blocks as long as fetching does."""
-    if not parcels:
+    """The body with all its tensors in their places. Blocks while they are fetched."""
+    if not pending:
         return body
-    beside: dict[int, torch.Tensor] = {}
-    for parcel in parcels:
-        positions, tensors = parcel.unpack(into)
+    fetched: dict[int, torch.Tensor] = {}
+    for fetching in pending:
+        positions, tensors = fetching.unpack(into)
         if positions is None:
             return body._replace(tensors=tensors)
-        beside.update(zip(positions, tensors, strict=True))
+        fetched.update(zip(positions, tensors, strict=True))
     stayed = iter(body.tensors)
-    total = len(beside) + len(body.tensors)
-    return body._replace(tensors=[beside[place] if place in beside else next(stayed) for place in range(total)])
+    total = len(fetched) + len(body.tensors)
+    return body._replace(tensors=[fetched[place] if place in fetched else next(stayed) for place in range(total)])
 
 
-#: From so many tensors on it pays to look whether they are all alike, by loops that run in C.
+#: From this many tensors on it pays to check whether they are all alike, in loops that run in C.
 _MANY = 8
 _is_cpu, _is_cuda, _dtype, _shape = (attrgetter(name) for name in ("is_cpu", "is_cuda", "dtype", "shape"))
 
 
 def _by_kind(tensors: Sequence[torch.Tensor], devices: Mapping[Any, Device]) -> dict[str, Sequence[int]]:
-    """Positions by type of the device that they are to arrive on."""
+    """Positions of tensors by the type of the device that they arrive on."""
     crossing = CPU in devices.values()
     if len(tensors) >= _MANY:
         for kind, is_one in (("cpu", _is_cpu), ("cuda", _is_cuda)):
@@ -286,7 +291,7 @@ def shapes_of(runs: Runs) -> list[Shape]:
 
 
 def runs_of(tensors: Sequence[torch.Tensor]) -> Runs:
-    """What the tensors are, in few words if they are alike."""
+    """The dtypes and shapes of tensors; short if they are alike."""
     if len(tensors) >= _MANY and len(set(map(_dtype, tensors))) == 1:
         shapes = list(map(_shape, tensors))
         if shapes.count(shapes[0]) == len(shapes):

@@ -1,100 +1,74 @@
-"""A call that has been sent, up to its outcome. Its result may have to be fetched over another lane."""
+"""Outgoing calls: how a member sends a call, and how its caller takes the outcome."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
 import threading
 import time
-from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
-from raytorchrpc.calls import incoming
+from raytorchrpc._compat import torch_internals
+from raytorchrpc.calls import protocol
 from raytorchrpc.calls.counters import CallCounters
-from raytorchrpc.calls.event_loops import Token
-from raytorchrpc.calls.out_of_band import Payload, PayloadSplitter, joined, owned
+from raytorchrpc.calls.event_loops import Token, token_on_loop
+from raytorchrpc.calls.flow_control import CreditWindows
+from raytorchrpc.calls.future import Call, call_back
+from raytorchrpc.calls.options import DEFAULTS, CallOptions, checked_timeout
+from raytorchrpc.calls.out_of_band import Payload, body_bytes
+from raytorchrpc.calls.payload import PayloadStep
+from raytorchrpc.calls.peer_table import PeerTable
 from raytorchrpc.calls.peers import PeerRoute
-from raytorchrpc.calls.receive_into import Receiver
-from raytorchrpc.calls.spans import CallSpan
+from raytorchrpc.calls.protocol import ControlHeader, ReplyHeader, RequestHeader
+from raytorchrpc.calls.receive_into import Receiver, receiver
+from raytorchrpc.calls.retry import RetriedCall
+from raytorchrpc.calls.scope import current_scope
+from raytorchrpc.calls.spans import CallSpan, Tracer
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError, shown
-from raytorchrpc.lanes.base import MessageLane, Pending
+from raytorchrpc.lanes.base import Message, MessageLane, Pending
 from raytorchrpc.process import fork
 from raytorchrpc.process.deadlines import Deadlines
-from raytorchrpc.process.deferred_cleanup import DeferredCleanup
 from raytorchrpc.process.workers import Workers
-from raytorchrpc.tensors.codec import Codec, Encoded
+from raytorchrpc.tensors import host_device_copy
+from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 from raytorchrpc.tensors.exceptions import decode_exception
 
-logger = logging.getLogger(__name__)
 
-
-class Caller(Protocol):
-    """The member that sent a call: what the call needs of it until its outcome is taken."""
-
-    codec: Codec
-    counters: CallCounters
-    workers: Workers
-    deadlines: Deadlines
-    cleanup: DeferredCleanup
-    splitter: PayloadSplitter
-
-    def system(self, route: PeerRoute, lane: MessageLane, kind: int, *fields: Any, timeout_s: float) -> Pending:
-        """Send a request of the group's own."""
-
-    def why_gone(self, route: PeerRoute) -> str | None:
-        """Why the process that a route leads to cannot be called any more; None if it can, as far as is known here."""
-
-    def note_weight(self, rank: int, method: str, heavy: bool) -> None:
-        """Remember whether a method's results need the lane for tensors."""
-
-
-class CallUnderWay:
-    """What a Future needs of its call."""
+class OutgoingCall(Call):
+    """One call that was sent, up to its outcome. Its result may have to be fetched over another lane."""
 
     span: CallSpan | None = None
     """If it is traced."""
-    peer_was_lost = False
-    """Once the outcome was taken: it is the loss of the peer, and no exception of the method's."""
 
     def __init__(
         self,
-        local: Caller,
+        calls: OutgoingCalls,
         route: PeerRoute,
         method: str,
         lane: MessageLane,
         pending: Pending,
         started: float,
         deadline: float,
-        loop_token: Token | None,
-        shipped: Payload,
-        keep: bool = False,
-        into: Receiver | None = None,
+        payload: Payload,
+        options: CallOptions,
+        loop_token: Token | None = None,
     ) -> None:
-        self._local, self._route, self._method = local, route, method
+        self._calls, self._route, self._method = calls, route, method
+        self.label = f"{route.member.name}.{method}"
         self._lane, self._pending = lane, pending
         self._started, self._deadline = started, deadline
+        self._payload, self._options = payload, options
         self.loop_token = loop_token
-        self._shipped, self._keep, self._into = shipped, keep, into
-        self._sent_by = shipped.lane or lane.name
+        self._sent_by = payload.lane or lane.name
         self._taken = False
         self._lock = threading.Lock()
         self._fetch: Pending | None = None
         self._error: Exception | None = None
 
-    @property
-    def label(self) -> str:
-        """member.method, for messages."""
-        return f"{self._route.member.name}.{self._method}"
-
     def remaining(self) -> float:
-        """Seconds until the call's deadline, at least 0."""
         return max(0.0, self._deadline - time.monotonic())
 
-    # What wait_serving waits for.
-
     def wait(self, timeout_s: float) -> bool:
-        """Block until the outcome can be taken, at most ``timeout_s``."""
         until = time.monotonic() + timeout_s
         if not self._pending.wait(timeout_s):
             return False
@@ -102,8 +76,6 @@ class CallUnderWay:
         return final is None or final.wait(max(0.0, until - time.monotonic()))
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback``, which is short, when the outcome can be taken."""
-
         def arrived() -> None:
             final = self._final()
             if final is None or final is self._pending:
@@ -114,7 +86,7 @@ class CallUnderWay:
         self._pending.add_done_callback(arrived)
 
     def _final(self) -> Pending | None:
-        """What carries the result: the call itself, or the fetch that follows it (begun here); None if it failed."""
+        """The request whose reply is the result: the call or, sent here, the fetch that follows it; None: it failed."""
         with self._lock:
             if self._fetch is None and self._error is None:
                 try:
@@ -124,27 +96,26 @@ class CallUnderWay:
             return self._fetch
 
     def _begin_fetch(self) -> Pending:
-        message = self._pending.take()
-        if message.header[0] != incoming.KEPT:
+        header = ReplyHeader(*self._pending.take().header)
+        if header.kind != protocol.KEPT:
             return self._pending
-        self._local.note_weight(self._route.member.rank, self._method, heavy=True)
+        self._route.heavy_results.add(self._method)
         self._lane = self._route.tensors
-        number, left = message.header[1], max(0.001, self.remaining())
+        left = max(0.001, self.remaining())
         try:
-            return self._local.system(self._route, self._lane, incoming.FETCH, number, timeout_s=left)
+            return self._calls.control(self._route, self._lane, protocol.FETCH, left, header.number)
         except RayTorchRpcError as error:
-            raise self._since_answered(error) from error
+            raise self._after_reply(error) from error
 
-    def _since_answered(self, error: RayTorchRpcError) -> RayTorchRpcError:
-        """What became of a result that has been announced. The method ran, whatever kept its result from arriving."""
-        if isinstance(error, LaneUnavailable) and (why := self._local.why_gone(self._route)) is not None:
+    def _after_reply(self, error: RayTorchRpcError) -> RayTorchRpcError:
+        """The error for a result that was announced and did not arrive: the method has run."""
+        if isinstance(error, LaneUnavailable) and (why := self._calls.peers.why_unreachable(self._route)) is not None:
             return PeerLost(self._route.member.name, f"{why}; its result had not been fetched")
         if isinstance(error, PeerLost) and not error.may_have_run:
             return PeerLost(error.peer, error.cause)
         return error
 
     def lost(self) -> PeerLost | None:
-        """Why the peer was lost meanwhile, if it was; only once ``wait`` has returned True. Takes nothing."""
         final = self._final()
         if final is None:
             return self._error if isinstance(self._error, PeerLost) else None
@@ -157,49 +128,32 @@ class CallUnderWay:
         return None
 
     def outcome(self) -> tuple[Any, BaseException | None]:
-        """Unpack the result, once it is there: (value, None) or (None, what was raised). To be called once."""
         final = self._final()
         if final is None:
             return self._failed()
-        size, came_by, error, value = 0, self._sent_by, None, None
+        size, came_by, value = 0, self._sent_by, None
+        error: BaseException | None = None
         try:
             message = final.take()
             self._taken = True
             message.make_current()
-            for export in self._shipped.exports:
+            for export in self._payload.exports:
                 export.finished()
-            body = message.body
-            if body.tensors:
+            if message.body.tensors:
                 came_by = self._lane.name
             if message.manifests:
                 came_by = message.manifests[0][0]
-            if message.manifests and self.span is not None:
-                self.span.lap()
-            into = self._into if message.header[0] == incoming.OK else None
-            if into is not None:
-                parcels = self._local.splitter.receive(self._route.member.name, message.manifests)
-                body, value = into.receive(self._local.codec, body, parcels, self.label, self._keep)
-            else:
-                if message.manifests:
-                    body = joined(body, self._local.splitter.receive(self._route.member.name, message.manifests))
-                if self._keep:
-                    body = owned(body)
-            if message.manifests and self.span is not None:
-                self.span.fetched(came_by)
+            raised = ReplyHeader(*message.header).kind == protocol.RAISED
+            into = None if raised or self._options.into is None else receiver(self._options.into)
+            body, value = self._body(message, came_by, into)
             size = body_bytes(body)
-            if message.header[0] == incoming.OK:
-                if self._lane is not self._route.calls and not message.body.tensors:
-                    self._local.note_weight(self._route.member.rank, self._method, heavy=False)
-                if into is None:
-                    value = self._local.codec.decode(*body)
+            if raised:
+                error = self._raised(body, fetched=final is not self._pending)
             else:
-                error = decode_exception(self._local.codec, body, self.label)
-                # Not the method's: the server refused it.
-                self.peer_was_lost = (
-                    isinstance(error, PeerLost) and error.peer == self._route.member.name and not error.may_have_run
-                )
-                if final is not self._pending and isinstance(error, RayTorchRpcError):
-                    error = self._since_answered(error)
+                if self._lane is not self._route.calls and not message.body.tensors:
+                    self._route.heavy_results.discard(self._method)
+                if into is None:
+                    value = self._calls.codec.decode(*body)
         except RpcTimeout:
             error = self._late()
         except Exception as failure:
@@ -209,13 +163,36 @@ class CallUnderWay:
                 error = SerializationError(f"the result of {self.label} cannot be unpickled here: {shown(failure)}")
                 error.__cause__ = failure
             elif self._taken or final is not self._pending:
-                error = self._since_answered(failure)
+                error = self._after_reply(failure)
             self.peer_was_lost = isinstance(error, PeerLost)
         self._count(size, came_by, error)
         return value, error
 
+    def _body(self, message: Message, came_by: str, into: Receiver | None) -> tuple[Encoded, Any]:
+        """The body of the reply with all its tensors, and the value received into ``into``, if given."""
+        calls, options, value = self._calls, self._options, None
+        span = self.span if message.manifests else None
+        if span is not None:
+            span.lap()
+        pending = calls.payloads.receive(self._route, message) if message.manifests else []
+        if into is None:
+            body = calls.payloads.unpack(message, pending, keep=options.keep)
+        else:
+            body, value = into.receive(calls.codec, message.body, pending, self.label, options.keep)
+        if span is not None:
+            span.fetched(came_by)
+        return body, value
+
+    def _raised(self, body: Encoded, fetched: bool) -> BaseException:
+        """The exception in a reply."""
+        error = decode_exception(self._calls.codec, body, self.label)
+        # An exception of the callee's server, which refused the call, and not of the method.
+        self.peer_was_lost = (
+            isinstance(error, PeerLost) and error.peer == self._route.member.name and not error.may_have_run
+        )
+        return self._after_reply(error) if fetched and isinstance(error, RayTorchRpcError) else error
+
     def expire(self) -> tuple[None, RpcTimeout]:
-        """The outcome of a call whose deadline has passed."""
         late = self._late()
         self._count(0, self._sent_by, late)
         return None, late
@@ -224,7 +201,7 @@ class CallUnderWay:
         return RpcTimeout(f"{self.label} did not answer by its deadline; it may still run there")
 
     def _failed(self) -> tuple[None, Exception]:
-        """The outcome of a call whose lane brought no result. Not raised here: the traceback would hold the call."""
+        """The outcome of a call without a reply. Not raised here: the traceback would hold the call."""
         error = self._error
         assert error is not None
         if isinstance(error, RpcTimeout):
@@ -236,80 +213,165 @@ class CallUnderWay:
         return None, error
 
     def __del__(self) -> None:
-        # Nobody asked for the result, or not in time: what it brings beside the message has to be given back.
-        if not self._taken and self._error is None and not fork.forked():  # then it is the parent's
+        # Nobody took the result, or not in time: out-of-band tensors that arrive with it have to be discarded.
+        if not self._taken and self._error is None and not fork.forked():  # in a fork the call is the parent's
             with contextlib.suppress(Exception):
-                local = self._local
-                local.cleanup.leave(_give_back_later, local.splitter, self._route.member.name, self._pending)
+                self._calls.payloads.discard_reply(self._route, self._pending)
 
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call ``callback``, which is short, when the deadline passes; returns what prevents it."""
-        return self._local.deadlines.at(self._deadline, callback)
+        return self._calls.deadlines.at(self._deadline, callback)
+
+    def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
+        self._calls.workers.submit(call_back, callback, argument)
 
     def _count(self, size: int, came_by: str, error: BaseException | None) -> None:
         elapsed = time.monotonic() - self._started
-        self._local.counters.finished(self._route.member.name, self._sent_by, came_by, size, elapsed, error)
+        self._calls.counters.finished(self._route.member.name, self._sent_by, came_by, size, elapsed, error)
         if self.span is not None:
             self.span.end(size, error)
 
-    def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
-        """Run a user's callback on a worker."""
-        self._local.workers.submit(call_back, callback, argument)
 
+class OutgoingCalls:
+    """Sends the calls of one member. Thread-safe."""
 
-def _give_back_later(splitter: PayloadSplitter, peer: str, pending: Pending) -> None:
-    pending.add_done_callback(lambda: _give_back(splitter, peer, pending))
+    tracer: Tracer | None = None
+    """While the group is traced."""
 
+    def __init__(
+        self,
+        rank: int,
+        timeout_s: float,
+        peers: PeerTable,
+        payloads: PayloadStep,
+        codec: Codec,
+        credit: CreditWindows,
+        counters: CallCounters,
+        workers: Workers,
+        deadlines: Deadlines,
+    ) -> None:
+        """``rank``: of this member. ``timeout_s``: of calls that do not say."""
+        self._rank, self._timeout_s = rank, timeout_s
+        self.peers, self.payloads, self.codec, self._credit = peers, payloads, codec, credit
+        self.counters, self.workers, self.deadlines = counters, workers, deadlines
 
-def _give_back(splitter: PayloadSplitter, peer: str, pending: Pending) -> None:
-    try:
-        message = pending.take()
-    except RayTorchRpcError as error:  # it failed: nothing came
-        error.__traceback__ = None  # nobody else has seen it; its frames lead to the call, which leads to it
-        return
-    with contextlib.suppress(RayTorchRpcError):
-        splitter.receive(peer, message.manifests).clear()
+    def call(
+        self,
+        target: Any,
+        method: str,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: CallOptions = DEFAULTS,
+    ) -> Call:
+        """Send a call; returns before its result. Blocks while the credit window is full, and while tensors are copied.
 
+        Raises what keeps the call from being sent.
+        """
+        if options.into is not None:
+            options = options._replace(into=receiver(options.into))
+        route = self.peers.route_for_call(target)
+        retries = route.retries.get(method, 0) if options.retry is None else options.retry
+        if not retries:
+            return self._send(route, method, args, kwargs, options)
+        label = f"{route.member.name}.{method}"
 
-class Awaitable(Protocol):
-    """A call, perhaps a repeated one, on an event loop."""
+        def send(seconds: float) -> Call:
+            again = options._replace(timeout=seconds, caller_waits=False)
+            return self._send(self.peers.route_for_call(target), method, args, kwargs, again)
 
-    def remaining(self) -> float:
-        """Seconds until its deadline."""
+        budget = self._budget(label, options.timeout)
+        return RetriedCall(self.peers, self.workers, self.deadlines, target, label, send, budget, retries)
 
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """See CallUnderWay."""
+    def _send(
+        self, route: PeerRoute, method: str, args: tuple[Any, ...], kwargs: Any, options: CallOptions
+    ) -> OutgoingCall:
+        self.peers.check_present(route)
+        peer, tracer = route.member.name, self.tracer
+        span = None if tracer is None else tracer.call(f"{peer}.{method}", options.caller_waits)
+        loop_token = token_on_loop()
+        header, body = self._request(protocol.CALL, route, method, args, kwargs, options.timeout, loop_token)
+        size = body_bytes(body)
+        credit, waited_s = self._credit.take(route.member, method, size, header.seconds)
+        payload: Payload | None = None
+        try:
+            if waited_s:
+                self.peers.check_open()
+                self.peers.check_present(route)
+                header = header._replace(seconds=max(0.001, header.seconds - waited_s))
+            if span is not None:
+                header = header._replace(mark=span.mark)
+                span.lap()
+            lane, payload = self.payloads.pack_request(route, method, body, options.share)
+            started = time.monotonic()
+            message = Message(tuple(header), payload.body, manifests=payload.manifests)
+            pending = lane.call(
+                peer, message, header.seconds, caller_waits=options.caller_waits, on_released=credit.give_back
+            )
+        except BaseException as error:
+            credit.give_back()
+            if payload is not None:
+                payload.cancel()
+            if span is not None:
+                span.end(0, error)
+            raise
+        self.counters.sent(peer, payload.lane or lane.name, size)
+        deadline = started + header.seconds
+        call = OutgoingCall(self, route, method, lane, pending, started, deadline, payload, options, loop_token)
+        if span is not None:
+            span.sent(lane.name, payload.lane, size, started)
+            call.span = span
+        return call
 
+    def remote(
+        self, target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
+    ) -> Any:
+        """Send a call whose result stays in the target; returns torch's RRef to it."""
+        route = self.peers.route_for_call(target)
+        self.peers.check_present(route)
+        header, body = self._request(protocol.REMOTE, route, method, args, kwargs, timeout, None)
+        lane: Any = route.fabric
+        message = Message(tuple(header), host_device_copy.outbound(body, route.devices))
+        rref = lane.remote(route.member.name, message, header.seconds)
+        self.counters.sent(route.member.name, lane.name, body_bytes(body))
+        return rref
 
-def until_done(call: Awaitable) -> Generator[Any, None, None]:
-    """For ``__await__``: until the call's outcome can be taken, or its deadline has passed."""
-    loop = asyncio.get_running_loop()
-    woken = loop.create_future()
+    def control(self, route: PeerRoute, lane: MessageLane, kind: int, timeout_s: float, number: int = 0) -> Pending:
+        """Send a request without a body to the peer's process itself: PING, WATCH or FETCH."""
+        header = ControlHeader(kind, self._rank, route.token, number)
+        return lane.call(route.member.name, Message(tuple(header), NOTHING), timeout_s)
 
-    def wake() -> None:
-        if not woken.done():
-            woken.set_result(None)
+    def in_flight(self) -> dict[str, tuple[int, int]]:
+        """By peer: calls that have no reply yet, and bytes of their arguments; see CreditWindows.in_flight."""
+        return {route.member.name: self._credit.in_flight(route.member.rank) for route in self.peers.routes}
 
-    def arrived() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
-            loop.call_soon_threadsafe(wake)
+    def _request(
+        self,
+        kind: int,
+        route: PeerRoute,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: Any,
+        timeout: float | None,
+        loop_token: Token | None,
+    ) -> tuple[RequestHeader, Encoded]:
+        label = f"{route.member.name}.{method}"
+        budget = self._budget(label, timeout)
+        until = time.monotonic() + budget if route.same_clock else None
+        keep_graph = torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT
+        try:
+            body = self.codec.encode((args, kwargs or {}) if args or kwargs else None, keep_graph=keep_graph, own=True)
+        except SerializationError as error:
+            raise SerializationError(f"an argument of {label} cannot be pickled: {error}") from error
+        path = current_scope.get().path
+        if loop_token is not None:
+            path = (*path, loop_token)
+        return RequestHeader(kind, self._rank, route.token, method, path, budget, until), body
 
-    call.add_done_callback(arrived)
-    deadline = loop.call_later(call.remaining(), wake)  # a peer that is stuck sends nothing
-    try:
-        yield from woken
-    finally:
-        deadline.cancel()
-
-
-def call_back(callback: Callable[[Any], object], argument: Any) -> None:
-    """Run a user's callback; what it raises is logged."""
-    try:
-        callback(argument)
-    except BaseException:
-        logger.exception("a callback of %r raised", argument)
-
-
-def body_bytes(body: Encoded) -> int:
-    """Bytes that cross for this body: the pickle and the tensors' data."""
-    return len(body.payload) + sum(tensor.nbytes for tensor in body.tensors)
+    def _budget(self, label: str, timeout: float | None) -> float:
+        """Seconds until the deadline of a call that is made now."""
+        budget = self._timeout_s if timeout is None else checked_timeout(timeout)
+        deadline = current_scope.get().deadline
+        if deadline is not None:
+            budget = min(budget, deadline - time.monotonic())
+        if budget <= 0:
+            raise RpcTimeout(f"no time left to call {label}: the deadline has passed")
+        return budget

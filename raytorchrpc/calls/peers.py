@@ -57,6 +57,8 @@ class PeerRoute:
     """By method: how often a call may be repeated there, if the member is lost and comes back."""
     same_clock: bool = False
     """Both are on one node, so ``time.monotonic`` is the same on both: a deadline need not wait to be read."""
+    heavy_results: set[str] = field(default_factory=set, compare=False, repr=False)
+    """Methods whose last result needed the lane for tensors: calls to them take it at once."""
 
 
 def process_token(generation: str, rank: int, incarnation: int) -> str:

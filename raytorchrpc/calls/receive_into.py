@@ -1,10 +1,11 @@
-"""Results that arrive in tensors which the caller has already: ``into=``, and a model's weights."""
+"""Receivers: results that arrive in existing tensors, for ``into=`` and for a model's weights."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -20,49 +21,51 @@ _NO_MEMORY = "has no memory: its storage was freed"
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-class Receiver(Protocol):
-    """Takes the result of one call. Used at most once."""
+class Receiver(ABC):
+    """Receives the result of one call. Used at most once."""
 
+    @abstractmethod
     def receive(
-        self, codec: Codec, body: Encoded, parcels: list[PendingTensors], label: str, keep: bool
+        self, codec: Codec, body: Encoded, pending: list[PendingTensors], label: str, keep: bool
     ) -> tuple[Encoded, Any]:
-        """The body with the tensors that hold the result, and the result itself. Blocks as fetching does.
+        """The body with the tensors that hold the result, and the result itself. Blocks while tensors are fetched.
 
-        ``label``: of the call, for errors; ``keep``: arrays of the result have to be in memory of their own.
+        ``pending``: the out-of-band tensors. ``label``: of the call, for errors. ``keep``: copy each array of the
+        result into memory of its own.
         """
 
 
-class Spread:
-    """Takes a result with flat tensors, of which the caller wants parts, each in a tensor that there is already."""
+class Spread(Receiver):
+    """Receives parts of the flat tensors in a result, each into an existing tensor."""
 
     def __init__(self, plan: Callable[[Any], Sequence[Sequence[Part]] | None]) -> None:
-        """``plan(result)`` says what parts of each flat tensor; None: nothing of them. It finds empty tensors in their
-        places. What it raises, the caller gets.
+        """``plan(result)`` returns the wanted parts of each flat tensor, or None for no part at all. The result that it
+        gets has empty tensors in their places. The caller of the call gets what it raises.
         """
         self._plan = plan
 
     def receive(
-        self, codec: Codec, body: Encoded, parcels: list[PendingTensors], label: str, keep: bool
+        self, codec: Codec, body: Encoded, pending: list[PendingTensors], label: str, keep: bool
     ) -> tuple[Encoded, Any]:
-        """See Receiver. The body that it returns has what was filled."""
+        """See Receiver. The returned body has the tensors that were filled."""
         try:
-            places: list[torch.Tensor] = [_EMPTY] * len(kinds(body, parcels))
+            places: list[torch.Tensor] = [_EMPTY] * len(kinds(body, pending))
             value = codec.decode(*body._replace(tensors=places), load=placed)
             parts = self._plan(value)
             if parts is None:
-                parcels.clear()
+                pending.clear()
                 return body._replace(tensors=[]), value
             targets = [target for its in parts for _, target in its]
             with _unrecorded(targets):
                 try:
-                    for parcel in parcels:  # one has them all, or none is needed
-                        parcel.scatter_into(parts)
-                    if not parcels:
+                    for tensors in pending:  # at most one, which has them all
+                        tensors.scatter_into(parts)
+                    if not pending:
                         scatter_into(body.tensors, parts)
                 finally:
-                    increment_version(targets)  # lanes write behind autograd's back
+                    increment_version(targets)  # autograd does not see what lanes write
         except BaseException:
-            parcels.clear()  # what raises holds this frame; it is not to hold the sender's memory
+            pending.clear()  # the error holds this frame, which must not hold the sender's memory
             raise
         return body._replace(tensors=targets), value
 
@@ -70,11 +73,11 @@ class Spread:
 _EMPTY = torch.empty(0)
 
 
-class Buffers:
-    """What a caller gave for the tensors of one result. Filled at most once."""
+class Buffers(Receiver):
+    """The buffers that a caller gave for the tensors of one result. Filled at most once."""
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
-        """Raises ConfigurationError for what cannot be filled."""
+        """Raises ConfigurationError for a buffer that cannot be filled."""
         if not isinstance(given, (list, tuple)):
             raise ConfigurationError(f"into= is a list or a tuple of tensors, not a {type(given).__name__}")
         for place, buffer in enumerate(given):
@@ -83,17 +86,17 @@ class Buffers:
         self._given: list[torch.Tensor] = list(given)
 
     def receive(
-        self, codec: Codec, body: Encoded, parcels: list[PendingTensors], label: str, keep: bool
+        self, codec: Codec, body: Encoded, pending: list[PendingTensors], label: str, keep: bool
     ) -> tuple[Encoded, Any]:
-        """See Receiver. Raises ConfigurationError if they do not match, before any is changed."""
+        """See Receiver. Raises ConfigurationError for a mismatch, before any buffer is changed."""
         try:
-            lifted = kinds(body, parcels)
+            lifted = kinds(body, pending)
             split = len(lifted) - body.buffers
             targets = self._targets(lifted[:split], orders(body), label)
             with _unrecorded(self._given):
-                body = self._filled(body, parcels, [*targets, *[None] * body.buffers])
+                body = self._filled(body, pending, [*targets, *[None] * body.buffers])
         except BaseException:
-            parcels.clear()  # what raises holds this frame; it is not to hold the sender's memory
+            pending.clear()  # the error holds this frame, which must not hold the sender's memory
             raise
         arrays = body.tensors[split:]
         if keep:
@@ -102,12 +105,12 @@ class Buffers:
         return body, codec.decode(*body, load=placed)
 
     def _filled(
-        self, body: Encoded, parcels: Sequence[PendingTensors], targets: Sequence[torch.Tensor | None]
+        self, body: Encoded, pending: Sequence[PendingTensors], targets: Sequence[torch.Tensor | None]
     ) -> Encoded:
         try:
-            return filled(body, parcels, targets)
+            return filled(body, pending, targets)
         finally:
-            increment_version(self._given)  # lanes write behind autograd's back
+            increment_version(self._given)  # autograd does not see what lanes write
 
     def _targets(self, lifted: Sequence[Shape], turned: dict[int, tuple[int, ...]], label: str) -> list[torch.Tensor]:
         """For each tensor as it travels, the buffer with its dimensions in that order."""
@@ -133,9 +136,9 @@ class Buffers:
         return targets
 
 
-def receiver(into: Sequence[torch.Tensor] | Spread) -> Receiver:
-    """What takes a result for ``into=``. Raises ConfigurationError for what cannot be filled."""
-    if isinstance(into, Spread):
+def receiver(into: Sequence[torch.Tensor] | Receiver) -> Receiver:
+    """The receiver for ``into=``. Raises ConfigurationError for buffers that cannot receive a result."""
+    if isinstance(into, Receiver):
         return into
     if torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT:
         raise ConfigurationError(
@@ -146,7 +149,7 @@ def receiver(into: Sequence[torch.Tensor] | Spread) -> Receiver:
 
 
 def _obstacle(buffer: Any) -> str | None:
-    """Why nothing can be received into this."""
+    """Why nothing can be received into this; None if it can."""
     kind = type(buffer)
     if kind not in _TENSORS:
         if not isinstance(buffer, torch.Tensor):

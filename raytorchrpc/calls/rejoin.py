@@ -1,7 +1,7 @@
-"""A restarted actor before its group has taken it back: how long its direct calls wait, and how the group reaches it.
+"""A restarted actor before it has rejoined its group: how long its direct calls wait, and how the group reaches it.
 
-One thread per restarted process looks for the group's requests (see ``mailbox``) and runs them, so the actor joins
-without a turn: Ray may be running an interrupted method again, which waits for the group.
+In each restarted process one thread polls for the group's requests (see ``mailbox``) and runs them. So the actor joins
+without an actor task, which could not start while Ray runs an interrupted method again that waits for the group.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from raytorchrpc.process.deadlines import Deadlines
 
 logger = logging.getLogger(__name__)
 
-#: Between two looks into the mailbox (seconds): so short at first, then longer, as a share of the time waited.
+#: The pause between two polls is this share of the time waited so far, within these limits (seconds).
 _SHORTEST_S, _LONGEST_S, _SHARE = 0.005, 0.1, 0.02
-#: How often the process asks whether the group is still there (seconds).
+#: How often the process checks that the group still exists (seconds).
 _CHECK_S = 1.0
-#: A process that is a member again waits so long to be told that this is final (seconds).
-_LAST_WORD_S = 60.0
-#: For a call without a deadline of its own, until it is known which group waits for (seconds): as ``rpc_timeout_s``.
+#: After it has rejoined, a process waits this long for the group to close the mailbox (seconds).
+_CLOSE_S = 60.0
+#: The patience of a call without a deadline of its own, until the group's ``rpc_timeout_s`` is known (seconds).
 _UNKNOWN_S = 60.0
-#: For the error of a wait to come before the wait gives up by itself (seconds).
+#: The error of a wait may come this much later than its deadline (seconds).
 _GRACE_S = 1.0
 
-#: The id of the task that makes an actor is this and the actor's.
+#: The id of the task that creates an actor is this and the actor's id.
 _INIT_TASK = "f" * 16
 
 _NO_GROUP = (
@@ -45,27 +45,27 @@ _NO_GROUP = (
 
 
 class _Waiter(NamedTuple):
-    later: DeferredReply
+    member: DeferredReply
     since: float
     timeout_s: float | None
 
 
-class Readmission:
-    """The wait of one restarted process, and the thread that ends it. Thread-safe."""
+class Rejoin:
+    """The return of one restarted process into its group, and the calls that wait for it. Thread-safe."""
 
     def __init__(self, actor_id: str) -> None:
         self._actor_id = actor_id
         self._lock = threading.Lock()
         self._waiters: list[_Waiter] = []
-        self._deadlines = Deadlines("raytorchrpc-readmission")
+        self._deadlines = Deadlines("raytorchrpc-rejoin")
         self._record: Record | None = None
         self._local: Any = None
         self._refusal: NotAMember | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to look. Raises ThreadShortage."""
-        self._thread = threads.start(self._work, name="raytorchrpc-readmission")
+        """Start to poll. Raises ThreadShortage."""
+        self._thread = threads.start(self._work, name="raytorchrpc-rejoin")
         fork.register(self)
 
     def after_fork(self) -> tuple[()]:
@@ -77,12 +77,12 @@ class Readmission:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more can come of it."""
+        """Whether the thread has ended, or never started."""
         return self._refusal is not None or (self._thread is not None and not self._thread.is_alive())
 
-    def awaited(self, timeout_s: float | None) -> DeferredReply:
-        """Settled with the LocalMember that this process becomes, with NotAMember once it is known that it becomes
-        none, or with RpcTimeout after ``timeout_s`` (None: as a call).
+    def member(self, timeout_s: float | None) -> DeferredReply:
+        """Settled with the LocalMember, with NotAMember if the process cannot rejoin, or with RpcTimeout after
+        ``timeout_s`` (None: the default of a call).
         """
         waiter = _Waiter(DeferredReply(), time.monotonic(), timeout_s)
         with self._lock:
@@ -90,51 +90,49 @@ class Readmission:
             if local is None and refusal is None:
                 self._waiters.append(waiter)
         if local is not None or refusal is not None:
-            waiter.later.settle(local, refusal if local is None else None)
+            waiter.member.settle(local, refusal if local is None else None)
         else:
             self._watch_deadline(waiter)
-        return waiter.later
+        return waiter.member
 
     def patience(self, timeout_s: float | None) -> float:
-        """Seconds that a call waits."""
+        """How long a call with this timeout waits (seconds)."""
         if timeout_s is not None:
             return timeout_s
         return _UNKNOWN_S if self._record is None else self._record.timeout_s
 
     def why_late(self, since: float) -> str:
-        """For the error of a call that has waited ``since`` then."""
+        """For the error of a call that has waited since then."""
         group = "its group" if self._record is None else f"group {self._record.group!r}"
-        return f"this process was restarted and {group} has not taken it back in {time.monotonic() - since:.3g} s"
+        return f"this process was restarted and has not rejoined {group} within {time.monotonic() - since:.3g} s"
 
     def _watch_deadline(self, waiter: _Waiter) -> None:
         cancel = self._deadlines.at(waiter.since + self.patience(waiter.timeout_s), lambda: self._expire(waiter))
-        waiter.later.add_done_callback(lambda _: cancel())
+        waiter.member.add_done_callback(lambda _: cancel())
 
     def _expire(self, waiter: _Waiter) -> None:
-        if time.monotonic() - waiter.since < self.patience(
-            waiter.timeout_s
-        ):  # it has become known meanwhile how long a call waits
+        if time.monotonic() - waiter.since < self.patience(waiter.timeout_s):  # which has become known meanwhile
             self._watch_deadline(waiter)
             return
         with self._lock:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-        waiter.later.settle(None, RpcTimeout(self.why_late(waiter.since)))
+        waiter.member.settle(None, RpcTimeout(self.why_late(waiter.since)))
 
     def joined(self, local: Any) -> None:
-        """This process is that member now; None: it is none any more."""
+        """This process is that member now; None: it has left the group."""
         with self._lock:
             self._local = local
-            settled, self._waiters = (self._waiters, []) if local is not None else ([], self._waiters)
-        for waiter in settled:
-            waiter.later.settle(local)
+            waiters, self._waiters = (self._waiters, []) if local is not None else ([], self._waiters)
+        for waiter in waiters:
+            waiter.member.settle(local)
 
     def _refuse(self, refusal: NotAMember) -> None:
         with self._lock:
             self._refusal = refusal
-            settled, self._waiters = self._waiters, []
-        for waiter in settled:
-            waiter.later.settle(None, refusal)
+            waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            waiter.member.settle(None, refusal)
         self._deadlines.stop()
 
     # --- the thread --------------------------------------------------------------------------------------------------
@@ -142,10 +140,10 @@ class Readmission:
     def _work(self) -> None:
         refusal = NotAMember(_NO_GROUP)
         try:
-            self._look()
+            self._serve_group()
         except Exception as error:
-            logger.warning("this restarted actor cannot be taken back into its group: %s", error, exc_info=True)
-            refusal = NotAMember(f"this process was restarted and cannot be taken back into its group: {error}")
+            logger.warning("this restarted actor cannot rejoin its group: %s", error, exc_info=True)
+            refusal = NotAMember(f"this process was restarted and cannot rejoin its group: {error}")
         finally:
             if self._record is not None and self._local is None:
                 refusal = NotAMember(
@@ -153,23 +151,22 @@ class Readmission:
                 )
             self._refuse(refusal)
 
-    def _look(self) -> None:
+    def _serve_group(self) -> None:
         self._record = find_record(self._actor_id)
         if self._record is None or self._local is not None:  # it has joined by another way just now
             return
         with self._lock:
-            waiters = list(self._waiters)
+            waiters = [waiter for waiter in self._waiters if waiter.timeout_s is None]
         for waiter in waiters:
-            if waiter.timeout_s is None:
-                self._watch_deadline(waiter)
+            self._watch_deadline(waiter)
         mailbox = Mailbox(Process(self._actor_id, os.getpid(), ray.get_runtime_context().get_node_id()))
         mailbox.announce()
         try:
-            self._serve(mailbox)
+            self._poll(mailbox)
         finally:
             mailbox.close()
 
-    def _serve(self, mailbox: Mailbox) -> None:
+    def _poll(self, mailbox: Mailbox) -> None:
         since = time.monotonic()
         next_check = since + _CHECK_S
         while True:
@@ -178,7 +175,7 @@ class Readmission:
                 mailbox.answer(request, ray_internals.actor_instance())
                 since = time.monotonic()
                 continue
-            if self._local is not None and (now - since > _LAST_WORD_S or mailbox.is_over()):
+            if self._local is not None and (now - since > _CLOSE_S or mailbox.is_over()):
                 return
             if now >= next_check:
                 next_check = now + _CHECK_S
@@ -188,56 +185,57 @@ class Readmission:
             threading.Event().wait(pause)  # Ray's store offers nothing to wait on
 
 
-# --- the one of this process ------------------------------------------------------------------------------------------
+# --- the rejoin of this process ---------------------------------------------------------------------------------------
 
 _lock = threading.Lock()
-_current: Readmission | None = None
+_current: Rejoin | None = None
 _was_member = False
-"""This process has joined a group since it began: one that it is not in any more does not take it back."""
+"""This process has joined a group since it began; a group that it has left does not take it back."""
 _restarted: bool | None = None
 
 
 def begin(instance: Any = None) -> None:
-    """If an actor that Ray has restarted lives here, let its group reach this process. Idempotent, quick.
+    """If this process holds an actor that Ray has restarted, let its group reach it. Idempotent, quick.
 
     Runs when the package is imported, which a class with methods for direct calls does before the actor's ``__init__``;
-    and through Ray (with the instance), if the process does not listen.
+    and through Ray (with the instance), if the process does not poll.
     """
     try:
         actor_id = _actor_here()
         if actor_id is not None and not _was_member:
             _begin(actor_id)
-    except Exception as error:  # an import is not to fail for this; the first call tries again
+    except Exception as error:  # an import must not fail for this; the first call tries again
         logger.debug("this process cannot look for its group yet: %s", error)
 
 
-def _begin(actor_id: str) -> Readmission:
+def _begin(actor_id: str) -> Rejoin:
     global _current
     with _lock:
         if _current is None or _current.over:
-            _current = Readmission(actor_id)
+            _current = Rejoin(actor_id)
             _current.start()
         return _current
 
 
 def awaited(timeout_s: float | None) -> DeferredReply:
-    """For a process that is no member now: settled with the LocalMember that it becomes; see Readmission.awaited.
+    """For a process outside any group: settled with the LocalMember that it becomes; see Rejoin.member.
 
-    Raises NotAMember at once where there is nothing to wait for.
+    Raises NotAMember at once where there is no group to wait for.
     """
     fork.check_process()
     actor_id = _actor_here()
-    if actor_id is None or _left() or _runs_init(actor_id) or not _was_restarted(actor_id):
+    left = _was_member and (_current is None or _current.over)
+    if actor_id is None or left or _runs_init(actor_id) or not _was_restarted(actor_id):
         raise NotAMember(_NO_GROUP)
-    return _begin(actor_id).awaited(_number(timeout_s))
+    return _begin(actor_id).member(_number(timeout_s))
 
 
 def wait(timeout_s: float | None) -> tuple[Any, float | None]:
     """The LocalMember that this process becomes, and what is left of ``timeout_s``. Blocks; raises as ``awaited``."""
     since = time.monotonic()
-    later = awaited(timeout_s)
+    member = awaited(timeout_s)
     try:
-        local = later.result(patience(timeout_s) + _GRACE_S)
+        local = member.result(patience(timeout_s) + _GRACE_S)
     except FutureTimeoutError:
         raise RpcTimeout(why_late(since)) from None
     return local, left_of(local, timeout_s, since)
@@ -252,33 +250,29 @@ def left_of(local: Any, timeout_s: float | None, since: float) -> float | None:
 
 
 def patience(timeout_s: float | None) -> float:
-    """See Readmission.patience."""
+    """See Rejoin.patience."""
     current, seconds = _current, _number(timeout_s)
     return (seconds or _UNKNOWN_S) if current is None else current.patience(seconds)
 
 
 def why_late(since: float) -> str:
-    """See Readmission.why_late."""
+    """See Rejoin.why_late."""
     current = _current
     return "this process is in no group" if current is None else current.why_late(since)
 
 
 def _number(timeout_s: Any) -> float | None:
-    """None also for what is no number: the call itself refuses that."""
+    """None also for what is not a number: the call itself refuses that."""
     return timeout_s if isinstance(timeout_s, (int, float)) else None
 
 
-def _left() -> bool:
-    return _was_member and (_current is None or _current.over)
-
-
 def _actor_here() -> str | None:
-    """Hex id of the actor that lives in this process, or is about to; None where none does."""
+    """Hex id of the actor in this process, or of the one it is about to create; None if there is none."""
     return ray.get_runtime_context().get_actor_id() if ray.is_initialized() else None
 
 
 def _runs_init(actor_id: str) -> bool:
-    """Whether this thread runs the actor's ``__init__``: it cannot be a member before that has ended."""
+    """Whether this thread runs the actor's ``__init__``: the actor cannot join before that has ended."""
     return ray.get_runtime_context().get_task_id() == _INIT_TASK + actor_id
 
 
@@ -290,7 +284,7 @@ def _was_restarted(actor_id: str) -> bool:
 
 
 def joined(local: Any) -> None:
-    """This process has become that member; None: it has left."""
+    """This process has become that member; None: it has left the group."""
     global _was_member
     _was_member = _was_member or local is not None
     if _current is not None:

@@ -1,4 +1,4 @@
-"""What the running code belongs to: its chain of calls, its deadline and its admission."""
+"""The scope of the running code: its chain of calls, its deadline and its admission."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from raytorchrpc.calls.gates import Admission
 
 
 class Limit:
-    """The deadline of a call being served (``time.monotonic``); void once the call is over.
+    """The deadline of a served call (``time.monotonic``); no longer in force once the call is over.
 
-    Work that a method leaves behind (a task, a thread) inherits its context, and outlives its deadline.
+    Tasks and threads that a method leaves behind inherit its context and may outlive its deadline.
     """
 
-    __slots__ = ("at", "credit", "over")
+    __slots__ = ("at", "over", "windows")
 
     def __init__(self, at: float) -> None:
         self.at = at
         self.over = False
-        self.credit: dict[int, Any] = {}
-        """By peer's rank, for the calls made on behalf of this one; see ``allowance``."""
+        self.windows: dict[int, Any] = {}
+        """Credit windows by the peer's rank, for the calls made on behalf of this one; see ``flow_control``."""
 
 
 class Scope(NamedTuple):
-    """What the code running in this context belongs to; calls it makes carry this on."""
+    """The scope of the code that runs in this context. Calls that it makes inherit it."""
 
     path: tuple[Token, ...] = ()
-    """Seats held along the chain of calls, oldest first, this process's included."""
+    """Tokens of the admissions held along the chain of calls, oldest first, with this process's own."""
     limit: Limit | None = None
-    """Of the call being served; calls made on its behalf end by then too."""
+    """Of the served call; calls made on its behalf end by then too."""
     admission: Admission | None = None
 
     @property
     def deadline(self) -> float | None:
-        """The limit that is in force, if any."""
+        """The deadline in force, if any (``time.monotonic``)."""
         return None if self.limit is None or self.limit.over else self.limit.at
 
     @property
     def holds_a_thread(self) -> bool:
-        """Whether a method of this process may wait for this call to end."""
+        """Whether a method in this process may be waiting for this call."""
         return any(token.startswith(PROCESS) for token in self.path)
 
     def on_a_thread(self, admission: Admission | None) -> Scope:
-        """As ``inside``; a method without an admission is noted too."""
+        """As ``inside``; the path also marks a method without an admission."""
         if admission is not None or ON_A_THREAD in self.path:
             return self.inside(admission)
         return Scope((*self.path, ON_A_THREAD), self.limit)
 
     def inside(self, admission: Admission | None) -> Scope:
-        """The scope of a method that runs in ``admission``, on behalf of this one."""
+        """The scope of a method that runs inside ``admission`` on behalf of this scope."""
         if admission is None or admission.token in self.path:
             return self._replace(admission=admission)
         return Scope((*self.path, admission.token), self.limit, admission)

@@ -1,7 +1,7 @@
-"""What lives in a member beside its actor, and is served beside its methods: queues, topics, weights, by name.
+"""Objects that live in a member beside its actor, by kind and name: queues, topics, weight stores.
 
-A service (``Exposed.service``) runs on a thread of the member's own and takes no turn of the actor's. Where it has to
-wait for something it returns a ``DeferredReply``, so no thread stands still meanwhile.
+Their methods are services (``Exposed.service``). A service runs on a thread of the member's own, without an admission
+of the actor. If it has to wait, it returns a ``DeferredReply`` and frees its thread.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from raytorchrpc.errors import NotAMember, NotFound
 
 T = TypeVar("T", bound="Served")
 
+#: Methods of the package's own that every member serves: name -> an ``Exposed``.
+builtin_services: dict[str, Any] = {}
 
-def _as_it_is(value: Any) -> Any:
+
+def _unchanged(value: Any) -> Any:
     return value
 
 
 class DeferredReply(Future[Any]):
-    """An answer that is not there yet. The request is answered as soon as somebody settles it."""
+    """A reply that is not ready. The request is answered once this is settled."""
 
-    convert: Callable[[Any], Any] = staticmethod(_as_it_is)
-    """What the answer is made of the value, on the thread that sends it."""
+    convert: Callable[[Any], Any] = staticmethod(_unchanged)
+    """Converts the value into the reply, on the sending thread."""
 
     def settle(self, value: Any, error: BaseException | None = None) -> bool:
-        """Once; False if it was settled or cancelled before. Runs the callbacks on this thread."""
+        """Settle it; False if it was settled or cancelled before. Runs the callbacks on this thread."""
         try:
             if error is None:
                 self.set_result(value)
@@ -39,31 +42,31 @@ class DeferredReply(Future[Any]):
         return True
 
     def outcome(self) -> Any:
-        """The answer, or what was raised; only once it is done."""
+        """The converted value, or raises the error; only once it is done."""
         return self.convert(self.result(0))
 
 
 class Served(Protocol):
-    """Something that lives in a member."""
+    """An object that lives in a member."""
 
     life: int
-    """Identifies this very object: another one of the same name has another number. Set by ``Services.open``."""
+    """Set by ``Services.open``; differs for each object of the same name."""
 
     def lose(self, rank: int) -> None:
-        """That member is gone, or away: nothing is to wait for it. Quick."""
+        """That member is away or gone: stop waiting for it. Quick."""
 
     def keep_only(self, rank: int, process: str | None) -> None:
-        """Of that member's processes this one is there (None: none will be again). What others left can go. Quick.
+        """Drop everything on behalf of that member's other processes. Quick.
 
-        ``process``: its token. It may be the one that was lost: then it lives on, and so may what waits for it.
+        ``process``: the token of its present process, which may be the one that was away; None: it is gone for good.
         """
 
     def close(self, error: Exception) -> None:
-        """This member leaves the group: whoever waits gets the error."""
+        """This member leaves the group: fail all waits with the error."""
 
 
 class Services:
-    """What lives in one member, by kind and name. Thread-safe."""
+    """The objects that live in one member, by kind and name. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -71,7 +74,7 @@ class Services:
         self._closed = False
 
     def open(self, kind: str, name: str, make: Callable[[], T]) -> T:
-        """The one of that name, made if there is none."""
+        """The object of that name, which is made if there is none."""
         with self._lock:
             if self._closed:
                 raise NotAMember("this process has left the group")
@@ -83,7 +86,7 @@ class Services:
             return served
 
     def find(self, kind: str, name: str, life: int | None, me: str) -> Any:
-        """The object of that name and life; ``life`` None: of any. Hot path.
+        """The object of that name and life (None: of any life). Hot path.
 
         Raises NotFound. ``me``: this member's name, for the message.
         """
@@ -96,8 +99,8 @@ class Services:
         there = ", ".join(sorted(self.names(kind))) or "none"
         if life is None:
             return (
-                f"member {me!r} has no {kind} {name!r}: it was not made there, or that process was restarted since "
-                f"(there: {there})"
+                f"member {me!r} has no {kind} {name!r}: it was never created there, or its process has "
+                f"restarted since (there: {there})"
             )
         new = f"; the {kind} {name!r} that is there now is a new one" if (kind, name) in self._served else ""
         return (
@@ -111,7 +114,7 @@ class Services:
         return self._served.get((kind, name))
 
     def names(self, kind: str) -> list[str]:
-        """Of all of that kind."""
+        """The names of all objects of that kind."""
         with self._lock:
             return [name for of_kind, name in self._served if of_kind == kind]
 
@@ -124,8 +127,8 @@ class Services:
             if for_good:
                 served.keep_only(rank, None)
 
-    def welcome(self, rank: int, process: str) -> None:
-        """A member is there (again), as the process with that token."""
+    def activate(self, rank: int, process: str) -> None:
+        """A member is present (again), as the process with that token."""
         with self._lock:
             everything = list(self._served.values())
         for served in everything:

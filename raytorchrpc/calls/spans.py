@@ -1,7 +1,7 @@
-"""A member's side of a trace: what its calls did and when, in a ring that forgets the oldest.
+"""A member's side of a trace: spans of its calls, in a ring that drops the oldest.
 
-Off, which it is but for the time of ``Group.trace``, it costs a call a few tests of an attribute. All times are
-``time.monotonic`` of this process, in seconds.
+Outside ``Group.trace`` it costs a call a few tests of an attribute. All times are ``time.monotonic`` of this process,
+in seconds.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _RANK_SHIFT = 40
 
 
 class Event(NamedTuple):
-    """Something that took from ``begin`` to ``end``."""
+    """A span from ``begin`` to ``end``."""
 
     kind: str
-    """``call``: a call, at its caller; ``serve``: a method, at its callee; ``ship`` and ``fetch``: tensors on their way
-    beside a message."""
+    """``call``: a call, at its caller; ``serve``: a method, at its callee; ``ship`` and ``fetch``: out-of-band tensors,
+    sent and received."""
     name: str
     begin: float
     end: float
     thread: int
-    """0: other events of that kind may overlap with it, as those of coroutines do."""
+    """0: the span may overlap with others of its kind, as those of coroutines do."""
     mark: int | None
     """The same for a call and for the method that it ran."""
     about: dict[str, Any]
@@ -44,12 +44,12 @@ class MemberTrace(NamedTuple):
     pid: int
     events: list[Event]
     dropped: int
-    """Events that the ring had no room for, the oldest ones."""
+    """The number of oldest events that the ring had no room for."""
     threads: dict[int, str]
 
 
 class Tracer:
-    """Records. Thread-safe: a deque's append is, and nothing else is shared."""
+    """Records events. Thread-safe: a deque's append is, and nothing else is shared."""
 
     def __init__(self, rank: int, capacity: int) -> None:
         self._base = rank << _RANK_SHIFT
@@ -59,10 +59,10 @@ class Tracer:
         self._events: deque[Event] = deque(maxlen=capacity)
         self._threads: dict[int, str] = {}
         self.forget_limit: Callable[[], None] = lambda: None
-        """Prevents what would stop this at its time limit, and holds it until then."""
+        """Cancels the stop at the time limit, and holds it until then."""
 
     def call(self, label: str, caller_waits: bool) -> CallSpan:
-        """A call begins, on this thread; ``caller_waits``: which waits for it at once."""
+        """A call begins on this thread. ``caller_waits``: the thread waits for it at once."""
         return CallSpan(self, label, self._base + next(self._marks), caller_waits)
 
     def served(self, label: str, mark: int | None) -> ServedSpan:
@@ -70,19 +70,19 @@ class Tracer:
         return ServedSpan(self, label, mark)
 
     def here(self) -> int:
-        """This thread."""
+        """The ident of this thread, whose name is noted."""
         ident = threading.get_ident()
         if ident not in self._threads:
             self._threads[ident] = threading.current_thread().name
         return ident
 
     def add(self, event: Event) -> None:
-        """Record it."""
+        """Record an event."""
         self._last = next(self._recorded)
         self._events.append(event)
 
     def taken(self) -> tuple[list[Event], int, dict[int, str]]:
-        """What there is, how much was forgotten, and the names of the threads."""
+        """The events, how many were dropped, and the names of the threads."""
         events = list(self._events)
         return events, max(0, self._last - len(events)), dict(self._threads)
 
@@ -99,17 +99,17 @@ class CallSpan:
         self._began = self._lap = time.monotonic()
 
     def lap(self) -> None:
-        """Tensors are about to be laid out, or fetched."""
+        """Out-of-band tensors are about to be exported or fetched."""
         self._lap = time.monotonic()
 
     def sent(self, lane: str, beside: str | None, size: int, when: float) -> None:
-        """By these lanes, the message and its tensors."""
+        """The message was sent over ``lane``, its out-of-band tensors over ``beside``."""
         self._about.update(lane=lane, bytes_out=size)
         if beside is not None:
             self._beside("ship", beside, when)
 
     def fetched(self, lane: str) -> None:
-        """The result's tensors, since ``lap``."""
+        """The result's out-of-band tensors were fetched since ``lap``."""
         self._beside("fetch", lane, time.monotonic())
 
     def _beside(self, kind: str, lane: str, end: float) -> None:
@@ -118,7 +118,7 @@ class CallSpan:
         self._tracer.add(event)
 
     def end(self, size: int, error: BaseException | None) -> None:
-        """Its outcome was taken, or it could not be sent."""
+        """The outcome was taken, or the call could not be sent."""
         self._about["bytes_in"] = size
         if error is not None:
             self._about["error"] = type(error).__name__
@@ -136,21 +136,21 @@ class ServedSpan:
         self._arrived = self._began = self._lap = time.monotonic()
 
     def begin(self) -> None:
-        """It has its turn, on this thread."""
+        """The method starts, on this thread."""
         self._thread = 0 if on_loop() else self._tracer.here()
         self._began = self._lap = time.monotonic()
 
     def lap(self) -> None:
-        """The result's tensors are about to be laid out."""
+        """The result's tensors are about to be exported."""
         self._lap = time.monotonic()
 
     def beside(self, kind: str, lane: str) -> None:
-        """Tensors were fetched, or laid out, since ``begin`` or ``lap``."""
+        """Out-of-band tensors were fetched or exported since ``begin`` or ``lap``."""
         here, about = self._tracer.here(), {"call": self._name}
         self._tracer.add(Event(kind, f"{kind} by {lane}", self._lap, time.monotonic(), here, None, about))
 
     def until(self, reply: Reply) -> Reply:
-        """It ends with its answer. Recorded just before that is sent: who has the answer finds it in the trace."""
+        """The span ends with its reply. Recorded just before the reply is sent, so that its receiver finds the span."""
 
         def last(message: Message) -> None:
             self._end()
@@ -159,7 +159,7 @@ class ServedSpan:
         return last
 
     def _end(self) -> None:
-        if self._ended:  # an answer that no lane took is followed by another
+        if self._ended:  # a reply that no lane took is followed by another
             return
         self._ended = True
         about = {"waited_us": round((self._began - self._arrived) * 1e6, 1)}

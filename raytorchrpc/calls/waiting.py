@@ -1,4 +1,4 @@
-"""Waits for a call, and meanwhile serves the calls of its chain that come back."""
+"""Waits for a call while serving the calls of its chain that come back to this actor."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from raytorchrpc.calls.event_loops import Token, loop_standing_still, on_loop
+from raytorchrpc.calls.event_loops import Token, blocking_loop, on_loop
 from raytorchrpc.calls.gates import ON_ONE_STACK, Admission, run_on_another_stack
 from raytorchrpc.calls.scope import current_scope
 
 
 class Waitable(Protocol):
-    """What a wait is for: a call under way."""
+    """Something to wait for, as a call in flight."""
 
     @property
     def loop_token(self) -> Token | None:
@@ -27,17 +27,16 @@ class Waitable(Protocol):
 
 
 def wait_serving(pending: Waitable, timeout_s: float) -> bool:
-    """Block until ``pending`` is done, running meanwhile what comes back to the admission held on this thread.
+    """Block until ``pending`` is done, and meanwhile run the calls that come back to this thread's admission.
 
-    False if ``timeout_s`` ran out first.
+    False if ``timeout_s`` passes first.
     """
     if pending.loop_token is not None and on_loop():
-        with loop_standing_still(pending.loop_token):
+        with blocking_loop(pending.loop_token):
             return pending.wait(timeout_s)
     admission = current_scope.get().admission
-    if (
-        admission is None or admission.owner != threading.get_ident()
-    ):  # or a thread of the method's own, in a copied context
+    # A thread that the method started may have copied its context.
+    if admission is None or admission.owner != threading.get_ident():
         return pending.wait(timeout_s)
     return _serve_inbox(admission, pending, time.monotonic() + timeout_s)
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls import incoming
+from raytorchrpc.calls import protocol
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Message, PeerAddress, Pending, Reply
 from raytorchrpc.lanes.common.acceptor import SocketAddress
@@ -56,12 +56,12 @@ class ControlConnections:
         PeerLost whose ``__cause__`` is an OSError if the connection was refused.
         """
         token = self._tokens.get(name)
-        ping = self._send(incoming.PING, name, Message((), NOTHING), patience_s)
+        ping = self._send(protocol.PING, name, Message((), NOTHING), patience_s)
         if not ping.wait(patience_s):
             raise RpcTimeout(f"{name!r} does not answer")
-        if ping.take().header[0] != incoming.OK:
+        if ping.take().header[0] != protocol.OK:
             raise PeerLost(name, "another process listens at its address", may_have_run=False)
-        pending = self._send(incoming.WATCH, name, Message((), NOTHING), _CONNECT_S)
+        pending = self._send(protocol.WATCH, name, Message((), NOTHING), _CONNECT_S)
         if self._tokens.get(name) != token:
             raise PeerLost(name, "another process has replaced it meanwhile", may_have_run=False)
         self._watches[name] = pending
@@ -85,7 +85,7 @@ class ControlConnections:
         for name, args in arguments.items():
             body = self._codec.encode((function, args), own=True)
             try:
-                asked[name] = self._send(incoming.ASK, name, Message((), body), deadline - time.monotonic())
+                asked[name] = self._send(protocol.ASK, name, Message((), body), deadline - time.monotonic())
             except RayTorchRpcError as error:
                 failures[name] = error
         for name, pending in asked.items():
@@ -93,7 +93,7 @@ class ControlConnections:
                 if not pending.wait(max(0.0, deadline - time.monotonic())):
                     raise RpcTimeout(f"{name!r} did not answer in time")
                 message = pending.take()
-                if message.header[0] != incoming.OK:
+                if message.header[0] != protocol.OK:
                     raised = decode_exception(self._codec, message.body, name)
                     failures[name] = raised if isinstance(raised, Exception) else RayTorchRpcError(str(raised))
                     continue

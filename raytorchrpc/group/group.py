@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.counters import GroupStats
 from raytorchrpc.calls.current import current_local, process_member
-from raytorchrpc.calls.member import MAX_TIMEOUT_S
+from raytorchrpc.calls.options import MAX_TIMEOUT_S
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
@@ -240,8 +240,8 @@ class Group:
         if self._host is not None:
             away = self._host.wait_ready(timeout_s)
         elif local is not None and local.generation == self.generation:
-            ready = local.await_everybody(time.monotonic() + timeout_s)
-            away = {} if ready else {name: absence.cause for name, absence in local.absent().items()}
+            ready = local.peers.await_everybody(time.monotonic() + timeout_s)
+            away = {} if ready else {name: absence.cause for name, absence in local.peers.away().items()}
         else:
             raise NotAMember("Group.wait_ready() works in the process that formed the group, and in its members")
         if away:

@@ -86,7 +86,7 @@ def member_status(generation: str) -> MemberStatus:
     local = current_local()
     if local is None or local.generation != generation:
         raise NotAMember(f"this process has left generation {generation} of the group")
-    return MemberStatus(local.counters.rows(local.me.name), local.under_way())
+    return MemberStatus(local.counters.rows(local.me.name), local.outgoing.in_flight())
 
 
 def group_status(

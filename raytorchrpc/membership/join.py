@@ -20,11 +20,11 @@ import ray
 
 from raytorchrpc import rdt
 from raytorchrpc._compat import torch_internals
-from raytorchrpc.calls import incoming
+from raytorchrpc.calls import protocol
 from raytorchrpc.calls.counters import PairStats
 from raytorchrpc.calls.current import current_local, set_local
-from raytorchrpc.calls.member import Absence, LocalMember
-from raytorchrpc.calls.out_of_band import PayloadSplitter
+from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.peer_table import Absence
 from raytorchrpc.calls.peers import Member, PeerRoute, process_token
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
 from raytorchrpc.lanes import registry
@@ -114,7 +114,7 @@ def _prepare(instance: Any, spec: JoinSpec) -> Prepared:
     local = LocalMember(spec.group, spec.generation, me, spec.config, instance, methods, max_bytes)
     _preparing = _Preparing(spec, local)  # from here on ``leave`` undoes it
     addresses = open_lanes(spec, local)
-    retries = {name: note.retry for name, note in local.server.methods.items() if note.retry}
+    retries = {name: note.retry for name, note in local.incoming.methods.items() if note.retry}
     return Prepared(identity, addresses, retries)
 
 
@@ -128,11 +128,10 @@ def commit(instance: Any, table: Table) -> None:
     for peer in table.info.members:
         if peer.name == spec.name:
             local.me = peer
-    local.splitter = PayloadSplitter(local.tensor_lanes, local.cleanup.leave)
     meet_peers(local, table, [peer for peer in table.info.members if peer.name != spec.name])
-    local.know(route_to(local, local.me, table))
+    local.peers.add_peer(route_to(local, local.me, table))
     for name, cause in table.away.items():
-        local.miss(local.route(name).member.rank, Absence(cause, for_good=False))
+        local.peers.mark_away(local.peers.route(name).member.rank, Absence(cause, for_good=False))
     _reach_all(local, table, frozenset(spec.by_tcp))
     with changing:
         if _preparing is not preparing:
@@ -146,8 +145,8 @@ def commit(instance: Any, table: Table) -> None:
 
 def _export(local: LocalMember, period_s: float) -> Callable[[], None]:
     """Put into Ray's metrics what it counts, from now on; returns what ends that."""
-    exporter = Exporter(local.group, local.me.name, lambda: (local.counters.rows(local.me.name), local.under_way()))
-    return exporter.start(period_s)
+    me, counters, outgoing = local.me.name, local.counters, local.outgoing
+    return Exporter(local.group, me, lambda: (counters.rows(me), outgoing.in_flight())).start(period_s)
 
 
 def meet_peers(local: LocalMember, table: Table, peers: Sequence[Member]) -> None:
@@ -161,7 +160,7 @@ def meet_peers(local: LocalMember, table: Table, peers: Sequence[Member]) -> Non
             ]
         )
     for peer in peers:
-        local.know(route_to(local, peer, table))
+        local.peers.add_peer(route_to(local, peer, table))
 
 
 def route_to(local: LocalMember, peer: Member, table: Table) -> PeerRoute:
@@ -267,7 +266,7 @@ def _reach_all(local: LocalMember, table: Table, far_away: Set[str]) -> None:
     asked: list[tuple[str, str, Pending]] = []
     silent: dict[str, str] = {}
     left_out = {*table.away, *table.silent}
-    roads_to = [route for route in local.routes if route.member.name not in left_out]
+    roads_to = [route for route in local.peers.routes if route.member.name not in left_out]
     ranks = [route.member.rank for route in roads_to]
     neighbour = ranks[(ranks.index(local.me.rank) + 1) % len(ranks)]
     for route in roads_to:
@@ -277,7 +276,7 @@ def _reach_all(local: LocalMember, table: Table, far_away: Set[str]) -> None:
         routes = {route.calls, route.tensors, route.fabric} if far else {route.calls}
         for lane in (lane for lane in routes if not isinstance(lane, AbsentLane)):
             try:
-                pending = local.system(route, lane, incoming.PING, timeout_s=table.timeout_s)
+                pending = local.outgoing.control(route, lane, protocol.PING, table.timeout_s)
                 asked.append((route.member.name, lane.name, pending))
             except RayTorchRpcError as error:
                 silent[route.member.name] = f"{error}"

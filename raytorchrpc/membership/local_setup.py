@@ -71,7 +71,7 @@ def open_lanes(spec: JoinSpec, local: LocalMember) -> dict[str, Any]:
         lane = make_lane(row, setup)
         if isinstance(lane, MessageLane):
             local.lanes.append(lane)
-            addresses[row.name] = lane.open(partial(local.server.serve, lane), local.workers.submit)
+            addresses[row.name] = lane.open(partial(local.incoming.serve, lane), local.workers.submit)
             continue
         try:
             addresses[row.name] = lane.open()

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.current import current_local
 from raytorchrpc.calls.future import Future
-from raytorchrpc.calls.member import MAX_TIMEOUT_S, Absence, LocalMember
+from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions
+from raytorchrpc.calls.peer_table import Absence
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import NotAMember, RpcTimeout
@@ -64,7 +66,7 @@ def activate(generation: str, step: int, names: Sequence[str]) -> None:
 def resync(generation: str, step: int, arrival: Arrival, away: Sequence[Loss]) -> Prepared:
     """Apply the full state of the group after a missed announcement: its members, and those away or dead."""
     with _applying(generation, step) as local:
-        known = {route.member.name: route.member for route in local.routes}
+        known = {route.member.name: route.member for route in local.peers.routes}
         members = {member.name: member for member in arrival.table.info.members}
         dead = {loss.name for loss in away if loss.for_good}
         _remove_peers(local, [name for name in known if name not in members and name not in dead])
@@ -161,7 +163,7 @@ def _send_to_home(generation: str, store: StoreAddress, seconds: float, operatio
     try:
         with torch_internals.autograd_context(torch_internals.NO_CONTEXT):
             request = (store.store_id, seconds, operation, args)
-            return Future(local.call(store.home, _STORE, request, {}, budget, retry=0)).wait()
+            return Future(local.outgoing.call(store.home, _STORE, request, {}, CallOptions(budget, retry=0))).wait()
     finally:
         current_scope.reset(before)
 
@@ -190,7 +192,7 @@ def _prepare_arrivals(local: LocalMember, arrival: Arrival) -> Prepared:
     prepared = join.extend(local, arrival.spec, arrival.table)
     coming = [member for member in arrival.table.info.members if member.name in arrival.names]
     for member in coming:
-        local.miss(member.rank, _JOINING)
+        local.peers.mark_away(member.rank, _JOINING)
         collectives_of(local).lose(member.name, "it left and came back")
         _part(local, member.name)
     join.meet_peers(local, arrival.table, coming)
@@ -200,14 +202,14 @@ def _prepare_arrivals(local: LocalMember, arrival: Arrival) -> Prepared:
 
 def _activate(local: LocalMember, names: Sequence[str]) -> None:
     for name in names:
-        local.welcome(local.route(name).member.rank)
+        local.peers.activate(local.peers.route(name).member.rank)
 
 
 def _mark_lost(local: LocalMember, losses: Sequence[Loss]) -> None:
     for loss in losses:
-        member = local.route(loss.name).member
+        member = local.peers.route(loss.name).member
         if member.incarnation <= loss.incarnation:  # an earlier incarnation was lost before
-            local.miss(member.rank, Absence(loss.cause, loss.for_good))
+            local.peers.mark_away(member.rank, Absence(loss.cause, loss.for_good))
             collectives_of(local).lose(loss.name, loss.cause)
             process_fabric().distrust(member.rpc_name)
             _part(local, loss.name)
@@ -216,8 +218,8 @@ def _mark_lost(local: LocalMember, losses: Sequence[Loss]) -> None:
 
 def _remove_peers(local: LocalMember, names: Sequence[str]) -> None:
     for name in names:
-        rank = local.route(name).member.rank
-        local.forget(rank)
+        rank = local.peers.route(name).member.rank
+        local.peers.remove_peer(rank)
         collectives_of(local).lose(name, "it was removed from the group")
         _part(local, name)
     join.removed(names)

@@ -12,15 +12,16 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-from raytorchrpc.calls import incoming, rejoin
+from raytorchrpc.calls import rejoin
 from raytorchrpc.calls import waiting as _waiting
 from raytorchrpc.calls.current import current_local, process_member
 from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.future import Future
-from raytorchrpc.calls.member import MAX_TIMEOUT_S, LocalMember
+from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions
 from raytorchrpc.calls.peers import Member, PeerRoute
 from raytorchrpc.calls.scope import current_scope
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.services import DeferredReply, builtin_services
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, PeerLost, RpcTimeout
 
 T = TypeVar("T")
@@ -53,7 +54,7 @@ def makes(kind: str, maker: Maker) -> None:
 
 def serve(name: str, function: Callable[..., Any]) -> None:
     """Every member serves this to the others: ``function(member, caller's rank, *args)``, see ``Exposed.service``."""
-    incoming.builtin_services[name] = Exposed(function, True, None, False, False, False, frozen=True, service=True)
+    builtin_services[name] = Exposed(function, True, None, False, False, False, frozen=True, service=True)
 
 
 # --- waiting -------------------------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ class Handle:
             with contextlib.suppress(NotAMember):
                 local = process_member()
         if local is not None:
-            home = local.me.name if home is None else local.route(home).member.name
+            home = local.me.name if home is None else local.peers.route(home).member.name
         elif isinstance(home, Member):
             home = home.name
         elif not isinstance(home, str):
@@ -209,10 +210,10 @@ class Handle:
         if (here := _find(local, local.me.rank, cls.kind, name)) is not None:
             return cls._bound(name, local.me.name, *here)
         asked: list[tuple[str, Future[tuple[Any, int] | None]]] = []
-        for route in local.routes:
+        for route in local.peers.routes:
             if route.member.rank != local.me.rank:
                 try:
-                    call = local.call(route.member, _FIND, (cls.kind, name), {}, timeout, retry=0)
+                    call = local.outgoing.call(route.member, _FIND, (cls.kind, name), {}, CallOptions(timeout, retry=0))
                 except PeerLost:
                     continue  # it is away, and has nothing
                 asked.append((route.member.name, Future(call)))
@@ -264,7 +265,7 @@ class Handle:
 
     def _route(self, local: LocalMember) -> PeerRoute | None:
         """To the home; None if that is this member."""
-        route = local.route(self._home)
+        route = local.peers.route(self._home)
         return None if route.member.rank == local.me.rank else route
 
     def _ready(self, local: LocalMember, wait_s: float | None = None) -> Steps[PeerRoute | None]:
@@ -305,7 +306,7 @@ class Handle:
     ) -> Future[Any]:
         timeout = None if wait_s is None else _answer_within(wait_s)
         try:
-            return Future(local.call(self._home, service, args, {}, timeout, retry=0, **how))
+            return Future(local.outgoing.call(self._home, service, args, {}, CallOptions(timeout, retry=0, **how)))
         except PeerLost as lost:
             error = self._lost(lost)
         raise error

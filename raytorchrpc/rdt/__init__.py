@@ -1,4 +1,4 @@
-"""Ray Direct Transport: the tensors of Ray's ObjectRefs cross by a group's lanes."""
+"""Ray Direct Transport: the tensors of Ray's ObjectRefs travel over a group's lanes."""
 
 from raytorchrpc.rdt.api import TRANSPORT, enable, enable_where_possible, get, held, wait
 

@@ -1,9 +1,9 @@
-"""Ray Direct Transport: the tensors of Ray's own ObjectRefs take a group's lanes.
+"""Ray Direct Transport: the tensors of Ray's own ObjectRefs travel over a group's lanes.
 
-``b.consume.remote(a.produce.remote())`` stays as it is. If ``produce`` is decorated with
+``b.consume.remote(a.produce.remote())`` is written as before. If ``produce`` is decorated with
 ``@raytorchrpc.method(objectref=True)``, or with ``@ray.method(tensor_transport="TORCHRPC")`` after ``enable()``, its
-tensors stay in ``a`` until somebody gets them, and then go straight there: between members of a group by its lanes,
-and to any other process of the job (a driver, a task, an actor in no group) by a connection of their own.
+tensors stay in ``a`` until they are fetched, and then go straight to the receiver: over the group's lanes to another
+member, and over a separate connection to any other process of the job (a driver, a task, an actor in no group).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from raytorchrpc.process import threads
 
 logger = logging.getLogger(__name__)
 
-#: The name to write in ``@ray.method(tensor_transport=...)`` and ``ray.put(..., _tensor_transport=...)``.
+#: The name for ``@ray.method(tensor_transport=...)`` and ``ray.put(..., _tensor_transport=...)``.
 TRANSPORT = "TORCHRPC"
 
-#: Ray tells an owner where tensors are at most so much later (seconds) than that the object exists; where the method
-#: failed, never.
-_SETTLING_S = 1.0
+#: The longest delay between an object's creation and its owner learning its tensor metadata (seconds). The metadata of
+#: a failed method never arrives.
+_METADATA_S = 1.0
 
 
 def enable() -> None:
-    """Make the transport known to Ray in this process, and in the actors that are made here from now on.
+    """Register the transport with Ray in this process, and in the actors that it creates from now on.
 
-    To be called before the class of an actor is decorated with ``@ray.method(tensor_transport="TORCHRPC")``.
-    ``@raytorchrpc.method(objectref=True)``, joining a group, and receiving such an ObjectRef do it by themselves.
-    Idempotent; needs no running Ray.
+    Call it before you decorate an actor's methods with ``@ray.method(tensor_transport="TORCHRPC")``.
+    ``@raytorchrpc.method(objectref=True)``, joining a group, and receiving such an ObjectRef call it themselves.
+    Idempotent; does not need a running Ray.
     """
     from raytorchrpc.rdt import transport
 
@@ -38,17 +38,17 @@ def enable() -> None:
 
 
 def enable_where_possible() -> None:
-    """As ``enable``, but a Ray without this interface is only noted in the log."""
+    """As ``enable``, but only log if this Ray lacks the interface."""
     try:
         enable()
-    except Exception as error:  # the interface is an alpha of Ray's: its next release may have moved anything
-        logger.info("ObjectRefs do not take the group's lanes with this release of Ray: %r", error)
+    except Exception as error:  # the interface is an alpha: any release of Ray may change it
+        logger.info("ObjectRefs do not use the group's lanes with this release of Ray: %r", error)
 
 
 async def get(refs: Any, timeout: float | None = None) -> Any:
-    """``await raytorchrpc.rdt.get(ref)`` is ``ray.get(ref)`` for the methods of an async actor: its loop goes on.
+    """Get objects without blocking the event loop: ``await raytorchrpc.rdt.get(ref)`` does what ``ray.get(ref)`` does.
 
-    Ray's own ``await ref`` does not know tensor transports: for an ObjectRef of any, it fails or never returns.
+    For methods of async actors. Ray's own ``await ref`` does not support tensor transports: it fails or never returns.
     """
     import ray
 
@@ -56,24 +56,24 @@ async def get(refs: Any, timeout: float | None = None) -> Any:
 
 
 def wait(*refs: Any, timeout: float | None = None) -> None:
-    """Block until these objects exist, and this process, which owns them, knows where their tensors are.
+    """Block until these objects exist and this process, which owns them, has learned where their tensors are.
 
-    Ray asks for that before an ObjectRef goes inside another argument (``b.consume.remote([ref])``); ``ray.wait``
-    may return a moment too early. Raises TimeoutError. Objects whose method failed exist too.
+    Ray requires that before an ObjectRef travels inside another argument (``b.consume.remote([ref])``); ``ray.wait``
+    may return a moment too early. An object whose method failed exists, too. Raises TimeoutError.
     """
     import ray
 
     until = None if timeout is None else time.monotonic() + timeout
     done, missing = ray.wait(list(refs), num_returns=len(refs), timeout=timeout, fetch_local=False)
     for ref in done:
-        left = _SETTLING_S if until is None else max(0.0, min(_SETTLING_S, until - time.monotonic()))
+        left = _METADATA_S if until is None else max(0.0, min(_METADATA_S, until - time.monotonic()))
         ray_internals.wait_for_transport_metadata(ref, left)
     if missing:
         raise TimeoutError(f"{len(missing)} of {len(refs)} objects do not exist after {timeout:g} s")
 
 
 def held() -> int:
-    """How many objects this process keeps the tensors of: those whose ObjectRefs are alive, and pulls under way."""
+    """The number of objects whose tensors this process keeps: those with live ObjectRefs, and pulls in flight."""
     from raytorchrpc.rdt import source
 
     return source.held()

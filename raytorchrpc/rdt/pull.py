@@ -1,4 +1,4 @@
-"""The side of Ray Direct Transport that wants the tensors: one pull, from asking to having them."""
+"""The receiving side of Ray Direct Transport: pulls of tensors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls import scope as _scope
 from raytorchrpc.calls.current import current_local
+from raytorchrpc.calls.future import Call
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.outgoing import CallUnderWay
+from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.peers import Member
-from raytorchrpc.calls.retry import RetriedCall
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RpcTimeout, TransferFailed
 from raytorchrpc.process import threads
 from raytorchrpc.process.workers import Workers
-from raytorchrpc.rdt import source as _rdt_source
+from raytorchrpc.rdt import source as sources
 from raytorchrpc.rdt.source import PULL, Source
 from raytorchrpc.tensors.codec import Codec
 from raytorchrpc.tensors.host_device_copy import copy_into
@@ -30,28 +30,28 @@ from raytorchrpc.tensors.host_device_copy import copy_into
 if TYPE_CHECKING:
     from raytorchrpc.lanes.nng.offers import NngClient
 
-#: Of the time that Ray gives a transfer, what a pull may take: its own error says more than Ray's.
+#: A pull may take this share of Ray's time limit for a transfer: its own error says more than Ray's.
 _SHARE_OF_TIME = 0.8
-#: Whoever waits looks this often (seconds) whether Ray has aborted the transfer.
-_LOOK_S = 0.1
-#: What the route by the group may raise where the door can still do.
-_ROAD_LOST = (PeerLost, NotAMember, LaneUnavailable)
+#: How often a wait checks whether Ray has aborted the transfer (seconds).
+_CHECK_S = 0.1
+#: Errors of the group's lanes after which the source's server is asked.
+_UNREACHABLE = (PeerLost, NotAMember, LaneUnavailable)
 
 _workers = Workers("raytorchrpc-pull")
-_under_way: weakref.WeakSet[Pull] = weakref.WeakSet()
+_in_flight: weakref.WeakSet[Pull] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
 def abort(object_id: str) -> None:
-    """End the pulls of this object that are under way here: whoever waits for one gets TransferFailed."""
+    """End the pulls of this object that are in flight here: waits for them raise TransferFailed."""
     with _lock:
-        pulls = [pull for pull in _under_way if pull.object_id == object_id]
+        pulls = [pull for pull in _in_flight if pull.object_id == object_id]
     for pull in pulls:
         pull.fail("Ray aborted the transfer")
 
 
 class Pull:
-    """The tensors of one object, on their way here. Begun by its constructor, which does not block."""
+    """One pull of an object's tensors. Its constructor starts it and does not block."""
 
     def __init__(
         self,
@@ -62,51 +62,51 @@ class Pull:
         *,
         caller_waits: bool = False,
     ) -> None:
-        """``on_gpu``: some tensor is on a GPU there. ``targets``: tensors to be filled instead of new ones.
+        """``on_gpu``: the source has some tensor on a GPU. ``targets``: tensors to be filled instead of new ones.
         ``caller_waits``: ``wait`` follows at once.
         """
         self.object_id, self._source, self._on_gpu, self._targets = object_id, source, on_gpu, targets
         self._deadline = time.monotonic() + _SHARE_OF_TIME * ray_internals.transfer_timeout_s()
-        # What is to end on the CPU need not see a GPU of this process on its way, which may have none.
+        # Tensors for CPU targets leave the source as CPU tensors: this process may have no GPU.
         self._to_cpu = bool(targets) and on_gpu and not any(target.is_cuda for target in targets or ())
         self._done = threading.Event()
         self._changing = threading.Lock()
         self._take: Callable[[], list[torch.Tensor]] | None = None
-        """Gets the tensors once ``_done``, on the thread that will use them."""
-        self._call: CallUnderWay | RetriedCall | None = None
-        """To the member that has them: whoever waits reads its answer, which spares waking a thread for it."""
+        """Set with ``_done``: takes the tensors, on the thread that will use them."""
+        self._call: Call | None = None
+        """To the source, if it is a member: the waiting thread reads its reply, so no other thread has to wake."""
         self._failure: str | None = None
         self._cause: BaseException | None = None
         with _lock:
-            _under_way.add(self)
+            _in_flight.add(self)
         local = current_local()
         member = None if local is None else _member_at(local, source)
-        if source.process == _rdt_source.process_token():
+        if source.process == sources.process_token():
             self._settle(self._own)
         elif local is not None and member is not None:
             self._ask_member(local, member, caller_waits)
         else:
-            self._ask_at_door()
+            self._ask_server()
 
     def _own(self) -> list[torch.Tensor]:
-        kept = _rdt_source.tensors_of(self.object_id, self._source.process)
+        kept = sources.tensors_of(self.object_id, self._source.process)
         kept.make_current()
         return kept.tensors if self._targets is None else _filled(self._targets, kept.tensors)
 
     def _ask_member(self, local: LocalMember, member: Member, caller_waits: bool) -> None:
         try:
-            scope = _scope.current_scope.set(_scope.NO_SCOPE)  # its deadline is the transfer's own
+            scope = _scope.current_scope.set(_scope.NO_SCOPE)  # with the transfer's deadline, not the caller's
             try:
                 with torch_internals.autograd_context(torch_internals.NO_CONTEXT):
                     args = (self.object_id, self._source.process, self._to_cpu)
-                    left = self._remaining()
-                    self._call = local.call(member, PULL, args, {}, left, into=self._targets, caller_waits=caller_waits)
+                    options = CallOptions(self._remaining(), into=self._targets, caller_waits=caller_waits)
+                    self._call = local.outgoing.call(member, PULL, args, {}, options)
             finally:
                 _scope.current_scope.reset(scope)
-        except _ROAD_LOST:
-            self._ask_at_door()
+        except _UNREACHABLE:
+            self._ask_server()
 
-    def _ask_at_door(self) -> None:
+    def _ask_server(self) -> None:
         try:
             _workers.submit(_fetch_for, weakref.ref(self), self._source, self.object_id, self._deadline)
         except threads.ThreadShortage as error:
@@ -119,7 +119,7 @@ class Pull:
                 self._done.set()
 
     def fail(self, cause: str, error: BaseException | None = None) -> None:
-        """Let whoever waits have TransferFailed with this cause; no effect once it is done."""
+        """Have waits raise TransferFailed with this cause; no effect once it is done."""
         with self._changing:
             if not self._done.is_set():
                 self._failure, self._cause = cause, error
@@ -133,17 +133,17 @@ class Pull:
         call, self._call = self._call, None
         while call is not None and not self._done.is_set():
             left = until - time.monotonic()
-            if call.wait(max(0.0, min(left, _LOOK_S))):
+            if call.wait(max(0.0, min(left, _CHECK_S))):
                 self._settle(partial(_outcome, call))
             elif left <= 0:
-                self._call = call  # it may be asked again
+                self._call = call  # for the next wait
                 return False
         return self._done.wait(max(0.0, until - time.monotonic()))
 
     def wait(self, timeout_s: float | None) -> list[torch.Tensor]:
-        """The tensors, in order; to be called once, on the thread that will use them. Blocks.
+        """Return the tensors, in order; to be called once, on the thread that will use them. Blocks.
 
-        Raises TransferFailed, TimeoutError if ``timeout_s`` is over first.
+        Raises TransferFailed, or TimeoutError if ``timeout_s`` passes first.
         """
         until = self._deadline if timeout_s is None else min(self._deadline, time.monotonic() + timeout_s)
         while True:
@@ -156,18 +156,18 @@ class Pull:
                 raise TransferFailed(self.object_id, self._source.shown, self._failure or "") from self._cause
             try:
                 return take()
-            except PeerLost:  # it may have left the group and still be there
+            except PeerLost:  # the source may have left the group and still run
                 with self._changing:
                     self._done.clear()
-                self._ask_at_door()
+                self._ask_server()
                 continue
             except Exception as error:
                 raise TransferFailed(self.object_id, self._source.shown, _text(error, self._on_gpu)) from error
 
 
-def _outcome(call: CallUnderWay | RetriedCall) -> list[torch.Tensor]:
+def _outcome(call: Call) -> list[torch.Tensor]:
     outcome = call.outcome()
-    assert outcome is not None  # it is never sent again
+    assert outcome is not None  # a pull is never retried
     value, error = outcome
     try:
         if error is not None:
@@ -178,7 +178,7 @@ def _outcome(call: CallUnderWay | RetriedCall) -> list[torch.Tensor]:
 
 
 def _filled(targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The targets, on whatever device, with what the tensors hold. Raises ValueError if they are of other kinds."""
+    """The targets, on any device, filled from the tensors. Raises ValueError if dtypes or shapes differ."""
     for target, tensor in zip(targets, tensors, strict=True):
         if (target.dtype, target.shape) != (tensor.dtype, tensor.shape):
             its, its_target = (f"{one.dtype} {tuple(one.shape)}" for one in (tensor, target))
@@ -197,8 +197,8 @@ def _text(error: BaseException, on_gpu: bool = False) -> str:
 
 
 def _member_at(local: LocalMember, source: Source) -> Member | None:
-    """The member that is this process, if the group that we are in has it."""
-    for route in local.routes:
+    """The member whose process is the source, if it is in this process's group."""
+    for route in local.peers.routes:
         if route.member.pid == source.pid and route.member.node_id == source.node_id:
             return route.member
     return None
@@ -206,17 +206,17 @@ def _member_at(local: LocalMember, source: Source) -> Member | None:
 
 @functools.cache
 def _client() -> NngClient:
-    from raytorchrpc.lanes.nng.offers import NngClient  # members do without its library
+    from raytorchrpc.lanes.nng.offers import NngClient  # members do not need its library
 
     return NngClient()
 
 
 def _fetch_for(waiting: weakref.ref[Pull], source: Source, object_id: str, deadline: float) -> None:
-    """Get an object at the door, for a pull that somebody may still wait for."""
+    """Fetch an object from the source's server, for a pull that may have been dropped meanwhile."""
     try:
-        if source.door is None:
-            raise LaneUnavailable("nng", "it has no door for processes that are not in its group")
-        body = _client().fetch(source.door, source.secret, object_id, max(0.001, deadline - time.monotonic()))
+        if source.server is None:
+            raise LaneUnavailable("nng", "it has no server for processes outside its group")
+        body = _client().fetch(source.server, source.secret, object_id, max(0.001, deadline - time.monotonic()))
     except BaseException as error:
         pull = waiting()
         if pull is not None:
@@ -235,7 +235,7 @@ def _fetch_for(waiting: weakref.ref[Pull], source: Source, object_id: str, deadl
 
 
 def _placed(tensors: list[torch.Tensor], on_gpu: Sequence[int]) -> list[torch.Tensor]:
-    """Those that were on a GPU there go to this process's, if it uses one; else they stay on the CPU."""
+    """Move the tensors that the source has on a GPU to this process's GPU, if it uses one."""
     if on_gpu and _uses_gpu():
         for position in on_gpu:
             tensors[position] = tensors[position].cuda()

@@ -1,7 +1,7 @@
-"""The side of Ray Direct Transport that has the tensors: keeps them, and gives them to whoever asks.
+"""The sending side of Ray Direct Transport: keeps the tensors of objects until they are fetched.
 
-A member of the group asks by an ordinary call, which is answered on a thread of the member's own. Anybody else asks at
-the door, an nng server that opens with the first object. The actor's own thread is needed for neither.
+A member of the group fetches them with an ordinary call, which a thread of the member's own serves. Any other process
+uses an nng server, which starts with the first object. Neither needs the actor's own thread.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls import incoming
 from raytorchrpc.calls.current import current_local
 from raytorchrpc.calls.exposed import Exposed
+from raytorchrpc.calls.services import builtin_services
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.tensors.codec import Codec, Encoded
 from raytorchrpc.tensors.cuda_streams import handoff_streams
@@ -28,39 +28,39 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: The name under which every member serves pulls.
+#: The name of the service with which every member serves pulls.
 PULL = "<pull>"
 
 
 class Source(NamedTuple):
-    """Where an object's tensors are; picklable. It travels with the ObjectRef."""
+    """The process that keeps an object's tensors; picklable. It travels with the ObjectRef."""
 
     node_id: str
     pid: int
     process: bytes
-    """Random, made once in the life of a process: pids come back."""
+    """Random, created once per process: pids are reused."""
     shown: str
-    """Who it is, for messages."""
-    door: OfferAddress | None
-    """For those who are not in its group; None if it could not be opened."""
+    """Names the process in messages."""
+    server: OfferAddress | None
+    """For processes outside its group; None if the server could not start."""
     secret: bytes
-    """What has to be known at the door."""
+    """Authenticates processes at the server."""
 
 
 class _Kept:
-    """The tensors of one object, as they were when Ray took them."""
+    """The tensors of one object, as the method returned them."""
 
     __slots__ = ("_streams", "make_current", "tensors")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = list(tensors)
-        # This thread queued what makes them, if that still runs; other threads read them.
+        # CUDA work that computes them may still be queued on this thread's streams; other threads read them.
         self.make_current = handoff_streams(self.tensors)
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
         self._streams = [torch.cuda.current_stream(device) for device in devices]
 
     def let_go(self) -> None:
-        """Whoever writes to the tensors from now on, on the stream that made them, does so after all who read them."""
+        """Order later writes on the streams that made the tensors after all reads."""
         local = current_local()
         lanes = () if local is None else tuple(local.tensor_lanes.values())
         for stream in self._streams:
@@ -69,8 +69,8 @@ class _Kept:
                     lane.fence(stream.device.index)
 
 
-class _Door(NamedTuple):
-    server: NngServer
+class _Server(NamedTuple):
+    offers: NngServer
     address: OfferAddress | None
     secret: bytes
 
@@ -78,40 +78,40 @@ class _Door(NamedTuple):
 _lock = threading.Lock()
 _objects: dict[str, _Kept] = {}
 _process = os.urandom(16)
-_door: _Door | None = None
+_server: _Server | None = None
 
 
 def process_token() -> bytes:
-    """This process's, as in ``Source.process``."""
+    """The ``Source.process`` of this process."""
     return _process
 
 
 def keep(object_id: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Hold an object's tensors until ``drop``; to be called on the thread, and streams, that made them."""
+    """Keep an object's tensors until ``drop``; to be called on the thread, and streams, that made them."""
     kept = _Kept(tensors)
     with _lock:
         _objects[object_id] = kept
-    if _door is not None:
-        _door.server.offer(object_id, partial(_for_strangers, kept))
+    if _server is not None:
+        _server.offers.offer(object_id, partial(_on_cpu, kept))
 
 
 def drop(object_id: str) -> None:
-    """Hold it no more. Pulls under way still get it."""
+    """Drop an object's tensors. Pulls in flight still get them."""
     with _lock:
         kept = _objects.pop(object_id, None)
-    if _door is not None:
-        _door.server.withdraw(object_id)
+    if _server is not None:
+        _server.offers.withdraw(object_id)
     if kept is not None:
         kept.let_go()
 
 
 def held() -> int:
-    """Objects that are kept."""
+    """The number of objects that are kept."""
     return len(_objects)
 
 
 def tensors_of(object_id: str, process: bytes) -> _Kept:
-    """What is kept of an object. Raises LookupError if that is nothing, or another process's."""
+    """The kept tensors of an object. Raises LookupError if there are none, or another process has them."""
     kept = _objects.get(object_id) if process == _process else None
     if kept is None:
         raise LookupError(
@@ -123,17 +123,17 @@ def tensors_of(object_id: str, process: bytes) -> _Kept:
 
 
 def _pull(instance: Any, object_id: str, process: bytes, to_cpu: bool) -> list[torch.Tensor]:
-    """What members call: the tensors of an object."""
+    """The service for members: the tensors of an object."""
     kept = tensors_of(object_id, process)
     kept.make_current()
     return [tensor.cpu() for tensor in kept.tensors] if to_cpu else kept.tensors
 
 
-incoming.builtin_services[PULL] = Exposed(_pull, True, None, False, False, False, frozen=True)
+builtin_services[PULL] = Exposed(_pull, True, None, False, False, False, frozen=True)
 
 
-def _for_strangers(kept: _Kept) -> Encoded:
-    """The tensors as the door gives them: all on the CPU, with the positions of those that are on a GPU here."""
+def _on_cpu(kept: _Kept) -> Encoded:
+    """The tensors as the server sends them: all on the CPU, with the positions of those that are on a GPU here."""
     kept.make_current()
     on_gpu = [position for position, tensor in enumerate(kept.tensors) if tensor.is_cuda]
     tensors = [tensor.cpu() for tensor in kept.tensors] if on_gpu else kept.tensors
@@ -141,23 +141,23 @@ def _for_strangers(kept: _Kept) -> Encoded:
 
 
 def here(node_id: str, node_ip: str, shown: str) -> Source:
-    """This process as a source. Opens the door at the first call."""
-    global _door
+    """This process as a source. Starts the server at the first call."""
+    global _server
     with _lock:
-        door = _door = _door or _opened(node_ip)
+        server = _server = _server or _started(node_ip)
     local = current_local()
     if local is not None:
         shown = f"member {local.me.name!r} of group {local.group!r}"
-    return Source(node_id, os.getpid(), _process, shown, door.address, door.secret)
+    return Source(node_id, os.getpid(), _process, shown, server.address, server.secret)
 
 
-def _opened(node_ip: str) -> _Door:
-    from raytorchrpc.lanes.nng.offers import NngServer  # only those who make objects need its library
+def _started(node_ip: str) -> _Server:
+    from raytorchrpc.lanes.nng.offers import NngServer  # only processes that create objects need its library
 
     secret = os.urandom(32)
     server = NngServer("objects", secret, tcp_host=node_ip)
     try:
-        return _Door(server, server.open(), secret)
+        return _Server(server, server.open(), secret)
     except LaneUnavailable as error:
-        logger.warning("only members of its group can get objects of this process: %s", error)
-        return _Door(server, None, secret)
+        logger.warning("only members of its group can get objects from this process: %s", error)
+        return _Server(server, None, secret)

@@ -1,4 +1,4 @@
-"""What Ray asks of a tensor transport, and who answers it here: ``_rdt_source`` and ``_rdt_pull``."""
+"""The tensor transport as Ray calls it; ``source`` and ``pull`` do the work."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from raytorchrpc import rdt
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.out_of_band import Runs, runs_of
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.rdt import pull as _rdt_pull
-from raytorchrpc.rdt import source as _rdt_source
+from raytorchrpc.rdt import pull as pulls
+from raytorchrpc.rdt import source as sources
 from raytorchrpc.rdt.source import Source
 from raytorchrpc.tensors.dtypes import DTYPES
 
@@ -37,19 +37,19 @@ def register() -> None:
 
 @dataclass
 class ObjectMeta(TensorTransportMetadata):
-    """What travels with an ObjectRef: of what kind its tensors are, and where."""
+    """The metadata that travels with an ObjectRef: dtypes, shapes and source of its tensors."""
 
     source: Source | None = None
     on_gpu: bool = False
     runs: Runs = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A thousand tensors that are alike take no more room than one.
+        # A thousand equal tensors take no more room than one.
         return _arrived, (self.runs, self.tensor_device, self.source, self.on_gpu)
 
 
 def _arrived(runs: Runs, device: str | None, source: Source | None, on_gpu: bool) -> ObjectMeta:
-    register()  # whoever gets such an ObjectRef may want what it stands for
+    register()  # the receiver of the ObjectRef may get the object
     return ObjectMeta(_kinds(runs), device, source, on_gpu, runs)
 
 
@@ -64,7 +64,7 @@ def _kinds(runs: Runs) -> list[Any]:
 class _Fetch(FetchRequest):
     """A pull, as Ray holds it."""
 
-    def __init__(self, object_id: str, pull: _rdt_pull.Pull | None) -> None:
+    def __init__(self, object_id: str, pull: pulls.Pull | None) -> None:
         super().__init__(obj_id=object_id, tensors=[])
         self.pull = pull
 
@@ -98,18 +98,18 @@ class TorchRpcTransport(TensorTransportManager):
         context = ray.get_runtime_context()
         actor = context.get_actor_id()
         shown = f"the driver (pid {os.getpid()})" if actor is None else f"actor {actor}"
-        source = _rdt_source.here(context.get_node_id(), _node_ip(), shown)
-        _rdt_source.keep(obj_id, rdt_object)
+        source = sources.here(context.get_node_id(), _node_ip(), shown)
+        sources.keep(obj_id, rdt_object)
         on_gpu = any(tensor.is_cuda for tensor in rdt_object)
         runs = runs_of(rdt_object)
         return ObjectMeta(_kinds(runs), rdt_object[0].device.type, source, on_gpu, runs)
 
     def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: Any = None) -> CommunicatorMetadata:
-        """In whoever made the call. Must not raise: Ray may be calling from a thread that cannot take it."""
+        """In the caller. Must not raise: Ray may call this on a thread that does not handle exceptions."""
         if dst_actor is not None and not ray_internals.may_receive(dst_actor):
             logger.warning(
-                "%r was made without @ray.remote(enable_tensor_transport=True): its task may wait, up to %g s, for "
-                "tensors that Ray has it receive only after that task",
+                "%r was created without @ray.remote(enable_tensor_transport=True): its task may wait up to %g s for "
+                "tensors that Ray lets it receive only after that task",
                 dst_actor,
                 ray_internals.transfer_timeout_s(),
             )
@@ -118,7 +118,7 @@ class TorchRpcTransport(TensorTransportManager):
     def fetch_multiple_tensors(
         self, obj_id: str, tensor_transport_metadata: Any, communicator_metadata: Any, target_buffers: Any = None
     ) -> FetchRequest:
-        """In the receiver: begin to pull."""
+        """In the receiver: start the pull."""
         return _Fetch(obj_id, _pull(obj_id, tensor_transport_metadata, target_buffers))
 
     def wait_fetch_complete(self, fetch_request: Any, timeout: float = -1) -> list[torch.Tensor]:
@@ -136,18 +136,18 @@ class TorchRpcTransport(TensorTransportManager):
 
     def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: Any) -> None:
         """In the source: the last ObjectRef is gone."""
-        _rdt_source.drop(obj_id)
+        sources.drop(obj_id)
 
     def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
         """In the receiver."""
-        _rdt_pull.abort(obj_id)
+        pulls.abort(obj_id)
 
 
-def _pull(object_id: str, meta: ObjectMeta, targets: Any, *, caller_waits: bool = False) -> _rdt_pull.Pull | None:
+def _pull(object_id: str, meta: ObjectMeta, targets: Any, *, caller_waits: bool = False) -> pulls.Pull | None:
     """None for an object without tensors."""
     if meta.source is None:
         return None
-    return _rdt_pull.Pull(object_id, meta.source, meta.on_gpu, targets, caller_waits=caller_waits)
+    return pulls.Pull(object_id, meta.source, meta.on_gpu, targets, caller_waits=caller_waits)
 
 
 def _node_ip() -> str:

@@ -104,7 +104,7 @@ class Loaded:
     # The sender.
 
     def under_way(self, rank: int = 1) -> tuple[int, int]:
-        return process_member().credit.under_way(rank)
+        return process_member().credit.in_flight(rank)
 
     def call(self, target: str, method: str, *args: Any, **options: Any) -> Any:
         return getattr(rtr.rpc_sync(target, **options), method)(*args)

@@ -55,7 +55,7 @@ class Maker:
     def await_loss(self, target: str) -> None:
         """Until this member has been told."""
         until = time.monotonic() + 30
-        while target not in process_member().absent():
+        while target not in process_member().peers.away():
             assert time.monotonic() < until
             time.sleep(0.01)
 

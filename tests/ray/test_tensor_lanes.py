@@ -237,7 +237,7 @@ def test_what_a_member_keeps_it_keeps(stores: list[Any], group: rtr.Group) -> No
 
 
 def rtr_instance() -> Any:
-    return current.process_member().server.instance
+    return current.process_member().incoming.instance
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def many(target: str) -> list[int]:
 
 def traced_here() -> bool:
     local = process_member()
-    return local.tracer is not None or local.server.tracer is not None
+    return local.tracer is not None or local.incoming.tracer is not None
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -343,9 +343,9 @@ def test_waiting_for_versions(actors: dict[str, Any], request: Any) -> None:
 def pretend(nodes: dict[str, str]) -> None:
     """Let this member take the others for members on these nodes."""
     local = current.process_member()
-    for route in local.routes:
+    for route in local.peers.routes:
         node = nodes.get(route.member.name, route.member.node_id)
-        local.know(dataclasses.replace(route, member=dataclasses.replace(route.member, node_id=node)))
+        local.peers.add_peer(dataclasses.replace(route, member=dataclasses.replace(route.member, node_id=node)))
 
 
 def came_from() -> dict[str, int]:

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 from raytorchrpc.calls import current
-from raytorchrpc.calls.member import Absence, LocalMember
+from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.peer_table import Absence
 from raytorchrpc.calls.peers import Member, PeerRoute, process_token
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerLost
@@ -86,7 +87,7 @@ class DirectLane(MessageLane):
             else:
                 arrive()
 
-        work = peer.server.serve(self, message, reply)
+        work = peer.incoming.serve(self, message, reply)
         if work is not None:
             peer.workers.submit(work)
 
@@ -148,7 +149,7 @@ class Members:
     def _know(self, local: LocalMember, peer: Member) -> None:
         lane = self.lanes[local.me.name]
         token = process_token(GENERATION, peer.rank, peer.incarnation)
-        local.know(PeerRoute(peer, lane, lane, lane, token=token, same_clock=True))
+        local.peers.add_peer(PeerRoute(peer, lane, lane, lane, token=token, same_clock=True))
 
     @contextmanager
     def acting(self, name: str) -> Iterator[LocalMember]:
@@ -163,15 +164,15 @@ class Members:
     def part(self, name: str) -> None:
         """The home is told that this member is away; the connection between them is gone."""
         self.lanes[name].break_connection()
-        self.members["home"].miss(self.members[name].me.rank, Absence("parted", for_good=False))
+        self.members["home"].peers.mark_away(self.members[name].me.rank, Absence("parted", for_good=False))
 
     def reunite(self, name: str, incarnation: int = 0) -> None:
         """It is back, as the same process or as a later one."""
         self.lanes[name].broken = False
         home, rank = self.members["home"], self.members[name].me.rank
-        home.miss(rank, Absence("it has not joined yet", for_good=False))
+        home.peers.mark_away(rank, Absence("it has not joined yet", for_good=False))
         self._know(home, _member(name, rank, incarnation))
-        home.welcome(rank)
+        home.peers.activate(rank)
 
     def close(self) -> None:
         for local in self.members.values():

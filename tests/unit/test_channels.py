@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current
-from raytorchrpc.calls import member as member_module
+from raytorchrpc.calls import current, peer_table
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.patterns.handle import OPEN
 from raytorchrpc.patterns.queues import order
@@ -284,7 +283,7 @@ def test_an_item_that_comes_for_a_cancelled_get_goes_back_whatever_flow_control_
         await until(lambda: len(lane.held) == 1)
         local = members.members["a"]
         # As soon as there is leave for one more call, somebody else has it.
-        lane.when_over = lambda: lane.taken.append(local.credit.take(local.route("home").member, "", 0, 0.0))
+        lane.when_over = lambda: lane.taken.append(local.credit.take(local.peers.route("home").member, "", 0, 0.0))
         put_at_home(members, 1, 2)
 
     with members.acting("a"):
@@ -300,7 +299,7 @@ def test_an_item_that_comes_for_a_cancelled_get_goes_back_whatever_flow_control_
 def test_an_item_goes_back_as_soon_as_its_home_can_be_reached(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member_module, "_MISSED_AFTER_S", 0.05)
+    monkeypatch.setattr(peer_table, "UNREPORTED_LOSS_S", 0.05)
     lane, failed = members.lanes["a"], []
 
     def fails_twice(method: str) -> bool:
@@ -486,11 +485,11 @@ def test_a_get_that_is_cancelled_while_items_go_back_loses_none(members: Members
 def test_an_item_that_cannot_reach_the_consumer_is_lost_alone(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def check(rank: int, tensors: Any) -> None:
+    def check(route: Any, tensors: Any) -> None:
         if any(len(tensor) == 3 for tensor in tensors):
             raise LaneUnavailable("lane", "it is on a GPU that has no mapping")
 
-    monkeypatch.setattr(members.members["home"], "check_back", check)
+    monkeypatch.setattr(members.members["home"].payloads, "check_reply", check)
     with members.acting("a"):
         queue = made()
         queue.put_many([torch.ones(length) for length in (1, 3, 2, 3, 4, 5)])
@@ -712,7 +711,7 @@ def test_no_buffer_is_left_of_a_subscription_that_failed_or_was_cancelled(member
 def test_a_subscription_that_is_cancelled_while_the_home_is_away_ends(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member_module, "_MISSED_AFTER_S", 0.05)
+    monkeypatch.setattr(peer_table, "UNREPORTED_LOSS_S", 0.05)
     with members.acting("b"):
         subscription = rtr.Topic("q", home="home").subscribe()
         members.part("b")
@@ -727,5 +726,5 @@ def test_nothing_is_sent_back_to_a_member_that_was_removed(members: Members) -> 
         queue = made()
         members.lanes["a"].break_connection()
         told = queue._urgent(local, WITHDRAW, (*queue._object, "", 1), retry=1)
-        local.forget(0)
+        local.peers.remove_peer(0)
         assert isinstance(told.exception(LONG), rtr.RayTorchRpcError)

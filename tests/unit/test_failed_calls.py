@@ -12,17 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc.calls import incoming
+from raytorchrpc.calls import protocol
 from raytorchrpc.calls.counters import CallCounters
 from raytorchrpc.calls.future import Future
-from raytorchrpc.calls.out_of_band import Payload
-from raytorchrpc.calls.outgoing import CallUnderWay
+from raytorchrpc.calls.options import CallOptions
+from raytorchrpc.calls.out_of_band import Payload, PayloadSplitter
+from raytorchrpc.calls.outgoing import OutgoingCall
+from raytorchrpc.calls.payload import PayloadStep
 from raytorchrpc.errors import PeerLost, RpcTimeout
 from raytorchrpc.lanes.base import Message, Pending
+from raytorchrpc.process.deferred_cleanup import DeferredCleanup
 from raytorchrpc.tensors.codec import NOTHING, Codec
 from raytorchrpc.tensors.exceptions import encode_exception
 
 CODEC = Codec()
+PAYLOADS = PayloadStep(0, PayloadSplitter({}), DeferredCleanup("test"))
 
 
 class Held(SimpleNamespace):
@@ -51,15 +55,15 @@ class Answered(Pending):
 
 def under_way(outcome: Message | Exception | None, member: Any = None) -> Future[Any]:
     lane: Any = SimpleNamespace(name="lane")
-    route: Any = SimpleNamespace(member=SimpleNamespace(name="peer", rank=1), calls=lane, tensors=lane)
-    local = member or SimpleNamespace(codec=CODEC, counters=CallCounters(), splitter=None, note_weight=None)
+    route: Any = SimpleNamespace(member=SimpleNamespace(name="peer"), calls=lane, tensors=lane, heavy_results=set())
+    local = member or SimpleNamespace(codec=CODEC, counters=CallCounters(), payloads=PAYLOADS)
     deadline = float("inf") if outcome is not None else 0.0
-    shipped = Payload(NOTHING, (), ())
-    return Future(CallUnderWay(local, route, "method", lane, Answered(outcome), 0.0, deadline, None, shipped))
+    pending = Answered(outcome)
+    return Future(OutgoingCall(local, route, "method", lane, pending, 0.0, deadline, Payload(NOTHING), CallOptions()))
 
 
 def outcomes() -> dict[str, tuple[Message | Exception | None, type[Exception]]]:
-    raised = Message((incoming.RAISED,), encode_exception(CODEC, KeyError("on purpose")))
+    raised = Message((protocol.RAISED,), encode_exception(CODEC, KeyError("on purpose")))
     return {
         "raised by the method": (raised, KeyError),
         "peer lost": (PeerLost("peer", "it went away"), PeerLost),
@@ -115,7 +119,7 @@ def test_what_its_caller_held_dies_with_the_exception(how: str, ask: str) -> Non
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_failed_call_that_is_dropped_lets_go_of_its_member(asked: bool) -> None:
     """Whose arena may be gigabytes."""
-    member = Held(codec=CODEC, counters=CallCounters(), splitter=None, note_weight=None)
+    member = Held(codec=CODEC, counters=CallCounters(), payloads=PAYLOADS)
     gone = weakref.ref(member)
     future = under_way(PeerLost("peer", "it went away"), member)
     if asked:

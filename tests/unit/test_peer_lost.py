@@ -12,18 +12,19 @@ from typing import Any
 import pytest
 
 from raytorchrpc.calls.counters import CallCounters
-from raytorchrpc.calls.incoming import CALL, KEPT, OK, RAISED, Server, _Job
-from raytorchrpc.calls.out_of_band import Payload, PayloadSplitter
-from raytorchrpc.calls.outgoing import CallUnderWay
+from raytorchrpc.calls.exposed import Exposed
+from raytorchrpc.calls.options import CallOptions
+from raytorchrpc.calls.out_of_band import Payload
+from raytorchrpc.calls.outgoing import OutgoingCall
+from raytorchrpc.calls.protocol import CALL, KEPT, OK, RAISED, ReplyHeader, RequestHeader
 from raytorchrpc.calls.retry import RetriedCall
-from raytorchrpc.calls.scope import NO_SCOPE
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerBusy, PeerLost, RayTorchRpcError
 from raytorchrpc.lanes.base import Message, Pending
 from raytorchrpc.lanes.socket.connection import Connection, SocketPending, tune
 from raytorchrpc.process.deadlines import Deadlines
-from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors.codec import NOTHING, Codec
 from raytorchrpc.tensors.exceptions import decode_exception, encode_exception
+from tests.unit.callees import TOKEN, make_callee
 
 LISTENERS: Any = SimpleNamespace(
     arm=lambda fd: None, disarm=lambda fd: None, watch=lambda one: None, remove=lambda one: None
@@ -116,6 +117,11 @@ class Away:
         return True
 
 
+def retried(peers: Any, send: Any, repeats: int) -> RetriedCall:
+    unused: Any = None
+    return RetriedCall(peers, unused, unused, "b", "b.f", send, 10, repeats)
+
+
 def outcome_of(attempts: list[RayTorchRpcError], returns: bool, repeats: int = 1) -> BaseException | None:
     def send(seconds: float) -> Any:
         error = attempts.pop(0)
@@ -123,7 +129,7 @@ def outcome_of(attempts: list[RayTorchRpcError], returns: bool, repeats: int = 1
             raise error
         return Attempt(error)
 
-    call = RetriedCall(Away(returns), "b", "b.f", send, 10, repeats)  # type: ignore[arg-type]
+    call = retried(Away(returns), send, repeats)
     assert call.wait(5)
     return call.outcome()[1]
 
@@ -144,21 +150,30 @@ def test_a_call_that_cannot_be_repeated_for_another_reason_says_so() -> None:
     assert outcome_of([PeerLost("b", "connection closed"), busy], True, repeats=3) is busy
 
 
+def refused(tensor_lanes: dict[str, Any]) -> BaseException:
+    """What the callee answers to a call with out-of-band tensors."""
+    deadlines = Deadlines("test")
+    exposed = Exposed(lambda instance: pytest.fail("it ran"), True, None, False, False, False)
+    server = make_callee(deadlines, {"f": exposed}, tensor_lanes)
+    answers: list[Message] = []
+    request = Message(tuple(RequestHeader(CALL, 0, TOKEN, "f", (), 10.0, None)), NOTHING, manifests=BESIDE)
+    work = server.serve(SimpleNamespace(), request, answers.append)  # type: ignore[arg-type]
+    assert work is not None
+    work()
+    deadlines.stop()
+    (answer,) = answers
+    assert ReplyHeader(*answer.header).kind == RAISED
+    return decode_exception(Codec(), answer.body, "callee.f")
+
+
+BESIDE = (("shm", None, (), None),)
+
+
 def test_arguments_that_could_not_be_fetched_name_the_callee_and_did_not_run() -> None:
-    def unpack(*_: Any) -> Any:
+    def fetch(*_: Any) -> Any:
         raise PeerLost("caller", "the route for tensors broke")
 
-    parcel: Any = SimpleNamespace(unpack=unpack, used=lambda: None)
-    deadlines = Deadlines("test")
-    routes: Any = SimpleNamespace(strangers=frozenset(), deadlines=deadlines, arrived=lambda rank, body: body)
-    server = Server("callee", "1", None, {}, Codec(), Workers("test"), routes)
-    note: Any = SimpleNamespace(function=lambda instance: pytest.fail("it ran"), keep=False, concurrent=True)
-    answers: list[Message] = []
-    message = Message((CALL, 0, "1", "f", (), 10.0, None), NOTHING)
-    job = _Job(server, SimpleNamespace(), note, "f", message, answers.append, NO_SCOPE, [parcel])  # type: ignore[arg-type]
-    job._run(None)
-    (answer,) = answers
-    lost = decode_exception(server.codec, answer.body, "callee.f")
+    lost = refused({"shm": SimpleNamespace(fetch=fetch, used=lambda *_: None)})
     assert isinstance(lost, PeerLost)
     assert (lost.peer, lost.may_have_run) == ("callee", False)
     assert "could not fetch the arguments: the route for tensors broke" in str(lost)
@@ -182,47 +197,46 @@ class Answer(Pending):
 
 
 class Caller(SimpleNamespace):
-    """The member that made the call: what it fetches with fails, and its peer is gone or not."""
+    """The calls of a member: what it fetches with fails, and its peer is gone or not."""
 
     codec = Codec()
     counters = CallCounters()
 
     def __init__(self, gone: bool, failure: RayTorchRpcError) -> None:
         super().__init__()
-        self.gone, self.failure, self.splitter = gone, failure, self
-        self.cleanup = SimpleNamespace(leave=lambda *_: None)
+        self.gone, self.failure, self.peers, self.payloads = gone, failure, self, self
 
-    def why_gone(self, route: Any) -> str | None:
+    def why_unreachable(self, route: Any) -> str | None:
         return "its actor died" if self.gone else None
 
-    def note_weight(self, *_: Any, heavy: bool) -> None: ...
-
-    def receive(self, peer: str, manifests: Any) -> Any:
+    def receive(self, route: Any, message: Message) -> Any:
         raise self.failure
 
-    def system(self, *_: Any, timeout_s: float) -> Pending:
+    def unpack(self, message: Message, pending: Any, *, keep: bool) -> Any:
+        return message.body
+
+    def control(self, *_: Any) -> Pending:
         if isinstance(self.failure, NotAMember):  # what the peer answers
             return Answer(Message((RAISED,), encode_exception(self.codec, UNSEEN)))
         raise self.failure
 
 
 UNSEEN = PeerLost("b", "it belongs to another generation of the group", may_have_run=False)
-BESIDE = Message((OK,), NOTHING, manifests=(("shm", None, (), None),))
+WITH_TENSORS = Message((OK,), NOTHING, manifests=BESIDE)
 KEPT_THERE = Message((KEPT, 3), NOTHING)
 
 
 def outcome_after(answer: Message, gone: bool, failure: RayTorchRpcError) -> tuple[Any, bool]:
     lane: Any = SimpleNamespace(name="lane")
-    route: Any = SimpleNamespace(member=SimpleNamespace(name="b", rank=1), calls=lane, tensors=lane)
-    shipped = Payload(NOTHING, (), ())
+    route: Any = SimpleNamespace(member=SimpleNamespace(name="b"), calls=lane, tensors=lane, heavy_results=set())
     deadline = time.monotonic() + 10
     caller: Any = Caller(gone, failure)
-    call = CallUnderWay(caller, route, "f", lane, Answer(answer), 0.0, deadline, None, shipped)
+    call = OutgoingCall(caller, route, "f", lane, Answer(answer), 0.0, deadline, Payload(NOTHING), CallOptions())
     assert call.wait(0)
     return call.outcome()[1], call.peer_was_lost
 
 
-@pytest.mark.parametrize("answer", [BESIDE, KEPT_THERE], ids=["beside the answer", "kept for another lane"])
+@pytest.mark.parametrize("answer", [WITH_TENSORS, KEPT_THERE], ids=["beside the answer", "kept for another lane"])
 @pytest.mark.parametrize("failure", [LaneUnavailable("shm", "not mapped"), UNSEEN], ids=["lane", "peer"])
 def test_a_result_that_went_with_its_process_has_been_made(answer: Message, failure: RayTorchRpcError) -> None:
     error, lost = outcome_after(answer, True, failure)
@@ -236,26 +250,28 @@ def test_a_process_that_does_not_know_of_a_kept_result_is_another_one() -> None:
     assert error.may_have_run
 
 
-@pytest.mark.parametrize("answer", [BESIDE, KEPT_THERE], ids=["beside the answer", "kept for another lane"])
+@pytest.mark.parametrize("answer", [WITH_TENSORS, KEPT_THERE], ids=["beside the answer", "kept for another lane"])
 def test_memory_that_cannot_be_mapped_while_the_peer_lives_stays_the_lanes_fault(answer: Message) -> None:
     failure = LaneUnavailable("shm", "not mapped")
     error, lost = outcome_after(answer, False, failure)
     assert isinstance(error, LaneUnavailable) and error.reason == "not mapped" and not lost
 
 
-class TakenTooLate(Attempt):
+class Answered(Attempt):
+    def lost(self) -> PeerLost | None:
+        return None
+
+
+class TakenTooLate(Answered):
     """Answered, and the result is lost when it is taken."""
 
     peer_was_lost = True
-
-    def lost(self) -> PeerLost | None:
-        return None
 
 
 def test_a_result_that_was_lost_is_asked_for_again_within_the_limit() -> None:
     attempts = [TakenTooLate(PeerLost("b", f"attempt {number}")) for number in range(4)]
     left: list[Any] = list(attempts)
-    call = RetriedCall(Away(True), "b", "b.f", lambda seconds: left.pop(0), 10, repeats=2)  # type: ignore[arg-type]
+    call = retried(Away(True), lambda seconds: left.pop(0), 2)
     for _ in range(2):
         assert call.wait(5)
         assert call.outcome() is None
@@ -268,20 +284,12 @@ def test_a_result_that_was_lost_is_asked_for_again_within_the_limit() -> None:
 
 def test_what_the_method_itself_lost_is_not_asked_for_again() -> None:
     error = PeerLost("c", "the method's own call")
-    call = RetriedCall(Away(True), "b", "b.f", lambda seconds: Attempt(error), 10, repeats=2)  # type: ignore[arg-type, return-value]
-    call._current.lost = lambda: None  # type: ignore[method-assign, union-attr]
+    call = retried(Away(True), lambda seconds: Answered(error), 2)
     assert call.wait(5)
     assert call.outcome() == (None, error)
 
 
 def test_a_request_with_tensors_for_a_member_that_has_left_did_not_run() -> None:
-    routes: Any = SimpleNamespace(strangers=frozenset(), deadlines=None, receive=PayloadSplitter({}).receive)
-    server = Server("callee", "1", None, {}, Codec(), Workers("test"), routes)
-    answers: list[Message] = []
-    request = Message((CALL, 0, "1", "f", (), 10.0, None), NOTHING, manifests=(("shm", None, (), None),))
-    work = server.serve(SimpleNamespace(), request, answers.append)  # type: ignore[arg-type]
-    assert work is not None
-    work()
-    lost = decode_exception(server.codec, answers[0].body, "callee.f")
+    lost = refused({})
     assert isinstance(lost, PeerLost)
     assert (lost.peer, lost.may_have_run) == ("callee", False)

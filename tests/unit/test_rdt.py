@@ -14,9 +14,9 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.lanes.nng.offers import NngServer
-from raytorchrpc.rdt import pull as _rdt_pull
-from raytorchrpc.rdt import source as _rdt_source
-from raytorchrpc.rdt import transport as _rdt_transport
+from raytorchrpc.rdt import pull as pulls
+from raytorchrpc.rdt import source as sources
+from raytorchrpc.rdt import transport as transport
 from raytorchrpc.rdt.pull import Pull
 from raytorchrpc.rdt.source import Source
 from raytorchrpc.tensors.codec import Codec, Encoded
@@ -49,7 +49,7 @@ def value(*tensors: torch.Tensor) -> Encoded:
     return Codec().encode((list(tensors), []), own=True)
 
 
-def test_a_pull_at_the_door(server: NngServer, elsewhere: Source) -> None:
+def test_a_pull_from_the_server(server: NngServer, elsewhere: Source) -> None:
     server.offer("object", lambda: value(torch.ones(3), torch.zeros(100_000)))
     one, two = Pull("object", elsewhere, False).wait(10)
     assert torch.equal(one, torch.ones(3)) and torch.equal(two, torch.zeros(100_000))
@@ -80,8 +80,8 @@ def test_a_source_that_is_gone(server: NngServer, elsewhere: Source) -> None:
     begun = time.monotonic()
     with pytest.raises(rtr.TransferFailed, match="it is gone, or cannot be reached"):
         Pull("object", elsewhere, False).wait(10)
-    with pytest.raises(rtr.TransferFailed, match="no door"):
-        Pull("object", elsewhere._replace(door=None), False).wait(10)
+    with pytest.raises(rtr.TransferFailed, match="no server"):
+        Pull("object", elsewhere._replace(server=None), False).wait(10)
     assert time.monotonic() - begun < 5
 
 
@@ -95,8 +95,8 @@ def test_a_pull_that_is_aborted_or_not_awaited(server: NngServer, elsewhere: Sou
     pull = Pull("object", elsewhere, False)
     with pytest.raises(TimeoutError, match="has not arrived within"):
         pull.wait(0.05)
-    _rdt_pull.abort("other")
-    threading.Timer(0.05, _rdt_pull.abort, ["object"]).start()
+    pulls.abort("other")
+    threading.Timer(0.05, pulls.abort, ["object"]).start()
     with pytest.raises(rtr.TransferFailed, match="Ray aborted the transfer"):
         pull.wait(None)
     assert torch.equal(Pull("other", elsewhere, False).wait(10)[0], torch.ones(3))
@@ -124,43 +124,43 @@ def test_what_is_kept_is_kept_until_it_is_dropped() -> None:
     tensor = torch.ones(1000)
     alive = weakref.ref(tensor.untyped_storage())
     before = rtr.rdt.held()
-    _rdt_source.keep("mine", [tensor])
-    here = _rdt_source.here("node", "127.0.0.1", "this process")
+    sources.keep("mine", [tensor])
+    here = sources.here("node", "127.0.0.1", "this process")
     outside = here._replace(process=b"another")
     del tensor
     assert rtr.rdt.held() == before + 1
     assert Pull("mine", here, False).wait(1)[0].sum() == 1000
     pull = Pull("mine", here, False)
-    _rdt_source.drop("mine")
+    sources.drop("mine")
     assert rtr.rdt.held() == before
     with pytest.raises(rtr.TransferFailed, match="its last ObjectRef was dropped"):
         pull.wait(1)
     with pytest.raises(rtr.TransferFailed, match="nothing is offered"):
         Pull("mine", outside, False).wait(10)
     with pytest.raises(LookupError, match="restarted"):
-        _rdt_source.tensors_of("mine", b"an earlier process")
+        sources.tensors_of("mine", b"an earlier process")
     del pull
     gc.collect()
     assert alive() is None
 
 
-def test_the_door_gives_what_is_kept() -> None:
-    _rdt_source.here("node", "127.0.0.1", "this process")
-    _rdt_source.keep("mine", [torch.arange(100_000), torch.empty(0, 3)])
+def test_the_server_sends_what_is_kept() -> None:
+    sources.here("node", "127.0.0.1", "this process")
+    sources.keep("mine", [torch.arange(100_000), torch.empty(0, 3)])
     try:
-        here = _rdt_source.here("node", "127.0.0.1", "this process")._replace(process=b"another")
+        here = sources.here("node", "127.0.0.1", "this process")._replace(process=b"another")
         large, empty = Pull("mine", here, False).wait(10)
         assert torch.equal(large, torch.arange(100_000)) and empty.shape == (0, 3)
         with pytest.raises(rtr.TransferFailed, match="cannot be reached"):
             Pull("mine", here._replace(secret=b"x" * 32), False).wait(10)
     finally:
-        _rdt_source.drop("mine")
+        sources.drop("mine")
 
 
 def test_metadata_of_many_tensors_is_small() -> None:
     kinds = [(torch.Size([64]), torch.float32)] * 1000
     source = Source("node", 1, b"p" * 16, "actor 'x'", None, SECRET)
-    meta = _rdt_transport.ObjectMeta(kinds, "cpu", source, False, (("float32", (64,), 1000),))
+    meta = transport.ObjectMeta(kinds, "cpu", source, False, (("float32", (64,), 1000),))
     text = pickle.dumps(meta)
     assert len(text) < 500
     assert pickle.loads(text) == meta
@@ -168,7 +168,7 @@ def test_metadata_of_many_tensors_is_small() -> None:
 
 def test_tensors_that_are_nowhere_are_refused_and_not_kept() -> None:
     before = rtr.rdt.held()
-    transport = _rdt_transport.TorchRpcTransport()
+    manager = transport.TorchRpcTransport()
     with pytest.raises(rtr.ConfigurationError, match="carries tensors on cpu and cuda, not on meta: move them"):
-        transport.extract_tensor_transport_metadata("object", [torch.ones(1), torch.ones(1, device="meta")])
+        manager.extract_tensor_transport_metadata("object", [torch.ones(1), torch.ones(1, device="meta")])
     assert rtr.rdt.held() == before

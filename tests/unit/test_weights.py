@@ -38,7 +38,9 @@ def store(deadlines: Deadlines, keep: int = 1, track: bool = False) -> Weights:
     def route(rank: int) -> Any:
         return SimpleNamespace(member=readers[rank])
 
-    local: Any = SimpleNamespace(tensor_lanes={}, deadlines=deadlines, route=route, me=SimpleNamespace(node_id="here"))
+    local: Any = SimpleNamespace(
+        tensor_lanes={}, deadlines=deadlines, peers=SimpleNamespace(route=route), me=SimpleNamespace(node_id="here")
+    )
     return Weights(local, (keep, track))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from raytorchrpc.calls.event_loops import on_loop
 from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import (
@@ -61,7 +62,7 @@ class Channel(Handle):
         """``in_turn``: after the puts that coroutines of this event loop have begun before."""
         local, wait_s = yield from membership(timeout)
         until = time.monotonic() + wait_s
-        puts, turn = puts_here((local.server.token, self.kind, self._home, self._name), in_turn), None
+        puts, turn = puts_here((local.incoming.token, self.kind, self._home, self._name), in_turn), None
         if in_turn and puts is not None:
             turn = yield from puts.enter(until, local.deadlines)
             if turn is None:
@@ -246,7 +247,7 @@ class Channel(Handle):
         """
         before = current_scope.set(Scope(limit=Limit(time.monotonic() + _RETURN_S)))  # its flow control is its own
         try:
-            told = Future[None](local.call(self._home, service, args, {}, _RETURN_S, retry=retry))
+            told = Future[None](local.outgoing.call(self._home, service, args, {}, CallOptions(_RETURN_S, retry=retry)))
         finally:
             current_scope.reset(before)
         if retry:

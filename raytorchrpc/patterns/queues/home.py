@@ -86,7 +86,7 @@ def _packed(local: LocalMember, caller: int, home: Home, key: str, taken: Any) -
     for place, item in enumerate(taken):
         try:
             if item.tensors:
-                local.check_back(caller, item.tensors)
+                local.payloads.check_reply(local.peers.route_back(caller), item.tensors)
         except LaneUnavailable:
             if rest := taken.part(max(1, place)):
                 home.put_back(key, rest)

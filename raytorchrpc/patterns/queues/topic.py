@@ -88,7 +88,7 @@ class Topic(Channel):
         most = None if max_bytes is None else counted("max_bytes", max_bytes)
         local, _ = yield from membership()
         route = yield from self._ready(local)
-        key = f"{local.server.token}.{new_ticket()}"  # the token says whose it is, see _subscribe
+        key = f"{local.incoming.token}.{new_ticket()}"  # the token says whose it is, see _subscribe
         args = (self._name, self._life, key, policy, size, most)
         if route is None:
             _subscribe(local, local.me.rank, *args)

@@ -105,7 +105,7 @@ class Readable:
         """See services.Served. A process that may live, out of reach, may go on reading until its leases end."""
         if numbers := self.shelf.leases_of(rank):
             with suppress(NotAMember):
-                self._release_once_ended(self._local.route(rank).member, rank, numbers)
+                self._release_once_ended(self._local.peers.route(rank).member, rank, numbers)
 
     def _release_once_ended(self, peer: Member, rank: int, numbers: set[int]) -> None:
         if peer.node_id != self._local.me.node_id:

@@ -67,7 +67,7 @@ def _look(
 def _on_the_way(local: LocalMember, caller: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """None of them, if a device map is missing: what is asked for next says which."""
     try:
-        local.check_back(caller, tensors)
+        local.payloads.check_reply(local.peers.route_back(caller), tensors)
     except LaneUnavailable:
         return []
     return tensors
@@ -133,7 +133,7 @@ def _look_here(
 
 
 def _node(local: LocalMember, rank: int) -> str:
-    return next((route.member.node_id for route in local.routes if route.member.rank == rank), "")
+    return next((route.member.node_id for route in local.peers.routes if route.member.rank == rank), "")
 
 
 handle.makes(KIND, lambda local, name, settings: Weights(local, settings))

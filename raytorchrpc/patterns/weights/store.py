@@ -11,6 +11,7 @@ from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.current import process_member
 from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.receive_into import Spread
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import (
@@ -264,12 +265,12 @@ class WeightStore(Handle):
         """That kind of device, if what a member has on such is read where it is."""
         if kind is None or not self._is_near(local, target):
             return None
-        lane = local.tensor_lanes.get(local.route(target).beside.get(kind, ""))
+        lane = local.tensor_lanes.get(local.peers.route(target).beside.get(kind, ""))
         return kind if lane is not None and lane.capabilities.in_parts else None
 
     def _is_near(self, local: LocalMember, target: Any) -> bool:
         """Whether it is on this node."""
-        return local.route(target).member.node_id == local.route(local.me.rank).member.node_id
+        return local.peers.route(target).member.node_id == local.peers.route(local.me.rank).member.node_id
 
     def _fetch(self, local: LocalMember, pull: Pull, look: Look, wanted: Wanted, until: float) -> None:
         assert pull.known is not None
@@ -293,13 +294,13 @@ class WeightStore(Handle):
         """Whether others of this host may pull the same from another host."""
         if self._is_near(local, self._home) or sum(target.nbytes for target in wanted.targets) < _WORTH_PASSING_ON:
             return False
-        return sum(self._is_near(local, route.member.rank) for route in local.routes) > 1
+        return sum(self._is_near(local, route.member.rank) for route in local.peers.routes) > 1
 
     def _lead(
         self, local: LocalMember, look: Look, wanted: Wanted, kinds: list[Kind], signature: str, until: float
     ) -> None:
         """Pull for all of this host."""
-        mirror = mirror_of(local, self._name, self._life, local.route(self._home).member.rank)
+        mirror = mirror_of(local, self._name, self._life, local.peers.route(self._home).member.rank)
         done = False
         try:
             flat = mirror.begin(kinds)
@@ -324,9 +325,8 @@ class WeightStore(Handle):
         assert pull.known is not None
         left = max(0.001, until - time.monotonic())
         try:
-            call = local.call(
-                leader, LOOK_HERE, (self._name, self._life, signature, look.version, left), {}, left, retry=0
-            )
+            args = (self._name, self._life, signature, look.version, left)
+            call = local.outgoing.call(leader, LOOK_HERE, args, {}, CallOptions(left, retry=0))
             lease = Future[int](call).wait()
             if not lease:
                 return False
@@ -358,7 +358,8 @@ class WeightStore(Handle):
         def ask(service: str, *args: Any, into: Any) -> Any:
             left = max(0.001, until - time.monotonic())
             args = (self._name, self._life, mirror, lease, *args)
-            return Future(local.call(target, service, args, {}, left, into=into, caller_waits=True, retry=0)).wait()
+            options = CallOptions(left, into=into, caller_waits=True, retry=0)
+            return Future(local.outgoing.call(target, service, args, {}, options)).wait()
 
         if kind is not None and known is not None:
             parts = wanted.parts(known)
@@ -376,7 +377,7 @@ class WeightStore(Handle):
     def _tell(self, local: LocalMember, target: Any, service: str, args: tuple[Any, ...]) -> None:
         """Without waiting for the answer."""
         with suppress(RayTorchRpcError):
-            local.call(target, service, args, {}, None, retry=0)
+            local.outgoing.call(target, service, args, {}, CallOptions(retry=0))
 
 
 def _all_of(wanted: Wanted) -> list[tuple[int, str | None]]:

@@ -1,4 +1,4 @@
-"""Calls and bytes under way to one peer: what is let through, what waits, and what is given back."""
+"""Calls and bytes in flight to one peer: what is let through, what waits, and what is given back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from raytorchrpc.calls.flow_control import Allowance, CreditWindows, Ticket
+from raytorchrpc.calls.flow_control import Credit, CreditWindow, CreditWindows
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerBusy, RpcTimeout
@@ -16,71 +16,71 @@ from raytorchrpc.errors import PeerBusy, RpcTimeout
 B = Member(1, "b", None, "node", 1, "rtr-b", 1)
 
 
-def taken(allowance: Allowance, size: int) -> Ticket:
-    ticket = allowance.take(size)
-    assert ticket is not None
-    return ticket
+def taken(window: CreditWindow, size: int) -> Credit:
+    credit = window.take(size)
+    assert credit is not None
+    return credit
 
 
 def test_calls_are_counted() -> None:
-    allowance = Allowance(2, 10**9)
-    first, second = taken(allowance, 0), taken(allowance, 0)
-    assert allowance.take(0) is None
+    window = CreditWindow(2, 10**9)
+    first, second = taken(window, 0), taken(window, 0)
+    assert window.take(0) is None
     first.give_back()
-    third = taken(allowance, 0)
-    assert allowance.take(0) is None
+    third = taken(window, 0)
+    assert window.take(0) is None
     second.give_back()
     third.give_back()
-    assert (allowance.calls, allowance.bytes) == (0, 0)
+    assert (window.calls, window.bytes) == (0, 0)
 
 
 def test_bytes_are_counted_and_a_call_above_them_goes_alone() -> None:
-    allowance = Allowance(100, 10)
-    small = taken(allowance, 4)
-    assert allowance.take(7) is None
-    taken(allowance, 6).give_back()
+    window = CreditWindow(100, 10)
+    small = taken(window, 4)
+    assert window.take(7) is None
+    taken(window, 6).give_back()
     small.give_back()
-    large = taken(allowance, 1000)
-    assert allowance.take(0) is None
+    large = taken(window, 1000)
+    assert window.take(0) is None
     large.give_back()
-    assert (allowance.calls, allowance.bytes) == (0, 0)
+    assert (window.calls, window.bytes) == (0, 0)
 
 
-def test_a_ticket_given_back_twice_counts_once() -> None:
-    allowance = Allowance(2, 100)
-    first, _ = taken(allowance, 10), taken(allowance, 20)
+def test_a_credit_given_back_twice_counts_once() -> None:
+    window = CreditWindow(2, 100)
+    first, _ = taken(window, 10), taken(window, 20)
     first.give_back()
     first.give_back()
-    assert (allowance.calls, allowance.bytes) == (1, 20)
+    assert (window.calls, window.bytes) == (1, 20)
 
 
 def test_who_waits_is_served_in_order_and_before_later_ones() -> None:
-    allowance = Allowance(10, 10)
-    first = taken(allowance, 10)
-    large, small = allowance.queue(8), allowance.queue(1)
+    window = CreditWindow(10, 10)
+    first = taken(window, 10)
+    large, small = window.enqueue(8), window.enqueue(1)
     assert not large.wait(0)
-    assert allowance.take(0) is None, "nobody passes those who wait"
+    assert window.take(0) is None, "nobody passes those who wait"
     first.give_back()
     assert large.wait(5) and small.wait(5)
-    large.give_up()
-    small.give_up()
-    assert (allowance.calls, allowance.bytes) == (0, 0)
+    large.cancel()
+    small.cancel()
+    assert (window.calls, window.bytes) == (0, 0)
 
 
 def test_who_gave_up_is_skipped() -> None:
-    allowance = Allowance(1, 10)
-    first = taken(allowance, 1)
-    gone, stays = allowance.queue(1), allowance.queue(1)
-    gone.give_up()
+    window = CreditWindow(1, 10)
+    first = taken(window, 1)
+    gone, stays = window.enqueue(1), window.enqueue(1)
+    gone.cancel()
     first.give_back()
     assert stays.wait(5)
-    assert gone.ticket is None
-    stays.give_up()
-    assert (allowance.calls, allowance.bytes) == (0, 0)
+    assert gone.credit is None
+    stays.cancel()
+    assert (window.calls, window.bytes) == (0, 0)
 
 
 def test_many_threads_never_exceed_it_and_leave_nothing() -> None:
-    credit = CreditWindows(GroupConfig(max_calls_in_flight=3), 100)
+    windows = CreditWindows(GroupConfig(max_calls_in_flight=3), 100)
     inside, most = 0, 0
     lock = threading.Lock()
 
@@ -89,7 +89,7 @@ def test_many_threads_never_exceed_it_and_leave_nothing() -> None:
         numbers = random.Random(seed)
         for _ in range(200):
             try:
-                ticket, _ = credit.take(B, "f", numbers.randrange(60), numbers.choice([0.0, 0.001, 10]))
+                credit, _ = windows.take(B, "f", numbers.randrange(60), numbers.choice([0.0, 0.001, 10]))
             except RpcTimeout:
                 continue
             with lock:
@@ -97,13 +97,13 @@ def test_many_threads_never_exceed_it_and_leave_nothing() -> None:
                 most = max(most, inside)
             with lock:
                 inside -= 1
-            ticket.give_back()
+            credit.give_back()
 
     with ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(work, seed) for seed in range(8)]:
             done.result(60)
     assert 1 <= most <= 3
-    assert credit.under_way(1) == (0, 0)
+    assert windows.in_flight(1) == (0, 0)
 
 
 def test_when_full_it_waits_until_the_deadline_or_rejects_at_once() -> None:

@@ -1,0 +1,306 @@
+"""One method call being served: from its admission to its reply."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine, Generator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from raytorchrpc import errors
+from raytorchrpc._compat import ray_internals, torch_internals
+from raytorchrpc.calls.event_loops import start_on_loop
+from raytorchrpc.calls.exposed import Exposed
+from raytorchrpc.calls.gates import Admission, Work
+from raytorchrpc.calls.out_of_band import PendingTensors
+from raytorchrpc.calls.payload import PayloadStep
+from raytorchrpc.calls.peers import PeerRoute
+from raytorchrpc.calls.protocol import OK, REMOTE, RequestHeader
+from raytorchrpc.calls.replies import Replies
+from raytorchrpc.calls.scope import Limit, Scope, current_scope
+from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.spans import ServedSpan, Tracer
+from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
+from raytorchrpc.lanes.base import Message, MessageLane, Reply
+from raytorchrpc.process import threads
+from raytorchrpc.process.workers import Workers
+from raytorchrpc.tensors import host_device_copy
+from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
+
+
+class Callee(NamedTuple):
+    """What all jobs of one member share."""
+
+    name: str
+    instance: Any
+    """The actor; None in a driver."""
+    local: Any
+    """What a service gets instead of the actor."""
+    is_async: bool
+    codec: Codec
+    payloads: PayloadStep
+    replies: Replies
+    workers: Workers
+    tasks: set[asyncio.Task[None]]
+    """The jobs on event loops."""
+
+
+class Job:
+    """One method call; see ``gates.Job``."""
+
+    span: ServedSpan | None = None
+    """If it is traced."""
+    admission: Admission | None = None
+
+    def __init__(
+        self,
+        callee: Callee,
+        lane: MessageLane,
+        route: PeerRoute,
+        exposed: Exposed,
+        header: RequestHeader,
+        message: Message,
+        pending: Sequence[PendingTensors],
+        reply: Reply,
+        tracer: Tracer | None = None,
+    ) -> None:
+        """``lane``: that brought the request. ``route``: back to the caller. ``pending``: the out-of-band arguments."""
+        self.callee, self.lane, self.route, self.exposed = callee, lane, route, exposed
+        self.kind, self.message, self.pending, self.reply = header.kind, message, pending, reply
+        until = header.deadline
+        limit = Limit(time.monotonic() + header.seconds if until is None else until)
+        self.scope = Scope(header.path, limit)
+        self.context = torch_internals.current_autograd_context()
+        self.label = f"{callee.name}.{header.method}"
+        if tracer is not None:
+            self.span = tracer.served(self.label, header.mark)
+            self.reply = self.span.until(reply)
+
+    def admit(self, admission: Admission | None) -> Work | None:
+        if self.exposed.is_coroutine or (self.callee.is_async and not self.exposed.concurrent):
+            self._start_on_loop(admission, admission)
+            return None
+        self.admission = admission
+        return self._work
+
+    @property
+    def may_not_wait(self) -> bool:
+        """See Workers.submit: the method that holds the last thread may wait for this very call."""
+        return self.scope.holds_a_thread
+
+    def spawn(self, work: Work) -> None:
+        self.callee.workers.submit(work)
+
+    def run_inside(self, admission: Admission) -> None:
+        if admission.owner is None:
+            self._start_on_loop(admission, None)
+        else:
+            self._run(admission)
+
+    def _work(self) -> None:
+        """Run this job, then all that inherit the admission, on the same thread. The queue may be of any length."""
+        job: Any = self
+        while job is not None:
+            job = job._run_admitted()
+
+    def _run_admitted(self) -> Any:
+        """Returns the next job, if this thread is to run it; only jobs like this one need a thread."""
+        admission, following = self.admission, None
+        if admission is None:
+            self._run(None)
+            return None
+        admission.owner = threading.get_ident()
+        try:
+            self._run(admission)
+        except BaseException as error:
+            threads.report(error, f"{self.label} was not served to its end")
+            self.callee.replies.report_shortage(self.kind, self.reply)
+        finally:
+            following = admission.gate.pass_on(admission)
+        return following and following[0]
+
+    def _run(self, admission: Admission | None) -> None:
+        """On a worker thread, or on the thread that waits inside ``admission``."""
+        before = None
+        try:
+            before = current_scope.set(self.scope.on_a_thread(admission))
+            if self.context == torch_internals.NO_CONTEXT:
+                self._call()
+            else:
+                with torch_internals.autograd_context(self.context):
+                    self._call()
+        except BaseException as error:
+            self._refuse(error)
+        finally:
+            self._end()
+            if before is not None:
+                current_scope.reset(before)
+
+    def _call(self) -> None:
+        args, kwargs = self._arguments()
+        if self.exposed.service:
+            result = self.exposed.function(self.callee.local, self.route.member.rank, *args, **kwargs)
+        else:
+            result = self.exposed.function(self.callee.instance, *args, **kwargs)
+        del args, kwargs
+        if isinstance(result, DeferredReply):
+            # The thread that settles it may have other things to do than to send, which can take long.
+            result.add_done_callback(partial(self.callee.workers.submit, self._answer_later))
+            return
+        body = self._encoded(result)
+        if self.kind != REMOTE:
+            result = None  # so that tensors which only the reply holds can be told from those that the actor holds
+        self._answer(body, result)
+
+    def _answer_later(self, later: Any) -> None:
+        try:
+            self._answer(self._encoded(later.outcome()), None)
+        except BaseException as error:
+            self._refuse(error)
+        finally:
+            host_device_copy.reap_copies()
+
+    def _start_on_loop(self, admission: Admission | None, to_leave: Admission | None) -> None:
+        loop = ray_internals.actor_event_loop(self.exposed.concurrency_group)
+        tasks = self.callee.tasks
+
+        def create() -> None:
+            task = loop.create_task(self._run_on_loop(admission, to_leave))
+            tasks.add(task)  # the loop itself keeps only a weak reference
+            task.add_done_callback(tasks.discard)
+
+        def refuse() -> None:
+            error = RayTorchRpcError(
+                f"{self.label} was called back while this async actor's event loop is blocked by a synchronous wait "
+                f"in the same chain of calls; use `await rpc_async(...)` there"
+            )
+            self.spawn(partial(self._refuse, error))
+            if to_leave is not None:
+                to_leave.gate.leave(to_leave)
+
+        start_on_loop(loop, self.scope.path, create, refuse)
+
+    async def _run_on_loop(self, admission: Admission | None, to_leave: Admission | None) -> None:
+        current_scope.set(self.scope.inside(admission))  # a task has a context of its own: nothing to reset
+        try:
+            args, kwargs = self._arguments()
+            if self.exposed.is_coroutine:
+                coroutine = self.exposed.function(self.callee.instance, *args, **kwargs)
+                result = await _in_autograd_context(coroutine, self.context)
+            else:
+                with torch_internals.autograd_context(self.context):
+                    result = self.exposed.function(self.callee.instance, *args, **kwargs)
+            del args, kwargs
+            body = self._encoded(result)
+            if self.kind != REMOTE:
+                result = None
+            self._answer(body, result)
+        except BaseException as error:
+            self._refuse(error)
+        finally:
+            self._end()
+            if to_leave is not None:
+                to_leave.gate.leave(to_leave)
+
+    def _end(self) -> None:
+        host_device_copy.reap_copies()
+        if self.scope.limit is not None:
+            self.scope.limit.over = True
+
+    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.span is not None:
+            self.span.begin()
+        deadline = self.scope.deadline
+        if deadline is not None and time.monotonic() > deadline:
+            raise RpcTimeout(f"{self.label} waited for its turn until the deadline; it did not run")
+        callee, message = self.callee, self.message
+        message.make_current()
+        try:
+            body = callee.payloads.unpack(
+                message, self.pending, arrives_on=self.route.cpu_arrives_on, keep=self.exposed.keep
+            )
+            if self.pending and self.span is not None:
+                self.span.beside("fetch", message.manifests[0][0])
+            decoded = callee.codec.decode(*body)
+            del body  # only the method is to hold its arguments
+            args, kwargs = decoded or ((), {})  # a call without arguments has no payload
+        except PeerLost as lost:
+            cause = f"it could not fetch the arguments: {lost.cause}"
+            raise PeerLost(callee.name, cause, may_have_run=False) from lost
+        except Exception as error:
+            if isinstance(error, RayTorchRpcError) and not isinstance(error, SerializationError):
+                raise
+            why = errors.shown(error)
+            raise SerializationError(f"an argument of {self.label} cannot be unpickled there: {why}") from error
+        self.message = _EMPTY  # only the method holds its arguments now
+        return args, kwargs
+
+    def _encoded(self, result: Any) -> Encoded:
+        if self.kind == REMOTE:
+            return NOTHING
+        try:
+            keep_graph = self.context != torch_internals.NO_CONTEXT
+            return self.callee.codec.encode(result, keep_graph=keep_graph, own=self.exposed.frozen)
+        except SerializationError as error:
+            raise SerializationError(f"the result of {self.label} cannot be pickled: {error}") from error
+
+    def _answer(self, body: Encoded, result: Any) -> None:
+        for tensors in self.pending:
+            tensors.used()
+        if self.kind == REMOTE:
+            self.reply(Message((False, result), NOTHING))
+            return
+        if self.span is not None:
+            self.span.lap()
+        fits, payload = self.callee.payloads.pack_reply(
+            self.route, self.lane, body, self.exposed.share, self.exposed.frozen
+        )
+        if not fits:
+            left = max(1.0, (self.scope.deadline or 0.0) - time.monotonic())
+            self.reply(self.callee.replies.keep(payload.body, left))
+            return
+        if self.span is not None and payload.lane is not None:
+            self.span.beside("ship", payload.lane)
+        try:
+            self.reply(Message((OK,), payload.body, manifests=payload.manifests))
+        except BaseException as error:
+            payload.cancel()
+            if not isinstance(error, PeerLost):
+                raise
+
+    def _refuse(self, error: BaseException) -> None:
+        self.callee.replies.refuse(self.kind, error, self.reply)
+
+
+_EMPTY = Message((), NOTHING)
+
+
+class _InContext:
+    """Awaits a coroutine with a distributed autograd context entered at each of its steps.
+
+    torch keeps the context per thread, and a loop's thread runs other coroutines in between.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], context_id: int) -> None:
+        self._coroutine, self._context_id = coroutine, context_id
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        value, error = None, None
+        while True:
+            try:
+                with torch_internals.autograd_context(self._context_id):
+                    step = self._coroutine.throw(error) if error is not None else self._coroutine.send(value)
+            except StopIteration as stop:
+                return stop.value
+            value, error = None, None
+            try:
+                value = yield step
+            except BaseException as thrown:  # cancellation too goes into the coroutine
+                error = thrown
+
+
+def _in_autograd_context(coroutine: Coroutine[Any, Any, Any], context_id: int) -> Any:
+    """An awaitable of ``coroutine`` that runs it inside an existing distributed autograd context."""
+    return coroutine if context_id == torch_internals.NO_CONTEXT else _InContext(coroutine, context_id)

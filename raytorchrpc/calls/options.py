@@ -1,0 +1,46 @@
+"""The options of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from raytorchrpc.calls.receive_into import Receiver
+from raytorchrpc.errors import ConfigurationError
+
+#: The longest deadline of a call, as for ``GroupConfig.rpc_timeout_s``.
+MAX_TIMEOUT_S = 86400
+
+
+class CallOptions(NamedTuple):
+    """How to make one call; see ``verbs.rpc_sync``."""
+
+    timeout: float | None = None
+    """Seconds until the deadline; None: ``GroupConfig.rpc_timeout_s``."""
+    share: bool = False
+    keep: bool = False
+    into: Sequence[torch.Tensor] | Receiver | None = None
+    retry: int | None = None
+    """How often the call may be sent again; None: as often as the method allows."""
+    caller_waits: bool = False
+    """The caller waits for the call at once, on this thread."""
+
+
+DEFAULTS = CallOptions()
+
+
+def checked_timeout(timeout: Any) -> float:
+    """Raise ConfigurationError for what is not a number of seconds."""
+    # No infinity either: every wait ends, and the waits underneath take none.
+    if isinstance(timeout, (int, float)) and timeout <= MAX_TIMEOUT_S:
+        return float(timeout)
+    raise ConfigurationError(f"timeout is a number of seconds up to {MAX_TIMEOUT_S}, not {timeout!r}")
+
+
+def checked_retry(retry: Any) -> int:
+    """Raise ConfigurationError for what is not a number of retries."""
+    if isinstance(retry, bool) or not isinstance(retry, int) or retry < 0:
+        raise ConfigurationError(f"retry= is how often a call may be sent again, 0 or more; not {retry!r}")
+    return retry

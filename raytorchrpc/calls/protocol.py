@@ -1,0 +1,68 @@
+"""The headers of requests and replies.
+
+A header crosses as a plain tuple of builtins, which every lane can marshal. Read it with ``RequestHeader(*header)``,
+``ControlHeader(*header)`` or ``ReplyHeader(*header)``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from raytorchrpc.calls.event_loops import Token
+
+# Kinds of request: the first field of every request's header.
+CALL = 0
+"""Run a method and reply with its result."""
+REMOTE = 1
+"""Run a method; the result stays in the callee, in an RRef."""
+PING = 2
+"""Reply at once."""
+FETCH = 3
+"""Reply with the kept result of that number."""
+WATCH = 4
+"""Never answered: the caller's lane fails the request when this process ends."""
+ASK = 5
+"""Run a function of this package on a worker thread. The body holds (function, arguments)."""
+
+# Kinds of reply.
+OK = 0
+RAISED = 1
+KEPT = 2
+"""The lane cannot carry the result's tensors: fetch the result of that number over another lane."""
+
+
+class RequestHeader(NamedTuple):
+    """The header of CALL and REMOTE."""
+
+    kind: int
+    caller: int
+    """The caller's rank."""
+    token: str
+    """Names the process that the request is for; see ``peers.process_token``."""
+    method: str
+    path: tuple[Token, ...]
+    """The admissions held along the chain of calls; see ``scope.Scope``."""
+    seconds: float
+    """Time left until the deadline."""
+    deadline: float | None
+    """By ``time.monotonic``, if both processes share that clock."""
+    mark: int | None = None
+    """Links the call to its method in a trace."""
+
+
+class ControlHeader(NamedTuple):
+    """The header of all other requests."""
+
+    kind: int
+    caller: int
+    token: str
+    number: int = 0
+    """For FETCH: of the kept result."""
+
+
+class ReplyHeader(NamedTuple):
+    """The header of every reply except those to REMOTE, which carry (whether it raised, the object itself)."""
+
+    kind: int
+    number: int = 0
+    """For KEPT: of the result to fetch."""
