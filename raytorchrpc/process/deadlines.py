@@ -30,23 +30,23 @@ class Deadlines:
         self._heap: list[_Deadline] = []
         self._cancelled = 0
         self._stopped = False
-        # Now, and not with the first alarm: a member that cannot end its waits is not to join.
+        # Now, not with the first deadline: a member that cannot end its waits must not join.
         threads.start(self._watch, f"the deadlines of {name}", name=f"{name}-deadlines")
 
     def at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call ``callback``, which is short and does not raise, at ``when`` (``time.monotonic``), unless what
-        this returns is called before. A callback that finds no memory is called again.
+        """Call ``callback``, which is short and does not raise, at ``when`` (``time.monotonic``). Returns a function
+        that cancels it. A callback that fails for lack of memory is called again.
         """
-        alarm = _Deadline(when, callback)
+        deadline = _Deadline(when, callback)
         with self._changed:
-            heapq.heappush(self._heap, alarm)
-            if self._heap[0] is alarm:
+            heapq.heappush(self._heap, deadline)
+            if self._heap[0] is deadline:
                 self._changed.notify()
 
         def cancel() -> None:
             with self._changed:
-                if alarm.callback is not None:
-                    alarm.callback = None  # what it holds may be large
+                if deadline.callback is not None:
+                    deadline.callback = None  # it may hold large objects
                     self._cancelled += 1
                 if self._cancelled > 64 and self._cancelled > len(self._heap) // 2:
                     self._heap = [kept for kept in self._heap if kept.callback is not None]
@@ -64,8 +64,8 @@ class Deadlines:
                 self._changed.wait(self._heap[0].when - time.monotonic() if self._heap else None)
             if self._stopped:
                 return False
-            alarm = heapq.heappop(self._heap)
-            callback, alarm.callback = alarm.callback, None
+            deadline = heapq.heappop(self._heap)
+            callback, deadline.callback = deadline.callback, None
             if callback is None:
                 self._cancelled -= 1
                 return True
@@ -75,13 +75,13 @@ class Deadlines:
             if threads.is_shortage(error):
                 with self._changed:
                     if not self._stopped:
-                        alarm.callback, alarm.when = callback, time.monotonic() + threads.PAUSE_S
-                        heapq.heappush(self._heap, alarm)
+                        deadline.callback, deadline.when = callback, time.monotonic() + threads.PAUSE_S
+                        heapq.heappush(self._heap, deadline)
             raise
         return True
 
     def stop(self) -> None:
-        """No alarm goes off any more."""
+        """Call back no more."""
         with self._changed:
             self._stopped = True
             self._heap.clear()

@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 class DeferredCleanup:
-    """What finalizers leave to be done, on one daemon thread.
+    """Runs the cleanup that finalizers leave, on one daemon thread.
 
-    Python may run a finalizer in the middle of anything, on a thread that holds any lock: one that takes a lock can
-    wait for itself for ever.
+    Python may run a finalizer at any point, on a thread that holds any lock, so a finalizer that takes a lock can
+    deadlock with itself.
     """
 
     def __init__(self, name: str) -> None:
@@ -26,7 +26,7 @@ class DeferredCleanup:
         threads.start(self._work, f"the cleanup of {name}", name=f"{name}-cleanup")
 
     def leave(self, function: Callable[..., object], *args: Any) -> None:
-        """Have ``function(*args)`` run soon, but not after ``stop``. Takes no lock. What it raises is logged."""
+        """Run ``function(*args)`` soon, but not after ``stop``. Takes no lock. Its exceptions are logged."""
         if not self._stopped:
             self._left.put((function, args))
 
@@ -44,13 +44,13 @@ class DeferredCleanup:
             function(*args)
         except Exception as error:
             if not threads.is_shortage(error):
-                logger.exception("what a finalizer has left could not be done")
+                logger.exception("cleanup left by a finalizer failed")
                 return True
-            self._left.put(task)  # else it would never be given back
+            self._left.put(task)  # try again, or the resource would be lost
             raise
         return True
 
     def stop(self) -> None:
-        """Nothing more is done. Idempotent."""
+        """Run nothing more. Idempotent."""
         self._stopped = True
         self._left.put(None)

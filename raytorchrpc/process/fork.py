@@ -1,9 +1,8 @@
-"""What a forked child inherits of a member, and lets go of.
+"""Detaches a forked child from the group of its parent.
 
 A child has its parent's memory and descriptors, but none of its threads. Its copies of the parent's sockets would keep
-the peers from seeing the parent's end, and whatever it wrote to them, or did to an epoll set or an eventfd, it would
-do to the parent. So right after a fork the child gives its copies up, without a word to anybody, and every use of the
-group is refused there.
+peers from detecting the parent's end, and its writes to them, or to an epoll set or an eventfd, would affect the
+parent. So right after a fork the child closes its copies silently, and it refuses every use of the group.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from raytorchrpc.errors import NotAMember
 
 logger = logging.getLogger(__name__)
 
-#: What all names of ours in Linux's abstract socket namespace begin with.
+#: Prefix of all our names in Linux's abstract socket namespace.
 ABSTRACT = "raytorchrpc-"
 
 Address = tuple[str, int]
@@ -29,12 +28,12 @@ Address = tuple[str, int]
 
 
 class ForkAware(Protocol):
-    """Something that a child inherits and must not use."""
+    """An object that a child inherits and must not use."""
 
     def after_fork(self) -> Collection[Address]:
-        """In the child, alone: let go. No lock may be taken, as nobody is left to release it.
+        """Release it in the child, which has one thread. Takes no lock, because the thread that held it is missing.
 
-        Returns the TCP addresses that belong to it: listened on, or connected to. Unix sockets are known by their name.
+        Returns its TCP addresses, listened on or connected to. Its Unix sockets are found by name.
         """
 
 
@@ -43,18 +42,18 @@ _origin: str | None = None
 
 
 def register(thing: ForkAware) -> None:
-    """From now on, as long as it lives, a forked child is to let go of it."""
+    """Call ``thing.after_fork`` in forked children, as long as it lives."""
     _fork_aware.add(thing)
 
 
 def forked_from(what: str) -> None:
-    """Of an ForkAware, in the child: what the parent is, for errors."""
+    """Set the description of the parent, for errors. Called by a ForkAware in the child."""
     global _origin
     _origin = _origin or what
 
 
 def forked() -> bool:
-    """Whether this process was forked from one that belonged to a group, or looked after one."""
+    """Whether this process was forked from a member or a supervisor of a group."""
     return _origin is not None
 
 
@@ -62,13 +61,13 @@ def check_process() -> None:
     """Raise NotAMember in a forked child."""
     if _origin is not None:
         raise NotAMember(
-            f"this process was forked from {_origin}, and belongs to no group itself: make the call in the parent and "
-            f"pass on what it returns, or make this process an actor of its own and add that to the group"
+            f"this process was forked from {_origin}, and does not belong to a group itself: make the call in the "
+            f"parent and pass its result on, or make this process an actor and add that to the group"
         )
 
 
 def addresses_in(text: str) -> Iterator[Address]:
-    """Those in URLs (``tcp://host:port``, ``uv://[host]:port``), however many there are."""
+    """Yield the addresses in URLs (``tcp://host:port``, ``uv://[host]:port``)."""
     for bare, bracketed, port in re.findall(r"//(?:([^/\[\]:,]+)|\[([^\]]+)\]):(\d+)", text):
         yield bare or bracketed, int(port)
 
@@ -80,13 +79,13 @@ def _after_fork() -> None:
         try:
             addresses.update(thing.after_fork())
         except Exception:
-            logger.exception("a forked child could not let go of %r", thing)
+            logger.exception("a forked child could not release %r", thing)
     if things:
-        _leave_sockets(addresses)
+        _close_sockets(addresses)
 
 
-def _leave_sockets(addresses: Collection[Address]) -> None:
-    """Put /dev/null in the place of every socket of ours: whoever closes its number later does no harm."""
+def _close_sockets(addresses: Collection[Address]) -> None:
+    """Replace every socket of ours by /dev/null, so that closing its number later is harmless."""
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for entry in os.listdir("/proc/self/fd"):
         fd = int(entry)

@@ -1,10 +1,10 @@
-"""What this host says of other processes."""
+"""The state of other processes of this host."""
 
 from __future__ import annotations
 
 
 def has_ended(pid: int) -> bool:
-    """Whether the process of that number, which was there before, has ended."""
+    """Whether the process with this pid, which existed before, has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state = file.read().rpartition(b")")[2].split()[0]

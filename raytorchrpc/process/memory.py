@@ -1,4 +1,4 @@
-"""How much memory this process may use."""
+"""The memory that this process may use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def default_capacity() -> int:
-    """A quarter of the memory this process may use (physical, or its control group's limit), in bytes."""
+    """Return a quarter of the memory that this process may use (physical, or its control group's limit), in bytes."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/sys/fs/cgroup/memory.max") as file:

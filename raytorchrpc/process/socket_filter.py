@@ -1,7 +1,7 @@
-"""Who may open a connection to a listener of this process that does not ask for itself: TensorPipe's.
+"""Restricts which hosts can connect to a listener without authentication: TensorPipe's.
 
-The kernel drops what comes from elsewhere before anybody accepts it, by a classic BPF program on the listening socket
-(``SO_ATTACH_FILTER``, socket(7)). That needs no privilege and costs a connection a few instructions for each packet.
+A classic BPF program on the listening socket (``SO_ATTACH_FILTER``, socket(7)) makes the kernel drop packets from other
+hosts. That needs no privilege, and costs a few instructions for each packet.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _SO_ATTACH_FILTER = 26  # asm-generic/socket.h; the socket module does not have it
 # linux/filter.h: load a word, and with a constant, jump if equal, return.
 _LOAD, _AND, _JUMP_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06
-# A load from this offset on reads the network header, whatever the program is attached to.
+# A load at this offset reads the network header, for any socket type.
 _NETWORK_HEADER = -0x100000
-# Where the sender's address is in that header.
+# Offset of the sender's address in that header.
 _SENDER = {4: 12, 6: 8}
 _EVERYTHING, _NOTHING = 0xFFFFFFFF, 0
 # The kernel counts programs against net.core.optmem_max, 20 KiB on older ones: 2,560 instructions.
@@ -34,7 +34,7 @@ Listeners = dict[int, int]
 
 
 def listening() -> Listeners:
-    """The TCP sockets on which this process listens."""
+    """Return the TCP sockets on which this process listens."""
     found = {}
     for entry in os.listdir("/proc/self/fd"):
         fd = int(entry)
@@ -53,7 +53,7 @@ def listening() -> Listeners:
 
 
 def networks(texts: Iterable[str]) -> list[Network]:
-    """Addresses and networks in CIDR notation, as few as cover the same. Raises ValueError, naming a bad one."""
+    """Parse addresses and networks in CIDR notation, merged. Raises ValueError, which names a bad one."""
     each = {ipaddress.ip_network(text.partition("%")[0], strict=False) for text in texts}
     four = ipaddress.collapse_addresses(net for net in each if isinstance(net, ipaddress.IPv4Network))
     six = ipaddress.collapse_addresses(net for net in each if isinstance(net, ipaddress.IPv6Network))
@@ -61,14 +61,14 @@ def networks(texts: Iterable[str]) -> list[Network]:
 
 
 def admit_only(listeners: Listeners, admitted: Collection[Network]) -> None:
-    """From now on only senders in ``admitted`` can connect to these; connections that exist stay.
+    """Allow only senders in ``admitted`` to connect to these listeners. Existing connections stay.
 
-    A listener that has been closed since is passed over. Raises OSError where the kernel takes no such program, or none
-    so long: the listener is then as open as it was.
+    Skips listeners that have been closed. Raises OSError if the kernel rejects the program, or its length; the listener
+    then keeps its previous filter.
     """
     for inode, fd in listeners.items():
         if not _is(fd, inode):
-            continue  # its number is somebody else's now
+            continue  # the descriptor has been reused
         sock = socket.socket(fileno=fd)
         try:
             _attach(sock, _program(6 if sock.family == socket.AF_INET6 else 4, admitted))
@@ -77,8 +77,9 @@ def admit_only(listeners: Listeners, admitted: Collection[Network]) -> None:
 
 
 def notice_silence(listeners: Listeners) -> None:
-    """What these accept from now on ends when the other host is silent for about 15 s, as after a power cut: accepted
-    sockets inherit this. TensorPipe asks for nothing of the kind, and would keep such a connection for ever.
+    """Have connections accepted from now on end when the other host is silent for about 15 s, as after a power cut.
+
+    TensorPipe does not do this itself, and would keep such a connection without end.
     """
     for inode, fd in listeners.items():
         if not _is(fd, inode):
@@ -110,7 +111,7 @@ def _program(version: int, admitted: Collection[Network]) -> list[tuple[int, int
             program += [
                 (_LOAD, 0, 0, _NETWORK_HEADER + _SENDER[version] + 4 * index),
                 (_AND, 0, 0, mask),
-                (_JUMP_EQUAL, 0, 3 * left + 1, word),  # else on to the next network
+                (_JUMP_EQUAL, 0, 3 * left + 1, word),  # else continue with the next network
             ]
         program.append((_RETURN, 0, 0, _EVERYTHING))
     program.append((_RETURN, 0, 0, _NOTHING))
@@ -119,7 +120,7 @@ def _program(version: int, admitted: Collection[Network]) -> list[tuple[int, int
 
 def _attach(sock: socket.socket, program: list[tuple[int, int, int, int]]) -> None:
     if len(program) > _MAX_INSTRUCTIONS:
-        raise OSError(f"{len(program)} instructions are more than every kernel takes")
+        raise OSError(f"{len(program)} instructions exceed the limit of some kernels")
     steps = (struct.pack("HBBI", code, yes, no, value & _EVERYTHING) for code, yes, no, value in program)
     text = ctypes.create_string_buffer(b"".join(steps))
     sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(program), ctypes.addressof(text)))

@@ -1,7 +1,7 @@
-"""Starts every thread of this package, and keeps those running that others rely on.
+"""Starts all threads of this package, and keeps serving threads running.
 
-A process can be short of memory, or of threads, for a moment. A thread that serves others then loses the one thing that
-it was doing, says so, and goes on; whoever wants to start a thread is told at once that there is none.
+A process can run out of memory or threads for a moment. A serving thread then loses only its current step, logs that,
+and continues. Code that starts a thread gets an error at once if there is none.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 #: A serving thread whose step failed waits this long before the next (seconds).
 PAUSE_S = 0.05
-#: The same failure of the same thread is logged this often at most (seconds).
+#: Shortest time between two log records of the same failure of the same thread (seconds).
 _REPORT_S = 10.0
-#: A thread that has not run its first line after this (seconds) never will.
+#: A thread that has not run its first line after this time never will (seconds).
 _START_S = 30.0
-#: A serving thread that has failed at every step for so long (seconds), not for want of memory, gives up.
+#: A serving thread gives up after failing at every step for this time, but not for lack of memory (seconds).
 _HOPELESS_S = 30.0
 
 _pause = threading.Lock()
@@ -37,7 +37,7 @@ _reported: dict[tuple[str, type[BaseException]], float] = {}
 
 
 class ThreadShortage(RayTorchRpcError):
-    """This process cannot start a thread now."""
+    """This process cannot start a thread at the moment."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(
@@ -51,20 +51,20 @@ class ThreadShortage(RayTorchRpcError):
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether this failed for want of memory or threads, so that it can succeed later."""
+    """Whether an error is due to a lack of memory or threads, so that a later attempt may succeed."""
     if isinstance(error, (MemoryError, ThreadShortage)):
         return True
-    if isinstance(error, RuntimeError):  # torch's allocator, and Python for a thread
+    if isinstance(error, RuntimeError):  # from torch's allocator, and from Python for a thread
         text = str(error)
         return "can't allocate memory" in text or "can't start new thread" in text
     return isinstance(error, OSError) and error.errno == errno.ENOMEM
 
 
 class _Started(threading.Event):
-    """What ``Thread.start`` waits for. A thread that gets no memory for its first lines never sets it."""
+    """The event that ``Thread.start`` waits for. A thread without memory for its first lines never sets it."""
 
     boot: weakref.ref[_Boot] | None = None
-    """What the new thread runs, which lives as long as that."""
+    """What the new thread runs. It lives as long as the thread."""
 
     def wait(self, timeout: float | None = None) -> bool:
         if timeout is not None:
@@ -73,12 +73,12 @@ class _Started(threading.Event):
         while not super().wait(PAUSE_S):
             over = self.boot is not None and self.boot() is None
             if (over or time.monotonic() > until) and not self.is_set():
-                raise RuntimeError("there is no memory for it")
+                raise RuntimeError("no memory for it")
         return True
 
 
 class _Boot:
-    """A thread's first lines. Not the thread itself: this dies with them, even where there is no memory to say so."""
+    """A thread's first lines. It is dropped when they end, even if there is no memory to report a failure."""
 
     __slots__ = ("__weakref__", "_thread")
 
@@ -102,9 +102,9 @@ class _Thread(threading.Thread):
         return boot
 
     def give_up(self) -> bool:
-        """Have it do nothing should it begin yet; False if it has begun."""
+        """Have the thread do nothing if it begins later. Returns False if it has begun."""
         try:
-            del self._work  # only one of the two threads succeeds
+            del self._work  # succeeds in only one of the two threads
         except AttributeError:
             return False
         return True
@@ -121,7 +121,7 @@ class _Thread(threading.Thread):
 
 
 def start(target: Callable[..., object], *args: Any, name: str) -> threading.Thread:
-    """Run ``target(*args)`` on a daemon thread of that name; what it raises is logged. Raises ThreadShortage."""
+    """Run ``target(*args)`` on a daemon thread of that name. Its exceptions are logged. Raises ThreadShortage."""
     try:
         thread = _Thread(target, args, name)
         try:
@@ -135,12 +135,12 @@ def start(target: Callable[..., object], *args: Any, name: str) -> threading.Thr
 
 
 async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """As ``asyncio.to_thread``, on a thread of its own: if there is none, nothing stays behind to be run later."""
+    """Like ``asyncio.to_thread``, on a thread of its own. If none can be started, nothing is left to run later."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
 
-    def settle(value: Any, error: BaseException | None) -> None:
+    def finish(value: Any, error: BaseException | None) -> None:
         if done.done():
             return
         if error is None:
@@ -153,24 +153,24 @@ async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         try:
             value = context.run(function, *args, **kwargs)
         except BaseException as raised:
-            # A Future takes no StopIteration.
+            # A Future does not accept StopIteration.
             error = RuntimeError(f"it raised {raised!r}") if isinstance(raised, StopIteration) else raised
         try:
-            loop.call_soon_threadsafe(settle, value, error)
-        except RuntimeError as closed:  # the loop was closed meanwhile: nobody waits any more
-            logger.debug("the result of %r came too late: %s", function, closed)
+            loop.call_soon_threadsafe(finish, value, error)
+        except RuntimeError as closed:  # the loop was closed meanwhile
+            logger.debug("the result of %r arrived after its loop was closed: %s", function, closed)
 
     start(work, name="raytorchrpc-await")
     return await done
 
 
 def pause() -> None:
-    """Let a moment pass, in which memory or threads may be given back. Allocates nothing."""
+    """Sleep briefly, so that memory or threads may be freed. Allocates nothing."""
     _pause.acquire(True, PAUSE_S)
 
 
 def report(error: BaseException, what: str) -> None:
-    """Log a failure that costs no more than what it interrupted; never raises, and repeats itself seldom."""
+    """Log a failure after which the process continues. Never raises. Repetitions are rarely logged."""
     try:
         now, key = time.monotonic(), (what, type(error))
         if now - _reported.get(key, -_REPORT_S) < _REPORT_S:
@@ -187,7 +187,7 @@ def report(error: BaseException, what: str) -> None:
 
 
 def persist(function: Callable[[], T], seconds: float) -> T:
-    """Call ``function`` again for so long, while it fails for want of memory or threads. Blocks."""
+    """Call ``function`` until it does not fail for lack of memory or threads, for ``seconds`` at most. Blocks."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -205,11 +205,11 @@ def serve(
     restore: Callable[[], None] | None = None,
     give_up: Callable[[], None] | None = None,
 ) -> None:
-    """Call ``step`` until it returns False. What it raises costs that step alone: it is logged, and the next follows.
+    """Call ``step`` until it returns False. An exception costs only that step: it is logged, and the next step follows.
 
-    ``what``: who serves, for the log. ``restore``: called after a step that failed, to set right what that left behind.
-    ``give_up``: called, once, if every step has failed for half a minute, but not for want of memory or threads; then
-    this returns. Without it, this goes on for ever.
+    ``what``: names the thread in logs. ``restore``: called after a step has failed, to repair its effects. ``give_up``:
+    called once, before this returns, if every step has failed for half a minute, but not for lack of memory or threads.
+    Without it, this never gives up.
     """
     failing_since: float | None = None
     while True:
@@ -224,7 +224,7 @@ def serve(
         except BaseException as error:
             failing_since = _failed(error, what, failing_since)
         if give_up is not None and failing_since is not None and time.monotonic() - failing_since > _HOPELESS_S:
-            logger.critical("%s: cannot go on; this member leaves the group's connections", what)
+            logger.critical("%s: cannot continue; this member closes its connections", what)
             give_up()
             return
         if restore is not None:
@@ -235,7 +235,7 @@ def serve(
 
 
 def _failed(error: BaseException, what: str, since: float | None) -> float | None:
-    """Log it and pause; returns since when steps have failed for other reasons than a shortage. Never raises."""
+    """Log an error and pause; returns since when steps have failed for reasons other than a shortage. Never raises."""
     try:
         report(error, f"{what} goes on after a failure")
         pause()

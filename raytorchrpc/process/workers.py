@@ -1,4 +1,4 @@
-"""A member's own threads: those that run methods, the one that watches deadlines, and the one that tidies up."""
+"""A pool of daemon threads that run methods."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from raytorchrpc.process.threads import ThreadShortage
 
 logger = logging.getLogger(__name__)
 
-#: A worker that had nothing to do for so long ends (seconds): one burst is not to cost its threads for ever.
+#: A worker that is idle for this time ends, so that one burst does not keep its threads (seconds).
 _IDLE_S = 30.0
 
 
 class Workers:
-    """Daemon threads that run methods: made when none is idle, kept for a while after. Hot path.
+    """Runs tasks on daemon threads, which are started when none is idle and kept for a while. Hot path.
 
-    Daemons, because a method that never returns must not keep the process from ending.
+    The threads are daemons so that a method that never returns does not keep the process from ending.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class Workers:
         keep: bool = False,
         deadlines: Deadlines | None = None,
     ) -> None:
-        """``limit``: threads at most. ``idle_s``: seconds without a task after which one ends.
+        """``limit``: most threads. ``idle_s``: seconds without a task after which a thread ends.
 
-        ``keep``: the first thread starts now and does not end before ``stop``, so that tasks are run even where no
-        further thread can be started. ``deadlines``: used to try again then. Raises ThreadShortage.
+        ``keep``: start the first thread now and keep it until ``stop``, so that tasks run even if no other thread can
+        be started. ``deadlines``: used to retry then. Raises ThreadShortage.
         """
         self._name, self._limit, self._idle_s = name, limit, idle_s
         self._keep, self._deadlines = int(keep), deadlines
@@ -52,13 +52,13 @@ class Workers:
             threads.start(self._work, name=f"{name}-1")
 
     def submit(self, function: Callable[..., None], *args: Any) -> None:
-        """Run ``function(*args)``, which must not raise, on a worker; returns at once.
+        """Run ``function(*args)``, which must not raise, on a worker. Does not block.
 
-        If no thread can be started, the task waits for one that exists. Raises ThreadShortage, and does not run it, if
-        there is none; never with ``keep``.
+        If no thread can be started, the task waits for an existing one. Raises ThreadShortage, without running the
+        task, if there is none; never with ``keep``.
 
-        After ``stop`` too, on a thread of its own: a method that waited for its turn holds an admission now, and has
-        to give it back. Beyond the limit too, if it is the method of an object that ``may_not_wait``.
+        After ``stop`` the task runs on a thread of its own: a method that waited for its admission must give that back.
+        So does a task beyond the limit whose object has ``may_not_wait`` set.
         """
         with self._lock:
             full = self._idle <= 0 and self._threads >= self._limit
@@ -72,13 +72,13 @@ class Workers:
         if late:
             self._run_late(function, args)
             return
-        # Outside the lock: it waits for the thread to begin.
+        # Outside the lock, because this waits for the thread to begin.
         if grows and not self._start_one() and not self._is_waited_for():
             raise ThreadShortage(self._name, "no memory, or no more threads")
         with self._lock:
             if not self._stopped:
                 try:
-                    self._tasks.put((function, args))  # under the lock: not behind what stop() puts there
+                    self._tasks.put((function, args))  # under the lock, to precede what stop() adds
                     return
                 except MemoryError:
                     self._idle += 1
@@ -92,11 +92,11 @@ class Workers:
             function(*args)
 
     def _start_one(self) -> bool:
-        """Start the thread that was counted already; if that fails, it is counted no more."""
+        """Start a thread that was counted already; if that fails, undo the count."""
         try:
             threads.start(self._work, name=f"{self._name}-{self._threads}")
         except ThreadShortage as error:
-            threads.report(error, f"{self._name}: tasks have to wait for a thread")
+            threads.report(error, f"{self._name}: tasks wait for a thread")
             with self._lock:
                 self._threads -= 1
                 self._idle -= 1
@@ -104,7 +104,7 @@ class Workers:
         return True
 
     def _is_waited_for(self) -> bool:
-        """A task without a thread: whether one that exists will come to it. Has more started later, if that is so."""
+        """Whether an existing thread will run a task that has none; if so, more threads are started later."""
         with self._lock:
             if not self._threads:
                 self._idle += 1
@@ -115,12 +115,12 @@ class Workers:
         if retries and self._deadlines is not None:
             try:
                 self._deadlines.at(time.monotonic() + threads.PAUSE_S, self._grow)
-            except MemoryError:  # the thread that exists has to do
+            except MemoryError:  # the existing thread has to suffice
                 self._retrying = False
         return True
 
     def _grow(self) -> None:
-        """Start the threads that tasks wait for, as far as that is possible now."""
+        """Start the threads that tasks wait for, as far as possible."""
         grows = True
         while grows:
             with self._lock:
@@ -141,7 +141,7 @@ class Workers:
             task = self._tasks.get(timeout=self._idle_s)
         except queue.Empty:
             with self._lock:
-                # Perhaps a task that this thread was counted for is just being put there.
+                # A task that this thread was counted for may be about to arrive.
                 if self._idle <= 0 or self._threads <= self._keep or self._stopped:
                     return True
                 self._threads -= 1
@@ -153,13 +153,13 @@ class Workers:
         try:
             function(*args)
         finally:
-            del task, function, args  # an idle worker keeps no tensor alive
+            del task, function, args  # an idle worker must not keep a tensor alive
             with self._lock:
                 self._idle += 1
         return True
 
     def stop(self) -> None:
-        """Let idle threads end now and busy ones after their task. Does not wait. Idempotent."""
+        """End idle threads now and busy ones after their task. Does not wait. Idempotent."""
         with self._lock:
             if self._stopped:
                 return

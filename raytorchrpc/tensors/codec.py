@@ -1,7 +1,7 @@
-"""Any Python object to and from (pickle bytes, tensors, RRefs). Nothing else knows about pickling.
+"""Converts any Python object to and from (pickle bytes, tensors, RRefs). Only this package uses pickle.
 
-Tensors anywhere inside an object, and large buffers that follow pickle protocol 5 (numpy arrays, Arrow
-columns), are lifted out and travel beside the bytes, uncopied; a lane decides how. What stays is small.
+Tensors anywhere inside an object, and large buffers of pickle protocol 5 (numpy arrays, Arrow columns), are lifted out
+without a copy and travel out of band; a lane decides how. The remaining bytes are few.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from raytorchrpc._compat.torch_internals import RREF_TYPE
 from raytorchrpc.errors import RayTorchRpcError, SerializationError, shown
 from raytorchrpc.tensors.containers import Bulk, gathered
 
-#: Buffers below this stay in the pickle: lifting one costs more than copying it (bytes).
+#: Smaller buffers stay in the pickle: lifting one costs more than copying it (bytes).
 LIFT_BUFFER_BYTES = 16 * 1024
 
 
 class Encoded(NamedTuple):
-    """One object taken apart.
+    """An encoded object.
 
-    ``tensors`` are the caller's own (no copy): they must not change until the lane has taken them. The
-    last ``buffers`` of them stand for protocol 5 buffers as flat uint8 CPU tensors.
+    ``tensors`` are the caller's own, not copies: they must not change until the lane has taken them. The last
+    ``buffers`` of them are protocol 5 buffers, as flat uint8 CPU tensors.
     """
 
     payload: bytes
@@ -37,12 +37,12 @@ class Encoded(NamedTuple):
     buffers: int
 
 
-#: None, taken apart.
+#: The encoding of None.
 NOTHING = Encoded(b"", (), (), 0)
 
 
 class _Table(threading.local):
-    """What the object being decoded on this thread may take its tensors and RRefs from."""
+    """The tensors and RRefs of the object that is being decoded on this thread."""
 
     tensors: Sequence[torch.Tensor] = ()
     rrefs: Sequence[Any] = ()
@@ -72,7 +72,7 @@ def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
 
 def _take_bulk(kind: type[Any], keys: tuple[str, ...] | None, state: dict[str, Any], start: int, count: int) -> Any:
     tensors = _table.tensors[start : start + count]
-    return Bulk(kind, keys, state, tensors).filled(tensors)
+    return Bulk(kind, keys, state, tensors).rebuilt(tensors)
 
 
 def _take_rref(index: int) -> Any:
@@ -80,23 +80,22 @@ def _take_rref(index: int) -> Any:
 
 
 class Codec:
-    """Encodes with ``pickler`` as the base class: ``pickle.Pickler``, or a cloudpickle that also knows
-    functions and classes by value. Safe to share between threads.
+    """Encodes with ``pickler`` as the base class: ``pickle.Pickler``, or a cloudpickle that also pickles functions and
+    classes by value. Thread-safe.
     """
 
     def __init__(self, pickler: type[Any] = pickle.Pickler) -> None:
         self._pickler = _lifting(pickler)
 
     def encode(self, obj: object, *, keep_graph: bool = False, own: bool = False) -> Encoded:
-        """Take ``obj`` apart.
+        """Encode ``obj``.
 
-        ``own`` lifts the very tensors of ``obj`` where it can, not tensors of its own over the same memory.
-
-        ``keep_graph`` lifts tensors with their autograd history (distributed autograd records the hop);
-        otherwise what arrives is a leaf with the same ``requires_grad``.
-        Raises SerializationError, naming the type that could not be pickled.
+        ``own``: lift the tensor objects in ``obj`` themselves if possible, not new tensors over the same memory.
+        ``keep_graph``: lift tensors with their autograd history, so that distributed autograd records the hop;
+        otherwise they arrive as leaves with the same ``requires_grad``. Raises SerializationError, which names the type
+        that could not be pickled.
         """
-        if obj is None:  # what most methods return
+        if obj is None:  # as most methods return
             return NOTHING
         file = io.BytesIO()
         buffers: list[torch.Tensor] = []
@@ -121,10 +120,10 @@ class Codec:
         buffers: int = 0,
         load: Callable[..., Any] = pickle.loads,
     ) -> Any:
-        """Put an object together again; it takes the given tensors as they are, without a copy.
+        """Decode an object, with the given tensors in it, without a copy.
 
-        ``load``: see ``placed``. Raises what the object's own code raises, and SerializationError in place of what
-        would end this process.
+        ``load``: see ``placed``. Raises what the object's own code raises, but SerializationError in place of an
+        exception that would end this process.
         """
         if not payload:
             return None
@@ -142,12 +141,12 @@ class Codec:
 
 
 def _is_interrupt(error: BaseException) -> bool:
-    """Whether it may be meant for this process: Ctrl-C reaches the main thread, in the middle of anything."""
+    """Whether the exception may be a Ctrl-C, which reaches the main thread at any point."""
     return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 def _lifting(base: type[Any]) -> type[Any]:
-    """A pickler class that reduces tensors and RRefs to their place in a table, and leaves the rest to ``base``."""
+    """Make a pickler class that replaces tensors and RRefs by their index, and leaves the rest to ``base``."""
     inherited = getattr(base, "reducer_override", None)
 
     class LiftingPickler(base):  # type: ignore[misc]
@@ -164,7 +163,7 @@ def _lifting(base: type[Any]) -> type[Any]:
                 self.tensors += obj.tensors if self.own else map(torch.Tensor.detach, obj.tensors)
                 return _take_bulk, (obj.kind, obj.keys, obj.state, start, len(obj.tensors))
             if type(obj) is numpy.ndarray and obj.nbytes >= LIFT_BUFFER_BYTES and not _is_one_buffer(obj):
-                return obj.copy().__reduce_ex__(5)  # numpy would copy it too, but into the pickle
+                return obj.copy().__reduce_ex__(5)  # numpy would copy it into the pickle
             if isinstance(obj, RREF_TYPE):
                 self.rrefs.append(obj)
                 return _take_rref, (len(self.rrefs) - 1,)
@@ -180,7 +179,7 @@ def _lifting(base: type[Any]) -> type[Any]:
                 return NotImplemented  # likewise: sparse and nested tensors reduce to dense parts
             requires_grad, order = tensor.requires_grad, None
             if requires_grad and self.keep_graph:
-                kind = torch.Tensor if kind is torch.nn.Parameter else kind  # made anew, it would cut the graph
+                kind = torch.Tensor if kind is torch.nn.Parameter else kind  # a new Parameter would cut the graph
             else:
                 if requires_grad or not self.own:
                     tensor = tensor.detach()
@@ -188,7 +187,7 @@ def _lifting(base: type[Any]) -> type[Any]:
                     tensor, order = _in_memory_order(tensor)
             if tensor.is_conj() or tensor.is_neg():
                 tensor = tensor.resolve_conj().resolve_neg()
-            if not tensor.data_ptr() and tensor.numel():  # reading it would end the process
+            if not tensor.data_ptr() and tensor.numel():  # reading it would crash the process
                 raise SerializationError(
                     f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage was freed"
                 )
@@ -205,19 +204,19 @@ def _lifting(base: type[Any]) -> type[Any]:
 
 
 def _is_plain(kind: type[torch.Tensor]) -> bool:
-    """Whether a subclass is a tensor with memory of its own, as any other, that leaves pickling to torch."""
+    """Whether a tensor subclass has ordinary memory and leaves pickling to torch."""
     return (
         kind.__reduce_ex__ is torch.Tensor.__reduce_ex__ and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     )
 
 
 def _in_memory_order(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
-    """A view with its dimensions as they lie in memory, and the order that leads back, if that makes it contiguous.
+    """Return a view with its dimensions in memory order, and the order that leads back, if that makes it contiguous.
 
-    So a transposed or channels_last tensor is copied in one piece, and arrives with the strides it had.
+    A transposed or channels_last tensor is then copied in one piece, and arrives with its original strides.
     """
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    view = tensor.permute(order).detach()  # a view of its own, not one that holds the tensor
+    view = tensor.permute(order).detach()  # detached, so that the view does not hold the tensor
     if not view.is_contiguous():
         return tensor, None
     back = [0] * len(order)
@@ -227,7 +226,7 @@ def _in_memory_order(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...
 
 
 def _is_one_buffer(array: numpy.ndarray) -> bool:
-    """Whether numpy gives it away as it lies: contiguous, in one order or the other; or cannot, for objects in it."""
+    """Whether numpy can export it without a copy, or not at all because it holds objects."""
     return bool(array.flags.c_contiguous or array.flags.f_contiguous or array.dtype.hasobject)
 
 
@@ -246,22 +245,22 @@ def _buffer_lifter(into: list[torch.Tensor]) -> Any:
 
 
 def _as_tensor(raw: memoryview) -> torch.Tensor:
-    """A uint8 view of the buffer, kept alive by the tensor."""
+    """Return a uint8 view of the buffer, which the tensor keeps alive."""
     if not raw.readonly:
         return torch.frombuffer(raw, dtype=torch.uint8)
-    # Arrays from Ray's object store are read-only, and torch warns at each of them. Lanes only read what
-    # they send, so hand torch the address; the array stays alive through the attribute.
+    # Arrays from Ray's object store are read-only, and torch warns about each of them. Lanes only read what they send,
+    # so give torch the address; the attribute keeps the array alive.
     array = numpy.frombuffer(raw, dtype=numpy.uint8)
     window = (ctypes.c_ubyte * raw.nbytes).from_address(array.ctypes.data)
     window._keep_alive = array  # type: ignore[attr-defined]
     return torch.frombuffer(window, dtype=torch.uint8)
 
 
-# --- an object with other tensors in it ------------------------------------------------------------------
+# --- decoding with other tensors ------------------------------------------------------------------
 
 
 class _Anything(type):
-    """Stands for whatever an object is made of, while only its tensors are of interest. No user's code runs."""
+    """Takes the place of every class of an object, so that none of the user's code runs."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls
@@ -279,7 +278,7 @@ class _Thing(metaclass=_Anything):
 
 
 class _Outline(pickle.Unpickler):
-    """Makes nothing, and notes in which order each tensor's dimensions are to be put."""
+    """Builds no object; records the order into which each tensor's dimensions are to be permuted."""
 
     def __init__(self, encoded: Encoded) -> None:
         super().__init__(io.BytesIO(encoded.payload), buffers=[bytearray()] * encoded.buffers)
@@ -298,8 +297,8 @@ _TAKING = {(function.__module__, function.__name__) for function in (_take_tenso
 
 
 def orders(encoded: Encoded) -> dict[int, tuple[int, ...]]:
-    """By place in ``encoded.tensors``, how the dimensions of a tensor have to be permuted to be as they were; without
-    those that are so already. Makes no object, and runs none of its code.
+    """Return by index in ``encoded.tensors`` the permutation that restores a tensor's dimensions, for those that need
+    one. Builds no object, and runs none of its code.
     """
     outline = _Outline(encoded)
     if encoded.payload:
@@ -308,7 +307,7 @@ def orders(encoded: Encoded) -> dict[int, tuple[int, ...]]:
 
 
 class _Placing(pickle.Unpickler):
-    """Puts given tensors into an object as they are, instead of what was made of those that were lifted."""
+    """Puts given tensors into an object unchanged, without the permutation or subclass of the lifted ones."""
 
     def find_class(self, module: str, name: str, /) -> Any:
         return _PLACING.get((module, name)) or super().find_class(module, name)
@@ -319,7 +318,7 @@ def _place(index: int, *rest: Any) -> torch.Tensor:
 
 
 def _no_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
-    """They stay what they are."""
+    """Leave the tensor unchanged."""
 
 
 _PLACING: dict[tuple[str, str], Any] = {
@@ -329,5 +328,5 @@ _PLACING: dict[tuple[str, str], Any] = {
 
 
 def placed(payload: bytes, *, buffers: Sequence[Any]) -> Any:
-    """For ``Codec.decode(load=...)``: the tensors it is given are in the object that it returns, these very ones."""
+    """Load for ``Codec.decode(load=...)``: the object contains the given tensor objects themselves."""
     return _Placing(io.BytesIO(payload), buffers=buffers).load()

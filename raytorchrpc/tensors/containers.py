@@ -1,7 +1,7 @@
-"""Lists and dicts full of tensors, taken apart and put together at once.
+"""Takes apart lists and dicts of tensors as a whole, and puts them together again.
 
-A pickler calls back for every tensor, 2 microseconds each: most of the time of a call with a state dict. A container
-of nothing but ordinary tensors is looked over as a whole instead, by loops that run in C.
+A pickler calls back for every tensor, which takes 2 microseconds each and most of the time of a call with a state dict.
+A container of ordinary tensors only is checked as a whole instead, by loops that run in C.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 
 #: Smaller containers are left to the pickler.
 _MANY = 8
-#: Containers of containers are looked into this far.
+#: Greatest depth of nested containers.
 _DEPTH = 3
 
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device})
 _dtype, _layout, _is_cpu, _is_cuda = (attrgetter(name) for name in ("dtype", "layout", "is_cpu", "is_cuda"))
 _requires_grad, _is_nested = attrgetter("requires_grad"), attrgetter("is_nested")
-#: Neither quantized nor complex, which can be conjugated views.
+#: Excludes quantized dtypes, and complex ones, which can be conjugated views.
 _PLAIN_DTYPES = frozenset(
     dtype
     for dtype in vars(torch).values()
@@ -30,17 +30,17 @@ _PLAIN_DTYPES = frozenset(
 
 
 class Bulk(NamedTuple):
-    """Stands for a container of tensors."""
+    """Takes the place of a container of tensors."""
 
     kind: type[Any]
     keys: tuple[str, ...] | None
-    """Of a dict."""
+    """The keys of a dict."""
     state: dict[str, Any]
-    """Attributes of a container that can have some (a module's state dict has)."""
+    """Attributes of the container, as a module's state dict has."""
     tensors: Sequence[torch.Tensor]
 
-    def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The container again, with these tensors."""
+    def rebuilt(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Build the container with other tensors."""
         made = self.kind(tensors if self.keys is None else zip(self.keys, tensors, strict=True))
         if self.state:
             vars(made).update(self.state)
@@ -48,8 +48,8 @@ class Bulk(NamedTuple):
 
 
 def gathered(obj: Any) -> Any | None:
-    """``obj`` with a ``Bulk`` in place of each container of many tensors; None if that is not worth it, or if
-    anything in it might be there twice (a pickler keeps what is one object one object).
+    """Return ``obj`` with a ``Bulk`` in place of each container of many tensors. None if there is none, or if any
+    object may occur twice, because a pickler preserves identity.
     """
     seen: list[int] = []
     found: list[Bulk] = []
@@ -84,7 +84,7 @@ def _gather(obj: Any, depth: int, seen: list[int], found: list[Bulk]) -> Any:
         return bulk
     below = [_gather(value, depth - 1, seen, found) for value in values]
     if kind is OrderedDict:
-        raise _NotSimple  # small, and may have attributes
+        raise _NotSimple  # a small one, which may have attributes
     if kind is not dict:
         return kind(below)
     if set(map(type, obj)) - _ATOMS:
@@ -93,7 +93,7 @@ def _gather(obj: Any, depth: int, seen: list[int], found: list[Bulk]) -> Any:
 
 
 def is_ordinary(obj: Any) -> bool:
-    """Whether it is a tensor that is nothing but its dtype, its shape and its memory."""
+    """Whether ``obj`` is a tensor described by its dtype, shape and memory alone."""
     return (
         type(obj) is torch.Tensor
         and obj.layout is torch.strided
@@ -120,7 +120,7 @@ def _bulk(obj: Any, kind: type[Any], values: Any) -> Bulk:
         raise _NotSimple
     if not all(map(torch.Tensor.is_contiguous, tensors)) or any(map(vars, tensors)):
         raise _NotSimple
-    if not all(map(torch.Tensor.data_ptr, tensors)):  # empty, which is well, or freed, which the pickler refuses
+    if not all(map(torch.Tensor.data_ptr, tensors)):  # empty, or freed, which the pickler refuses
         raise _NotSimple
     keys = tuple(obj) if kind in (dict, OrderedDict) else None
     if keys is not None and set(map(type, keys)) != {str}:

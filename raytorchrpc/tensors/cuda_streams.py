@@ -1,4 +1,4 @@
-"""CUDA tensors that pass from one thread or process to another: where to, and in order without waiting."""
+"""Hands CUDA tensors from one thread to another, ordered on the GPU without blocking the CPU."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from raytorchrpc.tensors.devices import CPU, Device
 
 
 def nothing() -> None:
-    """For tensors that need no hand-over."""
+    """Do nothing."""
 
 
 def handoff_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Called on the thread (and streams) that made the tensors; the result is called on the one that uses them.
+    """Call this on the thread (and streams) that made the tensors; call the result on the thread that uses them.
 
-    The user's streams then wait for the maker's, on the GPU, without blocking the CPU. ``record_stream`` keeps
-    the memory from being handed out again while the user's kernels still read it.
+    The user's streams then wait for the maker's, on the GPU, without blocking the CPU. ``record_stream`` keeps the
+    allocator from reusing the memory while the user's kernels read it.
     """
-    # One for each storage: the allocator keeps account of nothing smaller.
+    # One tensor for each storage, which is the allocator's unit.
     on_gpu = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor.is_cuda}
     if not on_gpu:
         return nothing
@@ -41,7 +41,7 @@ def handoff_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
 
 
 def check_mapped(tensors: Sequence[torch.Tensor], peer: str, mapping: Mapping[Any, Device], lane: str) -> None:
-    """Raise LaneUnavailable for a CUDA tensor that the device map to ``peer`` (mine -> its) does not know."""
+    """Raise LaneUnavailable for a CUDA tensor that is not in the device map to ``peer`` (own -> its)."""
     for index in {tensor.get_device() for tensor in tensors if tensor.is_cuda}:
         if index not in mapping:
             shown = ", ".join(f"{_shown(mine)} -> {_shown(its)}" for mine, its in mapping.items()) or "empty"

@@ -1,6 +1,7 @@
-"""Exceptions that travel: taken apart where a method raised them, raised again at its caller under their own type.
+"""Encodes exceptions of remote methods, and raises them again at the caller under their own type.
 
-The name and the traceback travel as text, apart from the pickled exception: they arrive even if that cannot be loaded.
+The type's name and the traceback travel as text, next to the pickled exception: they arrive even if it cannot be
+loaded.
 """
 
 from __future__ import annotations
@@ -15,34 +16,34 @@ from typing import Any
 from raytorchrpc.errors import RemoteError, shown
 from raytorchrpc.tensors.codec import Codec, Encoded
 
-#: A longer traceback loses its middle (characters): in a chain of calls each hop adds its own to all before.
+#: A longer traceback loses its middle (characters): in a chain of calls each hop adds its own traceback.
 _TEXT_LIMIT = 64 * 1024
 _NESTED = re.compile(rf"\A(?:{RemoteError.__module__}\.RemoteError: on [^\n]*:\n)+")
 
 
 def encode_exception(codec: Codec, error: BaseException) -> Encoded:
-    """Take an exception apart so that it can be raised again elsewhere under its own type. Never raises.
+    """Encode an exception so that the caller can raise it under its own type. Never raises.
 
-    What cannot be pickled (or not be read back) is sent as text and becomes a RemoteError there. So does what
-    is no Exception: a SystemExit or a cancellation means this process, not the caller's.
+    An exception that cannot be pickled and loaded again is sent as text, and arrives as a RemoteError. So does one that
+    is not an Exception: a SystemExit or a cancellation concerns this process, not the caller's.
     """
     cls = type(error)
     name, text = f"{cls.__module__}.{cls.__qualname__}", traceback_text(error)
-    with contextlib.suppress(BaseException):  # whatever a user's own class does ends in the same fallback
+    with contextlib.suppress(BaseException):  # whatever a user's class raises, the fallback is the same
         for described in _descriptions(error):
             with contextlib.suppress(BaseException):
                 encoded = codec.encode(described)
                 if encoded.rrefs or any(tensor.is_cuda for tensor in encoded.tensors):
-                    continue  # an error has to get through by whatever lane its call came
+                    continue  # an error must be able to use any lane
                 if type(_reraisable(codec.decode(*encoded))) is cls:
                     return encoded._replace(payload=pickle.dumps((encoded.payload, name, text), 5))
     return Encoded(pickle.dumps((b"", name, text), 5), (), (), 0)
 
 
 def decode_exception(codec: Codec, encoded: Encoded, where: str) -> BaseException:
-    """The remote exception, ready to be raised; its cause is a RemoteError with the remote traceback.
+    """Return the remote exception, whose cause is a RemoteError with the remote traceback.
 
-    The RemoteError itself where the exception cannot be made here.
+    Returns the RemoteError itself if the exception cannot be rebuilt here.
     """
     payload, name, text = pickle.loads(encoded.payload)
     obstacle = ""
@@ -60,13 +61,13 @@ def decode_exception(codec: Codec, encoded: Encoded, where: str) -> BaseExceptio
 
 
 def traceback_text(error: BaseException) -> str:
-    """The traceback of an exception of any class, with those of its causes, as Python shows it. Never raises."""
+    """Format the traceback of any exception, with those of its causes, as Python does. Never raises."""
     try:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     except BaseException as failure:
         return f"{type(error).__qualname__} (its traceback cannot be shown: {type(failure).__name__})\n"
     if len(text) > _TEXT_LIMIT:
-        text = _NESTED.sub("", text)  # what is kept begins where the error was first raised
+        text = _NESTED.sub("", text)  # the rest begins where the error was first raised
     if len(text) <= _TEXT_LIMIT:
         return text
     half = _TEXT_LIMIT // 2
@@ -77,28 +78,28 @@ def traceback_text(error: BaseException) -> str:
 
 
 def _descriptions(error: BaseException) -> Iterator[Any]:
-    """Ways to pickle it, best first."""
+    """Yield objects that describe the exception to pickle, best first."""
     if not isinstance(error, Exception):
         return
     cls = type(error)
     native = _native(cls)
-    if _knows_how(cls, native):
+    if _pickles_itself(cls, native):
         yield error
     _, made_from, *rest = native.__reduce__(error)
     state = {key: value for key, value in ((rest and rest[0]) or {}).items() if key != "__notes__"}
     yield cls, made_from, error.args, state
-    if not _knows_how(cls, native):
+    if not _pickles_itself(cls, native):
         yield error
     yield cls, made_from, error.args, {}
 
 
 def _native(cls: type[BaseException]) -> Any:
-    """The built-in class that ``cls`` derives from first; it keeps state of its own (a file name, a position)."""
+    """Return the first built-in base class, which may have state of its own (a file name, a position)."""
     return next(base for base in cls.__mro__ if base.__module__ == "builtins")
 
 
-def _knows_how(cls: type[BaseException], native: Any) -> bool:
-    """Whether the class brings its own pickling."""
+def _pickles_itself(cls: type[BaseException], native: Any) -> bool:
+    """Whether the class defines its own pickling."""
     return cls.__reduce__ is not native.__reduce__ or cls.__reduce_ex__ is not native.__reduce_ex__
 
 
@@ -109,7 +110,7 @@ def _reraisable(described: Any) -> BaseException:
 def _rebuilt(
     cls: type[BaseException], made_from: tuple[Any, ...], args: tuple[Any, ...], state: dict[str, Any]
 ) -> BaseException:
-    # Not by way of cls(...): a constructor may want other arguments than those it stored in ``args``.
+    # Without calling cls(...), which may need other arguments than those in ``args``.
     native = _native(cls)
     error: BaseException = native.__new__(cls, *made_from)
     native.__init__(error, *made_from)

@@ -1,8 +1,8 @@
-"""Tensors that cross between a GPU and the CPU within a call, as a device map with "cpu" asks for.
+"""Copies tensors between a GPU and the CPU within a call, for device maps with "cpu".
 
-The end that has the GPU makes the copy, so lanes only ever carry CPU tensors. Memory that two processes share is
-announced by its lane and registered with CUDA part by part as it is used: then the GPU reads and writes it by itself
-at the speed of the bus, without a copy in between. Other memory takes an ordinary copy.
+The end with the GPU makes the copy, so lanes only carry CPU tensors then. A lane announces memory that two processes
+share, and its parts are registered with CUDA as they are used: the GPU then accesses them directly, at the speed of the
+bus. Other memory takes an ordinary copy.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from raytorchrpc.tensors.dtypes import as_copyable
 
 logger = logging.getLogger(__name__)
 
-#: Announced memory is registered in parts of this size (bytes), and a copy is cut where two of them meet: CUDA takes no
-#: copy that reaches from one registration into another.
+#: Announced memory is registered in parts of this size (bytes). A copy is cut where two parts meet, because CUDA
+#: rejects a copy that crosses two registrations.
 PART = 16 << 20
-#: Tensors below this are copied together, through memory that torch keeps locked for that (bytes).
+#: Smaller tensors are copied together, through memory that torch keeps locked (bytes).
 _SMALL = 32 << 20
-#: Every copy of torch's knows these; the bits of others are copied as numbers. So are float16's: a GPU that copies many
-#: at once makes float32 of them on the way, and other NaNs of some NaNs.
+#: dtypes that all of torch's copies support; others are copied as integers. So is float16: a GPU that copies many
+#: tensors at once converts it to float32 and back, which changes some NaNs.
 _COMMON = frozenset({torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool})
 
 
 def pieces(offset: int, size: int, part: int = PART) -> Iterator[tuple[int, int]]:
-    """(offset, size) of the pieces of a span, cut at every multiple of ``part``."""
+    """Yield (offset, size) of the pieces of a span, cut at every multiple of ``part``."""
     end = offset + size
     while offset < end:
         until = min(end, (offset // part + 1) * part)
@@ -45,23 +45,23 @@ def pieces(offset: int, size: int, part: int = PART) -> Iterator[tuple[int, int]
 
 
 class Region:
-    """A span of host memory, registered as far as it has been used. Thread-safe."""
+    """A span of host memory, of which the used parts are registered. Thread-safe."""
 
     def __init__(self, base: int, size: int, register: Callable[[int, int], None]) -> None:
-        """``register(address, size)`` locks memory, or raises LaneUnavailable; ``base`` begins a page."""
+        """``register(address, size)`` locks memory, or raises LaneUnavailable. ``base`` is the start of a page."""
         self.base, self.size = base, size
         self._register = register
         self._lock = threading.Lock()
         self._tried: set[int] = set()
         self.registered: set[int] = set()
-        """Addresses of the parts that are."""
+        """Addresses of the registered parts."""
         self.used_by: set[int] = set()
         """GPUs that have copied here."""
         self.closed = False
-        """Registers nothing more."""
+        """Whether it registers nothing more."""
 
     def prepare(self, offset: int, size: int) -> list[tuple[int, int]]:
-        """The pieces to copy a span in, registered where that is possible; the copy works either way."""
+        """Register the parts of a span if possible; returns the pieces to copy it in. The copy works either way."""
         cut = list(pieces(offset, size))
         numbers = range(offset // PART, (offset + size - 1) // PART + 1)
         if not self._tried.issuperset(numbers):
@@ -98,8 +98,8 @@ def _warn_once(reason: str) -> None:
     if not _warned:
         _warned = True
         logger.warning(
-            "shared memory cannot be registered with CUDA (%s); tensors between the CPU and a GPU take an ordinary, "
-            "slower copy: give the process more memory that it may lock",
+            "cannot register shared memory with CUDA (%s); copies between the CPU and a GPU are slower without it: "
+            "raise the limit on locked memory (ulimit -l)",
             reason,
         )
 
@@ -109,7 +109,7 @@ class Regions:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: tuple[list[int], list[Region]] = ([], [])  # replaced whole, so that looking needs no lock
+        self._known: tuple[list[int], list[Region]] = ([], [])  # replaced as a whole, so that find() needs no lock
 
     def add(self, region: Region) -> None:
         with self._lock:
@@ -124,7 +124,7 @@ class Regions:
         return removed
 
     def find(self, address: int, size: int) -> Region | None:
-        """The region that holds all of that span."""
+        """Return the region that contains the span, or None."""
         bases, regions = self._known
         place = bisect_right(bases, address) - 1
         if place < 0 or address + size > regions[place].base + regions[place].size:
@@ -133,17 +133,17 @@ class Regions:
 
 
 _regions = Regions()
-_under_way: deque[tuple[Any, list[torch.Tensor]]] = deque()  # (event, what is read until then)
+_in_flight: deque[tuple[Any, list[torch.Tensor]]] = deque()  # (event, tensors that are read until then)
 _reaping = threading.Lock()
 
 
 def announce(base: int, size: int) -> None:
-    """Memory that tensors will be copied from or to GPUs in: ``size`` bytes at address ``base``, page by page."""
+    """Announce ``size`` bytes of memory at ``base``, in whole pages, that GPUs will copy from and to."""
     _regions.add(Region(base, size, lambda address, span: driver().register(address, span)))
 
 
 def withdraw(base: int) -> None:
-    """Forget it, before it may be unmapped. Waits for the GPUs if any of it was used."""
+    """Forget announced memory, before it is unmapped. Waits for the GPUs that used it."""
     region = _regions.remove(base)
     if region is None or not (registered := region.close()):
         return
@@ -165,9 +165,9 @@ def goes_to_cpu(tensor: torch.Tensor, devices: Mapping[Any, Device]) -> bool:
 
 
 def copy_out(tensor: torch.Tensor, address: int) -> None:
-    """Queue the copy of a contiguous CUDA tensor to host memory, behind what its maker queued on this stream.
+    """Queue the copy of a contiguous CUDA tensor to host memory, on this thread's current stream.
 
-    Both have to live until ``wait_for``. Raises LaneUnavailable.
+    Both must live until ``wait_for``. Raises LaneUnavailable.
     """
     size, index, source = tensor.nbytes, tensor.device.index, tensor.data_ptr()
     with driver().on(index):
@@ -183,13 +183,13 @@ def copy_out(tensor: torch.Tensor, address: int) -> None:
 
 
 def wait_for(tensors: Sequence[torch.Tensor]) -> None:
-    """Block until this thread's streams of those tensors' GPUs are done."""
+    """Block until this thread's streams on the GPUs of these tensors are done."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
 
 def to_cpu(tensors: Sequence[torch.Tensor], devices: Mapping[Any, Device]) -> Sequence[torch.Tensor]:
-    """The same tensors with those copied that the map brings to the CPU. Blocks until the copies are done."""
+    """Copy the tensors that the map brings to the CPU; returns all of them. Blocks until the copies are done."""
     if CPU not in devices.values():
         return tensors
     leaving = [goes_to_cpu(tensor, devices) for tensor in tensors]
@@ -204,7 +204,7 @@ def to_cpu(tensors: Sequence[torch.Tensor], devices: Mapping[Any, Device]) -> Se
 
 
 def outbound(body: Encoded, devices: Mapping[Any, Device]) -> Encoded:
-    """A body as it leaves by a lane that lays nothing out beside it: see ``to_cpu``."""
+    """Return a body for a lane that carries all tensors in band: see ``to_cpu``."""
     tensors = to_cpu(body.tensors, devices)
     return body if tensors is body.tensors else body._replace(tensors=tensors)
 
@@ -213,7 +213,7 @@ def outbound(body: Encoded, devices: Mapping[Any, Device]) -> Encoded:
 
 
 def inbound(body: Encoded, index: int) -> Encoded:
-    """A body with its tensors on that GPU; numpy's buffers stay. The copies are queued on this thread's stream."""
+    """Copy a body's tensors, but not its buffers, to that GPU. The copies are queued on this thread's stream."""
     split = len(body.tensors) - body.buffers
     moved = _to_gpu(body.tensors[:split], torch.device("cuda", index))
     return body._replace(tensors=[*moved, *body.tensors[split:]])
@@ -228,7 +228,7 @@ def _to_gpu(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch
         size = tensor.nbytes
         region = _regions.find(tensor.data_ptr(), size) if size and tensor.is_cpu else None
         if region is None:
-            # From ordinary memory the driver has taken the data when this returns.
+            # From ordinary memory, the driver has read the data when this returns.
             arrived.append(tensor.to(device, non_blocking=True))
             continue
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -236,12 +236,12 @@ def _to_gpu(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch
         arrived.append(made)
         read.append(tensor)
     if read:
-        _under_way.append((stream.record_event(), read))
+        _in_flight.append((stream.record_event(), read))
     return arrived
 
 
 def copy_into(targets: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The targets, now with what the tensors hold, and the tensors themselves where there is no target.
+    """Copy tensors into targets; returns the targets, and the tensors themselves where the target is None.
 
     Blocks for copies to the CPU; those to a GPU are queued on this thread's current stream. None requires grad.
     """
@@ -253,7 +253,7 @@ def copy_into(targets: Sequence[torch.Tensor | None], tensors: Sequence[torch.Te
         if target.is_cuda and tensor.is_cuda:
             on_gpu.setdefault(pair[0].dtype, []).append(pair)
         elif target.is_cuda and tensor.is_cpu:
-            _fill_gpu(*pair)
+            _copy_into_gpu(*pair)
         else:
             pair[0].copy_(pair[1])
     for pairs in on_gpu.values():
@@ -261,9 +261,9 @@ def copy_into(targets: Sequence[torch.Tensor | None], tensors: Sequence[torch.Te
     return [tensor if target is None else target for target, tensor in zip(targets, tensors, strict=True)]
 
 
-def _fill_gpu(target: torch.Tensor, tensor: torch.Tensor) -> None:
+def _copy_into_gpu(target: torch.Tensor, tensor: torch.Tensor) -> None:
     if not target.is_contiguous() or not tensor.is_contiguous():
-        target.copy_(_to_gpu([tensor], target.device)[0])  # the strides are its GPU's work
+        target.copy_(_to_gpu([tensor], target.device)[0])  # the GPU arranges the strides
         return
     region = _regions.find(tensor.data_ptr(), tensor.nbytes)
     if region is None:
@@ -272,7 +272,7 @@ def _fill_gpu(target: torch.Tensor, tensor: torch.Tensor) -> None:
     reap_copies()
     stream = torch.cuda.current_stream(target.device)
     _copy_in(target, tensor.data_ptr(), region, stream)
-    _under_way.append((stream.record_event(), [tensor]))
+    _in_flight.append((stream.record_event(), [tensor]))
 
 
 def _copy_in(made: torch.Tensor, source: int, region: Region, stream: torch.cuda.Stream) -> None:
@@ -285,15 +285,15 @@ def _copy_in(made: torch.Tensor, source: int, region: Region, stream: torch.cuda
 
 
 def reap_copies() -> None:
-    """Let go of the memory that GPUs have read meanwhile. Waits for none."""
-    if not _under_way or not _reaping.acquire(blocking=False):
+    """Release tensors that GPUs have finished reading. Does not wait."""
+    if not _in_flight or not _reaping.acquire(blocking=False):
         return
     try:
-        for _ in range(len(_under_way)):
-            waiting = _under_way.popleft()
+        for _ in range(len(_in_flight)):
+            waiting = _in_flight.popleft()
             if not waiting[0].query():
-                _under_way.append(waiting)
-    except RuntimeError as error:  # CUDA is broken in this process, as its user will see
+                _in_flight.append(waiting)
+    except RuntimeError as error:  # CUDA is broken in this process, which the user will notice
         logger.debug("a copy to a GPU failed: %s", error)
     finally:
         _reaping.release()

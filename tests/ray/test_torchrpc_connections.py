@@ -93,7 +93,7 @@ def test_rrefs_say_why_they_cannot_be_had_any_more(members: dict[str, Any]) -> N
     def refused() -> str:
         hang_up_on(there)
         until_it_works("b")
-        with pytest.raises(rtr.LaneUnavailable, match="were made anew") as raised:
+        with pytest.raises(rtr.LaneUnavailable, match="were renewed") as raised:
             rtr.remote("b").double(1)
         return str(raised.value)
 

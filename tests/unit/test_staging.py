@@ -89,7 +89,7 @@ def test_memory_that_cannot_be_registered_is_told_of_once_and_not_tried_again(
             assert len(registrar.calls) == 2
             assert region.close() == {base}
     (record,) = caplog.records
-    assert "no memory may be locked" in record.getMessage() and "slower copy" in record.getMessage()
+    assert "no memory may be locked" in record.getMessage() and "are slower" in record.getMessage()
 
 
 def test_regions_are_found_by_address() -> None:

@@ -1,9 +1,9 @@
-"""The torchrpc agent of this process: start, meet peers, part from them. No other file manages agents.
+"""The torchrpc agent of this process: starts and stops it, adds and removes peers. No other module manages agents.
 
-torch allows one agent at a time, and its RRef bookkeeping keeps the first agent a process ever had (a C++
-singleton that no shutdown resets): after a second start every RRef of that process fails. So the agent
-outlives the group. Leaving a group parts from the peers and parks the agent; the next group takes it again
-unless it needs something an agent can only be given at its start.
+torch allows one agent at a time, and its RRef bookkeeping keeps the first agent that a process started (a C++ singleton
+that no shutdown resets): after a second start every RRef of the process fails. So the agent outlives the group. Leaving
+a group removes the peers and keeps the agent idle. The next group reuses it, unless it needs what can only be set at
+the start.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from raytorchrpc.process import fork, socket_filter, threads
 
 logger = logging.getLogger(__name__)
 
-#: How long a stop waits for torchrpc's threads (seconds). torch itself would wait for ever.
+#: How long ``stop`` waits for torchrpc's threads (seconds). torch itself would wait without end.
 STOP_TIMEOUT_S = 2.0
 
-#: Numbers of torchrpc's that no process has in a group; each uses them for itself (torch's numbers have 16 bits).
+#: Worker ids that no member of a group has; each process assigns them locally (torch's worker ids have 16 bits).
 OWN_NUMBERS = range(3 << 13, 1 << 15)
-#: What one connection of TensorPipe's to another host takes at most, and some for what is opened beside it: with the
-#: channels that are used here 19 were counted.
+#: Most descriptors for one TensorPipe connection to another host, with a margin: the channels used here took 19.
 _CONNECTION_FDS = 32
 
 _INTERFACE = "TP_SOCKET_IFNAME"
@@ -42,44 +41,45 @@ DeviceDict = Mapping[int, int]
 
 
 class AgentSpec(NamedTuple):
-    """What an agent is given at its start and keeps for its life."""
+    """The settings of an agent, fixed for its life but for ``admitted``."""
 
     name: str
-    """torchrpc's name of this process (``Member.rpc_name``): of the actor, so that a restart keeps it."""
+    """torchrpc's name of this process (``Member.rpc_name``). It belongs to the actor, so a restart keeps it."""
     worker_id: int
-    """Never used before in the group: peers keep the broken pipe of an agent that is gone under its id."""
+    """Never used before in the group: peers keep the broken pipe of a former agent under its id."""
     interface: str | None
     transports: tuple[str, ...]
     channels: tuple[str, ...]
     threads: int
     timeout_s: float
     device_maps: Mapping[str, DeviceDict]
-    """By peer's torchrpc name: my gpu -> the peer's gpu, for arguments."""
+    """By the peer's torchrpc name: own GPU -> the peer's GPU, for arguments."""
     devices: tuple[int, ...]
     admitted: tuple[str, ...] = ()
-    """Addresses and networks (CIDR) from which one may connect; TensorPipe itself asks nobody who he is. Empty: from
-    everywhere. The only thing here that a running agent can change."""
+    """Addresses and networks (CIDR) that may connect, because TensorPipe has no authentication. Empty: all. A running
+    agent can change this.
+    """
 
 
 class FabricPeer(NamedTuple):
-    """A peer's agent, as it described itself."""
+    """A peer's agent, as the peer describes it."""
 
     name: str
     worker_id: int
     url: str
     inverse_map: DeviceDict
-    """My gpu -> the peer's gpu, for results: the inverse of the peer's own map to me."""
+    """Own GPU -> the peer's GPU, for results: the inverse of the peer's map to this process."""
 
 
 class AgentIdentity(NamedTuple):
-    """Of the agent that runs in this process, told to the driver before it plans."""
+    """Identity of the agent that runs in this process. The driver receives it before it plans the group."""
 
     name: str
     worker_id: int
 
 
 class Fabric:
-    """One per process. Thread-safe."""
+    """The agent of this process, and its peers. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -91,18 +91,18 @@ class Fabric:
         self._peers: dict[str, FabricPeer] = {}
         self._workers: dict[str, Any] = {}
         self._unopened: dict[str, str] = {}
-        """URLs of peers that have not been called yet: to those the next call opens connections."""
+        """URLs of peers without connections; the next call opens them."""
         self._renewed: set[str] = set()
-        """Peers that have a number here which is not their own."""
+        """Peers that have a local worker id here, not their own."""
         self._numbers = iter(OWN_NUMBERS)
         self._spoilt: set[int] = set()
-        """Numbers under which the agent keeps a broken connection."""
+        """Worker ids under which the agent keeps a broken connection."""
         self._listeners: socket_filter.Listeners = {}
         self._agents_started = 0
 
     @property
     def identity(self) -> AgentIdentity | None:
-        """Of the running agent, parked or not."""
+        """Identity of the running agent, idle or not."""
         return AgentIdentity(self._spec.name, self._spec.worker_id) if self._spec else None
 
     @property
@@ -114,10 +114,10 @@ class Fabric:
         return FabricPeer(identity.name, identity.worker_id, self._url, {})
 
     def start(self, spec: AgentSpec, *, renew: bool = False) -> str:
-        """Have an agent that fits ``spec``, the parked one (with its own id) if it does; returns its URL.
+        """Have an agent that fits ``spec``: the idle one, with its own id, if it does. Returns its URL.
 
-        ``renew`` starts a new one in any case. Raises BootstrapError when torch cannot start one. An interrupt
-        (Ctrl-C) ends the wait and not the start: torch would keep an agent that nobody here knows of.
+        ``renew``: start a new one in any case. Raises BootstrapError if torch cannot start one. An interrupt (Ctrl-C)
+        ends the wait, but not the start: torch would otherwise keep an agent unknown to this object.
         """
         begun: Future[str] = Future()
 
@@ -137,8 +137,8 @@ class Fabric:
         with self._lock:
             if self._agent is not None and (renew or not _fits(self._spec, spec)):
                 logger.warning(
-                    "restarting the torchrpc agent %s: the new group needs other devices, transports or "
-                    "interface; RRefs of this process stop working (torch keeps the first agent for them)",
+                    "restarting the torchrpc agent %s: the new group needs other devices, transports or another "
+                    "interface; RRefs of this process no longer work, because torch uses the first agent for them",
                     spec.name,
                 )
                 self._stop()
@@ -173,16 +173,16 @@ class Fabric:
         self._listeners = {inode: fd for inode, fd in now.items() if inode not in before and _host_of(fd) in hosts}
         socket_filter.notice_silence(self._listeners)
         if torch_internals.init_autograd(spec.worker_id) != spec.worker_id and self._agents_started == 0:
-            self._agents_started = 1  # an agent of the user's own was here first: RRefs stay with that one
+            self._agents_started = 1  # the program had its own agent before, which RRefs stay with
         self._spec = spec
-        self._workers[spec.name] = self._agent.get_worker_info()  # an RRef to a result of one's own
+        self._workers[spec.name] = self._agent.get_worker_info()  # for RRefs to this process's own results
         self._agents_started += 1
         if self._agents_started == 1:
             atexit.register(self._stop_at_exit)
             fork.register(self)
 
     def after_fork(self) -> list[fork.Address]:
-        """See fork.ForkAware. The agent is never freed here: its end would wait for threads that are not here."""
+        """See fork.ForkAware. The agent is never freed in the child, where that would wait for missing threads."""
         self._lock = threading.Lock()
         if self._agent is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
@@ -190,11 +190,11 @@ class Fabric:
         return [address for url in urls for address in fork.addresses_in(url)]
 
     def add_peers(self, peers: Sequence[FabricPeer]) -> None:
-        """Make these peers callable. Quick: connections are opened by the first call."""
+        """Make peers callable. Quick: the first call opens connections."""
         with self._lock:
             agent, spec = self._agent, self._spec
             if agent is None or spec is None:
-                raise BootstrapError("no torchrpc agent runs in this process")
+                raise BootstrapError("no torchrpc agent is running in this process")
             for peer in peers:
                 if self._peers.get(peer.name) == peer:
                     continue
@@ -220,22 +220,20 @@ class Fabric:
         self._workers[peer.name] = agent.get_worker_info(peer.name)
 
     def renew(self, name: str, broken: Any) -> None:
-        """Have the next call to a peer open new connections; ``broken``: the WorkerInfo by which they are broken.
+        """Have the next call to a peer open new connections. ``broken``: the WorkerInfo with the broken ones.
 
-        torch keeps a broken pipe under its peer's number for ever, so the peer gets another one, in this process alone.
+        torch keeps a broken pipe under its worker id without end, so the peer gets another id, in this process only.
         """
         with self._lock:
             peer, agent, spec = self._peers.get(name), self._agent, self._spec
             if peer is None or agent is None or spec is None or self._workers.get(name) is not broken:
-                return  # it is gone, or somebody else was here before
+                return  # it was removed, or another thread has renewed it
             self._spoilt.add(peer.worker_id)
             self._remove_peer(name)
             self._renew(agent, spec, peer)
 
     def distrust(self, name: str) -> None:
-        """A peer is out of reach: connections to it that exist may be broken by the time it can be called again, so it
-        gets new ones then.
-        """
+        """Note that a peer is unreachable: its connections may be broken once it returns, so it gets new ones then."""
         with self._lock:
             peer = self._peers.get(name)
             if peer is not None and name not in self._unopened:
@@ -244,13 +242,15 @@ class Fabric:
     def _renew(self, agent: Any, spec: AgentSpec, peer: FabricPeer) -> None:
         number = next(self._numbers, None)
         if number is None:
-            logger.warning("%s: connections were made anew %d times; no more", peer.name, len(OWN_NUMBERS))
+            logger.warning(
+                "%s: its connections broke %d times; they cannot be renewed again", peer.name, len(OWN_NUMBERS)
+            )
             number = peer.worker_id
         self._renewed.add(peer.name)
         self._add_peer(agent, spec, peer._replace(worker_id=number))
 
     def admit(self, hosts: Sequence[str]) -> None:
-        """From now on these may connect, and nobody else; see AgentSpec.admitted. Connections that exist stay."""
+        """Allow connections only from these hosts; see AgentSpec.admitted. Existing connections stay."""
         with self._lock:
             self._admit(hosts)
 
@@ -261,14 +261,14 @@ class Fabric:
             socket_filter.admit_only(self._listeners, socket_filter.networks(hosts))
         except OSError as error:
             logger.warning(
-                "everybody who can route to this process can reach its torchrpc listener, which asks nobody who he is: "
-                "the kernel does not take a filter for it (%s); keep strangers off with a firewall",
+                "any host that can route to this process can connect to its torchrpc listener, which has no "
+                "authentication: the kernel rejected the filter for it (%s); restrict access with a firewall",
                 error,
             )
 
     def worker(self, name: str) -> Any:
-        """torch's WorkerInfo of a peer. Raises PeerLost for one that was never met, has parted, or has no route to it,
-        and LaneUnavailable where this process lacks the descriptors for a first connection.
+        """Return torch's WorkerInfo of a peer. Raises PeerLost if it is not a peer, or has no route to it, and
+        LaneUnavailable if this process lacks the descriptors for a first connection.
         """
         if (url := self._unopened.get(name)) is not None:
             _check_can_open(name, url)
@@ -279,15 +279,15 @@ class Fabric:
             raise PeerLost(name, "it is not a peer of this process", may_have_run=False) from None
 
     def can_rref(self) -> bool:
-        """Whether torch's RRefs work here: only as long as the first agent lives."""
+        """Whether torch's RRefs work here, which they do as long as the first agent lives."""
         return self._agent is not None and self._agents_started == 1
 
     def is_renewed(self, name: str) -> bool:
-        """Whether a peer's connections broke and were made anew, under a number that no other process knows."""
+        """Whether a peer's connections broke and were renewed, under a worker id local to this process."""
         return name in self._renewed
 
     def remove_peers(self, names: Sequence[str]) -> None:
-        """Forget these peers; calls under way to them end by their deadline."""
+        """Remove peers. Calls to them in flight end by their deadline."""
         with self._lock:
             for name in names:
                 self._remove_peer(name)
@@ -302,28 +302,28 @@ class Fabric:
             torch_internals.remove_peer(self._agent, peer.name, peer.worker_id, devices=devices, inverse_maps=kept)
 
     def stop(self) -> None:
-        """End the agent for good. Waits at most ``STOP_TIMEOUT_S``; a forked child does nothing."""
+        """Stop the agent. Blocks for at most ``STOP_TIMEOUT_S``. Does nothing in a forked child."""
         if os.getpid() != self._pid:
             return
         with self._lock:
             self._stop()
 
     def _stop_at_exit(self) -> None:
-        # No thread can be started any more; none is needed, as no user code runs on torchrpc's own.
+        # No thread can be started now. None is needed, as no user code runs on torchrpc's threads.
         if os.getpid() == self._pid and self._agent is not None:
             torch_internals.stop_agent()
 
     def _stop(self) -> None:
         if self._agent is None:
             return
-        # torch waits for running handlers without a limit, so it waits on a thread that may be left behind.
+        # torch waits for running handlers without a limit, so it does that on a thread that may be left behind.
         try:
             stopper = threads.start(torch_internals.stop_agent, name="raytorchrpc-stop")
         except threads.ThreadShortage as error:
             raise BootstrapError(f"torchrpc's agent cannot be stopped: {error}") from error
         stopper.join(STOP_TIMEOUT_S)
         if stopper.is_alive():
-            logger.warning("torchrpc's agent did not stop within %.0f s; leaving it behind", STOP_TIMEOUT_S)
+            logger.warning("torchrpc's agent did not stop within %.0f s; its threads keep running", STOP_TIMEOUT_S)
         self._agent = self._store = self._spec = None
         self._listeners = {}
         self._peers.clear()
@@ -333,24 +333,24 @@ class Fabric:
 
 
 def _check_can_open(name: str, url: str) -> None:
-    """TensorPipe ends the process when it cannot begin a connection; raises LaneUnavailable or PeerLost instead."""
+    """Raise LaneUnavailable or PeerLost if a connection cannot be opened, where TensorPipe would abort the process."""
     try:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = sys.maxsize if limit == resource.RLIM_INFINITY else limit
         left = limit - sum(int(fd) < limit for fd in os.listdir("/proc/self/fd"))
     except OSError:
-        left = 0  # not even for this
+        left = 0  # not even to list them
     if left < _CONNECTION_FDS:
         raise LaneUnavailable(
             "torchrpc",
-            f"a connection to {name} takes up to {_CONNECTION_FDS} descriptors and this process has {left} left of its "
-            f"limit (ulimit -n)",
+            f"a connection to {name} takes up to {_CONNECTION_FDS} descriptors and this process has {left} left; raise "
+            f"its limit (ulimit -n)",
         )
     for host, port in fork.addresses_in(url):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((host, port))  # sends nothing: the kernel looks for a route
+                probe.connect((host, port))  # sends nothing, but fails if the kernel has no route
         except OSError as error:
             raise PeerLost(name, f"there is no route to it at {host}: {error}", may_have_run=False) from error
 
@@ -365,9 +365,9 @@ def _host_of(fd: int) -> str:
 
 @contextmanager
 def _listening_on(interface: str | None) -> Iterator[None]:
-    """TensorPipe reads its interface from the environment, when an agent starts.
+    """Set TensorPipe's interface in the environment, where it reads it when an agent starts.
 
-    Without it the host name's address is taken, which is often 127.0.x.x.
+    By default it takes the address of the host name, which is often 127.0.x.x.
     """
     before = os.environ.get(_INTERFACE)
     if interface is not None:
@@ -382,7 +382,7 @@ def _listening_on(interface: str | None) -> Iterator[None]:
 
 
 def _fits(running: AgentSpec | None, wanted: AgentSpec) -> bool:
-    """Whether the running agent can serve a new group. Peers come and go; the rest was fixed at its start."""
+    """Whether the running agent can serve a new group, whose peers can change but not the agent's other settings."""
     if running is None:
         return False
     return (
@@ -398,7 +398,7 @@ _fabric_lock = threading.Lock()
 
 
 def process_fabric() -> Fabric:
-    """The one Fabric of this process; a forked child gets one of its own."""
+    """Return the Fabric of this process. A forked child gets a new one."""
     global _fabric
     with _fabric_lock:
         if _fabric is None or _fabric._pid != os.getpid():

@@ -1,9 +1,8 @@
-"""Which TensorPipe transports and channels each member's agent may open, from evidence alone.
+"""Decides which TensorPipe transports and channels each member's agent opens, from endpoints alone.
 
-TensorPipe checks little before it uses a backend: it opens the first RDMA adapter whatever its state, and
-compares GPUs across containers in a way that can abort the process. Its settings belong to an agent, not to
-a pair, so a backend is left out of an agent as soon as one member it could meet would make it fail.
-Leaving a backend out is always safe: two agents use what both of them have.
+TensorPipe checks little before it uses a backend: it opens the first RDMA adapter whatever its state, and compares GPUs
+across containers in a way that can abort the process. Backends belong to an agent, not to a pair, so an agent omits a
+backend that would fail with any member it may connect to. That is always safe: two agents use what both have.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ CHANNEL_REASONS = {
 
 @dataclass(frozen=True)
 class AgentPlan:
-    """How one member's torchrpc agent is made. Both lists are in TensorPipe's order of preference."""
+    """The settings of one member's torchrpc agent. Both lists are in TensorPipe's order of preference."""
 
     interface: str | None
     """For TP_SOCKET_IFNAME; None if no interface of the member holds its node's address."""
@@ -45,8 +44,9 @@ class AgentPlan:
     notes: tuple[str, ...] = ()
     """One line per backend: ``ibv: not used, no RDMA adapter``."""
     small_pages: str | None = None
-    """Why large CPU tensors that torchrpc brings to this member cost a fault for each small page, and the remedy;
-    None if they do not, or nobody knows."""
+    """Why large CPU tensors that arrive over torchrpc cost a page fault for each small page, and the remedy. None if
+    they do not, or if it is unknown.
+    """
 
 
 Verdicts = dict[str, tuple[bool, str]]
@@ -54,13 +54,13 @@ Members = Mapping[str, Endpoint]
 
 
 def plan_agents(members: Members, config: GroupConfig) -> tuple[dict[str, AgentPlan], tuple[str, ...]]:
-    """Every member's AgentPlan, and the group's warnings. ``members`` carry their names, in rank order."""
+    """Return every member's AgentPlan, and the group's warnings. ``members`` are by name, in rank order."""
     for endpoint in members.values():
         _check_forced(endpoint, config)
     warnings = _Warnings()
     transports = _plan_transports(members, config, warnings)
     agents = {}
-    shared: dict[AgentPlan, AgentPlan] = {}  # most read the same; one copy keeps what members are told small
+    shared: dict[AgentPlan, AgentPlan] = {}  # most are equal, and one object keeps messages to members small
     for name, endpoint in members.items():
         others = [other for other in members.values() if other is not endpoint]
         interface, address = _listener(endpoint, others, config, warnings)
@@ -80,7 +80,7 @@ def plan_agents(members: Members, config: GroupConfig) -> tuple[dict[str, AgentP
 
 
 def transport_between(a: Endpoint, b: Endpoint, plan_a: AgentPlan, plan_b: AgentPlan) -> str | None:
-    """The transport TensorPipe will settle on between the two, or None."""
+    """Return the transport that TensorPipe selects between the two, or None."""
     for name in plan_a.transports:
         if name in plan_b.transports and (name != "shm" or a.shares(b, "net", "ipc", "mnt")):
             return name
@@ -88,7 +88,7 @@ def transport_between(a: Endpoint, b: Endpoint, plan_a: AgentPlan, plan_b: Agent
 
 
 def channel_between(a: Endpoint, b: Endpoint, plan_a: AgentPlan, plan_b: AgentPlan, *, cuda: bool) -> str | None:
-    """The channel TensorPipe will settle on for CPU or CUDA tensors between the two, or None."""
+    """Return the channel that TensorPipe selects for CPU or CUDA tensors between the two, or None."""
     usable = {
         "cma": _may_read_memory(a, b),
         "cuda_ipc": a.same_host(b),
@@ -101,7 +101,7 @@ def channel_between(a: Endpoint, b: Endpoint, plan_a: AgentPlan, plan_b: AgentPl
 
 
 class _Warnings:
-    """Texts with the members each concerns: one warning per cause, however many members have it."""
+    """Collects warnings by text, with all members that each concerns."""
 
     def __init__(self) -> None:
         self._members: dict[str, list[str]] = {}
@@ -166,12 +166,12 @@ def _channels(endpoint: Endpoint, others: Sequence[Endpoint], transports: Verdic
 
 
 def _may_read_memory(a: Endpoint, b: Endpoint) -> bool:
-    """Whether the kernel lets either process read the other's memory, as far as can be told."""
+    """Whether the kernel lets either process read the other's memory, as far as known."""
     return a.shares(b, "pid", "user") and a.uid == b.uid
 
 
 def _cma_obstacle(endpoint: Endpoint, cohosted: Sequence[Endpoint], warnings: _Warnings) -> str | None:
-    # Also where nobody else is on this host: the agent outlives the group, and in the next one somebody may be.
+    # Also without another member on this host: the agent outlives the group, and the next one may have some.
     apart = [other.name for other in cohosted if not _may_read_memory(endpoint, other)]
     if not apart:
         return None
@@ -184,7 +184,7 @@ def _cma_obstacle(endpoint: Endpoint, cohosted: Sequence[Endpoint], warnings: _W
 
 
 def _mpt_uv_obstacle(ibv: bool) -> str | None:
-    # Also where all share one network: cma comes first there, and the next group may need it.
+    # Also if all members share one network: cma takes precedence there, and the next group may need it.
     if ibv:
         # TensorPipe prefers mpt_uv to basic; with it, CPU tensors would leave RDMA for TCP.
         return "basic takes CPU tensors over RDMA, mpt_uv would take them over TCP"
@@ -307,7 +307,7 @@ def _check_shm(endpoint: Endpoint, others: Sequence[Endpoint], warnings: _Warnin
 
 def _small_pages(endpoint: Endpoint) -> str | None:
     if endpoint.huge_pages == "forbidden":
-        return "its kernel gives no huge pages; write madvise to /sys/kernel/mm/transparent_hugepage/enabled there"
+        return "its kernel forbids huge pages; write madvise to /sys/kernel/mm/transparent_hugepage/enabled there"
     if endpoint.huge_pages == "unused":
         return (
             "torch does not use huge pages in it; start the actor with runtime_env=raytorchrpc.runtime_env() "
@@ -317,7 +317,7 @@ def _small_pages(endpoint: Endpoint) -> str | None:
 
 
 def name_range(names: Iterable[str]) -> str:
-    """``worker_0..worker_3, learner``: runs of three or more that count up are shortened."""
+    """Join names, with runs of three or more consecutive ones shortened: ``worker_0..worker_3, learner``."""
     runs: list[list[str]] = []
     previous: tuple[str, int] | None = None
     for name in names:

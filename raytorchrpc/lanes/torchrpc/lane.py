@@ -1,7 +1,7 @@
 """The torchrpc lane: requests and replies with their tensors in band, over TensorPipe, to any peer.
 
-It is the only lane that carries RRefs and distributed autograd. User code never runs on torchrpc's own
-threads: the served function returns a torch Future at once and the member completes it later.
+It is the only lane that carries RRefs and distributed autograd. User code never runs on torchrpc's own threads: the
+served function returns a torch Future at once, which the member completes later.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class _Served(NamedTuple):
     devices: list[int | str | torch.device]
 
 
-#: Who waits does so by the deadline; torch itself would say that a call is over whose arguments the peer still holds.
+#: Callers wait by their own deadline. After torch's, a call would count as over while the peer still has its arguments.
 _NO_LIMIT = 0.0
-#: Broken connections to one peer are made anew no oftener than this (seconds).
+#: Shortest time between two renewals of broken connections to one peer (seconds).
 _RENEW_EVERY_S = 0.5
-_served: _Served | None = None  # what a request that arrives in this process goes to; emptied by close()
+_served: _Served | None = None  # serves the requests that arrive in this process; None after close()
 
 
 class TorchRpcLane(MessageLane):
-    """Blocks nowhere but in ``Pending.wait``. Arguments are sent without a copy, so they must not change
-    until the call is done. Addresses are FabricPeer tuples.
+    """Blocks only in ``Pending.wait``. Arguments are sent without a copy, so they must not change until the call is
+    done. Addresses are FabricPeer tuples.
     """
 
     name: ClassVar[str] = "torchrpc"
@@ -52,14 +52,14 @@ class TorchRpcLane(MessageLane):
     )
 
     def __init__(self, me: str, fabric: Fabric, devices: Sequence[int], maps: Mapping[str, Mapping[int, int]]) -> None:
-        """``me``: this member's name. ``maps``: by peer's member name, my gpu -> its gpu."""
+        """``me``: this member's name. ``maps``: by the peer's member name, own GPU -> its GPU."""
         self._me, self._fabric = me, fabric
         self._devices: list[int | str | torch.device] = [torch.device("cuda", index) for index in devices]
         self._maps = maps
         self._rpc_names: dict[str, str] = {}
-        """Torchrpc's names by member name."""
+        """torchrpc's names, by member name."""
         self._broken: dict[str, Any] = {}
-        """By member name, the WorkerInfo by which its connections broke; the member may well live."""
+        """By member name: the WorkerInfo whose connections broke. The member may still live."""
         self._renewed_at: dict[str, float] = {}
 
     def open(self, serve: Serve, spawn: Spawn) -> FabricPeer:
@@ -94,19 +94,19 @@ class TorchRpcLane(MessageLane):
         return _TorchPending(future, partial(self._failed, peer=peer, worker=worker, sent=True))
 
     def remote(self, peer: str, message: Message, timeout_s: float) -> Any:
-        """Like ``call``, but the result stays there: returns torch's RRef to it at once."""
+        """Like ``call``, but the result stays at the peer. Returns torch's RRef to it at once."""
         if not self._fabric.can_rref():
             raise LaneUnavailable(
                 "torchrpc",
-                "torch's RRefs only work with the first agent of a process, and this process had to restart its "
-                "agent for another group (other devices, transports or interface); restart the actor",
+                "torch's RRefs only work with the first agent of a process, and this process restarted its agent for "
+                "another group (other devices, transports or interface); restart the actor",
             )
         worker = self._worker(peer, message.body.tensors)
         if self._fabric.is_renewed(self._rpc_names.get(peer, "")):
             raise LaneUnavailable(
                 "torchrpc",
-                f"the connections to {peer!r} broke and were made anew, and torch's RRefs only work with the first "
-                f"ones; restart either actor",
+                f"the connections to {peer!r} broke and were renewed, and torch's RRefs only work with the first ones; "
+                f"restart either actor",
             )
         header, body = message.header, message.body
         args = (header, body.payload, _sendable(body.tensors), list(body.rrefs), body.buffers)
@@ -118,7 +118,7 @@ class TorchRpcLane(MessageLane):
     def _worker(self, peer: str, tensors: Sequence[torch.Tensor]) -> Any:
         check_mapped(tensors, peer, self._maps.get(peer, {}), self.name)
         name = self._rpc_names.get(peer)
-        if name is None:  # lost while this message was made ready
+        if name is None:  # lost while this message was prepared
             raise PeerLost(peer, "it is not in the group (any more)", may_have_run=False)
         if self._broken and (broken := self._broken.get(peer)) is not None:
             self._renew(peer, name, broken)
@@ -128,9 +128,9 @@ class TorchRpcLane(MessageLane):
             raise PeerLost(peer, lost.cause, may_have_run=False) from lost
 
     def _renew(self, peer: str, name: str, broken: Any) -> None:
-        """Whoever broke off may live: it had no descriptor left when it was called, or something between them hung up.
+        """Renew the connections to a peer that may live: it had no descriptor left, or the network closed them.
 
-        Not often: of one that is dead, whoever looks after the group tells soon.
+        Not often: the supervisor soon announces a peer that is dead.
         """
         now = time.monotonic()
         if now - self._renewed_at.get(peer, -math.inf) >= _RENEW_EVERY_S:
@@ -139,7 +139,7 @@ class TorchRpcLane(MessageLane):
             self._fabric.renew(name, broken)
 
     def _failed(self, error: RuntimeError, peer: str, worker: Any, sent: bool) -> RayTorchRpcError:
-        """What to raise for what torch raised."""
+        """Return the error to raise for an error of torch."""
         ours = _translate(error, peer, sent=sent)
         if isinstance(ours, PeerLost) and peer in self._rpc_names and "has left the group" not in str(error):
             self._broken[peer] = worker
@@ -148,7 +148,7 @@ class TorchRpcLane(MessageLane):
     def disconnect(self, peer: str) -> None:
         self._broken.pop(peer, None)
         name = self._rpc_names.pop(peer, None)
-        if name is not None and peer != self._me:  # the agent, which outlives the group, knows itself for life
+        if name is not None and peer != self._me:  # the agent outlives the group, and keeps its own entry
             self._fabric.remove_peers([name])
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class _TorchPending(Pending):
     def wait(self, timeout_s: float) -> bool:
         if self._future.done() or timeout_s <= 0:
             return bool(self._future.done())
-        # A lock, not future.wait(): that one knows no time limit and cannot be interrupted by Ctrl-C.
+        # A lock, because future.wait() has no time limit and Ctrl-C cannot interrupt it.
         arrived = threading.Lock()
         arrived.acquire()
         self._future.add_done_callback(lambda _: arrived.release())
@@ -178,7 +178,7 @@ class _TorchPending(Pending):
 
     def take(self) -> Message:
         try:
-            # Makes this thread's CUDA streams wait for the tensors, which is why it runs here and not earlier.
+            # Makes this thread's CUDA streams wait for the tensors, so it runs on this thread.
             header, payload, tensors, rrefs, buffers = self._future.wait()
         except RuntimeError as error:
             raise self._failed(error) from error
@@ -189,17 +189,17 @@ class _TorchPending(Pending):
 def _serve(
     header: tuple[Any, ...], payload: bytes, tensors: list[torch.Tensor], rrefs: list[Any], buffers: int
 ) -> torch.futures.Future[Any]:
-    """Runs on a torchrpc thread; hands the request on and returns a Future of the reply."""
+    """Pass a request on, and return a Future of the reply. Runs on a torchrpc thread."""
     future = _future()
 
     def reply(message: Message) -> None:
         body = message.body
         try:
             future.set_result((message.header, body.payload, _sendable(body.tensors), list(body.rrefs), body.buffers))
-        except RuntimeError as error:  # a tensor on a device that the agent was not given
+        except RuntimeError as error:  # a tensor on a device that the agent does not have
             future.set_exception(error)
 
-    _hand_over(Message(header, Encoded(payload, tensors, rrefs, buffers), handoff_streams(tensors)), reply)
+    _pass_on(Message(header, Encoded(payload, tensors, rrefs, buffers), handoff_streams(tensors)), reply)
     return future
 
 
@@ -207,25 +207,25 @@ def _serve(
 def _serve_value(
     header: tuple[Any, ...], payload: bytes, tensors: list[torch.Tensor], rrefs: list[Any], buffers: int
 ) -> torch.futures.Future[Any]:
-    """As ``_serve``, for ``remote``: the reply's header carries the bare result, which stays here."""
+    """Like ``_serve``, for ``remote``: the reply's header holds the result itself, which stays here."""
     future = _future()
 
     def reply(message: Message) -> None:
         failed, value = message.header
-        # A torch Future's own exception would become the RRef's value; this is what torch raises in to_here().
+        # A torch Future's exception would become the RRef's value, but torch raises a RemoteException in to_here().
         future.set_result(_remote_exception(value) if failed else value)
 
-    _hand_over(Message(header, Encoded(payload, tensors, rrefs, buffers), handoff_streams(tensors)), reply)
+    _pass_on(Message(header, Encoded(payload, tensors, rrefs, buffers), handoff_streams(tensors)), reply)
     return future
 
 
 def _remote_exception(error: BaseException) -> RemoteException:
-    """As torch carries it: a text, and a type to make of it. The error's own, if that will do; else RemoteError."""
+    """Return the error as torch carries it: a text, and a type to raise. RemoteError if its own type cannot be used."""
     cls: type[BaseException] = type(error)
     try:
         text = str(error.args[0] if len(error.args) == 1 else error)
         usable = cls.__module__ in ("builtins", RayTorchRpcError.__module__) and str(cls(text)) == str(error)
-    except BaseException:  # its constructor needs more, or what it shows cannot be shown
+    except BaseException:  # its constructor needs other arguments, or its text fails
         usable = False
     if not usable or not isinstance(error, Exception):
         cls, text = RemoteError, traceback_text(error)
@@ -233,7 +233,7 @@ def _remote_exception(error: BaseException) -> RemoteException:
 
 
 def _sendable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    # torch sends a small part of a large storage as a clone; it ends the process if it cannot make one.
+    # torch sends a small part of a large storage as a clone, and aborts the process if it cannot clone the dtype.
     return [copied(tensor) if tensor.dtype in UNCOPIED else tensor for tensor in tensors]
 
 
@@ -241,7 +241,7 @@ def _future() -> torch.futures.Future[Any]:
     return torch.futures.Future(devices=_served.devices if _served else None)
 
 
-def _hand_over(message: Message, reply: Callable[[Message], None]) -> None:
+def _pass_on(message: Message, reply: Callable[[Message], None]) -> None:
     served = _served
     if served is None:
         raise RuntimeError("raytorchrpc: this process has left the group")
@@ -263,7 +263,7 @@ _BROKEN = (
 
 
 def _translate(error: RuntimeError, peer: str, *, sent: bool) -> RayTorchRpcError:
-    """torchrpc raises RuntimeError for everything; tell the cases apart by their text."""
+    """torchrpc raises RuntimeError for every failure; distinguish them by their text."""
     text = str(error)
     if "RPC ran for more than set timeout" in text:
         return RpcTimeout(f"no reply from {peer!r} in time over torchrpc; the call may still run there")
