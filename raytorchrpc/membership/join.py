@@ -1,8 +1,8 @@
-"""What runs inside a member's process when a group forms, ends or is asked: the actor's side of ``group``.
+"""The member's side of joining and leaving a group.
 
-The driver calls these through Ray (``actor.__ray_call__``), or directly when it takes part itself. Each is
-quick and safe to repeat. A group forms in three steps, and only the last makes it visible to user code:
-``probe`` changes nothing, ``prepare`` starts listening, ``commit`` meets the peers and proves the way to each.
+The driver calls these functions through Ray (``actor.__ray_call__``), or directly if it is a member itself. Each is
+quick and can be repeated. A group forms in three steps: ``probe`` changes nothing, ``prepare`` starts to listen, and
+``commit`` connects to the peers and makes the group visible to user code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import ray
 
-from raytorchrpc import rdt
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.counters import PairStats
@@ -35,6 +34,7 @@ from raytorchrpc.membership.local_setup import asked_for_gpu, endpoint, exposed_
 from raytorchrpc.membership.messages import GroupInfo, JoinSpec, Prepared, Probe, Table
 from raytorchrpc.membership.ray_metrics import Exporter
 from raytorchrpc.process.memory import default_capacity
+from raytorchrpc.rdt.api import enable_where_possible
 from raytorchrpc.routing.planner import forbidden
 from raytorchrpc.routing.routes import LaneChoice
 from raytorchrpc.tensors.devices import CPU
@@ -53,10 +53,10 @@ class _Joined(NamedTuple):
     table: Table
 
 
-changing = threading.RLock()  # in a threaded actor ``leave`` may come while ``prepare`` or ``commit`` runs
+changing = threading.RLock()  # in a threaded actor ``leave`` may run beside ``prepare`` or ``commit``
 _preparing: _Preparing | None = None
 _joined: _Joined | None = None
-#: Attempts, and generations, for which this process may still be asked to prepare; the latest will do.
+#: Attempts and generations that were rolled back: a ``prepare`` for them that arrives late is refused.
 _given_up: deque[str] = deque(maxlen=64)
 
 
@@ -78,7 +78,7 @@ def probe(instance: Any, name: str, lanes: Sequence[str] = ()) -> Probe:
 
 
 def prepare(instance: Any, spec: JoinSpec) -> Prepared:
-    """Start listening for a group that is forming. Raises BootstrapError; then nothing is left of it."""
+    """Start to listen for a group that is forming. Leaves nothing behind if it raises BootstrapError."""
     with changing:
         return _prepare(instance, spec)
 
@@ -86,13 +86,13 @@ def prepare(instance: Any, spec: JoinSpec) -> Prepared:
 def _prepare(instance: Any, spec: JoinSpec) -> Prepared:
     global _preparing
     if spec.attempt in _given_up or spec.generation in _given_up:
-        raise BootstrapError(f"group {spec.group!r} was given up before {spec.name!r} could prepare")
+        raise BootstrapError(f"group {spec.group!r} was rolled back before {spec.name!r} could prepare")
     if (stale := current_local()) is not None:
         if stale.generation != spec.replaces:
             raise BootstrapError(f"{spec.name!r} has joined group {stale.group!r} meanwhile")
-        logger.warning("%s leaves group %r: whoever formed it is gone", stale.me.name, stale.group)
+        logger.warning("%s leaves group %r: the process that formed it has ended", stale.me.name, stale.group)
         leave(instance, stale.generation)
-    if _preparing is not None:  # an earlier attempt that nobody rolled back
+    if _preparing is not None:  # an earlier attempt that was not rolled back
         leave(instance, _preparing.spec.generation)
     fabric = process_fabric()
     fabric.start(spec.agent, renew=spec.renew_agent)
@@ -119,38 +119,40 @@ def _prepare(instance: Any, spec: JoinSpec) -> Prepared:
 
 
 def commit(instance: Any, table: Table) -> None:
-    """Meet the peers, prove that each answers, then become a member. Raises BootstrapError naming who does not."""
+    """Connect to the peers, check that they answer, then become a member. Raises BootstrapError naming those that do
+    not.
+    """
     global _preparing, _joined
     preparing = _preparing
     if preparing is None or preparing.spec.generation != table.info.generation:
-        raise BootstrapError(f"group {table.info.name!r} was given up while it formed")
+        raise BootstrapError(f"group {table.info.name!r} was rolled back while it formed")
     spec, local = preparing
     for peer in table.info.members:
         if peer.name == spec.name:
             local.me = peer
-    meet_peers(local, table, [peer for peer in table.info.members if peer.name != spec.name])
+    add_peers(local, table, [peer for peer in table.info.members if peer.name != spec.name])
     local.peers.add_peer(route_to(local, local.me, table))
     for name, cause in table.away.items():
         local.peers.mark_away(local.peers.route(name).member.rank, Absence(cause, for_good=False))
     _reach_all(local, table, frozenset(spec.by_tcp))
     with changing:
         if _preparing is not preparing:
-            raise BootstrapError(f"group {table.info.name!r} was given up while it formed")
+            raise BootstrapError(f"group {table.info.name!r} was rolled back while it formed")
         if spec.config.metrics_period_s is not None:
             local.at_end.append(_export(local, spec.config.metrics_period_s))
         set_local(local)
         _preparing, _joined = None, _Joined(spec, table)
-    rdt.enable_where_possible()  # also in actors that Ray restarted, or that another actor made
+    enable_where_possible()  # also in actors that Ray restarted, or that another actor created
 
 
 def _export(local: LocalMember, period_s: float) -> Callable[[], None]:
-    """Put into Ray's metrics what it counts, from now on; returns what ends that."""
+    """Start to export the member's counters to Ray's metrics; returns a function that stops it."""
     me, counters, outgoing = local.me.name, local.counters, local.outgoing
     return Exporter(local.group, me, lambda: (counters.rows(me), outgoing.in_flight())).start(period_s)
 
 
-def meet_peers(local: LocalMember, table: Table, peers: Sequence[Member]) -> None:
-    """Make these callable. Quick: connections are made by the first call."""
+def add_peers(local: LocalMember, table: Table, peers: Sequence[Member]) -> None:
+    """Add peers. Quick: the first call connects."""
     for lane in _lanes(local):
         lane.connect(
             [
@@ -164,7 +166,7 @@ def meet_peers(local: LocalMember, table: Table, peers: Sequence[Member]) -> Non
 
 
 def route_to(local: LocalMember, peer: Member, table: Table) -> PeerRoute:
-    """How messages of this member reach ``peer``, or itself."""
+    """The lanes by which this member reaches ``peer``, or itself."""
     me, info, prepared = local.me, table.info, table.peers[peer.name]
     lanes = {lane.name: lane for lane in local.lanes}
     token = process_token(info.generation, peer.rank, peer.incarnation)
@@ -198,7 +200,7 @@ def route_to(local: LocalMember, peer: Member, table: Table) -> PeerRoute:
 
 
 def extend(local: LocalMember, spec: JoinSpec, table: Table) -> Prepared:
-    """Open what those who come in need and this member has not open yet; returns all its addresses."""
+    """Open the lanes that arrivals need and that are not open yet; returns all addresses of this member."""
     before = table.peers[spec.name]
     process_fabric().admit(spec.agent.admitted)
     addresses = {**before.addresses, **open_lanes(spec, local)}
@@ -209,17 +211,17 @@ def extend(local: LocalMember, spec: JoinSpec, table: Table) -> Prepared:
     return before._replace(addresses=addresses)
 
 
-def rejoined(spec: JoinSpec, table: Table, prepared: Prepared) -> None:
-    """Somebody has come in: remember the group as it is now. ``table`` may hold only what is new."""
+def record_arrivals(spec: JoinSpec, table: Table, prepared: Prepared) -> None:
+    """Record the group with its arrivals. ``table`` may hold only what is new."""
     global _joined
     if _joined is not None:
         table = _merged(_joined.table, table)
     _joined = _Joined(spec, table._replace(peers={**table.peers, spec.name: prepared}))
 
 
-def _merged(known: Table, news: Table) -> Table:
-    """What was known, and in its place what the news says of those in it."""
-    before, now = known.info, news.info
+def _merged(known: Table, new: Table) -> Table:
+    """The known table, with the entries of ``new`` added or in place of older ones."""
+    before, now = known.info, new.info
     coming = {member.name for member in now.members}
     members = sorted((*(m for m in before.members if m.name not in coming), *now.members), key=lambda m: m.rank)
     agents = {**before.plan.agents, **now.plan.agents}
@@ -233,11 +235,11 @@ def _merged(known: Table, news: Table) -> Table:
         if name not in coming:
             maps[name] = {**{peer: pairs for peer, pairs in row.items() if peer not in coming}, **maps.get(name, {})}
     info = now._replace(members=tuple(members), plan=plan, device_maps=maps)
-    return news._replace(info=info, peers={**known.peers, **news.peers})
+    return new._replace(info=info, peers={**known.peers, **new.peers})
 
 
-def removed(names: Sequence[str]) -> None:
-    """They have left: remember the group without them."""
+def record_removal(names: Sequence[str]) -> None:
+    """Record the group without these members."""
     global _joined
     if _joined is not None:
         info = _joined.table.info
@@ -256,20 +258,20 @@ def _devices_back(local: LocalMember, table: Table, peer: str) -> dict[int, int]
 
 
 def _reach_all(local: LocalMember, table: Table, far_away: Set[str]) -> None:
-    """Make sure that this member reaches the others.
+    """Check that this member reaches the others.
 
-    Across networks everybody is asked, by every lane of messages: there one route can be blocked alone. Within a
-    network namespace nothing can lie between, so it is enough that somebody asks each listener: the neighbour in rank.
-    That keeps forming a group of n on one host at n questions instead of n * (n - 1) connections.
+    Between network namespaces, ping every peer over every message lane, as a firewall may block one of them. Within a
+    namespace one ping per listener is enough, from its neighbour in rank: forming a group of n members on one host then
+    takes n pings instead of n * (n - 1).
     """
     deadline = time.monotonic() + table.timeout_s
     asked: list[tuple[str, str, Pending]] = []
     silent: dict[str, str] = {}
     left_out = {*table.away, *table.silent}
-    roads_to = [route for route in local.peers.routes if route.member.name not in left_out]
-    ranks = [route.member.rank for route in roads_to]
+    reachable = [route for route in local.peers.routes if route.member.name not in left_out]
+    ranks = [route.member.rank for route in reachable]
     neighbour = ranks[(ranks.index(local.me.rank) + 1) % len(ranks)]
-    for route in roads_to:
+    for route in reachable:
         far = route.member.name in far_away
         if route.member.rank == local.me.rank or not (far or route.member.rank == neighbour):
             continue
@@ -295,7 +297,7 @@ def _reach_all(local: LocalMember, table: Table, far_away: Set[str]) -> None:
 def leave(instance: Any, generation: str, for_good: bool = False) -> None:
     """Leave that generation of a group, formed or forming. Idempotent.
 
-    ``for_good``: that generation is over; a way into it that is begun elsewhere and gets here later is refused.
+    ``for_good``: the generation has ended; a ``prepare`` for it that arrives later is refused.
     """
     if for_good:
         _given_up.append(generation)
@@ -304,7 +306,7 @@ def leave(instance: Any, generation: str, for_good: bool = False) -> None:
 
 
 def give_up(instance: Any, attempt: str) -> None:
-    """Leave what came of that attempt to join; a later ``prepare`` for it is refused. Idempotent."""
+    """Roll back an attempt to join; a ``prepare`` for it that arrives later is refused. Idempotent."""
     with changing:
         _given_up.append(attempt)
         _leave(lambda spec: spec.attempt == attempt)
@@ -314,24 +316,24 @@ def _leave(meant: Callable[[JoinSpec], bool]) -> None:
     global _preparing, _joined
     if _preparing is not None and meant(_preparing.spec):
         preparing, _preparing = _preparing, None
-        _part(preparing.local)
+        _end(preparing.local)
     local = current_local()
     if local is not None and _joined is not None and meant(_joined.spec):
         set_local(None)
         _joined = None
-        _part(local)
+        _end(local)
 
 
-def _part(local: LocalMember) -> None:
+def _end(local: LocalMember) -> None:
     try:
         local.leave()
-    except BaseException:  # Ctrl-C, in a driver: it is not to leave half of it behind
+    except BaseException:  # Ctrl-C, in a driver: finish leaving first
         local.leave()
         raise
 
 
 def stats(instance: Any, generation: str) -> list[PairStats]:
-    """What this member counted; empty if it has left that generation."""
+    """This member's counters; empty if it has left that generation."""
     local = current_local()
     if local is None or local.generation != generation:
         return []
@@ -339,5 +341,5 @@ def stats(instance: Any, generation: str) -> list[PairStats]:
 
 
 def group_info() -> GroupInfo | None:
-    """The group this process is in."""
+    """The group that this process is a member of, or None."""
     return _joined.table.info if _joined else None

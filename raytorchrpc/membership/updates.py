@@ -195,8 +195,8 @@ def _prepare_arrivals(local: LocalMember, arrival: Arrival) -> Prepared:
         local.peers.mark_away(member.rank, _JOINING)
         collectives_of(local).lose(member.name, "it left and came back")
         _part(local, member.name)
-    join.meet_peers(local, arrival.table, coming)
-    join.rejoined(arrival.spec, arrival.table, prepared)
+    join.add_peers(local, arrival.table, coming)
+    join.record_arrivals(arrival.spec, arrival.table, prepared)
     return prepared
 
 
@@ -213,7 +213,7 @@ def _mark_lost(local: LocalMember, losses: Sequence[Loss]) -> None:
             collectives_of(local).lose(loss.name, loss.cause)
             process_fabric().distrust(member.rpc_name)
             _part(local, loss.name)
-    join.removed([loss.name for loss in losses if loss.for_good])
+    join.record_removal([loss.name for loss in losses if loss.for_good])
 
 
 def _remove_peers(local: LocalMember, names: Sequence[str]) -> None:
@@ -222,7 +222,7 @@ def _remove_peers(local: LocalMember, names: Sequence[str]) -> None:
         local.peers.remove_peer(rank)
         collectives_of(local).lose(name, "it was removed from the group")
         _part(local, name)
-    join.removed(names)
+    join.record_removal(names)
 
 
 def _part(local: LocalMember, name: str) -> None:
