@@ -1,17 +1,17 @@
-"""Device maps: where a tensor lands when it is sent to a peer.
+"""Device maps: the device on which a tensor arrives when it is sent to a peer.
 
-The arguments of a call take the caller's map, and its result the inverse of that same map. The callee's own map
-plays no part in it, so the two directions of a pair may differ freely: ``a: {b: {0: 1}}`` together with
-``b: {a: {0: 0}}`` is no contradiction.
+The arguments of a call use the caller's map, and its result uses the inverse of that map. The callee's own map is not
+used, so the two directions of a pair are independent: ``a: {b: {0: 1}}`` and ``b: {a: {0: 0}}`` do not contradict each
+other.
 
-An entry leads from GPU to GPU, or crosses between a GPU and the CPU. A CPU tensor that the map does not mention stays
+An entry maps a GPU to a GPU, or crosses between a GPU and the CPU. A CPU tensor that the map does not mention stays
 a CPU tensor. So the inverse for a result is:
 
 * from a GPU of the peer: to the local GPU that is mapped to it, else to the CPU if ``"cpu"`` is mapped to it;
-* from the peer's CPU: to the CPU, always.
+* from the peer's CPU: always to the CPU.
 
-``{"cpu": 0}`` therefore brings a CUDA result from the peer's ``cuda:0`` back as a CPU tensor. ``{0: "cpu"}`` changes no
-result: a CPU tensor there may just as well stem from a CPU tensor here.
+``{"cpu": 0}`` therefore returns a CUDA result on the peer's ``cuda:0`` as a CPU tensor. ``{0: "cpu"}`` changes no
+result: a CPU tensor on the peer may also come from a CPU tensor here.
 """
 
 from __future__ import annotations
@@ -29,22 +29,20 @@ Peer = str | int
 Pairs = tuple[tuple[Device, Device], ...]
 
 _ENTRY = re.compile(r"(\d+)_(\d+|cpu)_(\d+|cpu)")
-_SHAPE = "expected <peer rank>_<local gpu>_<peer gpu>, e.g. 1_0_1, with cpu for one of the GPUs where it is meant"
+_SHAPE = "expected <peer rank>_<local gpu>_<peer gpu>, e.g. 1_0_1, with cpu in place of one GPU to cross"
 
 
 class DeviceMap:
-    """One member's maps, peer -> {local GPU: peer GPU}; "cpu" in place of a GPU crosses to or from the CPU.
+    """The maps of one member: peer -> {local GPU: peer GPU}, with "cpu" in place of a GPU to cross.
 
-    Immutable, hashable, picklable.
-
-    Peers are member names or ranks; ``named`` turns all of them into names.
+    Peers are member names or ranks; ``named`` replaces ranks by names. Immutable, hashable and picklable.
     """
 
     __slots__ = ("_entries",)
     _entries: tuple[tuple[Peer, Pairs], ...]
 
     def __init__(self, entries: Mapping[Any, Mapping[Any, Device]] | None = None) -> None:
-        moved = {  # what stays on the CPU needs no entry
+        moved = {  # a tensor that stays on the CPU needs no entry
             peer: tuple(pair for pair in pairs.items() if pair != (CPU, CPU)) for peer, pairs in (entries or {}).items()
         }
         fixed = tuple((peer, pairs) for peer, pairs in moved.items() if pairs)
@@ -52,10 +50,10 @@ class DeviceMap:
 
     @classmethod
     def parse(cls, text: str) -> DeviceMap:
-        """Read ``<peer rank>_<local gpu>_<peer gpu>,...``; spaces around commas are allowed, "" is no map.
+        """Read ``<peer rank>_<local gpu>_<peer gpu>,...``; spaces around commas are allowed, "" is the empty map.
 
-        ``cpu`` in place of a GPU crosses: with ``1_cpu_0`` CPU tensors arrive on rank 1's GPU 0, with ``1_0_cpu`` CUDA
-        tensors of GPU 0 arrive there as CPU tensors.
+        ``cpu`` in place of a GPU crosses: with ``1_cpu_0``, CPU tensors arrive on rank 1's GPU 0; with ``1_0_cpu``,
+        CUDA tensors of GPU 0 arrive at rank 1 as CPU tensors.
 
         Raises ConfigurationError naming the entry, its position (from 1) and what was expected.
         """
@@ -102,7 +100,7 @@ class DeviceMap:
 
     @classmethod
     def of(cls, value: Any) -> DeviceMap:
-        """A DeviceMap from any form that ``GroupConfig.device_maps`` accepts."""
+        """Make a DeviceMap from any form that ``GroupConfig.device_maps`` accepts."""
         if isinstance(value, cls):
             return value
         if isinstance(value, str):
@@ -128,10 +126,9 @@ class DeviceMap:
             peers: the same for each peer, by name.
             local_devices: local GPUs that may be used; those this member does not have are skipped.
 
-        torchrpc refuses two local GPUs mapped onto one GPU of a peer. Where this side has more of them
-        than the peer, the lowest local index keeps the target and the rest stay unmapped for that peer:
-        a tensor on one of those has to be moved, or a map be given, before it is sent. A side with no
-        GPU, or whose actor asked Ray for none, has no map.
+        torchrpc rejects a map of two local GPUs to one GPU of a peer. If this side has more GPUs than the peer, the
+        lowest local index keeps the target and the others stay unmapped for that peer: before a tensor on one of them
+        is sent, move it or give a map. A side without a GPU, or whose actor asked Ray for none, has no map.
         """
         count = gpu_count(local)
         usable = [i for i in range(count) if local_devices is None or i in local_devices]
@@ -149,21 +146,9 @@ class DeviceMap:
         """Peers that have at least one entry, in the order given."""
         return tuple(peer for peer, _ in self._entries)
 
-    def for_peer(self, peer: Peer) -> dict[Device, Device]:
-        """{local GPU or "cpu": peer GPU or "cpu"} for this peer; empty where nothing is mapped."""
-        return {local: target for name, pairs in self._entries if name == peer for local, target in pairs}
-
     def to_dict(self) -> dict[Peer, dict[Device, Device]]:
         """The dict form that ``from_dict`` reads."""
         return {peer: dict(pairs) for peer, pairs in self._entries}
-
-    def to_text(self, members: Sequence[str] = ()) -> str:
-        """The text form that ``parse`` reads. ``members`` (in rank order) is needed if peers are names."""
-        parts: list[str] = []
-        for peer, pairs in self._entries:
-            rank = peer if isinstance(peer, int) else _rank(peer, members)
-            parts.extend(f"{rank}_{local}_{target}" for local, target in pairs)
-        return ",".join(parts)
 
     def named(self, members: Sequence[str], owner: str = "") -> DeviceMap:
         """The same map with every rank replaced by the member's name.
@@ -196,7 +181,7 @@ class DeviceMap:
         return self.to_dict() == other.to_dict()
 
     def __hash__(self) -> int:
-        # The order in which entries were written makes no difference to what they mean.
+        # The order of entries has no meaning.
         return hash(frozenset((peer, frozenset(pairs)) for peer, pairs in self._entries))
 
     def __bool__(self) -> bool:
@@ -207,7 +192,7 @@ class DeviceMap:
 
 
 def gpu_pairs(mapping: Mapping[Device, Device]) -> dict[int, int]:
-    """The entries of one peer's map from GPU to GPU: all that torchrpc and lanes are told of it."""
+    """The entries of one peer's map from GPU to GPU, which torchrpc and the lanes use."""
     return {local: target for local, target in mapping.items() if isinstance(local, int) and isinstance(target, int)}
 
 
@@ -216,12 +201,12 @@ def way_back(mapping: Mapping[Device, Device]) -> dict[Device, Device]:
     back: dict[Device, Device] = {}
     if CPU in mapping:
         back[mapping[CPU]] = CPU
-    back.update((target, local) for local, target in gpu_pairs(mapping).items())  # a GPU's goes back to a GPU
+    back.update((target, local) for local, target in gpu_pairs(mapping).items())  # a GPU takes precedence over the CPU
     return back
 
 
 def inverse(mapping: Mapping[int, int]) -> dict[int, int]:
-    """{peer GPU: local GPU} of a map of GPUs alone. Raises if two GPUs share a target."""
+    """{peer GPU: local GPU} of a map from GPU to GPU. Raises ConfigurationError if two GPUs share a target."""
     turned = {target: local for local, target in mapping.items()}
     if len(turned) != len(mapping):
         raise ConfigurationError(f"device map {dict(mapping)!r} sends two GPUs to one and has no inverse")
@@ -229,7 +214,7 @@ def inverse(mapping: Mapping[int, int]) -> dict[int, int]:
 
 
 def gpu_count(side: Endpoint | int) -> int:
-    """GPUs a member may map: none for an actor that asked Ray for none, whatever it sees."""
+    """The number of GPUs that a member may map; 0 for an actor that asked Ray for none, even if it sees some."""
     if isinstance(side, int):
         return side
     return len(side.gpus) if side.wants_gpu else 0
@@ -354,7 +339,7 @@ def _label(device: Device) -> str:
 
 
 def _device(device: Any, peer: Peer) -> Device:
-    """What 0, "0", "cuda:0", "cpu" or a torch.device means; torch itself is not needed to read one."""
+    """Read 0, "0", "cuda:0", "cpu" or a torch.device, without importing torch."""
     kind, index = getattr(device, "type", None), getattr(device, "index", None)
     if not isinstance(device, str):
         if kind == "cuda" and isinstance(index, int):
@@ -384,12 +369,6 @@ def _member(key: Peer, members: Sequence[str]) -> str | None:
             return None
         key = int(key)
     return members[key] if 0 <= key < len(members) else None
-
-
-def _rank(peer: str, members: Sequence[str]) -> int:
-    if peer not in members:
-        raise ConfigurationError(f"the text form needs ranks, and {peer!r} has none ({_known(members)})")
-    return members.index(peer)
 
 
 def _known(members: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""What a process publishes about itself: its host, GPUs, network interfaces and RDMA ports."""
+"""The endpoint of a process: its host, GPUs, network interfaces and RDMA ports, as published to the group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Evidence(BaseModel):
 
 
 class Gpu(_Evidence):
-    """One GPU this process sees."""
+    """One GPU that the process sees."""
 
     index: int
     """CUDA index in this process; under Ray's masking every actor's own GPU is 0."""
@@ -31,8 +31,8 @@ class Gpu(_Evidence):
     bar1_bytes: int | None = None
     """Size of the window through which a network adapter reaches this GPU's memory; None = unknown."""
     resource1_present: bool | None = None
-    """Whether sysfs has the ``resource1`` file, which TensorPipe's cuda_gdr takes for granted; None where
-    the PCI device is not in sysfs at all."""
+    """Whether sysfs has the ``resource1`` file, without which TensorPipe's cuda_gdr crashes; None if the PCI device is
+    not in sysfs."""
     dma_buf: bool | None = None
     """Whether the driver shares this GPU's memory as DMA-BUFs, by which adapters reach it without nvidia-peermem
     (NCCL can use that, TensorPipe cannot); None = unknown."""
@@ -91,7 +91,7 @@ class Interface(_Evidence):
 
 
 class Endpoint(_Evidence):
-    """What one process publishes about itself. Sizes are bytes."""
+    """The description of one process that it publishes to its group. Sizes are in bytes."""
 
     name: str = ""
     hostname: str
@@ -102,20 +102,20 @@ class Endpoint(_Evidence):
     """Kind (pid, net, ipc, mnt, user) -> inode."""
     uid: int
     node_ip: str
-    """The address Ray knows this node by."""
+    """The node's address in Ray."""
     interfaces: tuple[Interface, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     """Empty for an actor that asked Ray for no GPU, even if it could see some."""
     hcas: tuple[Hca, ...] = ()
     """In the order libibverbs usually lists them; TensorPipe's ibv transport opens the first one."""
     peer_memory: bool = False
-    """The kernel lets network adapters reach GPU memory (nvidia-peermem is registered)."""
+    """The kernel lets network adapters access GPU memory (nvidia-peermem is registered)."""
     memlock_bytes: int | None = None
-    """Bytes RDMA may lock; None = unlimited."""
+    """Bytes that RDMA may lock; None = unlimited."""
     shm_free_bytes: int = 0
     huge_pages: Literal["used", "unused", "forbidden"] | None = None
-    """Whether a large CPU tensor that torch allocates here lies in huge pages, as tried; ``forbidden`` if the kernel
-    gives none to anybody. None = unknown."""
+    """Whether torch allocates a large CPU tensor in huge pages, found by a trial; ``forbidden`` if the kernel gives
+    huge pages to no process. None = unknown."""
     torch_version: str
     cuda_version: str | None = None
     python_version: str = ""
@@ -130,19 +130,15 @@ class Endpoint(_Evidence):
     """The actor asked Ray for a GPU, or a fraction of one."""
 
     def same_host(self, other: Endpoint) -> bool:
-        """One kernel runs both. Host names are never compared: clones and containers share them."""
+        """Whether one kernel runs both. Host names are never compared: clones and containers share them."""
         return bool(self.boot_id) and self.boot_id == other.boot_id
 
     def shares(self, other: Endpoint, *kinds: str) -> bool:
-        """Both are on one host and in the same namespace of every given kind."""
+        """Whether both are on one host and in the same namespace of every given kind."""
         return self.same_host(other) and all(
             kind in self.namespaces and self.namespaces[kind] == other.namespaces.get(kind) for kind in kinds
         )
 
     def same_network(self, other: Endpoint) -> bool:
-        """Both see the same network interfaces, loopback included."""
+        """Whether both have the same network interfaces, including loopback."""
         return self.shares(other, "net")
-
-    def same_container(self, other: Endpoint) -> bool:
-        """Both see the same processes, files and shared memory."""
-        return self.shares(other, "pid", "mnt", "ipc")

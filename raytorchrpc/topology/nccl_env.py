@@ -1,8 +1,8 @@
-"""NCCL's environment, read off what a process knows about where it runs.
+"""Chooses NCCL's environment variables from a process's endpoint.
 
-``advise`` is a pure function of the evidence; ``apply`` puts what it says into this process's environment, where
-nobody has chosen a value. NCCL calls ``getenv`` when it first needs a variable and keeps the answer for the life of
-the process, so ``apply`` has to come before the first communicator and does nothing for later ones.
+``advise`` is a pure function of the endpoint; ``apply`` sets the advised values in this process's environment, except
+where the user has chosen a value. NCCL reads a variable when it first needs it and keeps the value for the life of the
+process, so ``apply`` must run before the first communicator and has no effect on later ones.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ HCA, IFNAME, GID, TIMEOUT, QPS = (
 )
 VARIABLES = (IFNAME, HCA, GID, TIMEOUT, QPS)
 
-#: Whoever sets one of these chooses GIDs by other means than their index.
+#: Setting one of these chooses GIDs by something else than their index.
 _OTHER_GIDS = ("NCCL_IB_ADDR_FAMILY", "NCCL_IB_ADDR_RANGE", "NCCL_IB_ROCE_VERSION_NUM")
 
 # 4.096 us x 2^20 = 4.3 s, and seven tries: 30 s, half of the time that a call has by default.
 _TIMEOUT = 20
-# A RoCE fabric chooses among equal paths by a hash over the UDP source port, and each queue pair has one of its own.
+# A RoCE fabric selects among equal paths by a hash over the UDP source port, and each queue pair has its own port.
 _ROCE_QPS = 4
 
 _Port = tuple[Hca, HcaPort]
@@ -38,24 +38,24 @@ _Port = tuple[Hca, HcaPort]
 
 @dataclass(frozen=True)
 class Advice:
-    """One variable's value for this process, and why."""
+    """The value of one variable for this process, and the reason."""
 
     value: str | None
     """None = leave it unset."""
     reason: str
     both_ends: bool = False
-    """Peers must have the same value, so no process sets it for itself: it belongs into the job's environment."""
+    """Peers must have the same value, so no process sets it for itself; set it in the job's environment."""
 
 
 def advise(
     endpoint: Endpoint, *, interface: str | None = None, own: Mapping[str, str] | None = None
 ) -> dict[str, Advice]:
-    """What NCCL's variables should be in this process; one entry for each of ``VARIABLES``.
+    """Choose values for NCCL's variables in this process; one entry for each of ``VARIABLES``.
 
     Args:
-        endpoint: the evidence of this process (``topology.probe``).
-        interface: to meet other hosts on; None takes the one that holds the Ray node's address.
-        own: NCCL variables that somebody has chosen. The GID index is that of the adapters which they name.
+        endpoint: describes this process (``topology.probe``).
+        interface: the interface for connections to other hosts; None selects the one with the Ray node's address.
+        own: NCCL variables that the user has set. The GID index is that of the adapters that they name.
     """
     own = own or {}
     advice = {IFNAME: _ifname(endpoint, interface)}
@@ -63,20 +63,20 @@ def advise(
     ports = usable_ports(endpoint)
     if other or not ports:
         if other:
-            why = f"{other} takes NCCL elsewhere"
+            why = f"{other} makes NCCL use another network"
         else:
-            why = "no RDMA adapter" if not endpoint.hcas else "no RDMA adapter that NCCL could use by itself"
+            why = "no RDMA adapter" if not endpoint.hcas else "no RDMA adapter that NCCL can use without a plug-in"
         return advice | {name: Advice(None, why) for name in (HCA, GID, TIMEOUT, QPS)}
     chosen, left_out = _choose(ports)
     advice[HCA] = Advice(_exact(chosen), _hca_reason(endpoint, chosen, left_out))
     used = [port for port in ports if matches(own[HCA], *port)] if own.get(HCA) else chosen
     roce = [port for port in used if port[1].link_layer == "Ethernet"]
-    advice[GID] = _gid_index(endpoint, roce, own) if used else Advice(None, f"{HCA}={own[HCA]} takes no usable port")
+    advice[GID] = _gid_index(endpoint, roce, own) if used else Advice(None, f"{HCA}={own[HCA]} selects no usable port")
     advice[TIMEOUT] = Advice(
-        str(_TIMEOUT), "a packet is given up after 7 x 4.3 s = 30 s, before a call's deadline of 60 s is over"
+        str(_TIMEOUT), "NCCL gives up a packet after 7 x 4.3 s = 30 s, within a call's default deadline of 60 s"
     )
     if roce:
-        why = "RoCE fabrics spread queue pairs, not bytes, over equal paths"
+        why = "RoCE fabrics distribute queue pairs, not bytes, over equal paths"
         advice[QPS] = Advice(str(_ROCE_QPS), why, both_ends=True)
     else:
         advice[QPS] = Advice(None, "InfiniBand needs no more than NCCL's default of 1", both_ends=True)
@@ -86,11 +86,13 @@ def advise(
 def apply(
     endpoint: Endpoint, *, interface: str | None = None, environ: MutableMapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Set NCCL's variables in ``environ`` (this process's, by default) where nobody has chosen a value.
+    """Set NCCL's variables in ``environ`` (this process's, by default) except where the user has chosen a value.
 
-    A value in one of NCCL's own files (``NCCL_CONF_FILE`` or ``~/.nccl.conf``, and ``/etc/nccl.conf``) is somebody's
-    choice too. ``NCCL_IB_QPS_PER_CONNECTION`` is never set here: NCCL takes it for the peer's as well, and a peer whose
-    NCCL had begun before would keep another. Returns what was set. Has to run before NCCL's first communicator.
+    A value in one of NCCL's own files (``NCCL_CONF_FILE`` or ``~/.nccl.conf``, and ``/etc/nccl.conf``) also counts as
+    the user's choice. ``NCCL_IB_QPS_PER_CONNECTION`` is never set here: NCCL assumes that the peer has the same value,
+    and a peer whose NCCL started earlier would keep another. Must run before NCCL's first communicator.
+
+    Returns the variables that were set.
     """
     environ = os.environ if environ is None else environ
     own = chosen_values(environ)
@@ -104,7 +106,7 @@ def apply(
 
 
 def chosen_values(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
-    """NCCL's variables as it will see them: the environment, then the user's file, then the machine's."""
+    """NCCL's variables as NCCL reads them: from the environment, then the user's file, then the machine's."""
     values = {name: text for name, text in environ.items() if name.startswith("NCCL_")}
     if conf := environ.get("NCCL_CONF_FILE"):
         users = root / conf.lstrip("/") if root != Path("/") else Path(conf)
@@ -123,7 +125,10 @@ def chosen_values(environ: Mapping[str, str], root: Path = Path("/")) -> dict[st
 
 
 def matches(filter_text: str, hca: Hca, port: HcaPort) -> bool:
-    """Whether a value of NCCL_IB_HCA takes this port: ``[^][=]name[:port[:rail[:plane]]],...``, prefixes without =."""
+    """Whether a value of NCCL_IB_HCA, ``[^][=]name[:port[:rail[:plane]]],...``, selects this port.
+
+    Names match as prefixes unless the value contains =.
+    """
     without = filter_text.startswith("^")
     text = filter_text[1:] if without else filter_text
     exact = text.startswith("=")
@@ -138,8 +143,9 @@ def matches(filter_text: str, hca: Hca, port: HcaPort) -> bool:
 
 
 def gid_index(endpoint: Endpoint, port: HcaPort) -> int | None:
-    """The GID index that RoCE traffic of this port should use: a RoCE v2 GID made of an IPv4 address, best one that
-    an interface of this process holds, best of all the Ray node's; None if there is none.
+    """The GID index for RoCE traffic of this port; None if there is no routed RoCE v2 GID.
+
+    Prefers the GID of the Ray node's address, then of an address of this process's interfaces, then of an IPv4 address.
     """
     held = {address: i for i in endpoint.interfaces if i.up for address in i.addresses}
 
@@ -153,7 +159,7 @@ def gid_index(endpoint: Endpoint, port: HcaPort) -> int | None:
 
 
 def _elsewhere(own: Mapping[str, str]) -> str | None:
-    """What sends NCCL to something else than its own verbs; None if nothing does."""
+    """The setting that makes NCCL use something else than InfiniBand verbs; None if there is none."""
     if own.get("NCCL_IB_DISABLE", "0") not in ("", "0"):
         return f"NCCL_IB_DISABLE={own['NCCL_IB_DISABLE']}"
     net = own.get("NCCL_NET", "")
@@ -167,22 +173,22 @@ def _ifname(endpoint: Endpoint, interface: str | None) -> Advice:
     if name is None:
         return Advice(None, f"no interface holds the Ray node's address {endpoint.node_ip}")
     if interface is None and name == "lo":
-        return Advice(None, f"the Ray node's address {endpoint.node_ip} is this machine's own alone")
+        return Advice(None, f"the Ray node's address {endpoint.node_ip} is a loopback address")
     return _exactly(name, "as asked for" if interface else f"it holds the Ray node's address {endpoint.node_ip}")
 
 
 def _exactly(name: str, why: str) -> Advice:
-    # Without =, NCCL takes the text for a prefix: eth1 is eth10 too.
+    # Without =, NCCL reads the text as a prefix: eth1 also matches eth10.
     return Advice(f"={name}", why)
 
 
 def _choose(ports: list[_Port]) -> tuple[list[_Port], list[tuple[_Port, str]]]:
-    """The ports to use, and those left out with the reason."""
+    """The ports to use, and the others with the reason why not."""
     left_out: list[tuple[_Port, str]] = []
     by_layer: dict[str, list[_Port]] = {}
     for port in ports:
         by_layer.setdefault(port[1].link_layer, []).append(port)
-    # NCCL cannot join InfiniBand to RoCE. Every host decides by the same rule.
+    # NCCL cannot connect InfiniBand to RoCE, so every host must decide by the same rule.
     layer = max(by_layer, key=lambda name: (sum(p.rate_gbps or 0 for _, p in by_layer[name]), name == "InfiniBand"))
     for name, members in by_layer.items():
         if name != layer:
@@ -221,7 +227,7 @@ def _gid_index(endpoint: Endpoint, roce: list[_Port], own: Mapping[str, str]) ->
         return Advice(None, "InfiniBand needs none")
     by_hand = next((name for name in _OTHER_GIDS if own.get(name)), None)
     if by_hand:
-        return Advice(None, f"{by_hand} is set, and NCCL chooses by it")
+        return Advice(None, f"{by_hand} is set, and NCCL uses it instead")
     found = {f"{hca.name}:{port.number}": gid_index(endpoint, port) for hca, port in roce}
     values = set(found.values())
     if len(values) > 1:

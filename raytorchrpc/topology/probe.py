@@ -1,8 +1,7 @@
-"""What one process knows about where it runs: the evidence that routing decides from.
+"""Describes the process and its host: the evidence from which routes are planned.
 
-``probe`` looks at this process and returns an ``Endpoint``. Endpoints are plain data: they pickle, travel
-through Ray, and every member's routes are computed from the same set of them. Torch is imported inside the
-functions that ask it, so that the models alone (all that routing needs) load without it.
+``probe`` returns an ``Endpoint``, which is plain data: it pickles and travels through Ray, and all routes of a group
+are computed from one set of endpoints. Functions import torch when they need it, so this module loads without it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _DMA_BUF_SUPPORTED = 124
 _GID_SLOTS = 32
 
 
-# More than glibc ever serves from memory that it kept (32 MiB), so these pages are new. Few of them are touched.
+# More than glibc serves from memory that it kept (32 MiB), so these pages are new. Few of them are touched.
 _TRIAL_BYTES = 64 << 20
 # A huge page takes one fault; a quarter of one takes 128 in small pages, or 8 in the middle-sized ones of new kernels.
 _FEW_FAULTS = 2
@@ -52,10 +51,10 @@ def probe(*, name: str = "", node_ip: str, wants_gpu: bool = True, root: Path = 
         name: the member's name, if it has one already.
         node_ip: the address Ray gives for this node.
         wants_gpu: False for an actor that asked Ray for no GPU: CUDA is then never touched.
-        root: where /proc, /sys and /dev are looked for.
+        root: the directory that contains /proc, /sys and /dev.
 
     Blocks for a few milliseconds; with GPUs, for as long as CUDA takes to initialise in this process.
-    A file that is missing or unreadable leaves its field empty; nothing is raised for it.
+    A missing or unreadable file leaves its field empty and raises nothing.
     """
     import torch
 
@@ -88,10 +87,10 @@ def probe(*, name: str = "", node_ip: str, wants_gpu: bool = True, root: Path = 
 
 
 def interface_for(endpoint: Endpoint, address: str) -> str | None:
-    """The interface that holds ``address`` (the Ray node's), or None if none of this process's does.
+    """The interface that holds ``address`` (the Ray node's); None if no interface of this process does.
 
-    Loopback is the answer only for a loopback address. A host name that resolves to 127.0.x.x plays no
-    part, because only addresses are compared.
+    Returns loopback only for a loopback address. Only addresses are compared, so a host name that resolves to
+    127.0.x.x has no effect.
     """
     for interface in endpoint.interfaces:
         if address in interface.addresses:
@@ -105,9 +104,9 @@ def interface_for(endpoint: Endpoint, address: str) -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def tensorpipe_backends() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The (transports, channels) this torch build has, in TensorPipe's own order; empty without torchrpc.
+    """The (transports, channels) of this torch build, in TensorPipe's own order; empty without torchrpc.
 
-    Torch checks a name against its registries and starts nothing.
+    torch checks each name against its registries and starts nothing.
     """
     from raytorchrpc._compat import torch_internals
 
@@ -128,7 +127,7 @@ def _interfaces(root: Path) -> tuple[Interface, ...]:
 
 
 def _huge_pages(root: Path) -> Literal["used", "unused", "forbidden"] | None:
-    """Tried, not read off a variable: torch looks at its variable once, and whoever sets it later is not heard."""
+    """Found by a trial: torch reads its variable once, so the variable's present value may not be in effect."""
     import torch
 
     mode, size = sysfs.huge_pages(root)
@@ -162,7 +161,7 @@ def _gpu(root: Path, index: int) -> Gpu:
 
     properties = torch.cuda.get_device_properties(index)
     bdf = None
-    # Older torch releases do not say where the GPU sits; its BAR1 then stays unknown.
+    # Older torch releases do not report the GPU's PCI address; its BAR1 size then stays unknown.
     bus, slot = getattr(properties, "pci_bus_id", None), getattr(properties, "pci_device_id", None)
     if bus is not None and slot is not None:
         bdf = f"{getattr(properties, 'pci_domain_id', 0):04x}:{bus:02x}:{slot:02x}.0"
@@ -180,7 +179,7 @@ def _gpu(root: Path, index: int) -> Gpu:
 
 
 def _dma_buf(index: int) -> bool | None:
-    """Asks the driver, which torch has initialised."""
+    """Asks the CUDA driver, which torch has initialised."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

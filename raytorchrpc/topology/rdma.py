@@ -1,8 +1,8 @@
-"""Whether TensorPipe, NCCL and UCX can use a member's RDMA adapters, and if not, why and what to do about it.
+"""Decides whether TensorPipe, NCCL and UCX can use a member's RDMA adapters, and if not, why and what to do.
 
-TensorPipe's ibv transport opens the first adapter of the list, port 1, GID index 0, hop limit 1, and looks at
-no port state; its cuda_gdr channel does the same with the adapter nearest to each GPU. NCCL, and UCX
-underneath the nixl lane, look at every adapter and choose ports and GIDs by their state.
+TensorPipe's ibv transport opens the first adapter of the list with port 1, GID index 0 and hop limit 1, and does not
+check the port's state; its cuda_gdr channel does the same with the adapter nearest to each GPU. NCCL, and UCX in the
+nixl lane, check every adapter and choose ports and GIDs by their state.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from raytorchrpc.topology.endpoint import Endpoint, Hca, HcaPort
 MIB = 1 << 20
 MIN_MEMLOCK_BYTES = 64 * MIB
 
-_RDMA_ELSEWHERE = "NCCL can be told what to use (NCCL_IB_HCA, NCCL_IB_GID_INDEX), TensorPipe cannot"
+_RDMA_ELSEWHERE = "NCCL has settings for this (NCCL_IB_HCA, NCCL_IB_GID_INDEX), TensorPipe has none"
 
 
 def ibv_obstacles(members: Mapping[str, Endpoint]) -> dict[str, str | None]:
     """Why each member's agent must not open ibv; None where it may.
 
-    Any two agents that have ibv believe they can reach each other by it, so all of those must be able to.
+    Any two agents that have ibv use it between them, so all of them must be able to reach each other by it.
     """
     verdicts = {name: _ibv_obstacle(endpoint) for name, endpoint in members.items()}
     able = {name: members[name] for name, obstacle in verdicts.items() if obstacle is None}
@@ -66,12 +66,12 @@ def _first_only(endpoint: Endpoint) -> str:
 
 
 def tensorpipe_obstacle(hca: Hca) -> str | None:
-    """Why TensorPipe cannot use this adapter: it takes port 1, GID index 0 and hop limit 1, unchecked."""
+    """Why TensorPipe, which uses port 1, GID index 0 and hop limit 1 unchecked, cannot use this adapter."""
     if hca.driver == "efa":
-        return f"{hca.name} is an EFA adapter, which passes for InfiniBand but fails in TensorPipe; use NCCL"
+        return f"{hca.name} is an EFA adapter, which looks like InfiniBand but fails in TensorPipe; use NCCL"
     if hca.verbs_device is False:
         return (
-            f"{hca.name} has no /dev/infiniband/uverbs device here that may be opened; give the container "
+            f"{hca.name} has no /dev/infiniband/uverbs device that this process may open; give the container "
             f"the device (Kubernetes: ask for the RDMA device plugin's resource)"
         )
     port = hca.port(1)
@@ -87,7 +87,7 @@ def tensorpipe_obstacle(hca: Hca) -> str | None:
     if gid is None:
         return f"{hca.name} (RoCE) has no GID at index 0, the only one TensorPipe uses; {_RDMA_ELSEWHERE}"
     kind = f"a link-local {gid.kind} address" if gid.link_local else f"a {gid.kind} address"
-    # Hop limit 1 reaches the same Ethernet segment only, and nothing published tells segments apart.
+    # Hop limit 1 reaches the same Ethernet segment only, and endpoints do not tell segments apart.
     return (
         f"{hca.name} is RoCE and its GID index 0, the only one TensorPipe uses, is {kind} sent with hop "
         f"limit 1, so it is not routed; {_RDMA_ELSEWHERE}. If all members share one Ethernet segment, force "
@@ -103,7 +103,7 @@ def _subnet(endpoint: Endpoint) -> str | None:
 
 
 def gpudirect_obstacle(endpoint: Endpoint, ibv: bool) -> str | None:
-    """Why this agent must not open cuda_gdr; None where it may. ``ibv``: whether it opens that."""
+    """Why this agent must not open cuda_gdr; None if it may. ``ibv``: whether it opens ibv."""
     if not ibv:
         return "ibv is not used"
     if not endpoint.peer_memory:
@@ -117,7 +117,7 @@ def gpudirect_obstacle(endpoint: Endpoint, ibv: bool) -> str | None:
                 f"BAR1 of GPU {gpu.index} is {size}, smaller than its memory "
                 f"({gpu.memory_bytes / MIB:.0f} MiB); turn on above-4G decoding / resizable BAR"
             )
-    # Each GPU takes the adapter nearest to it, so here every adapter has to work, not just the first.
+    # cuda_gdr uses the adapter nearest to each GPU, so every adapter must work, not only the first.
     for hca in endpoint.hcas:
         obstacle = tensorpipe_obstacle(hca)
         if obstacle:
@@ -126,25 +126,25 @@ def gpudirect_obstacle(endpoint: Endpoint, ibv: bool) -> str | None:
 
 
 def nccl_obstacle(a: Endpoint, b: Endpoint) -> str | None:
-    """Why NCCL has no GPUDirect RDMA between two members on different hosts; None where it has.
+    """Why NCCL has no GPUDirect RDMA between two members on different hosts; None if it has.
 
-    The same with a and b exchanged.
+    Symmetric in a and b.
     """
     return ucx_obstacle(a, b, cuda=True)
 
 
 def ucx_obstacle(a: Endpoint, b: Endpoint, *, cuda: bool) -> str | None:
-    """Why UCX has no RDMA between two members on different hosts, of GPU memory if ``cuda``; None where it has.
+    """Why UCX has no RDMA between two members on different hosts, of GPU memory if ``cuda``; None if it has.
 
-    The same with a and b exchanged.
+    Symmetric in a and b.
     """
     obstacles = {end.name: obstacle for end in (a, b) if (obstacle := _rdma_alone(end, cuda))}
     if len(obstacles) == 2 and len(set(obstacles.values())) == 1:
-        return obstacles[a.name]  # without names, so that many pairs read the same
+        return obstacles[a.name]  # without names, so that many pairs share one text
     if obstacles:
         return "; ".join(sorted(f"{name}: {obstacle}" for name, obstacle in obstacles.items()))
     if not _fabrics(a) & _fabrics(b):
-        return "no adapters of the two are on one InfiniBand subnet, or both RoCE"
+        return "the two members have no adapters on one InfiniBand subnet or both RoCE"
     return None
 
 
@@ -152,7 +152,7 @@ def _rdma_alone(endpoint: Endpoint, cuda: bool) -> str | None:
     if not endpoint.hcas:
         return "no RDMA adapter"
     if not _fabrics(endpoint):
-        return "no adapter has an active port that may be opened (EFA needs a plug-in, which cannot be seen here)"
+        return "no adapter has an active port that may be opened (EFA needs a plug-in, which cannot be detected)"
     if endpoint.memlock_bytes is not None and endpoint.memlock_bytes < MIN_MEMLOCK_BYTES:
         return f"only {endpoint.memlock_bytes / MIB:.0f} MiB of memory may be locked; raise the limit (ulimit -l)"
     if cuda and not endpoint.peer_memory and not all(gpu.dma_buf for gpu in endpoint.gpus):
@@ -161,7 +161,7 @@ def _rdma_alone(endpoint: Endpoint, cuda: bool) -> str | None:
 
 
 def _fabrics(endpoint: Endpoint) -> set[str]:
-    """What the usable ports lead to: InfiniBand subnets, and "RoCE" (routed, so one for all)."""
+    """The networks of the usable ports: InfiniBand subnets, and "RoCE" (routed, so one for all)."""
     found: set[str] = set()
     for _hca, port in usable_ports(endpoint):
         if port.link_layer == "InfiniBand":

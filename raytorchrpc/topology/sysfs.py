@@ -1,6 +1,6 @@
-"""Small readers over /proc, /sys and the kernel's interface table. None of them raises for what is missing.
+"""Readers of /proc, /sys and the kernel's interface table. None of them raises if something is missing.
 
-Every function that reads files takes ``root``, so that a test can hand it a tree of its own.
+Every function that reads files takes ``root``, so that a test can pass a directory of its own.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def listing(path: Path) -> list[str]:
 
 
 def namespaces(root: Path) -> dict[str, str]:
-    """This process's namespaces, kind -> inode as the kernel prints it; unreadable ones are left out."""
+    """This process's namespaces, kind -> inode as the kernel prints it; without the unreadable ones."""
     found = {kind: link_name(root / "proc/self/ns" / kind) for kind in NAMESPACES}
     return {kind: inode for kind, inode in found.items() if inode}
 
@@ -59,8 +59,8 @@ def namespaces(root: Path) -> dict[str, str]:
 def memlock_bytes(root: Path) -> int | None:
     """Bytes this process may lock, as RDMA registration counts them; None = no limit.
 
-    The kernel lifts the limit for CAP_IPC_LOCK, but only where it is held in the first user namespace:
-    a container's root in a user namespace of its own has the bit and still meets the limit.
+    The kernel lifts the limit for CAP_IPC_LOCK only if the process holds it in the first user namespace: a container's
+    root in a user namespace of its own has the bit, and the limit still applies.
     """
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or may_lock_all(root):
@@ -96,8 +96,8 @@ def huge_pages(root: Path) -> tuple[str, int]:
 def bar1_bytes(root: Path, bdf: str) -> int | None:
     """Size of a PCI device's second BAR (on NVIDIA GPUs the window onto device memory); None = unknown.
 
-    A 64-bit BAR fills two lines of the file, the second of them with zeros, so the lines in use are counted:
-    the window is line 2 on an A100 and line 3 on an H200.
+    A 64-bit BAR takes two lines of the file, the second one with zeros, so only non-zero lines count: the window is
+    line 2 on an A100 and line 3 on an H200.
     """
     sizes = []
     for line in (read(root / "sys/bus/pci/devices" / bdf / "resource") or "").splitlines()[:6]:
@@ -111,7 +111,7 @@ def bar1_bytes(root: Path, bdf: str) -> int | None:
 
 
 def ipv4_addresses() -> list[tuple[str, str]]:
-    """(interface, address) for every IPv4 address of this network namespace, secondary ones too."""
+    """(interface, address) for every IPv4 address of this network namespace, including secondary ones."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         room = 64
         while True:
@@ -124,7 +124,7 @@ def ipv4_addresses() -> list[tuple[str, str]]:
             used = struct.unpack("iL", answer)[0]
             if used < len(buffer):
                 break
-            room *= 2  # the kernel cuts the list to what fits, without a word
+            room *= 2  # the kernel silently truncates the list to what fits
     found = []
     for start in range(0, used, _IFREQ_BYTES):
         entry = buffer[start : start + _IFREQ_BYTES].tobytes()

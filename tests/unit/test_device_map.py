@@ -16,11 +16,10 @@ from tests.unit.clusters import a100s, member
 
 def test_text_form() -> None:
     device_map = DeviceMap.parse("1_0_1, 2_0_2,0_0_0,1_1_0")
-    assert device_map.for_peer(1) == {0: 1, 1: 0}
-    assert device_map.for_peer(2) == {0: 2}
-    assert device_map.for_peer(0) == {0: 0}
-    assert device_map.for_peer(7) == {}
-    assert DeviceMap.parse(device_map.to_text()) == device_map
+    assert device_map.to_dict()[1] == {0: 1, 1: 0}
+    assert device_map.to_dict()[2] == {0: 2}
+    assert device_map.to_dict()[0] == {0: 0}
+    assert device_map.to_dict().get(7) is None
     assert not DeviceMap.parse(" ")
 
 
@@ -55,7 +54,7 @@ def test_one_gpu_cannot_go_to_two_of_a_peer() -> None:
     "pairs", [{0: 1}, {"0": "1"}, {"cuda:0": "cuda:1"}, {torch.device("cuda:0"): torch.device("cuda:1")}]
 )
 def test_dict_form_takes_every_way_to_name_a_gpu(pairs: dict[Any, Any]) -> None:
-    assert DeviceMap.from_dict({"learner": pairs}).for_peer("learner") == {0: 1}
+    assert DeviceMap.from_dict({"learner": pairs}).to_dict()["learner"] == {0: 1}
 
 
 @pytest.mark.parametrize(
@@ -90,16 +89,8 @@ def test_equality_hash_and_pickle() -> None:
 
 def test_what_is_handed_out_cannot_change_the_map() -> None:
     device_map = DeviceMap.parse("1_0_1")
-    device_map.for_peer(1)[0] = 5
     device_map.to_dict()[1][0] = 5
-    assert device_map.for_peer(1) == {0: 1}
-
-
-def test_text_of_named_peers_needs_the_ranks() -> None:
-    device_map = DeviceMap.from_dict({"b": {0: 1}})
-    assert device_map.to_text(["a", "b"]) == "1_0_1"
-    with pytest.raises(ConfigurationError, match="'b' has none"):
-        device_map.to_text()
+    assert device_map.to_dict()[1] == {0: 1}
 
 
 def test_inverse() -> None:
@@ -113,10 +104,8 @@ def test_inverse() -> None:
 
 def test_text_form_with_the_cpu() -> None:
     device_map = DeviceMap.parse("1_cpu_0,2_0_cpu, 2_1_0")
-    assert device_map.for_peer(1) == {"cpu": 0}
-    assert device_map.for_peer(2) == {0: "cpu", 1: 0}
-    assert device_map.to_text() == "1_cpu_0,2_0_cpu,2_1_0"
-    assert DeviceMap.parse(device_map.to_text()) == device_map
+    assert device_map.to_dict()[1] == {"cpu": 0}
+    assert device_map.to_dict()[2] == {0: "cpu", 1: 0}
     with pytest.raises(
         ConfigurationError, match=r"entry 2 \('1_cpu_1'\): the CPU is already mapped to GPU 0 of peer 1"
     ):
@@ -125,7 +114,7 @@ def test_text_form_with_the_cpu() -> None:
 
 @pytest.mark.parametrize("pairs", [{"cpu": 0}, {torch.device("cpu"): "cuda:0"}, {" cpu": torch.device("cuda:0")}])
 def test_dict_form_takes_every_way_to_name_the_cpu(pairs: dict[Any, Any]) -> None:
-    assert DeviceMap.from_dict({"learner": pairs}).for_peer("learner") == {"cpu": 0}
+    assert DeviceMap.from_dict({"learner": pairs}).to_dict()["learner"] == {"cpu": 0}
 
 
 def test_what_stays_on_the_cpu_needs_no_entry() -> None:
@@ -206,14 +195,14 @@ def test_given_maps_may_cross_and_the_others_are_generated() -> None:
 )
 def test_auto(local: int, peer: int, local_devices: tuple[int, ...] | None, expected: dict[int, int]) -> None:
     device_map = DeviceMap.auto(local, {"peer": peer}, local_devices=local_devices)
-    assert device_map.for_peer("peer") == expected
+    assert device_map.to_dict().get("peer", {}) == expected
 
 
 def test_auto_leaves_out_an_actor_that_asked_for_no_gpu_but_sees_some() -> None:
     seeing = member(0, cuda=True, gpus=a100s(2), wants_gpu=False)
     using = member(1, cuda=True, gpus=a100s(2))
-    assert DeviceMap.auto(using, {"seeing": seeing}).for_peer("seeing") == {}
-    assert DeviceMap.auto(seeing, {"using": using}).for_peer("using") == {}
+    assert DeviceMap.auto(using, {"seeing": seeing}).to_dict().get("seeing") is None
+    assert DeviceMap.auto(seeing, {"using": using}).to_dict().get("using") is None
 
 
 # -- validation ----------------------------------------------------------------------------------------------
@@ -264,7 +253,7 @@ def test_resolve_takes_every_form_and_leaves_the_others_generated() -> None:
     assert maps["a"].to_dict() == {"b": {0: 1}}
     assert maps["b"].to_dict() == {"a": {0: 1}}
     assert maps["c"].to_dict() == {"a": {0: 1}}
-    assert maps["d"].for_peer("a") == {0: 0, 1: 1}
+    assert maps["d"].to_dict()["a"] == {0: 0, 1: 1}
 
 
 def test_a_name_that_looks_like_a_rank_is_a_name() -> None:
@@ -275,12 +264,12 @@ def test_a_name_that_looks_like_a_rank_is_a_name() -> None:
 def test_both_directions_may_differ() -> None:
     # A result takes the inverse of its request's map, so these two never meet.
     maps = resolve(GroupConfig(device_maps={"a": "1_0_1", "b": "0_0_0"}), ["a", "b"], {"a": 1, "b": 2})
-    assert (maps["a"].for_peer("b"), maps["b"].for_peer("a")) == ({0: 1}, {0: 0})
+    assert (maps["a"].to_dict()["b"], maps["b"].to_dict()["a"]) == ({0: 1}, {0: 0})
 
 
 def test_resolve_limits_generated_maps_to_local_devices() -> None:
     maps = resolve(GroupConfig(local_devices=(1,)), ["a", "b"], {"a": 2, "b": 2})
-    assert maps["a"].for_peer("b") == {1: 1}
+    assert maps["a"].to_dict()["b"] == {1: 1}
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ CASES = {
         "torchrpc over uv, channel mpt_uv",
         "torchrpc over uv, channel cuda_basic",
         ("ibv: not used, rdmap0s6 is an EFA adapter",),
-        ("RDMA is not used by torchrpc, TCP is: rdmap0s6 is an EFA adapter, which passes for InfiniBand",),
+        ("RDMA is not used by torchrpc, TCP is: rdmap0s6 is an EFA adapter, which looks like InfiniBand",),
     ),
     "8 MiB memlock": Case(
         lambda: public_nodes(memlock_bytes=8 * MIB),

@@ -102,7 +102,7 @@ def test_probe_of_this_process() -> None:
     endpoint = probe(node_ip="127.0.0.1", wants_gpu=False)
     assert endpoint.pid == os.getpid() and endpoint.uid == os.getuid()
     assert endpoint.torch_version == torch.__version__
-    assert endpoint.same_host(endpoint) and endpoint.same_container(endpoint)
+    assert endpoint.shares(endpoint, "pid", "mnt", "ipc")
     assert "127.0.0.1" in next(i for i in endpoint.interfaces if i.name == "lo").addresses
     assert {"uv"} <= set(endpoint.tensorpipe_transports)
     assert {"basic", "mpt_uv"} <= set(endpoint.tensorpipe_channels)
@@ -264,10 +264,10 @@ def test_co_location_rests_on_the_kernel_never_on_the_host_name() -> None:
     pod = member(2, pod=1)
     elsewhere = member(3, host=1)
     assert here.hostname == elsewhere.hostname and not here.same_host(elsewhere)
-    assert here.same_host(pod) and not here.same_container(pod) and not here.same_network(pod)
-    assert here.same_container(beside) and here.same_network(beside)
+    assert here.same_host(pod) and not here.shares(pod, "pid") and not here.same_network(pod)
+    assert here.shares(beside, "pid", "mnt", "ipc") and here.same_network(beside)
     unknown = member(4, namespaces={})
-    assert not unknown.same_container(member(5, namespaces={})), "unreadable namespaces prove nothing"
+    assert not unknown.shares(member(5, namespaces={}), "pid"), "unreadable namespaces prove nothing"
 
 
 def test_backends_of_this_build_are_the_ones_torch_accepts() -> None:
