@@ -29,8 +29,8 @@ from raytorchrpc.calls.out_of_band import PayloadSplitter
 from raytorchrpc.calls.peers import Member, PeerRoute, process_token
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
 from raytorchrpc.lanes.base import MessageLane, PeerAddress, Pending, TensorLane
-from raytorchrpc.lanes.torchrpc.absent import AbsentLane
 from raytorchrpc.lanes.torchrpc.agent import FabricPeer, process_fabric
+from raytorchrpc.lanes.torchrpc.lane import AbsentLane
 from raytorchrpc.membership.local_setup import (
     asked_for_gpu,
     endpoint,
