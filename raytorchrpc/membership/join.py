@@ -28,8 +28,8 @@ from raytorchrpc.calls.peers import Member, PeerRoute, process_token
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
 from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import MessageLane, PeerAddress, Pending, TensorLane
-from raytorchrpc.lanes.torchrpc.absent import AbsentLane
 from raytorchrpc.lanes.torchrpc.agent import process_fabric
+from raytorchrpc.lanes.torchrpc.lane import AbsentLane
 from raytorchrpc.membership.local_setup import asked_for_gpu, endpoint, exposed_methods, open_lanes
 from raytorchrpc.membership.messages import GroupInfo, JoinSpec, Prepared, Probe, Table
 from raytorchrpc.membership.ray_metrics import Exporter

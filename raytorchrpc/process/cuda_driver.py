@@ -51,9 +51,7 @@ class Driver:
         self._lock = threading.Lock()
 
     def on(self, device: int) -> _On:
-        """``with driver().on(device):`` makes that device's context current on this thread, as the other calls
-        require.
-        """
+        """``with driver().on(device):`` makes that device's context current on this thread, for other calls."""
         return _On(self, device)
 
     def enter(self, device: int) -> None:

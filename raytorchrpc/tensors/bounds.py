@@ -30,9 +30,7 @@ def within(offset: int, size: int, total: int) -> None:
 
 
 def checked(method: F) -> F:
-    """Decorate a lane's ``fetch`` or ``scatter_into``: an invalid descriptor raises LaneUnavailable, naming the
-    peer.
-    """
+    """Decorate a lane's ``fetch`` or ``scatter_into``: invalid descriptors raise LaneUnavailable with the peer."""
 
     @functools.wraps(method)
     def call(lane: Any, peer: str, *args: Any) -> Any:

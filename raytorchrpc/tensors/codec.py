@@ -157,7 +157,7 @@ def _lifting(base: type[Any]) -> type[Any]:
 
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, torch.Tensor):
-                return self.lift(obj)
+                return _lift(self, obj)
             if type(obj) is Bulk:
                 start = len(self.tensors)
                 self.tensors += obj.tensors if self.own else map(torch.Tensor.detach, obj.tensors)
@@ -169,38 +169,38 @@ def _lifting(base: type[Any]) -> type[Any]:
                 return _take_rref, (len(self.rrefs) - 1,)
             return NotImplemented if inherited is None else inherited(self, obj)
 
-        def lift(self, tensor: torch.Tensor) -> Any:
-            kind, attributes = type(tensor), vars(tensor)
-            if kind is not torch.Tensor and kind is not torch.nn.Parameter:
-                if not _is_plain(kind):
-                    return NotImplemented  # its own __reduce__ leads back here for its parts
-                tensor = tensor.as_subclass(torch.Tensor)
-            if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
-                return NotImplemented  # likewise: sparse and nested tensors reduce to dense parts
-            requires_grad, order = tensor.requires_grad, None
-            if requires_grad and self.keep_graph:
-                kind = torch.Tensor if kind is torch.nn.Parameter else kind  # a new Parameter would cut the graph
-            else:
-                if requires_grad or not self.own:
-                    tensor = tensor.detach()
-                if not tensor.is_contiguous():
-                    tensor, order = _in_memory_order(tensor)
-            if tensor.is_conj() or tensor.is_neg():
-                tensor = tensor.resolve_conj().resolve_neg()
-            if not tensor.data_ptr() and tensor.numel():  # reading it would crash the process
-                raise SerializationError(
-                    f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage was freed"
-                )
-            self.tensors.append(tensor)
-            take: Any = _take_tensor
-            args: tuple[Any, ...] = (len(self.tensors) - 1, requires_grad)
-            if kind is not torch.Tensor:
-                take, args = _take_as, (*args, order, kind)
-            elif order is not None:
-                args = (*args, order)
-            return (take, args, dict(attributes), None, None, _set_attributes) if attributes else (take, args)
-
     return LiftingPickler
+
+
+def _lift(pickler: Any, tensor: torch.Tensor) -> Any:
+    """Reduce a tensor to its index; NotImplemented leaves it to the base class."""
+    kind, attributes = type(tensor), vars(tensor)
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        if not _is_plain(kind):
+            return NotImplemented  # its own __reduce__ leads back here for its parts
+        tensor = tensor.as_subclass(torch.Tensor)
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
+        return NotImplemented  # likewise: sparse and nested tensors reduce to dense parts
+    requires_grad, order = tensor.requires_grad, None
+    if requires_grad and pickler.keep_graph:
+        kind = torch.Tensor if kind is torch.nn.Parameter else kind  # a new Parameter would cut the graph
+    else:
+        if requires_grad or not pickler.own:
+            tensor = tensor.detach()
+        if not tensor.is_contiguous():
+            tensor, order = _in_memory_order(tensor)
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if not tensor.data_ptr() and tensor.numel():  # reading it would crash the process
+        raise SerializationError(f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage was freed")
+    pickler.tensors.append(tensor)
+    take: Any = _take_tensor
+    args: tuple[Any, ...] = (len(pickler.tensors) - 1, requires_grad)
+    if kind is not torch.Tensor:
+        take, args = _take_as, (*args, order, kind)
+    elif order is not None:
+        args = (*args, order)
+    return (take, args, dict(attributes), None, None, _set_attributes) if attributes else (take, args)
 
 
 def _is_plain(kind: type[torch.Tensor]) -> bool:

@@ -34,9 +34,7 @@ class Credentials:
     across_users: bool = False
     """Accept peers of other users on Unix sockets."""
     tls: bytes | None = field(default=None, repr=False)
-    """Private key and certificate of the group as PEM, for TLS on TCP. None: frames are authenticated, not
-    encrypted.
-    """
+    """Private key and certificate of the group as PEM, for TLS on TCP; None: frames are only authenticated."""
 
     def identity(self, address: str) -> Identity:
         """Return the identity of this process, under that listening address."""

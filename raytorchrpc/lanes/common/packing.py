@@ -16,6 +16,11 @@ from raytorchrpc.tensors.dtypes import UNCOPIED, Shape, as_copyable, view_at
 _FEW, _SMALL = 4, 1 << 20
 #: Two small parts with at most this between them are fetched together (bytes).
 _GAP = 64 << 10
+#: Tensors packed by size begin at multiples of this; larger ones than the second are alone, so that keeping one keeps
+#: no other alive (bytes).
+ALIGN, _ALONE = 64, 1 << 20
+#: The tensors in a piece: (index, offset in bytes).
+Members = tuple[tuple[int, int], ...]
 _shape, _offset = attrgetter("shape"), attrgetter("offset")
 
 
@@ -33,6 +38,24 @@ def pieces(kinds: Sequence[tuple[torch.dtype, int]]) -> list[tuple[int, ...]]:
         else:
             alone.append((index,))
     return alone + [tuple(members) for members in small.values()]
+
+
+def by_size(sizes: Sequence[int]) -> list[tuple[int, Members]]:
+    """Pack tensors of these bytes, whatever their dtypes, into pieces of (bytes, members): all small ones in
+    the last.
+    """
+    packed: list[tuple[int, Members]] = []
+    small: list[tuple[int, int]] = []
+    end = 0
+    for index, size in enumerate(sizes):
+        if size >= _ALONE:
+            packed.append((size, ((index, 0),)))
+        else:
+            small.append((index, end))
+            end += (size + ALIGN - 1) & -ALIGN
+    if small:
+        packed.append((end, tuple(small)))
+    return packed
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -95,9 +95,7 @@ class Mappings:
 
 
 class Loan:
-    """Held by all tensors of one message. ``over()`` is called once, when the last of them is dropped, on that
-    thread.
-    """
+    """Held by all tensors of one message. ``over()`` is called once, by the thread that drops the last of them."""
 
     __slots__ = ("_over",)
 

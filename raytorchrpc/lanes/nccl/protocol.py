@@ -249,9 +249,7 @@ class Sending:
         self.control.send((GO,), deadline)
 
     def end(self) -> None:
-        """Complete transfers in progress, for a second at most, and hang up. From any thread; ``serve`` then
-        returns.
-        """
+        """Complete transfers in progress, for a second at most, and hang up, so that ``serve`` returns."""
         deadline = time.monotonic() + _LAST_S
         try:
             for channel in list(self._channels.values()):

@@ -32,9 +32,10 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.exports import CallbackExport, Janitor
+from raytorchrpc.lanes.common.packing import Members
 from raytorchrpc.lanes.nixl.agent import Agent, Kind, Lost, Read, Span, ucx_settings
 from raytorchrpc.lanes.nixl.links import Link, Links
-from raytorchrpc.lanes.nixl.memory import NOTHING, Block, HostPool, Members, Place, Segments, check_members, lay_out
+from raytorchrpc.lanes.nixl.memory import NOTHING, Block, HostPool, Place, Segments, check_members, lay_out
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.tensors.bounds import checked, within
 from raytorchrpc.tensors.dtypes import Shape, view_at

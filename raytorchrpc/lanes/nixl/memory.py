@@ -19,21 +19,18 @@ import numpy
 import torch
 
 from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes.common import packing
+from raytorchrpc.lanes.common.packing import Members
 from raytorchrpc.lanes.nixl.agent import LANE, Agent, Registered
 from raytorchrpc.process.cuda_driver import driver
 from raytorchrpc.tensors.bounds import within
 from raytorchrpc.tensors.dtypes import Shape, as_copyable, view_at
 
 _SMALLEST = 1 << 16
-_ALIGN = 64
-#: A CPU tensor of this size or more has a block of its own, so that keeping it keeps no other alive (bytes).
-_OWN_BLOCK = 1 << 20
 
 #: A piece of a message, for its receiver: number and blob of its memory (see ``Registered``), address, bytes.
 Place = tuple[int, bytes, int, int]
 NOTHING: Place = (0, b"", 0, 0)
-#: The tensors in a piece: (position, offset in it).
-Members = tuple[tuple[int, int], ...]
 
 
 class Block:
@@ -188,7 +185,7 @@ def lay_out(
     """Copy CPU tensors into blocks. Returns the blocks, and what a receiver needs. Raises LaneUnavailable."""
     blocks: list[Block] = []
     places: list[Place] = []
-    pieces = _pieces([tensor.nbytes for tensor in tensors])
+    pieces = packing.by_size([tensor.nbytes for tensor in tensors])
     try:
         for size, members in pieces:
             if not size:
@@ -212,27 +209,11 @@ def lay_out(
     return blocks, tuple(places), tuple(members for _, members in pieces)
 
 
-def _pieces(sizes: Sequence[int]) -> list[tuple[int, Members]]:
-    """Return the pieces of a message with their bytes: large tensors alone, small ones together."""
-    pieces: list[tuple[int, Members]] = []
-    small: list[tuple[int, int]] = []
-    filled = 0
-    for index, size in enumerate(sizes):
-        if size >= _OWN_BLOCK:
-            pieces.append((size, ((index, 0),)))
-        else:
-            small.append((index, filled))
-            filled += (size + _ALIGN - 1) & -_ALIGN
-    if small:
-        pieces.append((filled, tuple(small)))
-    return pieces
-
-
 def check_members(places: Sequence[Place], members: Sequence[Members], shapes: Sequence[Shape]) -> None:
     """Check that the tensors of each piece lie in it, and that it is no larger than needed. Raises OutOfBounds."""
     for (_, _, _, size), group in zip(places, members, strict=True):
         sizes = [math.prod(shapes[index][1]) * shapes[index][0].itemsize for index, _ in group]
-        within(0, size, sum(sizes) + _ALIGN * len(sizes))
+        within(0, size, sum(sizes) + packing.ALIGN * len(sizes))
         for (_, offset), its in zip(group, sizes, strict=True):
             if its:
                 within(offset, its, size)

@@ -21,6 +21,7 @@ import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Export, Part, PeerAddress, TensorCapabilities, TensorLane, never_fetched
+from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.exports import CallbackExport
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress, is_gone
 from raytorchrpc.lanes.setup import LaneSetup
@@ -32,9 +33,6 @@ from raytorchrpc.tensors.bounds import MALFORMED, checked, within
 from raytorchrpc.tensors.cuda_streams import nothing
 from raytorchrpc.tensors.dtypes import Shape, as_copyable, copied, view_at
 
-_ALIGN = 64
-#: A tensor of this size or more has a slot of its own, so that keeping it keeps no other alive (bytes).
-_OWN_SLOT = 1 << 20
 #: Most arenas with slots to be returned later.
 _OWED = 64
 
@@ -87,7 +85,7 @@ class ShmLane(TensorLane):
         if lent is not None:
             return CallbackExport(lent, nothing)
         tensors = [tensor.contiguous() if tensor.is_cuda else tensor for tensor in tensors]
-        groups = _grouped(tensors)
+        groups = packing.by_size([tensor.nbytes for tensor in tensors])
         slots: list[Slot] = []
         places: list[tuple[int, int]] = [(0, 0)] * len(tensors)
         try:
@@ -318,23 +316,6 @@ class _Room(NamedTuple):
     @staticmethod
     def of(base: numpy.ndarray) -> _Room:
         return _Room(base.ctypes.data, base.nbytes)
-
-
-def _grouped(tensors: Sequence[torch.Tensor]) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Return the slots to take: (size, [(tensor index, offset)]). Large tensors are alone, small ones together."""
-    groups: list[tuple[int, list[tuple[int, int]]]] = []
-    small: list[tuple[int, int]] = []
-    filled = 0
-    for index, tensor in enumerate(tensors):
-        size = tensor.nbytes
-        if size >= _OWN_SLOT:
-            groups.append((size, [(index, 0)]))
-        else:
-            small.append((index, filled))
-            filled += (size + _ALIGN - 1) & -_ALIGN
-    if small:
-        groups.append((filled, small))
-    return groups
 
 
 def make(setup: LaneSetup) -> ShmLane:

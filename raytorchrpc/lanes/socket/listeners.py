@@ -100,13 +100,17 @@ class Listeners(Generic[R]):
 
     def arm(self, fd: int) -> None:
         """Poll this descriptor until it is readable once."""
-        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+        try:  # contextlib.suppress would take longer
             self._epoll.modify(fd, _READ)
+        except (OSError, ValueError):  # closed meanwhile
+            return
 
     def disarm(self, fd: int) -> None:
         """Do not poll this descriptor: a caller reads it."""
-        with contextlib.suppress(OSError, ValueError):
+        try:
             self._epoll.modify(fd, 0)
+        except (OSError, ValueError):
+            return
 
     def watch(self, connection: R) -> None:
         """Call the connection's ``attend`` soon."""

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 import torch.distributed.rpc as rpc
@@ -158,6 +158,53 @@ class TorchRpcLane(MessageLane):
             self.disconnect(peer)
 
 
+class AbsentLane(MessageLane):
+    """Takes the place of TorchRpcLane between members that do not use torchrpc: refuses every call, with the reason."""
+
+    name: ClassVar[str] = "torchrpc"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        in_band_bytes=0, in_band_cuda=False, copies_at_once=True, rrefs=False
+    )
+
+    def __init__(self, reason: str) -> None:
+        """``reason``: why torchrpc is not used."""
+        self._reason = reason
+
+    def _refuse(self) -> NoReturn:
+        raise LaneUnavailable(
+            self.name,
+            f"{self._reason}; RRefs, distributed autograd, and tensors that no other lane carries need it: allow it in "
+            "GroupConfig.lanes",
+        )
+
+    def open(self, serve: Serve, spawn: Spawn) -> None:
+        """Do nothing."""
+
+    def connect(self, peers: Sequence[PeerAddress]) -> None:
+        """Do nothing."""
+
+    def call(
+        self,
+        peer: str,
+        message: Message,
+        timeout_s: float,
+        *,
+        caller_waits: bool = False,
+        on_released: Callable[[], None] | None = None,
+    ) -> Pending:
+        self._refuse()
+
+    def remote(self, peer: str, message: Message, timeout_s: float) -> Any:
+        """See TorchRpcLane."""
+        self._refuse()
+
+    def disconnect(self, peer: str) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class _TorchPending(Pending):
     __slots__ = ("_failed", "_future")
 
@@ -279,4 +326,4 @@ def make(setup: LaneSetup) -> TorchRpcLane:
     return TorchRpcLane(setup.member, process_fabric(), setup.devices, setup.device_maps)
 
 
-__all__ = ["FabricPeer", "TorchRpcLane", "make"]
+__all__ = ["AbsentLane", "FabricPeer", "TorchRpcLane", "make"]
