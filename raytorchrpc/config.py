@@ -5,15 +5,33 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.lanes import registry
 
 ENV_PREFIX = "RAYTORCHRPC_"
+
+
+class KnownLanes(Protocol):
+    """The names that ``GroupConfig.lanes`` may hold."""
+
+    def is_known(self, name: str) -> bool:
+        """Whether there is a lane of this name."""
+
+    def names(self) -> Iterable[str]:
+        """The names of all lanes."""
+
+
+_lanes: KnownLanes | None = None
+
+
+def use_lanes(known: KnownLanes) -> None:
+    """Check the names of lanes against these. The lane registry calls it, as settings lie below lanes."""
+    global _lanes
+    _lanes = known
 
 
 class GroupConfig(BaseModel):
@@ -102,8 +120,8 @@ class GroupConfig(BaseModel):
     @classmethod
     def _lanes_are_known(cls, lanes: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for lane in lanes or ():
-            if not registry.is_known(lane.removeprefix("-")):
-                raise ValueError(f"unknown lane {lane!r}; known lanes: {', '.join(registry.names())}")
+            if _lanes is not None and not _lanes.is_known(lane.removeprefix("-")):
+                raise ValueError(f"unknown lane {lane!r}; known lanes: {', '.join(_lanes.names())}")
             if not lane.startswith("-") and f"-{lane}" in (lanes or ()):
                 raise ValueError(f"lane {lane!r} is both asked for and forbidden")
         return lanes

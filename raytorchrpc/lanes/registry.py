@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from raytorchrpc import config
 from raytorchrpc.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -174,3 +175,13 @@ def _load(point: importlib.metadata.EntryPoint) -> Lane:
     if found.always or found.rrefs:
         raise ConfigurationError(f"{where} sets always or rrefs, which only raytorchrpc's own lanes may set")
     return found
+
+
+class _KnownLanes:
+    """See config.KnownLanes."""
+
+    is_known = staticmethod(is_known)
+    names = staticmethod(names)
+
+
+config.use_lanes(_KnownLanes())

@@ -18,15 +18,10 @@ TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 #: What each package may import besides itself, from the ground up. ``lanes.*`` stands for every lane's folder. A module
 #: at the top level is a package here; all of them may import ``errors`` and ``_compat``.
 MAY_IMPORT: dict[str, set[str]] = {
-    "errors": set(),
-    "_compat": set(),
-    "lanes.registry": set(),
-    "config": {"lanes.registry"},
-    "runtime_env": set(),
-    "_ray_session": set(),
-    "process": set(),
+    **dict.fromkeys(("errors", "_compat", "config", "runtime_env", "_ray_session", "process"), set()),
     "tensors": {"process"},
     "topology": {"tensors.devices", "config"},
+    "lanes.registry": {"config"},
     "lanes.base": {"tensors"},
     "lanes.common": {"lanes.base", "process", "tensors"},
     "lanes.setup": {"lanes.common", "process", "topology", "config"},
@@ -37,7 +32,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "patterns": {"calls", "lanes.base", "process", "tensors"},
     "rdt": {"calls", "lanes.nng.offers", "process", "tensors"},
     "decorator": {"calls", "rdt"},
-    "membership": {"calls", "config", "lanes", "patterns.handle", "process", "rdt", "routing", "tensors", "topology"},
+    "membership": {
+        *("calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.setup", "lanes.torchrpc"),
+        *("patterns.handle", "process", "rdt", "routing", "tensors", "topology"),
+    },
     "group": {
         *("calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.socket", "lanes.torchrpc.agent"),
         *("membership", "process", "routing", "tensors", "topology"),
