@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 _NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 

@@ -16,7 +16,7 @@ from raytorchrpc.doctor import Report
 from raytorchrpc.doctor.command import run
 from tests.unit.trees import laptop, public_node
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def told(capsys: pytest.CaptureFixture[str], **options: Any) -> tuple[int, str, str]:

@@ -109,7 +109,7 @@ def test_what_a_thread_ends_with_is_logged(caplog: pytest.LogCaptureFixture) -> 
     assert "ZeroDivisionError" in caplog.text
 
 
-PACKAGE = Path(__file__).parents[2] / "raytorchrpc"
+PACKAGE = Path(__file__).parents[3] / "raytorchrpc"
 #: What starts a thread. ``asyncio``'s leave what could not be started to be run later, when nobody waits for it.
 STARTERS = {
     *("Thread", "ThreadPoolExecutor", "start_new_thread", "start_joinable_thread", "ThreadPool"),

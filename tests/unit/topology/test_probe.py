@@ -145,7 +145,7 @@ def test_huge_pages_are_tried_and_not_read_off_the_variable(when: str, value: st
     ran = subprocess.run(
         [sys.executable, "-c", TRY_HUGE_PAGES, when],
         env={**os.environ, "THP_MEM_ALLOC_ENABLE": value},
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
         timeout=60,

@@ -19,8 +19,8 @@ from raytorchrpc.manifest.options import bytes_of
 from raytorchrpc.runtime_env import DEFAULTS
 from tests.unit.manifests import BASE, IMAGE, RDMA, SAMPLES, everything
 
-ROOT = Path(__file__).parents[2]
-SCHEMA = json.loads((Path(__file__).parent / "data" / "kuberay_v1.json").read_text())
+ROOT = Path(__file__).parents[3]
+SCHEMA = json.loads((Path(__file__).parents[1] / "data" / "kuberay_v1.json").read_text())
 JOB = {**BASE, "entrypoint": "python train.py"}
 
 

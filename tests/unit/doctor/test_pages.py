@@ -11,7 +11,7 @@ import pytest
 from raytorchrpc.doctor.catalogue import FINDINGS
 from raytorchrpc.topology import nccl_env
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DOCTOR = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
 RDMA = (ROOT / "docs" / "rdma.md").read_text(encoding="utf-8")
 #: Functions that make a finding, and the position of its id in their arguments.
@@ -56,4 +56,4 @@ def test_each_gap_of_tensorpipe_has_its_findings_and_its_test() -> None:
     assert len(gaps) == 5
     for gap in gaps:
         assert re.search(r"^- Findings?: `", gap, re.MULTILINE), gap
-        assert re.search(r"^- Test: `tests/unit/test_rdma_holes.py::", gap, re.MULTILINE), gap
+        assert re.search(r"^- Test: `tests/unit/topology/test_rdma.py::", gap, re.MULTILINE), gap
