@@ -18,7 +18,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 #: What each package may import besides itself, from the ground up. ``lanes.*`` stands for every lane's folder. A module
 #: at the top level is a package here; all of them may import ``errors`` and ``_compat``.
 MAY_IMPORT: dict[str, set[str]] = {
-    **dict.fromkeys(("errors", "_compat", "config", "runtime_env", "_ray_session", "process"), set()),
+    **{name: set() for name in ("errors", "_compat", "config", "runtime_env", "_ray_session", "process")},
     "tensors": {"process"},
     "topology": {"tensors.devices", "config"},
     "lanes.registry": {"config"},
