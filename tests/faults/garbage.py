@@ -69,7 +69,8 @@ def doors(group: rtr.Group, member: str) -> list[Door]:
         if addresses["nng"].tcp is not None:
             host, _, port = addresses["nng"].tcp.removeprefix("tcp://").rpartition(":")
             found.append(Door(member, "nng", (host, int(port))))
-    for host, port in re.findall(r"uv://([^:;]+):(\d+)", prepared.url):
+    url = addresses["torchrpc"].url if "torchrpc" in addresses else ""
+    for host, port in re.findall(r"uv://([^:;]+):(\d+)", url):
         found.append(Door(member, "torchrpc", (host, int(port))))
     return found
 

@@ -53,7 +53,7 @@ def test_actors_are_looked_at_from_inside(spawn: Spawn, latch: Callable[[], Latc
 
     (found,) = collect_from_actors(["learner"], 60)  # there is one of that name, in whatever namespace
     assert found.endpoint.pid == learner.endpoint.pid
-    with pytest.raises(ConfigurationError, match="no actor 'elsewhere/learner'; there is: training/learner"):
+    with pytest.raises(ConfigurationError, match="no actor 'elsewhere/learner'; actors of that name: training/learner"):
         collect_from_actors(["elsewhere/learner"], 60)
     with pytest.raises(ConfigurationError, match="no actor 'trainer'"):
         collect_from_actors(["busy", "trainer"], 60)
