@@ -1,7 +1,7 @@
-"""What a lane is: the interfaces, and the data that crosses them.
+"""The contract of a lane: its two interfaces, and the data that crosses them.
 
-A lane is opened once per member and group, told of its peers, and closed with the group. It never imports
-another lane, the group or the member; it gets all it needs here.
+Each member opens a lane once per group, connects it to its peers, and closes it with the group. A lane never imports
+another lane, the group or the member: ``LaneSetup`` and these interfaces give it all it needs.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Message(NamedTuple):
 
     header: a tuple of small builtins (str, int, float, tuples of them), readable without unpickling the body.
     body: the encoded arguments or result.
-    manifests: what the message says of tensors that travel beside it (see ``shipping``); builtins only.
-    make_current: to be called by the thread that will use the tensors, before it does: makes CUDA work queued by
-        the lane precede that thread's own.
-    unread_bytes: size of a message that this process had no memory for; its body is lost. 0: the body is here.
+    manifests: describe tensors that travel out of band (see ``calls.out_of_band``); builtins only.
+    make_current: the thread that will use the tensors calls it first; CUDA work that the lane queued then precedes that
+        thread's own.
+    unread_bytes: size of a message for which this process had no memory; its body is lost. 0 if the body arrived.
     """
 
     header: tuple[Any, ...]
@@ -39,49 +39,49 @@ class Message(NamedTuple):
 
 
 class Pending(ABC):
-    """One request under way. Completed exactly once, by the lane, with a reply or an error."""
+    """One request in flight. The lane completes it exactly once, with a reply or an error."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:
-        """Block until the reply or an error is there, at most ``timeout_s``; False if it is not."""
+        """Block until it is complete, for at most ``timeout_s`` seconds; returns False if it is not."""
 
     @abstractmethod
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when done, on a lane's thread (at once, on this one, if it is done already).
+        """Call ``callback`` on completion, on a thread of the lane; if it is complete already, at once on this thread.
 
-        It must be short and must not block: the lane carries nothing else meanwhile.
+        The callback must be short and must not block, because the lane carries nothing else meanwhile.
         """
 
     @abstractmethod
     def take(self) -> Message:
-        """The reply; only once done. Raises PeerLost, RpcTimeout or another RayTorchRpcError."""
+        """Return the reply of a completed request. Raises PeerLost, RpcTimeout or another RayTorchRpcError."""
 
 
-#: ``reply(message)``: answers one request; exactly once, now or later, from any thread. Sends before it returns;
-#: raises PeerLost if the caller is gone.
+#: ``reply(message)``: answers one request, exactly once, now or later, from any thread. Sends before it returns.
+#: Raises PeerLost if the caller is gone.
 Reply = Callable[[Message], None]
-#: ``serve(message, reply)``: called on a lane's thread for each request. Never blocks. May return work, the
-#: running of the method: the lane does it on a thread it can spare, or hands it to ``spawn``. The socket lane calls
-#: it in the order in which a caller sent.
+#: ``serve(message, reply)``: the lane calls it for each request, on one of its threads. It never blocks. It may return
+#: work, which runs the method: the lane runs the work on a thread that it can spare, or passes it to ``spawn``. The
+#: socket lane calls ``serve`` in the order in which a caller sent its requests.
 Serve = Callable[[Message, Reply], Callable[[], None] | None]
 Spawn = Callable[[Callable[[], None]], None]
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a lane can do, as data, so that nobody asks which lane it is."""
+    """What a message lane can do, as data, so that no code depends on which lane it is."""
 
     in_band_bytes: int | None
-    """CPU tensors up to this many bytes a message travel in it; None: any number. More need another lane."""
+    """Most bytes of CPU tensors in one message; None = no limit. Larger ones need another lane."""
     in_band_cuda: bool
-    """CUDA tensors travel in it."""
+    """Messages may contain CUDA tensors."""
     copies_at_once: bool
-    """``call`` and ``reply`` have taken the tensors' data when they return; else they take it later."""
+    """``call`` and ``reply`` have copied the tensors' data when they return; otherwise they read it later."""
     rrefs: bool
     """Carries torch RRefs, and records the hop in torch's distributed autograd."""
 
     def carries(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether a message may hold these tensors."""
+        """Whether one message may contain these tensors."""
         if not tensors:
             return True
         if not self.in_band_cuda and any(tensor.is_cuda for tensor in tensors):
@@ -90,10 +90,12 @@ class Capabilities:
 
 
 class PeerAddress(NamedTuple):
-    """Where one lane of one member can be reached; small, picklable, made by ``MessageLane.open``."""
+    """How to reach one lane of one member."""
 
     peer: str
+    """The member's name."""
     address: Any
+    """What the peer's lane returned from ``open`` or ``reach``; small and picklable."""
     devices_back: Mapping[int, int] = {}
     """Where CUDA results of that peer's calls arrive: this process's GPU -> the peer's."""
 
@@ -110,12 +112,12 @@ class MessageLane(ABC):
 
     @abstractmethod
     def connect(self, peers: Sequence[PeerAddress]) -> None:
-        """Make these peers reachable. May connect lazily; a peer that is gone shows at the first call."""
+        """Make these peers reachable. May connect lazily; then the first call fails if a peer is gone."""
 
     def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> Any:
-        """From now on these are the peers that TCP leads to, and ``tcp_host`` is where they reach this member.
+        """Replace ``LaneSetup.tcp_host`` and ``by_tcp``, because members joined.
 
-        Returns the lane's address if that has changed by it, else None. Raises LaneUnavailable.
+        Returns the lane's new address if that changes it, else None. Raises LaneUnavailable.
         """
         return None
 
@@ -131,25 +133,25 @@ class MessageLane(ABC):
     ) -> Pending:
         """Send a request. Returns before the reply.
 
-        ``caller_waits``: the caller is about to wait, on this thread; a lane may skip other arrangements.
+        ``caller_waits``: the caller will wait next, on this thread, so a lane may let that thread read the reply.
         ``on_released``: called once the call is over: answered, however late, or lost. It is short. Any thread may call
         it, perhaps also if this raises.
 
-        The tensors in ``message`` belong to the lane until the call is done and must not change meanwhile.
-        Raises LaneUnavailable if nothing was sent and nothing can be, for instance for a CUDA tensor
-        without a device map; PeerLost, with ``may_have_run`` False, for a peer that is not there (any more).
+        The tensors in ``message`` belong to the lane until the call is over and must not change meanwhile. Raises
+        LaneUnavailable if nothing was sent and nothing can be, for instance for a CUDA tensor without a device map;
+        PeerLost, with ``may_have_run`` False, for an unknown peer or one that is gone.
         """
 
     @abstractmethod
     def disconnect(self, peer: str) -> None:
-        """Forget a peer; calls under way to it fail with PeerLost."""
+        """Forget a peer; calls in flight to it fail with PeerLost."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave nothing behind: no thread, no socket, no file. Idempotent, never raises, at most 2 s."""
+        """Release everything: threads, sockets, files. Idempotent, never raises, takes at most 2 s."""
 
 
-# --- lanes for tensors alone -------------------------------------------------------------------------------
+# --- tensor lanes ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -163,53 +165,54 @@ class TensorCapabilities:
     same_host: bool
     """Only between processes of one host."""
     zero_copy: bool
-    """The receiver uses the memory that arrived, without a copy of its own."""
+    """The receiver uses the memory in which the tensors arrived, without another copy."""
     takes_cuda: bool = False
     """CUDA tensors may be exported to arrive as CPU tensors."""
     in_parts: bool = False
-    """It has ``scatter_into``."""
+    """The lane implements ``scatter_into``."""
     parallel_move: bool = False
     """``move`` copies with several threads."""
 
 
 def never_fetched(peer: str) -> PeerLost:
-    """What ``fetch`` raises for tensors of a process that is not there any more."""
+    """The error that ``fetch`` raises for tensors of a process that is gone."""
     return PeerLost(peer, "its process ended, or left the group, before its tensors were fetched")
 
 
-#: Parts below this take longer to ask for than to copy (bytes).
+#: Smaller parts take longer to request than to copy (bytes).
 SMALL = 256 << 10
 
 
 class Part(NamedTuple):
-    """What a tensor that is there already gets out of a flat one that comes."""
+    """A part of a flat tensor that arrives, and the existing tensor to copy it into."""
 
     offset: int
-    """Where it begins, in bytes."""
+    """Where the part begins, in bytes."""
     target: torch.Tensor
-    """Without autograd; any strides, on any device."""
+    """Without autograd; with any strides, on any device."""
 
 
 class Export(ABC):
-    """Tensors laid out for one peer to fetch once."""
+    """Tensors that one peer may fetch once."""
 
     descriptor: Any
-    """Builtins only (int, str, bytes, tuples of them); rides in the message."""
+    """Travels in the message. Builtins only (int, str, bytes, tuples of them)."""
 
     @abstractmethod
     def cancel(self) -> None:
-        """Take it back: the message that carries the descriptor was not sent."""
+        """Withdraw the export, because the message with the descriptor was not sent."""
 
     def finished(self) -> None:  # noqa: B027 - most lanes need nothing here
-        """The call is over, so the receiver has fetched it. To be called on the thread that exported: its CUDA work
-        from now on comes after the receiver's copy.
+        """Called when the call is over, so the receiver has fetched the tensors, on the thread that exported them.
+
+        CUDA work that this thread queues afterwards follows the receiver's copy.
         """
 
 
 class TensorLane(ABC):
-    """Carries tensors beside the messages. The sender exports, the receiver fetches. Thread-safe.
+    """Carries tensors out of band. The sender exports, the receiver fetches. Thread-safe.
 
-    The sender keeps what it exported until the receiver has fetched or discarded it, or is gone.
+    The sender keeps an export until the receiver has fetched or discarded it, or is gone.
     """
 
     name: ClassVar[str]
@@ -217,11 +220,11 @@ class TensorLane(ABC):
 
     @abstractmethod
     def open(self) -> Any:
-        """Get ready; returns the address that peers ``connect`` to. Raises LaneUnavailable."""
+        """Allocate what the lane needs; returns the address that peers ``connect`` to. Raises LaneUnavailable."""
 
     @abstractmethod
     def connect(self, peers: Sequence[PeerAddress]) -> None:
-        """Learn of these peers; what is costly waits for the first fetch."""
+        """Make these peers known; expensive work waits for the first fetch."""
 
     def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> Any:
         """See MessageLane."""
@@ -229,36 +232,38 @@ class TensorLane(ABC):
 
     @abstractmethod
     def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any]) -> Export:
-        """Lay out all tensors of one message for ``peer``. The caller may drop them afterwards; it may change CPU
-        tensors, and CUDA tensors after ``Export.finished``.
+        """Make all tensors of one message available to ``peer``.
 
-        ``devices``: where tensors are to arrive, this process's GPU -> the peer's; either may be "cpu", and entries
-        with it concern no lane but those whose capabilities say ``takes_cuda``.
+        Afterwards the caller may drop the tensors. It may change CPU tensors at once, and CUDA tensors after
+        ``Export.finished``.
 
-        Raises LaneUnavailable if it cannot (no room, memory of a kind it cannot share); then another lane can.
+        ``devices``: where tensors arrive, this process's GPU -> the peer's. Either may be "cpu"; such entries concern
+        only lanes whose capabilities have ``takes_cuda``.
+
+        Raises LaneUnavailable if it cannot (no room, or memory that it cannot share); then another lane carries them.
         """
 
     def share(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any]) -> Export:
-        """As ``export``, for CUDA tensors and a peer on the very same GPU: the receiver may get this memory itself.
+        """Like ``export``, for CUDA tensors and a peer on the same GPU: the receiver may get this memory itself.
 
-        Then both see what either writes, and this process keeps the memory until the receiver has dropped its last
-        tensor on it. A lane that cannot do that copies.
+        Then each process sees what the other writes, and this process keeps the memory until the receiver has dropped
+        its last tensor on it. A lane that cannot share memory copies.
         """
         return self.export(tensors, peer, devices)
 
     def lend(self, size: int) -> torch.Tensor | None:
-        """So many bytes of this process's memory, as flat uint8, that peers can read where they are: tensors in it are
-        exported without a copy, and whoever fetches them gets a copy or fills tensors of his own.
+        """Allocate ``size`` bytes that peers can read directly, as a flat uint8 tensor; None without room or support.
 
-        The owner must not change it until all that was exported from it has been fetched; nobody tells it. It is lent
-        for as long as a tensor on it lives. None if this lane has no such memory, or has no room.
+        Tensors in this memory are exported without a copy, and the receiver copies them. The owner must not change the
+        memory until everything exported from it has been fetched; the lane does not report when. The memory stays
+        allocated while a tensor on it lives.
         """
         return None
 
     def move(self, target: int, source: int, size: int) -> None:
-        """Copy so many bytes from one address of this process to another, with all threads that this lane has for it.
+        """Copy ``size`` bytes from one address of this process to another, with all of the lane's copy threads.
 
-        Raises LaneUnavailable once it was closed.
+        Raises LaneUnavailable after ``close``.
         """
         ctypes.memmove(target, source, size)
 
@@ -266,44 +271,46 @@ class TensorLane(ABC):
     def fetch(
         self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
     ) -> list[torch.Tensor]:
-        """Get the tensors, in the thread that will use them. Once for each descriptor.
+        """Receive the tensors, on the thread that will use them. Called once per descriptor.
 
-        ``into``: for each tensor, one of that dtype and shape that is to hold it, or None; on any device, with any
-        strides, without autograd. What the lane can bring there without a copy in between, it does, after the work that
-        this thread has queued on it, and returns that tensor. Otherwise it returns one of its own, which the caller
-        copies and drops. When this has returned or raised, nothing but what is queued on this thread's streams writes
-        there any more.
+        ``into``: for each tensor, a tensor of that dtype and shape to receive into, or None; on any device, with any
+        strides, without autograd. If the lane can write there without an intermediate copy, it does so after the work
+        that this thread has queued on it, and returns that tensor. Otherwise it returns a tensor of its own, which the
+        caller copies and drops. After this returns or raises, only work queued on this thread's streams writes there.
 
-        Raises PeerLost if the peer is not there any more, or does not have them any more; LaneUnavailable if it is
-        there and this process cannot get at its memory.
+        Raises PeerLost if the peer is gone or no longer has the tensors; LaneUnavailable if the peer lives and this
+        process cannot access its memory.
         """
 
     def scatter_into(
         self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Instead of ``fetch``, for flat uint8 tensors of so many bytes: bring parts of each to where they belong, and
-        nothing else, as ``fetch`` does with ``into``. Returns those left: (target, what the caller is to copy there).
+        """Like ``fetch`` with ``into``, for flat uint8 tensors of ``sizes`` bytes, but receive only parts of each.
+
+        Returns the parts that the caller must copy itself: (target, source).
         """
         raise NotImplementedError
 
     def used(self, peer: str, descriptor: Any) -> None:  # noqa: B027 - matters where memory is shared
-        """The method that was called with these has returned. To be called on its thread, before the answer: CUDA work
-        that it queued precedes what the sender queues after the answer.
+        """Called when the method that used the tensors has returned, on its thread, before the reply.
+
+        CUDA work that the method queued then precedes what the sender queues after the reply.
         """
 
     def fence(self, device: int) -> None:  # noqa: B027 - matters where receivers copy by themselves
-        """What this thread queues from now on, on its current stream of that GPU, comes after the copies of all that
-        was exported from there and has been fetched. Does not wait for the GPU.
+        """Order this thread's CUDA work after the copies of all exports from that GPU that have been fetched.
+
+        Concerns what the thread queues on its current stream from now on. Does not wait for the GPU.
         """
 
     @abstractmethod
     def discard(self, peer: str, descriptor: Any) -> None:
-        """Give up a descriptor that nobody will fetch. Quick; never raises for a peer that is gone."""
+        """Release a descriptor that will not be fetched. Quick; never raises for a peer that is gone."""
 
     @abstractmethod
     def disconnect(self, peer: str) -> None:
-        """Forget a peer that left or died, and take back what it had not given back."""
+        """Forget a peer that left or died, and reclaim what it had not released."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave nothing behind but the memory that tensors still use. Idempotent, never raises."""
+        """Release everything but the memory that tensors still use. Idempotent, never raises."""
