@@ -69,7 +69,7 @@ class IncomingCalls:
             if caller in self._peers.removed:
                 raise NotAMember(f"the caller was removed from the group of {self.name!r}")
             if kind in (protocol.CALL, protocol.REMOTE):
-                header = RequestHeader(*message.header)
+                header = RequestHeader._make(message.header)
                 exposed = self._exposed(header.method)
                 route = self._peers.route_back(caller)
                 return self._dispatch(
