@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.peers import Member
@@ -15,7 +13,6 @@ class _Current:
 
     def __init__(self) -> None:
         self.local: LocalMember | None = None
-        self.lock = threading.Lock()
         self._parents: LocalMember | None = None
 
     def after_fork(self) -> tuple[()]:
@@ -48,8 +45,7 @@ def current_local() -> LocalMember | None:
 
 def set_local(local: LocalMember | None) -> None:
     """Enter or leave a group."""
-    with _current.lock:
-        _current.local = local
+    _current.local = local
     if local is not None:
         fork.register(_current)
     rejoin.joined(local)

@@ -52,7 +52,7 @@ class DeferredCall(Call):
     """
 
     def __init__(self, label: str, send: Callable[[Any, float | None], Call], timeout: float | None) -> None:
-        self.label, self._send, self._timeout = label, send, timeout
+        self._label, self._send, self._timeout = label, send, timeout
         self._started = time.monotonic()
         self._context = copy_context()  # the call stays in its chain of calls and keeps its deadline
         self._sending = threading.Lock()
@@ -85,6 +85,10 @@ class DeferredCall(Call):
     def _call(self) -> Call | None:
         """The call, once it has been sent."""
         return self._sent.result(0) if self._sent.done() and self._sent.exception(0) is None else None
+
+    @property
+    def label(self) -> str:
+        return self._label
 
     def remaining(self) -> float:
         call = self._call
@@ -120,7 +124,7 @@ class DeferredCall(Call):
         call = self._call
         if call is not None:
             return call.expire()
-        return None, RpcTimeout(f"{self.label} was not sent by its deadline: {rejoin.why_late(self._started)}")
+        return None, RpcTimeout(f"{self._label} was not sent by its deadline: {rejoin.why_late(self._started)}")
 
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
         return _deadlines().at(time.monotonic() + self.remaining(), callback)

@@ -24,12 +24,15 @@ T = TypeVar("T")
 class Call(ABC):
     """One call in flight; what a ``Future`` waits for. Thread-safe."""
 
-    label: str
-    """member.method, for messages."""
     loop_token: Token | None = None
     """In the path of the call, if it was made on an event loop."""
     peer_was_lost = False
     """After ``outcome``: the error is the loss of the peer, and not an exception of the method."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """member.method, for messages."""
 
     @abstractmethod
     def remaining(self) -> float:

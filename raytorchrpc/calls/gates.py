@@ -166,7 +166,10 @@ class Gate:
             else:
                 admitted.set_result(mine)
 
-        self._queue_up(_Waiter(lambda mine: _discard(loop.call_soon_threadsafe(settle, mine))))
+        def receive(mine: Admission) -> None:
+            loop.call_soon_threadsafe(settle, mine)
+
+        self._queue_up(_Waiter(receive))
         try:
             return await admitted
         except asyncio.CancelledError:
@@ -236,10 +239,6 @@ class Gate:
         self._direct += direct
         self._admitted[admission.token] = admission
         return admission
-
-
-def _discard(_: object) -> None:
-    return None
 
 
 def run_on_another_stack(admission: Admission, job: Job) -> None:

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
-from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import gates, protocol
 from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.gates import Work
 from raytorchrpc.calls.job import Callee, Job
 from raytorchrpc.calls.out_of_band import PendingTensors
-from raytorchrpc.calls.payload import PayloadStep
 from raytorchrpc.calls.peer_table import PeerTable
 from raytorchrpc.calls.protocol import ControlHeader, RequestHeader
-from raytorchrpc.calls.replies import Replies
 from raytorchrpc.calls.services import builtin_services
 from raytorchrpc.calls.spans import Tracer
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
-from raytorchrpc.process.workers import Workers
-from raytorchrpc.tensors.codec import NOTHING, Codec
+from raytorchrpc.tensors.codec import NOTHING
 
 _ALIVE = Message((protocol.OK,), NOTHING)
 
@@ -32,24 +27,9 @@ class IncomingCalls:
     tracer: Tracer | None = None
     """While the group is traced."""
 
-    def __init__(
-        self,
-        name: str,
-        token: str,
-        instance: Any,
-        methods: Mapping[str, Exposed],
-        local: Any,
-        peers: PeerTable,
-        payloads: PayloadStep,
-        codec: Codec,
-        replies: Replies,
-        workers: Workers,
-    ) -> None:
-        """``token``: of this process (``peers.process_token``). ``local``: what services get instead of the actor."""
-        self.name, self.token, self.instance, self.methods = name, token, instance, methods
-        self._peers, self._payloads, self._codec, self.replies = peers, payloads, codec, replies
-        is_async = instance is not None and ray_internals.actor_is_async()
-        self.callee = Callee(name, instance, local, is_async, codec, payloads, replies, workers, set())
+    def __init__(self, token: str, methods: Mapping[str, Exposed], callee: Callee, peers: PeerTable) -> None:
+        """``token``: of this process; see ``peers.process_token``. ``methods``: by name."""
+        self.token, self.methods, self.callee, self._peers = token, methods, callee, peers
 
     def serve(self, lane: MessageLane, message: Message, reply: Reply) -> Work | None:
         """Take a request; returns the work that it needs a thread for, if any.
@@ -57,19 +37,20 @@ class IncomingCalls:
         A reply is work too: its receiver may have stopped reading.
         """
         kind, caller, token = message.header[:3]
+        name, replies = self.callee.name, self.callee.replies
         try:
             # Before anything else: a request that is refused has to discard its out-of-band tensors.
             pending = self._pending(caller, message) if message.manifests else []
             if message.unread_bytes:
                 raise MemoryError(
-                    f"{self.name} has no memory for a request of {message.unread_bytes} bytes; it did not run there"
+                    f"{name} has no memory for a request of {message.unread_bytes} bytes; it did not run there"
                 )
             if token != self.token:
-                raise PeerLost(self.name, "it belongs to another generation of the group", may_have_run=False)
+                raise PeerLost(name, "it belongs to another generation of the group", may_have_run=False)
             if caller in self._peers.removed:
-                raise NotAMember(f"the caller was removed from the group of {self.name!r}")
+                raise NotAMember(f"the caller was removed from the group of {name!r}")
             if kind in (protocol.CALL, protocol.REMOTE):
-                header = RequestHeader(*message.header)
+                header = RequestHeader._make(message.header)
                 exposed = self._exposed(header.method)
                 route = self._peers.route_back(caller)
                 return self._dispatch(
@@ -78,41 +59,41 @@ class IncomingCalls:
             return self._control(ControlHeader(*message.header), message, reply)
         except Exception as error:
             # Encoded here: the error itself leads to this frame, and by it to the tensors of the request.
-            refusal = self.replies.refusal(kind, error)
-            return partial(self.replies.send, reply, lambda: refusal)
+            refusal = replies.refusal(kind, error)
+            return partial(replies.send, reply, lambda: refusal)
 
     def _control(self, header: ControlHeader, message: Message, reply: Reply) -> Work | None:
         if header.kind == protocol.PING:
-            return partial(self.replies.send, reply, lambda: _ALIVE)
+            return partial(self.callee.replies.send, reply, lambda: _ALIVE)
         if header.kind == protocol.FETCH:
-            kept = self.replies.take(header.number)
+            kept = self.callee.replies.take(header.number)
             kept.make_current()
-            return partial(self.replies.send, reply, lambda: kept)
+            return partial(self.callee.replies.send, reply, lambda: kept)
         return partial(self._ask, message, reply) if header.kind == protocol.ASK else None
 
     def _pending(self, caller: int, message: Message) -> list[PendingTensors]:
         try:
-            return self._payloads.receive(self._peers.route_back(caller), message)
+            return self.callee.payloads.receive(self._peers.route_back(caller), message)
         except LaneUnavailable as error:
-            raise PeerLost(self.name, "it has left the group", may_have_run=False) from error
+            raise PeerLost(self.callee.name, "it has left the group", may_have_run=False) from error
 
     def _ask(self, message: Message, reply: Reply) -> None:
         try:
-            function, arguments = self._codec.decode(*message.body)
-            answer = Message((protocol.OK,), self._codec.encode(function(*arguments)))
+            function, arguments = self.callee.codec.decode(*message.body)
+            answer = Message((protocol.OK,), self.callee.codec.encode(function(*arguments)))
         except Exception as error:
-            answer = self.replies.refusal(protocol.ASK, error)
-        self.replies.send(reply, lambda: answer)
+            answer = self.callee.replies.refusal(protocol.ASK, error)
+        self.callee.replies.send(reply, lambda: answer)
 
     def _exposed(self, name: str) -> Exposed:
         exposed = self.methods.get(name) or builtin_services.get(name)
         if exposed is not None:
             return exposed
-        if self.instance is None:
-            raise NotAMember(f"{self.name!r} is a driver: it exposes no methods")
+        if self.callee.instance is None:
+            raise NotAMember(f"{self.callee.name!r} is a driver: it exposes no methods")
         offered = ", ".join(sorted(self.methods)) or "none"
-        cls = type(self.instance).__name__
-        if callable(getattr(type(self.instance), name, None)):
+        cls = type(self.callee.instance).__name__
+        if callable(getattr(type(self.callee.instance), name, None)):
             raise NotAMember(
                 f"{cls}.{name} is not exposed: decorate it with @raytorchrpc.method, or call {name}.remote() "
                 f"(exposed: {offered})"
@@ -122,9 +103,9 @@ class IncomingCalls:
     def _dispatch(self, job: Job) -> Work | None:
         if job.exposed.concurrent:
             return job.admit(None)
-        gate = gates.gate_of(self.instance, job.exposed.concurrency_group)
+        gate = gates.gate_of(self.callee.instance, job.exposed.concurrency_group)
         if gate is None:
-            raise NotAMember(f"the actor of member {self.name!r} is gone from its process")
+            raise NotAMember(f"the actor of member {self.callee.name!r} is gone from its process")
         admission = gate.held(job.scope.path) if job.scope.path else None
         if admission is None:
             return gate.request(job)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Coroutine, Generator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from raytorchrpc import errors
 from raytorchrpc._compat import ray_internals, torch_internals
@@ -30,21 +30,25 @@ from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 
 
-class Callee(NamedTuple):
-    """What all jobs of one member share."""
+class Callee:
+    """The parts of one member that all its jobs share."""
 
-    name: str
-    instance: Any
-    """The actor; None in a driver."""
-    local: Any
-    """What a service gets instead of the actor."""
-    is_async: bool
-    codec: Codec
-    payloads: PayloadStep
-    replies: Replies
-    workers: Workers
-    tasks: set[asyncio.Task[None]]
-    """The jobs on event loops."""
+    def __init__(
+        self,
+        name: str,
+        instance: Any,
+        local: Any,
+        codec: Codec,
+        payloads: PayloadStep,
+        replies: Replies,
+        workers: Workers,
+    ) -> None:
+        """``instance``: the actor; None in a driver. ``local``: what services get instead of the actor."""
+        self.name, self.instance, self.local = name, instance, local
+        self.codec, self.payloads, self.replies, self.workers = codec, payloads, replies, workers
+        self.is_async = instance is not None and ray_internals.actor_is_async()
+        self.tasks: set[asyncio.Task[None]] = set()
+        """The jobs on event loops."""
 
 
 class Job:

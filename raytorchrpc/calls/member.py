@@ -11,6 +11,7 @@ from raytorchrpc.calls.counters import CallCounters
 from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.flow_control import CreditWindows
 from raytorchrpc.calls.incoming import IncomingCalls
+from raytorchrpc.calls.job import Callee
 from raytorchrpc.calls.out_of_band import PayloadSplitter
 from raytorchrpc.calls.outgoing import OutgoingCalls
 from raytorchrpc.calls.payload import PayloadStep
@@ -63,15 +64,20 @@ class LocalMember:
         self.payloads = PayloadStep(me.rank, PayloadSplitter(self.tensor_lanes, self.cleanup.leave), self.cleanup)
         self.credit = CreditWindows(config, max_bytes)
         self.outgoing = OutgoingCalls(
-            *(me.rank, config.rpc_timeout_s, self.peers, self.payloads, self.codec, self.credit),
-            *(self.counters, self.workers, self.deadlines),
+            me.rank,
+            config.rpc_timeout_s,
+            self.peers,
+            self.payloads,
+            self.codec,
+            self.credit,
+            self.counters,
+            self.workers,
+            self.deadlines,
         )
         self.replies = Replies(me.name, self.codec, self.deadlines)
         token = process_token(generation, me.rank, me.incarnation)
-        self.incoming = IncomingCalls(
-            *(me.name, token, instance, methods, self, self.peers, self.payloads, self.codec, self.replies),
-            self.workers,
-        )
+        callee = Callee(me.name, instance, self, self.codec, self.payloads, self.replies, self.workers)
+        self.incoming = IncomingCalls(token, methods, callee, self.peers)
 
     @property
     def tracer(self) -> Tracer | None:

@@ -60,7 +60,7 @@ class PayloadSplitter:
         self._warned: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
 
-    def ship(
+    def split(
         self,
         body: Encoded,
         peer: str,

@@ -54,7 +54,6 @@ class OutgoingCall(Call):
         loop_token: Token | None = None,
     ) -> None:
         self._calls, self._route, self._method = calls, route, method
-        self.label = f"{route.member.name}.{method}"
         self._lane, self._pending = lane, pending
         self._started, self._deadline = started, deadline
         self._payload, self._options = payload, options
@@ -64,6 +63,10 @@ class OutgoingCall(Call):
         self._lock = threading.Lock()
         self._fetch: Pending | None = None
         self._error: Exception | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self._route.member.name}.{self._method}"
 
     def remaining(self) -> float:
         return max(0.0, self._deadline - time.monotonic())

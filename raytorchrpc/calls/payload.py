@@ -115,7 +115,7 @@ class PayloadStep:
         if not route.beside and CPU not in devices.values():
             return None
         in_band = lane.capabilities.in_band_bytes or 0
-        return self._splitter.ship(body, route.member.name, route.beside, devices, in_band, share)
+        return self._splitter.split(body, route.member.name, route.beside, devices, in_band, share)
 
 
 def _discard_when_done(splitter: PayloadSplitter, peer: str, pending: Pending) -> None:

@@ -109,7 +109,8 @@ class PeerTable:
 
     def route_for_call(self, target: Any) -> PeerRoute:
         """As ``route``. Raises NotAMember also after this process has left the group."""
-        self.check_open()
+        if self._closed:
+            self.check_open()
         return self.route(target)
 
     def check_open(self) -> None:

@@ -34,7 +34,7 @@ class RetriedCall(Call):
     ) -> None:
         """Makes the first attempt; a lost peer does not show before ``wait``. ``seconds``: until the deadline."""
         self._peers, self._workers, self._deadlines = peers, workers, deadlines
-        self._target, self.label, self._send = target, label, send
+        self._target, self._label, self._send = target, label, send
         self._deadline = time.monotonic() + seconds
         self._retries = retries
         self._scope = current_scope.get()
@@ -57,6 +57,10 @@ class RetriedCall(Call):
             self._current, self._lost = None, lost.with_traceback(None)
         finally:
             current_scope.reset(before)
+
+    @property
+    def label(self) -> str:
+        return self._label
 
     def remaining(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
@@ -121,7 +125,7 @@ class RetriedCall(Call):
         current, lost = self._current, self._lost
         if current is not None:
             return current.expire()
-        return None, RpcTimeout(f"{self.label} did not answer by its deadline; at the last attempt: {lost}")
+        return None, RpcTimeout(f"{self._label} did not answer by its deadline; at the last attempt: {lost}")
 
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
         return self._deadlines.at(self._deadline, callback)

@@ -121,7 +121,7 @@ def rpc_sync(
             the restarted actor. None takes the number of ``method(retry=...)``, which is 0 by default.
     """
     retries = None if retry is None else checked_retry(retry)
-    return _Sync(target, CallOptions(timeout, share, keep, into, retries, caller_waits=True))
+    return _Sync(target, CallOptions(timeout, share, keep, into, retries, True))
 
 
 def rpc_async(

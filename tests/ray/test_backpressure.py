@@ -94,7 +94,7 @@ def test_rejecting_tells_at_once_and_sends_nothing(pair: Form, latch: Callable[[
     sent, last_s, why, _ = ray.get(a.fill.remote(standing, 5 * MIB, 30), timeout=60)
     assert sent == 3
     assert last_s < 1
-    assert "PeerBusy: b.take was not sent: 3 calls with 15.0 MiB of arguments are under way to 'b'" in why
+    assert "PeerBusy: b.take was not sent: 3 calls with 15.0 MiB of arguments are in flight to 'b'" in why
     standing.open()
     assert ray.get(a.call.remote("b", "double", 1), timeout=60) == 2
     assert ray.get(a.under_way.remote()) == (0, 0)

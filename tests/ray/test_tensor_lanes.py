@@ -237,7 +237,7 @@ def test_what_a_member_keeps_it_keeps(stores: list[Any], group: rtr.Group) -> No
 
 
 def rtr_instance() -> Any:
-    return current.process_member().incoming.instance
+    return current.process_member().incoming.callee.instance
 
 
 @pytest.mark.slow

@@ -312,7 +312,7 @@ def test_a_caller_that_keeps_gets_memory_of_its_own(
     form()
 
     def collect(verb: str) -> None:
-        instance = current.process_member().incoming.instance
+        instance = current.process_member().incoming.callee.instance
         for number in range(10):
             sent = {"tensor": torch.full((LARGE,), number), "array": numpy.full(LARGE, number)}
             if verb == "sync":

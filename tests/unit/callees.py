@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.incoming import IncomingCalls
+from raytorchrpc.calls.job import Callee
 from raytorchrpc.calls.out_of_band import PayloadSplitter
 from raytorchrpc.calls.payload import PayloadStep
 from raytorchrpc.calls.peer_table import PeerTable
@@ -38,4 +39,5 @@ def make_callee(
     payloads = PayloadStep(99, PayloadSplitter(tensor_lanes or {}), cast("DeferredCleanup", None))
     replies = Replies("callee", codec, deadlines)
     workers = Workers("test")
-    return IncomingCalls("callee", TOKEN, None, methods or {}, local, peers, payloads, codec, replies, workers)
+    callee = Callee("callee", None, local, codec, payloads, replies, workers)
+    return IncomingCalls(TOKEN, methods or {}, callee, peers)

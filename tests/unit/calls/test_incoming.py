@@ -44,7 +44,7 @@ def a_result() -> tuple[Encoded, weakref.ref[torch.Tensor]]:
 
 def keep(server: IncomingCalls, body: Encoded, seconds: float) -> int:
     """The number under which the caller may fetch the result."""
-    return ReplyHeader(*server.replies.keep(body, seconds).header).number
+    return ReplyHeader(*server.callee.replies.keep(body, seconds).header).number
 
 
 def fetch(server: IncomingCalls, number: int) -> Message:
@@ -85,9 +85,9 @@ def test_a_result_that_was_fetched_leaves_nothing(server: IncomingCalls, deadlin
 
 def test_what_is_kept_at_the_end_of_the_group_is_dropped(server: IncomingCalls) -> None:
     body, alive = a_result()
-    server.replies.keep(body, 3600)
+    server.callee.replies.keep(body, 3600)
     del body
-    server.replies.close()
+    server.callee.replies.close()
     gc.collect()
     assert alive() is None
 

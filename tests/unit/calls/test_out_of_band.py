@@ -92,7 +92,7 @@ GPU = {"cpu": "depot", "meta": "gpu depot"}  # a device that every machine has s
 
 
 def ship(splitter: PayloadSplitter, body: Encoded, routes: Mapping[str, str] = CPU, in_band: int = 0) -> Any:
-    return splitter.ship(body, "b", routes, {}, in_band)
+    return splitter.split(body, "b", routes, {}, in_band)
 
 
 def test_small_tensors_stay_in_the_message() -> None:
@@ -216,7 +216,7 @@ def test_a_second_export_that_breaks_off_takes_back_the_first() -> None:
     body = Encoded(b"", [torch.ones(9), torch.ones(9, device="meta")], (), 0)
     splitter = PayloadSplitter({"depot": depot, "broken": Broken()})
     with pytest.raises(KeyboardInterrupt):
-        splitter.ship(body, "b", {"cpu": "depot", "meta": "broken"}, {}, 0)
+        splitter.split(body, "b", {"cpu": "depot", "meta": "broken"}, {}, 0)
     assert len(depot.cancelled) == depot.exported == 1
 
 
@@ -301,7 +301,7 @@ def test_cuda_tensors_are_shared_where_that_is_asked_for(cuda: Callable[[int, in
     lanes = {"depot": GpuDepot(), "gpu depot": GpuDepot()}
     body = body_of(cuda(5, 0), torch.empty(50), cuda(6, 0))
     routes = {"cpu": "depot", "cuda": "gpu depot"}
-    shipped = PayloadSplitter(lanes).ship(body, "b", routes, {0: 0}, 0, share)
+    shipped = PayloadSplitter(lanes).split(body, "b", routes, {0: 0}, 0, share)
     assert shipped is not None and [manifest[:2] for manifest in shipped.manifests] == [
         ("gpu depot", (0, 2)), ("depot", (1,)),
     ]  # fmt: skip
@@ -313,7 +313,7 @@ def test_cuda_tensors_for_the_cpu_travel_with_the_cpu_tensors(cuda: Callable[[in
     lanes = {"depot": GpuDepot(), "gpu depot": GpuDepot()}
     routes = {"cpu": "depot", "cuda": "gpu depot"}
     body = body_of(cuda(5, 0), torch.empty(50), cuda(6, 1), cuda(7, 0))
-    shipped = PayloadSplitter(lanes).ship(body, "b", routes, {0: "cpu", 1: 0}, 5 * 4, True)
+    shipped = PayloadSplitter(lanes).split(body, "b", routes, {0: "cpu", 1: 0}, 5 * 4, True)
     assert shipped is not None and [manifest[:2] for manifest in shipped.manifests] == [
         ("depot", (0, 1, 3)), ("gpu depot", (2,)),
     ]  # fmt: skip
