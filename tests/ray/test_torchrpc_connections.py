@@ -106,7 +106,7 @@ def test_rrefs_are_refused_where_the_agent_had_to_start_anew(spawn: Spawn) -> No
 
     def refused() -> str:
         assert double("b") == 6
-        with pytest.raises(rtr.LaneUnavailable, match="had to restart its agent for another group") as raised:
+        with pytest.raises(rtr.LaneUnavailable, match="restarted its agent for another group") as raised:
             rtr.remote("b").double(1)
         return str(raised.value)
 
