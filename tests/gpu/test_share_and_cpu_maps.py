@@ -400,15 +400,9 @@ def test_many_that_cross_keep_their_values_and_give_their_memory_back(a: Any, h:
         return wrong
 
     def given_back(self: Any) -> bool:
-        arena: Any = current.process_member().tensor_lanes["shm"]._arena  # type: ignore[attr-defined]
-
-        def empty() -> bool:
-            with arena._lock:
-                arena.in_use()
-            return bool(arena.used == 0)
-
+        lane: Any = current.process_member().tensor_lanes["shm"]
         gc.collect()
-        return wait_until(empty, 5)
+        return wait_until(lambda: lane.in_use() == 0, 5)
 
     assert on(h, stress, "a", "cpu") == 0
     assert on(a, stress, "h", "cuda") == 0
