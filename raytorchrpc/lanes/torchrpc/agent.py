@@ -56,9 +56,7 @@ class AgentSpec(NamedTuple):
     """By the peer's torchrpc name: own GPU -> the peer's GPU, for arguments."""
     devices: tuple[int, ...]
     admitted: tuple[str, ...] = ()
-    """Addresses and networks (CIDR) that may connect, because TensorPipe has no authentication. Empty: all. A running
-    agent can change this.
-    """
+    """Addresses and networks (CIDR) that may connect: TensorPipe has no authentication. Empty: all. Can change."""
 
 
 class FabricPeer(NamedTuple):
@@ -267,9 +265,7 @@ class Fabric:
             )
 
     def worker(self, name: str) -> Any:
-        """Return torch's WorkerInfo of a peer. Raises PeerLost if it is not a peer, or has no route to it, and
-        LaneUnavailable if this process lacks the descriptors for a first connection.
-        """
+        """Return torch's WorkerInfo of a peer. Raises PeerLost, or LaneUnavailable if descriptors are short."""
         if (url := self._unopened.get(name)) is not None:
             _check_can_open(name, url)
             self._unopened.pop(name, None)
@@ -325,11 +321,8 @@ class Fabric:
         if stopper.is_alive():
             logger.warning("torchrpc's agent did not stop within %.0f s; its threads keep running", STOP_TIMEOUT_S)
         self._agent = self._store = self._spec = None
-        self._listeners = {}
-        self._peers.clear()
-        self._workers.clear()
-        self._unopened.clear()
-        self._spoilt.clear()
+        for table in (self._listeners, self._peers, self._workers, self._unopened, self._spoilt):
+            table.clear()
 
 
 def _check_can_open(name: str, url: str) -> None:
