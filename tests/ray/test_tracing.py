@@ -103,7 +103,10 @@ def test_a_trace_shows_calls_methods_and_tensors_and_leads_from_one_to_the_other
 
 def test_one_trace_at_a_time_and_errors_before_anything_is_recorded(peers: list[Any], tmp_path: Path) -> None:
     with rtr.init_group({"a": peers[0], "b": peers[1]}, include_driver=True) as group:
-        with pytest.raises(rtr.ConfigurationError, match="does not exist"), group.trace(tmp_path / "not" / "there.json"):
+        with (
+            pytest.raises(rtr.ConfigurationError, match="does not exist"),
+            group.trace(tmp_path / "not" / "there.json"),
+        ):
             pass
         with pytest.raises(rtr.ConfigurationError, match="events is the number"):
             group.trace(tmp_path / "x.json", events=0)
