@@ -290,6 +290,10 @@ class Handle:
         """The first arguments of requests to the object; complete after ``_bind``."""
         return self.kind, self._name, self._instance_id
 
+    def _object(self, local: LocalMember) -> Any:
+        """At the home, return the object itself. Raises NotFound."""
+        return local.services.find(*self._address, local.me.name)
+
     def _is_home(self, local: LocalMember) -> bool:
         return local.peers.route(self._home).member.rank == local.me.rank
 
@@ -353,18 +357,18 @@ def _open(local: LocalMember, caller: int, kind: str, name: str, settings: Any) 
     """Return the settings and instance id of the object; creates it unless ``settings`` is None."""
     if settings is None:
         found = local.services.find(kind, name, None, local.me.name)
-        return found.settings, found.life
+        return found.settings, found.instance_id
     opened = local.services.open(kind, name, partial(_factories[kind], local, name, settings))
     if opened.settings != settings:
         raise ConfigurationError(
             f"member {local.me.name!r} has a {kind} {name!r} with other settings: {opened.settings}, not {settings}"
         )
-    return opened.settings, opened.life
+    return opened.settings, opened.instance_id
 
 
 def _find(local: LocalMember, caller: int, kind: str, name: str) -> tuple[Any, int] | None:
     found = local.services.get(kind, name)
-    return None if found is None else (found.settings, found.life)
+    return None if found is None else (found.settings, found.instance_id)
 
 
 register_service(OPEN, _open)

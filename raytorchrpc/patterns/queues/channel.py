@@ -63,11 +63,6 @@ class Channel(Handle):
         yield from self._bind(local)
         return (yield from self._request(local, STATS, (*self._address, key)))
 
-    def _store(self, local: LocalMember) -> HomeStore:
-        """At the home: the store itself."""
-        store: HomeStore = local.services.find(*self._address, local.me.name)
-        return store
-
     # --- putting -------------------------------------------------------------------------------------------------
 
     @property
@@ -101,7 +96,7 @@ class Channel(Handle):
             outcome: Any
             response = None
             if at_home:
-                outcome = self._store(local).put([private_copy(item) for item in items], until)
+                outcome = self._object(local).put([private_copy(item) for item in items], until)
             else:
                 response = self._send_items(local, items, max(0.0, until - time.monotonic()), sequence)
             if turn is not None and number == len(parts):
@@ -156,14 +151,14 @@ class Channel(Handle):
         until = time.monotonic() + wait_s
         if (yield from self._bind(local, wait_s)):
             batch = yield from self._take_here(local, key, limit, until)
-            if batch and (keep or self._store(local).shared):
+            if batch and (keep or self._object(local).shared):
                 batch = Batch([private_copy(item) for item in batch], batch.batch_id)
         else:
             batch = yield from self._take_there(local, key, limit, until, keep)
         return (yield from self._decode(local, key, batch)) if batch else batch
 
     def _take_here(self, local: LocalMember, key: str, limit: int, until: float) -> Steps[Any]:
-        store = self._store(local)
+        store: HomeStore = self._object(local)
         taken = store.take(key, limit, until)
         if isinstance(taken, DeferredReply):
             try:
@@ -250,7 +245,7 @@ class Channel(Handle):
     def _return(self, local: LocalMember, key: str, batch: Batch) -> Future[None] | None:
         """Return items to the home. The result is None if they are there. Raises if they cannot be sent."""
         if self._is_home(local):
-            self._store(local).put_back(key, batch)
+            self._object(local).put_back(key, batch)
             return None
         return self._send_urgently(local, PUT_BACK, (*self._address, key, batch.batch_id, pack(batch)), RETURNS)
 

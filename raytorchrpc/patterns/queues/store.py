@@ -49,7 +49,7 @@ _Replies = list[tuple[DeferredReply, Any]]
 class Store:
     """The items of one queue or topic at its home. Thread-safe; ``put`` and ``take`` never block."""
 
-    life: int
+    instance_id: int
 
     def __init__(self, deadlines: Deadlines, closes: int = 1, label: str = "store") -> None:
         """``closes``: how many calls of ``end`` end the stream. ``label``: names the store in error messages."""

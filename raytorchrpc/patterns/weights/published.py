@@ -59,7 +59,7 @@ def _lease_end(seconds: float | None) -> float | None:
 class Readable:
     """Snapshots that other members read under leases; see ``Served``."""
 
-    life: int
+    instance_id: int
 
     def __init__(self, local: LocalMember) -> None:
         self._local = local

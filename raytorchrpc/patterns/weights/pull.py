@@ -16,7 +16,7 @@ from raytorchrpc.errors import LaneUnavailable, NotFound, PeerLost, RayTorchRpcE
 from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights.layout import KnownLayout, Selection, VersionLease
 from raytorchrpc.patterns.weights.match import ModelMatch
-from raytorchrpc.patterns.weights.published import PublishedWeights, RelayedWeights, lease_is_valid_until
+from raytorchrpc.patterns.weights.published import RelayedWeights, lease_is_valid_until
 from raytorchrpc.patterns.weights.relays import HOME, LEAD
 from raytorchrpc.patterns.weights.services import (
     ADVISE,
@@ -64,7 +64,7 @@ class Pull:
             left = self._left()
             args = (version, since, 0 if match.known is None else match.known.number)
             if self._store._is_home(self._local):
-                found = self._published().lease(self._local.me.rank, *args, None)
+                found = self._store._object(self._local).lease(self._local.me.rank, *args, None)
                 if found is not None:
                     match.set_lease(found)
             else:
@@ -96,7 +96,7 @@ class Pull:
         lease = self._match.lease
         if lease is not None and lease.lease:
             if self._store._is_home(self._local):
-                self._published().pool.release(lease.lease)
+                self._store._object(self._local).pool.release(lease.lease)
             else:
                 self._notify(self._home, RELEASE, (*self._address, lease.lease))
 
@@ -113,7 +113,9 @@ class Pull:
         match = self._match
         assert match.known is not None and match.lease is not None
         if self._store._is_home(self._local):
-            self._published().pool.leased(match.lease.lease).copy_into(selection.targets, selection.places)
+            self._store._object(self._local).pool.leased(match.lease.lease).copy_into(
+                selection.targets, selection.places
+            )
         elif not self._uses_relay(selection):
             device_type = self._readable_in_place(self._home, match.device_type)
             self._fetch_from(self._home, self._address, match.lease.lease, selection, device_type, match.known)
@@ -208,11 +210,6 @@ class Pull:
     @property
     def _relayed_name(self) -> str:
         return relayed_name(self._store.name, self._address[2])
-
-    def _published(self) -> PublishedWeights:
-        """At the home."""
-        weights: PublishedWeights = self._local.services.find(*self._address, self._local.me.name)
-        return weights
 
     def _readable_in_place(self, source: Any, device_type: str | None) -> str | None:
         """Return ``device_type`` if a lane can read parts of the source's memory on such devices in place."""

@@ -142,7 +142,7 @@ class WeightStore(Handle):
             raise ConfigurationError(
                 f"{self.kind} {self._name!r} lives in member {self._home!r}: publish there, or make one here"
             )
-        weights: PublishedWeights = local.services.find(*self._address, local.me.name)
+        weights: PublishedWeights = self._object(local)
         return weights
 
     # --- pulling -------------------------------------------------------------------------------------------------
