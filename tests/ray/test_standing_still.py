@@ -128,7 +128,7 @@ def test_a_pull_that_outlasts_its_lease_fails(actors: dict[str, Any], group: rtr
         os.kill(pids["reader"], signal.SIGCONT)
         error, values = ray.get(reads, timeout=60)
         assert len(values) == 2, "it did read tensors of two versions"
-        assert "stood still" in error and "pull again" in error
+        assert "was suspended" in error and "pull again" in error
         assert in_actor(actors["reader"], pull)
     finally:
         os.kill(pids["reader"], signal.SIGCONT)
