@@ -47,21 +47,20 @@ class Channel(Handle):
         Args:
             force: end the stream now, for all producers.
         """
-        run(self._end(force))
+        run(self._request_store(END, force))
 
     async def aclose(self, *, force: bool = False) -> None:
         """Like ``close``, for coroutines."""
-        await arun(self._end(force))
+        await arun(self._request_store(END, force))
 
-    def _end(self, force: bool) -> Steps[None]:
+    def _stats(self, key: str | None) -> dict[str, int | bool]:
+        stats: dict[str, int | bool] = run(self._request_store(STATS, key))
+        return stats
+
+    def _request_store(self, service: str, *args: Any) -> Steps[Any]:
         local, _ = yield from begin()
         yield from self._bind(local)
-        yield from self._request(local, END, (*self._address, force))
-
-    def _stats(self, key: str | None) -> Steps[Any]:
-        local, _ = yield from begin()
-        yield from self._bind(local)
-        return (yield from self._request(local, STATS, (*self._address, key)))
+        return (yield from self._request(local, service, (*self._address, *args)))
 
     # --- putting -------------------------------------------------------------------------------------------------
 

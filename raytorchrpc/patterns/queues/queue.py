@@ -124,8 +124,7 @@ class Queue(Consumer, Channel):
         ``items`` and ``bytes`` that wait; items ``put`` and ``taken`` so far; ``waiting_to_put`` and
         ``waiting_to_get``: operations that wait at the home; ``closed``.
         """
-        stats = run(self._stats(_KEY))
-        return {key: value for key, value in stats.items() if key not in ("dropped", "buffers")}
+        return {key: value for key, value in self._stats(_KEY).items() if key not in ("dropped", "buffers")}
 
     def _take(self, limit: int, timeout: float | None, keep: bool) -> Steps[Any]:
         return self._take_from(_KEY, limit, timeout, keep)

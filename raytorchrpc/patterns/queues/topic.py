@@ -125,8 +125,7 @@ class Topic(Channel):
         so far; items ``put`` (published); ``waiting_to_put`` and ``waiting_to_get``: operations that wait at the home;
         ``closed``.
         """
-        stats: dict[str, int | bool] = run(self._stats(None))
-        return {"subscribers" if key == "buffers" else key: value for key, value in stats.items()}
+        return {"subscribers" if key == "buffers" else key: value for key, value in self._stats(None).items()}
 
 
 class Subscription(Consumer):
@@ -162,7 +161,7 @@ class Subscription(Consumer):
 
     def stats(self) -> dict[str, int | bool]:
         """Return ``items`` and ``bytes`` in the buffer, and items ``taken`` and ``dropped`` so far."""
-        stats = run(self._topic._stats(self._key))
+        stats = self._topic._stats(self._key)
         return {key: stats[key] for key in ("items", "bytes", "taken", "dropped")}
 
     def cancel(self) -> None:

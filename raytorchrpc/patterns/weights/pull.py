@@ -87,8 +87,9 @@ class Pull:
         """Raise RpcTimeout if the lease may have ended before the tensors were copied."""
         if time.monotonic() > lease_is_valid_until(self._until):
             raise RpcTimeout(
-                f"a pull of {self._store.kind} {self._store.name!r} was suspended, or took much longer than its timeout, "
-                f"so {self._home!r} has ended its lease: the model may have tensors of two versions; pull again"
+                f"a pull of {self._store.kind} {self._store.name!r} was suspended, or took much longer than its "
+                f"timeout, and {self._home!r} has ended its lease: the model may have tensors of two versions; "
+                f"pull again"
             )
 
     def release(self) -> None:
