@@ -221,7 +221,8 @@ class Pull:
 
     def _is_near(self, member: Any) -> bool:
         """Whether a member is on this node."""
-        return self._local.peers.route(member).member.node_id == self._local.peers.route(self._local.me.rank).member.node_id
+        peers = self._local.peers
+        return peers.route(member).member.node_id == peers.route(self._local.me.rank).member.node_id
 
     def _call(
         self, target: Any, service: str, args: tuple[Any, ...], timeout: float | None, **options: Any
