@@ -29,7 +29,7 @@ T = TypeVar("T")
 H = TypeVar("H", bound="Handle")
 
 #: The home answers after the operation's timeout at the latest; the caller waits this much longer for it (seconds).
-_ANSWER_S = 0.5
+ANSWER_S = 0.5
 #: How long an operation with timeout 0 waits for the home's answer (seconds).
 _ANSWER_NOW_S = 1.0
 
@@ -163,13 +163,13 @@ def _wait_limit(local: LocalMember, timeout: float | None) -> float:
         left = deadline - time.monotonic()
         if left <= 0:
             raise RpcTimeout("no time left: the deadline of the call that this method serves has passed")
-        seconds = min(seconds, left - min(_ANSWER_S, left / 4))
+        seconds = min(seconds, left - min(ANSWER_S, left / 4))
     return float(seconds)
 
 
 def _answer_timeout(seconds: float) -> float:
     """How long to wait for the response to an operation that may take ``seconds`` at the home."""
-    return min(MAX_TIMEOUT_S, seconds + _ANSWER_S if seconds > 0 else _ANSWER_NOW_S)
+    return min(MAX_TIMEOUT_S, seconds + ANSWER_S if seconds > 0 else _ANSWER_NOW_S)
 
 
 def give_up_at(deadlines: Deadlines, until: float, reply: DeferredReply, give_up: Callable[[], None]) -> DeferredReply:

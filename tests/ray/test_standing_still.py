@@ -68,7 +68,7 @@ def weights(value: float) -> dict[str, torch.Tensor]:
 
 
 def end_leases_soon() -> None:
-    published._LINGER_S = 1.0
+    published.LINGER_S = 1.0
 
 
 def pull_and_stop_in_the_middle(store: rtr.WeightStore) -> tuple[str, set[float]]:

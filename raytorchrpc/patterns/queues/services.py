@@ -20,7 +20,7 @@ from raytorchrpc.patterns.queues.sequence import ReorderBuffer, SequenceMark
 from raytorchrpc.patterns.queues.store import Store
 
 #: Waiting items may hold one part in so many of each sender's shared memory.
-_SHARED_PART = 4
+SHARED_PART = 4
 
 PUT, TAKE, PUT_BACK = "raytorchrpc.put", "raytorchrpc.take", "raytorchrpc.put_back"
 WITHDRAW, END, STATS = "raytorchrpc.withdraw", "raytorchrpc.end", "raytorchrpc.stats"
@@ -34,7 +34,7 @@ class HomeStore(Store):
         """``label``: names it in error messages. ``shared``: several consumers get the same item."""
         super().__init__(local.deadlines, closes, f"{label} in member {local.me.name!r}")
         self.settings, self.shared = settings, shared
-        self.budget = SharedMemoryBudget((local.config.shm_bytes or local.max_bytes) // _SHARED_PART)
+        self.budget = SharedMemoryBudget((local.config.shm_bytes or local.max_bytes) // SHARED_PART)
         self.arrivals = ReorderBuffer(self.put, local.deadlines)
 
     def lose(self, rank: int) -> None:

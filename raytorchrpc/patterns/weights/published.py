@@ -26,7 +26,7 @@ from raytorchrpc.tensors.dtypes import DTYPE_NAMES
 
 #: A lease outlasts the timeout of its pull by this much, so that a copy that began in time finds the same weights
 #: (seconds).
-_LINGER_S = 60.0
+LINGER_S = 60.0
 #: How often to check whether the process of a lost reader has ended: its sockets close earlier (seconds).
 _CHECK_S = 1.0
 
@@ -49,11 +49,11 @@ def lease_is_valid_until(until: float) -> float:
 
     The lease counts from when the home was asked, later than the reader's own time; their clocks may differ a little.
     """
-    return until + 0.75 * _LINGER_S
+    return until + 0.75 * LINGER_S
 
 
 def _lease_end(seconds: float | None) -> float | None:
-    return None if seconds is None else time.monotonic() + seconds + _LINGER_S
+    return None if seconds is None else time.monotonic() + seconds + LINGER_S
 
 
 class Readable:

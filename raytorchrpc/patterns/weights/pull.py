@@ -31,7 +31,7 @@ from raytorchrpc.patterns.weights.services import (
 )
 
 #: Most bytes of one message: tensors that lanes bring in memory of their own need this much of it.
-_MESSAGE_BYTES = 256 << 20
+MESSAGE_BYTES = 256 << 20
 #: Smaller pulls do not use a relay: asking which member has it takes as long (bytes).
 _WORTH_RELAYING = 1 << 20
 
@@ -203,7 +203,7 @@ class Pull:
             into = Spread(lambda pieces: parts if pieces else None)
             if request(PIECES, selection.places, device_type, into=into):
                 return
-        for message in selection.messages(_MESSAGE_BYTES):  # each is copied out of the lane's memory before the next
+        for message in selection.messages(MESSAGE_BYTES):  # each is copied out of the lane's memory before the next
             request(TENSORS, message.places, into=message.targets)
 
     # --- members -------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def test_a_pull_that_has_tensors_sent_bounds_each_message(members: Members, monk
     members.lanes["a"].holds = note
     for bound, messages in ((2 * SIZE, 3), (5 * SIZE, 1), (1, 5)):
         sent.clear()
-        monkeypatch.setattr(pull, "_MESSAGE_BYTES", bound)
+        monkeypatch.setattr(pull, "MESSAGE_BYTES", bound)
         with members.acting("a"):
             mine = model(0.0)
             rtr.WeightStore.find("w").pull(mine)
@@ -95,7 +95,7 @@ def test_a_pull_that_has_tensors_sent_bounds_each_message(members: Members, monk
 def test_since_brings_everything_after_a_pull_that_failed_in_the_middle(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pull, "_MESSAGE_BYTES", SIZE)
+    monkeypatch.setattr(pull, "MESSAGE_BYTES", SIZE)
     for value in (1.0, 2.0):
         publish(members, value, keep=2)
     lane, sent = members.lanes["a"], []

@@ -100,7 +100,7 @@ def test_versions_ascend_and_the_newest_are_kept(deadlines: Deadlines) -> None:
 
 
 def test_a_reader_that_is_gone_or_says_nothing_holds_nothing(deadlines: Deadlines, monkeypatch: Any) -> None:
-    monkeypatch.setattr("raytorchrpc.patterns.weights.published._LINGER_S", 0.0)
+    monkeypatch.setattr("raytorchrpc.patterns.weights.published.LINGER_S", 0.0)
     weights = store(deadlines)
     weights.publish(model(1), None)
     silent = weights.lease(1, None, None, 0, 0.02)
@@ -117,7 +117,7 @@ def test_a_reader_that_is_gone_or_says_nothing_holds_nothing(deadlines: Deadline
 
 def test_a_reader_that_is_lost_and_lives_may_go_on_reading(deadlines: Deadlines, monkeypatch: Any) -> None:
     """Until it ends, if that can be seen here; until its time is over in any case."""
-    monkeypatch.setattr("raytorchrpc.patterns.weights.published._LINGER_S", 0.5)
+    monkeypatch.setattr("raytorchrpc.patterns.weights.published.LINGER_S", 0.5)
     monkeypatch.setattr("raytorchrpc.patterns.weights.published._CHECK_S", 0.01)
     weights = store(deadlines)
     weights.publish(model(1), None)
@@ -136,7 +136,7 @@ def test_a_reader_that_is_lost_and_lives_may_go_on_reading(deadlines: Deadlines,
 
 def test_a_read_within_the_home_has_no_limit(deadlines: Deadlines, monkeypatch: Any) -> None:
     """A broadcast may take as long as the slowest of those who take part."""
-    monkeypatch.setattr("raytorchrpc.patterns.weights.published._LINGER_S", 0.0)
+    monkeypatch.setattr("raytorchrpc.patterns.weights.published.LINGER_S", 0.0)
     weights = store(deadlines)
     weights.publish(model(1), None)
     limited, own = weights.lease(1, None, None, 0, 0.0), weights.lease(0, None, None, 0, None)
