@@ -49,7 +49,7 @@ class DeferredReply(Future[Any]):
 class Served(Protocol):
     """An object that lives in a member."""
 
-    life: int
+    instance_id: int
     """Set by ``Services.open``; differs for each object of the same name."""
 
     def lose(self, rank: int) -> None:
@@ -81,23 +81,23 @@ class Services:
             served = self._served.get((kind, name))
             if served is None:
                 served = make()
-                served.life = secrets.randbits(62)
+                served.instance_id = secrets.randbits(62)
                 self._served[kind, name] = served
             return served
 
-    def find(self, kind: str, name: str, life: int | None, me: str) -> Any:
-        """The object of that name and life (None: of any life). Hot path.
+    def find(self, kind: str, name: str, instance_id: int | None, me: str) -> Any:
+        """The object of that name and instance (``instance_id`` None: of any instance). Hot path.
 
         Raises NotFound. ``me``: this member's name, for the message.
         """
         served = self._served.get((kind, name))
-        if served is None or (life is not None and served.life != life):
-            raise NotFound(self._why_not(kind, name, life, me))
+        if served is None or (instance_id is not None and served.instance_id != instance_id):
+            raise NotFound(self._why_not(kind, name, instance_id, me))
         return served
 
-    def _why_not(self, kind: str, name: str, life: int | None, me: str) -> str:
+    def _why_not(self, kind: str, name: str, instance_id: int | None, me: str) -> str:
         there = ", ".join(sorted(self.names(kind))) or "none"
-        if life is None:
+        if instance_id is None:
             return (
                 f"member {me!r} has no {kind} {name!r}: it was never created there, or its process has "
                 f"restarted since (there: {there})"

@@ -145,7 +145,7 @@ def _operate(
     return result
 
 
-handle.serve(_STORE, _operate)
+handle.register_service(_STORE, _operate)
 
 
 def _send_to_home(generation: str, store: StoreAddress, seconds: float, operation: str, args: tuple[Any, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""What queues, topics and weights have in common: a handle that leads to what lives in one member, its home."""
+"""Handles of queues, topics and weight stores: picklable references to an object that lives in one member, its home."""
 
 from __future__ import annotations
 
@@ -19,166 +19,196 @@ from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions
-from raytorchrpc.calls.peers import Member, PeerRoute
+from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.scope import current_scope
 from raytorchrpc.calls.services import DeferredReply, builtin_services
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, PeerLost, RpcTimeout
+from raytorchrpc.process.deadlines import Deadlines
 
 T = TypeVar("T")
 H = TypeVar("H", bound="Handle")
 
-#: The home waits for the whole timeout and then answers that nothing came; the caller waits so much longer for that
-#: answer (seconds).
-_ANSWER_S = 0.5
-#: How long an operation with timeout 0, which waits for nothing else, waits for its answer (seconds).
+#: The home answers after the operation's timeout at the latest; the caller waits this much longer for it (seconds).
+ANSWER_S = 0.5
+#: How long an operation with timeout 0 waits for the home's answer (seconds).
 _ANSWER_NOW_S = 1.0
 
-#: What an operation has to wait for, one after another; it is sent what came of each.
+#: An operation as a generator: it yields what it has to wait for, and is sent the result.
 Steps = Generator["Future[Any] | DeferredReply", Any, T]
-#: What makes one of a kind at its home: (member, name, settings) -> it, and whether settings are those of one it has.
-Maker = Callable[[LocalMember, str, Any], Any]
+#: Creates an object at its home: (member, name, settings) -> the object.
+Factory = Callable[[LocalMember, str, Any], Any]
 
-_makers: dict[str, Maker] = {}
-_tickets = itertools.count(1)
-
-
-def new_ticket() -> int:
-    """Names a request of this process."""
-    return next(_tickets)
+_factories: dict[str, Factory] = {}
+_request_ids = itertools.count(1)
 
 
-def makes(kind: str, maker: Maker) -> None:
-    """Register what makes objects of this kind at their home. They have ``settings``, besides what ``Served`` asks."""
-    _makers[kind] = maker
+def new_request_id() -> int:
+    """Return a number that identifies one request of this process."""
+    return next(_request_ids)
 
 
-def serve(name: str, function: Callable[..., Any]) -> None:
-    """Every member serves this to the others: ``function(member, caller's rank, *args)``, see ``Exposed.service``."""
+def register_factory(kind: str, factory: Factory) -> None:
+    """Register how a home creates objects of this kind. The objects are ``Served``, and keep their ``settings``."""
+    _factories[kind] = factory
+
+
+def register_service(name: str, function: Callable[..., Any]) -> None:
+    """Have every member serve ``function(member, caller's rank, *args)`` to its peers; see ``Exposed.service``."""
     builtin_services[name] = Exposed(function, True, None, False, False, False, frozen=True, service=True)
 
 
-# --- waiting -------------------------------------------------------------------------------------------------
+def register_method(name: str, function: Callable[..., Any]) -> None:
+    """Have every member serve ``function(member, caller's rank, object, *args)``, for requests to an object's address.
+
+    A request to an object that the member does not have raises NotFound.
+    """
+
+    def serve(local: LocalMember, caller: int, kind: str, of: str, instance_id: int | None, *args: Any) -> Any:
+        return function(local, caller, local.services.find(kind, of, instance_id, local.me.name), *args)
+
+    register_service(name, serve)
 
 
-class _Waiting:
-    """A Later as ``execution.wait_serving`` wants it."""
+# --- running operations --------------------------------------------------------------------------------------
+
+
+class _WaitableReply:
+    """Adapts a DeferredReply to the ``Waitable`` of ``wait_serving``."""
 
     loop_token = None
 
-    def __init__(self, later: DeferredReply) -> None:
-        self._later = later
+    def __init__(self, reply: DeferredReply) -> None:
+        self._reply = reply
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until it is settled."""
+        """Block until the reply is settled, at most ``timeout_s``; whether it is."""
         try:
-            self._later.exception(timeout_s)  # returns it, if there is one
+            self._reply.exception(timeout_s)  # returns the error, if there is one
         except concurrent.futures.TimeoutError:
             return False
         return True
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when it is settled."""
-        self._later.add_done_callback(lambda _: callback())
+        """Call ``callback`` once the reply is settled."""
+        self._reply.add_done_callback(lambda _: callback())
 
 
 def run(steps: Steps[T]) -> T:
-    """Go through an operation, on this thread. Blocks; serves meanwhile what comes back to this actor."""
+    """Run an operation on this thread. Blocks; meanwhile the thread serves nested calls that come back to its actor."""
     try:
-        waiting = next(steps)
+        pending = next(steps)
         while True:
             try:
-                value = _waited_for(waiting)
+                value = _wait(pending)
             except BaseException as error:
-                del waiting  # it holds what it raised, which holds this frame
-                waiting = steps.throw(error)
+                del pending  # it holds the exception, and thereby this frame
+                pending = steps.throw(error)
             else:
-                waiting = steps.send(value)
+                pending = steps.send(value)
     except StopIteration as stop:
         return stop.value  # type: ignore[no-any-return]
 
 
-def _waited_for(waiting: Future[Any] | DeferredReply) -> Any:
-    if isinstance(waiting, Future):
+def _wait(pending: Future[Any] | DeferredReply) -> Any:
+    if isinstance(pending, Future):
         try:
-            return waiting.wait()
+            return pending.wait()
         finally:
-            del waiting
-    _waiting.wait_serving(_Waiting(waiting), MAX_TIMEOUT_S)  # whoever made it sees to it that it is settled in time
-    return waiting.outcome()
+            del pending
+    _waiting.wait_serving(_WaitableReply(pending), MAX_TIMEOUT_S)  # its deadline settles it
+    return pending.outcome()
 
 
 async def arun(steps: Steps[T]) -> T:
-    """Go through an operation, from a coroutine."""
+    """Run an operation from a coroutine."""
     try:
-        waiting = next(steps)
+        pending = next(steps)
         while True:
             try:
-                if isinstance(waiting, Future):
-                    value = await waiting
+                if isinstance(pending, Future):
+                    value = await pending
                 else:
-                    await asyncio.wrap_future(waiting)
-                    value = waiting.outcome()
+                    await asyncio.wrap_future(pending)
+                    value = pending.outcome()
             except BaseException as error:
-                del waiting
-                waiting = steps.throw(error)
+                del pending
+                pending = steps.throw(error)
             else:
-                waiting = steps.send(value)
+                pending = steps.send(value)
     except StopIteration as stop:
         return stop.value  # type: ignore[no-any-return]
 
 
-def patience(local: LocalMember, timeout: float | None) -> float:
-    """Seconds to wait at the home. None: as long as a call. Less if a call that is being served ends before."""
+def begin(timeout: float | None = None) -> Steps[tuple[LocalMember, float]]:
+    """Begin an operation: return this process's member, and how many seconds the operation may wait at the home.
+
+    ``timeout`` None: ``rpc_timeout_s``. A restarted actor waits here until it is a member of its group again.
+    """
+    local, since = current_local(), time.monotonic()
+    if local is not None:
+        return local, _wait_limit(local, timeout)
+    asked = _answer_timeout(timeout) if isinstance(timeout, (int, float)) else None
+    local = yield rejoin.awaited(asked)
+    return local, max(0.0, _wait_limit(local, timeout) - (time.monotonic() - since))
+
+
+def _wait_limit(local: LocalMember, timeout: float | None) -> float:
+    """Check ``timeout``, and shorten it if the call that this thread serves ends before."""
     seconds = local.config.rpc_timeout_s if timeout is None else timeout
     number: Any = seconds
     if not isinstance(number, (int, float)) or not 0 <= number <= MAX_TIMEOUT_S:
-        raise ConfigurationError(f"timeout is a number of seconds from 0 to {MAX_TIMEOUT_S}, not {timeout!r}")
+        raise ConfigurationError(f"timeout must be a number of seconds from 0 to {MAX_TIMEOUT_S}, not {timeout!r}")
     deadline = current_scope.get().deadline
     if deadline is not None:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise RpcTimeout("no time left: the deadline of the call that is being served has passed")
-        seconds = min(seconds, left - min(_ANSWER_S, left / 4))
+            raise RpcTimeout("no time left: the deadline of the call that this method serves has passed")
+        seconds = min(seconds, left - min(ANSWER_S, left / 4))
     return float(seconds)
 
 
-def membership(timeout: float | None = None) -> Steps[tuple[LocalMember, float]]:
-    """To be done before all else: the member that this process is, and the ``patience`` that is left then. In a
-    restarted actor it waits until the group has taken it back.
-    """
-    local, since = current_local(), time.monotonic()
-    if local is not None:
-        return local, patience(local, timeout)
-    asked = _answer_within(timeout) if isinstance(timeout, (int, float)) else None
-    local = yield rejoin.awaited(asked)
-    return local, max(0.0, patience(local, timeout) - (time.monotonic() - since))
+def _answer_timeout(seconds: float) -> float:
+    """How long to wait for the response to an operation that may take ``seconds`` at the home."""
+    return min(MAX_TIMEOUT_S, seconds + ANSWER_S if seconds > 0 else _ANSWER_NOW_S)
 
 
-def _answer_within(seconds: float) -> float:
-    """How long to wait for the answer to an operation that may take ``seconds`` at the home."""
-    return min(MAX_TIMEOUT_S, seconds + _ANSWER_S if seconds > 0 else _ANSWER_NOW_S)
+def give_up_at(deadlines: Deadlines, until: float, reply: DeferredReply, give_up: Callable[[], None]) -> DeferredReply:
+    """Call ``give_up`` at ``until``, or when ``reply`` is cancelled, unless it is settled before. Returns ``reply``."""
+    cancel_deadline = deadlines.at(until, give_up)
+
+    def done(_: object) -> None:
+        cancel_deadline()
+        if reply.cancelled():
+            give_up()
+
+    reply.add_done_callback(done)
+    return reply
 
 
 # --- handles -------------------------------------------------------------------------------------------------
 
 
 class Handle:
-    """Leads to an object that lives in a member, its home. Picklable.
+    """Refers to an object that lives in a member, its home. Picklable.
 
-    A handle binds to one life of the object: to the one that is there, or is made, when the handle is first used. Every
-    request names that life. Once it has ended, each raises NotFound, though a new object of that name may be there.
+    When a handle is first used it binds to one instance of the object: to the existing one, or to one that is created
+    then. Every request names that instance. Once the instance has ended, each operation raises NotFound, even if a new
+    object of the same name exists.
     """
 
     kind: ClassVar[str]
 
     def __init__(self, name: str, home: Any, settings: Any) -> None:
-        """``home``: a member's name, rank or handle, or a Member; None: this member. ``settings``: what it is made
-        with where there is none yet; None: it has to be there.
+        """Create the object if this process is its home, else when the handle is first used.
+
+        Args:
+            name: of the object, unique among those of its kind in its home.
+            home: a member's name, rank or handle, or a Member. None: this member.
+            settings: to create it with. None: it has to exist.
         """
         given: Any = name
         if not isinstance(given, str) or not given:
             raise ConfigurationError(f"a {self.kind} needs a name, not {name!r}")
-        self._name, self._settings = name, settings
         local = current_local()
         if local is None and home is None:
             with contextlib.suppress(NotAMember):
@@ -189,163 +219,157 @@ class Handle:
             home = home.name
         elif not isinstance(home, str):
             raise ConfigurationError(
-                f"{self.kind} {name!r} needs a home: this process is in no group, so say home='a member's name'"
+                f"{self.kind} {name!r} needs a home: this process is in no group, so pass home='a member's name'"
             )
-        self._home: str = home
-        self._known: Any = settings
-        self._life: int | None = None
-        """Of the object that this handle is bound to; None before its first use."""
-        self._binding = threading.Lock()
-        self._begin()
+        self._set_state(name, home, settings, None)
         if local is not None and local.me.name == home:
-            run(self._ready(local))
+            run(self._bind(local))
+
+    def _set_state(self, name: str, home: str, settings: Any, instance_id: int | None) -> None:
+        """Set the attributes, in each process anew. ``instance_id`` None: bind when first used."""
+        self._name, self._home, self._settings, self._instance_id = name, home, settings, instance_id
+        self._bind_lock = threading.Lock()
 
     @classmethod
     def find(cls: type[H], name: str, *, timeout: float | None = None) -> H:
-        """The one of that name, wherever in the group it lives: asks every member, and blocks for the answers.
+        """Return a handle of the object of this name, whichever member is its home.
 
-        Raises NotFound if nobody has one. ``timeout`` in seconds.
+        Asks every member of the group and blocks until they have answered, at most ``timeout`` seconds. Raises
+        NotFound if no member has the object.
         """
         local = process_member(timeout)
-        if (here := _find(local, local.me.rank, cls.kind, name)) is not None:
-            return cls._bound(name, local.me.name, *here)
+        if (found := _find(local, local.me.rank, cls.kind, name)) is not None:
+            return cls._restore(name, local.me.name, *found)
         asked: list[tuple[str, Future[tuple[Any, int] | None]]] = []
         for route in local.peers.routes:
             if route.member.rank != local.me.rank:
-                try:
+                with contextlib.suppress(PeerLost):  # a member that is away has no objects
                     call = local.outgoing.call(route.member, _FIND, (cls.kind, name), {}, CallOptions(timeout, retry=0))
-                except PeerLost:
-                    continue  # it is away, and has nothing
-                asked.append((route.member.name, Future(call)))
+                    asked.append((route.member.name, Future(call)))
         silent = []
         for member, future in asked:
             try:
-                if (there := future.wait()) is not None:
-                    return cls._bound(name, member, *there)
+                if (found := future.wait()) is not None:
+                    return cls._restore(name, member, *found)
             except (PeerLost, RpcTimeout):
                 silent.append(member)
         unheard = f"; {', '.join(silent)} did not answer" if silent else ""
         raise NotFound(f"no member of group {local.group!r} has a {cls.kind} {name!r}{unheard}")
 
     @classmethod
-    def _bound(cls: type[H], name: str, home: str, settings: Any, life: int | None) -> H:
-        made = cls.__new__(cls)
-        made._name, made._home, made._settings, made._known, made._life = name, home, settings, settings, life
-        made._binding = threading.Lock()
-        made._begin()
-        return made
+    def _restore(cls: type[H], name: str, home: str, settings: Any, instance_id: int | None) -> H:
+        handle = cls.__new__(cls)
+        if instance_id is None:
+            Handle.__init__(handle, name, home, settings)
+        else:
+            handle._set_state(name, home, settings, instance_id)
+        return handle
 
     @property
     def name(self) -> str:
-        """As given."""
+        """The object's name."""
         return self._name
 
     @property
     def home(self) -> str:
-        """The name of the member where it lives."""
+        """The name of the member where the object lives."""
         return self._home
 
     def __reduce__(self) -> tuple[Any, ...]:
-        with self._binding:
-            settings, life = self._known, self._life
-        return _handle, (type(self), self._name, self._home, settings, life)
+        with self._bind_lock:
+            settings, instance_id = self._settings, self._instance_id
+        return type(self)._restore, (self._name, self._home, settings, instance_id)
 
     def __repr__(self) -> str:
         return f"<raytorchrpc.{type(self).__name__} {self._name!r} in {self._home!r}>"
 
-    # --- for those that derive from it -----------------------------------------------------------------------
+    # --- for subclasses ------------------------------------------------------------------------------------------
 
     @property
-    def _object(self) -> tuple[str, str, int | None]:
-        """Names the object in requests to its home; after ``_ready``."""
-        return self.kind, self._name, self._life
+    def _address(self) -> tuple[str, str, int | None]:
+        """The first arguments of requests to the object; complete after ``_bind``."""
+        return self.kind, self._name, self._instance_id
 
-    def _begin(self) -> None:
-        """What a handle has besides, in every process anew."""
+    def _object(self, local: LocalMember) -> Any:
+        """At the home, return the object itself. Raises NotFound."""
+        return local.services.find(*self._address, local.me.name)
 
-    def _route(self, local: LocalMember) -> PeerRoute | None:
-        """To the home; None if that is this member."""
-        route = local.peers.route(self._home)
-        return None if route.member.rank == local.me.rank else route
+    def _is_home(self, local: LocalMember) -> bool:
+        return local.peers.route(self._home).member.rank == local.me.rank
 
-    def _ready(self, local: LocalMember, wait_s: float | None = None) -> Steps[PeerRoute | None]:
-        """Bind to the object, which is made if its home has none. To be done first; nothing later makes one.
+    def _bind(self, local: LocalMember, wait_s: float | None = None) -> Steps[bool]:
+        """Bind to the object, which is created if its home has none; returns ``_is_home``.
 
-        ``wait_s``: as for ``_ask``. Returns what ``_route`` does.
+        Every operation does this first; no later request creates an object. ``wait_s``: as for ``_request``.
         """
-        route = self._route(local)
-        if self._life is None:
+        if self._instance_id is None:
             args = (self.kind, self._name, self._settings)
-            if route is None:
-                settings, life = _open(local, local.me.rank, *args)
-            else:
-                settings, life = yield from self._ask(local, OPEN, args, wait_s)
-            with self._binding:
-                if self._life is None:  # another thread may have bound it meanwhile
-                    self._known, self._life = settings, life
-        return route
+            settings, instance_id = yield from self._request(local, OPEN, args, wait_s)
+            with self._bind_lock:
+                if self._instance_id is None:  # another thread may have bound it meanwhile
+                    self._settings, self._instance_id = settings, instance_id
+        return self._is_home(local)
 
-    def _ask(
-        self, local: LocalMember, service: str, args: tuple[Any, ...], wait_s: float | None, **how: Any
+    def _request(
+        self, local: LocalMember, service: str, args: tuple[Any, ...], wait_s: float | None = None
     ) -> Steps[Any]:
-        """What the home answers. ``wait_s``: the time of the whole operation; None: as long as a call."""
-        return (yield from self._answered(self._sent(local, service, args, wait_s, **how)))
+        """Run a service at the home and return its answer. The home itself sends no message.
 
-    def _answered(self, sent: Future[Any]) -> Steps[Any]:
-        """What the home answers to what was sent to it."""
+        ``wait_s``: how long the operation may wait at the home; None: as long as a call.
+        """
+        if self._is_home(local):
+            answer = builtin_services[service].function(local, local.me.rank, *args)
+            return (yield answer) if isinstance(answer, DeferredReply) else answer
+        return (yield from self._response(self._send(local, service, args, wait_s)))
+
+    def _response(self, sent: Future[Any]) -> Steps[Any]:
+        """Wait for the response to a request."""
         try:
             return (yield sent)
         except PeerLost as lost:
-            error = self._lost(lost)
+            error = self._home_lost(lost)
         finally:
-            del sent  # it holds what it raised, which holds this frame
+            del sent  # it holds the exception, and thereby this frame
         raise error
 
-    def _sent(
-        self, local: LocalMember, service: str, args: tuple[Any, ...], wait_s: float | None, **how: Any
+    def _send(
+        self, local: LocalMember, service: str, args: tuple[Any, ...], wait_s: float | None, **options: Any
     ) -> Future[Any]:
-        timeout = None if wait_s is None else _answer_within(wait_s)
+        """Send a request to the home, which is another member."""
+        timeout = None if wait_s is None else _answer_timeout(wait_s)
         try:
-            return Future(local.outgoing.call(self._home, service, args, {}, CallOptions(timeout, retry=0, **how)))
+            return Future(local.outgoing.call(self._home, service, args, {}, CallOptions(timeout, retry=0, **options)))
         except PeerLost as lost:
-            error = self._lost(lost)
+            error = self._home_lost(lost)
         raise error
 
-    def _lost(self, lost: PeerLost) -> PeerLost:
-        home = f"it is the home of {self.kind} {self._name!r}; what was in it is gone if its process ended"
+    def _home_lost(self, lost: PeerLost) -> PeerLost:
+        home = f"it is the home of {self.kind} {self._name!r}, whose contents are gone if its process ended"
         return PeerLost(lost.peer, f"{lost.cause} ({home})", lost.may_have_run)
 
 
-def _handle(cls: type[Handle], name: str, home: str, settings: Any, life: int | None) -> Handle:
-    if life is not None:
-        return cls._bound(name, home, settings, life)
-    made = cls.__new__(cls)
-    Handle.__init__(made, name, home, settings)
-    return made
-
-
-# --- at home -------------------------------------------------------------------------------------------------
+# --- at the home ---------------------------------------------------------------------------------------------
 
 OPEN, _FIND = "raytorchrpc.open", "raytorchrpc.find"
 
 
 def _open(local: LocalMember, caller: int, kind: str, name: str, settings: Any) -> tuple[Any, int]:
-    """The settings and the life of the object that is there, or is made now; ``settings`` None: it has to be there."""
+    """Return the settings and instance id of the object; creates it unless ``settings`` is None."""
     if settings is None:
         found = local.services.find(kind, name, None, local.me.name)
-        return found.settings, found.life
-    made = local.services.open(kind, name, partial(_makers[kind], local, name, settings))
-    if made.settings != settings:
+        return found.settings, found.instance_id
+    opened = local.services.open(kind, name, partial(_factories[kind], local, name, settings))
+    if opened.settings != settings:
         raise ConfigurationError(
-            f"member {local.me.name!r} has a {kind} {name!r} with other settings: {made.settings}, not {settings}"
+            f"member {local.me.name!r} has a {kind} {name!r} with other settings: {opened.settings}, not {settings}"
         )
-    return made.settings, made.life
+    return opened.settings, opened.instance_id
 
 
 def _find(local: LocalMember, caller: int, kind: str, name: str) -> tuple[Any, int] | None:
     found = local.services.get(kind, name)
-    return None if found is None else (found.settings, found.life)
+    return None if found is None else (found.settings, found.instance_id)
 
 
-serve(OPEN, _open)
-serve(_FIND, _find)
+register_service(OPEN, _open)
+register_service(_FIND, _find)

@@ -171,7 +171,7 @@ def test_a_queue_is_found_by_its_name(actors: dict[str, Any], request: Any) -> N
 
 def test_what_cannot_work_is_refused(actors: dict[str, Any], queue: Any) -> None:
     for settings in ({"maxsize": 0}, {"max_bytes": -1}, {"producers": 1.5}):
-        with pytest.raises(rtr.ConfigurationError, match="is a whole number from 1 on"):
+        with pytest.raises(rtr.ConfigurationError, match="must be a whole number of at least 1"):
             rtr.Queue("bad", home="home", **settings)  # type: ignore[arg-type]
     with pytest.raises(rtr.ConfigurationError, match="needs a home"):
         rtr.Queue("homeless")
@@ -181,7 +181,7 @@ def test_what_cannot_work_is_refused(actors: dict[str, Any], queue: Any) -> None
     def act() -> None:
         with pytest.raises(rtr.SerializationError, match="cannot be pickled"):
             queue.put(threading.Lock())
-        with pytest.raises(rtr.ConfigurationError, match="timeout is a number"):
+        with pytest.raises(rtr.ConfigurationError, match="timeout must be a number"):
             queue.get(timeout=-1)
         with pytest.raises(rtr.NotAMember, match="'nobody' is not in group"):
             rtr.Queue("q", home="nobody")

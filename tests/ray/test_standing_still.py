@@ -18,7 +18,7 @@ import raytorchrpc as rtr
 from raytorchrpc.calls import current, member
 from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.patterns.weights import published
-from raytorchrpc.patterns.weights.services import KIND, MIRROR
+from raytorchrpc.patterns.weights.services import KIND, RELAYED
 from tests.conformance.peers import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
@@ -68,7 +68,7 @@ def weights(value: float) -> dict[str, torch.Tensor]:
 
 
 def end_leases_soon() -> None:
-    published._LINGER_S = 1.0
+    published.LINGER_S = 1.0
 
 
 def pull_and_stop_in_the_middle(store: rtr.WeightStore) -> tuple[str, set[float]]:
@@ -106,7 +106,7 @@ def test_a_pull_that_outlasts_its_lease_fails(actors: dict[str, Any], group: rtr
     def nobody_reads(kind: str, name: str) -> bool:
         services = current.process_member().services
         found = next(services.get(kind, known) for known in services.names(kind) if known.startswith(name))
-        return wait_until(lambda: found.shelf.readers == 0, 20)
+        return wait_until(lambda: found.pool.readers == 0, 20)
 
     here = group.members[0].node_id
     nodes = dict.fromkeys(("leader", "reader"), "two" if source == "leader" else here)
@@ -119,7 +119,7 @@ def test_a_pull_that_outlasts_its_lease_fails(actors: dict[str, Any], group: rtr
             assert in_actor(actors["leader"], pull)
         reads = actors["reader"].run.remote(pull_and_stop_in_the_middle, store)
         assert wait_until(lambda: stands_still(pids["reader"]), 20)
-        assert in_actor(actors[source], nobody_reads, KIND if source == "home" else MIRROR, store.name), (
+        assert in_actor(actors[source], nobody_reads, KIND if source == "home" else RELAYED, store.name), (
             "the lease ends"
         )
         for value in range(2, 6):
@@ -128,7 +128,7 @@ def test_a_pull_that_outlasts_its_lease_fails(actors: dict[str, Any], group: rtr
         os.kill(pids["reader"], signal.SIGCONT)
         error, values = ray.get(reads, timeout=60)
         assert len(values) == 2, "it did read tensors of two versions"
-        assert "stood still" in error and "pull again" in error
+        assert "was suspended" in error and "pull again" in error
         assert in_actor(actors["reader"], pull)
     finally:
         os.kill(pids["reader"], signal.SIGCONT)

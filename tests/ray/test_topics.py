@@ -129,9 +129,9 @@ def test_what_cannot_work_is_refused(actors: dict[str, Any], request: Any) -> No
     topic = rtr.Topic(request.node.name, home="home")
 
     def act() -> None:
-        with pytest.raises(rtr.ConfigurationError, match="policy= is one of block, drop_oldest, latest"):
+        with pytest.raises(rtr.ConfigurationError, match="policy= must be one of block, drop_oldest, latest"):
             topic.subscribe("sometimes")  # type: ignore[arg-type]
-        with pytest.raises(rtr.ConfigurationError, match="maxsize= is a whole number"):
+        with pytest.raises(rtr.ConfigurationError, match="maxsize= must be a whole number"):
             topic.subscribe(maxsize=0)
         with topic.subscribe() as subscribed, pytest.raises(TypeError, match="send the Topic"):
             pickle.dumps(subscribed)

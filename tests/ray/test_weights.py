@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import raytorchrpc as rtr
 from raytorchrpc.calls import current, member
+from raytorchrpc.patterns.weights.match import ModelMatch
 from raytorchrpc.patterns.weights.pull import Pull
 from tests.conformance.peers import wait_until
 from tests.ray.actors import AsyncPeer, Peer
@@ -137,7 +138,7 @@ def test_nobody_reads_two_versions(actors: dict[str, Any], request: Any, sizes: 
 
     def at_rest() -> bool:
         weights = current.process_member().services.find(store.kind, store.name, None, "learner")
-        return wait_until(lambda: weights.shelf.readers == 0, 20)
+        return wait_until(lambda: weights.pool.readers == 0, 20)
 
     assert in_actor(actors["learner"], at_rest)
 
@@ -235,8 +236,8 @@ def test_what_does_not_fit_is_not_kept_for_the_reader(actors: dict[str, Any], re
 
 
 def no_readers(store: rtr.WeightStore) -> bool:
-    shelf = current.process_member().services.find(store.kind, store.name, None, "").shelf
-    return wait_until(lambda: shelf.readers == 0, 20)
+    pool = current.process_member().services.find(store.kind, store.name, None, "").pool
+    return wait_until(lambda: pool.readers == 0, 20)
 
 
 def test_one_question_brings_what_lies_on_the_same_host(actors: dict[str, Any], request: Any) -> None:
@@ -423,11 +424,11 @@ def test_readers_that_die_and_a_home_that_does(spawn: Spawn, actors: dict[str, A
     def begin_to_read() -> int:
         assert store.version() == 1
         local = current.process_member()
-        pull = Pull("weights", filled(0.0), None, False, True)
-        return store._look(local, pull, None, None, False, time.monotonic() + 60).lease
+        pull = Pull(store, local, ModelMatch("weights", filled(0.0), None, False, True), time.monotonic() + 60)
+        return pull.lease(None, None, False, store.wait).lease
 
     def readers() -> int:
-        return int(current.process_member().services.find(store.kind, "weights", None, "").shelf.readers)
+        return int(current.process_member().services.find(store.kind, "weights", None, "").pool.readers)
 
     assert in_actor(dying["reader"], begin_to_read)
     assert in_actor(dying["learner2"], readers) == 1

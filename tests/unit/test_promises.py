@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from raytorchrpc.patterns import handle
-from raytorchrpc.patterns.queues import home, items
-from raytorchrpc.patterns.weights import published, store
+from raytorchrpc.patterns.queues import items, services
+from raytorchrpc.patterns.weights import published, pull
 from raytorchrpc.process import keepalive
 
 ROOT = Path(__file__).parents[2]
@@ -58,13 +58,13 @@ def test_the_tests_that_a_page_names_exist(page: str) -> None:
 @pytest.mark.parametrize(
     ("page", "number"),
     [
-        ("queues.md", f"one message ({items.CHUNK_BYTES >> 20} MiB, or one item)"),
-        ("queues.md", f"parts (of `maxsize` items, or {items.CHUNK_BYTES >> 20} MiB)"),
-        ("queues.md", f"up to a { {4: 'quarter'}[home._LENT_SHARE] } of each producer's"),
+        ("queues.md", f"one message ({items.MESSAGE_BYTES >> 20} MiB, or one item)"),
+        ("queues.md", f"parts (of `maxsize` items, or {items.MESSAGE_BYTES >> 20} MiB)"),
+        ("queues.md", f"up to a { {4: 'quarter'}[services.SHARED_PART] } of each producer's"),
         ("queues.md", f"cut off for more than about {keepalive.SILENCE_S} s"),
-        ("weights.md", f"at most {store._CHUNK_BYTES >> 20} MiB, or one tensor, in a message"),
-        ("weights.md", f"raises `RpcTimeout` at most {handle._ANSWER_S} s after the timeout"),
-        ("weights.md", f"{ {60.0: 'a minute'}[published._LINGER_S] } after the pull's timeout"),
+        ("weights.md", f"at most {pull.MESSAGE_BYTES >> 20} MiB, or one tensor, in a message"),
+        ("weights.md", f"raises `RpcTimeout` at most {handle.ANSWER_S} s after the timeout"),
+        ("weights.md", f"{ {60.0: 'a minute'}[published.LINGER_S] } after the pull's timeout"),
         ("failure-model.md", f"After about {keepalive.SILENCE_S} s of silence the TCP connections are given up"),
     ],
 )

@@ -1,13 +1,9 @@
-"""Handles of queues and topics: what a member asks of their home.
-
-An item crosses from who puts it to the home, waits there, and crosses to who takes it.
-"""
+"""What the handles of queues and topics share: operations on the store at their home."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,184 +13,210 @@ from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.services import DeferredReply
-from raytorchrpc.errors import (
-    Closed,
-    ConfigurationError,
-    Full,
-    PeerLost,
-    RayTorchRpcError,
-    RpcTimeout,
-    SerializationError,
-)
-from raytorchrpc.patterns.handle import Handle, Steps, arun, membership, new_ticket, run
-from raytorchrpc.patterns.queues.home import END, NUMBERS, PUT, PUT_BACK, SKIP, TAKE, WITHDRAW, Home, home_of
+from raytorchrpc.errors import Closed, Full, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
+from raytorchrpc.patterns.handle import Handle, Steps, arun, begin, new_request_id, run
+from raytorchrpc.patterns.queues.buffer import Batch
 from raytorchrpc.patterns.queues.items import (
     Item,
-    Unusable,
-    all_taken_apart,
-    chunks,
-    count,
-    packed,
-    private,
-    put_together,
-    unpacked,
+    UndecodableItem,
+    decode_items,
+    encode_items,
+    messages,
+    pack,
+    private_copy,
+    total_length,
+    unpack,
 )
-from raytorchrpc.patterns.queues.order import Puts, Turn, puts_here
-from raytorchrpc.patterns.queues.outlet import Batch
+from raytorchrpc.patterns.queues.sequence import PutSequence, Turn, running_sequence
+from raytorchrpc.patterns.queues.services import END, PUT, PUT_BACK, SKIP, STATS, TAKE, WITHDRAW, HomeStore
 from raytorchrpc.patterns.queues.store import ENDED, FULL
 
-#: How long, and how often, items are sent back whose home cannot be reached (seconds).
+#: For how long, and how often, items are returned to a home that cannot be reached (seconds).
 _RETURN_S, RETURNS = 60.0, 10
 
 
 class Channel(Handle):
-    """What the handles of queues and topics share."""
+    """A handle of a queue or topic."""
 
-    def _home_of(self, local: LocalMember) -> Home:
-        return home_of(local, *self._object)
+    def close(self, *, force: bool = False) -> None:
+        """Declare that this producer has put its last item. Blocks for an answer of the home.
+
+        The stream ends once all ``producers`` (of a topic: ``publishers``) have closed it. Then ``put`` and ``publish``
+        raise Closed at once. Items that wait can still be taken; after them, iterations end and ``get`` raises Closed.
+
+        Args:
+            force: end the stream now, for all producers.
+        """
+        run(self._request_store(END, force))
+
+    async def aclose(self, *, force: bool = False) -> None:
+        """Like ``close``, for coroutines."""
+        await arun(self._request_store(END, force))
+
+    def _stats(self, key: str | None) -> dict[str, int | bool]:
+        stats: dict[str, int | bool] = run(self._request_store(STATS, key))
+        return stats
+
+    def _request_store(self, service: str, *args: Any) -> Steps[Any]:
+        local, _ = yield from begin()
+        yield from self._bind(local)
+        return (yield from self._request(local, service, (*self._address, *args)))
+
+    # --- putting -------------------------------------------------------------------------------------------------
 
     @property
-    def _most(self) -> int:
-        """Items that one message may have."""
+    def _message_length(self) -> int:
+        """How many items one message may have."""
         raise NotImplementedError
 
     def _put(self, values: Sequence[Any], timeout: float | None, *, in_turn: bool = False) -> Steps[None]:
         """``in_turn``: after the puts that coroutines of this event loop have begun before."""
-        local, wait_s = yield from membership(timeout)
+        local, wait_s = yield from begin(timeout)
         until = time.monotonic() + wait_s
-        puts, turn = puts_here((local.incoming.token, self.kind, self._home, self._name), in_turn), None
-        if in_turn and puts is not None:
-            turn = yield from puts.enter(until, local.deadlines)
+        sequence = running_sequence((local.incoming.token, self.kind, self._home, self._name), in_turn)
+        turn = None
+        if in_turn and sequence is not None:
+            turn = yield from sequence.enter(until, local.deadlines)
             if turn is None:
                 raise self._full(0)
         try:
-            yield from self._put_parts(local, values, until, puts, turn)
+            yield from self._put_messages(local, values, until, sequence, turn)
         finally:
             if turn is not None:
                 turn.leave()
 
-    def _put_parts(
-        self, local: LocalMember, values: Sequence[Any], until: float, puts: Puts | None, turn: Turn | None
+    def _put_messages(
+        self, local: LocalMember, values: Sequence[Any], until: float, sequence: PutSequence | None, turn: Turn | None
     ) -> Steps[None]:
-        route = yield from self._ready(local, max(0.0, until - time.monotonic()))
-        parts = list(chunks(self._apart(local, values), self._most))
+        at_home = yield from self._bind(local, max(0.0, until - time.monotonic()))
+        parts = list(messages(self._encode(local, values), self._message_length))
         accepted = 0
         for number, items in enumerate(parts, 1):
             outcome: Any
-            answer = None
-            if route is None:
-                outcome = self._home_of(local).put([private(item) for item in items], until)
+            response = None
+            if at_home:
+                outcome = self._object(local).put([private_copy(item) for item in items], until)
             else:
-                answer = self._send_part(local, items, max(0.0, until - time.monotonic()), puts)
+                response = self._send_items(local, items, max(0.0, until - time.monotonic()), sequence)
             if turn is not None and number == len(parts):
                 turn.leave()
-            if answer is not None:
-                outcome = yield from answer
+            if response is not None:
+                outcome = yield from response
             elif isinstance(outcome, DeferredReply):
                 outcome = yield outcome
             if outcome is FULL:
                 raise self._full(accepted)
             if outcome is ENDED:
                 raise Closed(f"{self.kind} {self._name!r} in {self._home!r} is closed", accepted)
-            accepted += count(items)
+            accepted += total_length(items)
 
     def _full(self, accepted: int) -> Full:
         return Full(f"{self.kind} {self._name!r} in {self._home!r} had no room in time", accepted)
 
-    def _send_part(self, local: LocalMember, items: Sequence[Item], wait_s: float, puts: Puts | None) -> Steps[Any]:
-        """Sends them at once; what this returns waits for the answer."""
-        mark = None if puts is None else puts.mark(self._life)
-        sent = self._sent(local, PUT, (*self._object, packed(items), wait_s, mark), wait_s)
-        answer = self._answered(sent)
-        del sent  # see there
-        return answer if puts is None else self._in_order(local, answer, puts, puts.sent(self._life))
-
-    def _in_order(self, local: LocalMember, answer: Steps[Any], puts: Puts, number: int) -> Steps[Any]:
+    def _encode(self, local: LocalMember, values: Sequence[Any]) -> list[Item]:
         try:
-            return (yield from answer)
-        except Exception:
-            puts.answered(number)
-            if not puts.idle:  # it may never arrive: those behind it need not wait for it
-                self._tell_home(local, SKIP, (*self._object, puts.id, puts.first))
-            raise
-        finally:
-            puts.answered(number)
-
-    def _apart(self, local: LocalMember, values: Sequence[Any]) -> list[Item]:
-        try:
-            return all_taken_apart(local.codec, values, self._most)
+            return encode_items(local.codec, values, self._message_length)
         except SerializationError as error:
             raise SerializationError(f"an item for {self.kind} {self._name!r} cannot be pickled: {error}") from error
 
-    def _take(self, key: str, limit: int, timeout: float | None, keep: bool) -> Steps[Any]:
-        """A list of values; EMPTY or ENDED."""
-        local, wait_s = yield from membership(timeout)
+    def _send_items(
+        self, local: LocalMember, items: Sequence[Item], wait_s: float, sequence: PutSequence | None
+    ) -> Steps[Any]:
+        """Send items at once; the steps that this returns wait for the response."""
+        mark = None if sequence is None else sequence.mark(self._instance_id)
+        sent = self._send(local, PUT, (*self._address, pack(items), wait_s, mark), wait_s)
+        response = self._response(sent)
+        del sent  # see _response
+        if sequence is None:
+            return response
+        return self._in_sequence(local, response, sequence, sequence.sent(self._instance_id))
+
+    def _in_sequence(self, local: LocalMember, response: Steps[Any], sequence: PutSequence, number: int) -> Steps[Any]:
+        try:
+            return (yield from response)
+        except Exception:
+            sequence.answered(number)
+            if not sequence.idle:  # it may never arrive: the puts behind it need not wait for it
+                self._notify_home(local, SKIP, (*self._address, sequence.id, sequence.first))
+            raise
+        finally:
+            sequence.answered(number)
+
+    # --- taking --------------------------------------------------------------------------------------------------
+
+    def _take_from(self, key: str, limit: int, timeout: float | None, keep: bool) -> Steps[Any]:
+        """Take items from a buffer. Returns a list of values, EMPTY or ENDED."""
+        local, wait_s = yield from begin(timeout)
         until = time.monotonic() + wait_s
-        route = yield from self._ready(local, wait_s)
-        if route is None:
+        if (yield from self._bind(local, wait_s)):
             batch = yield from self._take_here(local, key, limit, until)
-            if batch and (keep or self._home_of(local).shared):
-                batch = Batch([private(item) for item in batch], batch.stub)
+            if batch and (keep or self._object(local).shared):
+                batch = Batch([private_copy(item) for item in batch], batch.batch_id)
         else:
             batch = yield from self._take_there(local, key, limit, until, keep)
-        return (yield from self._values(local, key, batch)) if batch else batch
+        return (yield from self._decode(local, key, batch)) if batch else batch
 
     def _take_here(self, local: LocalMember, key: str, limit: int, until: float) -> Steps[Any]:
-        home = self._home_of(local)
-        taken = home.take(key, limit, until)
+        store: HomeStore = self._object(local)
+        taken = store.take(key, limit, until)
         if isinstance(taken, DeferredReply):
             try:
                 return (yield taken)
             except BaseException:
-                with suppress(RayTorchRpcError):  # it may have left the group
-                    if not taken.cancel() and (come := taken.outcome()):  # just now
-                        home.put_back(key, come)
+                with suppress(RayTorchRpcError):  # this process may have left the group
+                    if not taken.cancel() and (batch := taken.outcome()):  # settled just now
+                        store.put_back(key, batch)
                 raise
         return taken
 
     def _take_there(self, local: LocalMember, key: str, limit: int, until: float, keep: bool) -> Steps[Any]:
-        ticket, wait_s = new_ticket(), max(0.0, until - time.monotonic())
-        future = self._sent(local, TAKE, (*self._object, key, limit, wait_s, ticket), wait_s, keep=keep)
+        request_id, wait_s = new_request_id(), max(0.0, until - time.monotonic())
+        future = self._send(local, TAKE, (*self._address, key, limit, wait_s, request_id), wait_s, keep=keep)
         try:
-            taken = yield from self._answered(future)
+            taken = yield from self._response(future)
         except RpcTimeout:
-            self._give_back_late(local, key, future)
+            self._return_late(local, key, future)
             raise
         except BaseException as error:
             if not isinstance(error, Exception):  # cancelled, or interrupted
-                self._give_back_late(local, key, future)
-                self._tell_home(local, WITHDRAW, (*self._object, key, ticket))
+                self._return_late(local, key, future)
+                self._notify_home(local, WITHDRAW, (*self._address, key, request_id))
             raise
         finally:
-            del future  # it holds what it raised, which holds this frame
-        return Batch(unpacked(taken[1]), taken[0]) if taken else taken
+            del future  # see _response
+        return Batch(unpack(taken[1]), taken[0]) if taken else taken
 
-    def _lost(self, lost: PeerLost) -> PeerLost:
-        error = super()._lost(lost)
+    def _home_lost(self, lost: PeerLost) -> PeerLost:
+        error = super()._home_lost(lost)
         if not lost.may_have_run:
             return error
         return PeerLost(lost.peer, f"{error.cause}; an item that was on its way may be lost", True)
 
-    def _values(self, local: LocalMember, key: str, batch: Batch) -> Steps[list[Any]]:
-        """Those before the first that cannot be unpickled; the others go back, but that one if it is in front."""
+    def _decode(self, local: LocalMember, key: str, batch: Batch) -> Steps[list[Any]]:
+        """Return the values before the first item that cannot be decoded, and return the rest of the batch to the home.
+
+        If the first item of the batch cannot be decoded, it is lost and raises SerializationError.
+        """
         try:
-            return put_together(local.codec, batch)
-        except Unusable as unusable:
-            good, place, cause = unusable.values, unusable.place, unusable.cause
+            return decode_items(local.codec, batch)
+        except UndecodableItem as undecodable:
+            values, position, cause = undecodable.values, undecodable.position, undecodable.cause
         except BaseException:  # interrupted
             with suppress(RayTorchRpcError):
                 self._return(local, key, batch)
             raise
-        if rest := batch.part(max(1, place)) if not good else batch.part(place):
-            yield from self._wait_for_return(local, key, rest, batch.part(0, place))
-        if good:
-            return good
+        if rest := batch.part(position if values else max(1, position)):
+            yield from self._wait_for_return(local, key, rest, batch.part(0, position))
+        if values:
+            return values
         raise SerializationError(
             f"an item of {self.kind} {self._name!r} in {self._home!r} cannot be unpickled here; it is lost: {cause!r}"
         ) from cause
 
+    # --- returning items to the home -----------------------------------------------------------------------------
+
     def _wait_for_return(self, local: LocalMember, key: str, rest: Batch, rest_if_cancelled: Batch) -> Steps[None]:
-        """Whoever takes next is to find them."""
+        """Return items and wait for the answer, so that the next ``get`` finds them."""
         answer = self._return(local, key, rest)
         try:
             if answer is not None:
@@ -207,96 +229,50 @@ class Channel(Handle):
         finally:
             del answer
 
-    def _give_back_late(self, local: LocalMember, key: str, future: Future[Any]) -> None:
-        """Nobody waits for these any more: what comes all the same, however late, goes back."""
+    def _return_late(self, local: LocalMember, key: str, future: Future[Any]) -> None:
+        """Return the items of an abandoned request, however late they arrive."""
         call: Any = future._call
 
-        def give_back() -> None:
+        def put_back() -> None:
             taken, error = call.outcome()
             if error is None and taken:
                 with suppress(RayTorchRpcError):
-                    self._urgent(local, PUT_BACK, (*self._object, key, *taken), RETURNS)
+                    self._send_urgently(local, PUT_BACK, (*self._address, key, *taken), RETURNS)
 
-        call.add_done_callback(lambda: local.workers.submit(give_back))
+        call.add_done_callback(lambda: local.workers.submit(put_back))
 
     def _return(self, local: LocalMember, key: str, batch: Batch) -> Future[None] | None:
-        """Give them back to the home; None if that is done. Raises what keeps them from being sent."""
-        if self._route(local) is None:
-            self._home_of(local).put_back(key, batch)
+        """Return items to the home. The result is None if they are there. Raises if they cannot be sent."""
+        if self._is_home(local):
+            self._object(local).put_back(key, batch)
             return None
-        return self._urgent(local, PUT_BACK, (*self._object, key, batch.stub, packed(batch)), RETURNS)
+        return self._send_urgently(local, PUT_BACK, (*self._address, key, batch.batch_id, pack(batch)), RETURNS)
 
-    def _tell_home(self, local: LocalMember, service: str, args: tuple[Any, ...], retry: int = 0) -> None:
-        """As ``_urgent``; nobody waits for the answer, or can do anything if it cannot be sent.
+    def _notify_home(self, local: LocalMember, service: str, args: tuple[Any, ...], retry: int = 0) -> None:
+        """Send a request as ``_send_urgently`` does, but wait for no answer and ignore errors.
 
-        An event loop leaves it to a worker: the connection may be busy for as long as a large message takes.
+        On an event loop a worker thread sends it: the connection may be busy for as long as a large message takes.
         """
 
-        def tell() -> None:
+        def send() -> None:
             with suppress(RayTorchRpcError):
-                self._urgent(local, service, args, retry)
+                self._send_urgently(local, service, args, retry)
 
         if on_loop():
-            local.workers.submit(tell)
+            local.workers.submit(send)
         else:
-            tell()
+            send()
 
-    def _urgent(self, local: LocalMember, service: str, args: tuple[Any, ...], retry: int) -> Future[None]:
-        """Send it whatever else is under way, and whether or not a deadline has passed. ``retry``: so often again, on a
-        worker, if the home is away for a while.
+    def _send_urgently(self, local: LocalMember, service: str, args: tuple[Any, ...], retry: int) -> Future[None]:
+        """Send a request beside the limits on calls in flight, and even if the current deadline has passed.
+
+        ``retry``: how often it is sent again, by a worker thread, while the home cannot be reached.
         """
-        before = current_scope.set(Scope(limit=Limit(time.monotonic() + _RETURN_S)))  # its flow control is its own
+        before = current_scope.set(Scope(limit=Limit(time.monotonic() + _RETURN_S)))  # with flow control of its own
         try:
-            told = Future[None](local.outgoing.call(self._home, service, args, {}, CallOptions(_RETURN_S, retry=retry)))
+            sent = Future[None](local.outgoing.call(self._home, service, args, {}, CallOptions(_RETURN_S, retry=retry)))
         finally:
             current_scope.reset(before)
         if retry:
-            told.add_done_callback(lambda _: None)  # whoever waits for the answer sends again
-        return told
-
-    def _end(self, force: bool) -> Steps[None]:
-        local, _ = yield from membership()
-        route = yield from self._ready(local)
-        if route is None:
-            self._home_of(local).end(force)
-        else:
-            yield from self._ask(local, END, (*self._object, force), None)
-
-    def _numbers(self, key: str | None) -> Steps[Any]:
-        local, _ = yield from membership()
-        route = yield from self._ready(local)
-        if route is None:
-            return self._home_of(local).numbers(key)
-        return (yield from self._ask(local, NUMBERS, (*self._object, key), None))
-
-
-class Items:
-    """Iterates over what comes, by ``for`` or ``async for``, until the end of the stream."""
-
-    def __init__(self, take: Callable[[int], Steps[Any]], batch: int) -> None:
-        if batch < 1:
-            raise ConfigurationError(f"batch= is how many items may come in one message, 1 or more; not {batch!r}")
-        self._take, self._batch = take, batch
-        self._here: deque[Any] = deque()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        while not self._here:
-            taken = run(self._take(self._batch))
-            if taken is ENDED:
-                raise StopIteration
-            self._here.extend(taken or ())
-        return self._here.popleft()
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self
-
-    async def __anext__(self) -> Any:
-        while not self._here:
-            taken = await arun(self._take(self._batch))
-            if taken is ENDED:
-                raise StopAsyncIteration
-            self._here.extend(taken or ())
-        return self._here.popleft()
+            sent.add_done_callback(lambda _: None)  # waiting for the response is what makes it send again
+        return sent

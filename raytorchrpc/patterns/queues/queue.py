@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.errors import Closed, ConfigurationError, Empty
-from raytorchrpc.patterns import handle
-from raytorchrpc.patterns.handle import Steps, arun, membership, run
-from raytorchrpc.patterns.queues.channel import Channel, Items
-from raytorchrpc.patterns.queues.home import Home
-from raytorchrpc.patterns.queues.outlet import Outlet
-from raytorchrpc.patterns.queues.store import EMPTY, ENDED
+from raytorchrpc.errors import Closed, Empty
+from raytorchrpc.patterns.handle import Steps, arun, begin, register_factory, run
+from raytorchrpc.patterns.queues.buffer import Buffer
+from raytorchrpc.patterns.queues.channel import Channel
+from raytorchrpc.patterns.queues.consumer import Consumer, checked_count
+from raytorchrpc.patterns.queues.services import HomeStore
 
 _KEY = ""
 
 
-def counted(what: str, value: Any) -> int:
-    """A number of 1 or more. Raises ConfigurationError."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{what}= is a whole number from 1 on, not {value!r}")
-    return value
-
-
-class Queue(Channel):
+class Queue(Consumer, Channel):
     """A bounded queue with any number of producers and consumers among the members of a group.
 
-    It lives in one member, its home, and ends with that process or the group. Everybody else refers to it by its
-    name, or by this handle, which can be pickled and sent anywhere. Items are what calls can carry, RRefs excepted,
-    and cross as arguments of calls do; what is taken is private to who takes it. Each item is taken at most once: one
-    on its way to a consumer that dies, or whose home does, is lost. Items of one producer keep their order.
+    The queue lives in one member, its home, and ends with that process or with the group. Other members refer to it by
+    its name, or by this handle, which can be pickled and sent anywhere. An item is anything that a call can carry,
+    except RRefs, and crosses like the argument of a call. What a consumer takes is its own. Each item is taken at most
+    once; an item in flight is lost if its consumer or the home dies. Items of one producer keep their order.
 
-    An item crosses twice, from its producer to the home and from there to its consumer, and not at all where one of
-    them is the home. A large CPU tensor costs one copy for each time that it crosses within a host; one put by the
-    home itself is copied once, so that it can be changed afterwards. While it waits it may lie in shared memory of its
-    producer; the home copies it where this would be more than a quarter of that (``GroupConfig.shm_bytes``).
+    An item crosses twice: from its producer to the home, and from there to its consumer. It does not cross where the
+    home is one of them. A large CPU tensor costs one copy each time that it crosses within a host. The home copies what
+    it puts itself, so that it can be changed afterwards. A waiting item may lie in shared memory of its producer; the
+    home copies items beyond a quarter of that memory (``GroupConfig.shm_bytes``).
 
-    Operations of the home's are served beside its actor's methods and take no turn of theirs. All of them block, at
-    most ``timeout`` seconds (None: ``rpc_timeout_s``; a call that is being served ends its own operations with it);
-    those that begin with ``a`` are for coroutines. Each may raise PeerLost if the home is lost, NotFound if this queue
-    has ended (the home was restarted, or the group formed again, since this handle was first used), and RpcTimeout if
-    the home has not answered 0.2 s after the timeout (it has 0.5 s at least, and 1 s where that is 0). Thread-safe.
+    The home serves the queue on threads of its own, beside its actor's methods. All operations block, at most
+    ``timeout`` seconds (None: ``rpc_timeout_s``); inside a method that serves a call, they end with that call.
+    Operations whose names begin with ``a`` are for coroutines. Thread-safe.
+
+    Each operation may raise PeerLost if the home is lost, and RpcTimeout if the home has not answered 0.5 s after the
+    timeout (1 s if the timeout is 0). It raises NotFound if this queue has ended: the home was restarted, or the group
+    formed again, since this handle was first used.
     """
 
     kind: ClassVar[str] = "queue"
@@ -55,139 +49,98 @@ class Queue(Channel):
         max_bytes: int | None = None,
         producers: int = 1,
     ) -> None:
-        """The queue of that name; it is made if its home has none. At once if this is the home, else when first used.
+        """Refer to the queue of this name, and create it if its home has none.
+
+        The home creates it at once, another member when it first uses the handle.
 
         Args:
-            home: a member's name, rank or handle, or a Member. None: this member. A process that is in no group gives
-                a name: the first member that uses the handle has the queue made.
-            maxsize: items that may wait.
-            max_bytes: likewise; None: a quarter of the memory that the home may use. A larger message is taken in when
-                nothing else waits.
-            producers: how many calls of ``close`` it takes to end the stream: one for each producer.
+            name: identifies the queue in its home.
+            home: a member's name, rank or handle, or a Member. None: this member. A process that is in no group passes
+                a name; the first member that uses the handle has the queue created.
+            maxsize: most items that may wait.
+            max_bytes: most bytes that may wait. None: a quarter of the memory that the home may use. A larger message
+                is accepted when nothing else waits.
+            producers: how many calls of ``close`` end the stream, one for each producer.
 
-        Raises ConfigurationError for settings that are none, or are not those of the queue that is there.
+        Raises:
+            ConfigurationError: invalid settings, or settings that differ from the existing queue's.
         """
-        most = None if max_bytes is None else counted("max_bytes", max_bytes)
-        super().__init__(name, home, (counted("maxsize", maxsize), most, counted("producers", producers)))
+        most = None if max_bytes is None else checked_count("max_bytes", max_bytes)
+        super().__init__(name, home, (checked_count("maxsize", maxsize), most, checked_count("producers", producers)))
 
     @property
     def maxsize(self) -> int:
-        """Items that may wait."""
-        return int((self._known or run(self._settled()))[0])
+        """Most items that may wait."""
+        return int((self._settings or run(self._bound_settings()))[0])
 
-    def _settled(self) -> Steps[Any]:
-        local, _ = yield from membership()
-        yield from self._ready(local)
-        return self._known
+    def _bound_settings(self) -> Steps[Any]:
+        local, _ = yield from begin()
+        yield from self._bind(local)
+        return self._settings
 
     @property
-    def _most(self) -> int:
-        return int(self._known[0])
-
-    # --- putting -------------------------------------------------------------------------------------------------
+    def _message_length(self) -> int:
+        return int(self._settings[0])
 
     def put(self, item: Any, timeout: float | None = None) -> None:
-        """Put one item. Blocks while there is no room; then raises Full. Closed if the queue is.
+        """Put one item. The item may be changed afterwards.
 
-        The item may be changed afterwards. After RpcTimeout, PeerLost or a cancellation it may be in the queue or not.
+        Blocks while there is no room. Raises Full after ``timeout`` seconds (None: ``rpc_timeout_s``), and Closed if
+        the queue is closed. After RpcTimeout, PeerLost or a cancellation the item may be in the queue or not.
         """
         run(self._put((item,), timeout))
 
     def put_nowait(self, item: Any) -> None:
-        """As ``put``, without waiting for room: raises Full."""
+        """Like ``put``, but raise Full at once if there is no room."""
         run(self._put((item,), 0))
 
     def put_many(self, items: Iterable[Any], timeout: float | None = None) -> None:
-        """Put several, in order, with few messages. Full and Closed say how many were ``accepted``: the first so many.
+        """Put several items, in order, with few messages.
 
-        Up to ``maxsize`` items and 32 MiB go in together, all of them or none; more go in such parts.
+        Up to ``maxsize`` items and 32 MiB go in together, all of them or none; more items go in such parts. The
+        ``accepted`` of Full and Closed says how many items, from the first on, are in the queue.
         """
         run(self._put(list(items), timeout))
 
     async def aput(self, item: Any, timeout: float | None = None) -> None:
-        """As ``put``, for coroutines. Raises PeerBusy if too much is under way to the home already."""
+        """Like ``put``, for coroutines. Raises PeerBusy if too many calls to the home are in flight."""
         await arun(self._put((item,), timeout, in_turn=True))
 
     async def aput_many(self, items: Iterable[Any], timeout: float | None = None) -> None:
-        """As ``put_many``, for coroutines."""
+        """Like ``put_many``, for coroutines."""
         await arun(self._put(list(items), timeout, in_turn=True))
 
-    # --- getting -------------------------------------------------------------------------------------------------
-
-    def get(self, timeout: float | None = None, *, keep: bool = False) -> Any:
-        """Take the oldest item. Blocks while there is none; then raises Empty. Closed at the end of the stream.
-
-        ``keep``: its tensors arrive in memory of their own, see ``rpc_sync``.
-        """
-        return self._checked(run(self._take(_KEY, 1, timeout, keep)))[0]
-
     def get_nowait(self) -> Any:
-        """As ``get``, without waiting: raises Empty."""
+        """Like ``get``, but raise Empty at once if there is no item."""
         return self.get(0)
 
-    def get_many(self, limit: int, timeout: float | None = None, *, keep: bool = False) -> list[Any]:
-        """Take what is there with one message: at most ``limit`` items, and 32 MiB. Blocks until there is one."""
-        taken: list[Any] = self._checked(run(self._take(_KEY, counted("limit", limit), timeout, keep)))
-        return taken
-
-    async def aget(self, timeout: float | None = None, *, keep: bool = False) -> Any:
-        """As ``get``, for coroutines. If it is cancelled, an item that comes all the same goes back to the front."""
-        return self._checked(await arun(self._take(_KEY, 1, timeout, keep)))[0]
-
-    async def aget_many(self, limit: int, timeout: float | None = None, *, keep: bool = False) -> list[Any]:
-        """As ``get_many``, for coroutines."""
-        taken: list[Any] = self._checked(await arun(self._take(_KEY, counted("limit", limit), timeout, keep)))
-        return taken
-
-    def _checked(self, taken: Any) -> Any:
-        if taken is EMPTY:
-            raise Empty(f"nothing came to queue {self._name!r} in {self._home!r} in time")
-        if taken is ENDED:
-            raise Closed(f"queue {self._name!r} in {self._home!r} is closed, and everything in it has been taken")
-        return taken
-
-    def items(self, *, batch: int = 1, keep: bool = False) -> Items:
-        """Iterate over what comes, by ``for`` or ``async for``, up to the end of the stream; waits as long as it takes.
-
-        ``batch``: items that come in one message, at most. This consumer has them then, and the others do not.
-        """
-        return Items(lambda limit: self._take(_KEY, limit, None, keep), batch)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.items()
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self.items()
-
-    # --- the rest ------------------------------------------------------------------------------------------------
-
-    def close(self, *, force: bool = False) -> None:
-        """This producer has put its last item. With the last producer's (or ``force``) the stream ends: what waits can
-        still be taken, then consumers' iterations end and ``get`` raises Closed. ``put`` raises Closed at once.
-        """
-        run(self._end(force))
-
-    async def aclose(self, *, force: bool = False) -> None:
-        """As ``close``, for coroutines."""
-        await arun(self._end(force))
-
     def qsize(self) -> int:
-        """How many items wait."""
+        """Return how many items wait. Blocks for an answer of the home."""
         return int(self.stats()["items"])
 
     def stats(self) -> dict[str, int | bool]:
-        """``items`` and ``bytes`` that wait; ``put`` and ``taken`` so far; ``waiting_to_put``, ``waiting_to_get``;
-        ``closed``.
+        """Return counts from the home; blocks for its answer.
+
+        ``items`` and ``bytes`` that wait; items ``put`` and ``taken`` so far; ``waiting_to_put`` and
+        ``waiting_to_get``: operations that wait at the home; ``closed``.
         """
-        numbers = run(self._numbers(_KEY))
-        return {key: value for key, value in numbers.items() if key not in ("dropped", "outlets")}
+        return {key: value for key, value in self._stats(_KEY).items() if key not in ("dropped", "buffers")}
+
+    def _take(self, limit: int, timeout: float | None, keep: bool) -> Steps[Any]:
+        return self._take_from(_KEY, limit, timeout, keep)
+
+    def _empty(self) -> Exception:
+        return Empty(f"nothing came to queue {self._name!r} in {self._home!r} in time")
+
+    def _ended(self) -> Exception:
+        return Closed(f"queue {self._name!r} in {self._home!r} is closed, and everything in it has been taken")
 
 
-def _make(local: LocalMember, name: str, settings: Any) -> Home:
+def _create(local: LocalMember, name: str, settings: Any) -> HomeStore:
     maxsize, max_bytes, producers = settings
-    home = Home(local, f"queue {name!r}", settings, producers, shared=False)
-    home.add(_KEY, Outlet(maxsize, max_bytes or local.max_bytes, "block"))
-    return home
+    store = HomeStore(local, f"queue {name!r}", settings, producers, shared=False)
+    store.add_buffer(_KEY, Buffer(maxsize, max_bytes or local.max_bytes, "block"))
+    return store
 
 
-handle.makes(Queue.kind, _make)
+register_factory(Queue.kind, _create)

@@ -1,7 +1,8 @@
-"""What waits at the home of a queue or a topic, and who waits for it. Knows nothing of members and messages.
+"""The items that wait at the home of a queue or topic, and the requests that wait for items or for room.
 
-A store has outlets: a queue one, a topic one for each subscriber. What is put goes to all of them. Whoever finds
-nothing, or no room, is parked as a ``DeferredReply``; an alarm of the member's settles it when its time is over.
+Independent of members and messages. A store has one buffer for a queue, and one for each subscriber of a topic; every
+item that is put goes to all of them. A request that cannot be answered at once becomes a ``DeferredReply``, which a
+deadline settles when its time is over. Methods collect the replies under the lock and settle them after unlocking.
 """
 
 from __future__ import annotations
@@ -11,227 +12,215 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import NotFound
-from raytorchrpc.patterns.queues.items import Item, count
-from raytorchrpc.patterns.queues.outlet import Batch, Getter, Outlet
+from raytorchrpc.patterns.handle import give_up_at
+from raytorchrpc.patterns.queues.buffer import Batch, Buffer, Getter
+from raytorchrpc.patterns.queues.items import Item, total_length
+from raytorchrpc.process.deadlines import Deadlines
 
-#: What putting comes to: accepted, no room in time, closed.
-PUT, FULL, ENDED = True, None, False
-#: What taking comes to besides a list of items: nothing in time, closed and empty.
+#: Outcomes of ``put``: accepted, no room in time, closed.
+ACCEPTED, FULL, ENDED = True, None, False
+#: Outcome of ``take`` besides ENDED and a Batch: no item in time.
 EMPTY = None
 
 
-class Clock(Protocol):
-    """See workers.Deadlines."""
-
-    def at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call back at ``when``; returns what prevents it."""
-
-
 class _Putter(NamedTuple):
-    later: DeferredReply
+    """A request that waits for room."""
+
+    reply: DeferredReply
     items: Sequence[Item]
     size: int
 
 
+class _Delivery(NamedTuple):
+    """Items on their way to a getter: they go back to the buffer if it was cancelled meanwhile."""
+
+    key: str
+    batch: Batch
+
+
+#: Replies, and what to settle each with.
+_Replies = list[tuple[DeferredReply, Any]]
+
+
 class Store:
-    """One queue or topic at its home. Thread-safe; ``put`` and ``take`` never block."""
+    """The items of one queue or topic at its home. Thread-safe; ``put`` and ``take`` never block."""
 
-    life: int
+    instance_id: int
 
-    def __init__(self, clock: Clock, closes: int = 1, label: str = "store") -> None:
-        """``closes``: how many calls of ``end`` it takes to end it. ``label`` names it in messages."""
-        self._clock, self._label = clock, label
+    def __init__(self, deadlines: Deadlines, closes: int = 1, label: str = "store") -> None:
+        """``closes``: how many calls of ``end`` end the stream. ``label``: names the store in error messages."""
+        self._deadlines, self._label = deadlines, label
         self._lock = threading.Lock()
-        self._outlets: dict[str, Outlet] = {}
-        self._overrun: dict[str, Outlet] = {}
-        """Dropped with what was in them: more was put than they hold while their members were away."""
+        self._buffers: dict[str, Buffer] = {}
+        self._overrun: dict[str, Buffer] = {}
+        """Subscriptions that ended because more was published than they hold while their members were away."""
         self._putters: deque[_Putter] = deque()
         self._closes = closes
         self._put = 0
         self._broken: Exception | None = None
 
-    # --- outlets -------------------------------------------------------------------------------------------------
+    # --- buffers -------------------------------------------------------------------------------------------------
 
-    def add(self, key: str, outlet: Outlet) -> None:
-        """From now on, what is put goes there too. No effect if there is one of that key."""
+    def add_buffer(self, key: str, buffer: Buffer) -> None:
+        """Add a buffer for all items that are put from now on. No effect if the key exists."""
         with self._lock:
-            self._outlets.setdefault(key, outlet)
+            self._buffers.setdefault(key, buffer)
 
-    def remove(self, key: str) -> None:
-        """With all that waits in it; who waits there is told ENDED. Idempotent."""
-        told: list[tuple[DeferredReply, Any]] = []
+    def remove_buffer(self, key: str) -> None:
+        """Remove a buffer and its items; requests that wait there return ENDED. Idempotent."""
+        replies: _Replies = []
         with self._lock:
             self._overrun.pop(key, None)
-            outlet = self._outlets.pop(key, None)
-            if outlet is not None:
-                told += [(getter.later, ENDED) for getter in outlet.getters]
-                told += self._match()
-        self._settle(told)
+            buffer = self._buffers.pop(key, None)
+            if buffer is not None:
+                replies = [(getter.reply, ENDED) for getter in buffer.getters] + self._match()
+        self._settle(replies)
 
     # --- putting and taking --------------------------------------------------------------------------------------
 
     def put(self, items: Sequence[Item], until: float) -> bool | DeferredReply | None:
-        """PUT, FULL, ENDED, or what becomes one of them by ``until`` (``time.monotonic``). All of them or none."""
+        """Add all items or none. Returns ACCEPTED, FULL, ENDED, or a reply that becomes one of them by ``until``."""
         size = sum(item.size for item in items)
         with self._lock:
             self._check()
             if self._closes <= 0:
                 return ENDED
-            parked = self._putters or not self._fit(count(items), size)
-            if parked:
+            waits = self._putters or not self._fits(total_length(items), size)
+            if waits:
                 if until <= time.monotonic():
                     return FULL
-                later = DeferredReply()
-                putter = _Putter(later, items, size)
+                putter = _Putter(DeferredReply(), items, size)
                 self._putters.append(putter)
             else:
-                self._accept(items, size)
-                told = self._match()
-        if not parked:
-            self._settle(told)
-            return PUT
-        self._watch(later, until, partial(self._give_up_putting, putter))
-        return later
+                self._append(items, size)
+                replies = self._match()
+        if not waits:
+            self._settle(replies)
+            return ACCEPTED
+        return give_up_at(self._deadlines, until, putter.reply, partial(self._withdraw_putter, putter))
 
-    def _watch(self, later: DeferredReply, until: float, give_up: Callable[[], None]) -> None:
-        """Give up at that time, or when nobody waits any more."""
-        prevent = self._clock.at(until, give_up)
-
-        def done(_: object) -> None:
-            prevent()
-            if later.cancelled():
-                give_up()
-
-        later.add_done_callback(done)
-
-    def _give_up_putting(self, putter: _Putter) -> None:
+    def _withdraw_putter(self, putter: _Putter) -> None:
         with self._lock:
             if putter not in self._putters:
                 return
             self._putters.remove(putter)
-            told = self._match()  # it may have been in the way of smaller ones
-        self._settle([(putter.later, FULL), *told])
+            replies = self._match()  # smaller ones behind it may fit
+        self._settle([(putter.reply, FULL), *replies])
 
-    def take(self, key: str, limit: int, until: float, rank: int | None = None, ticket: int = 0) -> Any:
-        """A Batch of at least one item and at most ``limit``; EMPTY; ENDED; or what becomes one of them by ``until``.
+    def take(self, key: str, limit: int, until: float, rank: int | None = None, request_id: int = 0) -> Any:
+        """Take the oldest items, at most ``limit``: a Batch, EMPTY, ENDED, or a reply that becomes one of them.
 
-        ``rank`` and ``ticket`` name who asks, for ``withdraw`` and ``lose``. Raises NotFound if there is no outlet.
+        ``rank`` and ``request_id`` identify the request for ``withdraw`` and ``lose``. Raises NotFound if there is no
+        buffer of this key.
         """
         with self._lock:
             self._check()
-            outlet = self._outlets.get(key)
-            if outlet is None:
-                raise NotFound(self._why_not(key))
-            if outlet.count and not outlet.getters:
-                taken = outlet.take(limit)
-                told = self._match()
+            buffer = self._buffers.get(key)
+            if buffer is None:
+                raise NotFound(self._why_missing(key))
+            if buffer.count and not buffer.getters:
+                batch = buffer.take(limit)
+                replies = self._match()
             elif self._closes <= 0 and not self._putters:
                 return ENDED
             elif until <= time.monotonic():
                 return EMPTY
             else:
-                taken, told = None, []
-                later = DeferredReply()
-                getter = Getter(later, limit, until, rank, ticket)
-                outlet.getters.append(getter)
-        if taken:
-            self._settle(told)
-            return taken
-        self._watch(later, until, partial(self._give_up_taking, key, getter))
-        return later
+                batch, replies = None, []
+                getter = Getter(DeferredReply(), limit, until, rank, request_id)
+                buffer.getters.append(getter)
+        if batch:
+            self._settle(replies)
+            return batch
+        withdraw = partial(self._withdraw_getters, key, lambda waiting: waiting is getter)
+        return give_up_at(self._deadlines, until, getter.reply, withdraw)
 
-    def _give_up_taking(self, key: str, getter: Getter) -> None:
-        with self._lock:
-            outlet = self._outlets.get(key)
-            if outlet is None or getter not in outlet.getters:
-                return
-            outlet.getters.remove(getter)
-        getter.later.settle(EMPTY)
+    def withdraw(self, key: str, rank: int | None, request_id: int) -> None:
+        """End a request that waits for items: it returns EMPTY."""
+        self._withdraw_getters(key, lambda getter: (getter.rank, getter.request_id) == (rank, request_id))
 
-    def withdraw(self, key: str, rank: int | None, ticket: int) -> None:
-        """Who asked does not want it any more: it is told EMPTY."""
+    def _withdraw_getters(self, key: str, chosen: Callable[[Getter], bool]) -> None:
         with self._lock:
-            outlet = self._outlets.get(key)
-            found = [g for g in outlet.getters if (g.rank, g.ticket) == (rank, ticket)] if outlet is not None else []
-            for getter in found:
-                outlet.getters.remove(getter)  # type: ignore[union-attr]
-        for getter in found:
-            getter.later.settle(EMPTY)
+            buffer = self._buffers.get(key)
+            getters = [] if buffer is None else list(filter(chosen, buffer.getters))
+            for getter in getters:
+                buffer.getters.remove(getter)  # type: ignore[union-attr]
+        for getter in getters:
+            getter.reply.settle(EMPTY)
 
     def put_back(self, key: str, batch: Batch) -> None:
-        """To where they were: they were taken for somebody who does not want them any more. Idempotent."""
+        """Return items that a consumer took and does not use to their old position. Idempotent."""
         with self._lock:
-            outlet = self._outlets.get(key)
-            if outlet is None:
+            buffer = self._buffers.get(key)
+            if buffer is None:
                 return
-            outlet.give_back(batch)
-            told = self._match()
-        self._settle(told)
+            buffer.put_back(batch)
+            replies = self._match()
+        self._settle(replies)
 
     # --- its end -------------------------------------------------------------------------------------------------
 
     def end(self, force: bool = False) -> None:
-        """One of those who put has done so for the last time; ``force``: all have. What waits can still be taken."""
+        """Count one producer that is done; ``force``: all are. Items that wait can still be taken."""
         with self._lock:
             self._closes = 0 if force else self._closes - 1
-            told: list[tuple[DeferredReply, Any]] = []
+            replies: _Replies = []
             if self._closes <= 0:
-                told = [(putter.later, ENDED) for putter in self._putters]
+                replies = [(putter.reply, ENDED) for putter in self._putters]
                 self._putters.clear()
-                told += self._match()
-        self._settle(told)
+                replies += self._match()
+        self._settle(replies)
 
     def lose(self, rank: int) -> None:
-        """See services.Served. What it has put stays, and so does what waits for it, as far as there is room."""
+        """See ``Served``. The items that the member has put stay, and so does its buffer, as far as it has room."""
         with self._lock:
-            for outlet in self._outlets.values():
-                outlet.getters = deque(getter for getter in outlet.getters if getter.rank != rank)
-                outlet.away |= outlet.rank == rank
-            told = self._match()  # what it did not take may have been in the way of others
-        self._settle(told)
+            for buffer in self._buffers.values():
+                buffer.getters = deque(getter for getter in buffer.getters if getter.rank != rank)
+                buffer.away |= buffer.rank == rank
+            replies = self._match()  # publishers may have waited for its buffer
+        self._settle(replies)
 
     def keep_only(self, rank: int, process: str | None) -> None:
-        """See services.Served."""
-        gone = []
+        """See ``Served``."""
+        ended = []
         with self._lock:
-            for outlets in (self._outlets, self._overrun):
-                for key, outlet in outlets.items():
-                    if outlet.rank == rank:
-                        outlet.away = False
-                        if process is None or outlet.process != process:
-                            gone.append(key)
-        for key in gone:
-            self.remove(key)
+            for key, buffer in [*self._buffers.items(), *self._overrun.items()]:
+                if buffer.rank == rank:
+                    buffer.away = False
+                    if process is None or buffer.process != process:
+                        ended.append(key)
+        for key in ended:
+            self.remove_buffer(key)
 
     def close(self, error: Exception) -> None:
-        """See services.Served."""
+        """See ``Served``."""
         with self._lock:
             self._broken = error
-            waiting = [putter.later for putter in self._putters]
-            waiting += [getter.later for outlet in self._outlets.values() for getter in outlet.getters]
+            waiting = [putter.reply for putter in self._putters]
+            waiting += [getter.reply for buffer in self._buffers.values() for getter in buffer.getters]
             self._putters.clear()
-            self._outlets.clear()
+            self._buffers.clear()
             self._overrun.clear()
-        for later in waiting:
-            later.settle(None, error)
+        for reply in waiting:
+            reply.settle(None, error)
 
-    def numbers(self, key: str | None = None) -> dict[str, int | bool]:
-        """What there is now, and was so far; of one outlet, or of all together."""
+    def stats(self, key: str | None = None) -> dict[str, int | bool]:
+        """Return counts of one buffer; ``key`` None: of all buffers together."""
         with self._lock:
-            outlets = [outlet for name, outlet in self._outlets.items() if key in (None, name)]
+            buffers = [buffer for name, buffer in self._buffers.items() if key in (None, name)]
             return {
-                "items": sum(outlet.count for outlet in outlets),
-                "bytes": sum(outlet.bytes for outlet in outlets),
+                "items": sum(buffer.count for buffer in buffers),
+                "bytes": sum(buffer.bytes for buffer in buffers),
                 "put": self._put,
-                "taken": sum(outlet.taken for outlet in outlets),
-                "dropped": sum(outlet.dropped for outlet in outlets),
+                "taken": sum(buffer.taken for buffer in buffers),
+                "dropped": sum(buffer.dropped for buffer in buffers),
                 "waiting_to_put": len(self._putters),
-                "waiting_to_get": sum(len(outlet.getters) for outlet in outlets),
-                "outlets": len(outlets),
+                "waiting_to_get": sum(len(buffer.getters) for buffer in buffers),
+                "buffers": len(buffers),
                 "closed": self._closes <= 0,
             }
 
@@ -241,69 +230,59 @@ class Store:
         if self._broken is not None:
             raise self._broken
 
-    def _why_not(self, key: str) -> str:
-        gone = f"{self._label} has no such subscription any more"
+    def _why_missing(self, key: str) -> str:
+        reason = f"{self._label} has no such subscription any more"
         if key in self._overrun:
-            gone += (
+            reason += (
                 ": this member could not be reached for a while, and more was published than its buffer holds, so it "
                 "has missed items"
             )
-        return f"{gone}; subscribe again"
+        return f"{reason}; subscribe again"
 
-    def _fit(self, number: int, size: int) -> bool:
-        return all(outlet.away or outlet.fits(number, size) for outlet in self._outlets.values())
+    def _fits(self, length: int, size: int) -> bool:
+        return all(buffer.away or buffer.fits(length, size) for buffer in self._buffers.values())
 
-    def _accept(self, items: Sequence[Item], size: int) -> None:
-        number = count(items)
-        self._put += number
-        overrun = []
-        for key, outlet in self._outlets.items():
-            if outlet.away and not outlet.fits(number, size):
-                overrun.append(key)
+    def _append(self, items: Sequence[Item], size: int) -> None:
+        length = total_length(items)
+        self._put += length
+        for key, buffer in list(self._buffers.items()):
+            if buffer.away and not buffer.fits(length, size):
+                del self._buffers[key]
+                self._overrun[key] = Buffer(0, 0, buffer.policy, buffer.rank, buffer.process)
             else:
-                outlet.accept(items, size)
-        for key in overrun:
-            gone = self._outlets.pop(key)
-            self._overrun[key] = Outlet(0, 0, gone.policy, gone.rank, gone.process)
+                buffer.append(items, size)
 
-    def _match(self) -> list[tuple[DeferredReply, Any]]:
-        """Bring together who puts and who takes, first come first served; whom to tell what afterwards."""
-        told: list[tuple[DeferredReply, Any]] = []
+    def _match(self) -> _Replies:
+        """Serve waiting producers and consumers, first come, first served; returns the replies to settle."""
+        replies: _Replies = []
         changed = True
         while changed:
             changed = False
-            while self._putters and self._fit(count(self._putters[0].items), self._putters[0].size):
+            while self._putters and self._fits(total_length(self._putters[0].items), self._putters[0].size):
                 putter = self._putters.popleft()
-                if putter.later.cancelled():
-                    continue
-                self._accept(putter.items, putter.size)
-                told.append((putter.later, PUT))
-            for key, outlet in self._outlets.items():
-                while outlet.count and outlet.getters:
-                    getter = outlet.getters.popleft()
-                    if getter.later.cancelled():
+                if not putter.reply.cancelled():
+                    self._append(putter.items, putter.size)
+                    replies.append((putter.reply, ACCEPTED))
+            for key, buffer in self._buffers.items():
+                while buffer.count and buffer.getters:
+                    getter = buffer.getters.popleft()
+                    if getter.reply.cancelled():
                         continue
-                    if getter.until <= time.monotonic():  # this process stood still: nobody waits for the answer now
-                        told.append((getter.later, EMPTY))
+                    if getter.until <= time.monotonic():  # this process was stopped, and its caller waits no more
+                        replies.append((getter.reply, EMPTY))
                         continue
-                    told.append((getter.later, _Handover(key, outlet.take(getter.limit))))
+                    replies.append((getter.reply, _Delivery(key, buffer.take(getter.limit))))
                     changed = True
         if self._closes <= 0 and not self._putters:
-            for outlet in self._outlets.values():
-                told += [(getter.later, ENDED) for getter in outlet.getters]
-                outlet.getters.clear()
-        return told
+            for buffer in self._buffers.values():
+                replies += [(getter.reply, ENDED) for getter in buffer.getters]
+                buffer.getters.clear()
+        return replies
 
-    def _settle(self, told: Sequence[tuple[DeferredReply, Any]]) -> None:
-        """Not under the lock: whoever is told may come back here."""
-        for later, value in told:
-            if isinstance(value, _Handover):
-                if not later.settle(value.batch):  # cancelled just now
-                    self.put_back(value.key, value.batch)
-            else:
-                later.settle(value)
-
-
-class _Handover(NamedTuple):
-    key: str
-    batch: Batch
+    def _settle(self, replies: _Replies) -> None:
+        """Settle replies. Not under the lock: their callbacks may call this store."""
+        for reply, value in replies:
+            if not isinstance(value, _Delivery):
+                reply.settle(value)
+            elif not reply.settle(value.batch):  # cancelled just now
+                self.put_back(value.key, value.batch)

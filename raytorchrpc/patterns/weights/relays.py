@@ -1,6 +1,6 @@
-"""Who pulls weights from whom: across hosts once for each host, and within a host from the one that did.
+"""Decides from where members pull weights: one member of each other host pulls from the home, the others from it.
 
-Pure: knows ranks and the nodes that they are on, and sends nothing.
+Pure bookkeeping of ranks and nodes; sends nothing.
 """
 
 from __future__ import annotations
@@ -11,96 +11,94 @@ from collections.abc import Hashable
 
 from raytorchrpc.calls.services import DeferredReply
 
-#: What a member is told: pull from the home; pull for your node, then say so; or pull from that rank.
+#: Answers besides the rank of the member to pull from: pull from the home; or pull for this node and report it.
 HOME, LEAD = "home", "lead"
 Advice = str | int
 
-#: What is remembered: the newest, so many.
+#: How many rounds are remembered, the newest ones.
 _REMEMBERED = 256
 
 
 class _Round:
-    """One thing that is pulled by the members of one node."""
+    """One pull that members of one node make alike."""
 
     def __init__(self, leader: int) -> None:
         self.leader = leader
         self.ready = False
+        """The leader has pulled it, and others can pull it from there."""
         self.waiting: list[tuple[int, DeferredReply]] = []
 
 
-class Relays:
-    """For one home's weights. Thread-safe; never blocks."""
+class RelayPlan:
+    """Who pulls the weights of one home from where. Thread-safe; never blocks."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rounds: OrderedDict[tuple[Hashable, str], _Round] = OrderedDict()
 
     def ask(self, what: Hashable, node: str, rank: int) -> Advice | DeferredReply:
-        """Where ``rank``, which is on ``node``, pulls that from. A DeferredReply: once the first of the node has it."""
+        """Return where ``rank``, on ``node``, pulls ``what`` from; a reply while the node's leader is pulling it."""
+        key, expired = (what, node), []
         with self._lock:
-            at = self._rounds.get((what, node))
-            if at is None or at.leader == rank:
-                self._rounds[what, node] = _Round(rank)
-                while len(self._rounds) > _REMEMBERED:
-                    _, old = self._rounds.popitem(last=False)
-                    told = old.waiting
-                    break
-                else:
-                    told = [] if at is None else at.waiting
-                advice: Advice | DeferredReply = LEAD
-            elif at.ready:
-                return at.leader
-            else:
-                later = DeferredReply()
-                at.waiting.append((rank, later))
-                return later
-        for _, waiting in told:
+            found = self._rounds.get(key)
+            if found is not None and found.leader != rank:
+                if found.ready:
+                    return found.leader
+                reply = DeferredReply()
+                found.waiting.append((rank, reply))
+                return reply
+            if found is not None:  # the leader pulls it again
+                expired = found.waiting
+            self._rounds[key] = _Round(rank)
+            if len(self._rounds) > _REMEMBERED:
+                expired = [*expired, *self._rounds.popitem(last=False)[1].waiting]
+        for _, waiting in expired:
             waiting.settle(HOME)
-        return advice
+        return LEAD
 
     def done(self, what: Hashable, node: str, rank: int) -> None:
-        """The one that leads has it: the others can pull from there."""
+        """Note that the leader has pulled it: others can pull it from there."""
         with self._lock:
-            at = self._rounds.get((what, node))
-            if at is None or at.leader != rank:
+            found = self._rounds.get((what, node))
+            if found is None or found.leader != rank:
                 return
-            at.ready, waiting, at.waiting = True, at.waiting, []
-        for _, later in waiting:
-            later.settle(rank)
+            found.ready, waiting, found.waiting = True, found.waiting, []
+        for _, reply in waiting:
+            reply.settle(rank)
 
     def failed(self, what: Hashable, node: str, rank: int) -> None:
-        """It will not have it, or has it no more: the next in line leads."""
+        """Note that the leader could not pull it, or does not have it any more: the next in line leads."""
         with self._lock:
-            told = self._succeed((what, node), rank)
-        for later in told:
-            later.settle(LEAD)
+            promoted = self._promote_next((what, node), rank)
+        for reply in promoted:
+            reply.settle(LEAD)
 
     def lose(self, rank: int) -> None:
-        """A member is gone."""
+        """Note that a member is lost: the next in line leads."""
         with self._lock:
-            for at in self._rounds.values():
-                at.waiting = [(waiting, later) for waiting, later in at.waiting if waiting != rank]
-            told = [later for key in list(self._rounds) for later in self._succeed(key, rank)]
-        for later in told:
-            later.settle(LEAD)
+            for found in self._rounds.values():
+                found.waiting = [(waiting, reply) for waiting, reply in found.waiting if waiting != rank]
+            promoted = [reply for key in list(self._rounds) for reply in self._promote_next(key, rank)]
+        for reply in promoted:
+            reply.settle(LEAD)
 
-    def _succeed(self, key: tuple[Hashable, str], rank: int) -> list[DeferredReply]:
-        """Under the lock: who leads after ``rank``, if that led."""
-        at = self._rounds.get(key)
-        if at is None or at.leader != rank:
+    def _promote_next(self, key: tuple[Hashable, str], rank: int) -> list[DeferredReply]:
+        """Under the lock: if ``rank`` leads this round, let the next waiting member lead; returns its reply."""
+        found = self._rounds.get(key)
+        if found is None or found.leader != rank:
             return []
-        while at.waiting:
-            leader, later = at.waiting.pop(0)
-            if not later.done():
-                at.leader, at.ready = leader, False
-                return [later]
+        while found.waiting:
+            leader, reply = found.waiting.pop(0)
+            if not reply.done():
+                found.leader, found.ready = leader, False
+                return [reply]
         del self._rounds[key]
         return []
 
     def close(self, error: Exception) -> None:
-        """End every wait with this."""
+        """End every wait with this error."""
         with self._lock:
-            waiting = [later for at in self._rounds.values() for _, later in at.waiting]
+            waiting = [reply for found in self._rounds.values() for _, reply in found.waiting]
             self._rounds.clear()
-        for later in waiting:
-            later.settle(None, error)
+        for reply in waiting:
+            reply.settle(None, error)

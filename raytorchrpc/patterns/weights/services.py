@@ -1,9 +1,8 @@
-"""What members ask of the home of weights, and of one another: the services, at the side that has them."""
+"""The services of members that have weights: the home of a store, and members that relay its weights."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,61 +10,49 @@ import torch
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.patterns import handle
-from raytorchrpc.patterns.weights.published import Mirror, Readable, Weights
+from raytorchrpc.patterns.handle import give_up_at, register_factory, register_method
+from raytorchrpc.patterns.weights.published import PublishedWeights, Readable
 from raytorchrpc.patterns.weights.relays import HOME
+from raytorchrpc.patterns.weights.snapshots import Places
 
-KIND, MIRROR = "weight store", "mirror of weights"
+KIND, RELAYED = "weight store", "relayed weights"
 
-WAIT, LOOK, WHOLE, PULL = ("raytorchrpc.weights." + name for name in ("wait", "look", "whole", "pull"))
-RELEASE, ADVISE, PULLED = ("raytorchrpc.weights." + name for name in ("release", "advise", "pulled"))
-LOOK_HERE = "raytorchrpc.weights.look_here"
-
-
-def weights_of(local: LocalMember, name: str, life: int | None) -> Weights:
-    """Raises NotFound."""
-    found: Weights = local.services.find(KIND, name, life, local.me.name)
-    return found
-
-
-def mirror_of(local: LocalMember, name: str, life: int | None, home: int) -> Mirror:
-    """Of the store of that name and life, whose home has that rank. Made with its first use."""
-    return local.services.open(MIRROR, f"{name} {life}", lambda: Mirror(local, home))
+#: Of a home.
+WAIT, LEASE = "raytorchrpc.weights.wait", "raytorchrpc.weights.lease"
+ADVISE, REPORT = "raytorchrpc.weights.advise", "raytorchrpc.weights.report"
+#: Of a member that relays.
+LEASE_RELAYED = "raytorchrpc.weights.lease_relayed"
+#: Of both.
+TENSORS, PIECES = "raytorchrpc.weights.tensors", "raytorchrpc.weights.pieces"
+RELEASE = "raytorchrpc.weights.release"
 
 
-def _readable(local: LocalMember, name: str, life: int, mirror: bool) -> Readable:
-    if not mirror:
-        return weights_of(local, name, life)
-    found: Mirror = local.services.find(MIRROR, f"{name} {life}", None, local.me.name)
-    return found
+def relayed_name(name: str, instance_id: int | None) -> str:
+    """Return the name under which members relay the weights of this instance of a store."""
+    return f"{name} {instance_id}"
 
 
-def _wait(local: LocalMember, caller: int, name: str, life: int, version: int, wait_s: float) -> int | DeferredReply:
-    return weights_of(local, name, life).wait(version, time.monotonic() + wait_s, local.deadlines.at)
-
-
-def _look(
+def _lease(
     local: LocalMember,
     caller: int,
-    name: str,
-    life: int,
+    weights: PublishedWeights,
     version: int | None,
     since: int | None,
     layout: int,
     seconds: float,
-    kind: str | None,
+    device_type: str | None,
 ) -> tuple[tuple[Any, ...], list[torch.Tensor]] | None:
-    """``kind``: of the device where the caller would read all of them where they are."""
-    weights = weights_of(local, name, life)
-    found = weights.look(caller, version, since, layout, seconds)
-    if found is None:
+    """``device_type``: if the caller can read all tensors in place on such a device, the answer brings their memory."""
+    lease = weights.lease(caller, version, since, layout, seconds)
+    if lease is None:
         return None
-    whole = weights.shelf.leased(found.lease).whole(kind) if found.lease and kind is not None else []
-    return tuple(found), _on_the_way(local, caller, whole)
+    in_place = lease.lease and device_type is not None
+    whole = weights.pool.leased(lease.lease).whole(device_type) if in_place else []  # type: ignore[arg-type]
+    return tuple(lease), _reachable(local, caller, whole)
 
 
-def _on_the_way(local: LocalMember, caller: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """None of them, if a device map is missing: what is asked for next says which."""
+def _reachable(local: LocalMember, caller: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return no tensors if a device map lacks a mapping to the caller; its next request raises which."""
     try:
         local.payloads.check_reply(local.peers.route_back(caller), tensors)
     except LaneUnavailable:
@@ -73,78 +60,41 @@ def _on_the_way(local: LocalMember, caller: int, tensors: list[torch.Tensor]) ->
     return tensors
 
 
-def _pull(
-    local: LocalMember,
-    caller: int,
-    name: str,
-    life: int,
-    mirror: bool,
-    lease: int,
-    wanted: Sequence[tuple[int, str | None]],
+def _pieces(
+    local: LocalMember, caller: int, weights: Readable, lease: int, places: Places, device_type: str
 ) -> list[torch.Tensor]:
-    return _readable(local, name, life, mirror).shelf.leased(lease).tensors(wanted)
+    return _reachable(local, caller, weights.pool.leased(lease).pieces(device_type, places))
 
 
-def _whole(
-    local: LocalMember,
-    caller: int,
-    name: str,
-    life: int,
-    mirror: bool,
-    lease: int,
-    wanted: Sequence[tuple[int, str | None]],
-    kind: str,
-) -> list[torch.Tensor]:
-    """See Snapshot.wholes."""
-    return _on_the_way(local, caller, _readable(local, name, life, mirror).shelf.leased(lease).wholes(kind, wanted))
+def _advise(local: LocalMember, caller: int, weights: PublishedWeights, what: tuple[Any, ...], wait_s: float) -> Any:
+    """Return from where the caller pulls ``what``; see ``relays``. After ``wait_s``, from the home."""
+    advice = weights.relays.ask(what, _node(local, caller), caller)
+    if not isinstance(advice, DeferredReply):
+        return advice
+
+    def pull_from_home() -> None:
+        advice.settle(HOME)
+
+    return give_up_at(local.deadlines, time.monotonic() + wait_s, advice, pull_from_home)
 
 
-def _release(local: LocalMember, caller: int, name: str, life: int, mirror: bool, lease: int) -> None:
-    _readable(local, name, life, mirror).shelf.release(lease)
-
-
-def _advise(local: LocalMember, caller: int, name: str, life: int, what: tuple[Any, ...], wait_s: float) -> Any:
-    """Where this caller pulls from; see ``_relays``."""
-    advice = weights_of(local, name, life).relays.ask(what, _node(local, caller), caller)
-    if isinstance(advice, DeferredReply):
-        later = advice
-
-        def give_up() -> None:
-            later.settle(HOME)
-
-        prevent = local.deadlines.at(time.monotonic() + wait_s, give_up)
-        later.add_done_callback(lambda _: prevent())
-    return advice
-
-
-def _pulled(
-    local: LocalMember, caller: int, name: str, life: int, what: tuple[Any, ...], leader: int, done: bool
+def _report(
+    local: LocalMember, caller: int, weights: PublishedWeights, what: tuple[Any, ...], leader: int, done: bool
 ) -> None:
-    """It has what it was to pull for its node; or will not (``done`` False); or who led does not have it any more."""
-    relays = weights_of(local, name, life).relays
-    (relays.done if done else relays.failed)(what, _node(local, leader), leader)
-
-
-def _look_here(
-    local: LocalMember, caller: int, name: str, life: int, signature: str, version: int, seconds: float
-) -> int:
-    mirror: Mirror | None = local.services.get(MIRROR, f"{name} {life}")
-    return 0 if mirror is None else mirror.look(caller, signature, version, seconds)
+    """Note whether the leader has pulled ``what`` for its node. A reader reports a leader that has lost it."""
+    (weights.relays.done if done else weights.relays.failed)(what, _node(local, leader), leader)
 
 
 def _node(local: LocalMember, rank: int) -> str:
     return next((route.member.node_id for route in local.peers.routes if route.member.rank == rank), "")
 
 
-handle.makes(KIND, lambda local, name, settings: Weights(local, settings))
-for _name, _function in (
-    (WAIT, _wait),
-    (LOOK, _look),
-    (PULL, _pull),
-    (WHOLE, _whole),
-    (RELEASE, _release),
-    (ADVISE, _advise),
-    (PULLED, _pulled),
-    (LOOK_HERE, _look_here),
-):
-    handle.serve(_name, _function)
+register_factory(KIND, lambda local, name, settings: PublishedWeights(local, settings))
+register_method(WAIT, lambda _, caller, weights, version, wait_s: weights.wait(version, time.monotonic() + wait_s))
+register_method(LEASE, _lease)
+register_method(ADVISE, _advise)
+register_method(REPORT, _report)
+register_method(LEASE_RELAYED, lambda _, caller, weights, *pull: weights.lease(caller, *pull))
+register_method(TENSORS, lambda _, caller, weights, lease, places: weights.pool.leased(lease).tensors(places))
+register_method(PIECES, _pieces)
+register_method(RELEASE, lambda _, caller, weights, lease: weights.pool.release(lease))

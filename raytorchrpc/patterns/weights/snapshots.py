@@ -1,295 +1,198 @@
-"""Copies of a model's tensors as they were at one moment, and who reads them. Their memory is used again."""
+"""Snapshots of tensors that do not change while readers hold leases on them; their memory is used again afterwards."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-import math
 import secrets
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
 
 import torch
 
 from raytorchrpc.errors import NotFound
-from raytorchrpc.lanes.base import SMALL
-from raytorchrpc.tensors import host_device_copy
+from raytorchrpc.patterns.weights.memory import (
+    AllocateShared,
+    CopyBytes,
+    TensorSpec,
+    VersionMemory,
+    converted_specs,
+    copy_tensors,
+)
+from raytorchrpc.process.deadlines import Deadlines
 from raytorchrpc.tensors.cuda_streams import handoff_streams, nothing
-from raytorchrpc.tensors.dtypes import DTYPES, as_copyable
+from raytorchrpc.tensors.dtypes import DTYPES
 
-_ALIGN = 64
-#: Pieces of memory that are kept for the next snapshots of one kind.
+#: Unused memory of one layout that is kept for the next snapshots.
 _SPARE = 2
 
-#: From here on a tensor is worth several threads (bytes).
-_LARGE = 8 << 20
-
-#: Makes host memory that others can read where it is; None if there is no such.
-Lend = Callable[[int], torch.Tensor | None]
-#: Copies so many bytes to an address from another.
-Move = Callable[[int, int, int], None]
-
-
-class Kind(NamedTuple):
-    """What a tensor is."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    device: torch.device
-
-
-def laid_out(kinds: Sequence[Kind]) -> tuple[list[int], dict[torch.device, int]]:
-    """Where each begins in its device's piece of a ``Flat``, and how long the pieces are (bytes).
-
-    Small ones lie together behind the others, so that a lane can bring them at once.
-    """
-    bytes_of = [math.prod(kind.shape) * kind.dtype.itemsize for kind in kinds]
-    offsets, sizes = [0] * len(kinds), dict.fromkeys((kind.device for kind in kinds), 0)
-    for place in sorted(range(len(kinds)), key=lambda place: bytes_of[place] < SMALL):
-        device = kinds[place].device
-        offsets[place] = sizes[device]
-        sizes[device] += (bytes_of[place] + _ALIGN - 1) & -_ALIGN
-    return offsets, sizes
-
-
-def converted_kinds(kinds: Sequence[Kind], dtype: torch.dtype) -> list[Kind]:
-    """The floating ones as that dtype; the others are empty there."""
-    kinds = [kind._replace(dtype=dtype) if kind.dtype.is_floating_point else kind for kind in kinds]
-    return [kind if kind.dtype is dtype else kind._replace(shape=(0,)) for kind in kinds]
-
-
-class Flat:
-    """Memory for tensors of these kinds: one piece for each device."""
-
-    def __init__(self, kinds: Sequence[Kind], lend: Lend) -> None:
-        offsets, sizes = laid_out(kinds)
-        self.whole: torch.Tensor | None = None
-        """All of it as bytes, where that is one piece which peers read where it is."""
-        pieces: dict[torch.device, torch.Tensor] = {}
-        with torch.inference_mode(False):
-            for device, size in sizes.items():
-                lent = lend(size) if device.type == "cpu" else None
-                pieces[device] = torch.empty(size, dtype=torch.uint8, device=device) if lent is None else lent
-                if len(sizes) == 1 and (lent is not None or device.type == "cuda"):
-                    self.whole = pieces[device]
-            self.tensors = [_at(pieces[kind.device], offset, kind) for kind, offset in zip(kinds, offsets, strict=True)]
-        self.pieces = list(pieces.values())
-        self.stamps: list[int | None] = [None] * len(kinds)
-        """For each tensor, which state of it is there: the version that it was new in."""
-        self.uses: list[Callable[[], None]] = []
-        """Of this process's own GPUs: to be called on the thread that writes here next, which then comes after them."""
-
-
-def _at(piece: torch.Tensor, offset: int, kind: Kind) -> torch.Tensor:
-    size = math.prod(kind.shape) * kind.dtype.itemsize
-    if not size:
-        return torch.empty(kind.shape, dtype=kind.dtype, device=kind.device)
-    return piece[offset : offset + size].view(kind.dtype).view(kind.shape)
-
-
-def write(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], move: Move) -> None:
-    """Copy each; on GPUs queued on this thread's streams. None requires grad."""
-    others: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-    for target, source in zip(targets, sources, strict=True):
-        if target.nbytes >= _LARGE and _as_they_lie(target, source):
-            move(target.data_ptr(), source.data_ptr(), target.nbytes)
-        else:
-            others[0].append(target)
-            others[1].append(source)
-    targets, sources = others
-    # Tensors made under inference mode can only be written under it.
-    with torch.inference_mode() if any(map(torch.Tensor.is_inference, targets)) else torch.no_grad():
-        host_device_copy.copy_into(targets, sources)
-
-
-def _as_they_lie(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.dtype is not other.dtype or not (one.is_cpu and other.is_cpu):
-        return False
-    return all(tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj() for tensor in (one, other))
-
-
-def equal(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[bool]:
-    """For each pair of the same kind, whether they are alike bit for bit. Waits for GPUs."""
-    alike = [False] * len(ones)
-    on_gpu: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    with torch.no_grad():
-        for place, (one, other) in enumerate(zip(ones, others, strict=True)):
-            if one.device.type == "cpu":
-                alike[place] = torch.equal(as_copyable(one), as_copyable(other))
-            else:
-                differs = (as_copyable(one) != as_copyable(other)).any()
-                on_gpu.setdefault(one.device, []).append((place, differs))
-        for found in on_gpu.values():
-            for (place, _), differs in zip(found, torch.stack([flag for _, flag in found]).tolist(), strict=True):
-                alike[place] = not differs
-    return alike
+#: Tensors of a snapshot: (place in the layout, name of the dtype to convert it to (None: unconverted)).
+Places = Sequence[tuple[int, str | None]]
 
 
 class Snapshot:
-    """One version. Its tensors do not change while it is on the shelf or somebody reads it."""
+    """The tensors of one version. They do not change until the snapshot is retired and has no readers."""
 
-    def __init__(self, version: int, kinds: Sequence[Kind], flat: Flat, changed: Sequence[int], shelf: Shelf) -> None:
-        """``changed``: for each tensor, the version that it was new in. Made by the thread that wrote ``flat``."""
-        self.version, self.kinds, self.flat, self.changed = version, kinds, flat, changed
+    def __init__(
+        self,
+        version: int,
+        specs: Sequence[TensorSpec],
+        memory: VersionMemory,
+        changed: Sequence[int],
+        pool: SnapshotPool,
+    ) -> None:
+        """``changed``: for each tensor, the version that it was new in. The thread that wrote ``memory`` calls this."""
+        self.version, self.specs, self.memory, self.changed = version, specs, memory, changed
         self.readers = 0
-        self.shelved = True
-        self._shelf = shelf
+        self.retired = False
+        self._pool = pool
         self._converting = threading.Lock()
-        self.converted: dict[torch.dtype, Flat] = {}
-        self._make_current = [handoff_streams(flat.pieces)]
+        self.converted: dict[torch.dtype, VersionMemory] = {}
+        self._handoffs = [handoff_streams(memory.pieces)]
 
     def make_current(self) -> None:
-        """On the thread that is going to use the tensors."""
-        for make_current in tuple(self._make_current):
-            make_current()
+        """Order this thread's CUDA streams after the writes to the tensors."""
+        for handoff in tuple(self._handoffs):
+            handoff()
 
-    def tensors(self, wanted: Sequence[tuple[int, str | None]]) -> list[torch.Tensor]:
-        """Those of these numbers, each as a dtype of that name; None: as it is. Converts each once."""
+    def tensors(self, places: Places) -> list[torch.Tensor]:
+        """Return these tensors, for use on this thread. Each is converted to a dtype once."""
         self.make_current()
         made: list[torch.Tensor] = []
         with self._converting:
-            found = [self._tensor(number, name, made) for number, name in wanted]
+            found = [self._tensor(place, dtype, made) for place, dtype in places]
             if made:
-                self._make_current.append(handoff_streams(made))
-                self._used()
+                self._handoffs.append(handoff_streams(made))
+                self._note_own_reads()
         return found
 
-    def wholes(self, kind: str, wanted: Sequence[tuple[int, str | None]]) -> list[torch.Tensor]:
-        """Memory on that kind of device that holds these, one flat tensor for each dtype's name (None: as they are), in
-        the order in which the names appear. None of it if it cannot all be told by its place in one piece.
-        """
-        self.tensors(wanted)
-        names = dict.fromkeys(name for _, name in wanted)
-        flats = [self.flat if name is None else self.converted[DTYPES[name]] for name in names]
-        found = [flat.whole for flat in flats if flat.whole is not None and flat.whole.device.type == kind]
-        return found if len(found) == len(flats) else []
+    def pieces(self, device_type: str, places: Places) -> list[torch.Tensor]:
+        """Return the memory that holds these tensors on this type of device: one flat tensor for each dtype name.
 
-    def whole(self, kind: str) -> list[torch.Tensor]:
-        """Likewise, all of them as they are."""
-        whole = self.flat.whole
-        if whole is None or whole.device.type != kind:
+        The names (None: unconverted) count in the order in which they first appear in ``places``. Empty if the memory
+        of any of them is not one piece that peers can read in place.
+        """
+        self.tensors(places)
+        names = dict.fromkeys(name for _, name in places)
+        memories = [self.memory if name is None else self.converted[DTYPES[name]] for name in names]
+        wholes = [memory.whole for memory in memories]
+        found = [whole for whole in wholes if whole is not None and whole.device.type == device_type]
+        return found if len(found) == len(memories) else []
+
+    def whole(self, device_type: str) -> list[torch.Tensor]:
+        """Return the memory of all tensors, unconverted, if it is one piece on this type of device; else nothing."""
+        whole = self.memory.whole
+        if whole is None or whole.device.type != device_type:
             return []
         self.make_current()
         return [whole]
 
-    def read(self, wanted: Sequence[tuple[int, str | None]], targets: Sequence[torch.Tensor]) -> None:
-        """Copy them to tensors of this process."""
-        write(targets, self.tensors(wanted), self._shelf.move)
-        self._used()
+    def copy_into(self, targets: Sequence[torch.Tensor], places: Places) -> None:
+        """Copy these tensors into tensors of this process."""
+        copy_tensors(targets, self.tensors(places), self._pool.copy_bytes)
+        self._note_own_reads()
 
-    def _used(self) -> None:
-        if any(piece.is_cuda for piece in self.flat.pieces):
-            self.flat.uses.append(handoff_streams(self.flat.pieces))
+    def _note_own_reads(self) -> None:
+        if any(piece.is_cuda for piece in self.memory.pieces):
+            self.memory.own_reads.append(handoff_streams(self.memory.pieces))
 
-    def _tensor(self, number: int, name: str | None, made: list[torch.Tensor]) -> torch.Tensor:
-        tensor = self.flat.tensors[number]
+    def _tensor(self, place: int, name: str | None, made: list[torch.Tensor]) -> torch.Tensor:
+        tensor = self.memory.tensors[place]
         if name is None or DTYPES[name] is tensor.dtype:
             return tensor
         dtype = DTYPES[name]
-        flat = self.converted.get(dtype)
-        if flat is None:
-            flat = self.converted[dtype] = self._shelf.memory(self.kinds, dtype)
-        target = flat.tensors[number]
-        if flat.stamps[number] != self.changed[number]:
+        memory = self.converted.get(dtype)
+        if memory is None:
+            memory = self.converted[dtype] = self._pool.memory(self.specs, dtype)
+        target = memory.tensors[place]
+        if memory.changed[place] != self.changed[place]:
             with torch.inference_mode(False), torch.no_grad():
                 target.copy_(tensor)
-            flat.stamps[number] = self.changed[number]
+            memory.changed[place] = self.changed[place]
             made.append(target)
         return target
 
 
-def _move(target: int, source: int, size: int) -> None:
+def _memmove(target: int, source: int, size: int) -> None:
     ctypes.memmove(target, source, size)
 
 
-class Shelf:
-    """Snapshots, their memory, and who reads them. Thread-safe."""
+class SnapshotPool:
+    """Leases on snapshots, and the memory of snapshots that nothing uses any more. Thread-safe."""
 
-    def __init__(
-        self, lend: Lend, at: Callable[[float, Callable[[], None]], Callable[[], None]], move: Move = _move
-    ) -> None:
-        """``at``: see workers.Deadlines."""
-        self._lend, self._at, self.move = lend, at, move
+    def __init__(self, allocate_shared: AllocateShared, deadlines: Deadlines, copy_bytes: CopyBytes = _memmove) -> None:
+        self._allocate_shared, self._deadlines, self.copy_bytes = allocate_shared, deadlines, copy_bytes
         self._lock = threading.Lock()
         self._leases: dict[int, tuple[Snapshot, int, Callable[[], None]]] = {}
-        # A number that another process of this member, or another object, gave out is none of these.
+        # Random, so that leases of an earlier process of this member, or of another object, are not valid here.
         self._numbers = itertools.count(1 + secrets.randbits(48))
-        self._spare: dict[Hashable, list[Flat]] = {}
+        self._spare: dict[Hashable, list[VersionMemory]] = {}
 
-    def memory(self, kinds: Sequence[Kind], dtype: torch.dtype | None = None) -> Flat:
-        """For tensors of these kinds; ``dtype``: for the floating ones among them, converted to it."""
+    def memory(self, specs: Sequence[TensorSpec], dtype: torch.dtype | None = None) -> VersionMemory:
+        """Return memory for tensors of these specs. ``dtype``: only for the floating ones, converted to it."""
         with self._lock:
-            spare = self._spare.get((tuple(kinds), dtype))
+            spare = self._spare.get((tuple(specs), dtype))
             if spare:
                 return spare.pop()
-        return Flat(kinds if dtype is None else converted_kinds(kinds, dtype), self._lend)
+        return VersionMemory(specs if dtype is None else converted_specs(specs, dtype), self._allocate_shared)
 
-    def forget_memory(self) -> None:
-        """What is kept for the next: they are of other kinds."""
+    def drop_spare_memory(self) -> None:
+        """Free unused memory: the layout has changed."""
         with self._lock:
             self._spare.clear()
-
-    def keep_memory(self, kinds: Sequence[Kind], flat: Flat, dtype: torch.dtype | None = None) -> None:
-        """For the next."""
-        with self._lock:
-            self._keep(kinds, flat, dtype)
-
-    def _keep(self, kinds: Sequence[Kind], flat: Flat, dtype: torch.dtype | None) -> None:
-        spare = self._spare.setdefault((tuple(kinds), dtype), [])
-        if len(spare) < _SPARE:
-            spare.append(flat)
 
     # --- readers -------------------------------------------------------------------------------------------------
 
     def lease(self, snapshot: Snapshot, rank: int, until: float | None) -> int:
-        """Somebody reads it until ``release``, or ``until`` (``time.monotonic``). Under whatever keeps it shelved.
+        """Keep a snapshot for a reader until ``release``, or ``until`` (``time.monotonic``); returns the lease.
 
-        ``until`` None: without a limit, for a thread of this process, which may stand still for any time.
+        The caller holds the lock that keeps the snapshot from being retired. ``until`` None: without a limit, for a
+        thread of this process, which may be suspended for any time.
         """
         with self._lock:
             number = next(self._numbers)
             snapshot.readers += 1
-            prevent = nothing if until is None else self._at(until, lambda: self.release(number))
-            self._leases[number] = (snapshot, rank, prevent)
+            cancel = nothing if until is None else self._deadlines.at(until, lambda: self.release(number))
+            self._leases[number] = (snapshot, rank, cancel)
         return number
 
     def leases_of(self, rank: int) -> set[int]:
-        """Of that member."""
+        """Return the leases of a member."""
         return {number for number, lease in list(self._leases.items()) if lease[1] == rank}
 
     def leased(self, number: int) -> Snapshot:
-        """Raises NotFound."""
+        """Return the snapshot of a lease. Raises NotFound if the lease has ended."""
         lease = self._leases.get(number)
         if lease is None:
-            raise NotFound("these weights were kept for this pull until its time was over, and let go")
+            raise NotFound("the lease of this pull has ended: the weights were kept for it until its time was over")
         return lease[0]
 
     def release(self, number: int) -> None:
-        """It has been read. Idempotent."""
+        """End a lease. Idempotent."""
         with self._lock:
             lease = self._leases.pop(number, None)
             if lease is None:
                 return
-            snapshot, _, prevent = lease
+            snapshot, _, cancel_deadline = lease
             snapshot.readers -= 1
-            self._let_go(snapshot)
-        prevent()
+            self._reuse(snapshot)
+        cancel_deadline()
 
-    def take_off(self, snapshot: Snapshot) -> None:
-        """Nobody begins to read it any more."""
+    def retire(self, snapshot: Snapshot) -> None:
+        """Take back a snapshot's memory once its last lease ends. No lease on it begins any more."""
         with self._lock:
-            snapshot.shelved = False
-            self._let_go(snapshot)
+            snapshot.retired = True
+            self._reuse(snapshot)
 
-    def _let_go(self, snapshot: Snapshot) -> None:
-        if not snapshot.shelved and not snapshot.readers:
-            self._keep(snapshot.kinds, snapshot.flat, None)
-            for dtype, flat in snapshot.converted.items():
-                self._keep(snapshot.kinds, flat, dtype)
+    def _reuse(self, snapshot: Snapshot) -> None:
+        if snapshot.retired and not snapshot.readers:
+            for dtype, memory in [(None, snapshot.memory), *snapshot.converted.items()]:
+                spare = self._spare.setdefault((tuple(snapshot.specs), dtype), [])
+                if len(spare) < _SPARE:
+                    spare.append(memory)
             snapshot.converted = {}
 
     @property
     def readers(self) -> int:
-        """Under way."""
+        """How many leases there are."""
         return len(self._leases)

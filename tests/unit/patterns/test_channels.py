@@ -16,10 +16,9 @@ import raytorchrpc as rtr
 from raytorchrpc.calls import current, peer_table
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.patterns.handle import OPEN
-from raytorchrpc.patterns.queues import order
-from raytorchrpc.patterns.queues.home import PUT, PUT_BACK, TAKE, WITHDRAW, Home
-from raytorchrpc.patterns.queues.items import all_taken_apart
-from raytorchrpc.patterns.queues.topic import _SUBSCRIBE as SUBSCRIBE
+from raytorchrpc.patterns.queues import sequence
+from raytorchrpc.patterns.queues.items import encode_items
+from raytorchrpc.patterns.queues.services import PUT, PUT_BACK, SUBSCRIBE, TAKE, WITHDRAW, HomeStore
 from raytorchrpc.tensors.codec import Codec
 from tests.conformance.peers import wait_until
 from tests.unit.members import Members, in_thread
@@ -39,9 +38,9 @@ def members(request: Any) -> Iterator[Members]:
         made.close()
 
 
-def at_home(members: Members, kind: str = "queue") -> Home:
+def at_home(members: Members, kind: str = "queue") -> HomeStore:
     """The object called "q"."""
-    home: Home = members.members["home"].services.find(kind, "q", None, "home")
+    home: HomeStore = members.members["home"].services.find(kind, "q", None, "home")
     return home
 
 
@@ -87,7 +86,7 @@ def test_puts_that_arrive_in_any_order_are_admitted_in_that_of_the_calls(members
         puts = asyncio.gather(*(rtr.Queue("q", home="home").aput(number) for number in range(3)), queue.aput(3))
         await until(lambda: len(lane.held) == 4)
         for number in (3, 1, 1, 0):  # the last, the second, the third, the first
-            assert at_home(members).numbers()["items"] == 0
+            assert at_home(members).stats()["items"] == 0
             lane.release(number)
         await puts
 
@@ -175,7 +174,7 @@ def test_none_waits_for_one_that_was_lost_on_its_way(members: Members) -> None:
 def test_one_that_is_late_costs_those_behind_it_their_time_and_not_the_order(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(order, "_HOLD_S", 0.05)
+    monkeypatch.setattr(sequence, "_HOLD_S", 0.05)
     lane = members.lanes["a"]
 
     async def put() -> None:
@@ -205,7 +204,7 @@ def test_what_a_producer_has_sent_is_admitted_when_it_is_lost(members: Members) 
         await until(lambda: len(lane.held) == 4)
         for number in (3, 1):
             lane.release(number)
-        await until(lambda: at_home(members).numbers()["waiting_to_put"] == 2)
+        await until(lambda: at_home(members).stats()["waiting_to_put"] == 2)
         members.part("a")
         assert all(isinstance(outcome, PeerLost) for outcome in await putting)
         members.reunite("a")
@@ -236,9 +235,9 @@ def test_puts_that_flow_control_refuses_break_no_order(members: Members) -> None
 def test_a_cancelled_get_gives_up_its_place_whatever_flow_control_says(members: Members) -> None:
     async def act() -> None:
         waiting = asyncio.create_task(queue.aget(timeout=10 * LONG))  # as many calls as there may be
-        await until(lambda: at_home(members).numbers()["waiting_to_get"] == 1)
+        await until(lambda: at_home(members).stats()["waiting_to_get"] == 1)
         waiting.cancel()
-        await until(lambda: at_home(members).numbers()["waiting_to_get"] == 0)
+        await until(lambda: at_home(members).stats()["waiting_to_get"] == 0)
 
     with members.acting("a"):
         queue = made()
@@ -250,7 +249,7 @@ def test_a_cancelled_get_does_not_hold_its_loop_up_while_the_connection_takes_no
 
     async def act() -> None:
         waiting = asyncio.create_task(queue.aget(timeout=10 * LONG))
-        await until(lambda: at_home(members).numbers()["waiting_to_get"] == 1)
+        await until(lambda: at_home(members).stats()["waiting_to_get"] == 1)
         lane.jammed = threading.Event()
         waiting.cancel()
         began = time.monotonic()
@@ -258,7 +257,7 @@ def test_a_cancelled_get_does_not_hold_its_loop_up_while_the_connection_takes_no
             await waiting
         assert time.monotonic() - began < LONG / 4
         lane.jammed.set()
-        await until(lambda: at_home(members).numbers()["waiting_to_get"] == 0)
+        await until(lambda: at_home(members).stats()["waiting_to_get"] == 0)
 
     with members.acting("a"):
         queue = made()
@@ -267,7 +266,7 @@ def test_a_cancelled_get_does_not_hold_its_loop_up_while_the_connection_takes_no
 
 def put_at_home(members: Members, *values: Any) -> None:
     """Whoever else acts here meanwhile."""
-    made = all_taken_apart(Codec(), values, 1)
+    made = encode_items(Codec(), values, 1)
     assert at_home(members).put(made, 0) is True
 
 
@@ -277,7 +276,7 @@ def test_an_item_that_comes_for_a_cancelled_get_goes_back_whatever_flow_control_
 
     async def act() -> None:
         waiting = asyncio.create_task(queue.aget())
-        await until(lambda: at_home(members).numbers()["waiting_to_get"] == 1)
+        await until(lambda: at_home(members).stats()["waiting_to_get"] == 1)
         lane.holds = lambda method: method == WITHDRAW
         waiting.cancel()
         await until(lambda: len(lane.held) == 1)
@@ -290,7 +289,7 @@ def test_an_item_that_comes_for_a_cancelled_get_goes_back_whatever_flow_control_
         queue = made()
         lane.taken = []  # type: ignore[attr-defined]
         asyncio.run(act())
-        assert wait_until(lambda: at_home(members).numbers()["items"] == 2, LONG)
+        assert wait_until(lambda: at_home(members).stats()["items"] == 2, LONG)
         assert lane.taken  # type: ignore[attr-defined]
     with members.acting("b"):
         assert queue.get_many(9) == [1, 2]
@@ -310,12 +309,12 @@ def test_an_item_goes_back_as_soon_as_its_home_can_be_reached(
 
     async def act() -> None:
         waiting = asyncio.create_task(queue.aget())
-        await until(lambda: at_home(members).numbers()["waiting_to_get"] == 1)
+        await until(lambda: at_home(members).stats()["waiting_to_get"] == 1)
         lane.holds = fails_twice
         waiting.cancel()
         await until(lambda: len(lane.held) == 1)
         put_at_home(members, 1, 2)
-        await until(lambda: at_home(members).numbers()["items"] == 2)
+        await until(lambda: at_home(members).stats()["items"] == 2)
 
     with members.acting("a"):
         queue = made()
@@ -346,7 +345,7 @@ def test_an_item_that_comes_too_late_goes_back(members: Members, how: str) -> No
         else:
             with pytest.raises(rtr.RpcTimeout):
                 queue.get(0.05) if how == "get" else asyncio.run(queue.aget(0.05))
-        assert at_home(members).numbers()["items"] == 0
+        assert at_home(members).stats()["items"] == 0
         lane.deliver_answers()
         assert queue.get(LONG) == 1
 
@@ -357,7 +356,7 @@ def test_an_item_goes_back_to_its_own_queue_alone(members: Members) -> None:
 
     async def act() -> None:
         waiting = asyncio.create_task(queue.aget())
-        await until(lambda: at_home(members).numbers()["waiting_to_get"] == 1)
+        await until(lambda: at_home(members).stats()["waiting_to_get"] == 1)
         lane.holds = lambda method: method in (WITHDRAW, PUT_BACK)
         waiting.cancel()
         await until(lambda: len(lane.held) == 1)
@@ -383,7 +382,7 @@ def test_a_loop_that_ends_with_gets_waiting_loses_nothing(members: Members, cons
         queue = made()
         loop = asyncio.new_event_loop()
         waiting = {loop.create_task(queue.aget()) for _ in range(2)}
-        while at_home(members).numbers()["waiting_to_get"] < 2:
+        while at_home(members).stats()["waiting_to_get"] < 2:
             loop.run_until_complete(asyncio.sleep(0))
         put_at_home(members, 1)  # for the first of them, which will not run any more
         loop.close()
@@ -392,7 +391,7 @@ def test_a_loop_that_ends_with_gets_waiting_loses_nothing(members: Members, cons
 
         def given_up() -> bool:
             gc.collect()
-            numbers = at_home(members).numbers()
+            numbers = at_home(members).stats()
             return numbers["items"] == 1
 
         assert wait_until(given_up, LONG)
@@ -472,7 +471,7 @@ def test_a_get_that_is_cancelled_while_items_go_back_loses_none(members: Members
         lane.release()
         with pytest.raises(asyncio.CancelledError):
             await taking
-        await until(lambda: at_home(members).numbers()["items"] == 8)
+        await until(lambda: at_home(members).stats()["items"] == 8)
 
     with members.acting("a"):
         queue = made()
@@ -519,7 +518,7 @@ def test_waiting_producers_keep_no_threads(members: Members) -> None:
 
     async def act() -> None:
         puts = [asyncio.create_task(queue.aput(number)) for number in range(1, count)]
-        await until(lambda: at_home(members).numbers()["waiting_to_put"] == count - 1)
+        await until(lambda: at_home(members).stats()["waiting_to_put"] == count - 1)
         # Idle threads end after some time; those that wait would stay.
         await until(lambda: threading.active_count() < before + count // 2)
         assert await queue.aget_many(1) == [0]
@@ -548,7 +547,7 @@ def test_without_a_timeout_a_get_waits_as_long_as_a_call_and_an_iteration_longer
         taking = in_thread(lambda: list(queue))
         ended = time.monotonic() + 1.2
         while time.monotonic() < ended:  # more than two calls of the iteration
-            assert wait_until(lambda: at_home(members).numbers()["waiting_to_get"] == 1, LONG)
+            assert wait_until(lambda: at_home(members).stats()["waiting_to_get"] == 1, LONG)
         queue.put("late")
         queue.close()
         assert taking() == ["late"]
@@ -582,7 +581,7 @@ def test_a_subscriber_that_was_away_goes_on_where_it_was(members: Members) -> No
         topic.publish(1)
         assert quick.get() == 1
         waiting = in_thread(lambda: lost(quick.get))
-        assert wait_until(lambda: at_home(members, "topic").numbers()["waiting_to_get"] == 1, LONG)
+        assert wait_until(lambda: at_home(members, "topic").stats()["waiting_to_get"] == 1, LONG)
         members.part("b")
         assert "an item that was on its way may be lost" in waiting()
         with members.acting("a"):
@@ -661,7 +660,7 @@ def test_a_queue_and_its_handles_outlast_a_partition(members: Members) -> None:
         queue = made(maxsize=2)
         queue.put_many([1, 2])
         waiting = in_thread(lambda: lost(lambda: queue.put(3)))
-        assert wait_until(lambda: at_home(members).numbers()["waiting_to_put"] == 1, LONG)
+        assert wait_until(lambda: at_home(members).stats()["waiting_to_put"] == 1, LONG)
         members.part("b")
         waiting()
         with pytest.raises(PeerLost):
@@ -669,7 +668,7 @@ def test_a_queue_and_its_handles_outlast_a_partition(members: Members) -> None:
         members.reunite("b")
         assert [queue.get() for _ in range(3)] == [1, 2, 3], "what had arrived stays"
         waits = in_thread(lambda: lost(queue.get))
-        assert wait_until(lambda: at_home(members).numbers()["waiting_to_get"] == 1, LONG)
+        assert wait_until(lambda: at_home(members).stats()["waiting_to_get"] == 1, LONG)
         members.part("b")
         waits()
         put_at_home(members, 4)
@@ -683,7 +682,7 @@ def test_no_buffer_is_left_of_a_subscription_that_failed_or_was_cancelled(member
     lane = members.lanes["a"]
 
     def subscribers() -> int:
-        return at_home(members, "topic").numbers()["outlets"]
+        return at_home(members, "topic").stats()["buffers"]
 
     async def act() -> None:
         lane.delays = lambda method: method == SUBSCRIBE
@@ -696,7 +695,7 @@ def test_no_buffer_is_left_of_a_subscription_that_failed_or_was_cancelled(member
         await until(lambda: subscribers() == 0)
         subscription = await topic.asubscribe()
         waiting = asyncio.create_task(subscription.aget(10 * LONG))  # as many calls as there may be
-        await until(lambda: at_home(members, "topic").numbers()["waiting_to_get"] == 1)
+        await until(lambda: at_home(members, "topic").stats()["waiting_to_get"] == 1)
         subscription.cancel()
         with pytest.raises(rtr.Closed):
             await waiting
@@ -718,13 +717,13 @@ def test_a_subscription_that_is_cancelled_while_the_home_is_away_ends(
         subscription.cancel()
         assert list(subscription) == []
         members.reunite("b")
-        assert wait_until(lambda: at_home(members, "topic").numbers()["outlets"] == 0, LONG)
+        assert wait_until(lambda: at_home(members, "topic").stats()["buffers"] == 0, LONG)
 
 
 def test_nothing_is_sent_back_to_a_member_that_was_removed(members: Members) -> None:
     with members.acting("a") as local:
         queue = made()
         members.lanes["a"].break_connection()
-        told = queue._urgent(local, WITHDRAW, (*queue._object, "", 1), retry=1)
+        told = queue._send_urgently(local, WITHDRAW, (*queue._address, "", 1), retry=1)
         local.peers.remove_peer(0)
         assert isinstance(told.exception(LONG), rtr.RayTorchRpcError)

@@ -16,20 +16,20 @@ import torch
 
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import NotAMember, NotFound
+from raytorchrpc.patterns.queues.buffer import Buffer, Policy
 from raytorchrpc.patterns.queues.items import (
-    CHUNK_BYTES,
+    MESSAGE_BYTES,
     Item,
-    Loans,
-    all_taken_apart,
-    chunks,
-    count,
-    packed,
-    put_together,
-    singles,
-    taken_apart,
-    unpacked,
+    SharedMemoryBudget,
+    decode_items,
+    encode_item,
+    encode_items,
+    messages,
+    pack,
+    split_run,
+    total_length,
+    unpack,
 )
-from raytorchrpc.patterns.queues.outlet import Outlet, Policy
 from raytorchrpc.patterns.queues.store import Store
 from raytorchrpc.process.deadlines import Deadlines
 from raytorchrpc.tensors.codec import Codec
@@ -58,7 +58,7 @@ def values(taken: Any) -> Any:
 
 def queue(deadlines: Deadlines, maxsize: int = 3, policy: Policy = "block", closes: int = 1) -> Store:
     store = Store(deadlines, closes)
-    store.add("", Outlet(maxsize, 1000, policy))
+    store.add_buffer("", Buffer(maxsize, 1000, policy))
     return store
 
 
@@ -106,8 +106,8 @@ def test_bytes_are_bounded_and_a_larger_item_goes_alone(deadlines: Deadlines) ->
 
 def test_one_message_brings_no_more_bytes_than_it_should(deadlines: Deadlines) -> None:
     store = Store(deadlines)
-    store.add("", Outlet(100, 1 << 40, "block"))
-    store.put(items(1, 2, 3, size=CHUNK_BYTES // 2), 0)
+    store.add_buffer("", Buffer(100, 1 << 40, "block"))
+    store.put(items(1, 2, 3, size=MESSAGE_BYTES // 2), 0)
     assert values(store.take("", 9, 0)) == [1, 2]
 
 
@@ -153,24 +153,24 @@ def test_who_gave_up_takes_nothing(deadlines: Deadlines) -> None:
 def test_a_slow_subscriber_holds_nobody_up(deadlines: Deadlines, policy: Policy, kept: list[int]) -> None:
     store = Store(deadlines)
     store.put(items(0), 0)
-    store.add("slow", Outlet(len(kept), 1000, policy, rank=1))
-    store.add("quick", Outlet(10, 1000, "block", rank=2))
+    store.add_buffer("slow", Buffer(len(kept), 1000, policy, rank=1))
+    store.add_buffer("quick", Buffer(10, 1000, "block", rank=2))
     for value in range(1, 5):
         assert store.put(items(value), 0) is True
     assert values(store.take("slow", 9, 0)) == kept
     assert values(store.take("quick", 9, 0)) == [1, 2, 3, 4]
-    assert store.numbers("slow")["dropped"] == 4 - len(kept)
+    assert store.stats("slow")["dropped"] == 4 - len(kept)
 
 
 def test_a_blocking_subscriber_holds_up_until_it_is_gone(deadlines: Deadlines) -> None:
     store = Store(deadlines)
-    store.add("slow", Outlet(1, 1000, "block", rank=1))
+    store.add_buffer("slow", Buffer(1, 1000, "block", rank=1))
     store.put(items(1), 0)
     waits = store.put(items(2), soon())
     assert isinstance(waits, DeferredReply) and not waits.done()
     store.keep_only(1, None)
     assert waits.result(0) is True
-    assert store.numbers()["outlets"] == 0
+    assert store.stats()["buffers"] == 0
     with pytest.raises(NotFound, match="no such subscription any more; subscribe again"):
         store.take("slow", 1, soon())
 
@@ -178,7 +178,7 @@ def test_a_blocking_subscriber_holds_up_until_it_is_gone(deadlines: Deadlines) -
 def subscribed(deadlines: Deadlines, maxsize: int, policy: Policy = "block") -> Store:
     """By the process "old" of rank 1, which is away; 1 and 2 wait for it."""
     store = Store(deadlines)
-    store.add("sub", Outlet(maxsize, 1000, policy, 1, "old"))
+    store.add_buffer("sub", Buffer(maxsize, 1000, policy, 1, "old"))
     store.put(items(1, 2), 0)
     store.lose(1)
     return store
@@ -198,20 +198,20 @@ def test_a_subscriber_that_was_away_and_lives_misses_nothing(deadlines: Deadline
 
 def test_a_subscriber_that_is_away_holds_nobody_up_and_is_told_what_it_missed(deadlines: Deadlines) -> None:
     store = subscribed(deadlines, maxsize=2)
-    store.add("other", Outlet(9, 1000, "block", rank=2))
+    store.add_buffer("other", Buffer(9, 1000, "block", rank=2))
     assert store.put(items(3), 0) is True and values(store.take("other", 9, 0)) == [3]
-    assert store.numbers()["items"] == 0, "nothing is kept for a buffer that has holes"
+    assert store.stats()["items"] == 0, "nothing is kept for a buffer that has holes"
     store.keep_only(1, "old")
     store.end()
     for _ in range(2):
         with pytest.raises(NotFound, match="it has missed items; subscribe again"):
             store.take("sub", 9, 0)
-    store.remove("sub")
+    store.remove_buffer("sub")
 
 
 def test_who_waits_for_room_goes_on_when_the_subscriber_is_away(deadlines: Deadlines) -> None:
     store = Store(deadlines)
-    store.add("sub", Outlet(1, 1000, "block", 1, "old"))
+    store.add_buffer("sub", Buffer(1, 1000, "block", 1, "old"))
     store.put(items(1), 0)
     waits = store.put(items(2), soon())
     store.lose(1)
@@ -227,7 +227,7 @@ def test_nothing_is_kept_for_a_process_that_has_ended(deadlines: Deadlines, proc
     full.put(items(3), 0)
     for one in (store, full):
         one.keep_only(1, process)
-        assert one.numbers()["outlets"] == one.numbers()["items"] == 0
+        assert one.stats()["buffers"] == one.stats()["items"] == 0
         with pytest.raises(NotFound, match="no such subscription any more; subscribe again"):
             one.take("sub", 1, 0)
 
@@ -236,7 +236,7 @@ def test_a_policy_that_drops_goes_on_while_its_subscriber_is_away(deadlines: Dea
     store = subscribed(deadlines, maxsize=2, policy="drop_oldest")
     store.put(items(3), 0)
     store.keep_only(1, "old")
-    assert values(store.take("sub", 9, 0)) == [2, 3] and store.numbers("sub")["dropped"] == 1
+    assert values(store.take("sub", 9, 0)) == [2, 3] and store.stats("sub")["dropped"] == 1
 
 
 def test_what_is_given_back_lies_where_it_was(deadlines: Deadlines) -> None:
@@ -248,9 +248,9 @@ def test_what_is_given_back_lies_where_it_was(deadlines: Deadlines) -> None:
     for place in (1, 4, 0, 3):
         store.put_back("", batches[place].part(1) if place == 3 else batches[place])
         store.put_back("", batches[place].part(1) if place == 3 else batches[place])  # the message came twice
-    assert store.numbers()["items"] == 8 and store.numbers()["taken"] == 4
+    assert store.stats()["items"] == 8 and store.stats()["taken"] == 4
     left: list[Any] = []
-    while store.numbers()["items"]:
+    while store.stats()["items"]:
         left += values(store.take("", 3, 0))
     assert left == [0, 1, 2, 3, 7, 8, 9, 11]
 
@@ -261,7 +261,7 @@ def test_what_is_given_back_of_a_buffer_that_drops_is_its_oldest(deadlines: Dead
     taken = store.take("", 2, 0)
     store.put(items(4), 0)
     store.put_back("", taken)
-    assert values(store.take("", 9, 0)) == [2, 3, 4] and store.numbers()["dropped"] == 1
+    assert values(store.take("", 9, 0)) == [2, 3, 4] and store.stats()["dropped"] == 1
 
 
 def test_who_waited_too_long_is_not_handed_anything(deadlines: Deadlines) -> None:
@@ -319,10 +319,10 @@ def test_many_threads_lose_nothing_and_double_nothing(deadlines: Deadlines) -> N
 def test_items_cross_and_are_apart() -> None:
     codec, tensor = Codec(), torch.arange(6.0).view(2, 3)
     given = [1, None, {"a": tensor.T, "b": tensor}, [tensor], torch.nn.Parameter(tensor), "x", (), b""]
-    apart = [taken_apart(codec, value) for value in given]
-    body = codec.encode(packed(apart), own=True)
+    apart = [encode_item(codec, value) for value in given]
+    body = codec.encode(pack(apart), own=True)
     body = body._replace(tensors=[tensor.clone() for tensor in body.tensors])
-    back = put_together(codec, unpacked(codec.decode(*body)))
+    back = decode_items(codec, unpack(codec.decode(*body)))
     assert [type(value) for value in back] == [type(value) for value in given]
     assert torch.equal(back[2]["a"], tensor.T) and back[4].requires_grad
     back[3][0].zero_()
@@ -330,19 +330,19 @@ def test_items_cross_and_are_apart() -> None:
 
 
 def test_messages_are_cut_by_number_and_by_bytes() -> None:
-    parts = [values(part) for part in map(list, chunks(items(*range(7)), 3))]
+    parts = [values(part) for part in map(list, messages(items(*range(7)), 3))]
     assert parts == [[0, 1, 2], [3, 4, 5], [6]]
-    large = items(1, 2, size=CHUNK_BYTES) + items(3, size=CHUNK_BYTES * 3) + items(4, 5)
-    assert [values(part) for part in map(list, chunks(large, 10))] == [[1], [2], [3], [4, 5]]
-    assert list(chunks([], 3)) == []
+    large = items(1, 2, size=MESSAGE_BYTES) + items(3, size=MESSAGE_BYTES * 3) + items(4, 5)
+    assert [values(part) for part in map(list, messages(large, 10))] == [[1], [2], [3], [4, 5]]
+    assert list(messages([], 3)) == []
 
 
 def test_what_waits_in_a_senders_memory_is_bounded() -> None:
     tensor, codec = torch.ones(100_000), Codec()
-    loans = Loans(limit=1_000_000)
+    budget = SharedMemoryBudget(limit=1_000_000)
 
     def arrives() -> Item:
-        (item,) = unpacked(packed([taken_apart(codec, tensor)]), 1, loans)
+        (item,) = unpack(pack([encode_item(codec, tensor)]), 1, budget)
         return item
 
     waiting = [arrives(), arrives(), arrives()]
@@ -357,12 +357,12 @@ def test_what_waits_in_a_senders_memory_is_bounded() -> None:
 
 
 def runs_of(*given: Any, most: int = 1000) -> list[Item]:
-    return all_taken_apart(Codec(), given, most)
+    return encode_items(Codec(), given, most)
 
 
 def crossed(given: Sequence[Item]) -> list[Item]:
     codec = Codec()
-    return unpacked(codec.decode(*codec.encode(packed(given), own=True)))
+    return unpack(codec.decode(*codec.encode(pack(given), own=True)))
 
 
 @pytest.mark.parametrize(
@@ -381,17 +381,17 @@ def crossed(given: Sequence[Item]) -> list[Item]:
 def test_plain_items_cross_and_wait_as_runs_and_come_out_one_by_one(make: Any, limit: int) -> None:
     given = [make(number) for number in range(333)]
     apart = runs_of(*given)
-    assert len(apart) == 6 and count(apart) == 333
-    outlet = Outlet(1000, 1 << 30, "block")
+    assert len(apart) == 6 and total_length(apart) == 333
+    buffer = Buffer(1000, 1 << 30, "block")
     arrived = crossed(apart)
-    outlet.accept(arrived, sum(item.size for item in arrived))
+    buffer.append(arrived, sum(item.size for item in arrived))
     back: list[Any] = []
-    while outlet.count:
-        taken = outlet.take(limit)
-        assert count(taken) == min(limit, 333 - len(back)), "as many as there are, up to the limit"
-        back += put_together(Codec(), crossed(taken))
+    while buffer.count:
+        taken = buffer.take(limit)
+        assert total_length(taken) == min(limit, 333 - len(back)), "as many as there are, up to the limit"
+        back += decode_items(Codec(), crossed(taken))
     assert back == given
-    assert (outlet.count, outlet.bytes, outlet.taken) == (0, 0, 333)
+    assert (buffer.count, buffer.bytes, buffer.taken) == (0, 0, 333)
     if isinstance(given[0], (dict, list)):
         assert len(set(map(id, back))) == 333, "each is an object of its own"
 
@@ -401,35 +401,35 @@ def test_plain_items_cross_and_wait_as_runs_and_come_out_one_by_one(make: Any, l
 )
 def test_what_is_not_plain_breaks_no_run(odd: Any) -> None:
     given = [*range(100), odd, *range(100)]
-    back = put_together(Codec(), crossed(runs_of(*given)))
+    back = decode_items(Codec(), crossed(runs_of(*given)))
     assert [type(value) for value in back] == [type(value) for value in given]
     assert back[:100] == back[101:] == list(range(100))
 
 
 def test_one_object_put_twice_arrives_as_two() -> None:
     same: dict[str, int] = {"a": 1}
-    first, second = put_together(Codec(), crossed(runs_of(same, same)))
+    first, second = decode_items(Codec(), crossed(runs_of(same, same)))
     assert first == second == same and first is not second
 
 
 def test_no_run_is_longer_than_what_there_is_room_for() -> None:
     apart = runs_of(*range(10), most=4)
-    assert [item.many for item in apart] == [4, 4, 2]
-    assert [count(part) for part in chunks(apart, 4)] == [4, 4, 2]
-    assert [item.many for item in runs_of(*range(3), most=1)] == [1, 1, 1]
+    assert [item.length for item in apart] == [4, 4, 2]
+    assert [total_length(part) for part in messages(apart, 4)] == [4, 4, 2]
+    assert [item.length for item in runs_of(*range(3), most=1)] == [1, 1, 1]
 
 
 def test_a_policy_that_drops_does_so_one_by_one() -> None:
-    outlet = Outlet(5, 1 << 30, "drop_oldest")
+    buffer = Buffer(5, 1 << 30, "drop_oldest")
     apart = runs_of(*range(100))
-    outlet.accept(apart, sum(item.size for item in apart))
-    assert put_together(Codec(), outlet.take(100)) == [95, 96, 97, 98, 99]
-    assert (outlet.dropped, outlet.taken, outlet.count, outlet.bytes) == (95, 5, 0, 0)
+    buffer.append(apart, sum(item.size for item in apart))
+    assert decode_items(Codec(), buffer.take(100)) == [95, 96, 97, 98, 99]
+    assert (buffer.dropped, buffer.taken, buffer.count, buffer.bytes) == (95, 5, 0, 0)
 
 
 def test_a_home_that_takes_a_run_apart_runs_nobodys_code() -> None:
     with pytest.raises(pickle.UnpicklingError, match="a run of items holds a"):
-        singles(Item(pickle.dumps([Path("/"), 2], 5), (), 0, 10, many=2))
+        split_run(Item(pickle.dumps([Path("/"), 2], 5), (), 0, 10, length=2))
 
 
 def test_a_store_counts_the_items_of_runs(deadlines: Deadlines) -> None:
@@ -437,10 +437,10 @@ def test_a_store_counts_the_items_of_runs(deadlines: Deadlines) -> None:
     assert store.put(runs_of(*range(64)), soon()) is True
     assert store.put(runs_of(*range(64)), 0) is None, "no room for so many"
     assert store.put(runs_of(*range(36)), soon()) is True
-    numbers = store.numbers()
+    numbers = store.stats()
     assert (numbers["items"], numbers["put"], numbers["taken"]) == (100, 100, 0)
     taken = store.take("", 70, soon())
-    assert put_together(Codec(), taken) == [*range(64), *range(6)]
+    assert decode_items(Codec(), taken) == [*range(64), *range(6)]
     store.put_back("", taken)
-    assert store.numbers()["items"] == 100 and store.numbers()["taken"] == 0
-    assert put_together(Codec(), store.take("", 100, soon())) == [*range(64), *range(36)]
+    assert store.stats()["items"] == 100 and store.stats()["taken"] == 0
+    assert decode_items(Codec(), store.take("", 100, soon())) == [*range(64), *range(36)]

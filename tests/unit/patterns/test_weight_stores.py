@@ -12,8 +12,8 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.calls import current
 from raytorchrpc.errors import PeerLost
-from raytorchrpc.patterns.weights import store as weights
-from raytorchrpc.patterns.weights.services import PULL
+from raytorchrpc.patterns.weights import pull
+from raytorchrpc.patterns.weights.services import TENSORS
 from tests.unit.members import Members
 
 LONG = 20.0
@@ -50,7 +50,7 @@ def publish(members: Members, value: float, keep: int = 1) -> int:
 def test_the_memory_of_a_store_ends_with_the_group(members: Members) -> None:
     publish(members, 1.0)
     services = members.members["home"].services
-    memory = weakref.ref(next(iter(services.find("weight store", "w", None, "home")._kept.values()))[1].flat)
+    memory = weakref.ref(next(iter(services.find("weight store", "w", None, "home")._versions.values()))[1].memory)
     del services
     with members.acting("a"):
         rtr.WeightStore.find("w").pull(model(0.0))
@@ -85,23 +85,23 @@ def test_a_pull_that_has_tensors_sent_bounds_each_message(members: Members, monk
     members.lanes["a"].holds = note
     for bound, messages in ((2 * SIZE, 3), (5 * SIZE, 1), (1, 5)):
         sent.clear()
-        monkeypatch.setattr(weights, "_CHUNK_BYTES", bound)
+        monkeypatch.setattr(pull, "MESSAGE_BYTES", bound)
         with members.acting("a"):
             mine = model(0.0)
             rtr.WeightStore.find("w").pull(mine)
-        assert (sent.count(PULL), values(mine)) == (messages, [1.0] * 5)
+        assert (sent.count(TENSORS), values(mine)) == (messages, [1.0] * 5)
 
 
 def test_since_brings_everything_after_a_pull_that_failed_in_the_middle(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "_CHUNK_BYTES", SIZE)
+    monkeypatch.setattr(pull, "MESSAGE_BYTES", SIZE)
     for value in (1.0, 2.0):
         publish(members, value, keep=2)
     lane, sent = members.lanes["a"], []
 
     def fails_at_the_third(method: str) -> bool:
-        if method == PULL:
+        if method == TENSORS:
             sent.append(method)
             if len(sent) == 3:
                 raise PeerLost("home", "the test broke the connection", may_have_run=False)

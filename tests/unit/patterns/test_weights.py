@@ -17,10 +17,10 @@ from raytorchrpc.lanes.base import PeerAddress
 from raytorchrpc.lanes.common.shared_memory import SharedAddress
 from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.lanes.shm.read_only import Borrower, Lender
-from raytorchrpc.patterns.weights.published import Weights
-from raytorchrpc.patterns.weights.pull import Pulled
-from raytorchrpc.patterns.weights.relays import HOME, LEAD, Relays
-from raytorchrpc.patterns.weights.snapshots import equal, write
+from raytorchrpc.patterns.weights.memory import copy_tensors, equal_bits
+from raytorchrpc.patterns.weights.published import PublishedWeights
+from raytorchrpc.patterns.weights.relays import HOME, LEAD, RelayPlan
+from raytorchrpc.patterns.weights.store import PulledVersions
 from raytorchrpc.process.deadlines import Deadlines
 from tests.conformance.peers import wait_until
 
@@ -34,14 +34,14 @@ def deadlines() -> Iterator[Deadlines]:
     made.stop()
 
 
-def store(deadlines: Deadlines, keep: int = 1, track: bool = False) -> Weights:
+def store(deadlines: Deadlines, keep: int = 1, track: bool = False) -> PublishedWeights:
     def route(rank: int) -> Any:
         return SimpleNamespace(member=readers[rank])
 
     local: Any = SimpleNamespace(
         tensor_lanes={}, deadlines=deadlines, peers=SimpleNamespace(route=route), me=SimpleNamespace(node_id="here")
     )
-    return Weights(local, (keep, track))
+    return PublishedWeights(local, (keep, track))
 
 
 def reader(pid: int, node: str = "here") -> Any:
@@ -56,12 +56,12 @@ def model(value: float) -> dict[str, torch.Tensor]:
     return {"weight": torch.full((3, 4), value), "count": torch.tensor(int(value)), "none": torch.empty(0, 2)}
 
 
-def read(weights: Weights, lease: int, *wanted: Any) -> list[torch.Tensor]:
-    return weights.shelf.leased(lease).tensors(wanted or [(0, None)])
+def read(weights: PublishedWeights, lease: int, *wanted: Any) -> list[torch.Tensor]:
+    return weights.pool.leased(lease).tensors(wanted or [(0, None)])
 
 
-def look(weights: Weights, version: int | None = None, since: int | None = None, layout: int = 0) -> Any:
-    return weights.look(1, version, since, layout, LONG)
+def look(weights: PublishedWeights, version: int | None = None, since: int | None = None, layout: int = 0) -> Any:
+    return weights.lease(1, version, since, layout, LONG)
 
 
 def test_what_is_read_stays_as_it_is_and_memory_is_used_again(deadlines: Deadlines) -> None:
@@ -76,11 +76,11 @@ def test_what_is_read_stays_as_it_is_and_memory_is_used_again(deadlines: Deadlin
         (tensor,) = read(weights, current.lease)
         assert bool((tensor == value).all())
         addresses.add(tensor.data_ptr())
-        weights.shelf.release(current.lease)
+        weights.pool.release(current.lease)
     assert len(addresses) == 2, "two pieces of memory take turns"
-    weights.shelf.release(first.lease)
-    weights.shelf.release(first.lease)
-    assert weights.shelf.readers == 0
+    weights.pool.release(first.lease)
+    weights.pool.release(first.lease)
+    assert weights.pool.readers == 0
 
 
 def test_versions_ascend_and_the_newest_are_kept(deadlines: Deadlines) -> None:
@@ -100,30 +100,30 @@ def test_versions_ascend_and_the_newest_are_kept(deadlines: Deadlines) -> None:
 
 
 def test_a_reader_that_is_gone_or_says_nothing_holds_nothing(deadlines: Deadlines, monkeypatch: Any) -> None:
-    monkeypatch.setattr("raytorchrpc.patterns.weights.published._LINGER_S", 0.0)
+    monkeypatch.setattr("raytorchrpc.patterns.weights.published.LINGER_S", 0.0)
     weights = store(deadlines)
     weights.publish(model(1), None)
-    silent = weights.look(1, None, None, 0, 0.02)
-    weights.look(2, None, None, 0, LONG)
-    assert silent is not None and wait_until(lambda: weights.shelf.readers == 1, LONG)
-    with pytest.raises(NotFound, match="let go"):
+    silent = weights.lease(1, None, None, 0, 0.02)
+    weights.lease(2, None, None, 0, LONG)
+    assert silent is not None and wait_until(lambda: weights.pool.readers == 1, LONG)
+    with pytest.raises(NotFound, match="the lease of this pull has ended"):
         read(weights, silent.lease)
     with subprocess.Popen(["true"]) as process:
         process.wait()
     readers[2] = reader(process.pid)
     weights.lose(2)
-    assert weights.shelf.readers == 0
+    assert weights.pool.readers == 0
 
 
 def test_a_reader_that_is_lost_and_lives_may_go_on_reading(deadlines: Deadlines, monkeypatch: Any) -> None:
     """Until it ends, if that can be seen here; until its time is over in any case."""
-    monkeypatch.setattr("raytorchrpc.patterns.weights.published._LINGER_S", 0.5)
-    monkeypatch.setattr("raytorchrpc.patterns.weights.published._LOOK_S", 0.01)
+    monkeypatch.setattr("raytorchrpc.patterns.weights.published.LINGER_S", 0.5)
+    monkeypatch.setattr("raytorchrpc.patterns.weights.published._CHECK_S", 0.01)
     weights = store(deadlines)
     weights.publish(model(1), None)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         readers.update({1: reader(process.pid), 2: reader(process.pid, "elsewhere")})
-        near, far = weights.look(1, None, None, 0, LONG), weights.look(2, None, None, 0, 0.0)
+        near, far = weights.lease(1, None, None, 0, LONG), weights.lease(2, None, None, 0, 0.0)
         assert near is not None and far is not None
         for rank in (1, 2):
             weights.lose(rank)
@@ -131,22 +131,22 @@ def test_a_reader_that_is_lost_and_lives_may_go_on_reading(deadlines: Deadlines,
         for value in range(2, 5):
             weights.publish(model(value), None)
         assert all(bool((tensor == 1).all()) for tensor in held)
-    assert wait_until(lambda: weights.shelf.readers == 0, LONG)
+    assert wait_until(lambda: weights.pool.readers == 0, LONG)
 
 
 def test_a_read_within_the_home_has_no_limit(deadlines: Deadlines, monkeypatch: Any) -> None:
     """A broadcast may take as long as the slowest of those who take part."""
-    monkeypatch.setattr("raytorchrpc.patterns.weights.published._LINGER_S", 0.0)
+    monkeypatch.setattr("raytorchrpc.patterns.weights.published.LINGER_S", 0.0)
     weights = store(deadlines)
     weights.publish(model(1), None)
-    limited, own = weights.look(1, None, None, 0, 0.0), weights.look(0, None, None, 0, None)
-    assert limited is not None and own is not None and wait_until(lambda: weights.shelf.readers == 1, LONG)
+    limited, own = weights.lease(1, None, None, 0, 0.0), weights.lease(0, None, None, 0, None)
+    assert limited is not None and own is not None and wait_until(lambda: weights.pool.readers == 1, LONG)
     (held,) = read(weights, own.lease)
     for value in range(2, 5):
         weights.publish(model(value), None)
     assert bool((held == 1).all())
-    weights.shelf.release(own.lease)
-    assert weights.shelf.readers == 0
+    weights.pool.release(own.lease)
+    assert weights.pool.readers == 0
 
 
 def test_numbers_of_leases_are_of_one_process(deadlines: Deadlines) -> None:
@@ -160,7 +160,7 @@ def test_numbers_of_leases_are_of_one_process(deadlines: Deadlines) -> None:
 
 
 def test_versions_that_were_pulled_are_known_by_the_life_of_their_store() -> None:
-    pulled = Pulled()
+    pulled = PulledVersions()
     pulled.add(1, 5)
     assert pulled.has(1, 5) and not pulled.has(2, 5) and not pulled.has(1, 4)
     pulled.forget(1)
@@ -199,11 +199,11 @@ def test_a_tensor_that_has_not_changed_is_not_copied_again(deadlines: Deadlines,
     """Once each of the two pieces of memory has it."""
     copied: list[int] = []
 
-    def count_and_write(targets: Any, sources: Any, move: Any) -> None:
+    def count_and_copy(targets: Any, sources: Any, move: Any) -> None:
         copied.append(len(targets))
-        write(targets, sources, move)
+        copy_tensors(targets, sources, move)
 
-    monkeypatch.setattr("raytorchrpc.patterns.weights.published.write", count_and_write)
+    monkeypatch.setattr("raytorchrpc.patterns.weights.published.copy_tensors", count_and_copy)
     weights, given = store(deadlines, track=True), {name: torch.ones(3) for name in "abc"}
     for value in range(5):
         given["b"].fill_(value)
@@ -216,7 +216,7 @@ def test_a_tensor_that_has_not_changed_is_not_copied_again(deadlines: Deadlines,
 def test_bits_are_compared() -> None:
     ones = [torch.tensor([0.0, 1.0]), torch.tensor([float("nan")]), torch.tensor([1, 2]), torch.ones(2, 2).T]
     others = [torch.tensor([-0.0, 1.0]), torch.tensor([float("nan")]), torch.tensor([1, 2]), torch.ones(2, 2)]
-    assert equal(ones, others) == [False, True, True, True]
+    assert equal_bits(ones, others) == [False, True, True, True]
 
 
 def test_conversion_is_made_once_for_each_version(deadlines: Deadlines) -> None:
@@ -230,28 +230,28 @@ def test_conversion_is_made_once_for_each_version(deadlines: Deadlines) -> None:
         assert all(bool((tensor == value).all()) for tensor in tensors)
         again = read(weights, found.lease, *wanted)
         assert [tensor.data_ptr() for tensor in again] == [tensor.data_ptr() for tensor in tensors]
-        weights.shelf.release(found.lease)
+        weights.pool.release(found.lease)
 
 
 def test_waiting_for_a_version(deadlines: Deadlines) -> None:
     weights = store(deadlines)
-    first = weights.wait(1, time.monotonic() + LONG, deadlines.at)
-    third = weights.wait(3, time.monotonic() + LONG, deadlines.at)
-    in_vain = weights.wait(9, time.monotonic() + 0.02, deadlines.at)
+    first = weights.wait(1, time.monotonic() + LONG)
+    third = weights.wait(3, time.monotonic() + LONG)
+    in_vain = weights.wait(9, time.monotonic() + 0.02)
     assert isinstance(in_vain, DeferredReply) and in_vain.result(LONG) == 0
     weights.publish(model(1), None)
     assert isinstance(first, DeferredReply) and first.result(0) == 1
     assert isinstance(third, DeferredReply) and not third.done()
     weights.publish(model(4), 4)
     assert third.result(0) == 4
-    assert weights.wait(2, 0, deadlines.at) == 4
+    assert weights.wait(2, 0) == 4
 
 
 # --- between hosts -------------------------------------------------------------------------------------------
 
 
 def test_one_of_each_host_pulls_and_the_others_from_it() -> None:
-    relays = Relays()
+    relays = RelayPlan()
     assert relays.ask("v1", "x", 1) == LEAD
     waiting = [relays.ask("v1", "x", rank) for rank in (2, 3)]
     assert relays.ask("v1", "y", 4) == LEAD, "another host"
@@ -263,7 +263,7 @@ def test_one_of_each_host_pulls_and_the_others_from_it() -> None:
 
 
 def test_when_the_one_that_pulls_is_gone_the_next_does() -> None:
-    relays = Relays()
+    relays = RelayPlan()
     relays.ask("v1", "x", 1)
     second, third = (relays.ask("v1", "x", rank) for rank in (2, 3))
     assert isinstance(second, DeferredReply) and isinstance(third, DeferredReply)
@@ -283,7 +283,7 @@ def test_when_the_one_that_pulls_is_gone_the_next_does() -> None:
 
 
 def test_what_is_remembered_is_bounded_and_nobody_waits_for_what_is_forgotten() -> None:
-    relays = Relays()
+    relays = RelayPlan()
     relays.ask(0, "x", 1)
     waiting = relays.ask(0, "x", 2)
     for what in range(1, 1000):

@@ -1,0 +1,163 @@
+"""Matches a reader's model with a published layout: which tensors a pull brings, and into which memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from raytorchrpc.errors import ConfigurationError, NotFound
+from raytorchrpc.lanes.base import Part
+from raytorchrpc.patterns.weights.layout import KnownLayout, Row, Selection, VersionLease
+from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES
+
+#: Moves tensors by other means than the group's lanes, such as a collective: ``carry(version, tensors)`` sends them at
+#: the home, and fills them at the readers.
+Carry = Callable[[int, Sequence[torch.Tensor]], None]
+
+#: A module, or its tensors by name.
+Model = torch.nn.Module | Mapping[str, torch.Tensor]
+
+
+class ModelMatch:
+    """A model and the layout of the version that it is to have. The response to a lease request may fill the model."""
+
+    def __init__(self, store: str, model: Any, known: KnownLayout | None, convert: bool, strict: bool) -> None:
+        """``known``: the layout of the pull before. The model is examined when that is needed."""
+        self._store, self._model, self.converts, self._strict = store, model, convert, strict
+        self.known = known
+        self.filled = False
+        """The model has its tensors already."""
+        self.lease: VersionLease | None = None
+        """As soon as the home has answered; it may have to be released."""
+        self._matched: Selection | None = None
+        """All of ``known``."""
+        self._parts: list[list[Part]] | None = None
+        """Of ``_matched``."""
+
+    @cached_property
+    def targets(self) -> dict[str, torch.Tensor]:
+        """The model's tensors. Raises ConfigurationError for anything that is not a model."""
+        return tensors_of(self._model, self._store)
+
+    @cached_property
+    def device_type(self) -> str | None:
+        """The type of the device that all tensors are on, if a lane can write each of them in place; else None."""
+        tensors = list(self.targets.values())
+        if len(set(map(torch.Tensor.get_device, tensors))) != 1 or not all(map(torch.Tensor.is_contiguous, tensors)):
+            return None
+        if any(map(torch.Tensor.is_neg, tensors)) or any(map(torch.Tensor.is_conj, tensors)):
+            return None
+        if any(not tensor.data_ptr() and tensor.numel() for tensor in tensors):
+            return None
+        return tensors[0].device.type
+
+    @property
+    def likely_device_type(self) -> str | None:
+        """``device_type``, or that of the pull before, which needs no look at the model."""
+        return self.device_type if self.known is None else self.known.device_type
+
+    def match_ahead(self) -> None:
+        """Match the model with the known layout, while the home is asked whether that is still its layout."""
+        with suppress(ConfigurationError):  # raised by ``selection`` if the layout is the same
+            if self.known is not None and self.device_type is not None:
+                self._matched = self._match(self.known.rows, None)
+                self._parts = self._matched.parts(self.known)
+
+    def set_lease(self, lease: VersionLease) -> None:
+        """Take the answer of the home. Raises NotFound if it names an unknown layout."""
+        self.lease = lease
+        if lease.lease and lease.rows is not None:
+            self.known, self._matched, self._parts = KnownLayout.of(lease.layout, lease.rows), None, None
+        elif lease.lease and (self.known is None or self.known.number != lease.layout):
+            raise NotFound(f"the home of {self._store!r} did not say what it has; pull again")
+
+    def parts_of_answer(self, device_type: str | None, answer: Any) -> list[list[Part]] | None:
+        """Take a whole response of the home, and return which parts of its tensors go where; see ``Spread``.
+
+        ``device_type``: of the device on which the answer has all tensors in one piece, if it has. None: fill nothing.
+        """
+        if answer is None:
+            return None
+        fields, pieces = answer
+        self.set_lease(VersionLease(*fields))
+        if not pieces or self.device_type != device_type:
+            return None
+        selection = self.selection()
+        if not selection.targets or any(name is not None for _, name in selection.places):
+            return None
+        assert self.known is not None
+        self.filled = True
+        return selection.parts(self.known) if self._parts is None else self._parts
+
+    def selection(self) -> Selection:
+        """Return what the pull brings. Raises ConfigurationError, which names every mismatch."""
+        assert self.known is not None and self.lease is not None
+        if self._matched is None or self.lease.changed is not None:
+            self._matched, self._parts = self._match(self.known.rows, self.lease.changed), None
+        return self._matched
+
+    def layout_for_next(self) -> KnownLayout | None:
+        """Return the layout to remember for the next pull."""
+        return self.known and self.known._replace(device_type=self.device_type)
+
+    def carry_by(self, carry: Carry) -> None:
+        """Have ``carry`` fill the model. Raises ConfigurationError unless the model has all tensors as published."""
+        selection = self.selection()
+        assert self.known is not None and self.lease is not None
+        if len(selection.targets) != len(self.known.rows) or any(name is not None for _, name in selection.places):
+            raise ConfigurationError(
+                "carry= brings all tensors as they were published: the model needs each of them, under the same dtype"
+            )
+        with torch.no_grad():
+            carry(self.lease.version, selection.targets)
+
+    def _match(self, rows: Sequence[Row], changed: Sequence[int] | None) -> Selection:
+        targets, convert = self.targets, self.converts
+        wrong: list[str] = []
+        selection = Selection([], [])
+        moved = None if changed is None else set(changed)
+        for place, (name, dtype, shape) in enumerate(rows):
+            target = targets.get(name)
+            if target is None:
+                if self._strict:
+                    wrong.append(f"the model has no {name!r}, which was published")
+                continue
+            its = DTYPE_NAMES[target.dtype]
+            may_convert = convert and target.dtype.is_floating_point and DTYPES[dtype].is_floating_point
+            if tuple(target.shape) != shape:
+                wrong.append(f"{name!r} is {shape} as published, and {tuple(target.shape)} in the model")
+            elif its != dtype and not may_convert:
+                remedy = "" if convert else " (convert=True converts floating dtypes)"
+                wrong.append(f"{name!r} is {dtype} as published, and {its} in the model{remedy}")
+            elif moved is None or place in moved:
+                selection.places.append((place, None if its == dtype else its))
+                selection.targets.append(target)
+        if self._strict:
+            published = {name for name, _, _ in rows}
+            wrong += [f"{name!r} of the model was not published" for name in targets if name not in published]
+        if wrong:
+            shown = "; ".join(wrong[:10]) + (f"; and {len(wrong) - 10} more" if len(wrong) > 10 else "")
+            raise ConfigurationError(f"the weights of {self._store!r} do not fit: {shown}")
+        return selection
+
+
+def tensors_of(model: Any, store: str) -> dict[str, torch.Tensor]:
+    """Return a model's tensors by name, without autograd. Raises ConfigurationError."""
+    if isinstance(model, torch.nn.Module):
+        model = model.state_dict()
+    if not isinstance(model, Mapping):
+        raise ConfigurationError(f"weights must be a module or tensors by name, not a {type(model).__name__}")
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in model.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigurationError(
+                f"{name!r} of the weights for {store!r} is a {type(tensor).__name__}, not a tensor: leave it out"
+            )
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+            raise ConfigurationError(f"{name!r} of the weights for {store!r} is not a dense tensor with memory")
+        found[str(name)] = tensor.detach()
+    return found
