@@ -249,8 +249,11 @@ def copy_into(targets: Sequence[torch.Tensor | None], tensors: Sequence[torch.Te
     for target, tensor in zip(targets, tensors, strict=True):
         if target is None or target is tensor or not tensor.numel():
             continue
-        pair = (target, tensor) if tensor.dtype in _COMMON else (as_copyable(target), as_copyable(tensor))
-        if target.is_cuda and tensor.is_cuda:
+        between_gpus = target.is_cuda and tensor.is_cuda
+        # Between GPUs, torch copies bfloat16 by way of float32, which changes the bits of some NaNs.
+        as_is = tensor.dtype in _COMMON and not (between_gpus and tensor.dtype is torch.bfloat16)
+        pair = (target, tensor) if as_is else (as_copyable(target), as_copyable(tensor))
+        if between_gpus:
             on_gpu.setdefault(pair[0].dtype, []).append(pair)
         elif target.is_cuda and tensor.is_cpu:
             _copy_into_gpu(*pair)
