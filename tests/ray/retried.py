@@ -121,7 +121,7 @@ class AsyncRetried:
         async def tick() -> None:
             nonlocal ticks
             while True:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.001)
                 ticks += 1
 
         ticking = asyncio.ensure_future(tick())

@@ -581,8 +581,8 @@ def error_of_the_call() -> BaseException | None:
         ("nobody", "'nobody' is not in group 'default'; its members: a .0., b .1."),
         (7, "7 is not in group"),
         (-1, "-1 is not in group"),
-        (None, "None is no call target: pass an actor handle"),
-        (1.5, "1.5 is no call target"),
+        (None, "None is not a call target: pass an actor handle"),
+        (1.5, "1.5 is not a call target"),
     ],
 )
 def test_an_unknown_target_is_told_who_there_is(pair: tuple[Any, Any], target: Any, said: str) -> None:

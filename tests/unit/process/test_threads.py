@@ -312,8 +312,8 @@ def test_a_copy_needs_no_further_threads(shortage: Shortage) -> None:
         assert torch.equal(target, source)
 
 
-def test_a_member_that_could_not_be_told_is_told_later(shortage: Shortage) -> None:
-    """One that has missed a change, by a supervisor that has no thread to tell it."""
+def test_a_member_that_could_not_be_resynchronised_is_so_later(shortage: Shortage) -> None:
+    """One that missed a change, by a supervisor that cannot start a thread for it."""
 
     class Roster:
         generation, name = "g", "group"
@@ -321,21 +321,22 @@ def test_a_member_that_could_not_be_told_is_told_later(shortage: Shortage) -> No
         table = spec = lambda *_: None
 
     class ControlConnections:
-        def ask(self, *_: Any) -> Any:
+        def call_all(self, *_: Any) -> Any:
             return {}, {}
 
-    now: Any = GroupState(Roster(), None, {})  # type: ignore[arg-type]
-    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    teller = Announcer(now, ControlConnections(), told.put, lambda: None)  # type: ignore[arg-type]
-    teller.missed(["a"])
+    state: Any = GroupState(Roster(), None, {})  # type: ignore[arg-type]
+    submitted: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    announcer = Announcer(state, ControlConnections(), submitted.put)  # type: ignore[arg-type]
+    announcer.mark_behind(["a"])
     shortage.begin()
     with pytest.raises(ThreadShortage):
-        teller.bring_up_to_date(time.monotonic())
-    (due,) = teller.due()
+        announcer.resync_due()
+    (due,) = announcer.due()
     assert due < time.monotonic() + 1
     shortage.end()
-    teller.bring_up_to_date(due)
-    assert callable(told.get(timeout=PATIENCE_S))
+    threading.Event().wait(max(0.0, due - time.monotonic()))
+    announcer.resync_due()
+    assert callable(submitted.get(timeout=PATIENCE_S))
 
 
 # --- lanes -----------------------------------------------------------------------------------------------------------
