@@ -14,7 +14,7 @@ VENV_DOCS ?= .venv-docs
 ARGS   ?=
 TESTS  ?= not slow and not multihost
 # Test files at a time, each with a Ray of its own: most of a test is waiting for processes to start.
-JOBS   ?= 2
+JOBS   ?= 3
 
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check

@@ -209,6 +209,13 @@ def _large_payload_body() -> None:
 
 
 @pytest.mark.slow
+def suspend(pid: int) -> None:
+    """Stop a process; returns when none of its threads runs any more."""
+    os.kill(pid, signal.SIGSTOP)
+    stat = Path(f"/proc/{pid}/stat")
+    assert peers.wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 10)
+
+
 @each(*PROCESSES)
 def test_a_tensor_of_more_than_2_gib(fresh: Pair) -> None:
     fresh.run(_huge_tensor_body)
@@ -432,7 +439,7 @@ def _never_answered_body() -> None:
 def test_a_peer_that_stands_still_costs_a_caller_no_more_than_its_deadline(fresh: Pair) -> None:
     fresh.run(_warm_body)
     assert fresh.b.process.pid is not None
-    os.kill(fresh.b.process.pid, signal.SIGSTOP)
+    suspend(fresh.b.process.pid)
     try:
         fresh.run(_standing_peer_body)
     finally:
@@ -457,7 +464,7 @@ def test_a_message_that_is_late_in_the_middle_costs_the_other_calls_nothing(fres
     """It arrives whole in the end, and as it was when it was sent."""
     fresh.run(_begin_held_body)
     assert fresh.b.process.pid is not None
-    os.kill(fresh.b.process.pid, signal.SIGSTOP)
+    suspend(fresh.b.process.pid)
     try:
         fresh.run(_late_in_the_middle_body)
     finally:
@@ -502,7 +509,7 @@ def test_a_connection_to_a_peer_that_reads_nothing_for_long_is_given_up(fresh: P
     fresh.run(_give_up_soon)
     fresh.run(_warm_body)
     assert fresh.b.process.pid is not None
-    os.kill(fresh.b.process.pid, signal.SIGSTOP)
+    suspend(fresh.b.process.pid)
     try:
         fresh.run(_given_up_body)
     finally:
@@ -525,7 +532,7 @@ def _given_up_body() -> None:
 @each(*SOCKETS)
 def test_a_short_deadline_is_kept_while_another_call_connects_to_a_peer_that_stands_still(fresh: Pair) -> None:
     assert fresh.b.process.pid is not None
-    os.kill(fresh.b.process.pid, signal.SIGSTOP)
+    suspend(fresh.b.process.pid)
     try:
         fresh.run(_connecting_body)
     finally:
@@ -586,7 +593,7 @@ def _killed_body() -> None:
 def test_a_peer_killed_while_a_large_message_is_on_its_way(fresh: Pair) -> None:
     fresh.run(_warm_body)
     assert fresh.b.process.pid is not None
-    os.kill(fresh.b.process.pid, signal.SIGSTOP)  # so that the message cannot arrive whole
+    suspend(fresh.b.process.pid)  # so that the message cannot arrive whole
     fresh.a.begin(_large_to_the_dying_body)
     fresh.b.process.kill()
     assert fresh.a.result() < 5
@@ -605,7 +612,7 @@ def test_a_caller_killed_in_the_middle_of_a_message_leaves_the_peer_as_it_was(fr
     fresh.run(_warm_body)
     assert fresh.b.process.pid is not None
     before = peers.resident_bytes(fresh.b.process.pid)
-    os.kill(fresh.b.process.pid, signal.SIGSTOP)  # so that the message cannot arrive whole
+    suspend(fresh.b.process.pid)  # so that the message cannot arrive whole
     try:
         fresh.run(_begin_large_body)
         fresh.a.process.kill()
