@@ -96,11 +96,15 @@ def test_a_call_under_way_fails_and_a_later_one_names_the_cause(spawn: Spawn, tm
 def test_a_call_that_may_be_repeated_waits_for_the_return(spawn: Spawn, tmp_path: Path) -> None:
     a, b = spawn(Returning, max_restarts=-1), spawn(Returning, max_restarts=-1)
     with rtr.init_group({"a": a, "b": b}) as group:
+        news = listened(group)
         before = group.members[1].pid
         assert ask(a, "b", "die_once", str(tmp_path / "first")) != before
         with pytest.raises(PeerLost):
             ask(a, "b", "die_once", str(tmp_path / "second"), retry=0)
-        group.wait_ready(20)
+        # The caller may learn of a loss before the supervisor does, so wait_ready could still see no loss.
+        for _ in range(2):
+            while news.get(timeout=20)[:2] != ("back", ("b",)):
+                pass
         assert ask(a, "b", "count")[1] == 1, "a call without retry= is not repeated"
 
 
