@@ -91,7 +91,7 @@ class Pull:
     def _own(self) -> list[torch.Tensor]:
         kept = sources.tensors_of(self.object_id, self._source.process)
         kept.make_current()
-        return kept.tensors if self._targets is None else _filled(self._targets, kept.tensors)
+        return kept.tensors if self._targets is None else filled(self._targets, kept.tensors)
 
     def _ask_member(self, local: LocalMember, member: Member, caller_waits: bool) -> None:
         try:
@@ -177,7 +177,7 @@ def _outcome(call: Call) -> list[torch.Tensor]:
         del error  # its traceback holds this frame
 
 
-def _filled(targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def filled(targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The targets, on any device, filled from the tensors. Raises ValueError if dtypes or shapes differ."""
     for target, tensor in zip(targets, tensors, strict=True):
         if (target.dtype, target.shape) != (tensor.dtype, tensor.shape):
@@ -229,7 +229,7 @@ def _fetch_for(waiting: weakref.ref[Pull], source: Source, object_id: str, deadl
 
     def take() -> list[torch.Tensor]:
         tensors, on_gpu = Codec(ray_internals.cloudpickler()).decode(*body)
-        return _placed(tensors, on_gpu) if targets is None else _filled(targets, tensors)
+        return _placed(tensors, on_gpu) if targets is None else filled(targets, tensors)
 
     pull._settle(take)
 

@@ -14,7 +14,7 @@ from raytorchrpc.lanes.common import frames, packing
 from raytorchrpc.lanes.cuda_ipc import events
 from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, tensor_over
 from raytorchrpc.lanes.nixl.memory import check_members
-from raytorchrpc.rdt.pull import _filled
+from raytorchrpc.rdt.pull import filled
 from raytorchrpc.tensors.bounds import OutOfBounds, checked, within
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.dtypes import view_at
@@ -145,7 +145,7 @@ def test_pieces_that_are_read_by_rdma_are_no_larger_than_their_tensors_need() ->
 
 def test_an_object_is_received_into_tensors_of_its_own_kind_alone() -> None:
     targets = [torch.zeros(3)]
-    assert torch.equal(_filled(targets, [torch.ones(3)])[0], torch.ones(3))
+    assert torch.equal(filled(targets, [torch.ones(3)])[0], torch.ones(3))
     for tensor in (torch.ones(1), torch.ones(3, dtype=torch.float64), torch.ones(4)):
         with pytest.raises(ValueError, match="cannot be received into"):
-            _filled(targets, [tensor])
+            filled(targets, [tensor])
