@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from raytorchrpc.calls.current import current_local
 from raytorchrpc.calls.member import LocalMember
@@ -19,6 +19,7 @@ from raytorchrpc.calls.spans import MemberTrace, Tracer
 from raytorchrpc.errors import ConfigurationError, NotAMember, RayTorchRpcError
 from raytorchrpc.group.chrome_trace import Clock, GroupTrace, chrome
 from raytorchrpc.group.control_connections import ControlConnections
+from raytorchrpc.group.host import GroupHost
 from raytorchrpc.group.roster import Roster
 
 #: A member stops recording by itself after this (seconds): the process that asked for it may have ended.
@@ -82,7 +83,7 @@ class Tracing:
         self._missing: set[str] = set()
 
     def begin(self, roster: Roster, capacity: int) -> None:
-        """Raises ConfigurationError if one is under way."""
+        """Start a trace. Raises ConfigurationError if the group is being traced already."""
         with self._lock:
             if self._until > time.monotonic():
                 raise ConfigurationError(f"group {roster.name!r} is being traced already; end that trace first")
@@ -134,16 +135,6 @@ class Tracing:
 # --- what a user holds -----------------------------------------------------------------------------------------------
 
 
-class Traceable(Protocol):
-    """Who looks after a group, for this."""
-
-    def begin_trace(self, capacity: int) -> None:
-        """Have the members record."""
-
-    def end_trace(self) -> GroupTrace:
-        """What they recorded."""
-
-
 class Trace:
     """A trace of a group. Created by ``Group.trace``; a context manager. Its attributes are set when the block ends.
 
@@ -154,8 +145,8 @@ class Trace:
         clock_error_s: the largest error between the clocks of two hosts, in seconds; 0 on one host.
     """
 
-    def __init__(self, keeper: Traceable, path: str | os.PathLike[str], capacity: int) -> None:
-        self._keeper, self.path, self._capacity = keeper, Path(path), capacity
+    def __init__(self, host: GroupHost, path: str | os.PathLike[str], capacity: int) -> None:
+        self._host, self.path, self._capacity = host, Path(path), capacity
         self.events = 0
         self.dropped: dict[str, int] = {}
         self.missing: tuple[str, ...] = ()
@@ -166,13 +157,13 @@ class Trace:
             raise ConfigurationError(
                 f"cannot write a trace to {self.path}: the folder {self.path.parent} does not exist"
             )
-        self._keeper.begin_trace(self._capacity)
+        self._host.begin_trace(self._capacity)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        found = self._keeper.end_trace()
+        found = self._host.end_trace()
         self.events = sum(len(member.events) for member in found.members)
         self.dropped = {member.name: member.dropped for member in found.members if member.dropped}
         self.missing = found.missing

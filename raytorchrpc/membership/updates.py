@@ -149,7 +149,7 @@ handle.register_service(_STORE, _operate)
 
 
 def _send_to_home(generation: str, store: StoreAddress, seconds: float, operation: str, args: tuple[Any, ...]) -> Any:
-    """See MemberStore. Waits for nothing but the home: not for a turn of the actor's, nor for calls under way."""
+    """See MemberStore. Waits only for the home: neither for an admission to the actor nor for calls in flight."""
     local = _member_of(generation)
     budget = min(MAX_TIMEOUT_S, seconds + _ANSWER_S)
     if store.home == local.me.name:
