@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from raytorchrpc.lanes.common import packing
-from raytorchrpc.lanes.nccl.carrier import RECEIVER, Broken, Carrier, Channel, Mark
+from raytorchrpc.lanes.nccl.carrier import Carrier, Channel, Mark
+from raytorchrpc.lanes.nccl.libnccl import RECEIVER, Broken
 from raytorchrpc.tensors.dtypes import Shape
 
 
@@ -26,7 +27,7 @@ class PipeMark:
         if reached:
             self.event.set()
 
-    def reached(self) -> bool:
+    def __call__(self) -> bool:
         return self.event.is_set()
 
 

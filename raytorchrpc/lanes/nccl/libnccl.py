@@ -12,18 +12,16 @@ import functools
 import importlib.util
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.common import packing
-from raytorchrpc.lanes.nccl.carrier import RECEIVER, SENDER, Broken, Carrier, Channel, Mark
-from raytorchrpc.process import threads
-from raytorchrpc.tensors.dtypes import Shape
 
+#: The two ends of a channel.
+SENDER, RECEIVER = 0, 1
 #: ncclResult_t, ncclDataType_t and the constants of ncclConfig_t that are used here.
 _SUCCESS, _IN_PROGRESS, _UINT8 = 0, 7, 1
 _UNDEFINED = -(1 << 31)
@@ -31,11 +29,14 @@ _MAGIC = 0xCAFEBEEF
 #: The header whose ncclConfig_t this is; newer libraries fill in what they have added since.
 _CONFIG_VERSION = 21805
 _STREAM_NON_BLOCKING = 1
-TICKET_BYTES = 128
+
+
+class Broken(Exception):
+    """A channel has failed for good. The text says why."""
 
 
 class _UniqueId(ctypes.Structure):
-    _fields_ = [("internal", ctypes.c_ubyte * TICKET_BYTES)]
+    _fields_ = [("internal", ctypes.c_ubyte * 128)]
 
 
 class _Config(ctypes.Structure):
@@ -52,15 +53,13 @@ class _Config(ctypes.Structure):
     ]
 
 
-def _not_blocking() -> _Config:
-    undefined = (_UNDEFINED,) * 3
-    return _Config(ctypes.sizeof(_Config), _MAGIC, _CONFIG_VERSION, 0, *undefined, None, _UNDEFINED)
-
-
 class Library:
     """The library. As thread-safe as NCCL: one thread at a time for each communicator."""
 
     def __init__(self) -> None:
+        self._idle: dict[int, list[torch.cuda.Stream]] = {}
+        """By device. No stream is destroyed: torch's allocator keeps memory by stream."""
+        self._lock = threading.Lock()
         try:
             self._nccl = ctypes.CDLL(_path())
             self._cuda = ctypes.CDLL("libcuda.so.1")
@@ -89,9 +88,8 @@ class Library:
             raise LaneUnavailable("nccl", f"this NCCL library is too old: {error}") from error
         version = ctypes.c_int()
         self._nccl.ncclGetVersion(ctypes.byref(version))
-        self.version: int = version.value
-        if self.version < _CONFIG_VERSION:
-            raise LaneUnavailable("nccl", f"NCCL {self.version} is too old: this lane needs 2.18.5 or newer")
+        if version.value < _CONFIG_VERSION:
+            raise LaneUnavailable("nccl", f"NCCL {version.value} is too old: this lane needs 2.18.5 or newer")
 
     def ticket(self) -> bytes:
         """Make an ncclUniqueId. This process listens for the communicator's other end."""
@@ -101,8 +99,9 @@ class Library:
 
     def join(self, ticket: bytes, end: int, device: int) -> ctypes.c_void_p:
         """Begin to make a communicator of two ranks."""
-        comm, config = ctypes.c_void_p(), _not_blocking()
-        unique = _UniqueId.from_buffer_copy(ticket)
+        undefined = (_UNDEFINED,) * 3
+        config = _Config(ctypes.sizeof(_Config), _MAGIC, _CONFIG_VERSION, 0, *undefined, None, _UNDEFINED)
+        comm, unique = ctypes.c_void_p(), _UniqueId.from_buffer_copy(ticket)
         with torch.cuda.device(device):
             code = self._nccl.ncclCommInitRankConfig(ctypes.byref(comm), 2, unique, end, ctypes.byref(config))
         try:
@@ -141,10 +140,13 @@ class Library:
         text = ": ".join(text.decode(errors="replace").strip() for text in texts if text)
         raise Broken(f"{what} failed: {text}")
 
-    def new_stream(self, device: int) -> torch.cuda.Stream:
-        """Make a CUDA stream. torch hands out its own repeatedly, and two channels on one stream would wait for
-        each other.
+    def take_stream(self, device: int) -> torch.cuda.Stream:
+        """Return a CUDA stream that no other channel uses. torch hands out its own repeatedly, and two channels on one
+        stream would wait for each other.
         """
+        with self._lock:
+            if idle := self._idle.get(device):
+                return idle.pop()
         handle = ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.current_stream(device).query()  # makes the device's context current on this thread
@@ -152,6 +154,11 @@ class Library:
         if code != 0 or handle.value is None:
             raise Broken(f"cuStreamCreate failed with driver error {code}")
         return torch.cuda.ExternalStream(handle.value, device=device)  # type: ignore[no-untyped-call]
+
+    def give_back(self, device: int, stream: torch.cuda.Stream) -> None:
+        """Return a stream for another channel to use."""
+        with self._lock:
+            self._idle.setdefault(device, []).append(stream)
 
 
 def _path() -> str:
@@ -173,131 +180,3 @@ def _path() -> str:
 def library() -> Library:
     """Return this process's library. Raises LaneUnavailable if there is none."""
     return Library()
-
-
-class _Streams:
-    """A pool of CUDA streams for channels. None is destroyed: torch's allocator keeps memory by stream."""
-
-    def __init__(self) -> None:
-        self._idle: dict[int, list[torch.cuda.Stream]] = {}
-        self._lock = threading.Lock()
-
-    def take(self, device: int) -> torch.cuda.Stream:
-        with self._lock:
-            if idle := self._idle.get(device):
-                return idle.pop()
-        return library().new_stream(device)
-
-    def give_back(self, device: int, stream: torch.cuda.Stream) -> None:
-        with self._lock:
-            self._idle.setdefault(device, []).append(stream)
-
-
-_streams = _Streams()
-
-
-class _EventMark:
-    """A recorded CUDA event."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(stream)
-
-    def reached(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
-
-
-class NcclCarrier(Carrier):
-    """Implements Carrier by NCCL and CUDA."""
-
-    def open(self, devices: Sequence[int]) -> Mapping[int, str]:
-        library()
-        return {index: str(getattr(torch.cuda.get_device_properties(index), "uuid", "")) for index in devices}
-
-    def device(self, index: int) -> torch.device:
-        return torch.device("cuda", index)
-
-    def mark(self, device: int) -> Mark:
-        return _EventMark(torch.cuda.current_stream(device))
-
-    def ticket(self) -> bytes:
-        return library().ticket()
-
-    def join(self, ticket: bytes, end: int, device: int) -> Channel:
-        return NcclChannel(ticket, end, device)
-
-
-class NcclChannel(Channel):
-    """A communicator of two ranks for one direction, with a stream of its own."""
-
-    def __init__(self, ticket: bytes, end: int, device: int) -> None:
-        self._end, self._device = end, device
-        self._lock = threading.Lock()
-        self._last: Mark | None = None
-        self._stream = _streams.take(device)
-        try:
-            self._comm: ctypes.c_void_p | None = library().join(ticket, end, device)
-        except BaseException:
-            _streams.give_back(device, self._stream)
-            raise
-
-    def _with_comm(self, use: Callable[[ctypes.c_void_p], Any]) -> Any:
-        with self._lock:  # so that ``abort`` does not free a communicator in use
-            if self._comm is None:
-                raise Broken("the channel was aborted")
-            return use(self._comm)
-
-    def enqueued(self) -> bool:
-        return bool(self._with_comm(library().enqueued))
-
-    def room(self, shapes: Sequence[Sequence[Shape]]) -> list[torch.Tensor]:
-        # On this channel's stream, so that it need not wait for what the user has queued.
-        with torch.cuda.stream(self._stream):
-            return [packing.room(piece, torch.device("cuda", self._device)) for piece in shapes]
-
-    def send(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor in tensors:
-            tensor.record_stream(self._stream)
-        self._move(tensors)
-
-    def receive(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._move(tensors)
-
-    def follow(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        for tensor in tensors:
-            tensor.record_stream(self._stream)
-
-    def _move(self, tensors: Sequence[torch.Tensor]) -> None:
-        stream: int = self._stream.cuda_stream
-        self._with_comm(lambda comm: library().move(comm, self._end, tensors, stream))
-
-    def mark(self) -> Mark:
-        return _EventMark(self._stream)
-
-    def make_current(self, tensors: Sequence[torch.Tensor]) -> None:
-        stream = torch.cuda.current_stream(self._device)
-        for tensor in tensors:
-            tensor.record_stream(stream)
-
-    def precede(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-    def abort(self) -> None:
-        with self._lock:
-            comm, self._comm = self._comm, None
-        if comm is not None:
-            # It waits for the device, as does the memory that it frees, so it runs on a thread of its own.
-            try:
-                threads.start(self._free, comm, name="raytorchrpc-nccl-abort")
-            except threads.ThreadShortage as error:
-                threads.report(error, "a thread waits for a communicator to end")
-                self._free(comm)
-
-    def over(self) -> bool:
-        return self._last is not None and self._last.reached()
-
-    def _free(self, comm: ctypes.c_void_p) -> None:
-        library().abort(comm)
-        self._last = self.mark()
-        _streams.give_back(self._device, self._stream)

@@ -7,6 +7,7 @@ served function returns a torch Future at once, which the member completes later
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -83,10 +84,8 @@ class TorchRpcLane(MessageLane):
         on_released: Callable[[], None] | None = None,
     ) -> Pending:
         worker = self._worker(peer, message.body.tensors)
-        header, body = message.header, message.body
-        args = (header, body.payload, _sendable(body.tensors), list(body.rrefs), body.buffers)
         try:
-            future = torch_internals.invoke_async(worker, _serve, args, _NO_LIMIT)
+            future = torch_internals.invoke_async(worker, _serve, _as_torch(message), _NO_LIMIT)
         except RuntimeError as error:
             raise self._failed(error, peer, worker, sent=False) from error
         if on_released is not None:
@@ -108,10 +107,8 @@ class TorchRpcLane(MessageLane):
                 f"the connections to {peer!r} broke and were renewed, and torch's RRefs only work with the first ones; "
                 f"restart either actor",
             )
-        header, body = message.header, message.body
-        args = (header, body.payload, _sendable(body.tensors), list(body.rrefs), body.buffers)
         try:
-            return rpc.remote(worker, _serve_value, args=args, timeout=timeout_s)
+            return rpc.remote(worker, _serve_value, args=_as_torch(message), timeout=timeout_s)
         except RuntimeError as error:
             raise self._failed(error, peer, worker, sent=False) from error
 
@@ -170,39 +167,17 @@ class AbsentLane(MessageLane):
         """``reason``: why torchrpc is not used."""
         self._reason = reason
 
-    def _refuse(self) -> NoReturn:
+    def open(self, serve: Serve, spawn: Spawn) -> None:
+        """Do nothing."""
+
+    def call(self, *request: Any, **options: Any) -> NoReturn:
         raise LaneUnavailable(
             self.name,
             f"{self._reason}; RRefs, distributed autograd, and tensors that no other lane carries need it: allow it in "
             "GroupConfig.lanes",
         )
 
-    def open(self, serve: Serve, spawn: Spawn) -> None:
-        """Do nothing."""
-
-    def connect(self, peers: Sequence[PeerAddress]) -> None:
-        """Do nothing."""
-
-    def call(
-        self,
-        peer: str,
-        message: Message,
-        timeout_s: float,
-        *,
-        caller_waits: bool = False,
-        on_released: Callable[[], None] | None = None,
-    ) -> Pending:
-        self._refuse()
-
-    def remote(self, peer: str, message: Message, timeout_s: float) -> Any:
-        """See TorchRpcLane."""
-        self._refuse()
-
-    def disconnect(self, peer: str) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
+    remote = call
 
 
 class _TorchPending(Pending):
@@ -217,7 +192,7 @@ class _TorchPending(Pending):
         # A lock, because future.wait() has no time limit and Ctrl-C cannot interrupt it.
         arrived = threading.Lock()
         arrived.acquire()
-        self._future.add_done_callback(lambda _: arrived.release())
+        self.add_done_callback(arrived.release)
         return arrived.acquire(timeout=timeout_s)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
@@ -226,43 +201,57 @@ class _TorchPending(Pending):
     def take(self) -> Message:
         try:
             # Makes this thread's CUDA streams wait for the tensors, so it runs on this thread.
-            header, payload, tensors, rrefs, buffers = self._future.wait()
+            header, *body = self._future.wait()
         except RuntimeError as error:
             raise self._failed(error) from error
-        return Message(header, Encoded(payload, tensors, rrefs, buffers))
+        return Message(header, Encoded(*body))
+
+
+def _as_torch(message: Message) -> tuple[Any, ...]:
+    """Return what torch sends of a message: its header, and the fields of its body."""
+    body = message.body
+    # torch sends a small part of a large storage as a clone, and aborts the process if it cannot clone the dtype.
+    tensors = [copied(tensor) if tensor.dtype in UNCOPIED else tensor for tensor in body.tensors]
+    return message.header, body.payload, tensors, list(body.rrefs), body.buffers
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _serve(
-    header: tuple[Any, ...], payload: bytes, tensors: list[torch.Tensor], rrefs: list[Any], buffers: int
-) -> torch.futures.Future[Any]:
+def _serve(*request: Any) -> torch.futures.Future[Any]:
     """Pass a request on, and return a Future of the reply. Runs on a torchrpc thread."""
-    future = _future()
 
-    def reply(message: Message) -> None:
-        body = message.body
+    def reply(future: torch.futures.Future[Any], message: Message) -> None:
         try:
-            future.set_result((message.header, body.payload, _sendable(body.tensors), list(body.rrefs), body.buffers))
+            future.set_result(_as_torch(message))
         except RuntimeError as error:  # a tensor on a device that the agent does not have
             future.set_exception(error)
 
-    _pass_on(Message(header, Encoded(payload, tensors, rrefs, buffers), handoff_streams(tensors)), reply)
-    return future
+    return _pass_on(request, reply)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _serve_value(
-    header: tuple[Any, ...], payload: bytes, tensors: list[torch.Tensor], rrefs: list[Any], buffers: int
-) -> torch.futures.Future[Any]:
+def _serve_value(*request: Any) -> torch.futures.Future[Any]:
     """Like ``_serve``, for ``remote``: the reply's header holds the result itself, which stays here."""
-    future = _future()
 
-    def reply(message: Message) -> None:
+    def reply(future: torch.futures.Future[Any], message: Message) -> None:
         failed, value = message.header
         # A torch Future's exception would become the RRef's value, but torch raises a RemoteException in to_here().
         future.set_result(_remote_exception(value) if failed else value)
 
-    _pass_on(Message(header, Encoded(payload, tensors, rrefs, buffers), handoff_streams(tensors)), reply)
+    return _pass_on(request, reply)
+
+
+def _pass_on(
+    request: tuple[Any, ...], reply: Callable[[torch.futures.Future[Any], Message], None]
+) -> torch.futures.Future[Any]:
+    served = _served
+    if served is None:
+        raise RuntimeError("raytorchrpc: this process has left the group")
+    future: torch.futures.Future[Any] = torch.futures.Future(devices=served.devices)
+    header, *body = request
+    encoded = Encoded(*body)
+    work = served.serve(Message(header, encoded, handoff_streams(encoded.tensors)), partial(reply, future))
+    if work is not None:
+        served.spawn(work)
     return future
 
 
@@ -279,33 +268,9 @@ def _remote_exception(error: BaseException) -> RemoteException:
     return RemoteException(text.encode("unicode_escape").decode(), cls)  # torch unescapes it
 
 
-def _sendable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    # torch sends a small part of a large storage as a clone, and aborts the process if it cannot clone the dtype.
-    return [copied(tensor) if tensor.dtype in UNCOPIED else tensor for tensor in tensors]
-
-
-def _future() -> torch.futures.Future[Any]:
-    return torch.futures.Future(devices=_served.devices if _served else None)
-
-
-def _pass_on(message: Message, reply: Callable[[Message], None]) -> None:
-    served = _served
-    if served is None:
-        raise RuntimeError("raytorchrpc: this process has left the group")
-    work = served.serve(message, reply)
-    if work is not None:
-        served.spawn(work)
-
-
-_BROKEN = (
-    "originated at tensorpipe",
-    "eof",
-    "epipe",
-    "econnre",
-    "pipe closed",
-    "not running",
-    "shutting down",
-    "no longer running",
+#: What in torch's messages says that a connection or an agent has ended.
+_BROKEN = re.compile(
+    "originated at tensorpipe|eof|epipe|econnre|pipe closed|not running|no longer running|shutting down", re.IGNORECASE
 )
 
 
@@ -316,7 +281,7 @@ def _translate(error: RuntimeError, peer: str, *, sent: bool) -> RayTorchRpcErro
         return RpcTimeout(f"no reply from {peer!r} in time over torchrpc; the call may still run there")
     if "has left the group" in text:
         return PeerLost(peer, "it has left the group", may_have_run=False)
-    if any(sign in text.lower() for sign in _BROKEN):
+    if _BROKEN.search(text):
         return PeerLost(peer, text.split("(this error originated")[0].strip(), may_have_run=sent)
     return RayTorchRpcError(f"torchrpc failed between this member and {peer!r}: {text}")
 
