@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -101,33 +100,15 @@ class Tagged:
         return [*buffers, tag]
 
 
-def secure_outgoing(
-    sock: socket.socket, credentials: Credentials, me: Identity, peer: Identity, timeout_s: float
-) -> Protection | None:
-    """Authenticate the connecting end of a new socket as ``me``, and verify that the other end is ``peer``.
-
-    Returns what protects the connection from now on; None for a Unix socket, which other processes cannot reach. Blocks
-    for at most ``timeout_s`` seconds. Raises Refused or OSError; close the socket then.
-    """
-    handshake.check_user(sock, credentials)
-    return secure_stream(sock, credentials, me, peer, timeout_s, exposed=sock.family != socket.AF_UNIX)
-
-
-def secure_incoming(
-    sock: socket.socket, credentials: Credentials, me: Identity, timeout_s: float
-) -> tuple[Identity, Protection | None]:
-    """Authenticate the accepting end likewise; also returns the verified identity of the other end."""
-    handshake.check_user(sock, credentials)
-    return secure_accepted(sock, credentials, me, timeout_s, exposed=sock.family != socket.AF_UNIX)
-
-
 def secure_stream(
     stream: Stream, credentials: Credentials, me: Identity, peer: Identity, timeout_s: float, *, exposed: bool
 ) -> Protection | None:
-    """Like ``secure_outgoing``, for any stream. ``exposed``: others can reach its bytes."""
-    tls = None
-    if exposed and credentials.tls is not None:
-        tls = TlsSession(stream, credentials.tls, accepting=False, timeout_s=timeout_s)
+    """Authenticate the connecting end of a new connection as ``me``, and verify that the other end is ``peer``.
+
+    ``exposed``: processes other than the two ends can reach its bytes. Returns what protects the connection from now
+    on; None if it is not exposed. Blocks for at most ``timeout_s`` seconds. Raises Refused or OSError; close it then.
+    """
+    tls = _tls(stream, credentials, timeout_s, exposed, accepting=False)
     keys = handshake.offer(tls or stream, credentials.secret, me, peer, timeout_s)
     return tls or (Tagged(keys) if exposed else None)
 
@@ -135,9 +116,15 @@ def secure_stream(
 def secure_accepted(
     stream: Stream, credentials: Credentials, me: Identity, timeout_s: float, *, exposed: bool
 ) -> tuple[Identity, Protection | None]:
-    """Like ``secure_incoming``, for any stream."""
-    tls = None
-    if exposed and credentials.tls is not None:
-        tls = TlsSession(stream, credentials.tls, accepting=True, timeout_s=timeout_s)
+    """Authenticate the accepting end likewise; also returns the verified identity of the other end."""
+    tls = _tls(stream, credentials, timeout_s, exposed, accepting=True)
     peer, keys = handshake.accept(tls or stream, credentials.secret, me, timeout_s)
     return peer, tls or (Tagged(keys) if exposed else None)
+
+
+def _tls(
+    stream: Stream, credentials: Credentials, timeout_s: float, exposed: bool, *, accepting: bool
+) -> TlsSession | None:
+    if not exposed or credentials.tls is None:
+        return None
+    return TlsSession(stream, credentials.tls, accepting=accepting, timeout_s=timeout_s)

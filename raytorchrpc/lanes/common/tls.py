@@ -94,12 +94,11 @@ class TlsSession:
 
     def settimeout(self, seconds: float | None) -> None:
         """See Stream. None ends the handshake."""
-        if seconds is None:
-            stream, self._stream = self._stream, None
-            if stream is not None:
-                stream.settimeout(None)
-        else:
+        if seconds is not None:
             self._until = time.monotonic() + seconds
+        elif self._stream is not None:
+            self._stream.settimeout(None)
+            self._stream = None
 
     def sendall(self, data: bytes) -> None:
         """See Stream."""
@@ -113,27 +112,21 @@ class TlsSession:
         stream = self._stream
         assert stream is not None
         while True:
-            wants_more = False
             try:
-                done = step()
+                return step()
             except ssl.SSLWantReadError:
-                wants_more = True
+                pass
             except ssl.SSLError as error:
-                self._flush(stream)
                 raise Refused(f"TLS: {error.reason or error}; it does not have this group's certificate") from error
-            self._flush(stream)
-            if not wants_more:
-                return done
+            finally:
+                if self._leaving.pending:
+                    stream.settimeout(max(0.001, self._until - time.monotonic()))
+                    stream.sendall(self._leaving.read())
             stream.settimeout(max(0.001, self._until - time.monotonic()))
             data = stream.recv(_RECORD)
             if not data:
                 raise HungUp("it hung up")
             self._arrived.write(data)
-
-    def _flush(self, stream: Stream) -> None:
-        if self._leaving.pending:
-            stream.settimeout(max(0.001, self._until - time.monotonic()))
-            stream.sendall(self._leaving.read())
 
     # --- the connection's protection ----------------------------------------------------------------------
 

@@ -188,10 +188,9 @@ class NcclLane(TensorLane):
         sending = Sending(control, self._carrier, self._timeout_s, partial(self._take, rank))
         with self._lock:
             self._sending.add(sending)
-            closed = self._closed
-        try:
-            if closed:
+            if self._closed:
                 control.close()
+        try:
             sending.serve()
         except (Disconnected, TimedOut, Broken) as error:
             logger.debug("%s: a control connection of rank %d has ended: %s", self._me, rank, error)
@@ -255,24 +254,18 @@ class NcclLane(TensorLane):
         try:
             if (receiving := self._receiving.get(peer)) is not None:
                 return receiving
-            by_tcp = peer in self._by_tcp
-            control = control_connection.connect(
-                address.control, by_tcp, self._credentials, self._acceptor.address, deadline
-            )
+            own, by_tcp = self._acceptor.address, peer in self._by_tcp
+            control = control_connection.connect(address.control, by_tcp, self._credentials, own, deadline)
             receiving = Receiving(peer, self.name, control, self._carrier)
-            self._add(receiving)
+            with self._lock:
+                if self._closed:
+                    receiving.end()
+                    raise Disconnected("this member has left the group")
+                self._receiving[peer] = receiving
+            self._ring()
             return receiving
         finally:
             dialing.release()
-
-    def _add(self, receiving: Receiving) -> None:
-        with self._lock:
-            if not self._closed:
-                self._receiving[receiving.peer] = receiving
-                self._ring()
-                return
-        receiving.end()
-        raise Disconnected("this member has left the group")
 
     def _end(self, receiving: Receiving) -> None:
         with self._lock:
@@ -308,11 +301,10 @@ class NcclLane(TensorLane):
         for fd, _ in poll.poll():
             if fd == self._bell:
                 os.eventfd_read(self._bell)
-            elif fd in listeners:
-                if not self._acceptor.accept(listeners[fd]):
-                    threading.Event().wait(_ACCEPT_PAUSE_S)  # else poll would report it again at once
-            else:
+            elif fd not in listeners:
                 self._end(receiving[fd])
+            elif not self._acceptor.accept(listeners[fd]):
+                time.sleep(_ACCEPT_PAUSE_S)  # else poll would report it again at once
         receiving.clear()
         self._send_discards()
         return True
@@ -325,7 +317,7 @@ class NcclLane(TensorLane):
                 self._receiving_from(peer, deadline).discard(number, deadline)
             except Disconnected:
                 self._drop(peer)  # it will not fetch either
-            except (LaneUnavailable, TimedOut):
+            except TimedOut:
                 continue
 
     # --- the end ---------------------------------------------------------------------------------------------

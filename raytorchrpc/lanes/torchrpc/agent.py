@@ -28,8 +28,8 @@ from raytorchrpc.process import fork, socket_filter, threads
 
 logger = logging.getLogger(__name__)
 
-#: How long ``stop`` waits for torchrpc's threads (seconds). torch itself would wait without end.
-STOP_TIMEOUT_S = 2.0
+#: How long a restart waits for torchrpc's threads (seconds). torch itself would wait without end.
+_STOP_TIMEOUT_S = 2.0
 
 #: Worker ids that no member of a group has; each process assigns them locally (torch's worker ids have 16 bits).
 OWN_NUMBERS = range(3 << 13, 1 << 15)
@@ -99,6 +99,7 @@ class Fabric:
         self._agent: Any = None
         self._store: Any = None
         self._spec: AgentSpec | None = None
+        self._devices: tuple[int, ...] = ()
         self._url = ""
         self._peers: dict[str, _Known] = {}
         self._me: Any = None
@@ -143,7 +144,7 @@ class Fabric:
 
     def _have(self, spec: AgentSpec, renew: bool) -> str:
         with self._lock:
-            if self._agent is not None and (renew or not _fits(self._spec, spec)):
+            if self._spec is not None and (renew or not _fits(self._spec, spec)):
                 logger.warning(
                     "restarting the torchrpc agent %s: the new group needs other devices, transports or another "
                     "interface; RRefs of this process no longer work, because torch uses the first agent for them",
@@ -182,7 +183,7 @@ class Fabric:
         socket_filter.notice_silence(self._listeners)
         if torch_internals.init_autograd(spec.worker_id) != spec.worker_id and self._agents_started == 0:
             self._agents_started = 1  # the program had its own agent before, which RRefs stay with
-        self._spec = spec
+        self._spec, self._devices = spec, spec.devices
         self._me = self._agent.get_worker_info()
         self._agents_started += 1
         if self._agents_started == 1:
@@ -200,24 +201,23 @@ class Fabric:
     def add_peers(self, peers: Sequence[FabricPeer]) -> None:
         """Make peers callable. Quick: the first call opens connections."""
         with self._lock:
-            agent, spec = self._agent, self._spec
-            if agent is None or spec is None:
+            if self._agent is None:
                 raise BootstrapError("no torchrpc agent is running in this process")
             for peer in peers:
                 if (known := self._peers.get(peer.name)) is not None and known.peer == peer:
                     continue
                 self._remove_peer(peer.name)
-                self._add_peer(agent, spec, peer, renew=peer.worker_id in self._spoilt)
+                self._add_peer(peer, renew=peer.worker_id in self._spoilt)
 
-    def _add_peer(self, agent: Any, spec: AgentSpec, peer: FabricPeer, *, renew: bool) -> None:
+    def _add_peer(self, peer: FabricPeer, *, renew: bool) -> None:
         if renew:
             if (fresh := next(self._numbers, None)) is None:
                 text = "%s: its connections broke %d times; they cannot be renewed again"
                 logger.warning(text, peer.name, len(OWN_NUMBERS))
             else:
                 peer = peer._replace(worker_id=fresh)
-        name, number, url, inverse = peer
-        torch_internals.add_peer(agent, self._store, name, number, url, devices=spec.devices, inverse_map=inverse)
+        agent, (name, number, url, inverse) = self._agent, peer
+        torch_internals.add_peer(agent, self._store, name, number, url, devices=self._devices, inverse_map=inverse)
         self._peers[name] = _Known(peer, agent.get_worker_info(name), renew)
 
     def renew(self, name: str, broken: Any) -> None:
@@ -226,12 +226,11 @@ class Fabric:
         torch keeps a broken pipe under its worker id without end, so the peer gets another id, in this process only.
         """
         with self._lock:
-            known, agent, spec = self._peers.get(name), self._agent, self._spec
-            if known is None or agent is None or spec is None or known.worker is not broken:
-                return  # it was removed, or another thread has renewed it
-            self._spoilt.add(known.peer.worker_id)
-            self._remove_peer(name)
-            self._add_peer(agent, spec, known.peer, renew=True)
+            known = self._peers.get(name)
+            if known is not None and known.worker is broken:  # else it was removed, or another thread has renewed it
+                self._spoilt.add(known.peer.worker_id)
+                self._remove_peer(name)
+                self._add_peer(known.peer, renew=True)
 
     def distrust(self, name: str) -> None:
         """Note that a peer is unreachable: its connections may be broken once it returns, so it gets new ones then."""
@@ -277,26 +276,17 @@ class Fabric:
         """Whether a peer's connections broke and were renewed, under a worker id local to this process."""
         return name in self._peers and self._peers[name].renewed
 
-    def remove_peers(self, names: Sequence[str]) -> None:
-        """Remove peers. Calls to them in flight end by their deadline."""
+    def remove_peer(self, name: str) -> None:
+        """Remove a peer. Calls to it in flight end by their deadline."""
         with self._lock:
-            for name in names:
-                self._remove_peer(name)
+            self._remove_peer(name)
 
     def _remove_peer(self, name: str) -> None:
         known = self._peers.pop(name, None)
-        if known is not None and self._agent is not None and self._spec is not None:
-            maps = ((other, each.peer.inverse_map) for other, each in self._peers.items())
-            kept = {other: inverse for other, inverse in maps if inverse}
-            number, devices = known.peer.worker_id, self._spec.devices
-            torch_internals.remove_peer(self._agent, name, number, devices=devices, inverse_maps=kept)
-
-    def stop(self) -> None:
-        """Stop the agent. Blocks for at most ``STOP_TIMEOUT_S``. Does nothing in a forked child."""
-        if os.getpid() != self._pid:
-            return
-        with self._lock:
-            self._stop()
+        if known is not None:
+            maps = {other: each.peer.inverse_map for other, each in self._peers.items() if each.peer.inverse_map}
+            number, devices = known.peer.worker_id, self._devices
+            torch_internals.remove_peer(self._agent, name, number, devices=devices, inverse_maps=maps)
 
     def _stop_at_exit(self) -> None:
         # No thread can be started now. None is needed, as no user code runs on torchrpc's threads.
@@ -304,16 +294,14 @@ class Fabric:
             torch_internals.stop_agent()
 
     def _stop(self) -> None:
-        if self._agent is None:
-            return
         # torch waits for running handlers without a limit, so it does that on a thread that may be left behind.
         try:
             stopper = threads.start(torch_internals.stop_agent, name="raytorchrpc-stop")
         except threads.ThreadShortage as error:
             raise BootstrapError(f"torchrpc's agent cannot be stopped: {error}") from error
-        stopper.join(STOP_TIMEOUT_S)
+        stopper.join(_STOP_TIMEOUT_S)
         if stopper.is_alive():
-            logger.warning("torchrpc's agent did not stop within %.0f s; its threads keep running", STOP_TIMEOUT_S)
+            logger.warning("torchrpc's agent did not stop within %.0f s; its threads keep running", _STOP_TIMEOUT_S)
         self._agent = self._store = self._spec = self._me = None
         for table in (self._listeners, self._peers, self._spoilt):
             table.clear()
@@ -365,10 +353,8 @@ def _listening_on(interface: str | None) -> Iterator[None]:
             del os.environ[_INTERFACE]
 
 
-def _fits(running: AgentSpec | None, wanted: AgentSpec) -> bool:
+def _fits(running: AgentSpec, wanted: AgentSpec) -> bool:
     """Whether the running agent can serve a new group, whose peers can change but not the agent's other settings."""
-    if running is None:
-        return False
     return (
         (running.name, running.interface, running.transports, running.channels)
         == (wanted.name, wanted.interface, wanted.transports, wanted.channels)

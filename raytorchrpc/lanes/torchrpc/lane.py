@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed.rpc as rpc
@@ -28,18 +28,11 @@ from raytorchrpc.tensors.cuda_streams import check_mapped, handoff_streams
 from raytorchrpc.tensors.dtypes import UNCOPIED, copied
 from raytorchrpc.tensors.exceptions import traceback_text
 
-
-class _Served(NamedTuple):
-    serve: Serve
-    spawn: Spawn
-    devices: list[int | str | torch.device]
-
-
 #: Callers wait by their own deadline. After torch's, a call would count as over while the peer still has its arguments.
 _NO_LIMIT = 0.0
 #: Shortest time between two renewals of broken connections to one peer (seconds).
 _RENEW_EVERY_S = 0.5
-_served: _Served | None = None  # serves the requests that arrive in this process; None after close()
+_serving: TorchRpcLane | None = None  # serves the requests that arrive in this process; None after close()
 
 
 class TorchRpcLane(MessageLane):
@@ -55,7 +48,7 @@ class TorchRpcLane(MessageLane):
     def __init__(self, me: str, fabric: Fabric, devices: Sequence[int], maps: Mapping[str, Mapping[int, int]]) -> None:
         """``me``: this member's name. ``maps``: by the peer's member name, own GPU -> its GPU."""
         self._me, self._fabric = me, fabric
-        self._devices: list[int | str | torch.device] = [torch.device("cuda", index) for index in devices]
+        self.devices: list[int | str | torch.device] = [torch.device("cuda", index) for index in devices]
         self._maps = maps
         self._rpc_names: dict[str, str] = {}
         """torchrpc's names, by member name."""
@@ -64,8 +57,9 @@ class TorchRpcLane(MessageLane):
         self._renewed_at: dict[str, float] = {}
 
     def open(self, serve: Serve, spawn: Spawn) -> FabricPeer:
-        global _served
-        _served = _Served(serve, spawn, self._devices)
+        global _serving
+        self.serve, self.spawn = serve, spawn
+        _serving = self
         return self._fabric.address
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
@@ -118,22 +112,17 @@ class TorchRpcLane(MessageLane):
         if name is None:  # lost while this message was prepared
             raise PeerLost(peer, "it is not in the group (any more)", may_have_run=False)
         if self._broken and (broken := self._broken.get(peer)) is not None:
-            self._renew(peer, name, broken)
+            # It may live: it had no descriptor left, or the network closed its connections. Do not renew them often,
+            # because the supervisor soon announces a peer that is dead.
+            now = time.monotonic()
+            if now - self._renewed_at.get(peer, -math.inf) >= _RENEW_EVERY_S:
+                self._renewed_at[peer] = now
+                self._broken.pop(peer, None)
+                self._fabric.renew(name, broken)
         try:
             return self._fabric.worker(name)
         except PeerLost as lost:
             raise PeerLost(peer, lost.cause, may_have_run=False) from lost
-
-    def _renew(self, peer: str, name: str, broken: Any) -> None:
-        """Renew the connections to a peer that may live: it had no descriptor left, or the network closed them.
-
-        Not often: the supervisor soon announces a peer that is dead.
-        """
-        now = time.monotonic()
-        if now - self._renewed_at.get(peer, -math.inf) >= _RENEW_EVERY_S:
-            self._renewed_at[peer] = now
-            self._broken.pop(peer, None)
-            self._fabric.renew(name, broken)
 
     def _failed(self, error: RuntimeError, peer: str, worker: Any, sent: bool) -> RayTorchRpcError:
         """Return the error to raise for an error of torch."""
@@ -146,11 +135,11 @@ class TorchRpcLane(MessageLane):
         self._broken.pop(peer, None)
         name = self._rpc_names.pop(peer, None)
         if name is not None and peer != self._me:  # the agent outlives the group, and keeps its own entry
-            self._fabric.remove_peers([name])
+            self._fabric.remove_peer(name)
 
     def close(self) -> None:
-        global _served
-        _served = None
+        global _serving
+        _serving = None
         for peer in list(self._rpc_names):
             self.disconnect(peer)
 
@@ -243,15 +232,15 @@ def _serve_value(*request: Any) -> torch.futures.Future[Any]:
 def _pass_on(
     request: tuple[Any, ...], reply: Callable[[torch.futures.Future[Any], Message], None]
 ) -> torch.futures.Future[Any]:
-    served = _served
-    if served is None:
+    lane = _serving
+    if lane is None:
         raise RuntimeError("raytorchrpc: this process has left the group")
-    future: torch.futures.Future[Any] = torch.futures.Future(devices=served.devices)
+    future: torch.futures.Future[Any] = torch.futures.Future(devices=lane.devices)
     header, *body = request
     encoded = Encoded(*body)
-    work = served.serve(Message(header, encoded, handoff_streams(encoded.tensors)), partial(reply, future))
+    work = lane.serve(Message(header, encoded, handoff_streams(encoded.tensors)), partial(reply, future))
     if work is not None:
-        served.spawn(work)
+        lane.spawn(work)
     return future
 
 
