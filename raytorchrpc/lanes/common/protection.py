@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from raytorchrpc.lanes.common import handshake
 from raytorchrpc.lanes.common.credentials import Credentials, Identity
@@ -30,23 +30,6 @@ class Forged(ValueError):
 
     def __init__(self) -> None:
         super().__init__("a frame was changed, injected or replayed in transit")
-
-
-class Protection(Protocol):
-    """How one connection protects both directions. One thread at a time in each."""
-
-    @property
-    def incoming(self) -> FrameAuthenticator | None:
-        """Checks the tag that follows each incoming frame; None if there are no tags."""
-
-    @property
-    def decrypt(self) -> Callable[[Any], bytes | bytearray] | None:
-        """Decrypts bytes of the incoming stream; the result may be empty. Raises OSError. None if it is not
-        encrypted.
-        """
-
-    def seal(self, buffers: list[Any]) -> list[Any]:
-        """Return the buffers to send for one frame. All of them must be sent, in the order of the calls."""
 
 
 class FrameAuthenticator:
@@ -93,11 +76,16 @@ class Tagged:
         self._outgoing = FrameAuthenticator(keys.sending)
 
     def seal(self, buffers: list[Any]) -> list[Any]:
-        """See Protection."""
+        """Return the buffers to send for one frame. All of them must be sent, in the order of the calls."""
         tag = self._outgoing.tag(buffers)
         if len(buffers) == 1 and len(buffers[0]) < _COPIED_BYTES and isinstance(buffers[0], bytes):
             return [buffers[0] + tag]
         return [*buffers, tag]
+
+
+#: How one connection protects both directions. One thread at a time in each. ``seal`` is for outgoing frames. For
+#: incoming data, ``decrypt`` and ``incoming``, which checks the tag of each frame, are None where they do not apply.
+Protection = Tagged | TlsSession
 
 
 def secure_stream(

@@ -77,7 +77,7 @@ def _context(identity: bytes, accepting: bool) -> ssl.SSLContext:
 
 
 class TlsSession:
-    """TLS over another stream: first the Stream of the handshake, then the Protection of the connection."""
+    """TLS over another stream: first the Stream of the handshake, then what protects the connection."""
 
     incoming = None
 
@@ -131,7 +131,7 @@ class TlsSession:
     # --- the connection's protection ----------------------------------------------------------------------
 
     def seal(self, buffers: list[Any]) -> list[Any]:
-        """See Protection."""
+        """See Tagged.seal."""
         if sum(memoryview(part).nbytes for part in buffers) < _JOINED_BYTES:
             buffers = [b"".join(buffers)]
         with self._lock:
@@ -141,7 +141,7 @@ class TlsSession:
             return [self._leaving.read()]
 
     def decrypt(self, data: Any) -> bytearray:
-        """See Protection. Raises OSError if the data is not authentic."""
+        """Decrypt bytes of the incoming stream; the result may be empty. Raises OSError if they are not authentic."""
         plain = bytearray()
         with self._lock:
             self._arrived.write(data)

@@ -167,8 +167,7 @@ class NcclLane(TensorLane):
             raise LaneUnavailable(self.name, f"{peer!r} has not opened cuda:{its} for this lane")
         if self._identities[mine] and address.devices[its] == self._identities[mine]:
             raise LaneUnavailable(
-                self.name,
-                f"both ends are on GPU {self._identities[mine]} and NCCL needs two; allow cuda_ipc",
+                self.name, f"both ends are on GPU {self._identities[mine]} and NCCL needs two; allow cuda_ipc"
             )
 
     def _take(self, rank: int, number: int) -> Kept | None:

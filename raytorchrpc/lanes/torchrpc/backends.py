@@ -73,15 +73,11 @@ def plan_agents(members: Members, config: GroupConfig) -> tuple[dict[str, AgentP
     for name, endpoint in members.items():
         others = [other for other in members.values() if other is not endpoint]
         interface, address = _listener(endpoint, others, config, warnings)
-        channels = _channels(endpoint, others, transports[name], warnings)
-        agent = AgentPlan(
-            interface=interface,
-            address=address,
-            transports=_used(transports[name], config.transports),
-            channels=_used(channels, config.channels),
-            notes=_notes(transports[name], config.transports) + _notes(channels, config.channels),
-            small_pages=_SMALL_PAGES.get(endpoint.huge_pages),
-        )
+        verdicts = _channels(endpoint, others, transports[name], warnings)
+        opened, notes = _chosen(transports[name], config.transports)
+        channels, more_notes = _chosen(verdicts, config.channels)
+        small_pages = _SMALL_PAGES.get(endpoint.huge_pages)
+        agent = AgentPlan(interface, address, opened, channels, notes + more_notes, small_pages)
         agents[name] = shared.setdefault(agent, agent)
         if "shm" in agents[name].transports:
             _check_shm(endpoint, others, warnings)
@@ -109,14 +105,12 @@ def channel_between(a: Endpoint, b: Endpoint, plan_a: AgentPlan, plan_b: AgentPl
     return None
 
 
-def _used(verdicts: Verdicts, forced: tuple[str, ...] | None) -> tuple[str, ...]:
-    return forced if forced is not None else tuple(name for name, (use, _) in verdicts.items() if use)
-
-
-def _notes(verdicts: Verdicts, forced: tuple[str, ...] | None) -> tuple[str, ...]:
+def _chosen(verdicts: Verdicts, forced: tuple[str, ...] | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The backends that an agent opens, and a note on each."""
     if forced is not None:
-        return (f"{', '.join(forced)}: forced by the configuration",)
-    return tuple(f"{name}: {'used' if use else 'not used'}, {why}" for name, (use, why) in verdicts.items())
+        return forced, (f"{', '.join(forced)}: forced by the configuration",)
+    notes = tuple(f"{name}: {'used' if use else 'not used'}, {why}" for name, (use, why) in verdicts.items())
+    return tuple(name for name, (use, _) in verdicts.items() if use), notes
 
 
 # -- transports ---------------------------------------------------------------------------------------------
