@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from raytorchrpc.lanes.common import packing
-from raytorchrpc.lanes.nccl.carrier import Carrier, Channel, Mark
-from raytorchrpc.lanes.nccl.libnccl import RECEIVER, Broken
+from raytorchrpc.lanes.nccl.carrier import RECEIVER, Broken, Carrier, Channel, Mark
 from raytorchrpc.tensors.dtypes import Shape
 
 

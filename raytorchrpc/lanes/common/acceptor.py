@@ -76,15 +76,13 @@ class PendingHandshakes(Generic[C]):
         """
         oldest = None
         with self._lock:
-            closed = self._closed
-            if not closed:
-                if len(self._pending) >= _HANDSHAKES + self._peers():
-                    oldest = next(iter(self._pending))
-                    del self._pending[oldest]
-                self._pending[connection] = None
-        if closed:
-            connection.close()
-            return False
+            if self._closed:
+                connection.close()
+                return False
+            if len(self._pending) >= _HANDSHAKES + self._peers():
+                oldest = next(iter(self._pending))
+                del self._pending[oldest]
+            self._pending[connection] = None
         if oldest is not None:
             self._hang_up(oldest)
         try:

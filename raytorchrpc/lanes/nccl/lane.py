@@ -35,9 +35,8 @@ from raytorchrpc.lanes.common.credentials import Credentials, Identity
 from raytorchrpc.lanes.common.exports import CallbackExport
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.nccl import control_connection
-from raytorchrpc.lanes.nccl.carrier import Carrier
+from raytorchrpc.lanes.nccl.carrier import Broken, Carrier
 from raytorchrpc.lanes.nccl.control_connection import ControlConnection, Disconnected, TimedOut
-from raytorchrpc.lanes.nccl.libnccl import Broken
 from raytorchrpc.lanes.nccl.protocol import Kept, Receiving, Sending
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process import fork, threads

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.nccl.carrier import Carrier, Channel, Mark
+from raytorchrpc.lanes.nccl.carrier import RECEIVER, SENDER, Broken, Carrier, Channel, Mark
 from raytorchrpc.lanes.nccl.control_connection import HUNG_UP, ControlConnection, Disconnected, TimedOut
-from raytorchrpc.lanes.nccl.libnccl import RECEIVER, SENDER, Broken
 from raytorchrpc.tensors.dtypes import Shape
 
 logger = logging.getLogger(__name__)

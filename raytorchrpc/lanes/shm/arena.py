@@ -63,9 +63,8 @@ class Arena:
         self._numbers = list(range(SLOTS - 1, -1, -1))
         self._out: dict[int, tuple[Slot, str]] = {}
         """By number: the slot, and its owner."""
-        self._filling: set[int] = set()
-        self._orphans: set[int] = set()
-        """Those whose owner is gone."""
+        self._filling: dict[int, bool] = {}
+        """By number: whether the owner of a slot that is being written is gone."""
         self.used = 0
         """Bytes in use, as far as known."""
         self._reap_slots, self._reap_bytes = _REAP_EACH_TIME, _REAP_BYTES
@@ -114,7 +113,7 @@ class Arena:
                 slot = Slot(self._numbers.pop(), offset, wanted)
                 self._bytes[slot.number] = _TAKEN
                 self._out[slot.number] = (slot, owner)
-                self._filling.add(slot.number)
+                self._filling[slot.number] = False
                 self.used += wanted
                 return slot
         return None
@@ -132,8 +131,7 @@ class Arena:
 
     def _put_back(self, index: int) -> None:
         slot, _ = self._out.pop(index)
-        self._filling.discard(index)
-        self._orphans.discard(index)
+        self._filling.pop(index, None)
         self._bytes[index] = _TAKEN
         self._numbers.append(index)
         self.used -= slot.size
@@ -152,8 +150,7 @@ class Arena:
     def filled(self, slots: Sequence[Slot]) -> bool:
         """The slots have been written. Returns False if their owner is gone; they are reclaimed then."""
         with self._lock:
-            self._filling.difference_update(slot.number for slot in slots)
-            orphans = self._orphans.intersection(slot.number for slot in slots) if self._orphans else ()
+            orphans = [slot.number for slot in slots if self._filling.pop(slot.number, False)]
             for index in orphans:
                 self._put_back(index)
         return not orphans
@@ -172,7 +169,7 @@ class Arena:
         with self._lock:
             for index in [index for index, (_, whose) in self._out.items() if whose == owner]:
                 if index in self._filling:
-                    self._orphans.add(index)
+                    self._filling[index] = True
                 else:
                     self._put_back(index)
 
