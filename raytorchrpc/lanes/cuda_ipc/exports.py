@@ -88,12 +88,11 @@ class Exports:
             return
         with self._lock:
             flags = self._events.page
-            done = [(number, int(flags[number])) for number in self._out if flags[number] != OUT]
-            for number, flag in done:
+            for number in [number for number in self._out if flags[number] != OUT]:
                 out = self._out.pop(number)
-                out.flag = flag
+                out.flag = int(flags[number])
                 # Have the allocator reuse the memory only after the receiver's copy, on the GPU.
-                self._order_after(out, flag - COPIED, self._freeing[out.device])
+                self._order_after(out, out.flag - COPIED, self._freeing[out.device])
 
     def fence(self, device: int) -> None:
         """See TensorLane.fence."""

@@ -21,7 +21,7 @@ import numpy
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Export, Part, PeerAddress, TensorCapabilities, TensorLane
+from raytorchrpc.lanes.base import Export, Part, PeerAddress, TensorCapabilities, TensorLane, never_fetched
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.exports import CallbackExport
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress
@@ -201,7 +201,7 @@ class CudaIpcLane(TensorLane):
         try:
             flags, device = self._events.page_of(peer, tag), torch.device("cuda", target)
         except Gone as gone:
-            raise gone.lost(peer) from gone
+            raise never_fetched(peer) from gone
         # The user's own stream: its memory belongs to it, and what it queues next needs the data anyway.
         stream, raw = self._events.current(target)
         try:

@@ -185,7 +185,7 @@ class ShmLane(TensorLane):
             try:
                 bases = [self._borrower.bytes_at(peer, SharedAddress(*address)) for address in addresses]
             except Gone as gone:
-                raise gone.lost(peer) from gone
+                raise never_fetched(peer) from gone
             crowded = True
         else:
             slots, places, crowded, tag = descriptor
@@ -256,7 +256,7 @@ class ShmLane(TensorLane):
                 try:
                     arena = PeerArena(address)
                 except Gone as gone:
-                    raise gone.lost(peer) from gone
+                    raise never_fetched(peer) from gone
                 except LaneUnavailable:
                     self._owe(tag, slots)
                     raise
