@@ -30,6 +30,10 @@ from raytorchrpc.tensors.exceptions import traceback_text
 
 #: Callers wait by their own deadline. After torch's, a call would count as over while the peer still has its arguments.
 _NO_LIMIT = 0.0
+#: What in torch's messages says that a connection or an agent has ended.
+_BROKEN = re.compile(
+    "originated at tensorpipe|eof|epipe|econnre|pipe closed|not running|no longer running|shutting down", re.IGNORECASE
+)
 #: Shortest time between two renewals of broken connections to one peer (seconds).
 _RENEW_EVERY_S = 0.5
 _serving: TorchRpcLane | None = None  # serves the requests that arrive in this process; None after close()
@@ -125,11 +129,17 @@ class TorchRpcLane(MessageLane):
             raise PeerLost(peer, lost.cause, may_have_run=False) from lost
 
     def _failed(self, error: RuntimeError, peer: str, worker: Any, sent: bool) -> RayTorchRpcError:
-        """Return the error to raise for an error of torch."""
-        ours = _translate(error, peer, sent=sent)
-        if isinstance(ours, PeerLost) and peer in self._rpc_names and "has left the group" not in str(error):
+        """Return the error to raise for one of torch: a RuntimeError for every failure, which only its text tells."""
+        text = str(error)
+        if "RPC ran for more than set timeout" in text:
+            return RpcTimeout(f"no reply from {peer!r} in time over torchrpc; the call may still run there")
+        if "has left the group" in text:
+            return PeerLost(peer, "it has left the group", may_have_run=False)
+        if not _BROKEN.search(text):
+            return RayTorchRpcError(f"torchrpc failed between this member and {peer!r}: {text}")
+        if peer in self._rpc_names:
             self._broken[peer] = worker
-        return ours
+        return PeerLost(peer, text.split("(this error originated")[0].strip(), may_have_run=sent)
 
     def disconnect(self, peer: str) -> None:
         self._broken.pop(peer, None)
@@ -257,27 +267,6 @@ def _remote_exception(error: BaseException) -> RemoteException:
     return RemoteException(text.encode("unicode_escape").decode(), cls)  # torch unescapes it
 
 
-#: What in torch's messages says that a connection or an agent has ended.
-_BROKEN = re.compile(
-    "originated at tensorpipe|eof|epipe|econnre|pipe closed|not running|no longer running|shutting down", re.IGNORECASE
-)
-
-
-def _translate(error: RuntimeError, peer: str, *, sent: bool) -> RayTorchRpcError:
-    """torchrpc raises RuntimeError for every failure; distinguish them by their text."""
-    text = str(error)
-    if "RPC ran for more than set timeout" in text:
-        return RpcTimeout(f"no reply from {peer!r} in time over torchrpc; the call may still run there")
-    if "has left the group" in text:
-        return PeerLost(peer, "it has left the group", may_have_run=False)
-    if _BROKEN.search(text):
-        return PeerLost(peer, text.split("(this error originated")[0].strip(), may_have_run=sent)
-    return RayTorchRpcError(f"torchrpc failed between this member and {peer!r}: {text}")
-
-
 def make(setup: LaneSetup) -> TorchRpcLane:
     """See registry.Lane.make. The process's agent must be running."""
     return TorchRpcLane(setup.member, process_fabric(), setup.devices, setup.device_maps)
-
-
-__all__ = ["AbsentLane", "FabricPeer", "TorchRpcLane", "make"]
