@@ -201,7 +201,8 @@ class ShmLane(TensorLane):
         left: list[tuple[torch.Tensor, torch.Tensor]] = []
         for (number, start), size, its in zip(places, sizes, parts, strict=True):
             within(start, size, flats[number].nbytes)
-            flat = flats[number][start : start + size]
+            # A storage of its own, which any dtype can be viewed in. It keeps the slot.
+            flat = torch.from_numpy(flats[number].numpy()[start : start + size])
             for offset, target in its:
                 if not self._copied_directly(target, flat, offset):
                     left.append((target, packing.part_of(flat, offset, target)))
