@@ -65,6 +65,8 @@ Reply = Callable[[Message], None]
 #: socket lane calls ``serve`` in the order in which a caller sent its requests.
 Serve = Callable[[Message, Reply], Callable[[], None] | None]
 Spawn = Callable[[Callable[[], None]], None]
+#: See ``MessageLane.call``.
+Released = Callable[[], None] | None
 
 
 @dataclass(frozen=True)
@@ -122,13 +124,7 @@ class MessageLane(ABC):
 
     @abstractmethod
     def call(
-        self,
-        peer: str,
-        message: Message,
-        timeout_s: float,
-        *,
-        caller_waits: bool = False,
-        on_released: Callable[[], None] | None = None,
+        self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
     ) -> Pending:
         """Send a request. Returns before the reply.
 

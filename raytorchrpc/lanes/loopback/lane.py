@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar
 
-from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, Pending, Serve, Spawn
+from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, Pending, Released, Serve, Spawn
 from raytorchrpc.lanes.common.pending import PendingReply
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.tensors.cuda_streams import handoff_streams
@@ -24,13 +23,7 @@ class LoopbackLane(MessageLane):
         self._serve, self._spawn = serve, spawn
 
     def call(
-        self,
-        peer: str,
-        message: Message,
-        timeout_s: float,
-        *,
-        caller_waits: bool = False,
-        on_released: Callable[[], None] | None = None,
+        self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
     ) -> Pending:
         pending = PendingReply(on_released)
         work = self._serve(_private(message), lambda reply: pending.complete(_private(reply)))

@@ -20,7 +20,7 @@ from torch.distributed.rpc.internal import RemoteException
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RemoteError, RpcTimeout
-from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
+from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Released, Serve, Spawn
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.torchrpc.agent import Fabric, FabricPeer, process_fabric
 from raytorchrpc.tensors.codec import Encoded
@@ -73,13 +73,7 @@ class TorchRpcLane(MessageLane):
         self._fabric.add_peers([peer.address._replace(inverse_map=peer.devices_back) for peer in peers])
 
     def call(
-        self,
-        peer: str,
-        message: Message,
-        timeout_s: float,
-        *,
-        caller_waits: bool = False,
-        on_released: Callable[[], None] | None = None,
+        self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
     ) -> Pending:
         worker = self._worker(peer, message.body.tensors)
         try:
