@@ -255,15 +255,18 @@ class NcclLane(TensorLane):
             own, by_tcp = self._acceptor.address, peer in self._by_tcp
             control = control_connection.connect(address.control, by_tcp, self._credentials, own, deadline)
             receiving = Receiving(peer, self.name, control, self._carrier)
-            with self._lock:
-                if self._closed:
-                    receiving.end()
-                    raise Disconnected("this member has left the group")
-                self._receiving[peer] = receiving
-            self._ring()
+            self._add(receiving)
             return receiving
         finally:
             dialing.release()
+
+    def _add(self, receiving: Receiving) -> None:
+        with self._lock:
+            if self._closed:
+                receiving.end()
+                raise Disconnected("this member has left the group")
+            self._receiving[receiving.peer] = receiving
+        self._ring()
 
     def _end(self, receiving: Receiving) -> None:
         with self._lock:
