@@ -15,7 +15,6 @@ import torch
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import PeerAddress
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress, SharedBytes, is_gone, map_shared
 from raytorchrpc.process.cuda_driver import HANDLE_BYTES
 from raytorchrpc.tensors.bounds import within
@@ -101,10 +100,6 @@ class SharedEvents:
         return (device, raw) in self._done
 
     # --- peers -----------------------------------------------------------------------------------------------
-
-    def connect(self, peers: Sequence[PeerAddress]) -> None:
-        """Make peers known."""
-        self.peers.update((peer.peer, peer.address) for peer in peers)
 
     def tag_of(self, peer: str) -> str:
         """Return the tag of a peer's present process. Raises Gone."""

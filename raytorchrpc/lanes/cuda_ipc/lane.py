@@ -66,7 +66,7 @@ class CudaIpcLane(TensorLane):
         return address
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
-        self._events.connect(peers)
+        self._events.peers.update((peer.peer, peer.address) for peer in peers)
 
     # --- sending -------------------------------------------------------------------------------------------
 
