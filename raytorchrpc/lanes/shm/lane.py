@@ -167,10 +167,11 @@ class ShmLane(TensorLane):
         if into is None and len(descriptor) == 2:
             into = [None] * len(places)
         if into is not None:
+            rooms = [(flat.data_ptr(), flat.nbytes) for flat in flats]
             found = zip(places, shapes, into, strict=True)
             return [
                 target
-                if target is not None and self._copied_directly(target, flats[number], offset)
+                if target is not None and self._copied_directly(target, rooms[number], offset)
                 else self._result(view_at(flats[number], offset, shape), target, crowded)
                 for (number, offset), shape, target in found
             ]
@@ -203,18 +204,22 @@ class ShmLane(TensorLane):
             within(start, size, flats[number].nbytes)
             # A storage of its own, which any dtype can be viewed in. It keeps the slot.
             flat = torch.from_numpy(flats[number].numpy()[start : start + size])
+            room = flat.data_ptr(), size
             for offset, target in its:
-                if not self._copied_directly(target, flat, offset):
+                if not self._copied_directly(target, room, offset):
                     left.append((target, packing.part_of(flat, offset, target)))
         return left
 
-    def _copied_directly(self, target: torch.Tensor, flat: torch.Tensor, offset: int) -> bool:
-        """Copy to a contiguous CPU tensor; returns False for any other. Raises OutOfBounds."""
+    def _copied_directly(self, target: torch.Tensor, room: tuple[int, int], offset: int) -> bool:
+        """Copy out of ``room``, (address, bytes), to a contiguous CPU tensor; returns False for any other tensor.
+
+        Raises OutOfBounds.
+        """
         if not target.is_cpu or not target.is_contiguous():
             return False
         if size := target.nbytes:
-            within(offset, size, flat.nbytes)
-            self.move(target.data_ptr(), flat.data_ptr() + offset, size)
+            within(offset, size, room[1])
+            self.move(target.data_ptr(), room[0] + offset, size)
         return True
 
     def _result(self, view: torch.Tensor, target: torch.Tensor | None, crowded: bool) -> torch.Tensor:
