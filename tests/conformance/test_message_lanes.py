@@ -700,6 +700,7 @@ def _close_body() -> None:
         assert peers.everything_open() == before
         return
     address, kind = node().address, node().kind
+    ask("echo")  # what is made once is made now
     before = peers.everything_open()
     second = peers.Node(kind, "c", 2)
     peers.connect("c", second.address)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,17 +17,22 @@ from typing import Any, ClassVar
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
+from raytorchrpc.lanes.common.acceptor import CONNECT_TIMEOUT_S, Acceptor, SocketAddress, dial
 from raytorchrpc.lanes.common.credentials import Credentials
+from raytorchrpc.lanes.common.handshake import Refused
 from raytorchrpc.lanes.common.peer_connections import PeerConnections
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.nng import sockets
-from raytorchrpc.lanes.nng.acceptor import Acceptor, NngAddress, dial
 from raytorchrpc.lanes.nng.connection import Connection
+from raytorchrpc.lanes.nng.sockets import PairSocket
 from raytorchrpc.lanes.setup import LaneSetup
-from raytorchrpc.process import threads
+from raytorchrpc.process import fork, keepalive, threads
 
 #: A reply that makes no progress for this long ends its connection (seconds).
 REPLY_PATIENCE_S = 10.0
+#: The connecting end sends it after the handshake. Until then the accepting end leaves the connection alone: with TLS,
+#: the other might read what nng sends as a part of the handshake.
+_BEGIN = b"n"
 
 
 class NngLane(MessageLane):
@@ -44,22 +50,19 @@ class NngLane(MessageLane):
         self._peers: PeerConnections[Connection] = PeerConnections(self._connect)
         self._by_fd: dict[int, Connection] = {}
         self._lock = threading.Lock()
-        self._acceptor = Acceptor(me, credentials, lambda: len(self._peers.addresses), self._admit)
+        self._acceptor = Acceptor(self.name, me, credentials, lambda: len(self._peers.addresses), self._admit)
         self._reader: threading.Thread | None = None
         self._closed = False
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
+        fork.register(self)
 
     # --- the interface -------------------------------------------------------------------------------------
 
-    def open(self, serve: Serve, spawn: Spawn) -> NngAddress:
+    def open(self, serve: Serve, spawn: Spawn) -> SocketAddress:
         self._serve, self._spawn = serve, spawn
-        try:
-            address = self._acceptor.open(self._tcp_host)
-        except OSError as error:
-            raise LaneUnavailable(self.name, f"cannot listen: {error}") from error
-        self._epoll.register(self._acceptor.fd, select.EPOLLIN)
+        address = self._listen(self._acceptor.open, self._tcp_host)
         try:
             self.start_reader()
         except threads.ThreadShortage as error:
@@ -67,14 +70,21 @@ class NngLane(MessageLane):
             raise LaneUnavailable(self.name, str(error)) from error
         return address
 
-    def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> NngAddress | None:
-        self._by_tcp = by_tcp
-        if tcp_host is None or self._acceptor.address.tcp is not None or self._acceptor.fd < 0:
-            return None
+    def _listen(self, begin: Callable[[Any], SocketAddress], tcp_host: str | None) -> SocketAddress:
+        known = set(self._acceptor.listeners)
         try:
-            return self._acceptor.open_tcp(tcp_host)
+            address = begin(tcp_host)
         except OSError as error:
-            raise LaneUnavailable(self.name, f"cannot listen on {tcp_host}: {error}") from error
+            raise LaneUnavailable(self.name, str(error)) from error
+        for fd in self._acceptor.listeners.keys() - known:
+            self._epoll.register(fd, select.EPOLLIN)
+        return address
+
+    def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> SocketAddress | None:
+        self._by_tcp = by_tcp
+        if tcp_host is None or self._acceptor.address.tcp is not None:
+            return None
+        return self._listen(self._acceptor.open_tcp, tcp_host)
 
     def start_reader(self) -> None:
         """Read replies. Enough for a lane that only sends requests; ``open`` does it too. Raises ThreadShortage."""
@@ -113,7 +123,7 @@ class NngLane(MessageLane):
             self._closed = True
             os.eventfd_write(self._bell, 1)
             connections = set(self._by_fd.values())
-        self._acceptor.drop_pending()
+        self._acceptor.close()
         for connection in connections:
             connection.end("this member left the group")
         self._peers.made.clear()
@@ -123,22 +133,42 @@ class NngLane(MessageLane):
             self._reader.join(1)
 
     def _free(self) -> None:
-        self._acceptor.close()
         with self._lock:  # close() rings the bell under it
             self._epoll.close()
             os.close(self._bell)
 
+    def after_fork(self) -> list[fork.Address]:
+        """See fork.ForkAware."""
+        sockets.after_fork()
+        known = (self._acceptor.address, *self._peers.addresses.values())
+        return [address.tcp for address in known if address.tcp is not None]
+
     # --- connections -----------------------------------------------------------------------------------------
 
-    def _connect(self, peer: str, address: NngAddress, deadline: float) -> Connection:
-        by_tcp = peer in self._by_tcp
-        sock, protection = dial(self._credentials, self._acceptor.address, peer, address, by_tcp, deadline)
-        return self._register(sock, protection, peer)
+    def _connect(self, peer: str, address: SocketAddress, deadline: float) -> Connection:
+        own, by_tcp = self._acceptor.address, peer in self._by_tcp
+        try:
+            left = max(0.001, deadline - time.monotonic())
+            sock, protection = dial(self.name, self._credentials, own, address, by_tcp, left)
+            with sock:
+                sock.sendall(_BEGIN)
+                return self._register(sock, protection, peer, deadline)
+        except (OSError, Refused) as error:
+            raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
 
-    def _admit(self, sock: sockets.PairSocket, protection: Protection | None, _: Any) -> None:
-        self._register(sock, protection, None)
+    def _admit(self, sock: socket.socket, protection: Protection | None, _: Any) -> None:
+        sock.settimeout(CONNECT_TIMEOUT_S)
+        if sock.recv(len(_BEGIN)) == _BEGIN:
+            self._register(sock, protection, None, time.monotonic() + CONNECT_TIMEOUT_S)
+        else:
+            sock.close()
 
-    def _register(self, sock: sockets.PairSocket, protection: Protection | None, peer: str | None) -> Connection:
+    def _register(
+        self, connected: socket.socket, protection: Protection | None, peer: str | None, deadline: float
+    ) -> Connection:
+        if connected.family != socket.AF_UNIX:
+            keepalive.detect_silence(connected)
+        sock = PairSocket(connected, deadline)
         connection = Connection(sock, protection, peer, self._forget)
         with self._lock:
             if self._closed:
@@ -165,8 +195,9 @@ class NngLane(MessageLane):
 
     def _read_once(self) -> bool:
         for fd, _ in self._epoll.poll() if not self._closed else ():
-            if fd == self._acceptor.fd:
-                self._acceptor.answer()
+            if (listener := self._acceptor.listeners.get(fd)) is not None:
+                if not self._acceptor.accept(listener):
+                    threads.pause()  # else epoll would report it again at once
             elif (connection := self._by_fd.get(fd)) is not None:
                 try:
                     for frame in connection.read():

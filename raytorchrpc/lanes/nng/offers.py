@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Message, PeerAddress, Reply
+from raytorchrpc.lanes.common.acceptor import SocketAddress
 from raytorchrpc.lanes.common.credentials import Credentials
-from raytorchrpc.lanes.nng.acceptor import NngAddress
 from raytorchrpc.lanes.nng.connection import check_carried
 from raytorchrpc.lanes.nng.lane import NngLane
 from raytorchrpc.process.workers import Workers
@@ -31,7 +31,7 @@ _SERVER = "the process that offers values"
 class OfferAddress(NamedTuple):
     """Where a process offers values; picklable."""
 
-    nng: NngAddress
+    nng: SocketAddress
     network: str
     """Host boot id, network namespace and user id. Processes that share all three connect over Unix sockets."""
 
