@@ -162,19 +162,15 @@ class Agent:
 
     # --- other agents --------------------------------------------------------------------------------------
 
-    def connect(self, connection: bytes) -> None:
-        """Connect to the agent that published ``connection``. Raises Lost if it is gone."""
-        try:
-            self._agent.loadRemoteMD(connection)
-        except Exception as error:
-            raise Lost(f"its NIXL agent cannot be reached ({error})") from error
+    def load(self, published: bytes, what: str) -> None:
+        """Connect to the agent that published its ``connection``, or make a ``Registered.blob`` of it readable.
 
-    def load(self, blob: bytes) -> None:
-        """Make memory of a connected agent readable. Raises Lost."""
+        Raises Lost, which names ``what``.
+        """
         try:
-            self._agent.loadRemoteMD(blob)
+            self._agent.loadRemoteMD(published)
         except Exception as error:
-            raise Lost(f"its memory cannot be reached ({error})") from error
+            raise Lost(f"{what} cannot be reached ({error})") from error
 
     def disconnect(self, name: str) -> None:
         """Disconnect from an agent. No read from it may be in progress."""
@@ -190,10 +186,10 @@ class Agent:
 
     def notices(self) -> Mapping[str, Sequence[bytes]]:
         """Return the notices that have arrived since the last call, by agent."""
-        found: Mapping[str, Sequence[bytes]] = {}
         with contextlib.suppress(Exception):  # closed meanwhile
-            found = self._agent.getNotifs({}, self._ucx)
-        return found
+            found: Mapping[str, Sequence[bytes]] = self._agent.getNotifs({}, self._ucx)
+            return found
+        return {}
 
     # --- reads ---------------------------------------------------------------------------------------------
 
@@ -208,22 +204,18 @@ class Agent:
             handle = self._agent.createXferReq(nixl.NIXL_READ, mine, its, name, notice, self._ucx)
         except Exception as error:
             raise Lost(f"a read cannot begin ({error})") from error
-        read = Read(self._agent, handle, nixl.NIXL_SUCCESS)
-        read.begin()
-        return read
+        return Read(self._agent, handle, nixl.NIXL_SUCCESS)
 
 
 class Read:
     """A read in progress. Not thread-safe. ``release`` it when it is done or has failed, not before."""
 
     def __init__(self, agent: Any, handle: int, success: Any) -> None:
+        """Start it. Raises Lost."""
         self._agent, self._handle, self._success = agent, handle, success
         self.over = False
         """Whether it writes no more."""
-
-    def begin(self) -> None:
-        """Start the read. Raises Lost."""
-        self._check(self._agent.postXferReq)
+        self._check(agent.postXferReq)
 
     def done(self) -> bool:
         """Whether it is complete. Raises Lost if it failed."""
