@@ -400,9 +400,9 @@ def test_strangers_are_unknown() -> None:
         sent = mine.export(_ones(10), "gone", {})
         with pytest.raises(PeerLost, match="'gone'"):
             mine.fetch("gone", sent.descriptor, [(torch.uint8, (10,))])
-        with pytest.raises(LaneUnavailable, match="'nobody' is not known"):
+        with pytest.raises(LaneUnavailable, match="'nobody' is unknown"):
             mine.export(_ones(10), "nobody", {})
-        with pytest.raises(PeerLost, match="'nobody' is not known"):
+        with pytest.raises(PeerLost, match="'nobody' is unknown"):
             mine.fetch("nobody", sent.descriptor, [(torch.uint8, (10,))])
     finally:
         mine.close()

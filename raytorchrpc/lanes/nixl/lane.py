@@ -102,7 +102,6 @@ class NixlLane(TensorLane):
 
     @property
     def outstanding(self) -> int:
-        """Number of exports in flight."""
         return len(self._out)
 
     def open(self) -> tuple[str, bytes, str | None]:
@@ -245,7 +244,7 @@ class NixlLane(TensorLane):
                 if offer.target is not None:
                     return self._fetch_cuda(link, offer, offer.target, shapes)
                 # Blocks that are copied out at once are not kept for long.
-                crowded = (into is None or any(one is None for one in into)) and self._pool.crowded()
+                crowded = (into is None or any(one is None for one in into)) and self._pool.used * 2 > self._capacity
                 return self._fetch_cpu(link, offer, shapes, crowded)
             except Lost as error:
                 if not isinstance(error, _Abandoned):

@@ -45,7 +45,6 @@ class Link:
         self.agent.notify(self.name, notice)
 
     def retain(self) -> None:
-        """Note that a read has begun."""
         with self._lock:
             self._users += 1
 

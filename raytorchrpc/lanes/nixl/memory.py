@@ -77,10 +77,6 @@ class HostPool:
             self._collect()
             return self._total - self._spare
 
-    def crowded(self) -> bool:
-        """Whether more than half of the capacity is in use."""
-        return self.used * 2 > self.capacity
-
     def take(self, size: int, *, beyond: bool = False) -> Block:
         """Take a block of at least ``size`` bytes. ``beyond``: even if the pool is full.
 
@@ -251,7 +247,6 @@ class Segments:
                 self._agent.deregister(self._known.pop(identity))
 
     def close(self) -> None:
-        """Deregister all allocations."""
         with self._lock:
             for memory in self._known.values():
                 self._agent.deregister(memory)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from raytorchrpc.lanes.base import Part
-from raytorchrpc.patterns.weights.memory import TensorSpec, converted_specs, lay_out
+from raytorchrpc.patterns.weights.snapshots import TensorSpec, converted_specs, lay_out
 from raytorchrpc.tensors.dtypes import DTYPES
 
 #: A tensor in a message: name, dtype's name, shape.
@@ -43,7 +43,6 @@ class KnownLayout(NamedTuple):
 
     @staticmethod
     def of(number: int, rows: list[Row]) -> KnownLayout:
-        """Make the layout that a home told."""
         return KnownLayout(number, rows, lay_out(_specs(rows))[0])
 
 
@@ -54,6 +53,10 @@ class Selection(NamedTuple):
     """Place in the layout, and the name of the dtype to convert to (None: unconverted)."""
     targets: list[torch.Tensor]
     """Where each of them goes."""
+
+    def as_relayed(self) -> Selection:
+        """Return the same, of relayed weights: those are the selected tensors as converted."""
+        return self._replace(places=[(place, None) for place in range(len(self.targets))])
 
     def messages(self, size: int) -> list[Selection]:
         """Divide into messages of at most ``size`` bytes; a larger tensor is a message of its own."""

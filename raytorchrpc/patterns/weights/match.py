@@ -38,6 +38,16 @@ class ModelMatch:
         self._parts: list[list[Part]] | None = None
         """Of ``_matched``."""
 
+    @property
+    def layout(self) -> KnownLayout:
+        assert self.known is not None
+        return self.known
+
+    @property
+    def leased(self) -> VersionLease:
+        assert self.lease is not None
+        return self.lease
+
     @cached_property
     def targets(self) -> dict[str, torch.Tensor]:
         """The model's tensors. Raises ConfigurationError for anything that is not a model."""
@@ -89,15 +99,13 @@ class ModelMatch:
         selection = self.selection()
         if not selection.targets or any(name is not None for _, name in selection.places):
             return None
-        assert self.known is not None
         self.filled = True
-        return selection.parts(self.known) if self._parts is None else self._parts
+        return selection.parts(self.layout) if self._parts is None else self._parts
 
     def selection(self) -> Selection:
         """Return what the pull brings. Raises ConfigurationError, which names every mismatch."""
-        assert self.known is not None and self.lease is not None
-        if self._matched is None or self.lease.changed is not None:
-            self._matched, self._parts = self._match(self.known.rows, self.lease.changed), None
+        if self._matched is None or self.leased.changed is not None:
+            self._matched, self._parts = self._match(self.layout.rows, self.leased.changed), None
         return self._matched
 
     def layout_for_next(self) -> KnownLayout | None:
@@ -107,13 +115,12 @@ class ModelMatch:
     def carry_by(self, carry: Carry) -> None:
         """Have ``carry`` fill the model. Raises ConfigurationError unless the model has all tensors as published."""
         selection = self.selection()
-        assert self.known is not None and self.lease is not None
-        if len(selection.targets) != len(self.known.rows) or any(name is not None for _, name in selection.places):
+        if len(selection.targets) != len(self.layout.rows) or any(name is not None for _, name in selection.places):
             raise ConfigurationError(
                 "carry= brings all tensors as they were published: the model needs each of them, under the same dtype"
             )
         with torch.no_grad():
-            carry(self.lease.version, selection.targets)
+            carry(self.leased.version, selection.targets)
 
     def _match(self, rows: Sequence[Row], changed: Sequence[int] | None) -> Selection:
         targets, convert = self.targets, self.converts

@@ -14,9 +14,8 @@ from raytorchrpc.errors import ConfigurationError, Empty, NotFound
 from raytorchrpc.patterns.handle import Handle, Steps, begin, run
 from raytorchrpc.patterns.weights.layout import KnownLayout
 from raytorchrpc.patterns.weights.match import Carry, Model, ModelMatch, tensors_of
-from raytorchrpc.patterns.weights.published import PublishedWeights
+from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
 from raytorchrpc.patterns.weights.pull import Pull
-from raytorchrpc.patterns.weights.services import KIND, WAIT
 from raytorchrpc.process import threads
 
 #: How many pulled versions a process remembers, the last ones.
