@@ -46,7 +46,6 @@ class Connection:
 
     @property
     def ended(self) -> bool:
-        """Whether it can carry nothing more."""
         return self._ended is not None
 
     def call(self, message: Message, deadline: float, on_released: Callable[[], None] | None = None) -> PendingReply:

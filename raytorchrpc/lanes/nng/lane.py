@@ -12,15 +12,15 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import ClassVar
 
-from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
-from raytorchrpc.lanes.common.acceptor import CONNECT_TIMEOUT_S, Acceptor, SocketAddress, dial
+from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes.base import Capabilities, Message, Pending, Serve, Spawn
+from raytorchrpc.lanes.common.acceptor import CONNECT_TIMEOUT_S, SocketAddress
+from raytorchrpc.lanes.common.connected_lane import ConnectedLane
 from raytorchrpc.lanes.common.credentials import Credentials
 from raytorchrpc.lanes.common.handshake import Refused
-from raytorchrpc.lanes.common.peer_connections import PeerConnections
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.nng import sockets
 from raytorchrpc.lanes.nng.connection import Connection
@@ -35,7 +35,7 @@ REPLY_PATIENCE_S = 10.0
 _BEGIN = b"n"
 
 
-class NngLane(MessageLane):
+class NngLane(ConnectedLane[Connection]):
     """One per member. ``call`` and ``reply`` block until nng has taken the data."""
 
     name: ClassVar[str] = "nng"
@@ -44,13 +44,10 @@ class NngLane(MessageLane):
     )
 
     def __init__(self, me: str, credentials: Credentials, *, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
-        """``tcp_host``: address to listen on for other hosts, or None. ``by_tcp``: the peers on other hosts."""
-        self._me, self._credentials = me, credentials
-        self._tcp_host, self._by_tcp = tcp_host, by_tcp
-        self._peers: PeerConnections[Connection] = PeerConnections(self._connect)
+        """See ConnectedLane."""
+        super().__init__(me, credentials, tcp_host, by_tcp)
         self._by_fd: dict[int, Connection] = {}
         self._lock = threading.Lock()
-        self._acceptor = Acceptor(self.name, me, credentials, lambda: len(self._peers.addresses), self._admit)
         self._reader: threading.Thread | None = None
         self._closed = False
         self._epoll = select.epoll()
@@ -70,28 +67,9 @@ class NngLane(MessageLane):
             raise LaneUnavailable(self.name, str(error)) from error
         return address
 
-    def _listen(self, begin: Callable[[Any], SocketAddress], tcp_host: str | None) -> SocketAddress:
-        known = set(self._acceptor.listeners)
-        try:
-            address = begin(tcp_host)
-        except OSError as error:
-            raise LaneUnavailable(self.name, str(error)) from error
-        for fd in self._acceptor.listeners.keys() - known:
-            self._epoll.register(fd, select.EPOLLIN)
-        return address
-
-    def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> SocketAddress | None:
-        self._by_tcp = by_tcp
-        if tcp_host is None or self._acceptor.address.tcp is not None:
-            return None
-        return self._listen(self._acceptor.open_tcp, tcp_host)
-
     def start_reader(self) -> None:
         """Read replies. Enough for a lane that only sends requests; ``open`` does it too. Raises ThreadShortage."""
         self._reader = threads.start(self._read, name=f"raytorchrpc-{self._me}-nng")
-
-    def connect(self, peers: Sequence[PeerAddress]) -> None:
-        self._peers.add(peers)
 
     def call(
         self,
@@ -138,42 +116,31 @@ class NngLane(MessageLane):
             os.close(self._bell)
 
     def after_fork(self) -> list[fork.Address]:
-        """See fork.ForkAware."""
         sockets.after_fork()
-        known = (self._acceptor.address, *self._peers.addresses.values())
-        return [address.tcp for address in known if address.tcp is not None]
+        return self._tcp_addresses()
 
     # --- connections -----------------------------------------------------------------------------------------
 
-    def _connect(self, peer: str, address: SocketAddress, deadline: float) -> Connection:
-        own, by_tcp = self._acceptor.address, peer in self._by_tcp
-        try:
-            left = max(0.001, deadline - time.monotonic())
-            sock, protection = dial(self.name, self._credentials, own, address, by_tcp, left)
-            with sock:
-                sock.sendall(_BEGIN)
-                return self._register(sock, protection, peer, deadline)
-        except (OSError, Refused) as error:
-            raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
-
-    def _admit(self, sock: socket.socket, protection: Protection | None, _: Any) -> None:
-        sock.settimeout(CONNECT_TIMEOUT_S)
-        if sock.recv(len(_BEGIN)) == _BEGIN:
-            self._register(sock, protection, None, time.monotonic() + CONNECT_TIMEOUT_S)
-        else:
-            sock.close()
+    def _poll(self, fd: int) -> None:
+        self._epoll.register(fd, select.EPOLLIN)
 
     def _register(
         self, connected: socket.socket, protection: Protection | None, peer: str | None, deadline: float
     ) -> Connection:
         if connected.family != socket.AF_UNIX:
             keepalive.detect_silence(connected)
+        if peer is not None:
+            connected.sendall(_BEGIN)
+        else:
+            connected.settimeout(CONNECT_TIMEOUT_S)
+            if connected.recv(len(_BEGIN)) != _BEGIN:
+                raise Refused("it hung up")
         sock = PairSocket(connected, deadline)
         connection = Connection(sock, protection, peer, self._forget)
         with self._lock:
             if self._closed:
                 sock.close()
-                raise PeerLost(peer or "the caller", "this member has left the group", may_have_run=False)
+                raise self._left(peer)
             for fd in (sock.recv_fd, sock.gone_fd):
                 self._by_fd[fd] = connection
                 self._epoll.register(fd, select.EPOLLIN)

@@ -108,7 +108,6 @@ class PairSocket:
 
     @property
     def gone(self) -> bool:
-        """Whether the connection is lost."""
         return self._gone
 
     def send(
