@@ -182,6 +182,13 @@ def give_up_at(deadlines: Deadlines, until: float, reply: DeferredReply, give_up
 # --- handles -------------------------------------------------------------------------------------------------
 
 
+def checked_count(name: str, value: Any) -> int:
+    """Return an argument that must be a whole number of at least 1. Raises ConfigurationError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"{name}= must be a whole number of at least 1, not {value!r}")
+    return value
+
+
 class Handle:
     """Refers to an object that lives in a member, its home. Picklable.
 

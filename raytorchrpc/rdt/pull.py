@@ -71,8 +71,7 @@ class Pull:
         self._deadline = time.monotonic() + _SHARE_OF_TIME * ray_internals.transfer_timeout_s()
         # Tensors for CPU targets leave the source as CPU tensors: this process may have no GPU.
         self._to_cpu = bool(targets) and on_gpu and not any(target.is_cuda for target in targets or ())
-        self._arrived = DeferredReply()
-        """Has a function that takes the tensors, on the thread that will use them."""
+        self._arrived = DeferredReply()  # has a function that takes the tensors, on the thread that will use them
         self._call: Call | None = None
         """To the source, if it is a member: the waiting thread reads its reply, so no other thread has to wake."""
         with _lock:

@@ -37,14 +37,10 @@ class Source(NamedTuple):
 
     node_id: str
     pid: int
-    process: bytes
-    """Random, created once per process: pids are reused."""
-    shown: str
-    """Names the process in messages."""
-    server: OfferAddress | None
-    """For processes outside its group; None if the server could not start."""
-    secret: bytes
-    """Authenticates processes at the server."""
+    process: bytes  # random, created once per process: pids are reused
+    shown: str  # names the process in messages
+    server: OfferAddress | None  # for processes outside its group; None if the server could not start
+    secret: bytes  # authenticates processes at the server
 
 
 class _Kept:
@@ -71,8 +67,7 @@ class _Kept:
 
 _lock = threading.Lock()
 _objects: dict[str, _Kept] = {}
-PROCESS = os.urandom(16)
-"""The ``Source.process`` of this process."""
+PROCESS = os.urandom(16)  # the ``Source.process`` of this process
 _server: tuple[NngServer, OfferAddress | None, bytes] | None = None
 """With its address, None if it could not start, and its secret."""
 

@@ -31,9 +31,8 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.exports import CallbackExport, Janitor
-from raytorchrpc.lanes.nixl.agent import Agent, Kind, Lost, Read, Span, ucx_settings
-from raytorchrpc.lanes.nixl.links import Link
-from raytorchrpc.lanes.nixl.memory import NOTHING, Block, HostPool, Place, Segments, check_members, lay_out
+from raytorchrpc.lanes.nixl.agent import Agent, Kind, Link, Lost, Place, Read, Span, ucx_settings
+from raytorchrpc.lanes.nixl.memory import NOTHING, Block, HostPool, Segments, check_members, lay_out
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.tensors.bounds import checked, within
 from raytorchrpc.tensors.dtypes import Shape, view_at
@@ -50,12 +49,9 @@ class _Offer(NamedTuple):
     """The descriptor of an export."""
 
     number: int
-    target: int | None
-    """The peer's GPU that CUDA tensors arrive on; None for CPU tensors."""
-    places: Sequence[Place]
-    """Of each piece."""
-    members: Sequence[Any]
-    """The tensors in each piece: ``Members`` for CPU tensors, their indices for CUDA tensors."""
+    target: int | None  # the peer's GPU that CUDA tensors arrive on; None for CPU tensors
+    places: Sequence[Place]  # of each piece
+    members: Sequence[Any]  # the tensors in each piece: ``Members`` for CPU tensors, their indices for CUDA tensors
 
 
 class _Exported(NamedTuple):
@@ -86,8 +82,7 @@ class NixlLane(TensorLane):
         self._settings = dict(settings or {})
         self._agent: Agent | None = None
         self._links: dict[str, Link] = {}
-        self._reading = 0
-        """Threads that read."""
+        self._reading = 0  # threads that read
         self._read_ended = threading.Condition()
         self._closed = False
         # Random: a peer may still discard numbers of an earlier process of this member.
@@ -310,10 +305,7 @@ class NixlLane(TensorLane):
         return [arrived[index] for index in range(len(shapes))]
 
     def _room(self, shapes: Sequence[Shape], device: int) -> torch.Tensor:
-        landing = self._landing.get(device)
-        if landing is None:
-            landing = self._landing.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(landing):
+        with torch.cuda.stream(self._landing[device]):
             return packing.room(shapes, torch.device("cuda", device))
 
     def _read(self, link: Link, kind: Kind, spans: Sequence[Span], number: int, into: Any) -> None:

@@ -79,21 +79,20 @@ class PairSocket:
         self.gone_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable once the connection is lost or ``hang_up`` was called. Data that had arrived can still be received.
         """
+        self._sock: Any = None
         try:
             self._sock = pynng.Pair0(
                 recv_max_size=CHUNK + _SEALED_BYTES, recv_buffer_size=_QUEUE, send_buffer_size=_QUEUE
             )
-        except BaseException as error:
-            os.close(self.gone_fd)
-            raise _as_os_error(error) from error
-        _sockets.add(self._sock)
-        try:
+            _sockets.add(self._sock)
             self.recv_fd: int = self._sock.recv_fd
             self._send_fd: int = self._sock.send_fd
             self._begin(sock, deadline)
         except BaseException as error:
             self.close()
-            raise _as_os_error(error) from error
+            if isinstance(error, pynng.NNGException):  # no descriptor left, or no memory
+                raise OSError(f"nng: {str(error).lower()}") from error
+            raise
 
     def _begin(self, sock: socket.socket, deadline: float) -> None:
         begun = threading.Event()
@@ -165,7 +164,8 @@ class PairSocket:
 
     def close(self) -> None:
         """Free it. No thread may be waiting on it. Idempotent."""
-        self._sock.close()  # outside the lock: it ends with ``hang_up``
+        if self._sock is not None:
+            self._sock.close()  # outside the lock: it ends with ``hang_up``
         with self._closing:
             self._gone = True
             fd, self.gone_fd = self.gone_fd, -1
@@ -221,8 +221,3 @@ def _free(message: Any, _: Any) -> None:
 
 def _text(error: int) -> str:
     return str(ffi.string(lib.nng_strerror(error)).decode()).lower()
-
-
-def _as_os_error(error: BaseException) -> BaseException:
-    """An error of pynng, such as that no descriptor or memory is left, as an OSError."""
-    return OSError(f"nng: {str(error).lower()}") if isinstance(error, pynng.NNGException) else error

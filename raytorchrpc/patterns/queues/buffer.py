@@ -56,8 +56,7 @@ class Buffer:
         self.count = self.bytes = self.taken = self.dropped = 0
         self._items: deque[tuple[int, Item]] = deque()
         """With positions: how many items were in the buffer before. In order; items that are taken leave gaps."""
-        self._end = 0
-        """The position of the next new item."""
+        self._end = 0  # the position of the next new item
         self._batches = 0
         self._put_back: dict[BatchId, None] = {}
 

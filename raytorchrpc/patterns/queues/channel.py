@@ -16,14 +16,13 @@ from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import (
     Closed,
-    ConfigurationError,
     Full,
     PeerLost,
     RayTorchRpcError,
     RpcTimeout,
     SerializationError,
 )
-from raytorchrpc.patterns.handle import Handle, Steps, arun, begin, request_ids, run
+from raytorchrpc.patterns.handle import Handle, Steps, arun, begin, checked_count, request_ids, run
 from raytorchrpc.patterns.queues.buffer import Batch
 from raytorchrpc.patterns.queues.items import (
     Item,
@@ -288,13 +287,6 @@ class Channel(Handle):
 
 
 # --- consumers ---------------------------------------------------------------------------------------------------
-
-
-def checked_count(name: str, value: Any) -> int:
-    """Return an argument that must be a whole number of at least 1. Raises ConfigurationError."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{name}= must be a whole number of at least 1, not {value!r}")
-    return value
 
 
 class Items:

@@ -82,13 +82,11 @@ class Item(NamedTuple):
     """The pickled value; empty if the value is a tensor and nothing else. Of a run: a pickled list."""
     tensors: Sequence[torch.Tensor]
     buffers: int
-    size: int
-    """Bytes, tensors included."""
+    size: int  # bytes, tensors included
     make_current: Callable[[], None] = nothing
     """To be called on the thread that is about to use the tensors: orders its CUDA streams after the producer's."""
     reservation: Reservation | None = None
-    length: int = 1
-    """How many items this is; more than 1 for a run."""
+    length: int = 1  # how many items this is; more than 1 for a run
 
 
 def total_length(items: Sequence[Item]) -> int:

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import Closed, Empty
-from raytorchrpc.patterns.handle import Steps, arun, factories, run
+from raytorchrpc.patterns.handle import Steps, arun, checked_count, factories, run
 from raytorchrpc.patterns.queues.buffer import Buffer
-from raytorchrpc.patterns.queues.channel import Channel, Consumer, checked_count
+from raytorchrpc.patterns.queues.channel import Channel, Consumer
 from raytorchrpc.patterns.queues.services import HomeStore
 
 _KEY = ""

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -149,15 +150,13 @@ class _Held(NamedTuple):
     reply: DeferredReply
 
 
+@dataclass
 class _Producer:
     """What a home knows of one PutSequence."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.last = 0
-        """All puts up to this number were admitted, or will never arrive."""
-        self.held: dict[int, _Held] = {}
-        """By number."""
+    rank: int
+    last: int = 0  # all puts up to this number were admitted, or will never arrive
+    held: dict[int, _Held] = field(default_factory=dict)  # by number
 
 
 class ReorderBuffer:

@@ -18,9 +18,9 @@ from raytorchrpc.errors import (
     RayTorchRpcError,
     RpcTimeout,
 )
-from raytorchrpc.patterns.handle import Steps, arun, begin, factories, request_ids, run
+from raytorchrpc.patterns.handle import Steps, arun, begin, checked_count, factories, request_ids, run
 from raytorchrpc.patterns.queues.buffer import Policy
-from raytorchrpc.patterns.queues.channel import RETURNS, Channel, Consumer, checked_count
+from raytorchrpc.patterns.queues.channel import RETURNS, Channel, Consumer
 from raytorchrpc.patterns.queues.services import CANCEL, SUBSCRIBE, HomeStore
 from raytorchrpc.patterns.queues.store import ENDED
 

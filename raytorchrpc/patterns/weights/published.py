@@ -17,7 +17,6 @@ from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotAMember, NotFound
 from raytorchrpc.patterns.handle import factories, give_up_at, register_methods
-from raytorchrpc.patterns.weights.layout import Row, VersionLease
 from raytorchrpc.patterns.weights.relays import HOME, RelayPlan
 from raytorchrpc.patterns.weights.snapshots import (
     Places,
@@ -42,11 +41,24 @@ LEASE_RELAYED = "raytorchrpc.weights.lease_relayed"
 TENSORS, PIECES = "raytorchrpc.weights.tensors", "raytorchrpc.weights.pieces"
 RELEASE = "raytorchrpc.weights.release"
 
+#: A tensor in a message: name, dtype's name, shape.
+Row = tuple[str, str, tuple[int, ...]]
+
 #: A lease outlasts the timeout of its pull by this much, so that a copy that began in time finds the same weights
 #: (seconds).
 LINGER_S = 60.0
 #: How often to check whether the process of a lost reader has ended: its sockets close earlier (seconds).
 _CHECK_S = 1.0
+
+
+class VersionLease(NamedTuple):
+    """What a home tells a reader before it pulls."""
+
+    version: int
+    lease: int  # keeps the version until it is released. 0: the reader has this version
+    layout: int
+    rows: list[Row] | None  # None: the reader knows this layout
+    changed: list[int] | None  # places of the tensors that differ from the version that the reader has; None: all
 
 
 class Layout(NamedTuple):
@@ -319,8 +331,7 @@ class RelayedWeights(Readable):
         super().__init__(local)
         self._home = home
         self._lock = threading.Lock()
-        self._snapshots: dict[str, Snapshot] = {}
-        """The newest, by ``Selection.signature``."""
+        self._snapshots: dict[str, Snapshot] = {}  # the newest, by ``Selection.signature``
 
     def add(self, signature: str, version: int, specs: Sequence[TensorSpec], memory: VersionMemory) -> None:
         """Serve what was pulled from now on. The thread that wrote ``memory`` calls this."""

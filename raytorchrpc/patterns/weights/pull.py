@@ -14,8 +14,7 @@ from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.receive_into import Spread
 from raytorchrpc.errors import LaneUnavailable, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import Handle, run
-from raytorchrpc.patterns.weights.layout import KnownLayout, Selection, VersionLease
-from raytorchrpc.patterns.weights.match import ModelMatch
+from raytorchrpc.patterns.weights.match import KnownLayout, ModelMatch, Selection
 from raytorchrpc.patterns.weights.published import (
     ADVISE,
     LEASE,
@@ -26,6 +25,7 @@ from raytorchrpc.patterns.weights.published import (
     REPORT,
     TENSORS,
     RelayedWeights,
+    VersionLease,
     lease_is_valid_until,
 )
 from raytorchrpc.patterns.weights.relays import HOME, LEAD

@@ -25,8 +25,7 @@ class _Round:
     """One pull that members of one node make alike."""
 
     leader: int
-    ready: bool = False
-    """The leader has pulled it, and others can pull it from there."""
+    ready: bool = False  # the leader has pulled it, and others can pull it from there
     waiting: list[tuple[int, DeferredReply]] = field(default_factory=list)
 
 
