@@ -128,6 +128,7 @@ class NngLane(ConnectedLane[Connection]):
         self, connected: socket.socket, protection: Protection | None, peer: str | None, deadline: float
     ) -> Connection:
         if connected.family != socket.AF_UNIX:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             keepalive.detect_silence(connected)
         if peer is not None:
             connected.sendall(_BEGIN)
