@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Generic
+from typing import Any, Generic, Protocol, TypeVar
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import MessageLane, PeerAddress
 from raytorchrpc.lanes.common.acceptor import CONNECT_TIMEOUT_S, Acceptor, SocketAddress, dial
 from raytorchrpc.lanes.common.credentials import Credentials
 from raytorchrpc.lanes.common.handshake import Refused
-from raytorchrpc.lanes.common.peer_connections import C, PeerConnections
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.process import fork
+
+
+class Connection(Protocol):
+    """A connection of such a lane."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it can carry nothing more."""
+
+    def end(self, reason: str) -> None:
+        """Close it. Idempotent."""
+
+
+C = TypeVar("C", bound=Connection)
 
 
 class ConnectedLane(MessageLane, Generic[C]):
@@ -25,8 +39,11 @@ class ConnectedLane(MessageLane, Generic[C]):
         """``tcp_host``: address to listen on for other hosts, or None. ``by_tcp``: the peers on other hosts."""
         self._me, self._credentials = me, credentials
         self._tcp_host, self._by_tcp = tcp_host, by_tcp
-        self._peers: PeerConnections[C] = PeerConnections(self._connect)
-        self._acceptor = Acceptor(self.name, me, credentials, lambda: len(self._peers.addresses), self._admit)
+        self._addresses: dict[str, SocketAddress] = {}
+        self._made: dict[str, C] = {}  # by peer; some may have ended
+        self._connecting: dict[str, threading.Lock] = {}  # by peer; held while a connection is made
+        self._made_lock = threading.Lock()
+        self._acceptor = Acceptor(self.name, me, credentials, self._addresses.__len__, self._admit)
 
     @abstractmethod
     def _poll(self, fd: int) -> None:
@@ -56,7 +73,44 @@ class ConnectedLane(MessageLane, Generic[C]):
         return self._listen(self._acceptor.open_tcp, tcp_host)
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
-        self._peers.add(peers)
+        for peer in peers:
+            self._addresses[peer.peer] = peer.address
+            self._connecting.setdefault(peer.peer, threading.Lock())
+
+    def disconnect(self, peer: str) -> None:
+        self._addresses.pop(peer, None)
+        connection = self._made.pop(peer, None)
+        if connection is not None:
+            connection.end("it was removed from the group")
+
+    def _connection(self, peer: str, deadline: float) -> C:
+        """Return the connection to a peer; make it if there is none. Blocks until the deadline at most.
+
+        Raises PeerLost, with ``may_have_run`` False.
+        """
+        address = self._addresses.get(peer)
+        if address is None:
+            raise PeerLost(peer, "it is not in the group (any more)", may_have_run=False)
+        lock = self._connecting[peer]
+        if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise PeerLost(peer, "no connection to it in time", may_have_run=False)
+        try:
+            connection = self._made.get(peer)
+            if connection is None or connection.ended:
+                until = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
+                connection = self._connect(peer, address, until)
+                with self._made_lock:
+                    self._made[peer] = connection
+            return connection
+        finally:
+            lock.release()
+
+    def _discard(self, connection: C, peer: str | None) -> None:
+        """Forget a connection to a peer, if it is still the current one."""
+        if peer is not None:
+            with self._made_lock:
+                if self._made.get(peer) is connection:
+                    del self._made[peer]
 
     def _connect(self, peer: str, address: SocketAddress, deadline: float) -> C:
         own, by_tcp = self._acceptor.address, peer in self._by_tcp
@@ -79,5 +133,5 @@ class ConnectedLane(MessageLane, Generic[C]):
 
     def _tcp_addresses(self) -> list[fork.Address]:
         """Return the addresses of all connections over TCP, for ``after_fork``."""
-        known = (self._acceptor.address, *self._peers.addresses.values())
+        known = (self._acceptor.address, *self._addresses.values())
         return [address.tcp for address in known if address.tcp is not None]

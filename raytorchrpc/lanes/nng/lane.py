@@ -82,15 +82,14 @@ class NngLane(ConnectedLane[Connection]):
     ) -> Pending:
         sockets.check_process()
         deadline = time.monotonic() + timeout_s
-        connection = self._peers.made.get(peer)
+        connection = self._made.get(peer)
         if connection is None or connection.ended:
-            connection = self._peers.get(peer, deadline)
+            connection = self._connection(peer, deadline)
         return connection.call(message, deadline, on_released)
 
     def disconnect(self, peer: str) -> None:
-        connection = self._peers.remove(peer)
-        if connection is not None and not sockets.forked():
-            connection.end("it was removed from the group")
+        if not sockets.forked():
+            super().disconnect(peer)
 
     def close(self) -> None:
         if sockets.forked():
@@ -104,7 +103,7 @@ class NngLane(ConnectedLane[Connection]):
         self._acceptor.close()
         for connection in connections:
             connection.end("this member left the group")
-        self._peers.made.clear()
+        self._made.clear()
         if self._reader is None:
             self._free()
         elif self._reader is not threading.current_thread():
@@ -153,7 +152,7 @@ class NngLane(ConnectedLane[Connection]):
                 self._by_fd.pop(fd, None)
                 with contextlib.suppress(OSError, ValueError):
                     self._epoll.unregister(fd)
-            self._peers.discard(connection, connection.peer)
+            self._discard(connection, connection.peer)
 
     # --- the reader ------------------------------------------------------------------------------------------
 

@@ -52,7 +52,6 @@ class SocketLane(ConnectedLane[Connection]):
         """
         super().__init__(me, credentials, tcp_host, by_tcp)
         self._one_at_a_time = one_at_a_time
-        self._made = self._peers.made
         self._listeners: Listeners[Connection] = Listeners(me, self._serve_all, self._accept, self.close)
 
     # --- the interface -------------------------------------------------------------------------------------
@@ -76,7 +75,7 @@ class SocketLane(ConnectedLane[Connection]):
         deadline = time.monotonic() + timeout_s
         connection = self._made.get(peer)
         if connection is None or connection.ended:
-            connection = self._peers.get(peer, deadline)
+            connection = self._connection(peer, deadline)
         pending = SocketPending(connection, deadline, on_released)
         connection.begin(pending, caller_waits)
         try:
@@ -85,11 +84,6 @@ class SocketLane(ConnectedLane[Connection]):
             connection.abandon(pending)
             raise
         return pending
-
-    def disconnect(self, peer: str) -> None:
-        connection = self._peers.remove(peer)
-        if connection is not None:
-            connection.end("it was removed from the group")
 
     def close(self) -> None:
         if not self._listeners.close():
@@ -121,7 +115,7 @@ class SocketLane(ConnectedLane[Connection]):
         self, sock: socket.socket, protection: Protection | None, peer: str | None, deadline: float
     ) -> Connection:
         tune(sock)
-        connection = Connection(self._listeners, sock, peer, protection, self._peers.discard)
+        connection = Connection(self._listeners, sock, peer, protection, self._discard)
         if not self._listeners.add(connection):
             raise self._left(peer)
         return connection
