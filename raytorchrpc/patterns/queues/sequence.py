@@ -170,12 +170,13 @@ class ReorderBuffer:
     def put(self, rank: int, mark: SequenceMark, items: Sequence[Item], until: float) -> Any:
         """Call ``Store.put`` once all puts before this one were admitted. FULL if they do not arrive by ``until``."""
         sequence_id, number, before, first = mark
-        reply = None
+        outcome: Any
+        reply: DeferredReply | None = None
         with self._lock:
             producer = self._producer(rank, sequence_id)
             replies = self._admit_up_to(producer, first - 1)
             if before > producer.last:
-                outcome: Any = (reply := DeferredReply())
+                outcome = reply = DeferredReply()
                 producer.held[number] = _Held(before, items, until, reply)
             else:
                 outcome = self._put(items, until)
