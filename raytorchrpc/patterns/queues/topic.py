@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, ClassVar, get_args
 
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.errors import (
-    Closed,
-    ConfigurationError,
-    Empty,
-    NotFound,
-    PeerBusy,
-    PeerLost,
-    RayTorchRpcError,
-    RpcTimeout,
-)
+from raytorchrpc.errors import Closed, ConfigurationError, Empty, NotFound, RayTorchRpcError
 from raytorchrpc.patterns.handle import Steps, arun, begin, checked_count, factories, request_ids, run
 from raytorchrpc.patterns.queues.buffer import Policy
 from raytorchrpc.patterns.queues.channel import RETURNS, Channel, Consumer
@@ -171,15 +161,15 @@ class Subscription(Consumer):
         args = (*topic._address, self._key)
         try:
             yield from topic._request(local, CANCEL, args)
-        except (PeerBusy, PeerLost, RpcTimeout):
+        except NotFound:
+            return
+        except RayTorchRpcError:
             topic._notify_home(local, CANCEL, args, RETURNS)
 
     def __enter__(self) -> Subscription:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.cancel()
 
     def __reduce__(self) -> tuple[Any, ...]:
