@@ -20,7 +20,7 @@ from raytorchrpc.lanes.base import SMALL
 from raytorchrpc.process.deadlines import Deadlines
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.cuda_streams import handoff_streams, nothing
-from raytorchrpc.tensors.dtypes import DTYPES, as_copyable
+from raytorchrpc.tensors.dtypes import DTYPES, as_copyable, view_at
 
 _ALIGN = 64
 #: A tensor of this size or more is copied by several threads (bytes).
@@ -35,7 +35,7 @@ Places = Sequence[tuple[int, str | None]]
 #: Allocates host memory that peers can read in place: (bytes) -> a flat uint8 tensor, or None if there is none.
 AllocateShared = Callable[[int], torch.Tensor | None]
 #: Copies host memory: (target address, source address, bytes).
-CopyBytes = Callable[[int, int, int], None]
+CopyBytes = Callable[[int, int, int], object]
 
 
 class TensorSpec(NamedTuple):
@@ -80,19 +80,15 @@ class VersionMemory:
                 pieces[device] = torch.empty(size, dtype=torch.uint8, device=device) if shared is None else shared
                 if len(sizes) == 1 and (shared is not None or device.type == "cuda"):
                     self.whole = pieces[device]
-            self.tensors = [_view(pieces[spec.device], at, spec) for spec, at in zip(specs, offsets, strict=True)]
+            self.tensors = [
+                view_at(pieces[spec.device], offset, (spec.dtype, spec.shape))
+                for spec, offset in zip(specs, offsets, strict=True)
+            ]
         self.pieces = list(pieces.values())
         self.changed: list[int | None] = [None] * len(specs)
         """For each tensor, the version in which the content that is here was new."""
         self.own_reads: list[Callable[[], None]] = []
         """Reads by this process's GPUs: the thread that writes next calls these first, and so waits for the reads."""
-
-
-def _view(piece: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
-    size = math.prod(spec.shape) * spec.dtype.itemsize
-    if not size:
-        return torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
-    return piece[offset : offset + size].view(spec.dtype).view(spec.shape)
 
 
 def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], copy_bytes: CopyBytes) -> None:
@@ -212,14 +208,12 @@ class Snapshot:
         return target
 
 
-def _memmove(target: int, source: int, size: int) -> None:
-    ctypes.memmove(target, source, size)
-
-
 class SnapshotPool:
     """Leases on snapshots, and the memory of snapshots that nothing uses any more. Thread-safe."""
 
-    def __init__(self, allocate_shared: AllocateShared, deadlines: Deadlines, copy_bytes: CopyBytes = _memmove) -> None:
+    def __init__(
+        self, allocate_shared: AllocateShared, deadlines: Deadlines, copy_bytes: CopyBytes = ctypes.memmove
+    ) -> None:
         self._allocate_shared, self._deadlines, self.copy_bytes = allocate_shared, deadlines, copy_bytes
         self._lock = threading.Lock()
         self._leases: dict[int, tuple[Snapshot, int, Callable[[], None]]] = {}
