@@ -14,20 +14,9 @@ from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.receive_into import Spread
 from raytorchrpc.errors import LaneUnavailable, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import Handle, run
+from raytorchrpc.patterns.weights import published
 from raytorchrpc.patterns.weights.match import KnownLayout, ModelMatch, Selection
-from raytorchrpc.patterns.weights.published import (
-    ADVISE,
-    LEASE,
-    LEASE_RELAYED,
-    PIECES,
-    RELAYED,
-    RELEASE,
-    REPORT,
-    TENSORS,
-    RelayedWeights,
-    VersionLease,
-    lease_is_valid_until,
-)
+from raytorchrpc.patterns.weights.published import RelayedWeights, VersionLease, lease_is_valid_until
 from raytorchrpc.patterns.weights.relays import HOME, LEAD
 
 #: Most bytes of one message: tensors that lanes bring in memory of their own need this much of it.
@@ -74,7 +63,7 @@ class Pull:
                     device_type = self._readable_in_place(self._home, match.likely_device_type)
                 answer = Spread(partial(match.parts_of_answer, device_type))
                 request = (*self._address, *args, left, device_type)
-                sent = self._store._send(self._local, LEASE, request, left, caller_waits=True, into=answer)
+                sent = self._store._send(self._local, published.LEASE, request, left, caller_waits=True, into=answer)
                 response = self._store._response(sent)
                 del sent  # see _response
                 match.match_ahead()
@@ -100,7 +89,7 @@ class Pull:
             if self._is_home:
                 self._store._object(self._local).pool.release(lease.lease)
             else:
-                self._notify(self._home, RELEASE, (*self._address, lease.lease))
+                self._notify(self._home, published.RELEASE, (*self._address, lease.lease))
 
     # --- moving tensors ------------------------------------------------------------------------------------------
 
@@ -119,7 +108,7 @@ class Pull:
             return
         if self._uses_relay(selection):
             left, what = self._left(0.001), (lease.version, selection.signature(lease.layout))
-            advice = run(self._store._request(self._local, ADVISE, (*self._address, what, left / 2), left))
+            advice = run(self._store._request(self._local, published.ADVISE, (*self._address, what, left / 2), left))
             if advice == LEAD:
                 self._lead(selection, what)
                 return
@@ -137,7 +126,7 @@ class Pull:
         """Pull for all members of this host."""
         local, layout = self._local, self._match.layout
         home = local.peers.route(self._home).member.rank
-        relayed = local.services.open(RELAYED, self._relayed_name, lambda: RelayedWeights(local, home))
+        relayed = local.services.open(published.RELAYED, self._relayed_name, lambda: RelayedWeights(local, home))
         done = False
         try:
             specs = selection.specs(layout.rows)
@@ -149,7 +138,7 @@ class Pull:
             relayed.add(signature, version, specs, memory)
             done = True
         finally:
-            self._notify(self._home, REPORT, (*self._address, what, local.me.rank, done))
+            self._notify(self._home, published.REPORT, (*self._address, what, local.me.rank, done))
         lease = relayed.lease(local.me.rank, signature, version, None)
         try:
             relayed.pool.leased(lease).copy_into(selection.targets, selection.as_relayed().places)
@@ -158,20 +147,20 @@ class Pull:
 
     def _follow(self, leader: int, selection: Selection, what: tuple[int, str]) -> bool:
         """Pull from the member that leads on this host; whether that worked."""
-        address: Address = (RELAYED, self._relayed_name, None)
+        address: Address = (published.RELAYED, self._relayed_name, None)
         version, signature = what
         left = self._left(0.001)
         try:
-            lease: int = self._call(leader, LEASE_RELAYED, (*address, signature, version, left), left).wait()
+            lease: int = self._call(leader, published.LEASE_RELAYED, (*address, signature, version, left), left).wait()
             if not lease:
                 return False
             layout = KnownLayout.of(self._match.leased.layout, selection.rows(self._match.layout.rows))
             try:
                 self._fetch_from(leader, address, lease, selection.as_relayed(), layout)
             finally:
-                self._notify(leader, RELEASE, (*address, lease))
+                self._notify(leader, published.RELEASE, (*address, lease))
         except (PeerLost, NotFound, LaneUnavailable):
-            self._notify(self._home, REPORT, (*self._address, what, leader, False))
+            self._notify(self._home, published.REPORT, (*self._address, what, leader, False))
             return False
         return True
 
@@ -186,10 +175,10 @@ class Pull:
         if device_type is not None:
             parts = selection.parts(layout)
             into = Spread(lambda pieces: parts if pieces else None)
-            if request(PIECES, selection.places, device_type, into=into):
+            if request(published.PIECES, selection.places, device_type, into=into):
                 return
         for message in selection.messages(MESSAGE_BYTES):  # each is copied out of the lane's memory before the next
-            request(TENSORS, message.places, into=message.targets)
+            request(published.TENSORS, message.places, into=message.targets)
 
     # --- members -------------------------------------------------------------------------------------------------
 
