@@ -141,7 +141,7 @@ def _nccl_rdma(site: Site) -> str | None:
 
 
 def _nccl_gpudirect(site: Site) -> str | None:
-    return _nccl_rdma(site) or rdma.nccl_obstacle(site.a.endpoint, site.b.endpoint)
+    return _nccl_rdma(site) or rdma.ucx_obstacle(site.a.endpoint, site.b.endpoint, cuda=True)
 
 
 def _gpudirect(site: Site) -> str | None:

@@ -16,10 +16,9 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError, NotAMember
 from raytorchrpc.lanes.common.credentials import Credentials
 from raytorchrpc.lanes.torchrpc.agent import OWN_NUMBERS, AgentSpec
-from raytorchrpc.membership.messages import GroupInfo, JoinSpec, Prepared, Probe, Table
+from raytorchrpc.membership.messages import DeviceMaps, GroupInfo, JoinSpec, Prepared, Probe, Table
 from raytorchrpc.membership.updates import Arrival
 from raytorchrpc.routing import planner, routes
-from raytorchrpc.tensors.devices import Device
 from raytorchrpc.topology import device_map
 from raytorchrpc.topology.device_map import DeviceMap
 from raytorchrpc.topology.endpoint import Endpoint
@@ -93,9 +92,12 @@ class Roster:
     @property
     def credentials(self) -> Credentials:
         """What the supervisor authenticates with. It does not make it a member."""
-        across_users = self.config.across_users
         return Credentials(
-            self.secret, group=self.name, generation=self.generation, across_users=across_users, tls=self.tls
+            self.secret,
+            group=self.name,
+            generation=self.generation,
+            across_users=self.config.across_users,
+            tls=self.tls,
         )
 
     def check_newcomers(self, handles: Mapping[str, Any]) -> None:
@@ -176,21 +178,21 @@ class Roster:
             devices=tuple(sorted(self.devices[member])),
             admitted=(*self._addresses(), *self.config.torchrpc_from),
         )
-        elsewhere = self._elsewhere(member)
+        endpoint = record.probe.endpoint
+        elsewhere = tuple(
+            peer
+            for peer, other in self.records.items()
+            if peer != member and (self.config.always_tcp or not other.probe.endpoint.same_network(endpoint))
+        )
         return JoinSpec(
-            group=self.name,
-            generation=self.generation,
+            member=self._member(member),
+            credentials=replace(self.credentials, rank=record.rank, incarnation=record.incarnation),
             attempt=attempt,
-            incarnation=record.incarnation,
             replaces=record.probe.generation,
-            name=member,
-            rank=record.rank,
             config=self.config,
             agent=agent_spec,
             renew_agent=record.renew_agent,
             device_maps=outgoing,
-            secret=self.secret,
-            tls=self.tls,
             tcp_host=agent.address if elsewhere or self.reached_by_tcp(member) else None,
             by_tcp=elsewhere,
             lanes=self.plan.lanes_of(member),
@@ -202,14 +204,6 @@ class Roster:
         found = {address for endpoint in endpoints for each in endpoint.interfaces for address in each.addresses}
         return sorted({*found, *(endpoint.node_ip for endpoint in endpoints)})
 
-    def _elsewhere(self, member: str) -> tuple[str, ...]:
-        endpoint = self.records[member].probe.endpoint
-        return tuple(
-            peer
-            for peer, record in self.records.items()
-            if peer != member and (self.config.always_tcp or not record.probe.endpoint.same_network(endpoint))
-        )
-
     def rpc_name(self, member: str) -> str:
         """The torchrpc name of this member's process."""
         record = self.records[member]
@@ -220,49 +214,45 @@ class Roster:
             return f"rtr-driver-{record.probe.node_id[:12]}-{record.probe.pid}"
         return f"rtr-{ray_internals.actor_id_of(record.handle)}"
 
+    def _member(self, name: str) -> Member:
+        record = self.records[name]
+        return Member(
+            rank=record.rank,
+            name=name,
+            actor_id=None if record.handle is None else ray_internals.actor_id_of(record.handle),
+            node_id=record.probe.node_id,
+            pid=record.probe.pid,
+            rpc_name=self.rpc_name(name),
+            worker_id=record.worker_id,
+            incarnation=record.incarnation,
+        )
+
     def info(self, prepared: Mapping[str, Prepared]) -> GroupInfo:
         """The public description of the group."""
+        agents = {name: prepared[name].agent for name in self.records}
         members = tuple(
-            Member(
-                rank=record.rank,
-                name=name,
-                actor_id=None if record.handle is None else ray_internals.actor_id_of(record.handle),
-                node_id=record.probe.node_id,
-                pid=record.probe.pid,
-                rpc_name=prepared[name].agent.name,
-                worker_id=prepared[name].agent.worker_id,
-                incarnation=record.incarnation,
-            )
-            for name, record in self.records.items()
+            replace(self._member(name), rpc_name=agent.name, worker_id=agent.worker_id)
+            for name, agent in agents.items()
         )
         texts = {name: {str(peer): pairs for peer, pairs in each.to_dict().items()} for name, each in self.maps.items()}
         return GroupInfo(self.name, self.generation, self.owner, members, self.config, self.plan, texts)
 
-    def table(self, member: str, info: GroupInfo, prepared: Mapping[str, Prepared], timeout_s: float) -> Table:
+    def table(self, member: str, info: GroupInfo, prepared: Mapping[str, Prepared]) -> Table:
         """What this member needs in order to connect to the others."""
         own = info._replace(plan=self.plan.for_member(member), device_maps=_of(member, info.device_maps, self.records))
-        return Table(own, {name: prepared[name] for name in self.records}, timeout_s)
+        return Table(own, {name: prepared[name] for name in self.records})
 
-    def arrival(
-        self,
-        member: str,
-        info: GroupInfo,
-        prepared: Mapping[str, Prepared],
-        timeout_s: float,
-        coming: tuple[str, ...],
-    ) -> Arrival:
+    def arrival(self, member: str, info: GroupInfo, prepared: Mapping[str, Prepared], coming: Sequence[str]) -> Arrival:
         """The update an existing member needs in order to accept newcomers."""
-        members = tuple(each for each in info.members if each.name in coming)
         new = info._replace(
-            members=members,
+            members=tuple(each for each in info.members if each.name in coming),
             plan=self.plan.for_arrivals(member, coming),
             device_maps=_of(member, info.device_maps, coming),
         )
         spec = self.spec(member)
-        bare = spec._replace(
-            device_maps={}, agent=spec.agent._replace(device_maps={})
-        )  # an agent keeps those it started with
-        return Arrival(bare, Table(new, {name: prepared[name] for name in (member, *coming)}, timeout_s), coming)
+        # An agent keeps the maps it started with.
+        bare = spec._replace(device_maps={}, agent=spec.agent._replace(device_maps={}))
+        return Arrival(bare, Table(new, {name: prepared[name] for name in (member, *coming)}), tuple(coming))
 
 
 def _check_users(endpoints: Mapping[str, Endpoint]) -> None:
@@ -279,10 +269,7 @@ def _check_users(endpoints: Mapping[str, Endpoint]) -> None:
             )
 
 
-_Maps = Mapping[str, Mapping[str, Mapping[Device, Device]]]
-
-
-def _of(member: str, maps: _Maps, others: Iterable[str]) -> _Maps:
+def _of(member: str, maps: DeviceMaps, others: Iterable[str]) -> DeviceMaps:
     """The maps between one member and others, itself included."""
     found = {other: {member: maps[other][member]} for other in others if member in maps[other]}
     found[member] = {other: maps[member][other] for other in (member, *others) if other in maps[member]}

@@ -18,10 +18,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.counters import PairStats
-from raytorchrpc.calls.current import current_local
-from raytorchrpc.errors import NotAMember, RayTorchRpcError
 from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.roster import Roster
+from raytorchrpc.membership.join import member_of
 from raytorchrpc.process import threads
 
 logger = logging.getLogger(__name__)
@@ -74,43 +73,29 @@ def from_json(text: bytes) -> GroupStatus:
     return _AS_JSON.validate_json(text)
 
 
-class MemberStatus(NamedTuple):
-    """One member's part."""
-
-    rows: list[PairStats]
-    under_way: dict[str, tuple[int, int]]
-
-
-def member_status(generation: str) -> MemberStatus:
-    """This member's part."""
-    local = current_local()
-    if local is None or local.generation != generation:
-        raise NotAMember(f"this process has left generation {generation} of the group")
-    return MemberStatus(local.counters.rows(local.me.name), local.outgoing.in_flight())
+def member_status(generation: str) -> tuple[list[PairStats], dict[str, tuple[int, int]]]:
+    """This member's counters, and (calls, bytes of arguments) in flight by peer."""
+    local = member_of(generation)
+    return local.counters.rows(local.me.name), local.outgoing.in_flight()
 
 
 def group_status(
     roster: Roster, connections: ControlConnections, away: Mapping[str, str], timeout_s: float = STATUS_S
 ) -> GroupStatus:
     """Ask all members that are not away. Blocks until all have answered, at most ``timeout_s``."""
-    asked = {name: (roster.generation,) for name in roster.records if name not in roster.local and name not in away}
+    asked = {name: (roster.generation,) for name in roster.records if name not in away}
     found, failures = connections.call_all(member_status, asked, time.monotonic() + timeout_s)
-    for name in roster.local:
-        try:
-            found[name] = member_status(roster.generation)
-        except RayTorchRpcError as error:
-            failures[name] = error
-    found_in_order: dict[str, MemberStatus] = {name: found[name] for name in roster.records if name in found}
+    in_order = {name: found[name] for name in asked if name in found}
     return GroupStatus(
         roster.name,
         roster.generation,
         time.monotonic(),
         tuple(roster.records),
-        tuple(row for each in found_in_order.values() for row in each.rows),
+        tuple(row for rows, _ in in_order.values() for row in rows),
         tuple(
             UnderWay(name, peer, *counts)
-            for name, each in found_in_order.items()
-            for peer, counts in each.under_way.items()
+            for name, (_, in_flight) in in_order.items()
+            for peer, counts in in_flight.items()
             if counts[0]
         ),
         dict(away),
