@@ -163,7 +163,7 @@ def _medians(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 def _sent(group: rtr.Group) -> dict[str, int]:
     supervisor = group._own("scale")
-    return sizes_of(supervisor.roster, supervisor.prepared)
+    return sizes_of(supervisor.roster, supervisor._state.prepared)
 
 
 def sizes_of(roster: Roster, prepared: Mapping[str, Prepared]) -> dict[str, int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from raytorchrpc.errors import PeerLost
-from raytorchrpc.group.control_connections import ControlConnections
+from raytorchrpc.group.control_connections import Arguments, ControlConnections
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.group.state import GroupState
 from raytorchrpc.membership import updates
@@ -45,7 +45,6 @@ class Announcer:
 
     @property
     def behind(self) -> Collection[str]:
-        """Members that missed an announcement."""
         return self._behind.keys()
 
     def mark_behind(self, names: Iterable[str]) -> None:
@@ -53,7 +52,6 @@ class Announcer:
         self._behind.update(dict.fromkeys(names, 0.0))
 
     def mark_current(self, names: Iterable[str]) -> None:
-        """These members have missed nothing."""
         for name in names:
             self._behind.pop(name, None)
         self._state.notify()
@@ -63,9 +61,7 @@ class Announcer:
         out = {*names, *self._state.lost, *self._behind}
         return [name for name in self._state.roster.records if name not in out]
 
-    def _announce(
-        self, change: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], patience_s: float
-    ) -> dict[str, Any]:
+    def _announce(self, change: Callable[..., Any], arguments: Arguments, patience_s: float) -> dict[str, Any]:
         """Apply a change, one of ``updates``'s, in each of these members; returns the answers in time."""
         self._step += 1
         group, generation = self._state.roster.name, self._state.roster.generation
@@ -93,11 +89,9 @@ class Announcer:
         return self._announce(updates.prepare_arrivals, arrivals, _PREPARE_S)
 
     def activate(self, names: Sequence[str], others: Iterable[str]) -> None:
-        """Have other members call the arrivals."""
         self._announce(updates.activate, {peer: (names,) for peer in others}, _ACTIVATE_S)
 
     def announce_removal(self, names: Sequence[str]) -> None:
-        """These members have been removed."""
         others = self.others(names)
         self._announce(updates.remove_peers, {peer: (names,) for peer in others}, _ACTIVATE_S)
 
@@ -135,8 +129,6 @@ class Announcer:
             if lost.announced and other != name
         ]
         return [*away, *self._state.dead.values()]
-
-    # --- members that missed an announcement ------------------------------------------------------------------------
 
     def due(self) -> list[float]:
         """When members are resynchronised next (``time.monotonic``)."""

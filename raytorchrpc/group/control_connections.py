@@ -16,6 +16,11 @@ from raytorchrpc.lanes.socket.lane import SocketLane
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 from raytorchrpc.tensors.exceptions import decode_exception
 
+#: The arguments of a call to several members, by name.
+Arguments = Mapping[str, tuple[Any, ...]]
+#: Results and failures by name.
+Answers = tuple[dict[str, Any], dict[str, Exception]]
+
 _NO_RANK = -1
 """The supervisor is not a member."""
 #: To connect and authenticate (seconds).
@@ -35,7 +40,6 @@ class ControlConnections:
         self._watches: dict[str, Pending] = {}
 
     def reach(self, by_tcp: set[str]) -> None:
-        """Reach these members by TCP."""
         self._lane.reach(None, frozenset(by_tcp))
 
     def set_address(self, name: str, token: str, address: SocketAddress) -> None:
@@ -45,7 +49,6 @@ class ControlConnections:
         self._lane.connect([PeerAddress(name, address)])
 
     def forget(self, name: str) -> None:
-        """Disconnect from a member."""
         self._watches.pop(name, None)
         self._tokens.pop(name, None)
         self._lane.disconnect(name)
@@ -77,10 +80,8 @@ class ControlConnections:
 
         pending.add_done_callback(over)
 
-    def call_all(
-        self, function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], deadline: float
-    ) -> tuple[dict[str, Any], dict[str, Exception]]:
-        """Run ``function(*arguments[name])``, of this package, in each member; returns results and failures by name.
+    def call_all(self, function: Callable[..., Any], arguments: Arguments, deadline: float) -> Answers:
+        """Run ``function(*arguments[name])``, of this package, in each member.
 
         If this process is one of them, it runs the function on this thread, which the deadline does not end.
         """

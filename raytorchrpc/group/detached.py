@@ -85,14 +85,12 @@ class DetachedHost:
         return self._info
 
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
-        """Raises ConfigurationError."""
         raise ConfigurationError(
             f"the supervisor of group {self._name!r} runs in a detached actor, which cannot call this process back; "
             f"poll Group.members or wait_ready() instead"
         )
 
     def end(self, timeout_s: float) -> None:
-        """See Supervisor.end."""
         actor = self._actor
         if actor is not None and current_session() == self._session:
             try:

@@ -64,7 +64,9 @@ class FailureDetector:
         for name in names:
             self._set_address(name)
             incarnation = roster.records[name].incarnation
-            if (error := self._connect(name, incarnation, _CONNECT_S)) is not None:
+            try:
+                self._connect(name, incarnation, _CONNECT_S)
+            except RayTorchRpcError as error:
                 self._suspect(name, incarnation, str(error))
 
     def _set_address(self, name: str) -> None:
@@ -72,17 +74,11 @@ class FailureDetector:
         token = process_token(self._state.roster.generation, record.rank, record.incarnation)
         self._connections.set_address(name, token, self._state.prepared[name].addresses["socket"])
 
-    def _connect(self, name: str, incarnation: int, patience_s: float) -> RayTorchRpcError | None:
-        """Returns what kept it from connecting, if anything did."""
-
+    def _connect(self, name: str, incarnation: int, patience_s: float) -> None:
         def ended(cause: str) -> None:
             self._submit(lambda: self._suspect(name, incarnation, cause))
 
-        try:
-            self._connections.watch(name, ended, patience_s)
-        except RayTorchRpcError as error:
-            return error
-        return None
+        self._connections.watch(name, ended, patience_s)
 
     def _suspect(self, name: str, incarnation: int, cause: str) -> None:
         record = self._state.roster.records.get(name)
@@ -127,7 +123,7 @@ class FailureDetector:
         def dial() -> None:
             error: Exception | None = None
             try:
-                error = self._connect(name, incarnation, _DIAL_S)
+                self._connect(name, incarnation, _DIAL_S)
             except Exception as failure:
                 error = failure
             threads.persist(lambda: self._submit(lambda: self._report(name, lost, error)), _REPORT_S)

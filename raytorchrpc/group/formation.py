@@ -16,6 +16,7 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.mailbox import Owner
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.group import ray_calls
+from raytorchrpc.group.control_connections import Answers, Arguments
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.lanes import registry
 from raytorchrpc.membership import join
@@ -61,7 +62,10 @@ def participants_of(actors: Any, include_driver: bool, first_rank: int = 0) -> d
                 f"{label} is not an actor handle but {handle!r}; pass what Class.remote() or ray.get_actor() returns"
             )
         member = _generated_name(handle, first_rank + rank) if given is None else given
-        _check_member_name(member, label)
+        if not isinstance(member, str) or not re.fullmatch(r"(?!\d+$)[A-Za-z0-9_.:-]{1,64}", member):
+            raise ConfigurationError(
+                f"{label}: {member!r} cannot name a member; use up to 64 letters, digits or '_.:-', not digits alone"
+            )
         actor_id = ray_internals.actor_id_of(handle)
         if actor_id in seen:
             raise ConfigurationError(f"{label} is the same actor as {seen[actor_id]}")
@@ -74,20 +78,10 @@ def participants_of(actors: Any, include_driver: bool, first_rank: int = 0) -> d
     return named
 
 
-_LONGEST_STEM = 48
-
-
 def _generated_name(handle: Any, rank: int) -> str:
     ascii_only = re.sub(r"[^A-Za-z0-9_]", "_", ray_internals.actor_class_name(handle))
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", ascii_only).lower()
-    return f"{snake[:_LONGEST_STEM]}_{rank}"
-
-
-def _check_member_name(name: Any, label: str) -> None:
-    if not isinstance(name, str) or not re.fullmatch(r"(?!\d+$)[A-Za-z0-9_.:-]{1,64}", name):
-        raise ConfigurationError(
-            f"{label}: {name!r} cannot name a member; use up to 64 letters, digits or '_.:-', not digits alone"
-        )
+    return f"{snake[:48]}_{rank}"
 
 
 class Formation:
@@ -100,7 +94,7 @@ class Formation:
         deadline: float,
         timeout_s: float,
         tried: Mapping[str, int] | None = None,
-        call_all: Callable[..., tuple[dict[str, Any], dict[str, Exception]]] = ray_calls.call_all,
+        call_all: Callable[..., Answers] = ray_calls.call_all,
     ) -> None:
         """``participants``: the handles of those that join, by name. ``roster``: of the members so far.
 
@@ -170,20 +164,11 @@ class Formation:
         self._call_all(self.participants, join.give_up, arguments, patience)
 
     def _ask(
-        self,
-        what: str,
-        function: Callable[..., Any],
-        arguments: Mapping[str, tuple[Any, ...]],
-        retry_restarting: bool = False,
+        self, what: str, function: Callable[..., Any], arguments: Arguments, retry_restarting: bool = False
     ) -> dict[str, Any]:
         """Results by member. Raises ConfigurationError or BootstrapError; ``what``: what members failed to do."""
         found, failures = self._call_all(
-            self.participants,
-            function,
-            arguments,
-            self.deadline,
-            fail_fast=True,
-            retry_restarting=retry_restarting,
+            self.participants, function, arguments, self.deadline, fail_fast=True, retry_restarting=retry_restarting
         )
         if not failures:
             return found

@@ -130,8 +130,7 @@ class Group:
         Entering the block raises ConfigurationError if the group is being traced already, or the folder is missing.
         """
         host = self._own("trace")
-        if isinstance(events, bool) or not isinstance(events, int) or events < 1:
-            raise ConfigurationError(f"events is the number of events each member keeps, 1 or more; not {events!r}")
+        _check_events(events)
         return Trace(path, partial(host.begin_trace, events), host.end_trace)
 
     def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
@@ -369,6 +368,11 @@ def init_group(
     for warning in info.plan.warnings:
         logger.warning("group %r: %s", name, warning)
     return group
+
+
+def _check_events(events: Any) -> None:
+    if isinstance(events, bool) or not isinstance(events, int) or events < 1:
+        raise ConfigurationError(f"events is the number of events each member keeps, 1 or more; not {events!r}")
 
 
 def _check_timeout(timeout_s: Any) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytorchrpc.calls.current import process_member
 from raytorchrpc.errors import BootstrapError, ConfigurationError
-from raytorchrpc.group.control_connections import ControlConnections
+from raytorchrpc.group.control_connections import Answers, Arguments, ControlConnections
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.membership.process_group import (
     BACKENDS,
@@ -137,13 +137,11 @@ class _Requests:
     def __init__(self, roster: Roster, connections: ControlConnections) -> None:
         self._roster, self._connections = roster, connections
 
-    def some(
-        self, function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], deadline: float
-    ) -> tuple[dict[str, Any], dict[str, Exception]]:
-        """Run ``function(generation, *arguments[name])`` in each member; returns results and failures by name."""
+    def some(self, function: Callable[..., Any], arguments: Arguments, deadline: float) -> Answers:
+        """Run ``function(generation, *arguments[name])`` in each member."""
         asked = {name: (self._roster.generation, *args) for name, args in arguments.items()}
         here = {name: asked.pop(name) for name in self._roster.local if name in asked}
-        found: list[tuple[dict[str, Any], dict[str, Exception]]] = []
+        found: list[Answers] = []
 
         def ask_here() -> None:
             found.append(self._connections.call_all(function, here, deadline))
@@ -158,9 +156,7 @@ class _Requests:
             results, failures = {**answers, **results}, {**errors, **failures}
         return results, failures
 
-    def all(
-        self, function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], deadline: float
-    ) -> dict[str, Any]:
+    def all(self, function: Callable[..., Any], arguments: Arguments, deadline: float) -> dict[str, Any]:
         """As ``some``. Raises the first ConfigurationError, or BootstrapError naming all that failed."""
         results, failures = self.some(function, arguments, deadline)
         for error in failures.values():

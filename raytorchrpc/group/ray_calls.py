@@ -20,6 +20,7 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.mailbox import ANSWERS, REQUESTS, Process, Record, answer_of, packed, post_record
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
+from raytorchrpc.group.control_connections import Answers, Arguments
 from raytorchrpc.group.roster import Roster
 
 logger = logging.getLogger(__name__)
@@ -34,12 +35,12 @@ _RESTART_POLL_S = 0.05
 def call_all(
     handles: Mapping[str, Any],
     function: Callable[..., Any],
-    arguments: Mapping[str, tuple[Any, ...]],
+    arguments: Arguments,
     deadline: float,
     *,
     fail_fast: bool = False,
     retry_restarting: bool = False,
-) -> tuple[dict[str, Any], dict[str, Exception]]:
+) -> Answers:
     """Run ``function(instance, *arguments[name])`` at every named member; this process has the handle None.
 
     Returns results and failures by name; TimeoutError stands for no answer by the deadline. With ``fail_fast`` the
@@ -155,12 +156,12 @@ def _clear(actor_id: str, but: Process | None = None) -> None:
 def call_all_restarted(
     handles: Mapping[str, Any],
     function: Callable[..., Any],
-    arguments: Mapping[str, tuple[Any, ...]],
+    arguments: Arguments,
     deadline: float,
     *,
     fail_fast: bool = False,
     retry_restarting: bool = False,
-) -> tuple[dict[str, Any], dict[str, Exception]]:
+) -> Answers:
     """As ``call_all``, for restarted actors: works while they run a method.
 
     A process that has ended meanwhile is among the failures.

@@ -144,11 +144,8 @@ class Roster:
                 devices.setdefault(str(peer), set()).update(pairs.values())
         return replace(self, plan=plan, maps=maps, devices=devices)
 
-    # --- what each member needs ------------------------------------------------------------------------------
-
     @property
     def handles(self) -> dict[str, Any]:
-        """Actor handles by member."""
         return {name: record.handle for name, record in self.records.items()}
 
     @property
@@ -176,6 +173,7 @@ class Roster:
             timeout_s=self.config.rpc_timeout_s,
             device_maps={self.rpc_name(peer): mapping for peer, mapping in outgoing.items()},
             devices=tuple(sorted(self.devices[member])),
+            # torchrpc connects from whichever address leads to the peer.
             admitted=(*self._addresses(), *self.config.torchrpc_from),
         )
         endpoint = record.probe.endpoint
@@ -199,7 +197,6 @@ class Roster:
         )
 
     def _addresses(self) -> list[str]:
-        """All addresses of the members' hosts: torchrpc connects from whichever leads to the peer."""
         endpoints = [record.probe.endpoint for record in self.records.values()]
         found = {address for endpoint in endpoints for each in endpoint.interfaces for address in each.addresses}
         return sorted({*found, *(endpoint.node_ip for endpoint in endpoints)})
@@ -228,7 +225,6 @@ class Roster:
         )
 
     def info(self, prepared: Mapping[str, Prepared]) -> GroupInfo:
-        """The public description of the group."""
         agents = {name: prepared[name].agent for name in self.records}
         members = tuple(
             replace(self._member(name), rpc_name=agent.name, worker_id=agent.worker_id)

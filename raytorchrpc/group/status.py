@@ -61,7 +61,6 @@ class GroupStatus:
     """How often it is posted."""
 
     def to_json(self) -> bytes:
-        """As ``from_json`` reads it."""
         return _AS_JSON.dump_json(self)
 
 
@@ -101,9 +100,6 @@ def group_status(
         dict(away),
         tuple(failures),
     )
-
-
-# --- where others see it ----------------------------------------------------------------------------------------------
 
 
 class StatusPost:

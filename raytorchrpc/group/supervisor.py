@@ -65,14 +65,17 @@ class Supervisor:
         self._connections = ControlConnections(roster.credentials, roster.local)
         self._restarts = ray_calls.RestartedActors(roster.generation)
         self._announcer = Announcer(self._state, self._connections, self._submit)
-        self._detector = FailureDetector(
-            self._state, self._connections, self._restarts, self._submit, self._handle_dialled
-        )
+        submit, dialled = self._submit, self._handle_dialled
+        self._detector = FailureDetector(self._state, self._connections, self._restarts, submit, dialled)
         self._tracing = Tracing(self._connections)
         self._threads: list[threading.Thread] = []
         self._status_post: StatusPost | None = None
         if roster.config.metrics_period_s is not None:
-            self._status_post = StatusPost(self._status_to_post, roster.generation, roster.config.metrics_period_s)
+            self._status_post = StatusPost(
+                lambda: self.status() if self._session_lasts() else None,
+                roster.generation,
+                roster.config.metrics_period_s,
+            )
         try:
             self._restarts.post(roster)
             self._detector.watch([name for name, handle in roster.handles.items() if handle is not None])
@@ -87,18 +90,12 @@ class Supervisor:
 
     @property
     def roster(self) -> Roster:
-        """Who is in the group now."""
         return self._state.roster
 
     @property
     def info(self) -> GroupInfo:
         """The group as it is now."""
         return self._state.info
-
-    @property
-    def prepared(self) -> Mapping[str, Prepared]:
-        """Where each member listens, by name."""
-        return self._state.prepared
 
     # --- what a Group calls, also from another process (see ``detached``) --------------------------------------------
 
@@ -116,7 +113,6 @@ class Supervisor:
         return names
 
     def remove(self, names: Sequence[str], timeout_s: float) -> None:
-        """Remove members."""
         self._request(lambda: self._remove(tuple(names), timeout_s), timeout_s + _CHANGE_S)
 
     def wait_ready(self, timeout_s: float, names: Sequence[str] | None = None) -> dict[str, str]:
@@ -167,16 +163,11 @@ class Supervisor:
         """The members' counters and calls in flight, collected over connections that no busy method holds up."""
         return group_status(self.roster, self._connections, self._state.causes(), timeout_s)
 
-    def _status_to_post(self) -> GroupStatus | None:
-        return self.status() if self._session_lasts() else None
-
     def begin_trace(self, capacity: int) -> None:
-        """Have the members record."""
         self._check_running()
         self._tracing.begin(self.roster, capacity)
 
     def end_trace(self) -> GroupTrace:
-        """What the members recorded."""
         return self._tracing.end(self.roster)
 
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:

@@ -178,8 +178,6 @@ def _load(point: importlib.metadata.EntryPoint) -> Lane:
 
 
 class _KnownLanes:
-    """See config.KnownLanes."""
-
     is_known = staticmethod(is_known)
     names = staticmethod(names)
 

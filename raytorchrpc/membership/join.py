@@ -227,7 +227,6 @@ def record_removal(names: Sequence[str]) -> None:
 
 
 def lanes_of(local: LocalMember) -> list[MessageLane | TensorLane]:
-    """All open lanes of this member."""
     return [*local.lanes, *local.tensor_lanes.values()]
 
 

@@ -56,17 +56,14 @@ class JoinSpec(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The member's name."""
         return self.member.name
 
     @property
     def group(self) -> str:
-        """The group's name."""
         return self.credentials.group
 
     @property
     def generation(self) -> str:
-        """The generation of the group."""
         return self.credentials.generation
 
 

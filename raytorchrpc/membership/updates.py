@@ -107,7 +107,6 @@ def mark_lost(local: LocalMember, losses: Sequence[Loss]) -> None:
 
 
 def remove_peers(local: LocalMember, names: Sequence[str]) -> None:
-    """Remove members from the group."""
     for name in names:
         local.peers.remove_peer(local.peers.route(name).member.rank)
         _part(local, name, "it was removed from the group")

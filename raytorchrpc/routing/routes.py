@@ -155,9 +155,10 @@ class RoutePlan:
 
         A group of more than eight members gets one line per kind of route, with the members it connects.
         """
-        rows = [(a, b, *_cells(route)) for (a, b), route in self.routes.items()]
         if len(self.agents) > _TABLE_LIMIT:
             rows = _merged_rows(self)
+        else:
+            rows = [(a, b, *_cells(route)) for (a, b), route in self.routes.items()]
         if not rows:
             return "one member, no routes"
         return _format([("from", "to", "calls", "cpu tensors", "cuda tensors", "why"), *rows])

@@ -38,7 +38,6 @@ class DeviceMap:
     Peers are member names or ranks; ``named`` replaces ranks by names. Immutable, hashable and picklable.
     """
 
-    __slots__ = ("_entries",)
     _entries: tuple[tuple[Peer, Pairs], ...]
 
     def __init__(self, entries: Mapping[Any, Mapping[Any, Device]] | None = None) -> None:

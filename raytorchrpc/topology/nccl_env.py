@@ -14,7 +14,7 @@ from pathlib import Path
 
 from raytorchrpc.topology.endpoint import Endpoint, Gid, Hca, HcaPort
 from raytorchrpc.topology.probe import interface_for
-from raytorchrpc.topology.rdma import port_obstacle, usable_ports
+from raytorchrpc.topology.rdma import usable_ports
 
 IFNAME, HCA, GID = "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"
 TIMEOUT, QPS = "NCCL_IB_TIMEOUT", "NCCL_IB_QPS_PER_CONNECTION"
@@ -60,9 +60,8 @@ def advise(
         why = f"{other} makes NCCL use another network"
     if why:
         return advice | {name: Advice(None, why) for name in (HCA, GID, TIMEOUT, QPS)}
-    chosen, left_out = _choose(ports)
-    names = ",".join(f"{hca.name}:{port.number}" for hca, port in chosen)
-    advice[HCA] = Advice(f"={names}", _hca_reason(endpoint, chosen, left_out))
+    chosen, reason = _choose(endpoint, ports)
+    advice[HCA] = Advice("=" + ",".join(f"{hca.name}:{port.number}" for hca, port in chosen), reason)
     used = [port for port in ports if matches(own[HCA], *port)] if own.get(HCA) else chosen
     roce = [port for port in used if port[1].link_layer == "Ethernet"]
     advice[GID] = _gid_index(endpoint, roce, own) if used else Advice(None, f"{HCA}={own[HCA]} selects no usable port")
@@ -175,32 +174,28 @@ def _ifname(endpoint: Endpoint, interface: str | None) -> Advice:
     return Advice(f"={name}", f"it holds the Ray node's address {address}")
 
 
-def _choose(ports: list[_Port]) -> tuple[list[_Port], list[tuple[_Port, str]]]:
-    """The ports to use, and the others with the reason why not."""
-    by_layer: dict[str, list[_Port]] = {}
-    for port in ports:
-        by_layer.setdefault(port[1].link_layer, []).append(port)
+def _choose(endpoint: Endpoint, usable: list[_Port]) -> tuple[list[_Port], str]:
+    """The ports to use, and how many of which they are, with the reason why the others are not used."""
+    rates: dict[str, float] = {}
+    for _, port in usable:
+        rates[port.link_layer] = rates.get(port.link_layer, 0.0) + (port.rate_gbps or 0.0)
     # NCCL cannot connect InfiniBand to RoCE, so every host must decide by the same rule.
-    layer = max(by_layer, key=lambda name: (sum(p.rate_gbps or 0 for _, p in by_layer[name]), name == "InfiniBand"))
-    fastest = max(port.rate_gbps or 0 for _, port in by_layer[layer])
+    layer = max(rates, key=lambda name: (rates[name], name == "InfiniBand"))
+    fastest = max(port.rate_gbps or 0 for _, port in usable if port.link_layer == layer)
     chosen: list[_Port] = []
-    left_out: list[tuple[_Port, str]] = []
+    reasons: list[str] = []
+    ports = [(hca, port) for hca in endpoint.hcas for port in hca.ports]
     for hca, port in ports:
-        if port.link_layer != layer:
-            left_out.append(((hca, port), f"its link layer is {port.link_layer}"))
+        if (hca, port) not in usable:
+            reasons.append(f"{hca.name}:{port.number} (cannot be used)")
+        elif port.link_layer != layer:
+            reasons.append(f"{hca.name}:{port.number} (its link layer is {port.link_layer})")
         elif port.rate_gbps is not None and port.rate_gbps * 2 < fastest:
-            left_out.append(((hca, port), f"{port.rate_gbps:g} of {fastest:g} Gb/s"))
+            reasons.append(f"{hca.name}:{port.number} ({port.rate_gbps:g} of {fastest:g} Gb/s)")
         else:
             chosen.append((hca, port))
-    return chosen, left_out
-
-
-def _hca_reason(endpoint: Endpoint, chosen: list[_Port], left_out: list[tuple[_Port, str]]) -> str:
-    ports = [(hca, port) for hca in endpoint.hcas for port in hca.ports]
-    text = f"{len(chosen)} of {len(ports)} ports, {chosen[0][1].link_layer}"
-    unusable = [(port, "cannot be used") for port in ports if port_obstacle(*port) is not None]
-    reasons = [f"{hca.name}:{port.number} ({why})" for (hca, port), why in left_out + unusable]
-    return text + (f"; not {', '.join(reasons)}" if reasons else "")
+    left_out = f"; not {', '.join(reasons)}" if reasons else ""
+    return chosen, f"{len(chosen)} of {len(ports)} ports, {layer}{left_out}"
 
 
 def _gid_index(endpoint: Endpoint, roce: list[_Port], own: Mapping[str, str]) -> Advice:
