@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
@@ -102,44 +102,35 @@ def group_status(
     )
 
 
-class StatusPost:
-    """Posts the status in the cluster's key-value store, on a thread of its own, until the group ends."""
+def post_status(
+    status: Callable[[], GroupStatus | None], generation: str, period_s: float, stopped: threading.Event
+) -> None:
+    """Post the status in the cluster's key-value store, until the group is stopped, and remove the post then.
 
-    def __init__(self, status: Callable[[], GroupStatus | None], generation: str, period_s: float) -> None:
-        """``status`` returns None once the cluster is gone."""
-        self._status, self._key, self._period_s = status, _POSTS + generation, period_s
-        self._stopped = threading.Event()
-        self._warned = False
+    Also ends when ``status`` returns None: the cluster is gone. Runs on a thread of its own.
+    """
+    key = _POSTS + generation
+    warned = False
 
-    def start(self) -> threading.Thread:
-        """Begin to post. Raises ThreadShortage."""
-        return threads.start(self._work, name=f"raytorchrpc-post-{self._key}")
-
-    def _work(self) -> None:
-        threads.serve(self._post_once, f"the post of group {self._key}")
-        if not self._stopped.is_set():  # the cluster is not there
-            return
+    def post() -> bool:
+        nonlocal warned
         try:
-            ray_internals.store(self._key, None)
-        except Exception as error:  # the cluster is gone
-            logger.debug("the status of a group stays posted: %s", error)
-
-    def _post_once(self) -> bool:
-        try:
-            now = self._status()
+            now = status()
             if now is None:
                 return False
-            values = {**now.__dict__, "posted": time.time(), "period_s": self._period_s}
-            ray_internals.store(self._key, GroupStatus(**values).to_json())
+            ray_internals.store(key, replace(now, posted=time.time(), period_s=period_s).to_json())
         except Exception as error:
-            if not self._warned and not self._stopped.is_set():
-                logger.warning("the status of group generation %s cannot be posted: %s", self._key, error)
-            self._warned = True
-        return not self._stopped.wait(self._period_s)
+            if not warned and not stopped.is_set():
+                logger.warning("the status of group generation %s cannot be posted: %s", key, error)
+            warned = True
+        return not stopped.wait(period_s)
 
-    def stop(self) -> None:
-        """Remove the post, soon. Does not block. Idempotent."""
-        self._stopped.set()
+    threads.serve(post, f"the post of group {key}")
+    if stopped.is_set():  # else the cluster is not there
+        try:
+            ray_internals.store(key, None)
+        except Exception as error:  # the cluster is gone
+            logger.debug("the status of a group stays posted: %s", error)
 
 
 def posted() -> list[GroupStatus]:

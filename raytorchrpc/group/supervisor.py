@@ -25,7 +25,7 @@ from raytorchrpc.group.formation import Formation, current_owner, current_sessio
 from raytorchrpc.group.process_groups import check_backend, create_process_group
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.group.state import GroupState, LostMember
-from raytorchrpc.group.status import STATUS_S, GroupStatus, StatusPost, group_status
+from raytorchrpc.group.status import STATUS_S, GroupStatus, group_status, post_status
 from raytorchrpc.group.tracing import GroupTrace, Tracing
 from raytorchrpc.lanes.common.tls import make_identity
 from raytorchrpc.membership import join, local_setup
@@ -69,21 +69,16 @@ class Supervisor:
         self._detector = FailureDetector(self._state, self._connections, self._restarts, submit, dialled)
         self._tracing = Tracing(self._connections)
         self._threads: list[threading.Thread] = []
-        self._status_post: StatusPost | None = None
-        if roster.config.metrics_period_s is not None:
-            self._status_post = StatusPost(
-                lambda: self.status() if self._session_lasts() else None,
-                roster.generation,
-                roster.config.metrics_period_s,
-            )
+        self._no_more_posts = threading.Event()
         try:
             self._restarts.post(roster)
             self._detector.watch([name for name, handle in roster.handles.items() if handle is not None])
             fork.register(self)
             self._threads.append(threads.start(self._run, name=f"raytorchrpc-group-{roster.name}"))
             self._threads.append(self._events.start())
-            if self._status_post is not None:
-                self._threads.append(self._status_post.start())
+            if (period_s := roster.config.metrics_period_s) is not None:
+                post = (self._status_to_post, roster.generation, period_s, self._no_more_posts)
+                self._threads.append(threads.start(post_status, *post, name=f"raytorchrpc-post-{roster.generation}"))
         except BaseException:
             self.stop()
             raise
@@ -163,6 +158,9 @@ class Supervisor:
         """The members' counters and calls in flight, collected over connections that no busy method holds up."""
         return group_status(self.roster, self._connections, self._state.causes(), timeout_s)
 
+    def _status_to_post(self) -> GroupStatus | None:
+        return self.status() if self._session_lasts() else None
+
     def begin_trace(self, capacity: int) -> None:
         self._check_running()
         self._tracing.begin(self.roster, capacity)
@@ -209,8 +207,7 @@ class Supervisor:
             self._state.changed.notify_all()
         if not stopped:
             self._tasks.put(None)
-            if self._status_post is not None:
-                self._status_post.stop()
+            self._no_more_posts.set()
             self._connections.close()
             self._events.stop()
             if current_session() == self._session:

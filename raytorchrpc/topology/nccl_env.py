@@ -1,8 +1,7 @@
 """Chooses NCCL's environment variables from a process's endpoint.
 
-``advise`` is a pure function of the endpoint; ``apply`` sets the advised values in this process's environment, except
-where the user has chosen a value. NCCL reads a variable when it first needs it and keeps the value for the life of the
-process, so ``apply`` must run before the first communicator and has no effect on later ones.
+NCCL reads a variable when it first needs it and keeps the value for the life of the process, so ``apply`` must run
+before the first communicator and has no effect on later ones.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Advice:
 def advise(
     endpoint: Endpoint, *, interface: str | None = None, own: Mapping[str, str] | None = None
 ) -> dict[str, Advice]:
-    """Choose values for NCCL's variables in this process; one entry for each of ``VARIABLES``.
+    """Choose values for NCCL's variables, from the endpoint alone; one entry for each of ``VARIABLES``.
 
     Args:
         endpoint: describes this process (``topology.probe``).
@@ -83,7 +82,7 @@ def apply(
 
     A value in one of NCCL's own files (``NCCL_CONF_FILE`` or ``~/.nccl.conf``, and ``/etc/nccl.conf``) also counts as
     the user's choice. ``NCCL_IB_QPS_PER_CONNECTION`` is never set here: NCCL assumes that the peer has the same value,
-    and a peer whose NCCL started earlier would keep another. Must run before NCCL's first communicator.
+    and a peer whose NCCL started earlier would keep another.
 
     Returns the variables that were set.
     """
