@@ -199,12 +199,15 @@ def plan_alone(members: int, hosts: int) -> dict[str, float]:
     roster = roster.admit(dict.fromkeys(probes), probes)
     took = {"members": members, "hosts": hosts, "plan_s": time.monotonic() - began}
     for name, record in roster.records.items():
+        member = record.member
         listens = SocketAddress(
-            "raytorchrpc-" + os.urandom(12).hex(), (probes[name].endpoint.node_ip, 40000), Instance(record.rank, 0)
+            "raytorchrpc-" + os.urandom(12).hex(),
+            (probes[name].endpoint.node_ip, 40000),
+            Instance(member.rank, 0),
         )
-        agent = AgentIdentity(roster.rpc_name(name), record.worker_id)
+        agent = AgentIdentity(member.rpc_name, member.worker_id)
         torchrpc = FabricPeer(agent.name, agent.worker_id, "tcp://10.0.0.1:1", {})
-        addresses = {"socket": listens, "torchrpc": torchrpc, "shm": f"{record.rank}:{os.urandom(8).hex()}"}
+        addresses = {"socket": listens, "torchrpc": torchrpc, "shm": f"{member.rank}:{os.urandom(8).hex()}"}
         prepared[name] = Prepared(agent, addresses, {})
     began = time.monotonic()
     sent = sizes_of(roster, prepared)

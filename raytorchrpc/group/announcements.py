@@ -40,25 +40,21 @@ class Announcer:
         self._state, self._connections, self._submit = state, connections, submit
         self._step = 0
         """Numbers the announcements."""
-        self._behind: dict[str, float] = {}
+        self.behind: dict[str, float] = {}
         """Members that missed an announcement, and when each is resynchronised (``time.monotonic``)."""
-
-    @property
-    def behind(self) -> Collection[str]:
-        return self._behind.keys()
 
     def mark_behind(self, names: Iterable[str]) -> None:
         """Resynchronise these members as soon as possible."""
-        self._behind.update(dict.fromkeys(names, 0.0))
+        self.behind.update(dict.fromkeys(names, 0.0))
 
     def mark_current(self, names: Iterable[str]) -> None:
         for name in names:
-            self._behind.pop(name, None)
+            self.behind.pop(name, None)
         self._state.notify()
 
     def others(self, names: Collection[str]) -> list[str]:
         """All other members that can be reached and have missed nothing."""
-        out = {*names, *self._state.lost, *self._behind}
+        out = {*names, *self._state.lost, *self.behind}
         return [name for name in self._state.roster.records if name not in out]
 
     def _announce(self, change: Callable[..., Any], arguments: Arguments, patience_s: float) -> dict[str, Any]:
@@ -68,7 +64,7 @@ class Announcer:
         asked = {name: (generation, self._step, change, *args) for name, args in arguments.items()}
         results, failures = self._connections.call_all(updates.apply, asked, time.monotonic() + patience_s)
         for name, error in failures.items():
-            self._behind[name] = time.monotonic()
+            self.behind[name] = time.monotonic()
             if not isinstance(error, PeerLost):  # the failure detector reports that
                 logger.info("group %r: %s missed a change and will be resynchronised: %s", group, name, error)
         return results
@@ -124,7 +120,7 @@ class Announcer:
     def _away(self, name: str) -> list[Loss]:
         """The losses that the other members know of."""
         away = [
-            Loss(other, self._state.roster.records[other].incarnation, lost.cause, False)
+            Loss(other, self._state.roster.records[other].member.incarnation, lost.cause, False)
             for other, lost in self._state.lost.items()
             if lost.announced and other != name
         ]
@@ -132,12 +128,12 @@ class Announcer:
 
     def due(self) -> list[float]:
         """When members are resynchronised next (``time.monotonic``)."""
-        return [when for name, when in self._behind.items() if name not in self._state.lost and when < math.inf]
+        return [when for name, when in self.behind.items() if name not in self._state.lost and when < math.inf]
 
     def resync_due(self) -> None:
         """Send the full state to members whose time has come, on threads that may block."""
         now = time.monotonic()
-        for name, when in list(self._behind.items()):
+        for name, when in list(self.behind.items()):
             if when <= now and name not in self._state.lost:
                 self._resync(name)
 
@@ -145,7 +141,7 @@ class Announcer:
         if name not in self._state.roster.records:
             self.mark_current([name])
             return
-        self._behind[name] = math.inf
+        self.behind[name] = math.inf
         self._step += 1
         step = self._step
         generation, arrival, away = self._state.roster.generation, self._arrival(name, ()), self._away(name)
@@ -162,16 +158,16 @@ class Announcer:
         try:
             threads.start(resync, name=f"raytorchrpc-resync-{name}")
         except threads.ThreadShortage:
-            self._behind[name] = time.monotonic() + _RETRY_S
+            self.behind[name] = time.monotonic() + _RETRY_S
             raise
 
     def _handle_resynced(self, name: str, step: int, prepared: Prepared | None) -> None:
         if name not in self._state.roster.records:
             self.mark_current([name])
         elif prepared is None:
-            self._behind[name] = time.monotonic() + _RETRY_S
+            self.behind[name] = time.monotonic() + _RETRY_S
         elif step != self._step:
-            self._behind[name] = 0.0  # there was another change meanwhile
+            self.behind[name] = 0.0  # there was another change meanwhile
         else:
             before, self._state.prepared[name] = self._state.prepared[name], prepared
             if prepared.addresses != before.addresses:

@@ -53,7 +53,7 @@ class ControlConnections:
         self._tokens.pop(name, None)
         self._lane.disconnect(name)
 
-    def watch(self, name: str, ended: Callable[[str], None], patience_s: float = _CONNECT_S) -> None:
+    def watch(self, name: str, ended: Callable[[str], None], patience_s: float) -> None:
         """Call ``ended(cause)``, on a thread of the lane's, when the member's process has ended.
 
         Blocks until the member has answered once, at most ``patience_s``. Raises RayTorchRpcError if it does not: a

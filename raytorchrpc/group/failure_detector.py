@@ -63,7 +63,7 @@ class FailureDetector:
         self._connections.reach({name for name in roster.records if roster.reached_by_tcp(name)})
         for name in names:
             self._set_address(name)
-            incarnation = roster.records[name].incarnation
+            incarnation = roster.records[name].member.incarnation
             try:
                 self._connect(name, incarnation, _CONNECT_S)
             except RayTorchRpcError as error:
@@ -71,7 +71,7 @@ class FailureDetector:
 
     def _set_address(self, name: str) -> None:
         record = self._state.roster.records[name]
-        token = process_token(self._state.roster.generation, record.rank, record.incarnation)
+        token = process_token(self._state.roster.generation, record.member.rank, record.member.incarnation)
         self._connections.set_address(name, token, self._state.prepared[name].addresses["socket"])
 
     def _connect(self, name: str, incarnation: int, patience_s: float) -> None:
@@ -82,7 +82,7 @@ class FailureDetector:
 
     def _suspect(self, name: str, incarnation: int, cause: str) -> None:
         record = self._state.roster.records.get(name)
-        if record is not None and record.incarnation == incarnation and name not in self._state.lost:
+        if record is not None and record.member.incarnation == incarnation and name not in self._state.lost:
             self._state.lose(name, cause)  # handled by the next poll, with others reported by then
 
     def due(self) -> list[float]:
@@ -117,7 +117,7 @@ class FailureDetector:
         if lost.dialling or now < lost.next_dial:
             return
         lost.dialling, lost.next_dial = True, now + _SLOW_POLL_S
-        incarnation = self._state.roster.records[name].incarnation
+        incarnation = self._state.roster.records[name].member.incarnation
         self._set_address(name)
 
         def dial() -> None:

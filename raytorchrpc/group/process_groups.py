@@ -96,22 +96,21 @@ def create_process_group(
     Raises ConfigurationError and BootstrapError, naming the members that failed; then no member has one.
     """
     deadline = time.monotonic() + timeout_s
-    everybody = sorted(roster.records.items(), key=lambda item: item[1].rank)
-    records = [(name, record) for name, record in everybody if names is None or name in names]
+    records = {name: record for name, record in roster.records.items() if names is None or name in names}
     if gone := sorted(set(names or ()) - roster.records.keys()):
         raise BootstrapError(f"{', '.join(gone)} left the group meanwhile", members=tuple(gone))
-    endpoints = {name: record.probe.endpoint for name, record in records}
+    endpoints = {name: record.probe.endpoint for name, record in records.items()}
     check_backend(backend, endpoints)
     if roster.config.tls:
         check_encryption(backend, endpoints)
-    info = ProcessGroupInfo(backend, number, {name: rank for rank, (name, _) in enumerate(records)}, collective_s)
+    info = ProcessGroupInfo(backend, number, {name: rank for rank, name in enumerate(records)}, collective_s)
     requests = _Requests(roster, connections)
-    if others := [name for name, _ in everybody if name not in info.ranks]:
+    if others := [name for name in roster.records if name not in info.ranks]:
         # A member that does not learn of it in time keeps at most the previous one, which the others have left.
         requests.some(
             call_collectives, dict.fromkeys(others, (Collectives.stay_out, info)), time.monotonic() + _GIVE_UP_S
         )
-    home = records[0][0]
+    home = next(iter(records))
     try:
         left = max(1.0, deadline - time.monotonic())
         prepare = {name: (Collectives.prepare, info, name == home, left) for name in info.ranks}
@@ -121,7 +120,7 @@ def create_process_group(
         translated = roster.config.torchrpc_from
         meetings = {
             name: (Meeting(info, store, agents[name].interface, record.probe.endpoint, left, translated),)
-            for name, record in records
+            for name, record in records.items()
         }
         requests.all(make_process_group, meetings, deadline)
     except BaseException as error:

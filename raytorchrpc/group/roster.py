@@ -31,12 +31,10 @@ _WORKER_IDS = range(1, OWN_NUMBERS.start)
 class MemberRecord:
     """One member as it is now. A restarted actor keeps its rank and gets the next incarnation."""
 
-    rank: int
-    incarnation: int
+    member: Member
     handle: Any
     """None for the driver itself."""
     probe: Probe
-    worker_id: int
     renew_agent: bool
     """Another member has the id of its running torchrpc agent: it starts a new agent."""
 
@@ -72,20 +70,23 @@ class Roster:
         """
         records, used, rank = dict(self.records), self.used_ids, self.next_rank
         used |= {probe.autograd_id for probe in probes.values() if probe.autograd_id is not None}
-        ids, renew = _worker_ids(probes, used, {record.worker_id for record in records.values()})
-        for member, probe in probes.items():
-            before = records.get(member)
-            if before is None:
-                before = MemberRecord(rank, -1, handles[member], probe, 0, False)
-                rank += 1
-            records[member] = replace(
-                before,
-                incarnation=max(before.incarnation, (tried or {}).get(member, -1)) + 1,
-                handle=handles[member],
-                probe=probe,
-                worker_id=ids[member],
-                renew_agent=member in renew,
+        ids, renew = _worker_ids(probes, used, {record.member.worker_id for record in records.values()})
+        for name, probe in probes.items():
+            before = records[name].member if name in records else None
+            actor_id = None if handles[name] is None else ray_internals.actor_id_of(handles[name])
+            member = Member(
+                rank=rank if before is None else before.rank,
+                name=name,
+                actor_id=actor_id,
+                node_id=probe.node_id,
+                pid=probe.pid,
+                rpc_name=_rpc_name(actor_id, probe),
+                worker_id=ids[name],
+                incarnation=max(before.incarnation if before else -1, (tried or {}).get(name, -1)) + 1,
             )
+            if before is None:
+                rank += 1
+            records[name] = MemberRecord(member, handles[name], probe, name in renew)
         admitted = replace(self, records=records, used_ids=used | set(ids.values()), next_rank=rank)
         return admitted._decided(self)
 
@@ -155,36 +156,37 @@ class Roster:
 
     def reached_by_tcp(self, member: str) -> bool:
         """Whether the supervisor needs TCP to reach this member."""
-        return self.config.always_tcp or not self.watcher.same_network(self.records[member].probe.endpoint)
+        return self._by_tcp(self.watcher, self.records[member])
+
+    def _by_tcp(self, endpoint: Endpoint, peer: MemberRecord) -> bool:
+        return self.config.always_tcp or not peer.probe.endpoint.same_network(endpoint)
 
     def spec(self, member: str, attempt: str = "") -> JoinSpec:
         """What this member needs in order to prepare. ``attempt``: see JoinSpec."""
         record, agent = self.records[member], self.plan.agents[member]
+        me = record.member
         given = self.maps[member].to_dict()
         pairs = {peer: device_map.gpu_pairs(given[peer]) for peer in self.records if peer in given}
         outgoing = {peer: mapping for peer, mapping in pairs.items() if mapping}
         agent_spec = AgentSpec(
-            name=self.rpc_name(member),
-            worker_id=record.worker_id,
+            name=me.rpc_name,
+            worker_id=me.worker_id,
             interface=agent.interface,
             transports=agent.transports,
             channels=agent.channels,
             threads=self.config.torchrpc_threads,
             timeout_s=self.config.rpc_timeout_s,
-            device_maps={self.rpc_name(peer): mapping for peer, mapping in outgoing.items()},
+            device_maps={self.records[peer].member.rpc_name: mapping for peer, mapping in outgoing.items()},
             devices=tuple(sorted(self.devices[member])),
             # torchrpc connects from whichever address leads to the peer.
             admitted=(*self._addresses(), *self.config.torchrpc_from),
         )
         endpoint = record.probe.endpoint
-        elsewhere = tuple(
-            peer
-            for peer, other in self.records.items()
-            if peer != member and (self.config.always_tcp or not other.probe.endpoint.same_network(endpoint))
-        )
+        others = {peer: other for peer, other in self.records.items() if peer != member}
+        elsewhere = tuple(peer for peer, other in others.items() if self._by_tcp(endpoint, other))
         return JoinSpec(
-            member=self._member(member),
-            credentials=replace(self.credentials, rank=record.rank, incarnation=record.incarnation),
+            member=me,
+            credentials=replace(self.credentials, rank=me.rank, incarnation=me.incarnation),
             attempt=attempt,
             replaces=record.probe.generation,
             config=self.config,
@@ -201,33 +203,10 @@ class Roster:
         found = {address for endpoint in endpoints for each in endpoint.interfaces for address in each.addresses}
         return sorted({*found, *(endpoint.node_ip for endpoint in endpoints)})
 
-    def rpc_name(self, member: str) -> str:
-        """The torchrpc name of this member's process."""
-        record = self.records[member]
-        if record.probe.agent is not None:
-            return record.probe.agent.name
-        # No colon: torch's RemoteModule takes "name/device" and reads a colon as "rank:".
-        if record.handle is None:
-            return f"rtr-driver-{record.probe.node_id[:12]}-{record.probe.pid}"
-        return f"rtr-{ray_internals.actor_id_of(record.handle)}"
-
-    def _member(self, name: str) -> Member:
-        record = self.records[name]
-        return Member(
-            rank=record.rank,
-            name=name,
-            actor_id=None if record.handle is None else ray_internals.actor_id_of(record.handle),
-            node_id=record.probe.node_id,
-            pid=record.probe.pid,
-            rpc_name=self.rpc_name(name),
-            worker_id=record.worker_id,
-            incarnation=record.incarnation,
-        )
-
     def info(self, prepared: Mapping[str, Prepared]) -> GroupInfo:
         agents = {name: prepared[name].agent for name in self.records}
         members = tuple(
-            replace(self._member(name), rpc_name=agent.name, worker_id=agent.worker_id)
+            replace(self.records[name].member, rpc_name=agent.name, worker_id=agent.worker_id)
             for name, agent in agents.items()
         )
         texts = {name: {str(peer): pairs for peer, pairs in each.to_dict().items()} for name, each in self.maps.items()}
@@ -249,6 +228,14 @@ class Roster:
         # An agent keeps the maps it started with.
         bare = spec._replace(device_maps={}, agent=spec.agent._replace(device_maps={}))
         return Arrival(bare, Table(new, {name: prepared[name] for name in (member, *coming)}), tuple(coming))
+
+
+def _rpc_name(actor_id: str | None, probe: Probe) -> str:
+    """The torchrpc name of a member's process."""
+    if probe.agent is not None:
+        return probe.agent.name
+    # No colon: torch's RemoteModule takes "name/device" and reads a colon as "rank:".
+    return f"rtr-driver-{probe.node_id[:12]}-{probe.pid}" if actor_id is None else f"rtr-{actor_id}"
 
 
 def _check_users(endpoints: Mapping[str, Endpoint]) -> None:

@@ -314,7 +314,7 @@ class Supervisor:
             member = self._state.lost[name]
             member.announced = True
             self._connections.forget(name)
-            losses.append(Loss(name, self.roster.records[name].incarnation, member.cause, name in dead))
+            losses.append(Loss(name, self.roster.records[name].member.incarnation, member.cause, name in dead))
         # With a short deadline: a member may be suspended, and callbacks and the next loss wait for this.
         self._announcer.announce_losses(losses)
         for loss in losses:
@@ -365,7 +365,7 @@ class Supervisor:
             formation.roll_back()
             announcer.mark_behind(others)  # they may know of an arrival that did not happen
             records = formation.roster.records
-            self._tried.update((name, records[name].incarnation) for name in handles if name in records)
+            self._tried.update((name, records[name].member.incarnation) for name in handles if name in records)
             raise
         state.roster, state.info, state.prepared = roster, info, prepared
         for name in handles:

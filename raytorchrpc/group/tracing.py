@@ -118,16 +118,15 @@ class Tracing:
     def _clock(self, roster: Roster, name: str) -> Clock:
         if roster.watcher.same_host(roster.records[name].probe.endpoint):
             return Clock()
-        best = Clock(0.0, float("inf"))
+        estimates: list[Clock] = []
         for _ in range(_ROUND_TRIPS):
             sent = time.monotonic()
             found, _failures = self._connections.call_all(clock, {name: ()}, sent + 1.0)
             back = time.monotonic()
             if name not in found:
                 break
-            if (back - sent) / 2 < best.error_s:
-                best = Clock(found[name] - (sent + back) / 2, (back - sent) / 2)
-        return best if best.error_s < float("inf") else Clock()
+            estimates.append(Clock(found[name] - (sent + back) / 2, (back - sent) / 2))
+        return min(estimates, key=lambda estimate: estimate.error_s, default=Clock())
 
 
 # --- what a user holds -----------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from raytorchrpc.calls.peer_table import Absence
 from raytorchrpc.calls.peers import Member, PeerRoute, process_token
 from raytorchrpc.errors import BootstrapError, NotAMember, RayTorchRpcError
 from raytorchrpc.lanes import registry
-from raytorchrpc.lanes.base import MessageLane, PeerAddress, Pending, TensorLane
+from raytorchrpc.lanes.base import PeerAddress, PeerLane, Pending
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, process_fabric
 from raytorchrpc.lanes.torchrpc.lane import AbsentLane
 from raytorchrpc.membership.local_setup import asked_for_gpu, endpoint, exposed_methods, open_lanes
@@ -36,7 +36,6 @@ from raytorchrpc.membership.ray_metrics import Exporter
 from raytorchrpc.process.memory import default_capacity
 from raytorchrpc.rdt.api import enable_where_possible
 from raytorchrpc.routing.planner import forbidden
-from raytorchrpc.routing.routes import LaneChoice
 from raytorchrpc.tensors.devices import CPU
 from raytorchrpc.topology.device_map import gpu_pairs, inverse, way_back
 
@@ -158,9 +157,7 @@ def route_to(local: LocalMember, peer: Member, table: Table) -> PeerRoute:
     inward = info.device_maps.get(peer.name, {}).get(me.name, {})
     refused = route.why_not(registry.FABRIC)
     fabric = AbsentLane(refused) if refused else lanes[registry.FABRIC]
-    best: dict[str, LaneChoice] = {}
-    for choice in route.tensor_lanes:
-        best.setdefault(choice.traffic, choice)
+    best = {choice.traffic: choice for choice in reversed(route.tensor_lanes)}  # the preferred lane for each kind
     opened = local.tensor_lanes.keys() & prepared.addresses.keys()
     return PeerRoute(
         peer,
@@ -226,7 +223,7 @@ def record_removal(names: Sequence[str]) -> None:
         _joined = spec, table._replace(info=table.info._replace(members=members))
 
 
-def lanes_of(local: LocalMember) -> list[MessageLane | TensorLane]:
+def lanes_of(local: LocalMember) -> list[PeerLane]:
     return [*local.lanes, *local.tensor_lanes.values()]
 
 

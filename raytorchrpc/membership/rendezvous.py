@@ -155,16 +155,13 @@ class MemberStore(Store):
         super().__init__()
         self._send = send
 
-    def _request(self, operation: str, *args: Any) -> Any:
-        return self._sent(max(_REQUEST_S, self._timeout_s()), operation, args)
-
     def _awaited(self, keys: Sequence[str], timeout: timedelta | None, read: bool) -> Any:
         seconds = self._timeout_s() if timeout is None else timeout.total_seconds()
-        return self._sent(seconds, "wait", (list(keys), read))
+        return self._request("wait", list(keys), read, seconds=seconds)
 
-    def _sent(self, seconds: float, operation: str, args: tuple[Any, ...]) -> Any:
+    def _request(self, operation: str, *args: Any, seconds: float | None = None) -> Any:
         try:
-            return self._send(seconds, operation, args)
+            return self._send(max(_REQUEST_S, self._timeout_s()) if seconds is None else seconds, operation, args)
         except RpcTimeout as error:
             raise dist.DistStoreError(f"the process group's store: {error}") from error
         except RayTorchRpcError as error:

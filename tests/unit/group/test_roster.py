@@ -30,8 +30,12 @@ def probes_of(cluster: Cluster, life: int = 0) -> dict[str, Probe]:
 def prepared_of(roster: Roster) -> dict[str, Prepared]:
     return {
         name: Prepared(
-            AgentIdentity(roster.rpc_name(name), record.worker_id),
-            {"socket": SocketAddress(os.urandom(12).hex(), None, Instance(record.rank, record.incarnation))},
+            AgentIdentity(record.member.rpc_name, record.member.worker_id),
+            {
+                "socket": SocketAddress(
+                    os.urandom(12).hex(), None, Instance(record.member.rank, record.member.incarnation)
+                )
+            },
             {},
         )
         for name, record in roster.records.items()
