@@ -24,7 +24,7 @@ from benchmarks._harness import local_ray, machine
 from benchmarks._process import footprint
 from benchmarks.scale_steps import GROUP, TIMEOUT_S, Member, exercise
 from raytorchrpc.bench.site import free_memory
-from raytorchrpc.group.participants import current_owner
+from raytorchrpc.group.formation import current_owner
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.lanes.common.acceptor import SocketAddress
 from raytorchrpc.lanes.common.credentials import Instance
@@ -163,15 +163,15 @@ def _medians(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 def _sent(group: rtr.Group) -> dict[str, int]:
     supervisor = group._own("scale")
-    return sizes_of(supervisor.roster, supervisor.prepared)
+    return sizes_of(supervisor.roster, supervisor._state.prepared)
 
 
 def sizes_of(roster: Roster, prepared: Mapping[str, Prepared]) -> dict[str, int]:
     """Bytes sent to all members together: to form the group, and when one member rejoins."""
-    info, first = roster.info(prepared), next(iter(roster.seats))
-    tables = {name: roster.table(name, info, prepared, 60) for name in roster.seats}
-    specs = {name: roster.spec(name) for name in roster.seats}
-    told = [roster.arrival(name, info, prepared, 60, (first,)) for name in roster.seats if name != first]
+    info, first = roster.info(prepared), next(iter(roster.records))
+    tables = {name: roster.table(name, info, prepared) for name in roster.records}
+    specs = {name: roster.spec(name) for name in roster.records}
+    told = [roster.arrival(name, info, prepared, (first,)) for name in roster.records if name != first]
     return {
         "form": sum(_size(spec) for spec in specs.values()) + sum(_size(table) for table in tables.values()),
         "rejoin": sum(_size(arrival) for arrival in told) + _size(specs[first]) + _size(tables[first]),
@@ -198,13 +198,16 @@ def plan_alone(members: int, hosts: int) -> dict[str, float]:
     began = time.monotonic()
     roster = roster.admit(dict.fromkeys(probes), probes)
     took = {"members": members, "hosts": hosts, "plan_s": time.monotonic() - began}
-    for name, seat in roster.seats.items():
+    for name, record in roster.records.items():
+        member = record.member
         listens = SocketAddress(
-            "raytorchrpc-" + os.urandom(12).hex(), (probes[name].endpoint.node_ip, 40000), Instance(seat.rank, 0)
+            "raytorchrpc-" + os.urandom(12).hex(),
+            (probes[name].endpoint.node_ip, 40000),
+            Instance(member.rank, 0),
         )
-        agent = AgentIdentity(roster.rpc_name(name), seat.worker_id)
+        agent = AgentIdentity(member.rpc_name, member.worker_id)
         torchrpc = FabricPeer(agent.name, agent.worker_id, "tcp://10.0.0.1:1", {})
-        addresses = {"socket": listens, "torchrpc": torchrpc, "shm": f"{seat.rank}:{os.urandom(8).hex()}"}
+        addresses = {"socket": listens, "torchrpc": torchrpc, "shm": f"{member.rank}:{os.urandom(8).hex()}"}
         prepared[name] = Prepared(agent, addresses, {})
     began = time.monotonic()
     sent = sizes_of(roster, prepared)

@@ -111,28 +111,26 @@ class Empty(RayTorchRpcError, queue.Empty):
     """No item arrived before the timeout. The queue is still open."""
 
 
-class Full(RayTorchRpcError, queue.Full):
+class _NotAllAccepted(RayTorchRpcError):
+    def __init__(self, message: str, accepted: int = 0) -> None:
+        super().__init__(message)
+        self.accepted = accepted
+
+
+class Full(_NotAllAccepted, queue.Full):
     """The queue had no room before the timeout.
 
     Attributes:
         accepted: how many of the call's items, from the first, are in the queue. Always 0 except for ``put_many``.
     """
 
-    def __init__(self, message: str, accepted: int = 0) -> None:
-        super().__init__(message)
-        self.accepted = accepted
 
-
-class Closed(RayTorchRpcError):
+class Closed(_NotAllAccepted):
     """The queue or topic is closed. A consumer gets this after the last item.
 
     Attributes:
         accepted: as for ``Full``.
     """
-
-    def __init__(self, message: str, accepted: int = 0) -> None:
-        super().__init__(message)
-        self.accepted = accepted
 
 
 class TransferFailed(RayTorchRpcError):

@@ -131,7 +131,7 @@ _NEEDS: Mapping[Need, Callable[[Site], str | None]] = {
     "GPUDirect": _gpudirect,
     "NCCL": lambda site: None if site.a.nccl and site.b.nccl else "this torch build has no NCCL",
     "NCCL RDMA": _nccl_rdma,
-    "NCCL GPUDirect": lambda site: _nccl_rdma(site) or rdma.nccl_obstacle(site.a.endpoint, site.b.endpoint),
+    "NCCL GPUDirect": lambda site: _nccl_rdma(site) or rdma.ucx_obstacle(site.a.endpoint, site.b.endpoint, cuda=True),
     "pynng": lambda site: _package(site, "pynng", "pynng"),
     "nixl": lambda site: _package(site, "nixl", "'raytorchrpc[nixl]'"),
 }

@@ -9,18 +9,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from raytorchrpc.errors import PeerLost
-from raytorchrpc.group.control_connections import ControlConnections
+from raytorchrpc.group.control_connections import Arguments, ControlConnections
+from raytorchrpc.group.roster import Roster
 from raytorchrpc.group.state import GroupState
 from raytorchrpc.membership import updates
-from raytorchrpc.membership.messages import Prepared
+from raytorchrpc.membership.messages import GroupInfo, Prepared
 from raytorchrpc.membership.updates import Arrival, Loss
 from raytorchrpc.process import threads
 
 logger = logging.getLogger(__name__)
 
-#: How long members have to prepare for arrivals, and to activate them (seconds).
-PREPARE_S = 2.0
-ACTIVATE_S = 0.5
+#: How long members have to prepare for arrivals, and to activate or remove members (seconds).
+_PREPARE_S, _ACTIVATE_S = 2.0, 0.5
 #: The same for a loss, of which callbacks are to hear within 0.2 s: a base, and more for each member (seconds).
 _LOSS_S, _LOSS_EACH_S = 0.05, 0.01
 #: Pause before a member that did not answer is resynchronised (seconds).
@@ -40,60 +40,66 @@ class Announcer:
         self._state, self._connections, self._submit = state, connections, submit
         self._step = 0
         """Numbers the announcements."""
-        self._behind: dict[str, float] = {}
+        self.behind: dict[str, float] = {}
         """Members that missed an announcement, and when each is resynchronised (``time.monotonic``)."""
-
-    @property
-    def behind(self) -> Collection[str]:
-        """Members that missed an announcement."""
-        return self._behind.keys()
 
     def mark_behind(self, names: Iterable[str]) -> None:
         """Resynchronise these members as soon as possible."""
-        self._behind.update(dict.fromkeys(names, 0.0))
+        self.behind.update(dict.fromkeys(names, 0.0))
 
     def mark_current(self, names: Iterable[str]) -> None:
-        """These members have missed nothing."""
         for name in names:
-            self._behind.pop(name, None)
+            self.behind.pop(name, None)
         self._state.notify()
 
     def others(self, names: Collection[str]) -> list[str]:
         """All other members that can be reached and have missed nothing."""
-        out = {*names, *self._state.lost, *self._behind}
+        out = {*names, *self._state.lost, *self.behind}
         return [name for name in self._state.roster.records if name not in out]
 
-    def announce(
-        self, function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], patience_s: float
-    ) -> dict[str, Any]:
-        """Run ``function(generation, step, *arguments[name])`` in each member; returns the answers in time."""
+    def _announce(self, change: Callable[..., Any], arguments: Arguments, patience_s: float) -> dict[str, Any]:
+        """Apply a change, one of ``updates``'s, in each of these members; returns the answers in time."""
         self._step += 1
-        change = (self._state.roster.generation, self._step)
-        results: dict[str, Any] = {}
-        asked = {}
-        for name, args in arguments.items():
-            if self._state.roster.records[name].handle is None:
-                results[name] = function(*change, *args)
-            else:
-                asked[name] = (*change, *args)
-        answers, failures = self._connections.call_all(function, asked, time.monotonic() + patience_s)
+        group, generation = self._state.roster.name, self._state.roster.generation
+        asked = {name: (generation, self._step, change, *args) for name, args in arguments.items()}
+        results, failures = self._connections.call_all(updates.apply, asked, time.monotonic() + patience_s)
         for name, error in failures.items():
-            self._behind[name] = time.monotonic()
+            self.behind[name] = time.monotonic()
             if not isinstance(error, PeerLost):  # the failure detector reports that
-                logger.info(
-                    "group %r: %s missed a change and will be resynchronised: %s", self._state.roster.name, name, error
-                )
-        return {**results, **answers}
+                logger.info("group %r: %s missed a change and will be resynchronised: %s", group, name, error)
+        return results
+
+    def prepare_arrivals(
+        self,
+        names: Sequence[str],
+        others: Iterable[str],
+        roster: Roster,
+        info: GroupInfo,
+        prepared: Mapping[str, Prepared],
+    ) -> dict[str, Prepared]:
+        """Have other members prepare for new or restarted ones; returns where they listen then.
+
+        ``roster``, ``info``, ``prepared``: of the group with the arrivals.
+        """
+        arrivals = {peer: (roster.arrival(peer, info, prepared, names),) for peer in others}
+        return self._announce(updates.prepare_arrivals, arrivals, _PREPARE_S)
+
+    def activate(self, names: Sequence[str], others: Iterable[str]) -> None:
+        self._announce(updates.activate, {peer: (names,) for peer in others}, _ACTIVATE_S)
+
+    def announce_removal(self, names: Sequence[str]) -> None:
+        others = self.others(names)
+        self._announce(updates.remove_peers, {peer: (names,) for peer in others}, _ACTIVATE_S)
 
     def announce_losses(self, losses: Sequence[Loss]) -> None:
         """Blocks shortly: a member that does not answer in time is resynchronised later, on a thread that may block."""
         others = self.others(())
-        self.announce(updates.mark_lost, {peer: (losses,) for peer in others}, _LOSS_S + _LOSS_EACH_S * len(others))
+        self._announce(updates.mark_lost, {peer: (losses,) for peer in others}, _LOSS_S + _LOSS_EACH_S * len(others))
 
     def reunite(self, name: str) -> bool:
         """Reconnect a member that was unreachable but did not end. False if it does not answer yet."""
-        everybody = tuple(self._state.roster.records)
-        told = self.announce(updates.resync, {name: (self._arrival(name, everybody), self._away(name))}, PREPARE_S)
+        arrival = self._arrival(name, tuple(self._state.roster.records))
+        told = self._announce(updates.resync, {name: (arrival, self._away(name))}, _PREPARE_S)
         if name not in told:
             return False
         self._state.prepared.update(told)
@@ -104,35 +110,30 @@ class Announcer:
     def _reconnect(self, name: str) -> None:
         """Have the other members connect to the same process again, as they dropped it or its addresses changed."""
         state, others = self._state, self.others([name])
-        arrivals = {
-            peer: (state.roster.arrival(peer, state.info, state.prepared, PREPARE_S, (name,)),) for peer in others
-        }
-        state.prepared.update(self.announce(updates.prepare_arrivals, arrivals, PREPARE_S))
-        self.announce(updates.activate, {peer: ([name],) for peer in others}, ACTIVATE_S)
+        state.prepared.update(self.prepare_arrivals([name], others, state.roster, state.info, state.prepared))
+        self.activate([name], others)
 
     def _arrival(self, name: str, coming: tuple[str, ...]) -> Arrival:
-        table = self._state.roster.table(name, self._state.info, self._state.prepared, PREPARE_S)
-        return Arrival(self._state.roster.spec(name), table, coming)
+        roster = self._state.roster
+        return Arrival(roster.spec(name), roster.table(name, self._state.info, self._state.prepared), coming)
 
     def _away(self, name: str) -> list[Loss]:
         """The losses that the other members know of."""
         away = [
-            Loss(other, self._state.roster.records[other].incarnation, lost.cause, False)
+            Loss(other, self._state.roster.records[other].member.incarnation, lost.cause, False)
             for other, lost in self._state.lost.items()
             if lost.announced and other != name
         ]
         return [*away, *self._state.dead.values()]
 
-    # --- members that missed an announcement ------------------------------------------------------------------------
-
     def due(self) -> list[float]:
         """When members are resynchronised next (``time.monotonic``)."""
-        return [when for name, when in self._behind.items() if name not in self._state.lost and when < math.inf]
+        return [when for name, when in self.behind.items() if name not in self._state.lost and when < math.inf]
 
     def resync_due(self) -> None:
         """Send the full state to members whose time has come, on threads that may block."""
         now = time.monotonic()
-        for name, when in list(self._behind.items()):
+        for name, when in list(self.behind.items()):
             if when <= now and name not in self._state.lost:
                 self._resync(name)
 
@@ -140,36 +141,33 @@ class Announcer:
         if name not in self._state.roster.records:
             self.mark_current([name])
             return
-        self._behind[name] = math.inf
+        self.behind[name] = math.inf
         self._step += 1
         step = self._step
-        arguments = {name: (self._state.roster.generation, step, self._arrival(name, ()), self._away(name))}
-        local = self._state.roster.handles[name] is None
+        generation, arrival, away = self._state.roster.generation, self._arrival(name, ()), self._away(name)
+        arguments = {name: (generation, step, updates.resync, arrival, away)}
 
         def resync() -> None:
             answers: dict[str, Any] = {}
             try:
-                if local:
-                    answers = {name: updates.resync(*arguments[name])}
-                else:
-                    answers, _ = self._connections.call_all(updates.resync, arguments, time.monotonic() + PREPARE_S)
+                answers, _ = self._connections.call_all(updates.apply, arguments, time.monotonic() + _PREPARE_S)
             finally:
                 done = answers.get(name)
-                threads.persist(lambda: self._submit(lambda: self._handle_resynced(name, step, done)), PREPARE_S)
+                threads.persist(lambda: self._submit(lambda: self._handle_resynced(name, step, done)), _PREPARE_S)
 
         try:
             threads.start(resync, name=f"raytorchrpc-resync-{name}")
         except threads.ThreadShortage:
-            self._behind[name] = time.monotonic() + _RETRY_S
+            self.behind[name] = time.monotonic() + _RETRY_S
             raise
 
     def _handle_resynced(self, name: str, step: int, prepared: Prepared | None) -> None:
         if name not in self._state.roster.records:
             self.mark_current([name])
         elif prepared is None:
-            self._behind[name] = time.monotonic() + _RETRY_S
+            self.behind[name] = time.monotonic() + _RETRY_S
         elif step != self._step:
-            self._behind[name] = 0.0  # there was another change meanwhile
+            self.behind[name] = 0.0  # there was another change meanwhile
         else:
             before, self._state.prepared[name] = self._state.prepared[name], prepared
             if prepared.addresses != before.addresses:

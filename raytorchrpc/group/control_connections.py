@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import protocol
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.lanes.base import Message, PeerAddress, Pending, Reply
+from raytorchrpc.lanes.base import Message, PeerAddress, Pending
 from raytorchrpc.lanes.common.acceptor import SocketAddress
 from raytorchrpc.lanes.common.credentials import Credentials
 from raytorchrpc.lanes.socket.lane import SocketLane
-from raytorchrpc.tensors.codec import NOTHING, Codec
+from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 from raytorchrpc.tensors.exceptions import decode_exception
+
+#: The arguments of a call to several members, by name.
+Arguments = Mapping[str, tuple[Any, ...]]
+#: Results and failures by name.
+Answers = tuple[dict[str, Any], dict[str, Exception]]
 
 _NO_RANK = -1
 """The supervisor is not a member."""
@@ -26,15 +30,16 @@ _CONNECT_S = 2.0
 class ControlConnections:
     """Thread-safe. Members answer on threads of their own, so no busy method holds a request up."""
 
-    def __init__(self, credentials: Credentials) -> None:
+    def __init__(self, credentials: Credentials, local: Collection[str]) -> None:
+        """``local``: the name of this process, if it is a member."""
+        self._local = frozenset(local)
         self._codec = Codec(ray_internals.cloudpickler())
         self._lane = SocketLane("supervisor", credentials, tcp_host=None, by_tcp=frozenset())
-        self._lane.open(_refuse, lambda work: work())
+        self._lane.open(lambda message, reply: None, lambda work: work())  # drops requests: the supervisor serves none
         self._tokens: dict[str, str] = {}
         self._watches: dict[str, Pending] = {}
 
     def reach(self, by_tcp: set[str]) -> None:
-        """Reach these members by TCP."""
         self._lane.reach(None, frozenset(by_tcp))
 
     def set_address(self, name: str, token: str, address: SocketAddress) -> None:
@@ -44,76 +49,78 @@ class ControlConnections:
         self._lane.connect([PeerAddress(name, address)])
 
     def forget(self, name: str) -> None:
-        """Disconnect from a member."""
         self._watches.pop(name, None)
         self._tokens.pop(name, None)
         self._lane.disconnect(name)
 
-    def watch(self, name: str, ended: Callable[[str], None], patience_s: float = _CONNECT_S) -> None:
+    def watch(self, name: str, ended: Callable[[str], None], patience_s: float) -> None:
         """Call ``ended(cause)``, on a thread of the lane's, when the member's process has ended.
 
         Blocks until the member has answered once, at most ``patience_s``. Raises RayTorchRpcError if it does not: a
         PeerLost whose ``__cause__`` is an OSError if the connection was refused.
         """
         token = self._tokens.get(name)
-        ping = self._send(protocol.PING, name, Message((), NOTHING), patience_s)
+        ping = self._send(protocol.PING, name, patience_s)
         if not ping.wait(patience_s):
             raise RpcTimeout(f"{name!r} does not answer")
         if ping.take().header[0] != protocol.OK:
             raise PeerLost(name, "another process listens at its address", may_have_run=False)
-        pending = self._send(protocol.WATCH, name, Message((), NOTHING), _CONNECT_S)
+        pending = self._send(protocol.WATCH, name, _CONNECT_S)
         if self._tokens.get(name) != token:
             raise PeerLost(name, "another process has replaced it meanwhile", may_have_run=False)
         self._watches[name] = pending
-        pending.add_done_callback(partial(self._over, name, pending, ended))
 
-    def _over(self, name: str, pending: Pending, ended: Callable[[str], None]) -> None:
-        if self._watches.get(name) is pending:
-            del self._watches[name]
-            try:
-                pending.take()
-            except RayTorchRpcError as error:
-                ended(getattr(error, "cause", None) or str(error))
+        def over() -> None:
+            if self._watches.get(name) is pending:
+                del self._watches[name]
+                try:
+                    pending.take()
+                except RayTorchRpcError as error:
+                    ended(getattr(error, "cause", None) or str(error))
 
-    def call_all(
-        self, function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], deadline: float
-    ) -> tuple[dict[str, Any], dict[str, Exception]]:
-        """Run ``function(*arguments[name])``, of this package, in each member; returns results and failures by name."""
+        pending.add_done_callback(over)
+
+    def call_all(self, function: Callable[..., Any], arguments: Arguments, deadline: float) -> Answers:
+        """Run ``function(*arguments[name])``, of this package, in each member.
+
+        If this process is one of them, it runs the function on this thread, which the deadline does not end.
+        """
         results: dict[str, Any] = {}
         failures: dict[str, Exception] = {}
         asked: dict[str, Pending] = {}
         for name, args in arguments.items():
-            body = self._codec.encode((function, args), own=True)
+            if name not in self._local:
+                body = self._codec.encode((function, args), own=True)
+                try:
+                    asked[name] = self._send(protocol.ASK, name, deadline - time.monotonic(), body)
+                except RayTorchRpcError as error:
+                    failures[name] = error
+        for name in self._local & arguments.keys():
             try:
-                asked[name] = self._send(protocol.ASK, name, Message((), body), deadline - time.monotonic())
-            except RayTorchRpcError as error:
+                results[name] = function(*arguments[name])
+            except Exception as error:
                 failures[name] = error
         for name, pending in asked.items():
             try:
                 if not pending.wait(max(0.0, deadline - time.monotonic())):
                     raise RpcTimeout(f"{name!r} did not answer in time")
                 message = pending.take()
-                if message.header[0] != protocol.OK:
+                if message.header[0] == protocol.OK:
+                    results[name] = self._codec.decode(*message.body)
+                else:
                     raised = decode_exception(self._codec, message.body, name)
                     failures[name] = raised if isinstance(raised, Exception) else RayTorchRpcError(str(raised))
-                    continue
-                results[name] = self._codec.decode(*message.body)
             except RayTorchRpcError as error:
                 failures[name] = error
         return results, failures
 
-    def _send(self, kind: int, name: str, message: Message, timeout_s: float) -> Pending:
+    def _send(self, kind: int, name: str, timeout_s: float, body: Encoded = NOTHING) -> Pending:
         token = self._tokens.get(name)
         if token is None:
             raise PeerLost(name, "it is not in the group (any more)", may_have_run=False)
-        header = (kind, _NO_RANK, token)
-        return self._lane.call(name, message._replace(header=header), max(0.001, timeout_s))
+        return self._lane.call(name, Message((kind, _NO_RANK, token), body), max(0.001, timeout_s))
 
     def close(self) -> None:
         """Idempotent, never raises."""
         self._watches.clear()
         self._lane.close()
-
-
-def _refuse(message: Message, reply: Reply) -> None:
-    """Drop a request: the supervisor serves none."""

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from raytorchrpc.calls.counters import GroupStats
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
-from raytorchrpc.group.chrome_trace import GroupTrace
-from raytorchrpc.group.events import Change
-from raytorchrpc.group.host import GroupHost
-from raytorchrpc.group.participants import current_session
+from raytorchrpc.group.changes import Change
+from raytorchrpc.group.formation import current_session
 from raytorchrpc.group.status import STATUS_S, GroupStatus, posted
 from raytorchrpc.group.supervisor import Supervisor, form
 from raytorchrpc.group.tracing import BEGIN_S, COLLECT_S
 from raytorchrpc.membership.messages import GroupInfo
-from raytorchrpc.membership.process_group import ProcessGroupInfo
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +25,12 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "raytorchrpc"
 #: For the host actor to answer beyond the time a request takes, its start included (seconds).
 _GRACE_S = 30.0
+#: The supervisor's methods that ``Group`` calls, and how long one without ``timeout_s`` may take (seconds).
+_FORWARDED = {
+    **dict.fromkeys(("add", "remove", "wait_ready", "process_group", "stats"), 0.0),
+    "begin_trace": BEGIN_S,
+    "end_trace": COLLECT_S,
+}
 
 
 class _HostActor:
@@ -42,8 +45,8 @@ class _HostActor:
     def info(self) -> GroupInfo:
         return self._hosted.info
 
-    def do(self, method: str, *args: Any) -> Any:
-        return getattr(self._hosted, method)(*args)
+    def do(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._hosted, method)(*args, **kwargs)
 
     @property
     def _hosted(self) -> Supervisor:
@@ -52,54 +55,34 @@ class _HostActor:
         return self._supervisor
 
 
-class DetachedHost(GroupHost):
-    """Forwards to the supervisor in a detached actor."""
+class DetachedHost:
+    """Has those of the supervisor's methods that ``Group`` calls, and forwards them to the detached actor."""
 
     def __init__(self, name: str, actor: Any) -> None:
         """Raises BootstrapError if the group is still forming."""
         self._name, self._actor, self._session = name, actor, current_session()
         self._info: GroupInfo = _answer(self._name, actor.info.remote(), 0.0)
 
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method not in _FORWARDED:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {method!r}")
+        return partial(self._do, method)
+
+    def _do(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if self._actor is None:
+            raise BootstrapError(f"group {self._name!r} was shut down")
+        patience_s = kwargs.get("timeout_s", _FORWARDED[method])
+        return _answer(self._name, self._actor.do.remote(method, *args, **kwargs), patience_s)
+
     @property
     def info(self) -> GroupInfo:
+        """The group as it is now, or was when the actor last answered."""
         if self._actor is not None:
             try:
                 self._info = _answer(self._name, self._actor.info.remote(), 0.0)
             except BootstrapError as error:
                 logger.debug("group %r: %s", self._name, error)  # use the last known one
         return self._info
-
-    def add(self, actors: Any, timeout_s: float) -> tuple[str, ...]:
-        names: tuple[str, ...] = self._do("add", timeout_s, actors, timeout_s)
-        return names
-
-    def remove(self, names: Sequence[str], timeout_s: float) -> None:
-        self._do("remove", timeout_s, names, timeout_s)
-
-    def wait_ready(self, timeout_s: float) -> dict[str, str]:
-        away: dict[str, str] = self._do("wait_ready", timeout_s, timeout_s)
-        return away
-
-    def process_group(
-        self, backend: str, timeout_s: float, collective_s: float, names: Sequence[str] | None
-    ) -> ProcessGroupInfo:
-        info: ProcessGroupInfo = self._do("process_group", timeout_s, backend, timeout_s, collective_s, names)
-        return info
-
-    def stats(self, timeout_s: float) -> GroupStats:
-        rows: GroupStats = self._do("stats", timeout_s, timeout_s)
-        return rows
-
-    def status(self, timeout_s: float) -> GroupStatus:
-        status: GroupStatus = self._do("status", timeout_s, timeout_s)
-        return status
-
-    def begin_trace(self, capacity: int) -> None:
-        self._do("begin_trace", BEGIN_S, capacity)
-
-    def end_trace(self) -> GroupTrace:
-        trace: GroupTrace = self._do("end_trace", COLLECT_S)
-        return trace
 
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         raise ConfigurationError(
@@ -116,11 +99,6 @@ class DetachedHost(GroupHost):
                 logger.warning("group %r: its end could not be announced to all members: %s", self._name, error)
             _end(actor)
         self._actor = None  # last: an end that is interrupted (Ctrl-C) can be begun again
-
-    def _do(self, method: str, patience_s: float, *args: Any) -> Any:
-        if self._actor is None:
-            raise BootstrapError(f"group {self._name!r} was shut down")
-        return _answer(self._name, self._actor.do.remote(method, *args), patience_s)
 
 
 def form_detached(name: str, config: GroupConfig, participants: Mapping[str, Any], timeout_s: float) -> DetachedHost:

@@ -10,7 +10,7 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.peers import process_token
 from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.group.control_connections import ControlConnections
-from raytorchrpc.group.restarts import RestartedActors
+from raytorchrpc.group.ray_calls import RestartedActors
 from raytorchrpc.group.state import GroupState, LostMember
 from raytorchrpc.process import threads
 
@@ -63,30 +63,26 @@ class FailureDetector:
         self._connections.reach({name for name in roster.records if roster.reached_by_tcp(name)})
         for name in names:
             self._set_address(name)
-            incarnation = roster.records[name].incarnation
-            if (error := self._connect(name, incarnation, _CONNECT_S)) is not None:
+            incarnation = roster.records[name].member.incarnation
+            try:
+                self._connect(name, incarnation, _CONNECT_S)
+            except RayTorchRpcError as error:
                 self._suspect(name, incarnation, str(error))
 
     def _set_address(self, name: str) -> None:
         record = self._state.roster.records[name]
-        token = process_token(self._state.roster.generation, record.rank, record.incarnation)
+        token = process_token(self._state.roster.generation, record.member.rank, record.member.incarnation)
         self._connections.set_address(name, token, self._state.prepared[name].addresses["socket"])
 
-    def _connect(self, name: str, incarnation: int, patience_s: float) -> RayTorchRpcError | None:
-        """Returns what kept it from connecting, if anything did."""
-
+    def _connect(self, name: str, incarnation: int, patience_s: float) -> None:
         def ended(cause: str) -> None:
             self._submit(lambda: self._suspect(name, incarnation, cause))
 
-        try:
-            self._connections.watch(name, ended, patience_s)
-        except RayTorchRpcError as error:
-            return error
-        return None
+        self._connections.watch(name, ended, patience_s)
 
     def _suspect(self, name: str, incarnation: int, cause: str) -> None:
         record = self._state.roster.records.get(name)
-        if record is not None and record.incarnation == incarnation and name not in self._state.lost:
+        if record is not None and record.member.incarnation == incarnation and name not in self._state.lost:
             self._state.lose(name, cause)  # handled by the next poll, with others reported by then
 
     def due(self) -> list[float]:
@@ -121,13 +117,13 @@ class FailureDetector:
         if lost.dialling or now < lost.next_dial:
             return
         lost.dialling, lost.next_dial = True, now + _SLOW_POLL_S
-        incarnation = self._state.roster.records[name].incarnation
+        incarnation = self._state.roster.records[name].member.incarnation
         self._set_address(name)
 
         def dial() -> None:
             error: Exception | None = None
             try:
-                error = self._connect(name, incarnation, _DIAL_S)
+                self._connect(name, incarnation, _DIAL_S)
             except Exception as failure:
                 error = failure
             threads.persist(lambda: self._submit(lambda: self._report(name, lost, error)), _REPORT_S)

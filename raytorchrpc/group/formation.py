@@ -1,18 +1,22 @@
-"""Forms a group, or admits members to one: probe, prepare, commit, and the way back from each step."""
+"""Forms a group, or admits members to one: names, probe, prepare, commit, and the way back from each step."""
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
+import ray
+from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.mailbox import Owner
 from raytorchrpc.errors import BootstrapError, ConfigurationError
-from raytorchrpc.group.ray_round import Round
+from raytorchrpc.group import ray_calls
+from raytorchrpc.group.control_connections import Answers, Arguments
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.lanes import registry
 from raytorchrpc.membership import join
@@ -20,19 +24,64 @@ from raytorchrpc.membership.messages import GroupInfo, Prepared, Probe
 
 T = TypeVar("T")
 
+#: The name of a driver that is a member.
+DRIVER = "driver"
 
-class Questions(Protocol):
-    """Calls several processes, one question after another."""
 
-    def all(
-        self,
-        function: Callable[..., Any],
-        arguments: Mapping[str, tuple[Any, ...]],
-        *,
-        fail_fast: bool = False,
-        retry_restarting: bool = False,
-    ) -> tuple[dict[str, Any], dict[str, Exception]]:
-        """See Round.all."""
+def current_owner() -> Owner:
+    """This process, as the owner of the groups it forms."""
+    context = ray.get_runtime_context()
+    return Owner(context.get_job_id(), context.get_actor_id())
+
+
+def current_session() -> tuple[str, ...]:
+    """Identifies this process's connection to Ray; empty if there is none. A job id alone would repeat in the next
+    cluster that a process starts.
+    """
+    if not ray.is_initialized():
+        return ()
+    context = ray.get_runtime_context()
+    return context.get_job_id(), context.get_node_id(), context.get_actor_id() or ""
+
+
+def participants_of(actors: Any, include_driver: bool, first_rank: int = 0) -> dict[str, Any]:
+    """Members by name, in rank order; the driver's handle is None. Raises ConfigurationError."""
+    if not ray.is_initialized():
+        raise ConfigurationError("call ray.init() before init_group")
+    if isinstance(actors, ActorHandle) or not isinstance(actors, (Mapping, Sequence)) or isinstance(actors, str):
+        raise ConfigurationError(f"init_group takes a list or a dict of actor handles, not {actors!r}")
+    pairs = list(actors.items()) if isinstance(actors, Mapping) else [(None, actor) for actor in actors]
+    if not pairs:
+        raise ConfigurationError("init_group needs at least one actor handle; the list is empty")
+    named: dict[str, Any] = {}
+    seen: dict[str, str] = {}
+    for rank, (given, handle) in enumerate(pairs):
+        label = f"actors[{rank if given is None else given!r}]"
+        if not isinstance(handle, ActorHandle):
+            raise ConfigurationError(
+                f"{label} is not an actor handle but {handle!r}; pass what Class.remote() or ray.get_actor() returns"
+            )
+        member = _generated_name(handle, first_rank + rank) if given is None else given
+        if not isinstance(member, str) or not re.fullmatch(r"(?!\d+$)[A-Za-z0-9_.:-]{1,64}", member):
+            raise ConfigurationError(
+                f"{label}: {member!r} cannot name a member; use up to 64 letters, digits or '_.:-', not digits alone"
+            )
+        actor_id = ray_internals.actor_id_of(handle)
+        if actor_id in seen:
+            raise ConfigurationError(f"{label} is the same actor as {seen[actor_id]}")
+        seen[actor_id] = label
+        named[member] = handle
+    if include_driver:
+        if DRIVER in named:
+            raise ConfigurationError(f"the name {DRIVER!r} is the driver's own with include_driver=True")
+        named[DRIVER] = None
+    return named
+
+
+def _generated_name(handle: Any, rank: int) -> str:
+    ascii_only = re.sub(r"[^A-Za-z0-9_]", "_", ray_internals.actor_class_name(handle))
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", ascii_only).lower()
+    return f"{snake[:48]}_{rank}"
 
 
 class Formation:
@@ -45,26 +94,25 @@ class Formation:
         deadline: float,
         timeout_s: float,
         tried: Mapping[str, int] | None = None,
-        rounds: Callable[[Mapping[str, Any], float], Questions] = Round,
+        call_all: Callable[..., Answers] = ray_calls.call_all,
     ) -> None:
         """``participants``: the handles of those that join, by name. ``roster``: of the members so far.
 
-        ``tried``: see Roster.admit. ``rounds``: calls the participants.
+        ``tried``: see Roster.admit. ``call_all``: calls the participants, as ``ray_calls.call_all`` does.
         """
         self.participants = participants
         self._tried = tried
         self.roster = roster
         self.timeout_s = timeout_s
         self.deadline = deadline
-        self._rounds, self._round = rounds, rounds(participants, deadline)
+        self._call_all = call_all
         self._attempt = uuid.uuid4().hex[:12]
 
     def probe(self) -> None:
         """Have every process describe itself, and decide routes and device maps. Changes nothing there."""
         lanes = registry.foreign(self.roster.config.lanes)
         arguments = {member: (member, lanes) for member in self.participants}
-        found, failures = self._round.all(join.probe, arguments, fail_fast=True, retry_restarting=True)
-        self._raise("could not be probed", failures)
+        found = self._ask("could not be probed", join.probe, arguments, retry_restarting=True)
         probes: dict[str, Probe] = {member: found[member] for member in self.participants}
         self._refuse_taken(probes)
         self.roster = self.roster.admit(self.participants, probes, self._tried)
@@ -75,25 +123,22 @@ class Formation:
             return
         gone = ray_internals.dead_jobs()
         for member, probe in taken.items():
-            if probe.owner is None or self._is_gone(probe.owner, gone):
-                continue  # prepare() leaves it
-            raise BootstrapError(
-                f"{member!r} is already in group {probe.group!r}; end that one first "
-                f"(get_group({probe.group!r}).shutdown() in the process that formed it)",
-                members=(member,),
-            )
-
-    def _is_gone(self, owner: Owner, dead_jobs: frozenset[str]) -> bool:
-        if owner.actor is not None:  # a detached one outlives its job
-            return ray_internals.actor_is_dead(owner.actor)
-        return owner.job in dead_jobs
+            owner = probe.owner
+            if owner is None:
+                continue
+            # A detached actor outlives its job.
+            ended = ray_internals.actor_is_dead(owner.actor) if owner.actor is not None else owner.job in gone
+            if not ended:  # else prepare() leaves it
+                raise BootstrapError(
+                    f"{member!r} is already in group {probe.group!r}; end that one first "
+                    f"(get_group({probe.group!r}).shutdown() in the process that formed it)",
+                    members=(member,),
+                )
 
     def prepare(self) -> dict[str, Prepared]:
         """Have every participant start to listen."""
         specs = {member: (self.roster.spec(member, self._attempt),) for member in self.participants}
-        prepared, failures = self._round.all(join.prepare, specs, fail_fast=True)
-        self._raise("could not start", failures)
-        return prepared
+        return self._ask("could not start", join.prepare, specs)
 
     def commit(
         self,
@@ -108,20 +153,25 @@ class Formation:
         left = max(1.0, self.deadline - time.monotonic())
         tables = {}
         for member in self.participants:
-            table = self.roster.table(member, info, prepared, left)
-            tables[member] = (table._replace(away=dict(away or {}), silent=tuple(silent)),)
-        _, failures = self._round.all(join.commit, tables, fail_fast=True)
-        self._raise("could not reach the others", failures)
+            table = self.roster.table(member, info, prepared)
+            tables[member] = (table._replace(timeout_s=left, away=dict(away or {}), silent=tuple(silent)),)
+        self._ask("could not reach the others", join.commit, tables)
 
     def roll_back(self) -> None:
         """Undo what was begun. A participant that is stuck undoes it as soon as it runs again."""
         patience = time.monotonic() + min(5.0, self.timeout_s)
         arguments = {member: (self._attempt,) for member in self.participants}
-        self._rounds(self.participants, patience).all(join.give_up, arguments)
+        self._call_all(self.participants, join.give_up, arguments, patience)
 
-    def _raise(self, what: str, failures: Mapping[str, Exception]) -> None:
+    def _ask(
+        self, what: str, function: Callable[..., Any], arguments: Arguments, retry_restarting: bool = False
+    ) -> dict[str, Any]:
+        """Results by member. Raises ConfigurationError or BootstrapError; ``what``: what members failed to do."""
+        found, failures = self._call_all(
+            self.participants, function, arguments, self.deadline, fail_fast=True, retry_restarting=retry_restarting
+        )
         if not failures:
-            return
+            return found
         reasons = "; ".join(f"{member!r}: {self._reason(error)}" for member, error in failures.items())
         cause = next(iter(failures.values()))
         if isinstance(cause, ConfigurationError):

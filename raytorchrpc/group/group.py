@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -19,11 +20,10 @@ from raytorchrpc.calls.options import MAX_TIMEOUT_S
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
-from raytorchrpc.group.detached import find_detached, form_detached
-from raytorchrpc.group.events import Change
-from raytorchrpc.group.host import GroupHost
-from raytorchrpc.group.participants import current_session, participants_of
-from raytorchrpc.group.supervisor import form
+from raytorchrpc.group.changes import Change
+from raytorchrpc.group.detached import DetachedHost, find_detached, form_detached
+from raytorchrpc.group.formation import current_session, participants_of
+from raytorchrpc.group.supervisor import Supervisor, form
 from raytorchrpc.group.tracing import Trace
 from raytorchrpc.membership import join
 from raytorchrpc.membership.messages import GroupInfo
@@ -40,6 +40,9 @@ SHUTDOWN_TIMEOUT_S = 10.0
 STATS_TIMEOUT_S = 5.0
 
 
+Host = Supervisor | DetachedHost
+
+
 class Group:
     """A set of Ray actors that can call each other directly. Created by ``init_group``; a context manager.
 
@@ -47,8 +50,8 @@ class Group:
     formed the group, can change or end it. For a detached group, every ``get_group`` in a driver returns an original.
     """
 
-    def __init__(self, info: GroupInfo, host: GroupHost | None = None) -> None:
-        """``host``: the supervisor's host, in the process that formed the group; None for a copy."""
+    def __init__(self, info: GroupInfo, host: Host | None = None) -> None:
+        """``host``: in the process that formed the group; None for a copy."""
         self._first_info = info
         self._host = host
         self._session = () if host is None else current_session()
@@ -106,7 +109,7 @@ class Group:
         Collected through Ray: a member that is busy in a method for longer than ``timeout_s`` seconds is listed in
         ``missing``.
         """
-        return self._own("stats").stats(timeout_s)
+        return self._own("stats").stats(timeout_s=timeout_s)
 
     def trace(self, path: str | os.PathLike[str], *, events: int = 200_000) -> Trace:
         """Record calls for Perfetto or chrome://tracing: ``with group.trace("run.json"): ...``.
@@ -128,7 +131,7 @@ class Group:
         """
         host = self._own("trace")
         _check_events(events)
-        return Trace(host, path, events)
+        return Trace(path, partial(host.begin_trace, events), host.end_trace)
 
     def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
         """End the group. The actors keep running and can join another group. Idempotent, never raises.
@@ -174,12 +177,7 @@ class Group:
         or a member whose process has initialised torch.distributed by itself; NotAMember for a target outside the
         group; BootstrapError.
         """
-        if self._host is None:
-            fork.check_process()
-            raise NotAMember(
-                "Group.process_group() works in the process that called init_group; a member gets its own with "
-                "raytorchrpc.process_group()"
-            )
+        host = self._own("process_group", "a member gets its own with raytorchrpc.process_group()")
         _check_timeout(timeout_s)
         collective_s = self.config.rpc_timeout_s if collective_timeout_s is None else collective_timeout_s
         _check_timeout(collective_s)
@@ -188,7 +186,7 @@ class Group:
             raise ConfigurationError(
                 f"process_group(members=...) takes each member once, and at least one; not {names}"
             )
-        return self._host.process_group(backend, timeout_s, collective_s, names)
+        return host.process_group(backend, timeout_s=timeout_s, collective_s=collective_s, names=names)
 
     # --- members come and go -----------------------------------------------------------------------------------
 
@@ -201,7 +199,7 @@ class Group:
         """
         host = self._own("add")
         _check_timeout(timeout_s)
-        names = host.add(actors, timeout_s)
+        names = host.add(actors, timeout_s=timeout_s)
         return tuple(member for member in self.members if member.name in names)
 
     def remove(self, actors: Sequence[Any], *, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
@@ -217,7 +215,7 @@ class Group:
         """
         host = self._own("remove")
         _check_timeout(timeout_s)
-        host.remove(self._names("remove", actors), timeout_s)
+        host.remove(self._names("remove", actors), timeout_s=timeout_s)
 
     def on_change(self, callback: Callable[[Change], object]) -> Callable[[], None]:
         """Call ``callback(change)`` whenever members are lost, return, die for good, are added or removed.
@@ -238,7 +236,7 @@ class Group:
         _check_timeout(timeout_s)
         local = current_local()
         if self._host is not None:
-            away = self._host.wait_ready(timeout_s)
+            away = self._host.wait_ready(timeout_s=timeout_s)
         elif local is not None and local.generation == self.generation:
             ready = local.peers.await_everybody(time.monotonic() + timeout_s)
             away = {} if ready else {name: absence.cause for name, absence in local.peers.away().items()}
@@ -248,10 +246,10 @@ class Group:
             reasons = "; ".join(f"{name!r}: {cause}" for name, cause in away.items())
             raise BootstrapError(f"not ready within {timeout_s:g} s: {reasons}", members=tuple(away))
 
-    def _own(self, what: str) -> GroupHost:
+    def _own(self, what: str, hint: str = "this is a copy") -> Host:
         fork.check_process()
         if self._host is None:
-            raise NotAMember(f"Group.{what}() works in the process that called init_group; this is a copy")
+            raise NotAMember(f"Group.{what}() works in the process that called init_group; {hint}")
         return self._host
 
     def _names(self, what: str, actors: Any) -> list[str]:
@@ -359,7 +357,7 @@ def init_group(
     _check_name(name)
     _check_timeout(timeout_s)
     device_map.given_maps(config, list(participants))
-    forming = form_detached if detached else form
+    forming: Callable[..., Host] = form_detached if detached else form
     host = forming(name, config, participants, timeout_s)
     try:
         info = host.info

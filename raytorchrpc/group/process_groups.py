@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raytorchrpc.calls.current import process_member
 from raytorchrpc.errors import BootstrapError, ConfigurationError
-from raytorchrpc.group.control_connections import ControlConnections
+from raytorchrpc.group.control_connections import Answers, Arguments, ControlConnections
 from raytorchrpc.group.roster import Roster
-from raytorchrpc.membership import updates
-from raytorchrpc.membership.process_group import BACKENDS, Meeting, ProcessGroupInfo, collectives_of
+from raytorchrpc.membership.process_group import (
+    BACKENDS,
+    Collectives,
+    Meeting,
+    ProcessGroupInfo,
+    call_collectives,
+    collectives_of,
+    make_process_group,
+)
 from raytorchrpc.membership.rendezvous import StoreAddress
 from raytorchrpc.process import threads
 from raytorchrpc.topology.endpoint import Endpoint
@@ -90,77 +96,68 @@ def create_process_group(
     Raises ConfigurationError and BootstrapError, naming the members that failed; then no member has one.
     """
     deadline = time.monotonic() + timeout_s
-    everybody = sorted(roster.records.items(), key=lambda item: item[1].rank)
-    records = [(name, record) for name, record in everybody if names is None or name in names]
+    records = {name: record for name, record in roster.records.items() if names is None or name in names}
     if gone := sorted(set(names or ()) - roster.records.keys()):
         raise BootstrapError(f"{', '.join(gone)} left the group meanwhile", members=tuple(gone))
-    endpoints = {name: record.probe.endpoint for name, record in records}
+    endpoints = {name: record.probe.endpoint for name, record in records.items()}
     check_backend(backend, endpoints)
     if roster.config.tls:
         check_encryption(backend, endpoints)
-    info = ProcessGroupInfo(backend, number, {name: rank for rank, (name, _) in enumerate(records)}, collective_s)
-    if others := [name for name, _ in everybody if name not in info.ranks]:
+    info = ProcessGroupInfo(backend, number, {name: rank for rank, name in enumerate(records)}, collective_s)
+    requests = _Requests(roster, connections)
+    if others := [name for name in roster.records if name not in info.ranks]:
         # A member that does not learn of it in time keeps at most the previous one, which the others have left.
-        _Requests(roster, connections, time.monotonic() + _GIVE_UP_S).some(
-            updates.stay_out_of_process_group, dict.fromkeys(others, (info,))
+        requests.some(
+            call_collectives, dict.fromkeys(others, (Collectives.stay_out, info)), time.monotonic() + _GIVE_UP_S
         )
-    home = records[0][0]
-    requests = _Requests(roster, connections, deadline)
+    home = next(iter(records))
     try:
         left = max(1.0, deadline - time.monotonic())
-        ids = requests.all(updates.prepare_process_group, {name: (info, name == home, left) for name in info.ranks})
+        prepare = {name: (Collectives.prepare, info, name == home, left) for name in info.ranks}
+        ids = requests.all(call_collectives, prepare, deadline)
         left = max(1.0, deadline - time.monotonic())
         store, agents = StoreAddress(home, ids[home]), roster.plan.agents
         translated = roster.config.torchrpc_from
         meetings = {
             name: (Meeting(info, store, agents[name].interface, record.probe.endpoint, left, translated),)
-            for name, record in records
+            for name, record in records.items()
         }
-        requests.all(updates.make_process_group, meetings)
+        requests.all(make_process_group, meetings, deadline)
     except BaseException as error:
-        said = (number, f"it could not be made: {error}")
-        _Requests(roster, connections, time.monotonic() + _GIVE_UP_S).some(
-            updates.give_up_process_group, dict.fromkeys(info.ranks, said)
-        )
+        give_up = (Collectives.give_up, number, f"it could not be made: {error}")
+        requests.some(call_collectives, dict.fromkeys(info.ranks, give_up), time.monotonic() + _GIVE_UP_S)
         raise
     return info
 
 
 class _Requests:
-    """One request to several members at once, this process included if it is one of them."""
+    """One request to several members at once."""
 
-    def __init__(self, roster: Roster, connections: ControlConnections, deadline: float) -> None:
-        self._roster, self._connections, self._deadline = roster, connections, deadline
+    def __init__(self, roster: Roster, connections: ControlConnections) -> None:
+        self._roster, self._connections = roster, connections
 
-    def some(
-        self, function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]]
-    ) -> tuple[dict[str, Any], dict[str, Exception]]:
-        """Results and failures by name."""
-        generation, here = self._roster.generation, [name for name in self._roster.local if name in arguments]
-        results: dict[str, Any] = {}
-        failures: dict[str, Exception] = {}
+    def some(self, function: Callable[..., Any], arguments: Arguments, deadline: float) -> Answers:
+        """Run ``function(generation, *arguments[name])`` in each member."""
+        asked = {name: (self._roster.generation, *args) for name, args in arguments.items()}
+        here = {name: asked.pop(name) for name in self._roster.local if name in asked}
+        found: list[Answers] = []
 
-        def ask_here(name: str) -> None:
-            try:
-                results[name] = function(generation, *arguments[name])
-            except Exception as error:
-                failures[name] = error
+        def ask_here() -> None:
+            found.append(self._connections.call_all(function, here, deadline))
 
-        # The others cannot finish before this process has begun.
-        asking: list[threading.Thread] = [
-            threads.start(ask_here, name, name=f"raytorchrpc-process-group-{name}") for name in here
-        ]
-        asked = {name: (generation, *args) for name, args in arguments.items() if name not in here}
-        answers, errors = self._connections.call_all(function, asked, self._deadline)
-        for name, thread in zip(here, asking, strict=True):
-            thread.join(max(0.0, self._deadline - time.monotonic()))
-            if thread.is_alive():
-                errors[name] = BootstrapError("no answer in time")
-        return {**results, **answers}, {**failures, **errors}
+        # On a thread: it may outlast the deadline, and the others cannot finish before this process has begun.
+        thread = threads.start(ask_here, name="raytorchrpc-process-group") if here else None
+        results, failures = self._connections.call_all(function, asked, deadline)
+        if thread is not None:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            late: dict[str, Exception] = {name: BootstrapError("no answer in time") for name in here}
+            answers, errors = found[0] if found else ({}, late)
+            results, failures = {**answers, **results}, {**errors, **failures}
+        return results, failures
 
-    def all(self, function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    def all(self, function: Callable[..., Any], arguments: Arguments, deadline: float) -> dict[str, Any]:
         """As ``some``. Raises the first ConfigurationError, or BootstrapError naming all that failed."""
-        results, failures = self.some(function, arguments)
+        results, failures = self.some(function, arguments, deadline)
         for error in failures.values():
             if isinstance(error, ConfigurationError):
                 raise error

@@ -16,10 +16,9 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError, NotAMember
 from raytorchrpc.lanes.common.credentials import Credentials
 from raytorchrpc.lanes.torchrpc.agent import OWN_NUMBERS, AgentSpec
-from raytorchrpc.membership.messages import GroupInfo, JoinSpec, Prepared, Probe, Table
+from raytorchrpc.membership.messages import DeviceMaps, GroupInfo, JoinSpec, Prepared, Probe, Table
 from raytorchrpc.membership.updates import Arrival
 from raytorchrpc.routing import planner, routes
-from raytorchrpc.tensors.devices import Device
 from raytorchrpc.topology import device_map
 from raytorchrpc.topology.device_map import DeviceMap
 from raytorchrpc.topology.endpoint import Endpoint
@@ -32,12 +31,10 @@ _WORKER_IDS = range(1, OWN_NUMBERS.start)
 class MemberRecord:
     """One member as it is now. A restarted actor keeps its rank and gets the next incarnation."""
 
-    rank: int
-    incarnation: int
+    member: Member
     handle: Any
     """None for the driver itself."""
     probe: Probe
-    worker_id: int
     renew_agent: bool
     """Another member has the id of its running torchrpc agent: it starts a new agent."""
 
@@ -73,29 +70,35 @@ class Roster:
         """
         records, used, rank = dict(self.records), self.used_ids, self.next_rank
         used |= {probe.autograd_id for probe in probes.values() if probe.autograd_id is not None}
-        ids, renew = _worker_ids(probes, used, {record.worker_id for record in records.values()})
-        for member, probe in probes.items():
-            before = records.get(member)
-            if before is None:
-                before = MemberRecord(rank, -1, handles[member], probe, 0, False)
-                rank += 1
-            records[member] = replace(
-                before,
-                incarnation=max(before.incarnation, (tried or {}).get(member, -1)) + 1,
-                handle=handles[member],
-                probe=probe,
-                worker_id=ids[member],
-                renew_agent=member in renew,
+        ids, renew = _worker_ids(probes, used, {record.member.worker_id for record in records.values()})
+        for name, probe in probes.items():
+            before = records[name].member if name in records else None
+            actor_id = None if handles[name] is None else ray_internals.actor_id_of(handles[name])
+            member = Member(
+                rank=rank if before is None else before.rank,
+                name=name,
+                actor_id=actor_id,
+                node_id=probe.node_id,
+                pid=probe.pid,
+                rpc_name=_rpc_name(actor_id, probe),
+                worker_id=ids[name],
+                incarnation=max(before.incarnation if before else -1, (tried or {}).get(name, -1)) + 1,
             )
+            if before is None:
+                rank += 1
+            records[name] = MemberRecord(member, handles[name], probe, name in renew)
         admitted = replace(self, records=records, used_ids=used | set(ids.values()), next_rank=rank)
         return admitted._decided(self)
 
     @property
     def credentials(self) -> Credentials:
         """What the supervisor authenticates with. It does not make it a member."""
-        across_users = self.config.across_users
         return Credentials(
-            self.secret, group=self.name, generation=self.generation, across_users=across_users, tls=self.tls
+            self.secret,
+            group=self.name,
+            generation=self.generation,
+            across_users=self.config.across_users,
+            tls=self.tls,
         )
 
     def check_newcomers(self, handles: Mapping[str, Any]) -> None:
@@ -142,11 +145,8 @@ class Roster:
                 devices.setdefault(str(peer), set()).update(pairs.values())
         return replace(self, plan=plan, maps=maps, devices=devices)
 
-    # --- what each member needs ------------------------------------------------------------------------------
-
     @property
     def handles(self) -> dict[str, Any]:
-        """Actor handles by member."""
         return {name: record.handle for name, record in self.records.items()}
 
     @property
@@ -156,113 +156,86 @@ class Roster:
 
     def reached_by_tcp(self, member: str) -> bool:
         """Whether the supervisor needs TCP to reach this member."""
-        return self.config.always_tcp or not self.watcher.same_network(self.records[member].probe.endpoint)
+        return self._by_tcp(self.watcher, self.records[member])
+
+    def _by_tcp(self, endpoint: Endpoint, peer: MemberRecord) -> bool:
+        return self.config.always_tcp or not peer.probe.endpoint.same_network(endpoint)
 
     def spec(self, member: str, attempt: str = "") -> JoinSpec:
         """What this member needs in order to prepare. ``attempt``: see JoinSpec."""
         record, agent = self.records[member], self.plan.agents[member]
+        me = record.member
         given = self.maps[member].to_dict()
         pairs = {peer: device_map.gpu_pairs(given[peer]) for peer in self.records if peer in given}
         outgoing = {peer: mapping for peer, mapping in pairs.items() if mapping}
         agent_spec = AgentSpec(
-            name=self.rpc_name(member),
-            worker_id=record.worker_id,
+            name=me.rpc_name,
+            worker_id=me.worker_id,
             interface=agent.interface,
             transports=agent.transports,
             channels=agent.channels,
             threads=self.config.torchrpc_threads,
             timeout_s=self.config.rpc_timeout_s,
-            device_maps={self.rpc_name(peer): mapping for peer, mapping in outgoing.items()},
+            device_maps={self.records[peer].member.rpc_name: mapping for peer, mapping in outgoing.items()},
             devices=tuple(sorted(self.devices[member])),
+            # torchrpc connects from whichever address leads to the peer.
             admitted=(*self._addresses(), *self.config.torchrpc_from),
         )
-        elsewhere = self._elsewhere(member)
+        endpoint = record.probe.endpoint
+        others = {peer: other for peer, other in self.records.items() if peer != member}
+        elsewhere = tuple(peer for peer, other in others.items() if self._by_tcp(endpoint, other))
         return JoinSpec(
-            group=self.name,
-            generation=self.generation,
+            member=me,
+            credentials=replace(self.credentials, rank=me.rank, incarnation=me.incarnation),
             attempt=attempt,
-            incarnation=record.incarnation,
             replaces=record.probe.generation,
-            name=member,
-            rank=record.rank,
             config=self.config,
             agent=agent_spec,
             renew_agent=record.renew_agent,
             device_maps=outgoing,
-            secret=self.secret,
-            tls=self.tls,
             tcp_host=agent.address if elsewhere or self.reached_by_tcp(member) else None,
             by_tcp=elsewhere,
             lanes=self.plan.lanes_of(member),
         )
 
     def _addresses(self) -> list[str]:
-        """All addresses of the members' hosts: torchrpc connects from whichever leads to the peer."""
         endpoints = [record.probe.endpoint for record in self.records.values()]
         found = {address for endpoint in endpoints for each in endpoint.interfaces for address in each.addresses}
         return sorted({*found, *(endpoint.node_ip for endpoint in endpoints)})
 
-    def _elsewhere(self, member: str) -> tuple[str, ...]:
-        endpoint = self.records[member].probe.endpoint
-        return tuple(
-            peer
-            for peer, record in self.records.items()
-            if peer != member and (self.config.always_tcp or not record.probe.endpoint.same_network(endpoint))
-        )
-
-    def rpc_name(self, member: str) -> str:
-        """The torchrpc name of this member's process."""
-        record = self.records[member]
-        if record.probe.agent is not None:
-            return record.probe.agent.name
-        # No colon: torch's RemoteModule takes "name/device" and reads a colon as "rank:".
-        if record.handle is None:
-            return f"rtr-driver-{record.probe.node_id[:12]}-{record.probe.pid}"
-        return f"rtr-{ray_internals.actor_id_of(record.handle)}"
-
     def info(self, prepared: Mapping[str, Prepared]) -> GroupInfo:
-        """The public description of the group."""
+        agents = {name: prepared[name].agent for name in self.records}
         members = tuple(
-            Member(
-                rank=record.rank,
-                name=name,
-                actor_id=None if record.handle is None else ray_internals.actor_id_of(record.handle),
-                node_id=record.probe.node_id,
-                pid=record.probe.pid,
-                rpc_name=prepared[name].agent.name,
-                worker_id=prepared[name].agent.worker_id,
-                incarnation=record.incarnation,
-            )
-            for name, record in self.records.items()
+            replace(self.records[name].member, rpc_name=agent.name, worker_id=agent.worker_id)
+            for name, agent in agents.items()
         )
         texts = {name: {str(peer): pairs for peer, pairs in each.to_dict().items()} for name, each in self.maps.items()}
         return GroupInfo(self.name, self.generation, self.owner, members, self.config, self.plan, texts)
 
-    def table(self, member: str, info: GroupInfo, prepared: Mapping[str, Prepared], timeout_s: float) -> Table:
+    def table(self, member: str, info: GroupInfo, prepared: Mapping[str, Prepared]) -> Table:
         """What this member needs in order to connect to the others."""
         own = info._replace(plan=self.plan.for_member(member), device_maps=_of(member, info.device_maps, self.records))
-        return Table(own, {name: prepared[name] for name in self.records}, timeout_s)
+        return Table(own, {name: prepared[name] for name in self.records})
 
-    def arrival(
-        self,
-        member: str,
-        info: GroupInfo,
-        prepared: Mapping[str, Prepared],
-        timeout_s: float,
-        coming: tuple[str, ...],
-    ) -> Arrival:
+    def arrival(self, member: str, info: GroupInfo, prepared: Mapping[str, Prepared], coming: Sequence[str]) -> Arrival:
         """The update an existing member needs in order to accept newcomers."""
-        members = tuple(each for each in info.members if each.name in coming)
         new = info._replace(
-            members=members,
+            members=tuple(each for each in info.members if each.name in coming),
             plan=self.plan.for_arrivals(member, coming),
             device_maps=_of(member, info.device_maps, coming),
         )
         spec = self.spec(member)
-        bare = spec._replace(
-            device_maps={}, agent=spec.agent._replace(device_maps={})
-        )  # an agent keeps those it started with
-        return Arrival(bare, Table(new, {name: prepared[name] for name in (member, *coming)}, timeout_s), coming)
+        # An agent keeps the maps it started with.
+        bare = spec._replace(device_maps={}, agent=spec.agent._replace(device_maps={}))
+        return Arrival(bare, Table(new, {name: prepared[name] for name in (member, *coming)}), tuple(coming))
+
+
+def _rpc_name(actor_id: str | None, probe: Probe) -> str:
+    """The torchrpc name of a member's process."""
+    if probe.agent is not None:
+        return probe.agent.name
+    # No colon: torch's RemoteModule takes "name/device" and reads a colon as "rank:".
+    return f"rtr-driver-{probe.node_id[:12]}-{probe.pid}" if actor_id is None else f"rtr-{actor_id}"
 
 
 def _check_users(endpoints: Mapping[str, Endpoint]) -> None:
@@ -279,10 +252,7 @@ def _check_users(endpoints: Mapping[str, Endpoint]) -> None:
             )
 
 
-_Maps = Mapping[str, Mapping[str, Mapping[Device, Device]]]
-
-
-def _of(member: str, maps: _Maps, others: Iterable[str]) -> _Maps:
+def _of(member: str, maps: DeviceMaps, others: Iterable[str]) -> DeviceMaps:
     """The maps between one member and others, itself included."""
     found = {other: {member: maps[other][member]} for other in others if member in maps[other]}
     found[member] = {other: maps[member][other] for other in (member, *others) if other in maps[member]}

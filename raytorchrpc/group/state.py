@@ -50,12 +50,10 @@ class GroupState:
     """Notified when ``lost`` changes, and when a member has caught up."""
 
     def lose(self, name: str, cause: str) -> None:
-        """Note that a member is lost, or seems so."""
         with self.changed:
             self.lost[name] = LostMember(cause)
 
     def recover(self, names: Iterable[str]) -> None:
-        """Note that these members are no longer lost."""
         with self.changed:
             for name in names:
                 self.lost.pop(name, None)
@@ -67,6 +65,5 @@ class GroupState:
             return {name: lost.cause for name, lost in self.lost.items()}
 
     def notify(self) -> None:
-        """Wake the threads that wait for a change."""
         with self.changed:
             self.changed.notify_all()

@@ -11,17 +11,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.counters import PairStats
-from raytorchrpc.calls.current import current_local
-from raytorchrpc.errors import NotAMember, RayTorchRpcError
 from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.roster import Roster
+from raytorchrpc.membership.join import member_of
 from raytorchrpc.process import threads
 
 logger = logging.getLogger(__name__)
@@ -62,7 +61,6 @@ class GroupStatus:
     """How often it is posted."""
 
     def to_json(self) -> bytes:
-        """As ``from_json`` reads it."""
         return _AS_JSON.dump_json(self)
 
 
@@ -74,43 +72,29 @@ def from_json(text: bytes) -> GroupStatus:
     return _AS_JSON.validate_json(text)
 
 
-class MemberStatus(NamedTuple):
-    """One member's part."""
-
-    rows: list[PairStats]
-    under_way: dict[str, tuple[int, int]]
-
-
-def member_status(generation: str) -> MemberStatus:
-    """This member's part."""
-    local = current_local()
-    if local is None or local.generation != generation:
-        raise NotAMember(f"this process has left generation {generation} of the group")
-    return MemberStatus(local.counters.rows(local.me.name), local.outgoing.in_flight())
+def member_status(generation: str) -> tuple[list[PairStats], dict[str, tuple[int, int]]]:
+    """This member's counters, and (calls, bytes of arguments) in flight by peer."""
+    local = member_of(generation)
+    return local.counters.rows(local.me.name), local.outgoing.in_flight()
 
 
 def group_status(
     roster: Roster, connections: ControlConnections, away: Mapping[str, str], timeout_s: float = STATUS_S
 ) -> GroupStatus:
     """Ask all members that are not away. Blocks until all have answered, at most ``timeout_s``."""
-    asked = {name: (roster.generation,) for name in roster.records if name not in roster.local and name not in away}
+    asked = {name: (roster.generation,) for name in roster.records if name not in away}
     found, failures = connections.call_all(member_status, asked, time.monotonic() + timeout_s)
-    for name in roster.local:
-        try:
-            found[name] = member_status(roster.generation)
-        except RayTorchRpcError as error:
-            failures[name] = error
-    found_in_order: dict[str, MemberStatus] = {name: found[name] for name in roster.records if name in found}
+    in_order = {name: found[name] for name in asked if name in found}
     return GroupStatus(
         roster.name,
         roster.generation,
         time.monotonic(),
         tuple(roster.records),
-        tuple(row for each in found_in_order.values() for row in each.rows),
+        tuple(row for rows, _ in in_order.values() for row in rows),
         tuple(
             UnderWay(name, peer, *counts)
-            for name, each in found_in_order.items()
-            for peer, counts in each.under_way.items()
+            for name, (_, in_flight) in in_order.items()
+            for peer, counts in in_flight.items()
             if counts[0]
         ),
         dict(away),
@@ -118,47 +102,35 @@ def group_status(
     )
 
 
-# --- where others see it ----------------------------------------------------------------------------------------------
+def post_status(
+    status: Callable[[], GroupStatus | None], generation: str, period_s: float, stopped: threading.Event
+) -> None:
+    """Post the status in the cluster's key-value store, until the group is stopped, and remove the post then.
 
+    Also ends when ``status`` returns None: the cluster is gone. Runs on a thread of its own.
+    """
+    key = _POSTS + generation
+    warned = False
 
-class StatusPost:
-    """Posts the status in the cluster's key-value store, on a thread of its own, until the group ends."""
-
-    def __init__(self, status: Callable[[], GroupStatus | None], generation: str, period_s: float) -> None:
-        """``status`` returns None once the cluster is gone."""
-        self._status, self._key, self._period_s = status, _POSTS + generation, period_s
-        self._stopped = threading.Event()
-        self._warned = False
-
-    def start(self) -> threading.Thread:
-        """Begin to post. Raises ThreadShortage."""
-        return threads.start(self._work, name=f"raytorchrpc-post-{self._key}")
-
-    def _work(self) -> None:
-        threads.serve(self._post_once, f"the post of group {self._key}")
-        if not self._stopped.is_set():  # the cluster is not there
-            return
+    def post() -> bool:
+        nonlocal warned
         try:
-            ray_internals.store(self._key, None)
-        except Exception as error:  # the cluster is gone
-            logger.debug("the status of a group stays posted: %s", error)
-
-    def _post_once(self) -> bool:
-        try:
-            now = self._status()
+            now = status()
             if now is None:
                 return False
-            values = {**now.__dict__, "posted": time.time(), "period_s": self._period_s}
-            ray_internals.store(self._key, GroupStatus(**values).to_json())
+            ray_internals.store(key, replace(now, posted=time.time(), period_s=period_s).to_json())
         except Exception as error:
-            if not self._warned and not self._stopped.is_set():
-                logger.warning("the status of group generation %s cannot be posted: %s", self._key, error)
-            self._warned = True
-        return not self._stopped.wait(self._period_s)
+            if not warned and not stopped.is_set():
+                logger.warning("the status of group generation %s cannot be posted: %s", key, error)
+            warned = True
+        return not stopped.wait(period_s)
 
-    def stop(self) -> None:
-        """Remove the post, soon. Does not block. Idempotent."""
-        self._stopped.set()
+    threads.serve(post, f"the post of group {key}")
+    if stopped.is_set():  # else the cluster is not there
+        try:
+            ray_internals.store(key, None)
+        except Exception as error:  # the cluster is gone
+            logger.debug("the status of a group stays posted: %s", error)
 
 
 def posted() -> list[GroupStatus]:

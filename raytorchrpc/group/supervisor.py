@@ -16,24 +16,19 @@ from typing import Any, Literal
 from raytorchrpc.calls.counters import GroupStats
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
-from raytorchrpc.group.announcements import ACTIVATE_S, PREPARE_S, Announcer
-from raytorchrpc.group.chrome_trace import GroupTrace
+from raytorchrpc.group import ray_calls
+from raytorchrpc.group.announcements import Announcer
+from raytorchrpc.group.changes import Change, EventBus, RequestedChange
 from raytorchrpc.group.control_connections import ControlConnections
-from raytorchrpc.group.events import Change, EventBus
 from raytorchrpc.group.failure_detector import FailureDetector
-from raytorchrpc.group.formation import Formation, form_group
-from raytorchrpc.group.host import GroupHost
-from raytorchrpc.group.participants import current_owner, current_session, participants_of
+from raytorchrpc.group.formation import Formation, current_owner, current_session, form_group, participants_of
 from raytorchrpc.group.process_groups import check_backend, create_process_group
-from raytorchrpc.group.ray_round import Round
-from raytorchrpc.group.requested_change import RequestedChange
-from raytorchrpc.group.restarts import MailboxRound, RestartedActors
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.group.state import GroupState, LostMember
-from raytorchrpc.group.status import STATUS_S, GroupStatus, StatusPost, group_status
-from raytorchrpc.group.tracing import Tracing
+from raytorchrpc.group.status import STATUS_S, GroupStatus, group_status, post_status
+from raytorchrpc.group.tracing import GroupTrace, Tracing
 from raytorchrpc.lanes.common.tls import make_identity
-from raytorchrpc.membership import join, local_setup, updates
+from raytorchrpc.membership import join, local_setup
 from raytorchrpc.membership.messages import GroupInfo, Prepared
 from raytorchrpc.membership.process_group import ProcessGroupInfo
 from raytorchrpc.membership.updates import Loss
@@ -54,7 +49,7 @@ def form(name: str, config: GroupConfig, participants: dict[str, Any], timeout_s
     return form_group(roster, participants, timeout_s, Supervisor)
 
 
-class Supervisor(GroupHost):
+class Supervisor:
     """One per group. ``add``, ``remove`` and readmissions run on its thread, one after another."""
 
     def __init__(self, roster: Roster, info: GroupInfo, prepared: Mapping[str, Prepared]) -> None:
@@ -67,46 +62,40 @@ class Supervisor(GroupHost):
         self._stopped = False
         self._process_group_lock, self._process_groups = threading.Lock(), 0
         """One is created at a time; how many there were."""
-        self._connections = ControlConnections(roster.credentials)
-        self._restarts = RestartedActors(roster.generation)
+        self._connections = ControlConnections(roster.credentials, roster.local)
+        self._restarts = ray_calls.RestartedActors(roster.generation)
         self._announcer = Announcer(self._state, self._connections, self._submit)
-        self._detector = FailureDetector(
-            self._state, self._connections, self._restarts, self._submit, self._handle_dialled
-        )
+        submit, dialled = self._submit, self._handle_dialled
+        self._detector = FailureDetector(self._state, self._connections, self._restarts, submit, dialled)
         self._tracing = Tracing(self._connections)
         self._threads: list[threading.Thread] = []
-        self._status_post: StatusPost | None = None
-        if roster.config.metrics_period_s is not None:
-            self._status_post = StatusPost(self._status_to_post, roster.generation, roster.config.metrics_period_s)
+        self._no_more_posts = threading.Event()
         try:
             self._restarts.post(roster)
             self._detector.watch([name for name, handle in roster.handles.items() if handle is not None])
             fork.register(self)
             self._threads.append(threads.start(self._run, name=f"raytorchrpc-group-{roster.name}"))
             self._threads.append(self._events.start())
-            if self._status_post is not None:
-                self._threads.append(self._status_post.start())
+            if (period_s := roster.config.metrics_period_s) is not None:
+                post = (self._status_to_post, roster.generation, period_s, self._no_more_posts)
+                self._threads.append(threads.start(post_status, *post, name=f"raytorchrpc-post-{roster.generation}"))
         except BaseException:
             self.stop()
             raise
 
     @property
     def roster(self) -> Roster:
-        """Who is in the group now."""
         return self._state.roster
 
     @property
     def info(self) -> GroupInfo:
+        """The group as it is now."""
         return self._state.info
 
-    @property
-    def prepared(self) -> Mapping[str, Prepared]:
-        """Where each member listens, by name."""
-        return self._state.prepared
-
-    # --- the interface of a host -----------------------------------------------------------------------------------
+    # --- what a Group calls, also from another process (see ``detached``) --------------------------------------------
 
     def add(self, actors: Any, timeout_s: float) -> tuple[str, ...]:
+        """Admit actors; returns their names."""
         deadline = time.monotonic() + timeout_s
 
         def add() -> tuple[str, ...]:
@@ -122,7 +111,10 @@ class Supervisor(GroupHost):
         self._request(lambda: self._remove(tuple(names), timeout_s), timeout_s + _CHANGE_S)
 
     def wait_ready(self, timeout_s: float, names: Sequence[str] | None = None) -> dict[str, str]:
-        """As ``GroupHost.wait_ready``, for these members or all. Returns early when the group ends."""
+        """Block until these members, or all, can be called; returns those that cannot, and why.
+
+        Returns early when the group ends.
+        """
 
         def not_ready() -> dict[str, str]:
             behind = dict.fromkeys(tuple(self._announcer.behind), "it has not yet learned who else is a member")
@@ -136,6 +128,7 @@ class Supervisor(GroupHost):
     def process_group(
         self, backend: str, timeout_s: float, collective_s: float, names: Sequence[str] | None = None
     ) -> ProcessGroupInfo:
+        """Create a process group across these members, or all."""
         # On the caller's thread: the supervisor's has to detect losses meanwhile.
         deadline = time.monotonic() + timeout_s
         if not self._process_group_lock.acquire(timeout=timeout_s):
@@ -155,12 +148,14 @@ class Supervisor(GroupHost):
             self._process_group_lock.release()
 
     def stats(self, timeout_s: float) -> GroupStats:
-        participants, generation = self.roster.handles, self.roster.generation
-        asked = Round(participants, time.monotonic() + timeout_s)
-        rows, failures = asked.all(join.stats, {name: (generation,) for name in participants})
-        return GroupStats((row for name in participants for row in rows.get(name, [])), tuple(failures))
+        """The members' counters, collected through Ray."""
+        handles = self.roster.handles
+        arguments = dict.fromkeys(handles, (self.roster.generation,))
+        rows, failures = ray_calls.call_all(handles, join.stats, arguments, time.monotonic() + timeout_s)
+        return GroupStats((row for name in handles for row in rows.get(name, [])), tuple(failures))
 
     def status(self, timeout_s: float = STATUS_S) -> GroupStatus:
+        """The members' counters and calls in flight, collected over connections that no busy method holds up."""
         return group_status(self.roster, self._connections, self._state.causes(), timeout_s)
 
     def _status_to_post(self) -> GroupStatus | None:
@@ -174,9 +169,11 @@ class Supervisor(GroupHost):
         return self._tracing.end(self.roster)
 
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
+        """Call ``listener`` with every change, on a thread; returns a function that ends it."""
         return self._events.listen(listener)
 
     def end(self, timeout_s: float) -> None:
+        """End the group. Idempotent, never raises."""
         until = time.monotonic() + timeout_s
         self.stop()
         dismissed = self._dismiss(until, but=())
@@ -194,8 +191,8 @@ class Supervisor(GroupHost):
         reachable = roster.handles if current_session() == self._session else roster.local
         asked = {name: handle for name, handle in reachable.items() if name not in but}
         try:
-            leave = {name: (roster.generation, True) for name in asked}
-            _, failures = Round(asked, until).all(join.leave, leave)
+            leave = dict.fromkeys(asked, (roster.generation, True))
+            _, failures = ray_calls.call_all(asked, join.leave, leave, until)
             busy = [name for name, error in failures.items() if isinstance(error, TimeoutError)]
             if busy:
                 logger.warning("group %r: leaving when their methods return: %s", roster.name, ", ".join(busy))
@@ -210,8 +207,7 @@ class Supervisor(GroupHost):
             self._state.changed.notify_all()
         if not stopped:
             self._tasks.put(None)
-            if self._status_post is not None:
-                self._status_post.stop()
+            self._no_more_posts.set()
             self._connections.close()
             self._events.stop()
             if current_session() == self._session:
@@ -318,7 +314,7 @@ class Supervisor(GroupHost):
             member = self._state.lost[name]
             member.announced = True
             self._connections.forget(name)
-            losses.append(Loss(name, self.roster.records[name].incarnation, member.cause, name in dead))
+            losses.append(Loss(name, self.roster.records[name].member.incarnation, member.cause, name in dead))
         # With a short deadline: a member may be suspended, and callbacks and the next loss wait for this.
         self._announcer.announce_losses(losses)
         for loss in losses:
@@ -351,18 +347,17 @@ class Supervisor(GroupHost):
         self, handles: dict[str, Any], deadline: float, timeout_s: float, kind: Literal["added", "back"]
     ) -> None:
         state, announcer = self._state, self._announcer
-        rounds = MailboxRound if kind == "back" else Round
-        formation = Formation(self.roster, handles, deadline, timeout_s, self._tried, rounds)
+        call_all = ray_calls.call_all_restarted if kind == "back" else ray_calls.call_all
+        formation = Formation(self.roster, handles, deadline, timeout_s, self._tried, call_all)
         formation.probe()
         others: list[str] = []
         try:
             arriving = formation.prepare()
             roster = formation.roster
-            info = roster.info({**state.prepared, **arriving})
             prepared = {**state.prepared, **arriving}
+            info = roster.info(prepared)
             others = announcer.others(handles)
-            arrivals = {peer: (roster.arrival(peer, info, prepared, timeout_s, tuple(handles)),) for peer in others}
-            prepared.update(announcer.announce(updates.prepare_arrivals, arrivals, PREPARE_S))
+            prepared.update(announcer.prepare_arrivals(list(handles), others, roster, info, prepared))
             away = {name: lost.cause for name, lost in state.lost.items() if lost.announced and name not in handles}
             formation.commit(info, prepared, away, {*state.lost, *announcer.behind}.difference(away, handles))
             self._check_running()
@@ -370,7 +365,7 @@ class Supervisor(GroupHost):
             formation.roll_back()
             announcer.mark_behind(others)  # they may know of an arrival that did not happen
             records = formation.roster.records
-            self._tried.update((name, records[name].incarnation) for name in handles if name in records)
+            self._tried.update((name, records[name].member.incarnation) for name in handles if name in records)
             raise
         state.roster, state.info, state.prepared = roster, info, prepared
         for name in handles:
@@ -380,19 +375,18 @@ class Supervisor(GroupHost):
             self._restarts.readmitted(handles)
         announcer.mark_current(handles)
         self._detector.watch([name for name, handle in handles.items() if handle is not None])
-        announcer.announce(updates.activate, {peer: (list(handles),) for peer in others}, ACTIVATE_S)
+        announcer.activate(list(handles), others)
         state.recover(handles)
         self._events.put(Change(kind, tuple(handles)))
 
     def _remove(self, names: tuple[str, ...], timeout_s: float) -> None:
         self.roster.check_leavers(names)
         leaving = {name: self.roster.records[name].handle for name in names}
-        others = self._announcer.others(names)
         for name in names:
             self._connections.forget(name)
-        self._announcer.announce(updates.remove_peers, {peer: (names,) for peer in others}, ACTIVATE_S)
-        asked = Round(leaving, time.monotonic() + timeout_s)
-        _, failures = asked.all(join.leave, {name: (self.roster.generation,) for name in names})
+        self._announcer.announce_removal(names)
+        arguments = dict.fromkeys(names, (self.roster.generation,))
+        _, failures = ray_calls.call_all(leaving, join.leave, arguments, time.monotonic() + timeout_s)
         for name, error in failures.items():
             logger.warning("group %r: %s leaves when its current method returns (%s)", self.roster.name, name, error)
         self._strike(names)

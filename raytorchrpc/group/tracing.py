@@ -9,18 +9,16 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
-from raytorchrpc.calls.current import current_local
-from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.spans import MemberTrace, Tracer
-from raytorchrpc.errors import ConfigurationError, NotAMember, RayTorchRpcError
-from raytorchrpc.group.chrome_trace import Clock, GroupTrace, chrome
+from raytorchrpc.calls.spans import Event, MemberTrace, Tracer
+from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.group.control_connections import ControlConnections
-from raytorchrpc.group.host import GroupHost
 from raytorchrpc.group.roster import Roster
+from raytorchrpc.membership.join import member_of
 
 #: A member stops recording by itself after this (seconds): the process that asked for it may have ended.
 LIMIT_S = 3600.0
@@ -34,7 +32,7 @@ _ROUND_TRIPS = 8
 
 def begin(generation: str, capacity: int) -> None:
     """Start recording; drops earlier events."""
-    local = _member_of(generation)
+    local = member_of(generation)
     tracer = Tracer(local.me.rank, capacity)
     local.trace(tracer)
 
@@ -47,7 +45,7 @@ def begin(generation: str, capacity: int) -> None:
 
 def take(generation: str) -> MemberTrace | None:
     """Stop recording; returns the events, or None if this process joined after the trace began."""
-    local = _member_of(generation)
+    local = member_of(generation)
     tracer = local.tracer
     if tracer is None:
         return None
@@ -62,14 +60,26 @@ def clock() -> float:
     return time.monotonic()
 
 
-def _member_of(generation: str) -> LocalMember:
-    local = current_local()
-    if local is None or local.generation != generation:
-        raise NotAMember(f"this process has left generation {generation} of the group")
-    return local
-
-
 # --- the supervisor ---------------------------------------------------------------------------------------------------
+
+
+class Clock(NamedTuple):
+    """A member's clock relative to the supervisor's (seconds)."""
+
+    offset_s: float = 0.0
+    """Subtract this from the member's times."""
+    error_s: float = 0.0
+    """The largest error: half of the shortest round trip it was estimated from. 0 on one host, which has one clock."""
+
+
+class GroupTrace(NamedTuple):
+    """The events of all members."""
+
+    group: str
+    members: Sequence[MemberTrace]
+    clocks: Mapping[str, Clock]
+    missing: tuple[str, ...]
+    """Members that did not answer, when the trace began or when it ended."""
 
 
 class Tracing:
@@ -88,48 +98,35 @@ class Tracing:
             if self._until > time.monotonic():
                 raise ConfigurationError(f"group {roster.name!r} is being traced already; end that trace first")
             self._until = time.monotonic() + LIMIT_S
-        self._missing = self._ask(roster, begin, (roster.generation, capacity), BEGIN_S)[1]
+        arguments = dict.fromkeys(roster.records, (roster.generation, capacity))
+        self._missing = set(self._connections.call_all(begin, arguments, time.monotonic() + BEGIN_S)[1])
 
     def end(self, roster: Roster) -> GroupTrace:
         """The events of all members. One that was lost, or has restarted meanwhile, is listed as missing."""
         try:
             clocks = {name: self._clock(roster, name) for name in roster.records}
-            found, silent = self._ask(roster, take, (roster.generation,), COLLECT_S)
+            arguments = dict.fromkeys(roster.records, (roster.generation,))
+            found, silent = self._connections.call_all(take, arguments, time.monotonic() + COLLECT_S)
         finally:
             with self._lock:
                 self._until = 0.0
-        members = [member for member in found.values() if member is not None]
+        members = [found[name] for name in roster.records if found.get(name) is not None]
         there = {member.name for member in members}
-        missing = sorted((self._missing | silent | roster.records.keys()) - there)
+        missing = sorted((self._missing | silent.keys() | roster.records.keys()) - there)
         return GroupTrace(roster.name, members, clocks, tuple(missing))
-
-    def _ask(
-        self, roster: Roster, function: Any, arguments: tuple[Any, ...], patience_s: float
-    ) -> tuple[dict[str, Any], set[str]]:
-        others = [name for name in roster.records if name not in roster.local]
-        found, failures = self._connections.call_all(
-            function, dict.fromkeys(others, arguments), time.monotonic() + patience_s
-        )
-        for name in roster.local:
-            try:
-                found[name] = function(*arguments)
-            except RayTorchRpcError as error:
-                failures[name] = error
-        return {name: found[name] for name in roster.records if name in found}, set(failures)
 
     def _clock(self, roster: Roster, name: str) -> Clock:
         if roster.watcher.same_host(roster.records[name].probe.endpoint):
             return Clock()
-        best = Clock(0.0, float("inf"))
+        estimates: list[Clock] = []
         for _ in range(_ROUND_TRIPS):
             sent = time.monotonic()
             found, _failures = self._connections.call_all(clock, {name: ()}, sent + 1.0)
             back = time.monotonic()
             if name not in found:
                 break
-            if (back - sent) / 2 < best.error_s:
-                best = Clock(found[name] - (sent + back) / 2, (back - sent) / 2)
-        return best if best.error_s < float("inf") else Clock()
+            estimates.append(Clock(found[name] - (sent + back) / 2, (back - sent) / 2))
+        return min(estimates, key=lambda estimate: estimate.error_s, default=Clock())
 
 
 # --- what a user holds -----------------------------------------------------------------------------------------------
@@ -145,8 +142,11 @@ class Trace:
         clock_error_s: the largest error between the clocks of two hosts, in seconds; 0 on one host.
     """
 
-    def __init__(self, host: GroupHost, path: str | os.PathLike[str], capacity: int) -> None:
-        self._host, self.path, self._capacity = host, Path(path), capacity
+    def __init__(
+        self, path: str | os.PathLike[str], begin: Callable[[], object], end: Callable[[], GroupTrace]
+    ) -> None:
+        """``begin``, ``end``: have the members record, and return what they recorded."""
+        self.path, self._begin, self._end = Path(path), begin, end
         self.events = 0
         self.dropped: dict[str, int] = {}
         self.missing: tuple[str, ...] = ()
@@ -157,16 +157,94 @@ class Trace:
             raise ConfigurationError(
                 f"cannot write a trace to {self.path}: the folder {self.path.parent} does not exist"
             )
-        self._host.begin_trace(self._capacity)
+        self._begin()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        found = self._host.end_trace()
+        found = self._end()
         self.events = sum(len(member.events) for member in found.members)
         self.dropped = {member.name: member.dropped for member in found.members if member.dropped}
         self.missing = found.missing
         errors = sorted((one.error_s for one in found.clocks.values()), reverse=True)
         self.clock_error_s = sum(errors[:2])  # between two hosts, neither of which may be the supervisor's
         self.path.write_text(json.dumps(chrome(found)))
+
+
+# --- Chrome's trace event format, which Perfetto and chrome://tracing open --------------------------------------------
+
+#: Tracks of events that may overlap, by kind.
+_OVERLAPPING = {"call": "calls in flight", "serve": "coroutines"}
+
+
+def chrome(trace: GroupTrace) -> dict[str, Any]:
+    """The whole file, as data for ``json``. Times are microseconds since the first event."""
+    begins = [event.begin - trace.clocks[member.name].offset_s for member in trace.members for event in member.events]
+    start = min(begins, default=0.0)
+    joined = _marks(trace.members, "call") & _marks(trace.members, "serve")
+    events: list[dict[str, Any]] = []
+    for member in trace.members:
+        events += _of_member(member, start + trace.clocks[member.name].offset_s, joined)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "group": trace.group,
+            "missing": list(trace.missing),
+            "dropped": {member.name: member.dropped for member in trace.members if member.dropped},
+            "clock_error_us": {name: round(clock.error_s * 1e6, 1) for name, clock in trace.clocks.items()},
+        },
+    }
+
+
+def _marks(members: Sequence[MemberTrace], kind: str) -> set[int]:
+    return {event.mark for member in members for event in member.events if event.kind == kind and event.mark}
+
+
+def _of_member(member: MemberTrace, start: float, joined: set[int]) -> list[dict[str, Any]]:
+    tracks = _Tracks(member)
+    found: list[dict[str, Any]] = []
+    for event in sorted(member.events, key=lambda event: (event.begin, -event.end)):
+        where = {"pid": member.rank, "tid": tracks.of(event), "ts": round((event.begin - start) * 1e6, 3)}
+        duration = round((event.end - event.begin) * 1e6, 3)
+        found.append({"ph": "X", "name": event.name, "cat": event.kind, "dur": duration, "args": event.about, **where})
+        if event.mark in joined:
+            arrow = {"ph": "s"} if event.kind == "call" else {"ph": "f", "bp": "e"}
+            found.append({**arrow, "name": "call", "cat": "call", "id": f"{event.mark:x}", **where})
+    about: list[dict[str, Any]] = [
+        {"name": "process_name", "args": {"name": f"{member.name} (pid {member.pid})"}},
+        {"name": "process_sort_index", "args": {"sort_index": member.rank}},
+    ]
+    about += [{"name": "thread_name", "tid": tid, "args": {"name": name}} for tid, name in tracks.names.items()]
+    return [{"ph": "M", "pid": member.rank, **each} for each in about] + found
+
+
+class _Tracks:
+    """One track per thread, and as many as needed for events that overlap: on one track, events have to nest."""
+
+    def __init__(self, member: MemberTrace) -> None:
+        self._threads = member.threads
+        self._known: dict[int, int] = {}
+        self._free_at: dict[str, list[tuple[float, int]]] = {kind: [] for kind in _OVERLAPPING}
+        self.names: dict[int, str] = {}
+
+    def of(self, event: Event) -> int:
+        """The track of an event. Call it in the order in which events begin."""
+        if event.thread:
+            if event.thread not in self._known:
+                self._known[event.thread] = self._new(self._threads.get(event.thread, "thread"))
+            return self._known[event.thread]
+        rows = self._free_at[event.kind]
+        for place, (end, tid) in enumerate(rows):
+            if end <= event.begin:
+                rows[place] = (event.end, tid)
+                return tid
+        tid = self._new(f"{_OVERLAPPING[event.kind]} {len(rows) + 1}")
+        rows.append((event.end, tid))
+        return tid
+
+    def _new(self, name: str) -> int:
+        tid = len(self.names) + 1
+        self.names[tid] = name
+        return tid

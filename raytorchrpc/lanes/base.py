@@ -102,18 +102,13 @@ class PeerAddress(NamedTuple):
     """Where CUDA results of that peer's calls arrive: this process's GPU -> the peer's."""
 
 
-class MessageLane(ABC):
-    """Carries requests and replies between this member and its peers. Thread-safe."""
+class PeerLane(ABC):
+    """What both kinds of lanes have. Thread-safe."""
 
     name: ClassVar[str]
-    capabilities: ClassVar[Capabilities]
-
-    @abstractmethod
-    def open(self, serve: Serve, spawn: Spawn) -> Any:
-        """Start to listen; returns the address that peers ``connect`` to. Raises LaneUnavailable."""
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:  # noqa: B027 - some lanes have no connections
-        """Make these peers reachable. May connect lazily; then the first call fails if a peer is gone."""
+        """Make these peers reachable. May connect lazily; then the first call or fetch fails if a peer is gone."""
 
     def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> Any:
         """Replace ``LaneSetup.tcp_host`` and ``by_tcp``, because members joined.
@@ -121,6 +116,25 @@ class MessageLane(ABC):
         Returns the lane's new address if that changes it, else None. Raises LaneUnavailable.
         """
         return None
+
+    def disconnect(self, peer: str) -> None:  # noqa: B027 - likewise
+        """Forget a peer that left or died: calls in flight to it fail with PeerLost, and its exports are reclaimed."""
+
+    def close(self) -> None:  # noqa: B027 - likewise
+        """Release everything (threads, sockets, files) but the memory that tensors still use.
+
+        Idempotent, never raises. A message lane takes at most 2 s.
+        """
+
+
+class MessageLane(PeerLane):
+    """Carries requests and replies between this member and its peers."""
+
+    capabilities: ClassVar[Capabilities]
+
+    @abstractmethod
+    def open(self, serve: Serve, spawn: Spawn) -> Any:
+        """Start to listen; returns the address that peers ``connect`` to. Raises LaneUnavailable."""
 
     @abstractmethod
     def call(
@@ -136,12 +150,6 @@ class MessageLane(ABC):
         LaneUnavailable if nothing was sent and nothing can be, for instance for a CUDA tensor without a device map;
         PeerLost, with ``may_have_run`` False, for an unknown peer or one that is gone.
         """
-
-    def disconnect(self, peer: str) -> None:  # noqa: B027 - likewise
-        """Forget a peer; calls in flight to it fail with PeerLost."""
-
-    def close(self) -> None:  # noqa: B027 - likewise
-        """Release everything: threads, sockets, files. Idempotent, never raises, takes at most 2 s."""
 
 
 # --- tensor lanes ------------------------------------------------------------------------------------------
@@ -202,26 +210,17 @@ class Export(ABC):
         """
 
 
-class TensorLane(ABC):
-    """Carries tensors out of band. The sender exports, the receiver fetches. Thread-safe.
+class TensorLane(PeerLane):
+    """Carries tensors out of band. The sender exports, the receiver fetches.
 
     The sender keeps an export until the receiver has fetched or discarded it, or is gone.
     """
 
-    name: ClassVar[str]
     capabilities: ClassVar[TensorCapabilities]
 
     @abstractmethod
     def open(self) -> Any:
         """Allocate what the lane needs; returns the address that peers ``connect`` to. Raises LaneUnavailable."""
-
-    @abstractmethod
-    def connect(self, peers: Sequence[PeerAddress]) -> None:
-        """Make these peers known; expensive work waits for the first fetch."""
-
-    def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> Any:
-        """See MessageLane."""
-        return None
 
     @abstractmethod
     def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any]) -> Export:
@@ -284,13 +283,13 @@ class TensorLane(ABC):
         """
         raise NotImplementedError
 
-    def used(self, peer: str, descriptor: Any) -> None:  # noqa: B027 - matters where memory is shared
+    def used(self, peer: str, descriptor: Any) -> None:
         """Called when the method that used the tensors has returned, on its thread, before the reply.
 
         CUDA work that the method queued then precedes what the sender queues after the reply.
         """
 
-    def fence(self, device: int) -> None:  # noqa: B027 - matters where receivers copy by themselves
+    def fence(self, device: int) -> None:
         """Order this thread's CUDA work after the copies of all exports from that GPU that have been fetched.
 
         Concerns what the thread queues on its current stream from now on. Does not wait for the GPU.
@@ -299,11 +298,3 @@ class TensorLane(ABC):
     @abstractmethod
     def discard(self, peer: str, descriptor: Any) -> None:
         """Release a descriptor that will not be fetched. Quick; never raises for a peer that is gone."""
-
-    @abstractmethod
-    def disconnect(self, peer: str) -> None:
-        """Forget a peer that left or died, and reclaim what it had not released."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release everything but the memory that tensors still use. Idempotent, never raises."""

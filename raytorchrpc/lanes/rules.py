@@ -51,63 +51,42 @@ def shm_rule(pair: Pair, traffic: Traffic) -> Verdict:
 
 
 def cuda_ipc_rule(pair: Pair, traffic: Traffic) -> Verdict:
-    obstacle = _memory_obstacle(pair)
-    if obstacle:
+    if obstacle := _memory_obstacle(pair) or _no_gpu(pair):
         return obstacle
-    without_gpu = _without_gpu(pair)
-    if without_gpu:
-        return _no_gpu_text(without_gpu)
     if _has_mig_instance(pair):
         return "CUDA cannot share memory between MIG instances"
     return "mapped GPU memory", "same host: one copy from GPU to GPU"
 
 
-def _unencrypted(pair: Pair) -> str | None:
-    """Why a lane that cannot encrypt may not be used; None if it may."""
-    if not pair.tls or pair.a.same_network(pair.b):
-        return None
-    return "GroupConfig(tls=True), and this lane does not encrypt what it sends over a network"
-
-
 def nixl_rule(pair: Pair, traffic: Traffic) -> Verdict:
-    a, b = pair.a, pair.b
-    if unencrypted := _unencrypted(pair):
-        return unencrypted
-    without_gpu = _without_gpu(pair) if traffic == "cuda" else []
-    if without_gpu:
-        return _no_gpu_text(without_gpu)
+    a, b, cuda = pair.a, pair.b, traffic == "cuda"
+    if obstacle := _unencrypted(pair) or (_no_gpu(pair) if cuda else None):
+        return obstacle
     named = "nixl" in pair.named
     if a.same_host(b) and not named:
         return "same host: used only if GroupConfig.lanes names it and no lane for one host"
-    obstacle = "same host" if a.same_host(b) else rdma.ucx_obstacle(a, b, cuda=traffic == "cuda")
-    if obstacle and not named:
-        return obstacle
+    no_rdma = "same host" if a.same_host(b) else rdma.ucx_obstacle(a, b, cuda=cuda)
+    if no_rdma and not named:
+        return no_rdma
     without = sorted(e.name for e in (a, b) if not e.nixl)
     if without:
         where = f" in {without[0]}" if len(without) == 1 else ""
         return f"NIXL is not installed for torch{where}: pip install 'raytorchrpc[nixl]'"
     if named:
-        return f"one-sided reads {'over what UCX selects' if obstacle else 'by RDMA'}", "asked for by name"
+        return f"one-sided reads {'over what UCX selects' if no_rdma else 'by RDMA'}", "asked for by name"
     return "one-sided reads by RDMA", "different hosts, both with adapters that UCX can use"
-
-
-def _has_mig_instance(pair: Pair) -> bool:
-    return any(" MIG " in gpu.name for e in (pair.a, pair.b) for gpu in e.gpus)
 
 
 def nccl_rule(pair: Pair, traffic: Traffic) -> Verdict:
     a, b = pair.a, pair.b
-    if unencrypted := _unencrypted(pair):
-        return unencrypted
-    without_gpu = _without_gpu(pair)
-    if without_gpu:
-        return _no_gpu_text(without_gpu)
+    if obstacle := _unencrypted(pair) or _no_gpu(pair):
+        return obstacle
     if _has_mig_instance(pair):
         return "NCCL does not work on MIG instances"
     mine, its = ({gpu.uuid for gpu in e.gpus} for e in (a, b))
     if len(mine | its) == 1 and mine != {""}:
         return "both members use one GPU, and NCCL needs two"
-    direct = rdma.nccl_obstacle(a, b)
+    direct = rdma.ucx_obstacle(a, b, cuda=True)
     if "nccl" in pair.named:
         if a.same_host(b):
             return "NCCL within the host", "asked for by name"
@@ -119,6 +98,38 @@ def nccl_rule(pair: Pair, traffic: Traffic) -> Verdict:
     if backends.channel_between(a, b, pair.agent_a, pair.agent_b, cuda=True) == "cuda_gdr":
         return "torchrpc uses GPUDirect RDMA between these members"
     return "NCCL over GPUDirect RDMA", "GPUDirect RDMA on both sides, with adapters that torchrpc cannot use"
+
+
+def torchrpc_rule(pair: Pair, traffic: Traffic) -> Verdict:
+    if obstacle := _unencrypted(pair):
+        return obstacle
+    transport = backends.transport_between(pair.a, pair.b, pair.agent_a, pair.agent_b)
+    if transport is None:
+        return "the two agents have no TensorPipe transport in common"
+    if traffic == "calls":
+        return f"torchrpc over {transport}", "reaches every member; carries RRefs and autograd"
+    if traffic == "cuda" and (obstacle := _no_gpu(pair)):
+        return obstacle
+    channel = backends.channel_between(pair.a, pair.b, pair.agent_a, pair.agent_b, cuda=traffic == "cuda")
+    if channel is None:
+        return f"the two agents have no TensorPipe channel for {TRAFFIC_TEXT[traffic]} in common"
+    return f"torchrpc over {transport}, channel {channel}", backends.CHANNEL_REASONS[channel]
+
+
+def nng_rule(pair: Pair, traffic: Traffic) -> Verdict:
+    how = "ipc" if pair.a.shares(pair.b, "net") and not pair.tcp else "tcp"
+    return f"nng over {how}", "reaches every member; slower than the others"
+
+
+def _unencrypted(pair: Pair) -> str | None:
+    """Why a lane that cannot encrypt may not be used; None if it may."""
+    if not pair.tls or pair.a.same_network(pair.b):
+        return None
+    return "GroupConfig(tls=True), and this lane does not encrypt what it sends over a network"
+
+
+def _has_mig_instance(pair: Pair) -> bool:
+    return any(" MIG " in gpu.name for e in (pair.a, pair.b) for gpu in e.gpus)
 
 
 def _memory_obstacle(pair: Pair) -> str | None:
@@ -135,33 +146,10 @@ def _memory_obstacle(pair: Pair) -> str | None:
     return None
 
 
-def _without_gpu(pair: Pair) -> list[str]:
-    return sorted(end.name for end in (pair.a, pair.b) if gpu_count(end) == 0)
-
-
-def _no_gpu_text(names: list[str]) -> str:
+def _no_gpu(pair: Pair) -> str | None:
+    """Why two members cannot exchange CUDA tensors; None if both have a GPU."""
+    names = sorted(end.name for end in (pair.a, pair.b) if gpu_count(end) == 0)
+    if not names:
+        return None
     cause = "neither member has a GPU" if len(names) == 2 else f"{names[0]} has no GPU"
     return f"{cause}; map it to 'cpu' with device_maps, or move the tensor to the CPU first"
-
-
-def torchrpc_rule(pair: Pair, traffic: Traffic) -> Verdict:
-    if unencrypted := _unencrypted(pair):
-        return unencrypted
-    transport = backends.transport_between(pair.a, pair.b, pair.agent_a, pair.agent_b)
-    if transport is None:
-        return "the two agents have no TensorPipe transport in common"
-    if traffic == "calls":
-        return f"torchrpc over {transport}", "reaches every member; carries RRefs and autograd"
-    if traffic == "cuda":
-        without_gpu = _without_gpu(pair)
-        if without_gpu:
-            return _no_gpu_text(without_gpu)
-    channel = backends.channel_between(pair.a, pair.b, pair.agent_a, pair.agent_b, cuda=traffic == "cuda")
-    if channel is None:
-        return f"the two agents have no TensorPipe channel for {TRAFFIC_TEXT[traffic]} in common"
-    return f"torchrpc over {transport}, channel {channel}", backends.CHANNEL_REASONS[channel]
-
-
-def nng_rule(pair: Pair, traffic: Traffic) -> Verdict:
-    how = "ipc" if pair.a.shares(pair.b, "net") and not pair.tcp else "tcp"
-    return f"nng over {how}", "reaches every member; slower than the others"

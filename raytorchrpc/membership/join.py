@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
@@ -25,10 +25,10 @@ from raytorchrpc.calls.current import current_local, set_local
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.peer_table import Absence
 from raytorchrpc.calls.peers import Member, PeerRoute, process_token
-from raytorchrpc.errors import BootstrapError, RayTorchRpcError
+from raytorchrpc.errors import BootstrapError, NotAMember, RayTorchRpcError
 from raytorchrpc.lanes import registry
-from raytorchrpc.lanes.base import MessageLane, PeerAddress, Pending, TensorLane
-from raytorchrpc.lanes.torchrpc.agent import process_fabric
+from raytorchrpc.lanes.base import PeerAddress, PeerLane, Pending
+from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, process_fabric
 from raytorchrpc.lanes.torchrpc.lane import AbsentLane
 from raytorchrpc.membership.local_setup import asked_for_gpu, endpoint, exposed_methods, open_lanes
 from raytorchrpc.membership.messages import GroupInfo, JoinSpec, Prepared, Probe, Table
@@ -36,43 +36,30 @@ from raytorchrpc.membership.ray_metrics import Exporter
 from raytorchrpc.process.memory import default_capacity
 from raytorchrpc.rdt.api import enable_where_possible
 from raytorchrpc.routing.planner import forbidden
-from raytorchrpc.routing.routes import LaneChoice
 from raytorchrpc.tensors.devices import CPU
-from raytorchrpc.topology.device_map import gpu_pairs, way_back
+from raytorchrpc.topology.device_map import gpu_pairs, inverse, way_back
 
 logger = logging.getLogger(__name__)
 
 
-class _Preparing(NamedTuple):
-    spec: JoinSpec
-    local: LocalMember
-
-
-class _Joined(NamedTuple):
-    spec: JoinSpec
-    table: Table
-
-
 changing = threading.RLock()  # in a threaded actor ``leave`` may run beside ``prepare`` or ``commit``
-_preparing: _Preparing | None = None
-_joined: _Joined | None = None
+_preparing: tuple[JoinSpec, LocalMember] | None = None
+_joined: tuple[JoinSpec, Table] | None = None
 #: Attempts and generations that were rolled back: a ``prepare`` for them that arrives late is refused.
 _given_up: deque[str] = deque(maxlen=64)
 
 
 def probe(instance: Any, name: str, lanes: Sequence[str] = ()) -> Probe:
     """Describe this process. Changes nothing. ``lanes``: those of other distributions that the group asks for."""
-    context = ray.get_runtime_context()
-    wants_gpu = asked_for_gpu(instance)
-    local, fabric = current_local(), process_fabric()
+    context, local, info = ray.get_runtime_context(), current_local(), group_info()
     return Probe(
-        endpoint=endpoint(name, wants_gpu, lanes),
+        endpoint=endpoint(name, asked_for_gpu(instance), lanes),
         node_id=context.get_node_id(),
         pid=os.getpid(),
         group=local.group if local else None,
         generation=local.generation if local else None,
-        owner=_joined.table.info.owner if _joined else None,
-        agent=fabric.identity,
+        owner=info.owner if info else None,
+        agent=process_fabric().identity,
         autograd_id=torch_internals.autograd_id(),
     )
 
@@ -80,10 +67,14 @@ def probe(instance: Any, name: str, lanes: Sequence[str] = ()) -> Probe:
 def prepare(instance: Any, spec: JoinSpec) -> Prepared:
     """Start to listen for a group that is forming. Leaves nothing behind if it raises BootstrapError."""
     with changing:
-        return _prepare(instance, spec)
+        local = _start(instance, spec)
+        addresses = open_lanes(spec, local)
+        retries = {name: note.retry for name, note in local.incoming.methods.items() if note.retry}
+        return Prepared(AgentIdentity(local.me.rpc_name, local.me.worker_id), addresses, retries)
 
 
-def _prepare(instance: Any, spec: JoinSpec) -> Prepared:
+def _start(instance: Any, spec: JoinSpec) -> LocalMember:
+    """The member, without lanes; ends what this process was a part of before."""
     global _preparing
     if spec.attempt in _given_up or spec.generation in _given_up:
         raise BootstrapError(f"group {spec.group!r} was rolled back before {spec.name!r} could prepare")
@@ -93,29 +84,18 @@ def _prepare(instance: Any, spec: JoinSpec) -> Prepared:
         logger.warning("%s leaves group %r: the process that formed it has ended", stale.me.name, stale.group)
         leave(instance, stale.generation)
     if _preparing is not None:  # an earlier attempt that was not rolled back
-        leave(instance, _preparing.spec.generation)
+        leave(instance, _preparing[0].generation)
     fabric = process_fabric()
     fabric.start(spec.agent, renew=spec.renew_agent)
     identity = fabric.identity
     if identity is None:
         raise BootstrapError(f"the torchrpc agent of {spec.name!r} was stopped while it joined")
-    me = Member(
-        rank=spec.rank,
-        name=spec.name,
-        actor_id=None if instance is None else ray.get_runtime_context().get_actor_id(),
-        node_id=ray.get_runtime_context().get_node_id(),
-        pid=os.getpid(),
-        rpc_name=identity.name,
-        worker_id=identity.worker_id,
-        incarnation=spec.incarnation,
-    )
+    me = replace(spec.member, rpc_name=identity.name, worker_id=identity.worker_id)
     max_bytes = spec.config.max_bytes_in_flight or default_capacity()
     methods = exposed_methods(instance)
     local = LocalMember(spec.group, spec.generation, me, spec.config, instance, methods, max_bytes)
-    _preparing = _Preparing(spec, local)  # from here on ``leave`` undoes it
-    addresses = open_lanes(spec, local)
-    retries = {name: note.retry for name, note in local.incoming.methods.items() if note.retry}
-    return Prepared(identity, addresses, retries)
+    _preparing = spec, local  # from here on ``leave`` undoes it
+    return local
 
 
 def commit(instance: Any, table: Table) -> None:
@@ -124,7 +104,7 @@ def commit(instance: Any, table: Table) -> None:
     """
     global _preparing, _joined
     preparing = _preparing
-    if preparing is None or preparing.spec.generation != table.info.generation:
+    if preparing is None or preparing[0].generation != table.info.generation:
         raise BootstrapError(f"group {table.info.name!r} was rolled back while it formed")
     spec, local = preparing
     for peer in table.info.members:
@@ -139,24 +119,22 @@ def commit(instance: Any, table: Table) -> None:
         if _preparing is not preparing:
             raise BootstrapError(f"group {table.info.name!r} was rolled back while it formed")
         if spec.config.metrics_period_s is not None:
-            local.at_end.append(_export(local, spec.config.metrics_period_s))
+            me, counters, outgoing = local.me.name, local.counters, local.outgoing
+            exporter = Exporter(local.group, me, lambda: (counters.rows(me), outgoing.in_flight()))
+            local.at_end.append(exporter.start(spec.config.metrics_period_s))
         set_local(local)
-        _preparing, _joined = None, _Joined(spec, table)
+        _preparing, _joined = None, (spec, table)
     enable_where_possible()  # also in actors that Ray restarted, or that another actor created
-
-
-def _export(local: LocalMember, period_s: float) -> Callable[[], None]:
-    """Start to export the member's counters to Ray's metrics; returns a function that stops it."""
-    me, counters, outgoing = local.me.name, local.counters, local.outgoing
-    return Exporter(local.group, me, lambda: (counters.rows(me), outgoing.in_flight())).start(period_s)
 
 
 def add_peers(local: LocalMember, table: Table, peers: Sequence[Member]) -> None:
     """Add peers. Quick: the first call connects."""
-    for lane in _lanes(local):
+    me, maps = local.me.name, table.info.device_maps
+    back = {peer.name: inverse(gpu_pairs(maps.get(peer.name, {}).get(me, {}))) for peer in peers}
+    for lane in lanes_of(local):
         lane.connect(
             [
-                PeerAddress(peer.name, addresses[lane.name], _devices_back(local, table, peer.name))
+                PeerAddress(peer.name, addresses[lane.name], back[peer.name])
                 for peer in peers
                 if lane.name in (addresses := table.peers[peer.name].addresses)
             ]
@@ -179,9 +157,7 @@ def route_to(local: LocalMember, peer: Member, table: Table) -> PeerRoute:
     inward = info.device_maps.get(peer.name, {}).get(me.name, {})
     refused = route.why_not(registry.FABRIC)
     fabric = AbsentLane(refused) if refused else lanes[registry.FABRIC]
-    best: dict[str, LaneChoice] = {}
-    for choice in route.tensor_lanes:
-        best.setdefault(choice.traffic, choice)
+    best = {choice.traffic: choice for choice in reversed(route.tensor_lanes)}  # the preferred lane for each kind
     opened = local.tensor_lanes.keys() & prepared.addresses.keys()
     return PeerRoute(
         peer,
@@ -204,7 +180,7 @@ def extend(local: LocalMember, spec: JoinSpec, table: Table) -> Prepared:
     before = table.peers[spec.name]
     process_fabric().admit(spec.agent.admitted)
     addresses = {**before.addresses, **open_lanes(spec, local)}
-    for each in _lanes(local):
+    for each in lanes_of(local):
         changed = each.reach(spec.tcp_host, frozenset(spec.by_tcp))
         if changed is not None:
             addresses[each.name] = changed
@@ -215,8 +191,8 @@ def record_arrivals(spec: JoinSpec, table: Table, prepared: Prepared) -> None:
     """Record the group with its arrivals. ``table`` may hold only what is new."""
     global _joined
     if _joined is not None:
-        table = _merged(_joined.table, table)
-    _joined = _Joined(spec, table._replace(peers={**table.peers, spec.name: prepared}))
+        table = _merged(_joined[1], table)
+    _joined = spec, table._replace(peers={**table.peers, spec.name: prepared})
 
 
 def _merged(known: Table, new: Table) -> Table:
@@ -242,19 +218,13 @@ def record_removal(names: Sequence[str]) -> None:
     """Record the group without these members."""
     global _joined
     if _joined is not None:
-        info = _joined.table.info
-        left = info._replace(members=tuple(member for member in info.members if member.name not in names))
-        _joined = _joined._replace(table=_joined.table._replace(info=left))
+        spec, table = _joined
+        members = tuple(member for member in table.info.members if member.name not in names)
+        _joined = spec, table._replace(info=table.info._replace(members=members))
 
 
-def _lanes(local: LocalMember) -> list[MessageLane | TensorLane]:
+def lanes_of(local: LocalMember) -> list[PeerLane]:
     return [*local.lanes, *local.tensor_lanes.values()]
-
-
-def _devices_back(local: LocalMember, table: Table, peer: str) -> dict[int, int]:
-    """See PeerAddress.devices_back."""
-    outward = table.info.device_maps.get(peer, {}).get(local.me.name, {})
-    return {its: mine for mine, its in gpu_pairs(outward).items()}
 
 
 def _reach_all(local: LocalMember, table: Table, far_away: Set[str]) -> None:
@@ -314,14 +284,14 @@ def give_up(instance: Any, attempt: str) -> None:
 
 def _leave(meant: Callable[[JoinSpec], bool]) -> None:
     global _preparing, _joined
-    if _preparing is not None and meant(_preparing.spec):
-        preparing, _preparing = _preparing, None
-        _end(preparing.local)
-    local = current_local()
-    if local is not None and _joined is not None and meant(_joined.spec):
+    if _preparing is not None and meant(_preparing[0]):
+        (_, local), _preparing = _preparing, None
+        _end(local)
+    current = current_local()
+    if current is not None and _joined is not None and meant(_joined[0]):
         set_local(None)
         _joined = None
-        _end(local)
+        _end(current)
 
 
 def _end(local: LocalMember) -> None:
@@ -342,4 +312,12 @@ def stats(instance: Any, generation: str) -> list[PairStats]:
 
 def group_info() -> GroupInfo | None:
     """The group that this process is a member of, or None."""
-    return _joined.table.info if _joined else None
+    return _joined[1].info if _joined else None
+
+
+def member_of(generation: str) -> LocalMember:
+    """This process's membership in that generation of a group. Raises NotAMember if it has left it."""
+    local = current_local()
+    if local is None or local.generation != generation:
+        raise NotAMember(f"this process has left generation {generation} of the group")
+    return local

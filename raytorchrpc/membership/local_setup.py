@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 def endpoint(name: str, wants_gpu: bool = False, lanes: Sequence[str] = ()) -> Endpoint:
     """Describe this process. ``lanes``: lanes of other distributions to look for; see ``Endpoint.lanes``."""
-    found = probe.probe(name=name, node_ip=_node_ip(), wants_gpu=wants_gpu)
+    node_ip = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    found = probe.probe(name=name, node_ip=node_ip, wants_gpu=wants_gpu)
     return found.model_copy(update={"lanes": registry.distributions(lanes)}) if lanes else found
 
 
@@ -37,10 +38,6 @@ def asked_for_gpu(instance: Any) -> bool:
 
         return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     return bool(ray.get_runtime_context().get_accelerator_ids().get("GPU"))
-
-
-def _node_ip() -> str:
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def exposed_methods(instance: Any) -> dict[str, Any]:
@@ -62,7 +59,20 @@ def open_lanes(spec: JoinSpec, local: LocalMember) -> dict[str, Any]:
 
     Raises LaneUnavailable if a message lane cannot open. A tensor lane that cannot is left out with a warning.
     """
-    setup = _lane_setup(spec, local)
+    setup = LaneSetup(
+        member=spec.name,
+        credentials=spec.credentials,
+        config=spec.config,
+        endpoint=partial(endpoint, spec.name),
+        tcp_host=spec.tcp_host,
+        by_tcp=frozenset(spec.by_tcp),
+        interface=spec.agent.interface,
+        devices=spec.agent.devices,
+        device_maps=spec.device_maps,
+        one_at_a_time=local.me.actor_id is not None
+        and ray_internals.actor_max_concurrency() == 1
+        and not ray_internals.actor_is_async(),
+    )
     opened = local.tensor_lanes.keys() | {lane.name for lane in local.lanes}
     names = dict.fromkeys([*(row.name for row in registry.LANES if row.always), *spec.lanes])
     missing = [registry.lane(name) for name in names if name not in opened]
@@ -89,20 +99,3 @@ def make_lane(row: registry.Lane, setup: LaneSetup) -> MessageLane | TensorLane:
     if not isinstance(lane, expected) or lane.name != row.name:
         raise ConfigurationError(f"{row.make} returned {lane!r}; expected a {expected.__name__} named {row.name!r}")
     return lane
-
-
-def _lane_setup(spec: JoinSpec, local: LocalMember) -> LaneSetup:
-    return LaneSetup(
-        member=spec.name,
-        credentials=spec.credentials,
-        config=spec.config,
-        endpoint=partial(endpoint, spec.name),
-        tcp_host=spec.tcp_host,
-        by_tcp=frozenset(spec.by_tcp),
-        interface=spec.agent.interface,
-        devices=spec.agent.devices,
-        device_maps=spec.device_maps,
-        one_at_a_time=local.me.actor_id is not None
-        and ray_internals.actor_max_concurrency() == 1
-        and not ray_internals.actor_is_async(),
-    )

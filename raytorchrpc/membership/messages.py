@@ -34,26 +34,19 @@ class Probe(NamedTuple):
 class JoinSpec(NamedTuple):
     """What one member needs in order to prepare."""
 
-    group: str
-    generation: str
+    member: Member
+    credentials: Credentials
+    """What its connections authenticate with."""
     attempt: str
     """Identifies this attempt to join, which may be rolled back."""
-    incarnation: int
-    """See ``Member.incarnation``."""
     replaces: str | None
     """The generation of a group whose owner has ended: the member leaves it first."""
-    name: str
-    rank: int
     config: GroupConfig
     agent: AgentSpec
     renew_agent: bool
     """Another member has the id of its running torchrpc agent: start a new agent."""
     device_maps: Mapping[str, Mapping[int, int]]
     """By peer name: local GPU -> GPU there."""
-    secret: bytes
-    """The group's secret, new for each generation."""
-    tls: bytes | None
-    """The group's key and certificate, if it encrypts."""
     tcp_host: str | None
     """Address to listen on for peers in other network namespaces; None if there are none."""
     by_tcp: tuple[str, ...]
@@ -62,12 +55,16 @@ class JoinSpec(NamedTuple):
     """The lanes that some route of this member uses."""
 
     @property
-    def credentials(self) -> Credentials:
-        """What its connections authenticate with."""
-        across_users = self.config.across_users
-        return Credentials(
-            self.secret, self.rank, self.incarnation, self.group, self.generation, across_users, self.tls
-        )
+    def name(self) -> str:
+        return self.member.name
+
+    @property
+    def group(self) -> str:
+        return self.credentials.group
+
+    @property
+    def generation(self) -> str:
+        return self.credentials.generation
 
 
 class Prepared(NamedTuple):
@@ -80,6 +77,10 @@ class Prepared(NamedTuple):
     """By exposed method: how often a call may be sent again, where that is above 0."""
 
 
+#: By member, then by peer: local gpu or "cpu" -> peer gpu or "cpu".
+DeviceMaps = Mapping[str, Mapping[str, Mapping[Device, Device]]]
+
+
 class GroupInfo(NamedTuple):
     """The public description of a group."""
 
@@ -89,8 +90,7 @@ class GroupInfo(NamedTuple):
     members: tuple[Member, ...]
     config: GroupConfig
     plan: RoutePlan
-    device_maps: Mapping[str, Mapping[str, Mapping[Device, Device]]]
-    """By member, then by peer: local gpu or "cpu" -> peer gpu or "cpu"."""
+    device_maps: DeviceMaps
 
 
 class Table(NamedTuple):
@@ -99,7 +99,8 @@ class Table(NamedTuple):
     info: GroupInfo
     peers: Mapping[str, Prepared]
     """By member name."""
-    timeout_s: float
+    timeout_s: float = 0.0
+    """For the peers to answer."""
     away: Mapping[str, str] = {}
     """Members that cannot be called for now, and why."""
     silent: tuple[str, ...] = ()

@@ -11,21 +11,29 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from raytorchrpc._compat import torch_internals
+from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupLost
+from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions
+from raytorchrpc.calls.scope import Limit, Scope, current_scope
+from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupLost, RpcTimeout
 from raytorchrpc.membership import gloo_peers
-from raytorchrpc.membership.rendezvous import KeyTable, StoreAddress
+from raytorchrpc.membership.join import member_of
+from raytorchrpc.membership.rendezvous import KeyTable, MemberStore, StoreAddress
+from raytorchrpc.patterns import handle
 from raytorchrpc.process import fork, socket_filter, threads
 from raytorchrpc.topology import nccl_env
 from raytorchrpc.topology.endpoint import Endpoint
@@ -34,7 +42,11 @@ BACKENDS = ("gloo", "nccl")
 
 #: How long others wait for the end of a process group (seconds).
 _END_S = 5.0
-_NONE_YET = "none was created: call Group.process_group() in the process that formed the group"
+#: The home answers in time that a key is missing; a request waits so much longer for that answer (seconds).
+_ANSWER_S = 5.0
+_STORE = "raytorchrpc.process_group_store"
+#: What a member without a process group may do.
+_AGAIN = "call Group.process_group() again in the process that formed the group"
 
 
 @dataclass(frozen=True)
@@ -95,7 +107,7 @@ class Collectives:
         self._keys: KeyTable | None = None
         """If this member holds the store's keys."""
         self._ending: threading.Thread | None = None
-        self._cause = _NONE_YET
+        self._cause = "none was created: call Group.process_group() in the process that formed the group"
         self._closed = False
 
     # --- for the member's own code ---------------------------------------------------------------------------------
@@ -109,10 +121,7 @@ class Collectives:
             if self._made is None:
                 raise ProcessGroupLost(f"member {self._name!r} has no process group: {self._cause}")
             if dist.group.WORLD is not self._made.group:
-                raise ProcessGroupLost(
-                    f"member {self._name!r} has no process group: it was destroyed here; call Group.process_group() "
-                    f"again in the process that formed the group"
-                )
+                raise ProcessGroupLost(f"member {self._name!r} has no process group: it was destroyed here; {_AGAIN}")
             return self._made.group, self._made.info
 
     # --- for the supervisor ------------------------------------------------------------------------------------------
@@ -161,14 +170,25 @@ class Collectives:
         """Create it together with the others. Blocks until all have begun, at most ``meeting.timeout_s`` or the
         deadline of a collective, whichever is later. Raises BootstrapError.
         """
-        with self._making:
-            self._make(meeting, store)
-
-    def _make(self, meeting: Meeting, store: Store) -> None:
         info = meeting.info
-        with self._changed:
-            if self._wanted != info:
-                raise BootstrapError(f"process group {info.number} was given up: {self._cause}")
+        with self._making:
+            with self._changed:
+                if self._wanted != info:
+                    raise BootstrapError(f"process group {info.number} was given up: {self._cause}")
+            made = self._start(meeting, store)
+            atexit.unregister(self._end_at_exit)
+            atexit.register(self._end_at_exit)
+            with self._changed:
+                if self._wanted == info:
+                    self._made = made
+                    self._changed.notify_all()
+                    return
+            _abort(made, None, self._cause)
+            raise BootstrapError(f"process group {info.number} was given up: {self._cause}")
+
+    def _start(self, meeting: Meeting, store: Store) -> _Made:
+        """Have torch create it, and check its connections."""
+        info = meeting.info
         leave = _environment(info.backend, meeting)
         hook, listeners = sys.excepthook, socket_filter.listening()
         try:
@@ -188,22 +208,14 @@ class Collectives:
             sys.excepthook = hook  # torch wraps it each time
         group = dist.group.WORLD
         assert group is not None
+        made = _Made(info, group, store, leave)
         if info.backend == "gloo":
             try:
                 gloo_peers.check(store, info.ranks[self._name], info.world_size, listeners, meeting.translated)
             except Exception as error:
-                _abort(_Made(info, group, store, leave), None, str(error))
+                _abort(made, None, str(error))
                 raise error if isinstance(error, BootstrapError) else BootstrapError(_first_line(error)) from error
-        atexit.unregister(self._end_at_exit)
-        atexit.register(self._end_at_exit)
-        with self._changed:
-            made = _Made(info, group, store, leave)
-            if self._wanted == info:
-                self._made = made
-                self._changed.notify_all()
-                return
-        _abort(made, None, self._cause)
-        raise BootstrapError(f"process group {info.number} was given up: {self._cause}")
+        return made
 
     def stay_out(self, info: ProcessGroupInfo) -> None:
         """Others create one without this member: end the previous one. Does not block."""
@@ -226,8 +238,7 @@ class Collectives:
         with self._changed:
             if self._wanted is None or member not in self._wanted.ranks:
                 return
-        again = "call Group.process_group() again in the process that formed the group"
-        self._end(f"member {member!r} was lost ({cause}); {again}")
+        self._end(f"member {member!r} was lost ({cause}); {_AGAIN}")
 
     def close(self) -> None:
         """End with the membership. Idempotent; blocks a few seconds at most."""
@@ -316,3 +327,57 @@ def collectives_of(local: LocalMember) -> Collectives:
             found = _collectives[local] = Collectives(local.me.name)
             local.at_end.append(found.close)
         return found
+
+
+# --- the supervisor calls these two, on a thread of the member's own -------------------------------------------------
+
+
+def call_collectives(generation: str, method: Callable[..., Any], *args: Any) -> Any:
+    """Run a method of Collectives."""
+    return method(collectives_of(member_of(generation)), *args)
+
+
+def make_process_group(generation: str, meeting: Meeting) -> None:
+    """See Collectives.make."""
+    store = MemberStore(partial(_send_to_home, generation, meeting.store))
+    collectives_of(member_of(generation)).make(meeting, store)
+
+
+def _operate(
+    local: LocalMember, caller: int, store_id: str, seconds: float, operation: str, args: tuple[Any, ...]
+) -> Any:
+    """At the home: run an operation of the store. A wait is answered after so many seconds at the latest."""
+    keys = collectives_of(local).keys(store_id)
+    result = keys.operate(operation, *args)
+    if isinstance(result, DeferredReply):
+
+        def time_out() -> None:
+            missing = ", ".join(keys.missing(args[0]))
+            keys.give_up(result, RpcTimeout(f"nobody has set {missing} within {seconds:.3g} s"))
+
+        cancel = local.deadlines.at(time.monotonic() + seconds, time_out)
+        result.add_done_callback(lambda _: cancel())
+    return result
+
+
+handle.register_service(_STORE, _operate)
+
+
+def _send_to_home(generation: str, store: StoreAddress, seconds: float, operation: str, args: tuple[Any, ...]) -> Any:
+    """See MemberStore. Waits only for the home: neither for an admission to the actor nor for calls in flight."""
+    local = member_of(generation)
+    budget = min(MAX_TIMEOUT_S, seconds + _ANSWER_S)
+    if store.home == local.me.name:
+        result = _operate(local, local.me.rank, store.store_id, seconds, operation, args)
+        if not isinstance(result, DeferredReply):
+            return result
+        result.exception(budget)
+        return result.outcome()
+    # A scope of its own: torch's timeout counts here, and what the caller has sent to the home does not hold this up.
+    before = current_scope.set(Scope(limit=Limit(time.monotonic() + budget)))
+    try:
+        with torch_internals.autograd_context(torch_internals.NO_CONTEXT):
+            request = (store.store_id, seconds, operation, args)
+            return Future(local.outgoing.call(store.home, _STORE, request, {}, CallOptions(budget, retry=0))).wait()
+    finally:
+        current_scope.reset(before)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
 
 from raytorchrpc.calls.counters import BUCKETS, PairStats
 from raytorchrpc.process import threads
@@ -14,6 +13,8 @@ logger = logging.getLogger(__name__)
 
 #: A member's rows, and what is in flight by peer: (calls, bytes of arguments).
 Reading = tuple[Sequence[PairStats], Mapping[str, tuple[int, int]]]
+#: ``meter(value, tags)``: increases a counter by a value above 0, or sets a gauge.
+Meter = Callable[[float, dict[str, str]], None]
 
 #: How long the end of a membership waits for the last export (seconds).
 _STOP_S = 1.0
@@ -33,41 +34,27 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-class Meters(Protocol):
-    """Where values go."""
+def ray_meters() -> dict[str, Meter]:
+    """The meters of ``ray.util.metrics``, by name."""
+    from ray.util.metrics import Counter, Gauge  # most groups do not export
 
-    def add(self, name: str, value: float, tags: dict[str, str]) -> None:
-        """Increase one of ``COUNTERS``; ``value`` is above 0."""
-
-    def set(self, name: str, value: float, tags: dict[str, str]) -> None:
-        """Set one of ``GAUGES``."""
-
-
-class RayMeters:
-    """The meters of ``ray.util.metrics``."""
-
-    def __init__(self) -> None:
-        from ray.util.metrics import Counter, Gauge  # most groups do not export
-
-        self._counters: dict[str, Any] = {name: Counter(name, *about) for name, about in COUNTERS.items()}
-        self._gauges: dict[str, Any] = {name: Gauge(name, *about) for name, about in GAUGES.items()}
-
-    def add(self, name: str, value: float, tags: dict[str, str]) -> None:
-        self._counters[name].inc(value, tags)
-
-    def set(self, name: str, value: float, tags: dict[str, str]) -> None:
-        self._gauges[name].set(value, tags)
+    counters = {name: Counter(name, *about).inc for name, about in COUNTERS.items()}
+    return {**counters, **{name: Gauge(name, *about).set for name, about in GAUGES.items()}}
 
 
 class Exporter:
     """One per member. Not thread-safe: after ``start`` only its own thread uses it."""
 
     def __init__(
-        self, group: str, member: str, read: Callable[[], Reading], meters: Callable[[], Meters] = RayMeters
+        self,
+        group: str,
+        member: str,
+        read: Callable[[], Reading],
+        meters: Callable[[], Mapping[str, Meter]] = ray_meters,
     ) -> None:
         self._who = {"group": group, "member": member}
         self._read, self._make = read, meters
-        self._meters: Meters | None = None
+        self._meters: Mapping[str, Meter] = {}
         self._before: dict[tuple[str, str], PairStats] = {}
         self._seen: set[str] = set()
 
@@ -77,7 +64,6 @@ class Exporter:
         Raises ThreadShortage.
         """
         stopped = threading.Event()
-
         warned = False
 
         def step() -> bool:
@@ -102,24 +88,19 @@ class Exporter:
 
     def record(self, last: bool = False) -> None:
         """Export what was counted since the last time. ``last``: also set the gauges to 0."""
-        if self._meters is None:
-            self._meters = self._make()
+        self._meters = self._meters or self._make()
         rows, under_way = self._read()
         for row in rows:
             before = self._before.get((row.peer, row.lane)) or PairStats(row.caller, row.peer, row.lane)
             self._before[row.peer, row.lane] = row
             self._difference(row, before)
-        for peer, (calls, size) in under_way.items():
-            # A peer that was never called makes no series.
-            if calls or peer in self._seen:
-                self._seen.add(peer)
-                tags = {**self._who, "peer": peer}
-                self._meters.set("raytorchrpc_calls_in_flight", 0 if last else calls, tags)
-                self._meters.set("raytorchrpc_bytes_in_flight", 0 if last else size, tags)
-        for peer in self._seen.difference(under_way):  # it was removed
-            self._seen.discard(peer)
-            for name in GAUGES:
-                self._meters.set(name, 0, {**self._who, "peer": peer})
+        self._seen.update(peer for peer, (calls, _) in under_way.items() if calls)  # others make no series
+        for peer in list(self._seen):
+            now = (0, 0) if last else under_way.get(peer, (0, 0))
+            for name, value in zip(GAUGES, now, strict=True):
+                self._meters[name](value, {**self._who, "peer": peer})
+            if peer not in under_way:  # it was removed
+                self._seen.discard(peer)
 
     def _difference(self, row: PairStats, before: PairStats) -> None:
         pair = {**self._who, "peer": row.peer, "lane": row.lane}
@@ -140,5 +121,5 @@ class Exporter:
             self._add("raytorchrpc_call_seconds_bucket", total, {**lane, "le": bound})
 
     def _add(self, name: str, value: float, tags: dict[str, str]) -> None:
-        if value > 0 and self._meters is not None:
-            self._meters.add(name, value, tags)
+        if value > 0:
+            self._meters[name](value, tags)

@@ -109,9 +109,6 @@ class KeyTable:
     def _delete(self, key: str) -> bool:
         return self._values.pop(key, None) is not None
 
-    def _check(self, keys: Sequence[str]) -> bool:
-        return self._has(keys)
-
     def _count(self) -> int:
         return len(self._values)
 
@@ -140,7 +137,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "add": KeyTable._add,
     "compare_set": KeyTable._compare_set,
     "delete": KeyTable._delete,
-    "check": KeyTable._check,
+    "check": KeyTable._has,
     "count": KeyTable._count,
     "wait": KeyTable._wait,
 }
@@ -158,16 +155,13 @@ class MemberStore(Store):
         super().__init__()
         self._send = send
 
-    def _request(self, operation: str, *args: Any) -> Any:
-        return self._sent(max(_REQUEST_S, self._timeout_s()), operation, args)
-
     def _awaited(self, keys: Sequence[str], timeout: timedelta | None, read: bool) -> Any:
         seconds = self._timeout_s() if timeout is None else timeout.total_seconds()
-        return self._sent(seconds, "wait", (list(keys), read))
+        return self._request("wait", list(keys), read, seconds=seconds)
 
-    def _sent(self, seconds: float, operation: str, args: tuple[Any, ...]) -> Any:
+    def _request(self, operation: str, *args: Any, seconds: float | None = None) -> Any:
         try:
-            return self._send(seconds, operation, args)
+            return self._send(max(_REQUEST_S, self._timeout_s()) if seconds is None else seconds, operation, args)
         except RpcTimeout as error:
             raise dist.DistStoreError(f"the process group's store: {error}") from error
         except RayTorchRpcError as error:
@@ -177,10 +171,9 @@ class MemberStore(Store):
         timeout: timedelta = self.timeout  # type: ignore[attr-defined]  # torch's stub lacks it
         return timeout.total_seconds()
 
-    # --- what torch calls -------------------------------------------------------------------------------------------
+    # --- what torch calls, as its own stores have it ----------------------------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key."""
         self._request("set", {key: _bytes(value)})
 
     def get(self, key: str) -> bytes:
@@ -199,20 +192,16 @@ class MemberStore(Store):
         return value
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Append to a key's value."""
         self._request("append", key, _bytes(value))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """As ``get``, for several keys."""
         values: list[bytes] = self._awaited(keys, None, True)
         return values
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set several keys at once."""
         self._request("set", dict(zip(keys, map(_bytes, values), strict=True)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all these keys are set."""
         found: bool = self._request("check", list(keys))
         return found
 
@@ -221,22 +210,18 @@ class MemberStore(Store):
         self._awaited(keys, timeout, False)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; returns whether it was set."""
         was_set: bool = self._request("delete", key)
         return was_set
 
     def num_keys(self) -> int:
-        """How many keys are set."""
         number: int = self._request("count")
         return number
 
     def has_extended_api(self) -> bool:
-        """Whether there are ``append``, ``multi_get`` and ``multi_set``."""
         return True
 
     def clone(self) -> MemberStore:
-        """A store for another thread: this one, as all threads may use it."""
-        return self
+        return self  # all threads may use it
 
     # C++ looks for these two by their names there.
     deleteKey, getNumKeys = delete_key, num_keys

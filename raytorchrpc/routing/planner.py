@@ -68,8 +68,7 @@ def plan(
             same = _same_gpus(members[a], members[b]) if first in sharing else ()
             routes[a, b] = PairRoute(a, b, *verdicts, same)
             _check_carried(routes[a, b], config)
-    warnings = (*warnings, *_last_resorts(routes, lanes))
-    return RoutePlan(agents=agents, routes=routes, warnings=warnings)
+    return RoutePlan(agents, routes, (*warnings, *_last_resorts(routes, lanes)))
 
 
 def _last_resorts(routes: Mapping[tuple[str, str], PairRoute], lanes: Sequence[_Candidate]) -> tuple[str, ...]:
@@ -77,15 +76,13 @@ def _last_resorts(routes: Mapping[tuple[str, str], PairRoute], lanes: Sequence[_
     slow = {lane.name for lane, *_ in lanes if lane.last_resort}
     better = {each.lane.name for each in lanes if not (each.refused or each.lane.out_of_band)} - slow
     found: dict[str, str] = {}
-    for route in routes.values():
-        if route.in_band_lane in slow:
-            for no in route.rejected:
-                if no.lane in better and no.traffic == "cpu":
-                    found.setdefault(
-                        no.reason,
-                        f"CPU tensors between {route.a} and {route.b} go by {route.in_band_lane}, which is slower than "
-                        f"{no.lane}: {no.reason}; see GroupConfig.transports and channels",
-                    )
+    for route in (route for route in routes.values() if route.in_band_lane in slow):
+        for no in route.rejected:
+            if no.lane in better and no.traffic == "cpu" and no.reason not in found:
+                found[no.reason] = (
+                    f"CPU tensors between {route.a} and {route.b} go by {route.in_band_lane}, which is slower than "
+                    f"{no.lane}: {no.reason}; see GroupConfig.transports and channels"
+                )
     return tuple(found.values())
 
 

@@ -96,9 +96,8 @@ class RoutePlan:
 
     def route(self, a: str, b: str) -> PairRoute:
         """The route between two different members. Raises ConfigurationError for an unknown name."""
-        for name in (a, b):
-            if name not in self.agents:
-                raise ConfigurationError(f"no member {name!r}; members: {', '.join(self.agents)}")
+        self._known(a)
+        self._known(b)
         found = self.routes.get((a, b)) or self.routes.get((b, a))
         if found is None:
             raise ConfigurationError(f"this plan has no route between {a!r} and {b!r}")
@@ -106,11 +105,12 @@ class RoutePlan:
 
     def lanes_of(self, name: str) -> tuple[str, ...]:
         """The lanes that some route of this member uses first, for calls or tensors; in the order of its routes."""
-        used: dict[str, None] = {}
-        for route in self._kinds_of(name):
-            used.update({lanes[0].lane: None for traffic in TRAFFIC if (lanes := route.lanes(traffic))})
-            used.update({route.in_band_lane: None} if route.in_band_lane else {})
-        return tuple(used)
+        kinds = {id(route.choices): route for route in self._own(name).values()}  # many routes share their choices
+        used: list[str] = []
+        for route in kinds.values():
+            used += [route.lanes(traffic)[0].lane for traffic in TRAFFIC if route.lanes(traffic)]
+            used += [route.in_band_lane] if route.in_band_lane else []
+        return tuple(dict.fromkeys(used))
 
     def for_member(self, name: str) -> RoutePlan:
         """The part that one member needs: all agents, and its own routes."""
@@ -121,15 +121,10 @@ class RoutePlan:
         agents = {member: self.agents[member] for member in (name, *coming)}
         return replace(self, agents=agents, routes=self._own(name, coming), warnings=())
 
-    def _kinds_of(self, name: str) -> Iterable[PairRoute]:
-        """One route of this member for each different set of choices."""
-        return {id(route.choices): route for route in self._own(name).values()}.values()
-
     def _own(self, name: str, others: Iterable[str] | None = None) -> dict[tuple[str, str], PairRoute]:
         """The routes of one member, found without a pass over all routes of the group."""
-        pairs = (
-            pair for other in (self.agents if others is None else others) for pair in ((name, other), (other, name))
-        )
+        peers = self.agents if others is None else others
+        pairs = (pair for other in peers for pair in ((name, other), (other, name)))
         return {pair: route for pair in pairs if (route := self.routes.get(pair)) is not None}
 
     def explain(self, a: str, b: str) -> str:
@@ -140,11 +135,8 @@ class RoutePlan:
         route = self.route(a, b)
         lines = [f"{a} <-> {b}"]
         for traffic in TRAFFIC:
-            chosen = route.lanes(traffic)
-            if not chosen:
-                lines.append(f"  {TRAFFIC_TEXT[traffic]}: none")
-            for choice in chosen:
-                lines.append(f"  {TRAFFIC_TEXT[traffic]}: {choice.lane} ({choice.how}): {choice.reason}")
+            texts = [f"{choice.lane} ({choice.how}): {choice.reason}" for choice in route.lanes(traffic)]
+            lines += [f"  {TRAFFIC_TEXT[traffic]}: {text}" for text in texts or ["none"]]
         for mine, its in route.same_gpus_from(a):
             lines.append(f"  share=True shares the memory of cuda:{mine} of {a}, which is cuda:{its} of {b}")
         for no in route.rejected:
@@ -163,7 +155,10 @@ class RoutePlan:
 
         A group of more than eight members gets one line per kind of route, with the members it connects.
         """
-        rows = _rows(self) if len(self.agents) <= _TABLE_LIMIT else _merged_rows(self)
+        if len(self.agents) > _TABLE_LIMIT:
+            rows = _merged_rows(self)
+        else:
+            rows = [(a, b, *_cells(route)) for (a, b), route in self.routes.items()]
         if not rows:
             return "one member, no routes"
         return _format([("from", "to", "calls", "cpu tensors", "cuda tensors", "why"), *rows])
@@ -184,17 +179,12 @@ def _agent_text(name: str, agent: AgentPlan) -> str:
 
 
 def _cells(route: PairRoute) -> tuple[str, str, str, str]:
-    def first(traffic: Traffic) -> str:
-        chosen = route.lanes(traffic)
-        return f"{chosen[0].lane} ({chosen[0].how.removeprefix(f'{chosen[0].lane} over ')})" if chosen else "-"
-
-    preferred = [route.lanes(traffic)[:1] for traffic in TRAFFIC]
-    why = "; ".join(f"{choice.traffic}: {choice.reason}" for chosen in preferred for choice in chosen)
-    return first("calls"), first("cpu"), first("cuda"), why
-
-
-def _rows(plan: RoutePlan) -> list[tuple[str, ...]]:
-    return [(a, b, *_cells(route)) for (a, b), route in plan.routes.items()]
+    first = {traffic: next(iter(route.lanes(traffic)), None) for traffic in TRAFFIC}
+    calls, cpu, cuda = (
+        f"{choice.lane} ({choice.how.removeprefix(f'{choice.lane} over ')})" if choice else "-"
+        for choice in first.values()
+    )
+    return calls, cpu, cuda, "; ".join(f"{choice.traffic}: {choice.reason}" for choice in first.values() if choice)
 
 
 def _merged_rows(plan: RoutePlan) -> list[tuple[str, ...]]:
@@ -225,15 +215,12 @@ def _alike(plan: RoutePlan) -> list[list[str]]:
     routes within a set have the same cells, and so have all routes between two sets.
     """
     cells = {pair: _cells(route) for pair, route in plan.routes.items()}
-
-    def between(a: str, b: str) -> tuple[str, ...]:
-        return cells.get((a, b)) or cells[b, a]
-
+    cells.update({(b, a): each for (a, b), each in cells.items()})
     sets: list[list[str]] = []
     for name in plan.members:
         for alike in sets:
             other = alike[0]
-            if all(between(name, m) == between(other, m) for m in plan.members if m not in (name, other)):
+            if all(cells[name, m] == cells[other, m] for m in plan.members if m not in (name, other)):
                 alike.append(name)
                 break
         else:

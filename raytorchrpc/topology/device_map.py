@@ -17,7 +17,7 @@ result: a CPU tensor on the peer may also come from a CPU tensor here.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raytorchrpc.config import GroupConfig
@@ -38,7 +38,6 @@ class DeviceMap:
     Peers are member names or ranks; ``named`` replaces ranks by names. Immutable, hashable and picklable.
     """
 
-    __slots__ = ("_entries",)
     _entries: tuple[tuple[Peer, Pairs], ...]
 
     def __init__(self, entries: Mapping[Any, Mapping[Any, Device]] | None = None) -> None:
@@ -65,7 +64,8 @@ class DeviceMap:
             match = _ENTRY.fullmatch(entry)
             if not match:
                 raise ConfigurationError(f"device map entry {position} ({entry!r}) is malformed: {_SHAPE}")
-            peer, local, target = int(match[1]), _read(match[2]), _read(match[3])
+            peer = int(match[1])
+            local, target = _device(match[2], peer), _device(match[3], peer)
             if local in entries.setdefault(peer, {}):
                 raise ConfigurationError(
                     f"device map entry {position} ({entry!r}): {_label(local)} is already mapped to "
@@ -100,7 +100,7 @@ class DeviceMap:
 
     @classmethod
     def of(cls, value: Any) -> DeviceMap:
-        """Make a DeviceMap from any form that ``GroupConfig.device_maps`` accepts."""
+        """Make a DeviceMap from any form that ``GroupConfig.device_maps`` accepts. Raises ConfigurationError."""
         if isinstance(value, cls):
             return value
         if isinstance(value, str):
@@ -155,17 +155,18 @@ class DeviceMap:
 
         Raises ConfigurationError naming ``owner``, the peer and the known members if there is none such.
         """
+        where = f"device map of {owner or 'a member'}"
         entries: dict[str, dict[Device, Device]] = {}
         for peer, pairs in self._entries:
             name = _member(peer, members)
             if name is None:
-                raise ConfigurationError(f"device map of {owner or 'a member'}: no member {peer!r} ({_known(members)})")
+                raise ConfigurationError(f"{where}: no member {peer!r} ({_known(members)})")
             mapped = entries.setdefault(name, {})
             for local, target in pairs:
                 if mapped.setdefault(local, target) != target:
                     raise ConfigurationError(
-                        f"device map of {owner or 'a member'}: {_label(local)} is mapped to both "
-                        f"{_label(mapped[local])} and {_label(target)} of {name} (given by name and by rank)"
+                        f"{where}: {_label(local)} is mapped to both {_label(mapped[local])} and {_label(target)} of "
+                        f"{name} (given by name and by rank)"
                     )
         return DeviceMap(entries)
 
@@ -198,11 +199,8 @@ def gpu_pairs(mapping: Mapping[Device, Device]) -> dict[int, int]:
 
 def way_back(mapping: Mapping[Device, Device]) -> dict[Device, Device]:
     """{peer GPU: local GPU or "cpu"} of one peer's map: where CUDA results arrive."""
-    back: dict[Device, Device] = {}
-    if CPU in mapping:
-        back[mapping[CPU]] = CPU
-    back.update((target, local) for local, target in gpu_pairs(mapping).items())  # a GPU takes precedence over the CPU
-    return back
+    crossing: dict[Device, Device] = {mapping[CPU]: CPU} if CPU in mapping else {}
+    return {**crossing, **{target: local for local, target in gpu_pairs(mapping).items()}}  # a GPU takes precedence
 
 
 def inverse(mapping: Mapping[int, int]) -> dict[int, int]:
@@ -218,25 +216,6 @@ def gpu_count(side: Endpoint | int) -> int:
     if isinstance(side, int):
         return side
     return len(side.gpus) if side.wants_gpu else 0
-
-
-def validate(maps: Mapping[str, DeviceMap], members: Mapping[str, Endpoint | int]) -> None:
-    """Check every map against the GPUs both sides have.
-
-    Args:
-        maps: by member; peers may be names or ranks.
-        members: every member's endpoint or GPU count, in rank order.
-
-    Raises ConfigurationError naming the member, the peer and the entry: an unknown member or peer, a GPU
-    that does not exist on either side, two GPUs sent to one, a map to oneself that is not the identity, a map by
-    which CPU tensors arrive on a GPU and CUDA tensors on the CPU.
-    """
-    names = list(members)
-    for owner, device_map in maps.items():
-        if owner not in members:
-            raise ConfigurationError(f"device map for {owner!r}: no such member ({_known(names)})")
-        for peer, pairs in device_map.named(names, owner).to_dict().items():
-            _validate_pair(owner, str(peer), pairs, members)
 
 
 def given_maps(config: GroupConfig, members: Sequence[str]) -> dict[str, DeviceMap]:
@@ -261,7 +240,7 @@ def given_maps(config: GroupConfig, members: Sequence[str]) -> dict[str, DeviceM
 def resolve(
     config: GroupConfig, members: Sequence[str], endpoints: Mapping[str, Endpoint | int]
 ) -> dict[str, DeviceMap]:
-    """Every member's device map, validated, with peers by name.
+    """Every member's device map, checked against the GPUs of both sides, with peers by name.
 
     Args:
         config: ``device_maps`` (by member name or rank) and ``local_devices``.
@@ -272,22 +251,14 @@ def resolve(
     GPU mapped. The others get generated maps (``DeviceMap.auto``), to themselves included. Giving only
     one direction of a pair, or two that are not each other's inverse, is fine: a result always goes back
     through the inverse of the map its request came by.
+
+    Raises ConfigurationError naming the member, the peer and the entry: an unknown member or peer, a GPU
+    that does not exist on either side, two GPUs sent to one, a map to oneself that is not the identity, a map by
+    which CPU tensors arrive on a GPU and CUDA tensors on the CPU.
     """
     sides = {name: endpoints[name] for name in members}
-    given = given_maps(config, members)
-    _check_local_devices(config, given, sides)
-    maps = {
-        name: given[name] if name in given else DeviceMap.auto(sides[name], sides, local_devices=config.local_devices)
-        for name in members
-    }
-    validate(maps, sides)
-    return maps
-
-
-def _check_local_devices(
-    config: GroupConfig, given: Mapping[str, DeviceMap], sides: Mapping[str, Endpoint | int]
-) -> None:
-    generated = [name for name in sides if name not in given]
+    maps = given_maps(config, members)
+    generated = [name for name in members if name not in maps]
     most = max((gpu_count(sides[name]) for name in generated), default=0)
     missing = [index for index in config.local_devices or () if not 0 <= index < most]
     if missing and generated:
@@ -295,11 +266,15 @@ def _check_local_devices(
             f"local_devices={config.local_devices}: no member has GPU {missing[0]} "
             f"(the most any of them sees is {most})"
         )
+    for owner, given in maps.items():
+        for peer, pairs in given.to_dict().items():
+            _check_pair(owner, str(peer), pairs, sides)
+    for name in generated:
+        maps[name] = DeviceMap.auto(sides[name], sides, local_devices=config.local_devices)
+    return {name: maps[name] for name in members}
 
 
-def _validate_pair(
-    owner: str, peer: str, pairs: Mapping[Device, Device], members: Mapping[str, Endpoint | int]
-) -> None:
+def _check_pair(owner: str, peer: str, pairs: Mapping[Device, Device], members: Mapping[str, Endpoint | int]) -> None:
     where = f"device map of {owner} to {peer}"
     seen: dict[int, int] = {}
     for local, target in pairs.items():
@@ -330,49 +305,29 @@ def _has(side: Endpoint | int) -> str:
     return f"it sees {count}"
 
 
-def _read(text: str) -> Device:
-    return CPU if text == CPU else int(text)
-
-
 def _label(device: Device) -> str:
     return "the CPU" if device == CPU else f"GPU {device}"
 
 
 def _device(device: Any, peer: Peer) -> Device:
     """Read 0, "0", "cuda:0", "cpu" or a torch.device, without importing torch."""
-    kind, index = getattr(device, "type", None), getattr(device, "index", None)
-    if not isinstance(device, str):
-        if kind == "cuda" and isinstance(index, int):
-            return index
-        if kind == CPU and index is None:
-            return CPU
-    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
-        return device
-    if isinstance(device, str):
-        match = re.fullmatch(r"(?:cuda:)?(\d+)", device.strip())
-        if match:
-            return int(match[1])
-        if device.strip() == CPU:
-            return CPU
-    raise ConfigurationError(
-        f"device map for peer {peer!r}: {device!r} is not a CUDA device with an index (0, 'cuda:0'), nor 'cpu'"
-    )
+    match = re.fullmatch(r"(?:cuda:)?(\d+)|cpu", str(device).strip())
+    if match is None:
+        raise ConfigurationError(
+            f"device map for peer {peer!r}: {device!r} is not a CUDA device with an index (0, 'cuda:0'), nor 'cpu'"
+        )
+    return int(match[1]) if match[1] else CPU
 
 
 def _member(key: Peer, members: Sequence[str]) -> str | None:
-    """A member's name from its name or rank. A name wins over a rank spelt the same way (JSON has both
-    as text)."""
-    if isinstance(key, str):
-        if key in members:
-            return key
-        if not key.isdecimal():
-            return None
-        key = int(key)
-    return members[key] if 0 <= key < len(members) else None
+    """A member's name from its name or rank. A name wins over a rank spelt the same way (JSON has both as text)."""
+    if isinstance(key, str) and (key in members or not key.isdecimal()):
+        return key if key in members else None
+    rank = int(key)
+    return members[rank] if 0 <= rank < len(members) else None
 
 
-def _known(members: Iterable[str]) -> str:
-    names = list(members)
-    shown = ", ".join(f"{rank}: {name}" for rank, name in enumerate(names[:16]))
-    rest = f", ... {len(names) - 16} more" if len(names) > 16 else ""
-    return f"members: {shown}{rest}" if names else "no members are known"
+def _known(members: Sequence[str]) -> str:
+    shown = ", ".join(f"{rank}: {name}" for rank, name in enumerate(members[:16]))
+    rest = f", ... {len(members) - 16} more" if len(members) > 16 else ""
+    return f"members: {shown}{rest}" if members else "no members are known"

@@ -7,12 +7,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-#: Every backend name TensorPipe has had, in the order it prefers them itself.
-TENSORPIPE_TRANSPORTS = ("shm", "ibv", "uv")
-
-
-TENSORPIPE_CHANNELS = ("cma", "mpt_uv", "basic", "cuda_xth", "cuda_ipc", "cuda_gdr", "cuda_basic")
-
 
 class _Evidence(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")

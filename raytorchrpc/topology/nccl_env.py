@@ -1,8 +1,7 @@
 """Chooses NCCL's environment variables from a process's endpoint.
 
-``advise`` is a pure function of the endpoint; ``apply`` sets the advised values in this process's environment, except
-where the user has chosen a value. NCCL reads a variable when it first needs it and keeps the value for the life of the
-process, so ``apply`` must run before the first communicator and has no effect on later ones.
+NCCL reads a variable when it first needs it and keeps the value for the life of the process, so ``apply`` must run
+before the first communicator and has no effect on later ones.
 """
 
 from __future__ import annotations
@@ -16,13 +15,8 @@ from raytorchrpc.topology.endpoint import Endpoint, Gid, Hca, HcaPort
 from raytorchrpc.topology.probe import interface_for
 from raytorchrpc.topology.rdma import usable_ports
 
-HCA, IFNAME, GID, TIMEOUT, QPS = (
-    "NCCL_IB_HCA",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_IB_GID_INDEX",
-    "NCCL_IB_TIMEOUT",
-    "NCCL_IB_QPS_PER_CONNECTION",
-)
+IFNAME, HCA, GID = "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"
+TIMEOUT, QPS = "NCCL_IB_TIMEOUT", "NCCL_IB_QPS_PER_CONNECTION"
 VARIABLES = (IFNAME, HCA, GID, TIMEOUT, QPS)
 
 #: Setting one of these chooses GIDs by something else than their index.
@@ -50,7 +44,7 @@ class Advice:
 def advise(
     endpoint: Endpoint, *, interface: str | None = None, own: Mapping[str, str] | None = None
 ) -> dict[str, Advice]:
-    """Choose values for NCCL's variables in this process; one entry for each of ``VARIABLES``.
+    """Choose values for NCCL's variables, from the endpoint alone; one entry for each of ``VARIABLES``.
 
     Args:
         endpoint: describes this process (``topology.probe``).
@@ -59,16 +53,14 @@ def advise(
     """
     own = own or {}
     advice = {IFNAME: _ifname(endpoint, interface)}
-    other = _elsewhere(own)
     ports = usable_ports(endpoint)
-    if other or not ports:
-        if other:
-            why = f"{other} makes NCCL use another network"
-        else:
-            why = "no RDMA adapter" if not endpoint.hcas else "no RDMA adapter that NCCL can use without a plug-in"
+    why = "" if ports else "no RDMA adapter that NCCL can use without a plug-in" if endpoint.hcas else "no RDMA adapter"
+    if other := _elsewhere(own):
+        why = f"{other} makes NCCL use another network"
+    if why:
         return advice | {name: Advice(None, why) for name in (HCA, GID, TIMEOUT, QPS)}
-    chosen, left_out = _choose(ports)
-    advice[HCA] = Advice(_exact(chosen), _hca_reason(endpoint, chosen, left_out))
+    chosen, reason = _choose(endpoint, ports)
+    advice[HCA] = Advice("=" + ",".join(f"{hca.name}:{port.number}" for hca, port in chosen), reason)
     used = [port for port in ports if matches(own[HCA], *port)] if own.get(HCA) else chosen
     roce = [port for port in used if port[1].link_layer == "Ethernet"]
     advice[GID] = _gid_index(endpoint, roce, own) if used else Advice(None, f"{HCA}={own[HCA]} selects no usable port")
@@ -90,7 +82,7 @@ def apply(
 
     A value in one of NCCL's own files (``NCCL_CONF_FILE`` or ``~/.nccl.conf``, and ``/etc/nccl.conf``) also counts as
     the user's choice. ``NCCL_IB_QPS_PER_CONNECTION`` is never set here: NCCL assumes that the peer has the same value,
-    and a peer whose NCCL started earlier would keep another. Must run before NCCL's first communicator.
+    and a peer whose NCCL started earlier would keep another.
 
     Returns the variables that were set.
     """
@@ -167,59 +159,42 @@ def _elsewhere(own: Mapping[str, str]) -> str | None:
 
 
 def _ifname(endpoint: Endpoint, interface: str | None) -> Advice:
-    name = interface or interface_for(endpoint, endpoint.node_ip)
-    if not endpoint.node_ip:
-        return Advice(None, "the Ray node's address is not known here") if not name else _exactly(name, "as asked for")
-    if name is None:
-        return Advice(None, f"no interface holds the Ray node's address {endpoint.node_ip}")
-    if interface is None and name == "lo":
-        return Advice(None, f"the Ray node's address {endpoint.node_ip} is a loopback address")
-    return _exactly(name, "as asked for" if interface else f"it holds the Ray node's address {endpoint.node_ip}")
-
-
-def _exactly(name: str, why: str) -> Advice:
     # Without =, NCCL reads the text as a prefix: eth1 also matches eth10.
-    return Advice(f"={name}", why)
+    if interface:
+        return Advice(f"={interface}", "as asked for")
+    address = endpoint.node_ip
+    name = interface_for(endpoint, address)
+    if not address:
+        return Advice(None, "the Ray node's address is not known here")
+    if name is None:
+        return Advice(None, f"no interface holds the Ray node's address {address}")
+    if name == "lo":
+        return Advice(None, f"the Ray node's address {address} is a loopback address")
+    return Advice(f"={name}", f"it holds the Ray node's address {address}")
 
 
-def _choose(ports: list[_Port]) -> tuple[list[_Port], list[tuple[_Port, str]]]:
-    """The ports to use, and the others with the reason why not."""
-    left_out: list[tuple[_Port, str]] = []
-    by_layer: dict[str, list[_Port]] = {}
-    for port in ports:
-        by_layer.setdefault(port[1].link_layer, []).append(port)
+def _choose(endpoint: Endpoint, usable: list[_Port]) -> tuple[list[_Port], str]:
+    """The ports to use, and how many of which they are, with the reason why the others are not used."""
+    rates: dict[str, float] = {}
+    for _, port in usable:
+        rates[port.link_layer] = rates.get(port.link_layer, 0.0) + (port.rate_gbps or 0.0)
     # NCCL cannot connect InfiniBand to RoCE, so every host must decide by the same rule.
-    layer = max(by_layer, key=lambda name: (sum(p.rate_gbps or 0 for _, p in by_layer[name]), name == "InfiniBand"))
-    for name, members in by_layer.items():
-        if name != layer:
-            left_out += [(port, f"its link layer is {name}") for port in members]
-    fastest = max((p.rate_gbps or 0 for _, p in by_layer[layer]), default=0)
-    chosen = []
-    for port in by_layer[layer]:
-        rate = port[1].rate_gbps
-        if rate is not None and rate * 2 < fastest:
-            left_out.append((port, f"{rate:g} of {fastest:g} Gb/s"))
+    layer = max(rates, key=lambda name: (rates[name], name == "InfiniBand"))
+    fastest = max(port.rate_gbps or 0 for _, port in usable if port.link_layer == layer)
+    chosen: list[_Port] = []
+    reasons: list[str] = []
+    ports = [(hca, port) for hca in endpoint.hcas for port in hca.ports]
+    for hca, port in ports:
+        if (hca, port) not in usable:
+            reasons.append(f"{hca.name}:{port.number} (cannot be used)")
+        elif port.link_layer != layer:
+            reasons.append(f"{hca.name}:{port.number} (its link layer is {port.link_layer})")
+        elif port.rate_gbps is not None and port.rate_gbps * 2 < fastest:
+            reasons.append(f"{hca.name}:{port.number} ({port.rate_gbps:g} of {fastest:g} Gb/s)")
         else:
-            chosen.append(port)
-    return chosen, left_out
-
-
-def _exact(ports: list[_Port]) -> str:
-    return "=" + ",".join(f"{hca.name}:{port.number}" for hca, port in ports)
-
-
-def _hca_reason(endpoint: Endpoint, chosen: list[_Port], left_out: list[tuple[_Port, str]]) -> str:
-    total = sum(len(hca.ports) for hca in endpoint.hcas)
-    text = f"{len(chosen)} of {total} ports, {chosen[0][1].link_layer}"
-    usable = {(hca.name, port.number) for hca, port in usable_ports(endpoint)}
-    reasons = [f"{hca.name}:{port.number} ({why})" for (hca, port), why in left_out]
-    reasons += [
-        f"{hca.name}:{port.number} (cannot be used)"
-        for hca in endpoint.hcas
-        for port in hca.ports
-        if (hca.name, port.number) not in usable
-    ]
-    return text + (f"; not {', '.join(reasons)}" if reasons else "")
+            chosen.append((hca, port))
+    left_out = f"; not {', '.join(reasons)}" if reasons else ""
+    return chosen, f"{len(chosen)} of {len(ports)} ports, {layer}{left_out}"
 
 
 def _gid_index(endpoint: Endpoint, roce: list[_Port], own: Mapping[str, str]) -> Advice:

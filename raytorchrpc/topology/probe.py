@@ -18,16 +18,11 @@ from pathlib import Path
 from typing import Literal
 
 from raytorchrpc.topology import sysfs
-from raytorchrpc.topology.endpoint import (
-    TENSORPIPE_CHANNELS,
-    TENSORPIPE_TRANSPORTS,
-    Endpoint,
-    Gid,
-    Gpu,
-    Hca,
-    HcaPort,
-    Interface,
-)
+from raytorchrpc.topology.endpoint import Endpoint, Gid, Gpu, Hca, HcaPort, Interface
+
+#: Every backend name TensorPipe has had, in the order it prefers them itself.
+TENSORPIPE_TRANSPORTS = ("shm", "ibv", "uv")
+TENSORPIPE_CHANNELS = ("cma", "mpt_uv", "basic", "cuda_xth", "cuda_ipc", "cuda_gdr", "cuda_basic")
 
 _PEER_MEMORY_CLIENTS = ("nv_mem", "nv_mem_nc", "nvidia-peermem")
 
@@ -36,7 +31,6 @@ _DMA_BUF_SUPPORTED = 124
 
 # GID tables have up to 256 slots, filled from the low end; each read is a query to the adapter.
 _GID_SLOTS = 32
-
 
 # More than glibc serves from memory that it kept (32 MiB), so these pages are new. Few of them are touched.
 _TRIAL_BYTES = 64 << 20
@@ -70,9 +64,11 @@ def probe(*, name: str = "", node_ip: str, wants_gpu: bool = True, root: Path = 
         uid=os.getuid(),
         node_ip=node_ip,
         interfaces=_interfaces(root),
-        gpus=_gpus(root) if wants_gpu else (),
+        gpus=tuple(_gpu(root, index) for index in range(_gpu_count())) if wants_gpu else (),
         hcas=tuple(_hca(root, hca) for hca in sysfs.listing(root / "sys/class/infiniband")),
-        peer_memory=_peer_memory(root),
+        peer_memory=any(
+            (root / "sys/kernel/mm/memory_peers" / client / "version").exists() for client in _PEER_MEMORY_CLIENTS
+        ),
         memlock_bytes=sysfs.memlock_bytes(root),
         shm_free_bytes=sysfs.shm_free_bytes(root),
         huge_pages=_huge_pages(root),
@@ -148,12 +144,10 @@ def _huge_pages(root: Path) -> Literal["used", "unused", "forbidden"] | None:
     return "used" if faults <= _FEW_FAULTS else "unused"
 
 
-def _gpus(root: Path) -> tuple[Gpu, ...]:
+def _gpu_count() -> int:
     import torch
 
-    if not torch.cuda.is_available():
-        return ()
-    return tuple(_gpu(root, index) for index in range(torch.cuda.device_count()))
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _gpu(root: Path, index: int) -> Gpu:
@@ -192,27 +186,16 @@ def _dma_buf(index: int) -> bool | None:
     return bool(supported.value)
 
 
-def _peer_memory(root: Path) -> bool:
-    clients = root / "sys/kernel/mm/memory_peers"
-    return any((clients / client / "version").exists() for client in _PEER_MEMORY_CLIENTS)
-
-
 def _hca(root: Path, name: str) -> Hca:
     home = root / "sys/class/infiniband" / name
     ports = (_port(home / "ports" / n, int(n)) for n in sysfs.listing(home / "ports") if n.isdigit())
+    verbs = [root / "dev/infiniband" / device for device in sysfs.listing(home / "device/infiniband_verbs")]
     return Hca(
         name=name,
         driver=sysfs.link_name(home / "device/driver"),
         ports=tuple(ports),
-        verbs_device=_verbs_device(root, home),
+        verbs_device=any(os.access(device, os.R_OK | os.W_OK) for device in verbs) if verbs else None,
     )
-
-
-def _verbs_device(root: Path, home: Path) -> bool | None:
-    names = sysfs.listing(home / "device/infiniband_verbs")
-    if not names:
-        return None
-    return any(os.access(root / "dev/infiniband" / name, os.R_OK | os.W_OK) for name in names)
 
 
 def _port(home: Path, number: int) -> HcaPort:

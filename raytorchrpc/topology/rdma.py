@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 
-from raytorchrpc.topology.endpoint import Endpoint, Hca, HcaPort
+from raytorchrpc.topology.endpoint import Endpoint, Gid, Hca, HcaPort
 
 MIB = 1 << 20
 MIN_MEMLOCK_BYTES = 64 * MIB
@@ -34,9 +34,8 @@ def ibv_obstacles(members: Mapping[str, Endpoint]) -> dict[str, str | None]:
         common = "no member on another host can use its RDMA adapter"
     elif len(subnets) > 1:
         common = (
-            f"the members' adapters are on different InfiniBand subnets "
-            f"({', '.join(sorted(map(str, subnets)))}) and TensorPipe's packets are not routed; "
-            f"{_RDMA_ELSEWHERE}"
+            f"the members' adapters are on different InfiniBand subnets ({', '.join(sorted(map(str, subnets)))}) and "
+            f"TensorPipe's packets are not routed; {_RDMA_ELSEWHERE}"
         )
     return {name: common if name in able else obstacle for name, obstacle in verdicts.items()}
 
@@ -48,7 +47,12 @@ def _ibv_obstacle(endpoint: Endpoint) -> str | None:
         return "no RDMA adapter"
     obstacle = tensorpipe_obstacle(endpoint.hcas[0])
     if obstacle:
-        return obstacle + ("" if len(endpoint.hcas) == 1 else _first_only(endpoint))
+        if len(endpoint.hcas) == 1:
+            return obstacle
+        return (
+            f"{obstacle}. TensorPipe opens only the first of {len(endpoint.hcas)} adapters, {endpoint.hcas[0].name}: "
+            f"let the container see only adapters that work, or use NCCL"
+        )
     if endpoint.memlock_bytes is not None and endpoint.memlock_bytes < MIN_MEMLOCK_BYTES:
         return (
             f"the process may lock only {endpoint.memlock_bytes / MIB:.0f} MiB of memory and RDMA buffers "
@@ -56,13 +60,6 @@ def _ibv_obstacle(endpoint: Endpoint) -> str | None:
             f"IPC_LOCK alone does nothing for a user other than root)"
         )
     return None
-
-
-def _first_only(endpoint: Endpoint) -> str:
-    return (
-        f". TensorPipe opens only the first of {len(endpoint.hcas)} adapters, {endpoint.hcas[0].name}: let "
-        f"the container see only adapters that work, or use NCCL"
-    )
 
 
 def tensorpipe_obstacle(hca: Hca) -> str | None:
@@ -98,8 +95,11 @@ def tensorpipe_obstacle(hca: Hca) -> str | None:
 def _subnet(endpoint: Endpoint) -> str | None:
     """The InfiniBand subnet prefix of the port TensorPipe uses; None = unknown."""
     port = endpoint.hcas[0].port(1) if endpoint.hcas else None
-    gid = next((gid for gid in port.gids if gid.index == 0), None) if port else None
-    return str(ipaddress.IPv6Network((gid.value, 64), strict=False)) if gid else None
+    return next((_prefix(gid) for gid in port.gids if gid.index == 0), None) if port else None
+
+
+def _prefix(gid: Gid) -> str:
+    return str(ipaddress.IPv6Network((gid.value, 64), strict=False))
 
 
 def gpudirect_obstacle(endpoint: Endpoint, ibv: bool) -> str | None:
@@ -125,18 +125,10 @@ def gpudirect_obstacle(endpoint: Endpoint, ibv: bool) -> str | None:
     return None
 
 
-def nccl_obstacle(a: Endpoint, b: Endpoint) -> str | None:
-    """Why NCCL has no GPUDirect RDMA between two members on different hosts; None if it has.
-
-    Symmetric in a and b.
-    """
-    return ucx_obstacle(a, b, cuda=True)
-
-
 def ucx_obstacle(a: Endpoint, b: Endpoint, *, cuda: bool) -> str | None:
-    """Why UCX has no RDMA between two members on different hosts, of GPU memory if ``cuda``; None if it has.
+    """Why UCX has no RDMA between two members on different hosts; None if it has. Symmetric in a and b.
 
-    Symmetric in a and b.
+    With ``cuda``, of GPU memory, for which NCCL (GPUDirect RDMA) has the same requirements.
     """
     obstacles = {end.name: obstacle for end in (a, b) if (obstacle := _rdma_alone(end, cuda))}
     if len(obstacles) == 2 and len(set(obstacles.values())) == 1:
@@ -165,7 +157,7 @@ def _fabrics(endpoint: Endpoint) -> set[str]:
     found: set[str] = set()
     for _hca, port in usable_ports(endpoint):
         if port.link_layer == "InfiniBand":
-            found |= {str(ipaddress.IPv6Network((gid.value, 64), strict=False)) for gid in port.gids[:1]}
+            found |= {_prefix(gid) for gid in port.gids[:1]}
         else:
             found.add("RoCE")
     return found

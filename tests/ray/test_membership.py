@@ -15,7 +15,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost
-from raytorchrpc.membership.updates import Loss, mark_lost
+from raytorchrpc.membership.updates import Loss, apply, mark_lost
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
 from tests.ray.returning import Returning, StartsWhenTold
@@ -174,9 +174,9 @@ def test_a_change_that_comes_late_is_refused(spawn: Spawn) -> None:
         group.remove([b])
         loss = Loss("a", 0, "long ago", for_good=False)
         with pytest.raises(NotAMember, match="a later change"):
-            mark_lost(group.generation, 1, [loss])
+            apply(group.generation, 1, mark_lost, [loss])
         assert rtr.rpc_sync("a").count()[1] == 1
-        mark_lost(group.generation, 100, [loss])
+        apply(group.generation, 100, mark_lost, [loss])
         with pytest.raises(PeerLost, match="long ago"):
             rtr.rpc_sync("a").count()
 

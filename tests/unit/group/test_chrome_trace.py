@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from raytorchrpc.calls.spans import Event, MemberTrace, Tracer
-from raytorchrpc.group.chrome_trace import Clock, GroupTrace, chrome
+from raytorchrpc.group.tracing import Clock, GroupTrace, chrome
 
 
 def event(kind: str, begin: float, end: float, *, thread: int = 0, mark: int | None = None, name: str = "b.f") -> Event:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raytorchrpc.errors import BootstrapError, RpcTimeout
-from raytorchrpc.group.requested_change import RequestedChange
+from raytorchrpc.group.changes import RequestedChange
 
 
 def test_what_the_change_raises_comes_out_as_it_is() -> None:

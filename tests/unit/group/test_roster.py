@@ -30,8 +30,12 @@ def probes_of(cluster: Cluster, life: int = 0) -> dict[str, Probe]:
 def prepared_of(roster: Roster) -> dict[str, Prepared]:
     return {
         name: Prepared(
-            AgentIdentity(roster.rpc_name(name), record.worker_id),
-            {"socket": SocketAddress(os.urandom(12).hex(), None, Instance(record.rank, record.incarnation))},
+            AgentIdentity(record.member.rpc_name, record.member.worker_id),
+            {
+                "socket": SocketAddress(
+                    os.urandom(12).hex(), None, Instance(record.member.rank, record.member.incarnation)
+                )
+            },
             {},
         )
         for name, record in roster.records.items()
@@ -63,22 +67,22 @@ def test_what_a_member_is_told_of_those_who_come_is_all_it_misses(who: str) -> N
     coming = ("worker_3", "worker_5")
     first = cluster if who == "back" else {name: end for name, end in cluster.items() if name not in coming}
     roster, prepared = formed(first)
-    known = {name: roster.table(name, roster.info(prepared), prepared, 1.0) for name in roster.records}
+    known = {name: roster.table(name, roster.info(prepared), prepared) for name in roster.records}
     again = roster.admit(dict.fromkeys(coming), {name: probes_of(cluster, life=1)[name] for name in coming})
     everybody = {**prepared_of(again), **{name: prepared[name] for name in first if name not in coming}}
     info = again.info(everybody)
     for name in again.records:
         if name not in coming:
-            told = again.arrival(name, info, everybody, 1.0, coming)
+            told = again.arrival(name, info, everybody, coming)
             assert {member.name for member in told.table.info.members} == set(coming)
-            same(join._merged(known[name], told.table), again.table(name, info, everybody, 1.0))
+            same(join._merged(known[name], told.table), again.table(name, info, everybody))
 
 
 def test_what_a_member_is_told_does_not_grow_with_those_who_are_there() -> None:
     told = {}
     for hosts in (1, 8):
         roster, prepared = formed(clusters.hosts_of(hosts, 8))
-        arrival = roster.arrival("worker_1", roster.info(prepared), prepared, 1.0, ("worker_0",))
+        arrival = roster.arrival("worker_1", roster.info(prepared), prepared, ("worker_0",))
         told[hosts] = len(pickle.dumps(arrival._replace(spec=arrival.spec._replace(by_tcp=()))))
     assert told[8] < 1.2 * told[1]
 

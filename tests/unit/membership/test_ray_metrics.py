@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from typing import Any
@@ -15,10 +16,12 @@ from raytorchrpc.membership.ray_metrics import COUNTERS, GAUGES, Exporter
 Key = tuple[str, frozenset[tuple[str, str]]]
 
 
-class Meters:
+class Meters(dict[str, Any]):
     """Adds up what is added, as a Prometheus would see it."""
 
     def __init__(self) -> None:
+        super().__init__({name: functools.partial(self.add, name) for name in COUNTERS})
+        self.update({name: functools.partial(self.set, name) for name in GAUGES})
         self.counters: Counter[Key] = Counter()
         self.gauges: dict[Key, float] = {}
         self.recorded = threading.Event()

@@ -18,7 +18,7 @@ import torch
 
 from raytorchrpc.errors import PeerLost, RpcTimeout
 from raytorchrpc.group.announcements import Announcer
-from raytorchrpc.group.events import Change, EventBus
+from raytorchrpc.group.changes import Change, EventBus
 from raytorchrpc.group.state import GroupState
 from raytorchrpc.lanes.base import Message, PeerAddress
 from raytorchrpc.lanes.common import frames

@@ -8,8 +8,13 @@ import torch
 
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.topology.device_map import DeviceMap, gpu_pairs, inverse, resolve, validate, way_back
+from raytorchrpc.topology.device_map import DeviceMap, gpu_pairs, inverse, resolve, way_back
 from tests.unit.clusters import a100s, member
+
+
+def check(maps: dict[str, Any], members: dict[str, Any]) -> None:
+    resolve(GroupConfig(device_maps=maps), list(members), members)
+
 
 # -- forms ---------------------------------------------------------------------------------------------------
 
@@ -161,12 +166,12 @@ def test_lanes_are_told_of_gpus_alone() -> None:
 )
 def test_validate_names_what_cannot_cross(owner: str, text: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
-        validate({owner: DeviceMap.of(text)}, {"a": 2, "b": 1, "c": 0, "d": 2})
+        check({owner: text}, {"a": 2, "b": 1, "c": 0, "d": 2})
 
 
 def test_validate_accepts_what_crosses() -> None:
     members = {"a": 2, "b": 1, "c": 0}
-    validate({"c": DeviceMap.parse("0_cpu_1,1_cpu_0"), "a": DeviceMap.parse("2_0_cpu,2_1_cpu,1_cpu_0,1_0_0")}, members)
+    check({"c": DeviceMap.parse("0_cpu_1,1_cpu_0"), "a": DeviceMap.parse("2_0_cpu,2_1_cpu,1_cpu_0,1_0_0")}, members)
 
 
 def test_given_maps_may_cross_and_the_others_are_generated() -> None:
@@ -219,22 +224,22 @@ def test_auto_leaves_out_an_actor_that_asked_for_no_gpu_but_sees_some() -> None:
         ("a", {"nobody": {0: 0}}, "device map of a: no member 'nobody' .members: 0: a, 1: b, 2: c, 3: d"),
         ("a", "4_0_0", "device map of a: no member 4"),
         ("a", {"a": {0: 1}}, "device map of a to a, entry 0 -> 1: a member maps to itself only as 0 -> 0"),
-        ("nobody", {"a": {0: 0}}, "device map for 'nobody': no such member .members: 0: a"),
+        ("nobody", {"a": {0: 0}}, "device_maps: no member 'nobody' .members: 0: a"),
     ],
 )
 def test_validate_names_member_peer_and_entry(owner: str, text: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
-        validate({owner: DeviceMap.of(text)}, {"a": 2, "b": 1, "c": 0, "d": 2})
+        check({owner: text}, {"a": 2, "b": 1, "c": 0, "d": 2})
 
 
 def test_validate_accepts_names_ranks_and_the_identity() -> None:
-    validate({"a": DeviceMap.parse("0_0_0,0_1_1,1_1_0"), "b": DeviceMap.from_dict({"a": {0: 1}})}, {"a": 2, "b": 1})
+    check({"a": DeviceMap.parse("0_0_0,0_1_1,1_1_0"), "b": DeviceMap.from_dict({"a": {0: 1}})}, {"a": 2, "b": 1})
 
 
 def test_validate_says_when_the_actor_asked_for_no_gpu() -> None:
     members = {"a": 1, "b": member(1, cuda=True, gpus=a100s(1), wants_gpu=False)}
     with pytest.raises(ConfigurationError, match=r"b has no GPU 0 \(its actor asked Ray for no GPU\)"):
-        validate({"a": DeviceMap.parse("1_0_0")}, members)
+        check({"a": DeviceMap.parse("1_0_0")}, members)
 
 
 # -- resolution ----------------------------------------------------------------------------------------------

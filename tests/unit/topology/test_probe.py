@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc.topology import endpoint as _endpoint
 from raytorchrpc.topology import probe as topology
 from raytorchrpc.topology.endpoint import Endpoint, Interface
 from raytorchrpc.topology.probe import interface_for, probe
@@ -273,7 +272,7 @@ def test_co_location_rests_on_the_kernel_never_on_the_host_name() -> None:
 def test_backends_of_this_build_are_the_ones_torch_accepts() -> None:
     transports, channels = topology.tensorpipe_backends()
     torch.distributed.rpc.TensorPipeRpcBackendOptions(_transports=list(transports), _channels=list(channels))
-    others = set(_endpoint.TENSORPIPE_CHANNELS) - set(channels)
+    others = set(topology.TENSORPIPE_CHANNELS) - set(channels)
     for name in others:
         with pytest.raises(RuntimeError, match=f"Unknown channel: {name}"):
             torch.distributed.rpc.TensorPipeRpcBackendOptions(_channels=[name])

@@ -1,4 +1,4 @@
-"""Delivers changes of a group's membership to listeners."""
+"""Changes of a group's membership: requested by threads of users, and delivered to listeners."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from concurrent.futures import Future, wait
+from typing import Any, Literal, NamedTuple
 
+from raytorchrpc.errors import BootstrapError
 from raytorchrpc.process import threads
 
 logger = logging.getLogger(__name__)
@@ -33,11 +35,16 @@ class EventBus:
 
     def start(self) -> threading.Thread:
         """Start the thread. Raises ThreadShortage."""
-        return threads.start(self._deliver, name=f"raytorchrpc-events-{self._group}")
+        about = f"the event thread of group {self._group!r}"
+        return threads.start(threads.serve, self._deliver_next, about, name=f"raytorchrpc-events-{self._group}")
 
     def put(self, change: Change) -> None:
         """Queue a change. Never blocks."""
         self._changes.put(change)
+
+    def stop(self) -> None:
+        """End the thread once it has delivered what was queued before."""
+        self._changes.put(None)
 
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         """Add a listener. Returns a function that removes it."""
@@ -48,13 +55,6 @@ class EventBus:
                 self._listeners.remove(listener)
 
         return remove
-
-    def stop(self) -> None:
-        """End the thread once it has delivered what was queued before."""
-        self._changes.put(None)
-
-    def _deliver(self) -> None:
-        threads.serve(self._deliver_next, f"the event thread of group {self._group!r}")
 
     def _deliver_next(self) -> bool:
         if self._undelivered is None:  # else a shortage of memory interrupted its delivery
@@ -69,3 +69,37 @@ class EventBus:
             except Exception:
                 logger.exception("a callback of group %r raised", self._group)
         return True
+
+
+class RequestedChange:
+    """A change that a user's thread requests and the supervisor's thread makes, at most once.
+
+    One that was given up before its turn never runs.
+    """
+
+    def __init__(self, group: str, work: Callable[[], Any]) -> None:
+        """``work`` checks all its input before it changes anything."""
+        self._group, self._work = group, work
+        self._done: Future[Any] = Future()
+
+    def run(self) -> None:
+        """Make the change. Never raises."""
+        if not self._done.set_running_or_notify_cancel():
+            return
+        try:
+            self._done.set_result(self._work())
+        except BaseException as error:
+            self._done.set_exception(error)
+
+    def result(self, patience_s: float) -> Any:
+        """Block for the result of ``work``; BootstrapError after ``patience_s`` seconds."""
+        try:
+            wait([self._done], patience_s)
+        except BaseException:  # Ctrl-C
+            self._done.cancel()
+            raise
+        if self._done.done():
+            return self._done.result()
+        if self._done.cancel():
+            raise BootstrapError(f"group {self._group!r} is busy with another change; this one did not begin")
+        raise BootstrapError(f"group {self._group!r}: this change began and has not finished after {patience_s:g} s")

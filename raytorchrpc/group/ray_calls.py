@@ -1,0 +1,198 @@
+"""Calls to actors through Ray: to participants by Ray's own calls, to restarted actors by their mailboxes.
+
+See ``calls.mailbox`` for the mailboxes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+
+from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls import rejoin
+from raytorchrpc.calls.mailbox import ANSWERS, REQUESTS, Process, Record, answer_of, packed, post_record
+from raytorchrpc.errors import BootstrapError, RayTorchRpcError
+from raytorchrpc.group.control_connections import Answers, Arguments
+from raytorchrpc.group.roster import Roster
+
+logger = logging.getLogger(__name__)
+
+#: How often an answer is polled, and how often Ray is asked whether the process still runs (seconds).
+_ANSWER_S = 0.005
+_ALIVE_S = 0.1
+#: While an actor restarts, it is called again this often (seconds).
+_RESTART_POLL_S = 0.05
+
+
+def call_all(
+    handles: Mapping[str, Any],
+    function: Callable[..., Any],
+    arguments: Arguments,
+    deadline: float,
+    *,
+    fail_fast: bool = False,
+    retry_restarting: bool = False,
+) -> Answers:
+    """Run ``function(instance, *arguments[name])`` at every named member; this process has the handle None.
+
+    Returns results and failures by name; TimeoutError stands for no answer by the deadline. With ``fail_fast`` the
+    first failure ends the wait, and members that have not answered are in neither. With ``retry_restarting`` an actor
+    that is restarting is called again.
+    """
+    results: dict[str, Any] = {}
+    failures: dict[str, Exception] = {}
+    pending: dict[Any, str] = {}
+    for member, args in arguments.items():
+        if handles[member] is not None:
+            try:
+                pending[handles[member].__ray_call__.remote(function, *args)] = member
+            except RayError as error:  # its queue is full
+                failures[member] = error
+    for member, args in arguments.items():
+        if handles[member] is None:
+            try:
+                results[member] = function(None, *args)
+            except RayTorchRpcError as error:
+                failures[member] = error
+    while pending and not (fail_fast and failures):
+        remaining = max(0.0, deadline - time.monotonic())
+        ready, _ = ray.wait(list(pending), num_returns=1, timeout=remaining)
+        if not ready:
+            failures.update({member: TimeoutError("no answer") for member in pending.values()})
+            break
+        member = pending.pop(ready[0])
+        try:
+            results[member] = ray.get(ready[0], timeout=max(1.0, remaining))
+        except RayTaskError as error:
+            failures[member] = error.cause if isinstance(error.cause, Exception) else error
+        except RayError as error:
+            restarting = isinstance(error, ActorUnavailableError)
+            if not (restarting and retry_restarting) or time.monotonic() >= deadline:
+                failures[member] = error
+                continue
+            threading.Event().wait(_RESTART_POLL_S)  # Ray offers nothing to wait on
+            pending[handles[member].__ray_call__.remote(function, *arguments[member])] = member
+    for reference in pending:
+        _ignore_error(reference)
+    return results, failures
+
+
+def _ignore_error(reference: Any) -> None:
+    """Retrieve an error that nobody waits for: Ray prints those that are not retrieved."""
+    reference.future().add_done_callback(lambda late: late.exception())
+
+
+class RestartedActors:
+    """Used by the supervisor's thread."""
+
+    def __init__(self, generation: str) -> None:
+        self._generation = generation
+        self._asked: dict[str, Process] = {}
+        """By actor: the last process that was asked to poll its mailbox."""
+
+    def post(self, roster: Roster | None) -> None:
+        """Post which actors the group readmits; None removes the record. Failures are only logged."""
+        record = None
+        try:
+            if roster is not None:
+                actors = tuple(
+                    ray_internals.actor_id_of(handle) for handle in roster.handles.values() if handle is not None
+                )
+                node_id = ray.get_runtime_context().get_node_id()
+                record = Record(roster.name, actors, roster.owner, os.getpid(), node_id, roster.config.rpc_timeout_s)
+            post_record(self._generation, record)
+            if record is None:
+                for actor_id in self._asked:
+                    _clear(actor_id)
+        except Exception as error:
+            logger.warning(
+                "group of generation %s: restarted actors cannot find the group: %s", self._generation, error
+            )
+
+    def is_listening(self, handle: Any, there: ray_internals.ActorState) -> bool:
+        """Whether the actor's current process polls its mailbox. It is asked to once, through Ray, in case that it has
+        not imported this package.
+        """
+        process = _process(handle, there)
+        before = self._asked.get(process.actor_id)
+        if before != process:
+            if before is not None:
+                _clear(process.actor_id, but=process)
+            self._asked[process.actor_id] = process
+            try:
+                _ignore_error(handle.__ray_call__.remote(rejoin.begin))
+            except RayError as error:  # its queue is full
+                logger.debug("%s: %s", process, error)
+        return answer_of(process) is not None
+
+    def readmitted(self, handles: Mapping[str, Any]) -> None:
+        """These are members again: their processes see that their answers are gone, and stop polling."""
+        for handle in handles.values():
+            actor_id = ray_internals.actor_id_of(handle)
+            if actor_id in self._asked:
+                _clear(actor_id)
+
+
+def _process(handle: Any, there: ray_internals.ActorState) -> Process:
+    return Process(ray_internals.actor_id_of(handle), there.pid, there.node_id)
+
+
+def _clear(actor_id: str, but: Process | None = None) -> None:
+    """Remove the entries of this actor's processes from the store, except those of ``but``."""
+    for kind in (REQUESTS, ANSWERS):
+        for key in ray_internals.stored_keys(f"{kind}{actor_id}/"):
+            if but is None or key != but.key(kind):
+                ray_internals.store(key, None)
+
+
+def call_all_restarted(
+    handles: Mapping[str, Any],
+    function: Callable[..., Any],
+    arguments: Arguments,
+    deadline: float,
+    *,
+    fail_fast: bool = False,
+    retry_restarting: bool = False,
+) -> Answers:
+    """As ``call_all``, for restarted actors: works while they run a method.
+
+    A process that has ended meanwhile is among the failures.
+    """
+    results: dict[str, Any] = {}
+    failures: dict[str, Exception] = {}
+    pending: dict[str, tuple[Process, str]] = {}
+    for member, args in arguments.items():
+        handle, number = handles[member], uuid.uuid4().hex
+        process = _process(handle, ray_internals.actor_state(ray_internals.actor_id_of(handle)))
+        ray_internals.store(process.key(REQUESTS), packed((number, function, args)))
+        pending[member] = process, number
+    next_check = time.monotonic() + _ALIVE_S
+    while pending and not (fail_fast and failures):
+        now = time.monotonic()
+        check = now >= next_check
+        if check:
+            next_check = now + _ALIVE_S
+        for member, (process, number) in list(pending.items()):
+            answer = answer_of(process)
+            if answer is not None and answer[0] == number:
+                _, is_result, value = answer
+                (results if is_result else failures)[member] = value
+            elif now >= deadline:
+                failures[member] = TimeoutError("no answer")
+            elif check and not process.is_current():
+                failures[member] = BootstrapError("its process has ended")
+                _clear(process.actor_id)
+            else:
+                continue
+            del pending[member]
+        if pending:
+            threading.Event().wait(_ANSWER_S)  # Ray's store offers nothing to wait on
+    return results, failures
