@@ -9,6 +9,7 @@ a copy and arrive as writable views of their frame. A tag follows each frame on 
 
 from __future__ import annotations
 
+import ctypes
 import marshal
 import socket
 import struct
@@ -19,8 +20,8 @@ import torch
 
 from raytorchrpc.lanes.base import Message
 from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection, check_tag
-from raytorchrpc.tensors.codec import NOTHING, Encoded
-from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, as_copyable, view_at
+from raytorchrpc.tensors.codec import NOTHING, Encoded, body_bytes
+from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, as_copyable, tensor_in, view_at
 
 REQUEST, REPLY = 0, 1
 
@@ -33,6 +34,7 @@ _CHUNK = 1 << 16
 _MAX_FRAME = 1 << 40
 
 _PADDING = bytes(_ALIGN)
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 class Frame(NamedTuple):
@@ -53,26 +55,26 @@ def pack(kind: int, call: int, message: Message) -> list[Any]:
     described: list[tuple[str, tuple[int, ...], int]] = []
     parts: list[Any] = []
     area = 0
+    small = body_bytes(body) < _CHUNK
     for tensor in body.tensors:
         described.append((DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), area))
-        raw = _bytes_of(tensor)
-        if raw is not None:
-            parts.append(raw)
-            area += raw.nbytes
-            if gap := -raw.nbytes % _ALIGN:
-                parts.append(_PADDING[:gap])
-                area += gap
+        if not (size := tensor.nbytes):
+            continue
+        contiguous = tensor if tensor.is_contiguous() else as_copyable(tensor).contiguous()
+        parts.append(ctypes.string_at(contiguous.data_ptr(), size) if small else _bytes_of(contiguous))
+        area += size
+        if gap := -size % _ALIGN:
+            parts.append(_PADDING[:gap])
+            area += gap
     blob = marshal.dumps((header, described, body.buffers, message.manifests))
     head = _PREFIX.pack(call, area, len(body.payload), len(blob), kind) + blob
     gap = -(len(head) + len(body.payload)) % _ALIGN if area else 0
-    return [head, body.payload, _PADDING[:gap], *parts]
+    buffers = [head, body.payload, _PADDING[:gap], *parts]
+    return [b"".join(buffers)] if small else buffers
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
-    if not tensor.numel():
-        return None
-    flat = (tensor if tensor.is_contiguous() else as_copyable(tensor).contiguous()).view(-1).view(torch.uint8)
-    return flat.numpy().data
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 class FrameReader:
@@ -236,12 +238,11 @@ def _parsed(view: memoryview, storage: torch.Tensor | None) -> Frame:
     tensors: Sequence[torch.Tensor] = ()
     if described:
         head_padded = head + (-head % _ALIGN if area else 0)
-        if storage is not None:
-            source: torch.Tensor = storage[head_padded:]
-        elif area:
-            source = torch.frombuffer(bytearray(view[head_padded : head_padded + area]), dtype=torch.uint8)
+        if storage is not None or not area:
+            source = _NO_BYTES if storage is None else storage[head_padded:]
+            tensors = [view_at(source, offset, (DTYPES[name], shape)) for name, shape, offset in described]
         else:
-            source = torch.empty(0, dtype=torch.uint8)
-        tensors = [view_at(source, offset, (DTYPES[name], shape)) for name, shape, offset in described]
+            copy = bytearray(view[head_padded : head_padded + area])
+            tensors = [tensor_in(copy, offset, (DTYPES[name], shape)) for name, shape, offset in described]
     body = Encoded(bytes(view[begin:head]), tensors, (), buffers)
     return Frame(kind, call, Message(fields, body, manifests=manifests))
