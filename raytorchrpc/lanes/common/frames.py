@@ -20,6 +20,7 @@ import torch
 
 from raytorchrpc.lanes.base import Message
 from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection, check_tag
+from raytorchrpc.process.system_calls import CHUNK, receive_now
 from raytorchrpc.tensors.codec import NOTHING, Encoded, body_bytes
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, as_copyable, tensor_in, view_at
 
@@ -29,7 +30,6 @@ REQUEST, REPLY = 0, 1
 _PREFIX = struct.Struct("<QQQIB")
 PREFIX_BYTES = _PREFIX.size
 _ALIGN = 64
-_CHUNK = 1 << 16
 #: Far above any frame: a greater length means that the stream is out of step (bytes).
 _MAX_FRAME = 1 << 40
 
@@ -51,11 +51,11 @@ def pack(kind: int, call: int, message: Message) -> list[Any]:
     if not body.tensors:
         blob = marshal.dumps((header, None, body.buffers, message.manifests))
         prefix = _PREFIX.pack(call, 0, len(body.payload), len(blob), kind)
-        return [prefix + blob + body.payload] if len(body.payload) < _CHUNK else [prefix + blob, body.payload]
+        return [prefix + blob + body.payload] if len(body.payload) < CHUNK else [prefix + blob, body.payload]
     described: list[tuple[str, tuple[int, ...], int]] = []
     parts: list[Any] = []
     area = 0
-    small = body_bytes(body) < _CHUNK
+    small = body_bytes(body) < CHUNK
     for tensor in body.tensors:
         described.append((DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), area))
         if not (size := tensor.nbytes):
@@ -91,15 +91,17 @@ class FrameReader:
         self._hash: Any = None  # of the part that has arrived, without the tag
         self._unread: Unread | None = None  # a frame that this process has no memory for
 
-    def read(self, sock: socket.socket, flags: int = 0) -> list[Frame]:
-        """Read once and return the frames that are complete now.
+    def read(self, sock: socket.socket, *, wait: bool) -> list[Frame]:
+        """Read once and return the frames that are complete now. ``wait``: for data, as long as the socket does.
 
-        Raises BlockingIOError if no data is there, EOFError at the end of the stream, ValueError if the stream is out
+        Raises BlockingIOError if no data has come, EOFError at the end of the stream, ValueError if the stream is out
         of step or a frame is not authentic.
         """
         if self._large is not None and self._decrypt is None:
-            return self._read_large(sock, flags)
-        data = sock.recv(_CHUNK, flags)
+            return self._read_large(sock, 0 if wait else socket.MSG_DONTWAIT)
+        data = sock.recv(CHUNK) if wait else receive_now(sock)
+        if data is None:
+            return []
         if not data:
             raise EOFError
         return self.feed(data if self._decrypt is None else self._decrypt(data))
@@ -123,7 +125,7 @@ class FrameReader:
         while end - start >= _PREFIX.size:
             size = sizes(data, start)[1] + self._tag_bytes
             if end - start < size:
-                if size > _CHUNK:
+                if size > CHUNK:
                     self._begin_large(data[start:], size)
                     start = end
                 break
@@ -195,7 +197,7 @@ class Unread:
         if self._hash is not None:
             self._hash.update(body)
         if len(self._head) < PREFIX_BYTES or len(self._head) < self._head_size():
-            self._head += bytes(body[:_CHUNK])
+            self._head += bytes(body[:CHUNK])
 
     def _head_size(self) -> int:
         header: int = _PREFIX.unpack_from(self._head)[3]

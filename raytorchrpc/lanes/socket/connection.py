@@ -18,6 +18,7 @@ from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.socket.listeners import Listeners
 from raytorchrpc.lanes.socket.spin import Spinner
 from raytorchrpc.process import keepalive, threads
+from raytorchrpc.process.system_calls import send_now
 
 #: A caller that reads checks its deadline this often (seconds).
 SLICE_S = 1
@@ -156,8 +157,8 @@ class Connection:
             if self._protection is not None:
                 buffers = self._protection.seal(buffers)
             try:
-                if len(buffers) == 1:
-                    sent = self.sock.send(buffers[0], _AT_ONCE)
+                if len(buffers) == 1 and type(buffers[0]) is bytes:
+                    sent = send_now(self.sock, buffers[0])
                 else:
                     sent = self.sock.sendmsg(buffers[:_IOV_MAX], (), _AT_ONCE)
             except BlockingIOError:
@@ -261,10 +262,10 @@ class Connection:
             else:
                 self._arm()
 
-    def read(self, flags: int = 0) -> list[frames.Frame]:
+    def read(self, *, wait: bool = False) -> list[frames.Frame]:
         """Read once: completes the calls whose replies have arrived, and returns the requests."""
         try:
-            arrived = self._reader.read(self.sock, flags)
+            arrived = self._reader.read(self.sock, wait=wait)
         except BlockingIOError:
             return []
         except Exception as error:  # whatever it is, the stream is out of step
@@ -294,10 +295,10 @@ class Connection:
                 poll = poll or _poll_in(self.fd)
                 if not poll.poll(remaining * 1000):
                     return
-            self.read()
+            self.read(wait=True)
 
     def _read_reply(self, pending: SocketPending) -> bool:
-        self.read(socket.MSG_DONTWAIT)
+        self.read()
         return pending.done
 
     def await_requests(self) -> list[frames.Frame]:
@@ -305,7 +306,7 @@ class Connection:
         requests: list[frames.Frame] = []
 
         def ready() -> bool:
-            requests.extend(self.read(socket.MSG_DONTWAIT))
+            requests.extend(self.read())
             return bool(requests) or self.ended
 
         if self._spinner.should_spin():
@@ -374,7 +375,7 @@ class SocketPending(PendingReply):
             if timeout_s > 0:
                 connection.read_until(self, time.monotonic() + timeout_s)
             else:
-                connection.read(socket.MSG_DONTWAIT)
+                connection.read()
         finally:
             connection.release_read(lazily=True)
         return self.done

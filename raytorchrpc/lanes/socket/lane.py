@@ -10,7 +10,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
@@ -163,7 +162,7 @@ class SocketLane(MessageLane):
 
     def _serve_all(self, connection: Connection) -> None:
         """Read what has arrived and run the work it brought, for as long as more arrives at once."""
-        tasks = self._read(connection, partial(connection.read, socket.MSG_DONTWAIT))
+        tasks = self._read(connection, connection.read)
         while tasks:
             began = time.perf_counter()
             while tasks:
