@@ -102,7 +102,4 @@ def _lane_setup(spec: JoinSpec, local: LocalMember) -> LaneSetup:
         interface=spec.agent.interface,
         devices=spec.agent.devices,
         device_maps=spec.device_maps,
-        one_at_a_time=local.me.actor_id is not None
-        and ray_internals.actor_max_concurrency() == 1
-        and not ray_internals.actor_is_async(),
     )

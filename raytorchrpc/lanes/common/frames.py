@@ -13,14 +13,14 @@ import ctypes
 import marshal
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from raytorchrpc.lanes.base import Message
 from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection, check_tag
-from raytorchrpc.process.system_calls import CHUNK, receive_now
+from raytorchrpc.process.system_calls import CHUNK
 from raytorchrpc.tensors.codec import NOTHING, Encoded, body_bytes
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, as_copyable, tensor_in, view_at
 
@@ -91,15 +91,17 @@ class FrameReader:
         self._hash: Any = None  # of the part that has arrived, without the tag
         self._unread: Unread | None = None  # a frame that this process has no memory for
 
-    def read(self, sock: socket.socket, *, wait: bool) -> list[Frame]:
-        """Read once and return the frames that are complete now. ``wait``: for data, as long as the socket does.
+    def read(self, sock: socket.socket, receive: Callable[[], bytes | None] | None = None) -> list[Frame]:
+        """Read once and return the frames that are complete now.
+
+        ``receive``: receives what is there, or returns None. Without it this waits for data as the socket does.
 
         Raises BlockingIOError if no data has come, EOFError at the end of the stream, ValueError if the stream is out
         of step or a frame is not authentic.
         """
         if self._large is not None and self._decrypt is None:
-            return self._read_large(sock, 0 if wait else socket.MSG_DONTWAIT)
-        data = sock.recv(CHUNK) if wait else receive_now(sock)
+            return self._read_large(sock, 0 if receive is None else socket.MSG_DONTWAIT)
+        data = sock.recv(CHUNK) if receive is None else receive()
         if data is None:
             return []
         if not data:
