@@ -84,7 +84,7 @@ def main(quick: bool = False) -> None:
                 lanes.append(lane)
 
                 def call(lane: MessageLane = lane, message: Message = message) -> None:
-                    pending = lane.call("b", message, 60, attended=True)
+                    pending = lane.call("b", message, 60, caller_waits=True)
                     pending.wait(60)
                     pending.take()
 

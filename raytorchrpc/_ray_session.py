@@ -55,8 +55,7 @@ def running_cluster(address: str | None) -> Iterator[None]:
     except (RayError, RuntimeError, ValueError, OSError) as error:
         if isinstance(error, RayTorchRpcError):
             raise
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        why = lines[0] if lines else type(error).__name__
+        why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         if isinstance(error, ConnectionError):  # its message names the address
             raise ConfigurationError(why + _hint(why)) from error
         raise ConfigurationError(f"no Ray cluster at {where}: {why}") from error

@@ -5,43 +5,27 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from raytorchrpc.errors import ConfigurationError
 
 ENV_PREFIX = "RAYTORCHRPC_"
 
 
-class KnownLanes(Protocol):
-    """The names that ``GroupConfig.lanes`` may hold."""
-
-    def is_known(self, name: str) -> bool:
-        """Whether there is a lane of this name."""
-
-    def names(self) -> Iterable[str]:
-        """The names of all lanes."""
+#: Whether there is a lane of this name, and the names of all lanes. The lane registry sets it, as settings lie below
+#: lanes; until then any name is accepted.
+lane_names: tuple[Callable[[str], bool], Callable[[], Iterable[str]]] = (lambda _name: True, list)
 
 
-_lanes: KnownLanes | None = None
-
-
-def use_lanes(known: KnownLanes) -> None:
-    """Check the names of lanes against these. The lane registry calls it, as settings lie below lanes."""
-    global _lanes
-    _lanes = known
-
-
-class GroupConfig(BaseModel):
+class GroupConfig(BaseModel, frozen=True, extra="forbid"):
     """Settings of one group; immutable, the same on every member.
 
     Every field can be set in the environment as ``RAYTORCHRPC_<FIELD>`` (see ``from_env``), so a submitted job can be
     tuned without a change to its code.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rpc_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 60.0
     """Default deadline of a call, in seconds."""
@@ -61,8 +45,7 @@ class GroupConfig(BaseModel):
 
     shm_bytes: Annotated[int, Field(ge=1 << 20)] | None = None
     """The most memory that a member uses for CPU tensors in transit, in bytes, for shm and for nixl each. None: a
-    quarter
-    of the memory that the process may use. It is allocated when needed and kept until the group ends."""
+    quarter of the memory that the process may use. It is allocated when needed and kept until the group ends."""
 
     copy_threads: Annotated[int, Field(ge=1, le=64)] | None = None
     """Threads that copy a large CPU tensor together. None: half the cores, 2 to 4."""
@@ -72,13 +55,11 @@ class GroupConfig(BaseModel):
 
     max_bytes_in_flight: Annotated[int, Field(ge=1)] | None = None
     """Bytes of arguments in flight to one peer. None: a quarter of the memory that the process may use. A larger call
-    is
-    sent when nothing else is in flight."""
+    is sent when nothing else is in flight."""
 
     when_full: Literal["block", "reject"] = "block"
     """``block``: the caller's thread blocks until a call has been answered, at most until the deadline; on an event
-    loop,
-    which must not block, the call is rejected. ``reject``: raise PeerBusy at once."""
+    loop, which must not block, the call is rejected. ``reject``: raise PeerBusy at once."""
 
     interface: str | None = None
     """Network interface that torchrpc listens on. None: the one with the Ray node's address."""
@@ -90,8 +71,7 @@ class GroupConfig(BaseModel):
 
     always_tcp: bool = False
     """Use TCP for the socket and nng lanes even where Unix sockets would work, for instance to measure the
-    difference.
-    """
+    difference."""
 
     across_users: bool = False
     """Let members that run as different users of one host connect by Unix sockets. Otherwise such a group cannot be
@@ -119,9 +99,10 @@ class GroupConfig(BaseModel):
     @field_validator("lanes")
     @classmethod
     def _lanes_are_known(cls, lanes: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        is_known, names = lane_names
         for lane in lanes or ():
-            if _lanes is not None and not _lanes.is_known(lane.removeprefix("-")):
-                raise ValueError(f"unknown lane {lane!r}; known lanes: {', '.join(_lanes.names())}")
+            if not is_known(lane.removeprefix("-")):
+                raise ValueError(f"unknown lane {lane!r}; known lanes: {', '.join(names())}")
             if not lane.startswith("-") and f"-{lane}" in (lanes or ()):
                 raise ValueError(f"lane {lane!r} is both asked for and forbidden")
         return lanes
@@ -149,7 +130,8 @@ class GroupConfig(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigurationError(_explain(error)) from error
+            problems = (f"{'.'.join(map(str, item['loc'])) or 'config'}: {item['msg']}" for item in error.errors())
+            raise ConfigurationError(f"GroupConfig: {'; '.join(problems)}") from error
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ, **overrides: Any) -> GroupConfig:
@@ -182,8 +164,3 @@ def _parse(variable: str, field: str, text: str) -> Any:
         except json.JSONDecodeError as error:
             raise ConfigurationError(f"{variable} is not JSON: {error}") from error
     return text
-
-
-def _explain(error: ValidationError) -> str:
-    problems = (f"{'.'.join(map(str, item['loc'])) or 'config'}: {item['msg']}" for item in error.errors())
-    return "GroupConfig: " + "; ".join(problems)

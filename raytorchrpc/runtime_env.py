@@ -30,11 +30,10 @@ def runtime_env(**extra: Any) -> dict[str, Any]:
     ``JobSubmissionClient.submit_job(runtime_env=...)``. The variables:
 
     * ``THP_MEM_ALLOC_ENABLE=1``: torch asks the kernel for huge pages for CPU tensors of 2 MiB and more
-      (``c10/core/impl/alloc_cpu.cpp``). A large tensor that arrives by torchrpc is
-      written to fresh memory, and page faults take most of that time; see ``python -m benchmarks huge_pages``. The
-      receiver needs it. torch reads it once, with the first CPU tensor of the process. Where
-      ``/sys/kernel/mm/transparent_hugepage/enabled`` is ``never`` it has no effect. A tensor may use up to 2 MiB
-      more than its size.
+      (``c10/core/impl/alloc_cpu.cpp``). A large tensor that arrives by torchrpc is written to fresh memory, and page
+      faults take most of that time; see ``python -m benchmarks huge_pages``. The receiver needs it. torch reads it
+      once, with the first CPU tensor of the process. Where ``/sys/kernel/mm/transparent_hugepage/enabled`` is
+      ``never`` it has no effect. A tensor may use up to 2 MiB more than its size.
     * ``MALLOC_MMAP_THRESHOLD_=33554432`` and ``MALLOC_TRIM_THRESHOLD_=67108864``: blocks of up to 32 MiB reuse
       memory of the heap. These are the upper bounds of glibc's dynamic thresholds (``mallopt(3)``). They are set
       explicitly because the first variable keeps the thresholds from growing: torch then aligns blocks to pages, and

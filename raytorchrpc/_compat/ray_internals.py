@@ -21,11 +21,8 @@ def _worker() -> Any:
 
 def actor_instance() -> Any | None:
     """The actor object living in this process; None in a driver, a task, or outside Ray."""
-    worker = _worker()
-    instances = getattr(worker, "actors", None)
-    if not instances:
-        return None
-    return instances.get(worker.core_worker.get_actor_id())
+    instances = getattr(_worker(), "actors", None)
+    return instances.get(_worker().core_worker.get_actor_id()) if instances else None
 
 
 def actor_max_concurrency() -> int:
@@ -79,11 +76,8 @@ def dead_jobs() -> frozenset[str]:
     """Hex ids of the jobs whose drivers have ended."""
     from ray._private.state import state
 
-    return frozenset(
-        job["JobID"]
-        for job in state.job_table()  # type: ignore[no-untyped-call]
-        if job["IsDead"]
-    )
+    jobs = state.job_table()  # type: ignore[no-untyped-call]
+    return frozenset(job["JobID"] for job in jobs if job["IsDead"])
 
 
 def actor_is_dead(actor_id: str) -> bool:

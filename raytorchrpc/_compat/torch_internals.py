@@ -10,7 +10,7 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -23,8 +23,6 @@ from torch.distributed import distributed_c10d
 from torch.distributed.rpc import api as rpc_api
 
 DeviceDict = Mapping[int, int]
-
-
 #: The C++ base class of ``rpc.RRef``.
 RREF_TYPE: type[Any] = PyRRef
 
@@ -39,11 +37,9 @@ def has_tensorpipe(kind: Literal["transports", "channels"], name: str) -> bool:
 
     Builds an options object, in which torch looks the names up.
     """
+    options: dict[str, Any] = {"_transports": [name]} if kind == "transports" else {"_channels": [name]}
     try:
-        if kind == "transports":
-            rpc.TensorPipeRpcBackendOptions(_transports=[name])
-        else:
-            rpc.TensorPipeRpcBackendOptions(_channels=[name])
+        rpc.TensorPipeRpcBackendOptions(**options)
     except RuntimeError:
         return False
     return True
@@ -76,16 +72,18 @@ def start_agent(
     if devices:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     store = HashStore()
-    agent = TensorPipeAgent(
-        store, name, worker_id, None, options, {}, [torch.device("cuda", index) for index in devices]
-    )
+    agent = TensorPipeAgent(store, name, worker_id, None, options, {}, _gpus(devices))
     rpc_api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
     url: bytes = store.get("addrs/" + name)
     return agent, store, url.decode()
 
 
+def _gpus(devices: Iterable[int]) -> list[torch.device]:
+    return [torch.device("cuda", index) for index in devices]
+
+
 def _devices(mapping: DeviceDict) -> dict[Any, Any]:
-    return {torch.device("cuda", mine): torch.device("cuda", its) for mine, its in mapping.items()}
+    return dict(zip(_gpus(mapping.keys()), _gpus(mapping.values()), strict=True))
 
 
 def add_peer(
@@ -100,12 +98,8 @@ def add_peer(
 ) -> None:
     """Let the agent call ``name``; ``inverse_map`` (local GPU -> the peer's) is for results."""
     store.set("addrs/" + name, url)
-    agent._update_group_membership(
-        WorkerInfo(name, worker_id),
-        [torch.device("cuda", index) for index in devices],
-        {name: _devices(inverse_map)} if inverse_map else {},
-        True,
-    )
+    maps = {name: _devices(inverse_map)} if inverse_map else {}
+    agent._update_group_membership(WorkerInfo(name, worker_id), _gpus(devices), maps, True)
 
 
 def remove_peer(
@@ -117,12 +111,8 @@ def remove_peer(
     no lock for that and copies the maps with every answer, so dropping a map meanwhile crashes the process: peers
     without GPUs have no map.
     """
-    agent._update_group_membership(
-        WorkerInfo(name, worker_id),
-        [torch.device("cuda", index) for index in devices],
-        {peer: _devices(inverse_map) for peer, inverse_map in inverse_maps.items()},
-        False,
-    )
+    maps = {peer: _devices(inverse_map) for peer, inverse_map in inverse_maps.items()}
+    agent._update_group_membership(WorkerInfo(name, worker_id), _gpus(devices), maps, False)
 
 
 def stop_agent() -> None:
@@ -199,14 +189,14 @@ def _autograd_symbols() -> tuple[Callable[[], int], Callable[[int], None], Calla
     torchrpc thread that received the call.
     """
     library = ctypes.PyDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
-    prefix = "_ZN5torch11distributed8autograd21DistAutogradContainer"
-    current = getattr(library, prefix + "16currentContextIdEv")
-    current.restype, current.argtypes = ctypes.c_int64, []
-    enter = getattr(library, prefix + "19setCurrentContextIdEl")
-    enter.restype, enter.argtypes = None, [ctypes.c_int64]
-    leave = getattr(library, prefix + "19clearCurrentContextEv")
-    leave.restype, leave.argtypes = None, []
-    return current, enter, leave
+
+    def symbol(name: str, result: Any, *arguments: Any) -> Any:
+        function = getattr(library, "_ZN5torch11distributed8autograd21DistAutogradContainer" + name)
+        function.restype, function.argtypes = result, arguments
+        return function
+
+    current = symbol("16currentContextIdEv", ctypes.c_int64)
+    return current, symbol("19setCurrentContextIdEl", None, ctypes.c_int64), symbol("19clearCurrentContextEv", None)
 
 
 NO_CONTEXT = -1

@@ -8,7 +8,7 @@
 | ``transports``, ``actors`` | inside the actors: one sample over each transport, batches of samples |
 | ``pairs`` | in the driver: starting, joining, calling and ending the actors |
 | ``schedule`` | the order of samples: warm-up, turns, repeats, limits of memory and time |
-| ``results``, ``fit``, ``published`` | results as data, the fitted line, the field's published figures |
+| ``results``, ``fit`` | results and the field's published figures as data, the fitted line |
 | ``tables``, ``markdown``, ``plots`` | results for people |
 
 A sample is one tensor in one direction and an acknowledgement: a call with a tensor argument that returns None. The

@@ -54,8 +54,6 @@ class BenchActor:
         own, self._digest = self._digest, None
         return own or (self._transports[name].received() if name in self._transports else None)
 
-    # --- transports ----------------------------------------------------------------------------------------------
-
     def open(self, name: str, kind: str, rank: int, peer: Any, options: dict[str, Any], meeting: Any) -> Any:
         """Open one end of a transport; returns what the other end's ``open`` needs."""
         address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
@@ -65,11 +63,9 @@ class BenchActor:
         return meeting
 
     def resume(self, name: str) -> None:
-        """Call before the transport's turn."""
         self._transports[name].resume()
 
     def pause(self, name: str) -> None:
-        """Call after the transport's turn."""
         self._transports[name].pause()
 
     def send(self, name: str, device: str, size: int, count: int, check: bool) -> list[float]:
@@ -85,8 +81,6 @@ class BenchActor:
     def serve(self, name: str, device: str, size: int, count: int) -> None:
         """The other end of ``send``, for transports without calls."""
         self._transports[name].serve(torch.zeros(size, dtype=torch.uint8, device=device), count)
-
-    # --- tensors -------------------------------------------------------------------------------------------------
 
     def prepare(self, device: str, size: int) -> Digest:
         """Create the tensor of that size; returns the digest that its receiver must compute."""
@@ -107,7 +101,6 @@ class BenchActor:
         return tensor
 
     def drop(self) -> None:
-        """Free the memory of the last size."""
         self._tensors.clear()
         for transport in self._transports.values():
             transport.drop()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from raytorchrpc.bench.options import show_size
-from raytorchrpc.bench.published import published
-from raytorchrpc.bench.results import Run
-from raytorchrpc.bench.tables import Table, choice, figures, not_measured, show_ms
+from raytorchrpc.bench.results import Run, published, published_sizes
+from raytorchrpc.bench.tables import choice, figures, not_measured, show_ms
 
 _HEAD = """\
 # Benchmark results
@@ -33,23 +32,21 @@ def document(runs: Sequence[Run], plots: Sequence[str | None]) -> str:
     """Markdown. ``plots``: for each run, the path of its picture as the document is to name it."""
     parts = [_HEAD]
     for run, plot in zip(runs, plots, strict=True):
-        parts.append(f"## {_name(run)}")
         facts = [*run.machine, f"raytorchrpc {run.version}, {run.started}, {run.seconds:.0f} s in all"]
-        parts.append("\n".join(f"- {fact}" for fact in facts))
+        parts += [f"## {_name(run)}", "\n".join(f"- {fact}" for fact in facts)]
         parts.append(f"To reproduce:\n\n```console\n{run.command}\n```")
         if plot:
             parts.append(f"![Latency and bandwidth against size]({plot})")
         for device in run.devices():
-            parts.append(_table(figures(run, device)))
-            if compared := choice(run, device):
-                parts.append(_table(compared))
-        parts.append(_rows(run))
-        missing = not_measured(run)
-        if missing:
+            for table in (figures(run, device), choice(run, device)):
+                if table is not None:
+                    parts += [f"### {table.title}", _grid(table.heads, table.rows)]
+        about = {row.row: (row.row, row.kind, row.what) for row in run.rows if run.points(row)}
+        parts += ["### The rows", _grid(("row", "kind", "what it is"), about.values(), left=3)]
+        if missing := not_measured(run):
             lines = "\n".join(f"- {line}" for line in missing)
             parts.append(f'<details markdown="1">\n<summary>Not measured, and why</summary>\n\n{lines}\n\n</details>')
-    parts.append(_published(runs))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, *_published(runs)]) + "\n"
 
 
 def _name(run: Run) -> str:
@@ -57,41 +54,31 @@ def _name(run: Run) -> str:
     return f"{where}, {run.scope}"
 
 
-def _table(table: Table) -> str:
-    lines = [f"### {table.title}", "", _line(table.heads), _line(["---", *["---:"] * (len(table.heads) - 1)])]
-    return "\n".join([*lines, *map(_line, table.rows)])
+def _grid(heads: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A table whose first ``left`` columns are aligned left."""
+    rule = ["---"] * left + ["---:"] * (len(heads) - left)
+    return "\n".join("| " + " | ".join(map(str.strip, cells)) + " |" for cells in (heads, rule, *rows))
 
 
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.strip() for cell in cells) + " |"
-
-
-def _rows(run: Run) -> str:
-    seen: dict[str, tuple[str, str]] = {row.row: (row.kind, row.what) for row in run.rows if run.points(row)}
-    table = [_line(("row", "kind", "what it is")), _line(("---", "---", "---"))]
-    return "\n".join(["### The rows", "", *table, *(_line((name, *about)) for name, about in seen.items())])
-
-
-def _published(runs: Sequence[Run]) -> str:
+def _published(runs: Sequence[Run]) -> list[str]:
     """The field's figures, each curve beside the rows of that name."""
     source, curves = published()
-    sizes = sorted({size for curve in curves for size in curve.ms})
-    lines = [
-        "## Published figures",
-        "",
-        f"{source} They come from other machines, and each row is forced to the transport in its name. The rows of the "
-        "runs above with the same name follow it.",
-        "",
-        _line(("transport", "where", *(show_size(size) for size in sizes))),
-        _line(("---", "---", *["---:"] * len(sizes))),
-    ]
+    sizes = published_sizes()
+    rows = []
     for curve in curves:
-        cells = (show_ms(curve.ms[size]) if size in curve.ms else "" for size in sizes)
-        lines.append(_line((f"**{curve.transport}**", f"published, {curve.scope}", *cells)))
+        rows.append([f"**{curve.transport}**", f"published, {curve.scope}", *_cells(curve.ms, sizes)])
         for run in runs:
             for row in run.rows:
-                points = dict(run.points(row))
+                points = {size: seconds * 1e3 for size, seconds in run.points(row)}
                 if row.published == (curve.scope, curve.transport) and points:
-                    cells = (show_ms(points[size] * 1e3) if size in points else "" for size in sizes)
-                    lines.append(_line((row.row, f"{_name(run)}, {row.device}", *cells)))
-    return "\n".join(lines)
+                    rows.append([row.row, f"{_name(run)}, {row.device}", *_cells(points, sizes)])
+    note = (
+        f"{source} They come from other machines, and each row is forced to the transport in its name. The rows of the "
+        "runs above with the same name follow it."
+    )
+    heads = ["transport", "where", *map(show_size, sizes)]
+    return ["## Published figures", note, _grid(heads, rows, left=2)]
+
+
+def _cells(ms: Mapping[int, float], sizes: Sequence[int]) -> list[str]:
+    return [show_ms(ms[size]) if size in ms else "" for size in sizes]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raytorchrpc.bench.published import published_sizes
+from raytorchrpc.bench.results import published_sizes
 from raytorchrpc.bench.rows import DEVICES, QUICK, ROWS, Device, Row, choose
 from raytorchrpc.errors import ConfigurationError
 
@@ -40,32 +40,26 @@ def make_options(
     hosts: Sequence[str] = (),
 ) -> Options:
     """Parse the user's options; items of lists may hold commas. Raises ConfigurationError with one line."""
-    names, texts = _split(rows), _split(sizes)
     if device not in (*DEVICES, "all"):
         raise ConfigurationError(f"device {device!r} is not one of {', '.join(DEVICES)}, all")
+    names = _split(rows)
     chosen = choose(names) if names else choose(QUICK) if quick else ROWS
-    devices = DEVICES if device == "all" else tuple(d for d in DEVICES if d == device)
+    devices = tuple(each for each in DEVICES if device in (each, "all"))
     if not any(set(row.devices) & set(devices) for row in chosen):
         raise ConfigurationError(f"none of the rows {', '.join(row.name for row in chosen)} carries {device} tensors")
     if budget_s is None:
         budget_s = QUICK_BUDGET_S if quick else BUDGET_S
     if not MIN_BUDGET_S <= budget_s <= MAX_BUDGET_S:
         raise ConfigurationError(f"the budget must be {MIN_BUDGET_S:g} to {MAX_BUDGET_S:g} seconds, not {budget_s:g}")
-    given = tuple(sorted({parse_size(text) for text in texts}))
-    usual = _QUICK_SIZES if quick else published_sizes()
-    return Options(chosen, devices, given or usual, budget_s, _two(hosts))
+    given = tuple(sorted({parse_size(text) for text in _split(sizes)}))
+    if hosts and (len(hosts) != 2 or hosts[0] == hosts[1]):
+        raise ConfigurationError("hosts must be two different Ray nodes, each given by id, address or host name")
+    ends = (hosts[0], hosts[1]) if hosts else None
+    return Options(chosen, devices, given or (_QUICK_SIZES if quick else published_sizes()), budget_s, ends)
 
 
 def _split(texts: Sequence[str]) -> list[str]:
     return [part.strip() for text in texts for part in text.split(",") if part.strip()]
-
-
-def _two(hosts: Sequence[str]) -> tuple[str, str] | None:
-    if not hosts:
-        return None
-    if len(hosts) != 2 or hosts[0] == hosts[1]:
-        raise ConfigurationError("hosts must be two different Ray nodes, each given by id, address or host name")
-    return hosts[0], hosts[1]
 
 
 def parse_size(text: str) -> int:

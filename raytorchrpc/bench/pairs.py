@@ -6,9 +6,9 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
@@ -26,8 +26,7 @@ _GPU_SHARE = 0.01
 _SLOWEST_BYTE = 1e-8
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """The nodes and GPUs of the two ends.
 
     Ray chooses the GPU of an actor that requests a fraction, and fills one GPU before it uses the next. So the actors
@@ -35,9 +34,8 @@ class Placement:
     show whether both ends got different GPUs.
     """
 
-    nodes: tuple[str, str]
-    """Node ids."""
-    gpus: tuple[str | None, str | None] = (None, None)
+    node_ids: tuple[str, str]
+    gpus: tuple[str | None, str | None]
     """Values of CUDA_VISIBLE_DEVICES; None leaves the choice to Ray."""
 
 
@@ -49,25 +47,39 @@ class Stuck(Failed):
     """A row cannot continue and its pair is unusable: an actor may still be busy, or has died."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Pair:
     """Two actors (one with the option ``alone``) and the rows whose samples they take."""
 
     name: str
-    rows: list[Row]
     cuda: bool
     a: Any
     b: Any
     group: rtr.Group | None = None
     failed: str | None = None
-    ready: tuple[Ready, ...] = ()
+    ready: Sequence[Ready] = ()
+    """What the actors reported once they had started."""
     opened: dict[str, str | None] = field(default_factory=dict)
     """Rows whose transport was opened, with the failure if there was one."""
+    starting: list[Any] = field(default_factory=list)
+    """References to the reports of the actors."""
 
     @property
     def ends(self) -> list[Any]:
-        """The actors."""
         return [self.a] if self.a is self.b else [self.a, self.b]
+
+    def call(self, method: str, timeout_s: float, *args: Any) -> None:
+        """Call a method of both actors at once. Raises Failed."""
+        get([getattr(end, method).remote(*args) for end in self.ends], timeout_s)
+
+    def await_start(self, deadline: float) -> None:
+        """Block until both actors have started, or set ``failed`` at the deadline, which is by time.monotonic()."""
+        left = max(0.0, deadline - time.monotonic())
+        _, late = ray.wait(self.starting, num_returns=len(self.starting), timeout=left)
+        try:
+            self.ready = get(self.starting, 0)
+        except Failed as failure:
+            self.failed = "Ray did not start its actors in time" if late else str(failure)
 
     def end(self, why: str) -> None:
         """Kill the actors; never raises."""
@@ -81,14 +93,14 @@ class Pair:
         self.failed = self.failed or why
 
 
-def start(name: str, rows: Sequence[Row], cuda: bool, placement: Placement) -> Pair:
-    """Create the two actors; returns before they have started."""
-    row = rows[0]
+def start(name: str, row: Row, cuda: bool, placement: Placement) -> Pair:
+    """Create the two actors that take the samples of this row; returns before they have started."""
     alone = bool(row.options.get("alone"))
     gpus = (placement.gpus[0], placement.gpus[0]) if row.one_gpu else placement.gpus
     if row.options.get("tensor_transport") == rtr.rdt.TRANSPORT:
         rtr.rdt.enable()  # affects actors that are created afterwards
-    ends = []
+    settings: Any = {"enable_tensor_transport": True} if row.transport == "rdt" else {"max_restarts": 0}
+    ends: list[Any] = []
     for rank in range(1 if alone else 2):
         # The recommended environment, also for the rows for comparison, which benefit from it too.
         env = rtr.runtime_env()["env_vars"] | row.env
@@ -100,13 +112,11 @@ def start(name: str, rows: Sequence[Row], cuda: bool, placement: Placement) -> P
         options: dict[str, Any] = {
             "num_cpus": 0,
             "num_gpus": _GPU_SHARE if cuda else 0,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(placement.nodes[rank], soft=False),
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(placement.node_ids[rank], soft=False),
+            "runtime_env": {"env_vars": env},
         }
-        options["runtime_env"] = {"env_vars": env}
-        settings: Any = {"enable_tensor_transport": True} if row.transport == "rdt" else {"max_restarts": 0}
-        cls = ray.remote(**settings)(BenchActor)
-        ends.append(cls.options(**options).remote(cuda))
-    return Pair(name, list(rows), cuda, ends[0], ends[-1])
+        ends.append(ray.remote(**settings)(BenchActor).options(**options).remote(cuda))
+    return Pair(name, cuda, ends[0], ends[-1], starting=[end.ready.remote() for end in ends])
 
 
 def get(refs: Any, timeout_s: float) -> Any:
@@ -123,43 +133,9 @@ def get(refs: Any, timeout_s: float) -> Any:
 
 def one_line(error: BaseException) -> str:
     """An exception's type and its first line, shortened."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else ""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     kind = type(error).__name__.removeprefix("RayTaskError(").removesuffix(")")
     return f"{kind}: {text}"[:240].rstrip(": ")
-
-
-def await_ready(pairs: Iterable[Pair], deadline: float) -> Iterable[Pair]:
-    """Yield each pair once its actors have started or failed, in that order."""
-    waiting: dict[Any, tuple[Pair, int]] = {}
-    answers: dict[str, dict[int, Ready]] = {}
-    for pair in pairs:
-        answers[pair.name] = {}
-        for rank, end in enumerate(pair.ends):
-            waiting[end.ready.remote()] = pair, rank
-    while waiting:
-        left = deadline - time.monotonic()
-        done, _ = ray.wait(list(waiting), timeout=max(0.0, left))
-        for ref in done:
-            pair, rank = waiting.pop(ref)
-            if pair.failed:
-                continue
-            try:
-                answers[pair.name][rank] = get(ref, 1)
-            except Failed as failure:
-                pair.failed = str(failure)
-                yield pair
-                continue
-            if len(answers[pair.name]) == len(pair.ends):
-                pair.ready = tuple(answers[pair.name][rank] for rank in sorted(answers[pair.name]))
-                yield pair
-        if not done:
-            late = {pair.name: pair for pair, _ in waiting.values()}
-            for pair in late.values():
-                if not pair.failed:
-                    pair.failed = "Ray did not start its actors in time"
-                    yield pair
-            return
 
 
 def open_row(pair: Pair, row: Row, site: Site, timeout_s: float) -> None:
@@ -175,24 +151,22 @@ def open_row(pair: Pair, row: Row, site: Site, timeout_s: float) -> None:
 
 
 def _open(pair: Pair, row: Row, site: Site, timeout_s: float) -> None:
-    _check_gpus(pair, row, site)
-    if row.transport == "group" and pair.group is None:
+    uuids = [ready.gpu for ready in pair.ready]
+    if pair.cuda and len(uuids) == 2 and site.distinct_gpus and not row.one_gpu and uuids[0] == uuids[1]:
+        raise Failed(f"both actors got the same GPU ({uuids[0]})")
+    tensor_transport = row.options.get("tensor_transport")
+    if pair.group is None and (row.transport == "group" or tensor_transport == rtr.rdt.TRANSPORT):
         pair.group = _form(pair, row, site, timeout_s)
+    if tensor_transport in ("gloo", "nccl"):
+        collective_group([pair.a, pair.b], tensor_transport, timeout_s)
     if row.transport == "rdt":
-        _open_rdt(pair, row, site, timeout_s)
         return
     meeting = None
     for rank, end in enumerate(pair.ends):
         peer = pair.ends[-1 - rank]
         meeting = get(end.open.remote(row.name, row.transport, rank, peer, dict(row.options), meeting), timeout_s)
     if not row.own_turn:
-        _both(pair, "resume", row, timeout_s)
-
-
-def _check_gpus(pair: Pair, row: Row, site: Site) -> None:
-    uuids = [ready.gpu for ready in pair.ready]
-    if pair.cuda and len(uuids) == 2 and site.distinct_gpus and not row.one_gpu and uuids[0] == uuids[1]:
-        raise Failed(f"both actors got the same GPU ({uuids[0]})")
+        pair.call("resume", timeout_s, row.name)
 
 
 def _form(pair: Pair, row: Row, site: Site, timeout_s: float) -> rtr.Group:
@@ -201,11 +175,10 @@ def _form(pair: Pair, row: Row, site: Site, timeout_s: float) -> rtr.Group:
         # torch builds without CUDA lack its channels, and members without a GPU must not open them.
         has = set(site.a.endpoint.tensorpipe_channels)
         settings["channels"] = tuple(c for c in settings["channels"] if c in has and (pair.cuda or "cuda" not in c))
+    members, name = {"a": pair.a, "b": pair.b}, f"bench-{pair.name}-{os.getpid()}"
     try:
         config = rtr.GroupConfig(rpc_timeout_s=TIMEOUT_S, **settings)
-        group = rtr.init_group(
-            {"a": pair.a, "b": pair.b}, name=f"bench-{pair.name}-{os.getpid()}", config=config, timeout_s=timeout_s
-        )
+        group = rtr.init_group(members, name=name, config=config, timeout_s=timeout_s)
     except (rtr.RayTorchRpcError, RayTaskError, RayActorError) as error:
         raise Failed(one_line(error)) from error
     chosen = group.routes().route("a", "b").lanes("cpu")
@@ -213,14 +186,6 @@ def _form(pair: Pair, row: Row, site: Site, timeout_s: float) -> rtr.Group:
         group.shutdown(timeout_s=1)
         raise Failed(f"this pair uses {chosen[0].how if chosen else 'no lane'}, and no setting forces {row.over}")
     return group
-
-
-def _open_rdt(pair: Pair, row: Row, site: Site, timeout_s: float) -> None:
-    transport = row.options["tensor_transport"]
-    if transport == rtr.rdt.TRANSPORT:
-        pair.group = _form(pair, row, site, timeout_s)
-    if transport in ("gloo", "nccl"):
-        collective_group([pair.a, pair.b], transport, timeout_s)
 
 
 def collective_group(actors: Sequence[Any], backend: str, timeout_s: float) -> None:
@@ -245,11 +210,7 @@ def collective_group(actors: Sequence[Any], backend: str, timeout_s: float) -> N
         raise Failed(one_line(failures[0])) from failures[0]
 
 
-def _both(pair: Pair, what: str, row: Row, timeout_s: float) -> None:
-    get([getattr(end, what).remote(row.name) for end in pair.ends], timeout_s)
-
-
-@dataclass
+@dataclass(eq=False)
 class Series:
     """The samples of one row with tensors on one device."""
 
@@ -260,11 +221,19 @@ class Series:
     """Why it ended, or did not start."""
     took: dict[int, float] = field(default_factory=dict)
     """Seconds of the fastest recent sample, by bytes."""
+    via: str | None = None
+    """The lane that carried the last verified sample, if known."""
 
     @property
     def alive(self) -> bool:
         """True while samples can be taken."""
         return self.reason is None and self.pair is not None and self.pair.failed is None
+
+    def actors(self) -> Pair:
+        """The pair that takes the samples. Raises Failed if it cannot."""
+        if self.pair is None or self.pair.failed is not None:
+            raise Failed(self.pair.failed or "" if self.pair else "the row has no actors")
+        return self.pair
 
     def expected(self, size: int) -> float | None:
         """Estimated seconds of a sample of that size, from smaller sizes; None before the first."""
@@ -279,24 +248,29 @@ class Series:
 
     def send(self, size: int, count: int, timeout_s: float, *, check: bool = False) -> list[float]:
         """Take ``count`` samples; returns the seconds of each. Raises Failed."""
-        pair, row = self._pair(), self.row
-        if row.transport == "rdt":
-            return self._direct_transport(size, count, timeout_s, check)
-        asked = [pair.a.send.remote(row.name, self.device, size, count, check)]
-        if two_sided := TRANSPORTS[row.transport].two_sided:
-            asked.append(pair.b.serve.remote(row.name, self.device, size, count))
+        if self.row.transport == "rdt":
+            seconds = self._send_from_driver(size, count, timeout_s, check)
+        else:
+            seconds = self._send_from_actor(size, count, timeout_s, check)
+        self.took[size] = min(seconds)
+        return seconds
+
+    def _send_from_actor(self, size: int, count: int, timeout_s: float, check: bool) -> list[float]:
+        pair, name = self.actors(), self.row.name
+        asked = [pair.a.send.remote(name, self.device, size, count, check)]
+        if two_sided := TRANSPORTS[self.row.transport].two_sided:
+            asked.append(pair.b.serve.remote(name, self.device, size, count))
         try:
             seconds: list[float] = get(asked, timeout_s)[0]
         except Failed as failure:
             if two_sided:  # the other end is still waiting
                 raise Stuck(str(failure)) from failure
             raise
-        self.took[size] = min(seconds)
         return seconds
 
-    def _direct_transport(self, size: int, count: int, timeout_s: float, check: bool) -> list[float]:
-        """In the driver, because Ray requires passing one actor's result to the other."""
-        pair = self._pair()
+    def _send_from_driver(self, size: int, count: int, timeout_s: float, check: bool) -> list[float]:
+        """Ray Direct Transport requires passing one actor's result to the other."""
+        pair = self.actors()
         produce = pair.a.produce.options(tensor_transport=self.row.options["tensor_transport"])
         receive = pair.b.take_checked if check else pair.b.take
         deadline = time.monotonic() + timeout_s
@@ -309,12 +283,11 @@ class Series:
                 raise Failed(one_line(error)) from error
             get(ref, deadline - time.monotonic())
             seconds.append(time.perf_counter() - start)
-        self.took[size] = min(seconds)
         return seconds
 
     def check(self, size: int, timeout_s: float) -> str | None:
         """Take a sample and verify it; returns the lane that carried it, if known. Raises Failed."""
-        pair = self._pair()
+        pair = self.actors()
         deadline = time.monotonic() + timeout_s
         expected: Digest = get(pair.a.prepare.remote(self.device, size), timeout_s)
         before = self._carried()
@@ -323,30 +296,15 @@ class Series:
         received = get((pair.a if local else pair.b).received.remote(self.row.name), deadline - time.monotonic())
         if received != expected:
             raise Failed(f"the tensor arrived changed: {received}, not {expected}")
-        after = self._carried()
-        grown = {lane: size - before.get(lane, 0) for lane, size in after.items()}
-        return max(grown, key=lambda lane: grown[lane]) if grown else None
+        grown = {lane: sent - before.get(lane, 0) for lane, sent in self._carried().items()}
+        return max(grown, key=lambda lane: grown[lane], default=None)
 
     def _carried(self) -> Mapping[str, int]:
         """Bytes per lane, from the group's statistics."""
-        pair = self._pair()
-        if self.row.transport != "group" or pair.group is None:
+        group = self.actors().group
+        if self.row.transport != "group" or group is None:
             return {}
-        return {row.lane: row.bytes_out for row in pair.group.stats() if row.caller == "a"}
-
-    def resume(self, timeout_s: float) -> None:
-        """Call before the turn of a row with ``own_turn``."""
-        _both(self._pair(), "resume", self.row, timeout_s)
-
-    def pause(self, timeout_s: float) -> None:
-        """Call after the turn of a row with ``own_turn``."""
-        _both(self._pair(), "pause", self.row, timeout_s)
+        return {row.lane: row.bytes_out for row in group.stats() if row.caller == "a"}
 
     def drop(self, timeout_s: float) -> None:
-        """Free the memory of the last size."""
-        get([end.drop.remote() for end in self._pair().ends], timeout_s)
-
-    def _pair(self) -> Pair:
-        if self.pair is None or self.pair.failed is not None:
-            raise Failed(self.pair.failed or "" if self.pair else "the row has no actors")
-        return self.pair
+        self.actors().call("drop", timeout_s)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 from importlib.util import find_spec
+from typing import Any
 
-from raytorchrpc.bench.published import published_curve
-from raytorchrpc.bench.results import RowResult, Run
+from raytorchrpc.bench.results import Run, published_curve
 from raytorchrpc.bench.tables import DEVICE_TEXT
 from raytorchrpc.errors import ConfigurationError
 
@@ -34,14 +34,13 @@ def draw(run: Run, *, against_published: bool = False) -> bytes:
             points = run.points(row)
             _curve(left, right, points, label=row.row, **style)
             curve = published_curve(row.published) if against_published else None
-            if curve:
+            if row.published and curve:
                 style |= {"marker": "x", "linestyle": "-.", "linewidth": 0.8, "alpha": 0.6}
                 published = [(size, ms / 1e3) for size, ms in curve.items()]
-                _curve(left, right, published, label=_published_label(row), **style)
-        left.set(title=f"{DEVICE_TEXT[device]}, {run.scope}: time", xlabel="bytes", ylabel="milliseconds")
-        right.set(title=f"{DEVICE_TEXT[device]}, {run.scope}: bandwidth", xlabel="bytes", ylabel="GB/s")
-        for panel in (left, right):
-            panel.set(xscale="log", yscale="log")
+                _curve(left, right, published, label=f"{row.row}, published ({row.published[0]})", **style)
+        for panel, what, unit in ((left, "time", "milliseconds"), (right, "bandwidth", "GB/s")):
+            title = f"{DEVICE_TEXT[device]}, {run.scope}: {what}"
+            panel.set(title=title, xlabel="bytes", ylabel=unit, xscale="log", yscale="log")
             panel.grid(True, which="major", alpha=0.3)
         right.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize="small")
     out = io.BytesIO()
@@ -49,11 +48,7 @@ def draw(run: Run, *, against_published: bool = False) -> bytes:
     return out.getvalue()
 
 
-def _published_label(row: RowResult) -> str:
-    return f"{row.row}, published ({row.published[0]})" if row.published else row.row
-
-
-def _curve(left: object, right: object, points: list[tuple[int, float]], **style: object) -> None:
+def _curve(left: Any, right: Any, points: list[tuple[int, float]], **style: object) -> None:
     sizes = [size for size, _ in points]
-    left.plot(sizes, [seconds * 1e3 for _, seconds in points], **style)  # type: ignore[attr-defined]
-    right.plot(sizes, [size / seconds / 1e9 for size, seconds in points], **style)  # type: ignore[attr-defined]
+    left.plot(sizes, [seconds * 1e3 for _, seconds in points], **style)
+    right.plot(sizes, [size / seconds / 1e9 for size, seconds in points], **style)

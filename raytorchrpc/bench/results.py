@@ -1,23 +1,22 @@
-"""The results of a run, as data; read and written as JSON."""
+"""Results of runs, read and written as JSON, and the published figures that come with the package."""
 
 from __future__ import annotations
 
+import csv
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
-from raytorchrpc.bench.fit import Line, fit
 from raytorchrpc.bench.rows import Device
 from raytorchrpc.errors import ConfigurationError
 
 
-class _Data(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Cell(_Data):
+class Cell(BaseModel, frozen=True, extra="forbid"):
     """One row at one size: seconds, or the reason why there are none."""
 
     row: str
@@ -34,7 +33,7 @@ class Cell(_Data):
     reason: str | None = None
 
 
-class RowResult(_Data):
+class RowResult(BaseModel, frozen=True, extra="forbid"):
     """One row with tensors on one device."""
 
     row: str
@@ -48,14 +47,13 @@ class RowResult(_Data):
     """False for a row that works only in an easier case, such as two actors on one GPU."""
 
 
-class Run(_Data):
+class Run(BaseModel, frozen=True, extra="forbid"):
     """One run of the command."""
 
     version: str
     started: str
     """ISO 8601, UTC."""
     command: str
-    """The command that repeats the run."""
     scope: str
     """``one host`` or ``two hosts``."""
     machine: tuple[str, ...]
@@ -75,10 +73,6 @@ class Run(_Data):
         cells = ((size, self.cell(row, size)) for size in self.sizes)
         return [(size, cell.median_s) for size, cell in cells if cell and cell.median_s is not None]
 
-    def line(self, row: RowResult) -> Line | None:
-        """The line through the points."""
-        return fit(self.points(row))
-
     def measured(self, device: Device) -> list[RowResult]:
         """Rows with at least one figure."""
         return [row for row in self.rows if row.device == device and self.points(row)]
@@ -92,7 +86,7 @@ class Run(_Data):
         rivals = [r for r in self.measured(device) if r.kind in kinds and r.comparable and r.row != but]
         cells = [cell for row in rivals if (cell := self.cell(row, size))]
         found = [(cell.row, cell.median_s) for cell in cells if cell.median_s is not None]
-        return min(found, key=lambda pair: pair[1]) if found else None
+        return min(found, key=lambda pair: pair[1], default=None)
 
 
 def read_run(path: Path) -> Run:
@@ -102,9 +96,8 @@ def read_run(path: Path) -> Run:
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
     except ValidationError as error:
-        raise ConfigurationError(
-            f"{path} is not a result of `raytorchrpc bench --json`: {error.errors()[0]['msg']}"
-        ) from error
+        why = error.errors()[0]["msg"]
+        raise ConfigurationError(f"{path} is not a result of `raytorchrpc bench --json`: {why}") from error
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -116,3 +109,31 @@ def write_file(path: Path, content: str | bytes) -> None:
     except OSError as error:
         part.unlink(missing_ok=True)
         raise ConfigurationError(f"cannot write {path}: {error.strerror}") from error
+
+
+class Published(NamedTuple):
+    """One curve: (scope, transport), and milliseconds by bytes."""
+
+    scope: str
+    transport: str
+    ms: Mapping[int, float]
+
+
+@functools.cache
+def published() -> tuple[str, tuple[Published, ...]]:
+    """The source of the figures, and the curves in their published order."""
+    head, *lines = (files("raytorchrpc.bench") / "published_p2p.csv").read_text().splitlines()
+    curves: dict[tuple[str, str], dict[int, float]] = {}
+    for line in csv.DictReader(lines):
+        curves.setdefault((line["scope"], line["transport"]), {})[int(line["bytes"])] = float(line["ms"])
+    return head.lstrip("# "), tuple(Published(scope, name, ms) for (scope, name), ms in curves.items())
+
+
+def published_curve(key: tuple[str, str] | None) -> Mapping[int, float] | None:
+    """Milliseconds by bytes for (scope, transport); None if there is no such curve."""
+    return next((curve.ms for curve in published()[1] if (curve.scope, curve.transport) == key), None)
+
+
+def published_sizes() -> tuple[int, ...]:
+    """All published sizes in bytes, ascending."""
+    return tuple(sorted({size for curve in published()[1] for size in curve.ms}))

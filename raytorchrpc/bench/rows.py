@@ -90,9 +90,8 @@ def _nccl(name: str, what: str, *needs: str, **more: Any) -> Row:
 
 
 def _rdt(name: str, what: str, tensor_transport: str, **more: Any) -> Row:
-    return _peer(
-        name, "rdt", f"Ray Direct Transport over {what}", options={"tensor_transport": tensor_transport}, **more
-    )
+    what = f"Ray Direct Transport over {what}"
+    return _peer(name, "rdt", what, options={"tensor_transport": tensor_transport}, **more)
 
 
 def _peer(name: str, transport: str, what: str, **more: Any) -> Row:
@@ -143,8 +142,8 @@ ROWS: tuple[Row, ...] = (
           needs=("pynng",), published=(_BETWEEN, "nng-TCP"), **_NNG),
     _limit("bare-socket", "socket", "a TCP socket", pair="plain", **_CPU),
     _limit("bare-socket-x4", "socket", "four TCP sockets in parallel", pair="plain", options={"streams": 4}, **_CPU),
-    _limit("memcpy", "memcpy", "a copy into warm memory, in one process", pair="plain", **_CPU),
-    _limit("gpu-copy", "gpu_copy", "a copy between the GPUs, in one process",
+    _limit("memcpy", "copy", "a copy into warm memory, in one process", pair="plain", **_CPU),
+    _limit("gpu-copy", "copy", "a copy between the GPUs, in one process",
            needs=("one host",), options={"alone": True}, **_CUDA),
 )
 # fmt: on
@@ -156,12 +155,12 @@ QUICK: tuple[str, ...] = (
 )
 
 
-def choose(wanted: Sequence[str], rows: Sequence[Row] = ROWS) -> tuple[Row, ...]:
+def choose(wanted: Sequence[str]) -> tuple[Row, ...]:
     """The rows with these names or patterns (``nccl-*``), in table order. Raises ConfigurationError."""
     chosen: set[str] = set()
     for pattern in wanted:
-        found = {row.name for row in rows if fnmatchcase(row.name, pattern)}
+        found = {row.name for row in ROWS if fnmatchcase(row.name, pattern)}
         if not found:
-            raise ConfigurationError(f"no row {pattern!r}; rows: {', '.join(row.name for row in rows)}")
+            raise ConfigurationError(f"no row {pattern!r}; rows: {', '.join(row.name for row in ROWS)}")
         chosen |= found
-    return tuple(row for row in rows if row.name in chosen)
+    return tuple(row for row in ROWS if row.name in chosen)

@@ -40,7 +40,8 @@ def measure(options: Options, command: str, report: Report, *, began: float) -> 
     report("examining the hosts", 0.0)
     nodes = _nodes(options.hosts)
     site = _site(nodes, options.hosts is not None, deadline)
-    all_series = _all_series(options, site)
+    rows = [(row, device) for device in options.devices for row in options.rows if device in row.devices]
+    all_series = [Series(row, device, reason=obstacle(row, device, site)) for row, device in rows]
     placement = Placement((nodes[0]["NodeID"], nodes[1]["NodeID"]), _gpus(options, site))
     made: list[Pair] = []
     try:
@@ -61,22 +62,20 @@ def measure(options: Options, command: str, report: Report, *, began: float) -> 
         seconds=round(time.monotonic() - began, 1),
         sizes=options.sizes,
         rows=tuple(_row_result(series, sampler) for series in all_series),
-        cells=tuple(sampler.cells),
+        cells=sampler.cells,
     )
 
 
 def _row_result(series: Series, sampler: Sampler) -> RowResult:
     row = series.row
-    any_figure = any(
-        cell.median_s is not None for cell in sampler.cells if (cell.row, cell.device) == (row.name, series.device)
-    )
+    cells = [cell for cell in sampler.cells if (cell.row, cell.device) == (row.name, series.device)]
     return RowResult(
         row=row.name,
         device=series.device,
         kind=KIND_TEXT[row.kind],
         what=row.what,
         published=row.published,
-        reason=None if any_figure else series.reason,
+        reason=series.reason if all(cell.median_s is None for cell in cells) else None,
         comparable=not row.one_gpu,
     )
 
@@ -111,18 +110,16 @@ def _site(nodes: tuple[dict[str, Any], dict[str, Any]], elsewhere: bool, deadlin
     if not elsewhere:
         host = _with_node(describe_host(nodes[0]["NodeManagerAddress"]), nodes[0])
         return Site(host, host)
-    describe = ray.remote(describe_host)
-    asked = [
-        describe.options(
-            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote(node["NodeManagerAddress"])
-        for node in nodes
-    ]
+    asked = []
+    for node in nodes:
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        task = ray.remote(describe_host).options(num_cpus=0, scheduling_strategy=there)
+        asked.append(task.remote(node["NodeManagerAddress"]))
     try:
         hosts: list[Host] = pairs.get(asked, min(60.0, deadline - time.monotonic()))
     except Failed as failure:
         raise BootstrapError(f"cannot examine both hosts: {failure}") from failure
-    return Site(_with_node(hosts[0], nodes[0]), _with_node(hosts[1], nodes[1]))
+    return Site(*map(_with_node, hosts, nodes))
 
 
 def _with_node(host: Host, node: dict[str, Any]) -> Host:
@@ -141,15 +138,6 @@ def _gpus(options: Options, site: Site) -> tuple[str | None, str | None]:
 # --- actors -----------------------------------------------------------------------------------------------------------
 
 
-def _all_series(options: Options, site: Site) -> list[Series]:
-    all_series = []
-    for device in options.devices:
-        for row in options.rows:
-            if device in row.devices:
-                all_series.append(Series(row, device, reason=obstacle(row, device, site)))
-    return all_series
-
-
 def _start(
     all_series: Sequence[Series], placement: Placement, made: list[Pair], report: Report, deadline: float
 ) -> None:
@@ -159,27 +147,26 @@ def _start(
         if series.reason is None:
             needed.setdefault(series.row.actors, []).append(series)
     for name, its in needed.items():
-        pair = pairs.start(name, [series.row for series in its], any(t.device == "cuda" for t in its), placement)
+        pair = pairs.start(name, its[0].row, any(series.device == "cuda" for series in its), placement)
         made.append(pair)
         for series in its:
             series.pair = pair
-    for up, pair in enumerate(pairs.await_ready(list(made), deadline), 1):
+    for up, pair in enumerate(made, 1):
+        pair.await_start(deadline)
         report(f"starting actors: {up} of {len(made)} pairs", 0.0)
         if pair.failed:
             pair.end(pair.failed)  # one that still starts would disturb the others
-        for series in all_series:
-            if series.pair is pair and pair.failed:
+            for series in needed[pair.name]:
                 series.reason = pair.failed
     report("actors are up", 0.0)
 
 
 def _machine(site: Site, gpu_names: Sequence[str]) -> tuple[str, ...]:
+    end = site.a.endpoint
     hosts = {host.endpoint.boot_id: host for host in (site.a, site.b)}.values()
     facts = [f"{p.cores} cores, {show_size(p.free_bytes)} of memory free, {p.processor}" for p in hosts]
     if gpu_names:
-        facts.append(f"{site.a.gpus} x {', '.join(gpu_names)}, CUDA {site.a.endpoint.cuda_version}")
-    adapters = ", ".join(hca.name for hca in site.a.endpoint.hcas)
-    facts.append(f"RDMA adapters: {adapters or 'none'}")
-    end = site.a.endpoint
+        facts.append(f"{site.a.gpus} x {', '.join(gpu_names)}, CUDA {end.cuda_version}")
+    facts.append(f"RDMA adapters: {', '.join(hca.name for hca in end.hcas) or 'none'}")
     facts.append(f"Python {end.python_version}, torch {end.torch_version}, Ray {ray.__version__}")
     return tuple(facts)

@@ -5,21 +5,19 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from raytorchrpc.bench.options import show_size
 from raytorchrpc.bench.rows import Device, Need, Row
-from raytorchrpc.config import GroupConfig
-from raytorchrpc.lanes import registry
 from raytorchrpc.topology import probe, rdma, sysfs
 from raytorchrpc.topology.endpoint import Endpoint
 
 #: Share of the free memory that may be used.
 _USABLE = 0.8
-_PACKAGES = ("pynng", "nixl")
 
 
 @dataclass(frozen=True)
@@ -30,9 +28,7 @@ class Host:
     free_bytes: int
     """Memory that processes can still allocate."""
     packages: frozenset[str]
-    """The optional packages that are installed."""
     nccl: bool
-    """torch was built with NCCL."""
     gpus: int = 0
     """Ray's count for the node."""
     cores: int = 0
@@ -47,12 +43,9 @@ class Site:
 
     a: Host
     b: Host
-    known_lanes: frozenset[str] = frozenset(registry.names())
-    known_settings: frozenset[str] = field(default_factory=lambda: frozenset(GroupConfig.model_fields))
 
     @property
     def same_host(self) -> bool:
-        """Both ends are on one host."""
         return self.a.endpoint.same_host(self.b.endpoint)
 
     @property
@@ -70,27 +63,21 @@ def describe_host(node_ip: str) -> Host:
     """Describe this process's host, without the fields that come from Ray (``gpus``, ``store_bytes``)."""
     import torch.distributed
 
+    processor = re.search(r"^model name\s*: (.*)", sysfs.read(Path("/proc/cpuinfo")) or "", re.MULTILINE)
     return Host(
         endpoint=probe.probe(name=socket.gethostname(), node_ip=node_ip, wants_gpu=False),
         free_bytes=free_memory(),
-        packages=frozenset(name for name in _PACKAGES if importlib.util.find_spec(name)),
+        packages=frozenset(name for name in ("pynng", "nixl") if importlib.util.find_spec(name)),
         nccl=torch.distributed.is_available() and torch.distributed.is_nccl_available(),
         cores=os.cpu_count() or 0,
-        processor=_processor(),
+        processor=processor[1] if processor else platform.machine(),
     )
-
-
-def _processor(root: Path = Path("/")) -> str:
-    names = (line for line in (sysfs.read(root / "proc/cpuinfo") or "").splitlines() if line.startswith("model name"))
-    return next(names, ":" + platform.machine()).partition(":")[2].strip()
 
 
 def free_memory(root: Path = Path("/")) -> int:
     """Bytes that processes here can still allocate: the kernel's estimate, or less if the control group limits it."""
-    free = 0
-    for line in (sysfs.read(root / "proc/meminfo") or "").splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
+    available = re.search(r"^MemAvailable:\s*(\d+)", sysfs.read(root / "proc/meminfo") or "", re.MULTILINE)
+    free = int(available[1]) * 1024 if available else 0
     limit, used = (sysfs.read(root / f"sys/fs/cgroup/memory.{name}") or "" for name in ("max", "current"))
     if limit.isdigit() and used.isdigit():
         free = min(free, max(0, int(limit) - int(used)))
@@ -99,80 +86,54 @@ def free_memory(root: Path = Path("/")) -> int:
 
 def obstacle(row: Row, device: Device, site: Site) -> str | None:
     """Why the row cannot run here with tensors on that device; None if no reason is known."""
-    for lane in row.config.get("lanes", ()):
-        if lane not in site.known_lanes:
-            return f"this version has no lane {lane!r}"
-    for setting in row.config:
-        if setting not in site.known_settings:
-            return f"this version has no setting {setting!r}"
     if device == "cuda" and not site.has_gpus:
         return "Ray has no GPU" if site.same_host else "Ray has no GPU on one of the nodes"
     return next((reason for need in row.needs if (reason := _NEEDS[need](site))), None)
 
 
-def _one_host(site: Site) -> str | None:
-    return None if site.same_host else "needs both ends on one host"
-
-
-def _two_hosts(site: Site) -> str | None:
-    return "needs two hosts" if site.same_host else None
-
-
 def _two_gpus(site: Site) -> str | None:
     if site.distinct_gpus:
         return None
-    return "Ray has no GPU" if not site.has_gpus else "needs two GPUs, and there is one"
+    return "needs two GPUs, and there is one" if site.has_gpus else "Ray has no GPU"
 
 
 def _rdma_usable(site: Site) -> str | None:
     if not site.a.endpoint.hcas or not site.b.endpoint.hcas:
         return "no RDMA adapter (HCA)"
     obstacles = rdma.ibv_obstacles({"a": site.a.endpoint, "b": site.b.endpoint})
-    return next((reason for reason in obstacles.values() if reason), None)
+    return next(filter(None, obstacles.values()), None)
+
+
+def _gpudirect(site: Site) -> str | None:
+    ends = site.a.endpoint, site.b.endpoint
+    return next(filter(None, (rdma.gpudirect_obstacle(end, ibv=True) for end in ends)), None)
 
 
 def _nccl_rdma(site: Site) -> str | None:
-    for place in (site.a, site.b):
-        if not place.endpoint.hcas:
+    for end in (site.a.endpoint, site.b.endpoint):
+        if not end.hcas:
             return "no RDMA adapter (HCA)"
-        if not any(port.state == "ACTIVE" for hca in place.endpoint.hcas for port in hca.ports):
+        if not any(port.state == "ACTIVE" for hca in end.hcas for port in hca.ports):
             return "no port of an RDMA adapter is active"
     return None
 
 
-def _nccl_gpudirect(site: Site) -> str | None:
-    return _nccl_rdma(site) or rdma.nccl_obstacle(site.a.endpoint, site.b.endpoint)
+def _package(site: Site, name: str, install: str) -> str | None:
+    return None if name in site.a.packages & site.b.packages else f"{name} is not installed: pip install {install}"
 
 
-def _gpudirect(site: Site) -> str | None:
-    for place in (site.a, site.b):
-        if reason := rdma.gpudirect_obstacle(place.endpoint, ibv=True):
-            return reason
-    return None
-
-
-def _nccl(site: Site) -> str | None:
-    return None if site.a.nccl and site.b.nccl else "this torch build has no NCCL"
-
-
-def _package(name: str, remedy: str) -> Callable[[Site], str | None]:
-    def check(site: Site) -> str | None:
-        return None if name in site.a.packages & site.b.packages else f"{name} is not installed: {remedy}"
-
-    return check
-
-
+#: By need, why it is not met; None if it is.
 _NEEDS: Mapping[Need, Callable[[Site], str | None]] = {
-    "one host": _one_host,
-    "two hosts": _two_hosts,
+    "one host": lambda site: None if site.same_host else "needs both ends on one host",
+    "two hosts": lambda site: "needs two hosts" if site.same_host else None,
     "two GPUs": _two_gpus,
     "RDMA": _rdma_usable,
     "GPUDirect": _gpudirect,
-    "NCCL": _nccl,
+    "NCCL": lambda site: None if site.a.nccl and site.b.nccl else "this torch build has no NCCL",
     "NCCL RDMA": _nccl_rdma,
-    "NCCL GPUDirect": _nccl_gpudirect,
-    "pynng": _package("pynng", "pip install pynng"),
-    "nixl": _package("nixl", "pip install 'raytorchrpc[nixl]'"),
+    "NCCL GPUDirect": lambda site: _nccl_rdma(site) or rdma.nccl_obstacle(site.a.endpoint, site.b.endpoint),
+    "pynng": lambda site: _package(site, "pynng", "pynng"),
+    "nixl": lambda site: _package(site, "nixl", "'raytorchrpc[nixl]'"),
 }
 
 
@@ -196,10 +157,9 @@ def size_obstacle(row: Row, device: Device, size: int, limits: MemoryLimits) -> 
     if row.max_bytes is not None and size > row.max_bytes:
         return f"carries at most {show_size(row.max_bytes)}"
     host, gpu = needed(row, device, size)
-    if host > limits.host:
-        return f"may need {show_size(host)} of memory, {show_size(limits.host)} is usable"
-    if gpu > limits.gpu:
-        return f"may need {show_size(gpu)} of GPU memory, {show_size(limits.gpu)} is usable"
+    for wanted, usable, where in ((host, limits.host, "memory"), (gpu, limits.gpu, "GPU memory")):
+        if wanted > usable:
+            return f"may need {show_size(wanted)} of {where}, {show_size(usable)} is usable"
     if row.in_store and 2 * size > limits.store:
         return f"two of them do not fit into Ray's object store of {show_size(limits.store)}"
     return None

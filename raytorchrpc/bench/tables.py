@@ -7,9 +7,9 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from raytorchrpc.bench.fit import fit
 from raytorchrpc.bench.options import show_size
-from raytorchrpc.bench.published import published_curve
-from raytorchrpc.bench.results import Cell, RowResult, Run
+from raytorchrpc.bench.results import Cell, RowResult, Run, published_curve
 from raytorchrpc.bench.rows import Device
 
 DEVICE_TEXT: Mapping[Device, str] = {"cpu": "CPU tensors", "cuda": "CUDA tensors"}
@@ -31,16 +31,16 @@ def figures(run: Run, device: Device, *, against_published: bool = False) -> Tab
     rows: list[tuple[str, ...]] = []
     for row in run.measured(device):
         cells = [_figure(run.cell(row, size)) for size in run.sizes]
-        line = run.line(row)
+        line = fit(run.points(row))
         fitted = ("", "", "")
         if line is not None:
             speed = f"{line.bytes_per_s / 1e9:.3g} GB/s" if line.bytes_per_s else "-"
             fitted = (f"{show_ms(line.per_op_s * 1e3)} ms", speed, f"{line.worst:.0%}")
         rows.append((row.row, *cells, *fitted))
         curve = published_curve(row.published) if against_published else None
-        if curve:
+        if row.published and curve:
             cells = [show_ms(curve[size]) if size in curve else "" for size in run.sizes]
-            rows.append((f"  published, {row.published[0] if row.published else ''}", *cells, "", "", ""))
+            rows.append((f"  published, {row.published[0]}", *cells, "", "", ""))
     title = f"{DEVICE_TEXT[device]}, {run.scope}: milliseconds one way plus acknowledgement, median ± half the IQR"
     return Table(title, heads, tuple(rows))
 
@@ -67,9 +67,8 @@ def choice(run: Run, device: Device) -> Table | None:
         cell = run.cell(auto, size)
         own, peer = (run.fastest(device, size, kinds=(kind,), but=AUTO) for kind in _RIVALS)
         if cell and cell.median_s is not None and (own or peer):
-            rows.append(
-                (show_size(size), cell.via or "?", *_compared(cell.median_s, own), *_compared(cell.median_s, peer))
-            )
+            against = *_compared(cell.median_s, own), *_compared(cell.median_s, peer)
+            rows.append((show_size(size), cell.via or "?", *against))
     heads = ("size", "auto uses", "fastest forced row", "auto / it", "fastest peer", "auto / it")
     return Table(f"{DEVICE_TEXT[device]}: what auto chose", heads, tuple(rows)) if rows else None
 
@@ -80,19 +79,20 @@ def _compared(seconds: float, rival: tuple[str, float] | None) -> tuple[str, str
 
 def not_measured(run: Run) -> list[str]:
     """One line per reason: the rows, or the sizes of a row, that have no figure because of it."""
-    whole: dict[tuple[str, Device], list[str]] = {}
-    parts: dict[tuple[str, Device, str], list[int]] = {}
+    whole: dict[tuple[Device, str], list[str]] = {}
+    parts: dict[tuple[Device, str, str], list[str]] = {}
     for row in run.rows:
-        if not run.points(row):
-            reason = row.reason or next((c.reason for c in _cells(run, row) if c.reason), None) or "unknown"
-            whole.setdefault((reason, row.device), []).append(row.row)
+        cells = _cells(run, row)
+        if all(cell.median_s is None for cell in cells):
+            reason = row.reason or next((cell.reason for cell in cells if cell.reason), "unknown")
+            whole.setdefault((row.device, reason), []).append(row.row)
             continue
-        for cell in _cells(run, row):
+        for cell in cells:
             if cell.median_s is None:
-                parts.setdefault((row.row, row.device, cell.reason or "unknown"), []).append(cell.bytes)
-    lines = [f"{DEVICE_TEXT[device]}: {', '.join(names)}: {reason}" for (reason, device), names in whole.items()]
-    for (name, device, reason), sizes in parts.items():
-        lines.append(f"{DEVICE_TEXT[device]}: {name} at {', '.join(map(show_size, sizes))}: {reason}")
+                parts.setdefault((row.device, row.row, cell.reason or "unknown"), []).append(show_size(cell.bytes))
+    lines = [f"{DEVICE_TEXT[device]}: {', '.join(names)}: {reason}" for (device, reason), names in whole.items()]
+    for (device, name, reason), sizes in parts.items():
+        lines.append(f"{DEVICE_TEXT[device]}: {name} at {', '.join(sizes)}: {reason}")
     return lines
 
 
@@ -104,9 +104,8 @@ def to_csv(runs: Sequence[Run]) -> str:
     """One line per row and size, with the reason if there is no figure."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(
-        ["started", "scope", "row", "kind", "device", "bytes", "median_s", "q1_s", "q3_s", "samples", "via", "reason"]
-    )
+    heads = "started scope row kind device bytes median_s q1_s q3_s samples via reason"
+    writer.writerow(heads.split())
     for run in runs:
         for row in run.rows:
             for cell in _cells(run, row):
@@ -119,10 +118,8 @@ def to_csv(runs: Sequence[Run]) -> str:
 def plain(table: Table) -> str:
     """The table as lines of text, for logs and for terminals without rich."""
     widths = [max(map(len, column)) for column in zip(table.heads, *table.rows, strict=True)]
-    lines = [table.heads, tuple("-" * width for width in widths), *table.rows]
-    return "\n".join([table.title, *(_aligned(line, widths) for line in lines)])
-
-
-def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
-    first, *others = zip(line, widths, strict=True)
-    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]).rstrip()
+    lines = [table.title]
+    for first, *others in (table.heads, ["-" * width for width in widths], *table.rows):
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

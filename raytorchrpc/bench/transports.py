@@ -127,10 +127,10 @@ class TorchRpcTransport(Transport):
     """``torch.distributed.rpc`` with its own defaults. Agents live for one turn, because idle ones poll."""
 
     def open(self, meeting: Any) -> Any:
-        interface = probe.interface_for(
-            probe.probe(node_ip=self.context.address, wants_gpu=False), self.context.address
-        )
-        if interface:  # else torch listens on the address of the host name, often 127.0.1.1
+        here = probe.probe(node_ip=self.context.address, wants_gpu=False)
+        if interface := probe.interface_for(
+            here, self.context.address
+        ):  # else torch listens on the address of the host name, often 127.0.1.1
             os.environ.setdefault("TP_SOCKET_IFNAME", interface)
         if meeting is None:
             # init_rpc reuses this server, which it finds in its own process, so no port has to be guessed.
@@ -201,27 +201,26 @@ class SocketTransport(Transport):
     def open(self, meeting: Any) -> Any:
         self._streams = int(self.options.get("streams", 1))
         self._sockets: list[socket.socket] = []
-        self._buffers: list[bytearray] = [bytearray() for _ in range(self._streams)]
-        self._lengths = [0] * self._streams
+        self._parts = [memoryview(b"")] * self._streams
         self._pool = ThreadPoolExecutor(self._streams, "bench-socket")
         if meeting is None:
             self._listener = socket.create_server((self.context.address, 0), backlog=self._streams)
             self._listener.settimeout(TIMEOUT_S)
             return self._listener.getsockname()[:2]
         for number in range(self._streams):
-            self._sockets.append(self._tuned(socket.create_connection(meeting, timeout=TIMEOUT_S)))
+            self._add(socket.create_connection(meeting, timeout=TIMEOUT_S), None)
             # Daemon threads, because Python waits for a pool's threads at exit.
             threading.Thread(target=self._receive, args=(number,), name="bench-receive", daemon=True).start()
         return None
 
-    def _tuned(self, stream: socket.socket) -> socket.socket:
+    def _add(self, stream: socket.socket, timeout_s: float | None) -> None:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        stream.settimeout(None if self.context.rank else TIMEOUT_S)
-        return stream
+        stream.settimeout(timeout_s)
+        self._sockets.append(stream)
 
     def resume(self) -> None:
         while self.context.rank == 0 and len(self._sockets) < self._streams:
-            self._sockets.append(self._tuned(self._listener.accept()[0]))
+            self._add(self._listener.accept()[0], TIMEOUT_S)
 
     def send(self, tensor: torch.Tensor, check: bool) -> None:
         data = memoryview((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr()))
@@ -244,28 +243,22 @@ class SocketTransport(Transport):
         with contextlib.suppress(OSError):
             while len(head := stream.recv(_LENGTH.size, socket.MSG_WAITALL)) == _LENGTH.size:
                 (length,) = _LENGTH.unpack(head)
-                if len(self._buffers[number]) < length:
-                    self._buffers[number] = bytearray(length)
-                view = memoryview(self._buffers[number])[:length]
+                if len(self._parts[number]) != length:
+                    self._parts[number] = memoryview(bytearray(length))
+                view = self._parts[number]
                 while view:
                     got = stream.recv_into(view)
                     if not got:
                         return
                     view = view[got:]
-                self._lengths[number] = length
                 stream.sendall(b"+")
 
     def received(self) -> Digest | None:
-        full = [number for number in range(self._streams) if self._lengths[number]]
-        if not full:
-            return None
-        last = full[-1]
-        ends = self._buffers[0][0], self._buffers[last][self._lengths[last] - 1]
-        return Digest(sum(self._lengths), *ends)
+        parts = [part for part in self._parts if part]
+        return Digest(sum(map(len, parts)), parts[0][0], parts[-1][-1]) if parts else None
 
     def drop(self) -> None:
-        self._buffers = [bytearray() for _ in range(self._streams)]
-        self._lengths = [0] * self._streams
+        self._parts = [memoryview(b"")] * self._streams
 
 
 class NngTransport(Transport):
@@ -302,37 +295,25 @@ class NngTransport(Transport):
         self._last = b""
 
 
-class MemcpyTransport(Transport):
-    """No peer: a copy into memory that is already mapped."""
+class CopyTransport(Transport):
+    """No peer: one process copies into memory that is already mapped; on GPUs from the first to the last of its own."""
 
     local = True
     _target: torch.Tensor | None = None
 
     def send(self, tensor: torch.Tensor, check: bool) -> None:
         if self._target is None or self._target.shape != tensor.shape:
-            self._target = self._make(tensor)
+            there = f"cuda:{torch.cuda.device_count() - 1}" if tensor.is_cuda else "cpu"
+            self._target = torch.zeros_like(tensor, device=there)
         self._target.copy_(tensor)
-        synchronize(self._target)
-
-    def _make(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(tensor)
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
 
     def received(self) -> Digest | None:
         return None if self._target is None else digest(self._target)
 
     def drop(self) -> None:
         self._target = None
-
-
-class GpuCopyTransport(MemcpyTransport):
-    """No peer: one process copies from the first to the last of its GPUs."""
-
-    def send(self, tensor: torch.Tensor, check: bool) -> None:
-        super().send(tensor, check)
-        torch.cuda.synchronize(tensor.device)
-
-    def _make(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(tensor, device=f"cuda:{torch.cuda.device_count() - 1}")
 
 
 #: By the name in ``Row.transport``.
@@ -343,6 +324,5 @@ TRANSPORTS: dict[str, type[Transport]] = {
     "nccl": NcclTransport,
     "socket": SocketTransport,
     "nng": NngTransport,
-    "memcpy": MemcpyTransport,
-    "gpu_copy": GpuCopyTransport,
+    "copy": CopyTransport,
 }

@@ -10,9 +10,15 @@ import typer
 from raytorchrpc import __version__
 from raytorchrpc.cli import manifest
 
+_AddressOrLocal = Annotated[
+    str | None, typer.Option(help="Address of a running Ray cluster; default: start a local one.")
+]
+_Address = Annotated[
+    str | None, typer.Option(help="The cluster's address; default: RAY_ADDRESS, or the one on this machine.")
+]
+
 app = typer.Typer(
     name="raytorchrpc",
-    help="Direct calls between Ray actors; tensors take the fastest available transport.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -40,9 +46,7 @@ def demo(
     target: Annotated[float, typer.Option(min=0.0, max=1.0, help="Test accuracy to reach.")] = 0.95,
     max_steps: Annotated[int, typer.Option(min=1, help="Fail after that many steps.")] = 5000,
     seed: Annotated[int, typer.Option(help="Seed of the data split, the model and the batches.")] = 0,
-    address: Annotated[
-        str | None, typer.Option(help="Address of a running Ray cluster; default: start a local one.")
-    ] = None,
+    address: _AddressOrLocal = None,
     quick: Annotated[bool, typer.Option("--quick", help="Time fewer exchanges.")] = False,
 ) -> None:
     """Train a classifier with direct calls between Ray actors, then time the same calls through Ray."""
@@ -67,9 +71,7 @@ def bench(
         tuple[str, str] | None,
         typer.Option(help="Measure between these two Ray nodes (id, address or host name)."),
     ] = None,
-    address: Annotated[
-        str | None, typer.Option(help="Address of a running Ray cluster; default: start a local one.")
-    ] = None,
+    address: _AddressOrLocal = None,
     against: Annotated[str | None, typer.Option(help="'published': also show the field's published figures.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write all figures, one per line.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the whole result, as input for --from.")] = None,
@@ -94,9 +96,7 @@ def bench(
 @app.command()
 def doctor(
     cluster: Annotated[bool, typer.Option("--cluster", help="Examine every node of a Ray cluster.")] = False,
-    address: Annotated[
-        str | None, typer.Option(help="The cluster's address; default: RAY_ADDRESS, or the one on this machine.")
-    ] = None,
+    address: _Address = None,
     actors: Annotated[
         str | None, typer.Option(help="Examine these actors from inside: NAME or NAMESPACE/NAME, comma-separated.")
     ] = None,
@@ -116,9 +116,7 @@ def doctor(
 
 @app.command()
 def top(
-    address: Annotated[
-        str | None, typer.Option(help="The cluster's address; default: RAY_ADDRESS, or the one on this machine.")
-    ] = None,
+    address: _Address = None,
     group: Annotated[str | None, typer.Option(help="Show only groups of this name.")] = None,
     interval_s: Annotated[float, typer.Option("--interval", help="Seconds between two updates.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one table, covering one interval.")] = False,

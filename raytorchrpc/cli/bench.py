@@ -1,6 +1,6 @@
 """``raytorchrpc bench``: checks the options, runs the benchmark, shows and writes the results.
 
-``run`` needs neither typer nor rich.
+``run`` needs no typer, and rich only on a terminal.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from raytorchrpc.bench import plots
 from raytorchrpc.bench.markdown import document
 from raytorchrpc.bench.options import Options, make_options
-from raytorchrpc.bench.results import Run, read_run, write_file
+from raytorchrpc.bench.results import Run, published, read_run, write_file
 from raytorchrpc.bench.tables import Table, choice, figures, not_measured, plain, to_csv
 from raytorchrpc.errors import ConfigurationError
 
@@ -59,7 +59,7 @@ def run(
         "rows": rows, "sizes": sizes, "device": device, "quick": quick, "budget": budget_s, "hosts": hosts,
         "address": address,
     }  # fmt: skip
-    _check_files(csv, json, plot, markdown)
+    _check_files([path for path in (csv, json, plot, markdown) if path is not None], plot)
     if results:
         if json or any(value not in ((), None, False, "all") for value in asked.values()):
             raise ConfigurationError("--from shows existing results and measures nothing; combine it only with outputs")
@@ -73,24 +73,30 @@ def run(
         write_file(json, runs[0].model_dump_json(indent=1) + "\n")
     if csv:
         write_file(csv, to_csv(runs))
-    pictures = [_picture(plot, number, len(runs)) for number in range(len(runs))]
-    for result, picture in zip(runs, pictures, strict=True):
-        if picture is not None:
-            write_file(picture, plots.draw(result, against_published=against is not None))
+    pictures = _draw(runs, plot, against_published=against is not None) if plot else []
     if markdown:
-        names = [None if p is None else os.path.relpath(p, markdown.parent) for p in pictures]
-        write_file(markdown, document(runs, names))
+        names = [os.path.relpath(picture, markdown.parent) for picture in pictures]
+        write_file(markdown, document(runs, names or [None] * len(runs)))
     if not any(result.devices() for result in runs):
         raise ConfigurationError("no row produced a figure; the reasons are above")
 
 
-def _check_files(csv: Path | None, json: Path | None, plot: Path | None, markdown: Path | None) -> None:
+def _draw(runs: Sequence[Run], plot: Path, *, against_published: bool) -> list[Path]:
+    """Writes a picture for each run; returns their paths."""
+    pictures = [plot]
+    if len(runs) > 1:
+        pictures = [plot.with_stem(f"{plot.stem}-{number}") for number in range(1, len(runs) + 1)]
+    for result, picture in zip(runs, pictures, strict=True):
+        write_file(picture, plots.draw(result, against_published=against_published))
+    return pictures
+
+
+def _check_files(files: Sequence[Path], plot: Path | None) -> None:
     """Fail before minutes of measuring, not after them."""
-    given = [path for path in (csv, json, plot, markdown) if path is not None]
-    for path in given:
+    for path in files:
         if path.is_dir() or not os.access(path.parent, os.W_OK):
             raise ConfigurationError(f"cannot write {path}: {'a directory' if path.is_dir() else 'no such directory'}")
-    if len({path.resolve() for path in given}) < len(given):
+    if len({path.resolve() for path in files}) < len(files):
         raise ConfigurationError("two outputs name the same file")
     if plot is not None:
         if plot.suffix != ".png":
@@ -98,22 +104,19 @@ def _check_files(csv: Path | None, json: Path | None, plot: Path | None, markdow
         plots.check_available()
 
 
-def _picture(plot: Path | None, number: int, total: int) -> Path | None:
-    return plot if plot is None or total == 1 else plot.with_stem(f"{plot.stem}-{number + 1}")
-
-
-def _command(asked: Mapping[str, object]) -> str:
+def _command(asked: Mapping[str, Any]) -> str:
     """The command for the same run, without the outputs."""
     words = ["raytorchrpc", "bench"]
     for name, value in asked.items():
-        if value is True:
-            words.append(f"--{name}")
-        elif isinstance(value, (list, tuple)) and value:
-            words += [f"--{name}", *(map(str, value) if name == "hosts" else [",".join(map(str, value))])]
-        elif isinstance(value, (int, float)) and value is not False:
-            words += [f"--{name}", f"{value:g}"]
-        elif isinstance(value, str) and (name, value) != ("device", "all"):
-            words += [f"--{name}", value]
+        if value in ((), None, False) or (name, value) == ("device", "all"):
+            continue
+        words.append(f"--{name}")
+        if name == "hosts":
+            words += value
+        elif isinstance(value, (list, tuple)):
+            words.append(",".join(value))
+        elif value is not True:
+            words.append(f"{value:g}" if isinstance(value, (int, float)) else str(value))
     return shlex.join(words)
 
 
@@ -145,13 +148,14 @@ def _errors_only() -> Iterator[None]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, float], None]]:
-    """Report on stderr: a bar, or occasional lines without a terminal or rich."""
-    if find_spec("rich") is None or not sys.stderr.isatty():
-        last = [time.monotonic()]
+    """Report on stderr: a bar, or occasional lines without a terminal."""
+    if not sys.stderr.isatty():
+        last = time.monotonic()
 
         def line(text: str, part: float) -> None:
-            if time.monotonic() - last[0] >= _PROGRESS_PERIOD_S:
-                last[0] = time.monotonic()
+            nonlocal last
+            if time.monotonic() - last >= _PROGRESS_PERIOD_S:
+                last = time.monotonic()
                 print(f"{part:4.0%} {text}", file=sys.stderr, flush=True)
 
         yield line
@@ -166,40 +170,29 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
 
 
 def _show(run: Run, *, against_published: bool) -> None:
-    print_table = _printer()
     print("\n".join(("", *run.machine)))
     for device in run.devices():
-        print_table(figures(run, device, against_published=against_published))
+        _print_table(figures(run, device, against_published=against_published))
         if compared := choice(run, device):
-            print_table(compared)
-    missing = not_measured(run)
-    if missing:
-        print("\nNot measured:")
-        for reason in missing:
-            print(f"  {reason}")
+            _print_table(compared)
+    if missing := not_measured(run):
+        print("\n  ".join(("\nNot measured:", *missing)))
     if against_published:
-        from raytorchrpc.bench.published import published
-
         print(f"\n{published()[0]}")
     print(f"\n{run.seconds:.0f} s; repeat with `{run.command}`.")
 
 
-def _printer() -> Callable[[Table], None]:
+def _print_table(table: Table) -> None:
     # rich wraps cells to fit a terminal; files and pipes get every column on one line.
-    if find_spec("rich") is None or not sys.stdout.isatty():
-        return lambda table: print(f"\n{plain(table)}")
+    if not sys.stdout.isatty():
+        print(f"\n{plain(table)}")
+        return
     from rich.console import Console
     from rich.table import Column
     from rich.table import Table as RichTable
 
-    console = Console()
-
-    def show(table: Table) -> None:
-        columns = [Column(head, justify="right" if i else "left", no_wrap=i == 0) for i, head in enumerate(table.heads)]
-        drawn = RichTable(*columns, title=table.title, title_justify="left")
-        for row in table.rows:
-            drawn.add_row(*row, style="bold" if row[0] == "auto" else None)
-        console.print()
-        console.print(drawn)
-
-    return show
+    columns = [Column(head, justify="right" if i else "left", no_wrap=i == 0) for i, head in enumerate(table.heads)]
+    drawn = RichTable(*columns, title=table.title, title_justify="left")
+    for row in table.rows:
+        drawn.add_row(*row, style="bold" if row[0] == "auto" else None)
+    Console().print("", drawn, sep="\n")

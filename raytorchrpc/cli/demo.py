@@ -39,7 +39,8 @@ def run(*, workers: int, target: float, max_steps: int, seed: int, address: str 
             with rtr.init_group(members) as group:
                 final = _train(console, server, team, target)
                 if final.accuracy >= target:
-                    _show_routes(console, group)
+                    console.print("\n[bold]Routes[/bold]: the lane between each pair of members, and why")
+                    console.print(str(group.routes()), markup=False, highlight=False, soft_wrap=True)
                     _show_stats(console, group)
                     _show_comparison(console, ray.get(team[0].compare.remote(server, exchanges)))
     except (rtr.RayTorchRpcError, RayError, ConnectionError) as error:
@@ -73,11 +74,6 @@ def _train(
         except BaseException:  # also Ctrl-C: the workers leave their loops, so the group ends at once
             server.stop.remote()
             raise
-
-
-def _show_routes(console: Console, group: rtr.Group) -> None:
-    console.print("\n[bold]Routes[/bold]: the lane between each pair of members, and why")
-    console.print(str(group.routes()), markup=False, highlight=False, soft_wrap=True)
 
 
 def _show_stats(console: Console, group: rtr.Group) -> None:

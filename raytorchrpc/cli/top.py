@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import sys
-import threading
+import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raytorchrpc.calls.counters import PairStats
@@ -14,8 +15,6 @@ from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
 if TYPE_CHECKING:  # it loads Ray and torch
     from raytorchrpc.group.status import GroupStatus
-
-FINE, BAD_USAGE = 0, 2
 
 
 class Rate(NamedTuple):
@@ -45,10 +44,10 @@ def run(*, address: str | None, group: str | None, interval_s: float, once: bool
             _show(group, interval_s, once, as_json)
     except RayTorchRpcError as error:
         print(f"raytorchrpc top: {' '.join(str(error).split())}", file=sys.stderr)
-        return BAD_USAGE
+        return 2
     except KeyboardInterrupt:
         pass
-    return FINE
+    return 0
 
 
 def _show(name: str | None, interval_s: float, once: bool, as_json: bool) -> None:
@@ -57,7 +56,7 @@ def _show(name: str | None, interval_s: float, once: bool, as_json: bool) -> Non
 
     from raytorchrpc.group.detached import cluster_status
 
-    first, pause = cluster_status(name), threading.Event()
+    first = cluster_status(name)
     if name is not None and not first:
         raise ConfigurationError(
             f"no group {name!r} is visible: top shows detached groups and groups formed with "
@@ -65,13 +64,11 @@ def _show(name: str | None, interval_s: float, once: bool, as_json: bool) -> Non
         )
     known: dict[str, tuple[GroupStatus, list[Rate]]] = {status.generation: (status, []) for status in first}
     console = Console()
-    live = None if once or as_json else Live(console=console, auto_refresh=False)
-    try:
-        if live is not None:
-            live.start()
-            live.update(tables(list(known.values())), refresh=True)
+    period_s = max([interval_s, *(status.period_s * 1.5 for status in first)]) if once else interval_s
+    live = None if once or as_json else Live(tables(list(known.values())), console=console, auto_refresh=False)
+    with live or nullcontext():
         while True:
-            pause.wait(max([interval_s, *(status.period_s * 1.5 for status in first)]) if once else interval_s)
+            time.sleep(period_s)
             latest: dict[str, tuple[GroupStatus, list[Rate]]] = {}
             for status in cluster_status(name):
                 before, found = known.get(status.generation, (None, []))
@@ -87,36 +84,27 @@ def _show(name: str | None, interval_s: float, once: bool, as_json: bool) -> Non
                 live.update(tables(shown), refresh=True)
             if once:
                 return
-    finally:
-        if live is not None:
-            live.stop()
 
 
 def rates(before: GroupStatus | None, now: GroupStatus) -> list[Rate]:
     """The rates between two states of a group; a restarted member counts from zero again."""
     seconds = 0.0 if before is None else now.at - before.at
     known = {(row.caller, row.peer, row.lane): row for row in before.rows} if before is not None else {}
+
+    def per_s(count: float) -> float:
+        return count / seconds if seconds > 0 else 0.0
+
     found = []
     for row in now.rows:
-        then = known.get((row.caller, row.peer, row.lane))
+        pair = row.caller, row.peer, row.lane
+        then = known.get(pair)
         if then is None or then.calls > row.calls:
-            then = PairStats(row.caller, row.peer, row.lane)
-        finished = row.finished - then.finished
-        size = row.bytes_out + row.bytes_in - then.bytes_out - then.bytes_in
-
-        def per_s(count: float) -> float:
-            return count / seconds if seconds > 0 else 0.0
-
-        found.append(
-            Rate(
-                *(row.caller, row.peer, row.lane),
-                per_s(row.calls - then.calls),
-                per_s(size / 1e6),
-                1000 * (row.seconds - then.seconds) / finished if finished else None,
-                row.failures,
-                per_s(row.failures - then.failures),
-            )
-        )
+            then = PairStats(*pair)
+        calls, finished = row.calls - then.calls, row.finished - then.finished
+        megabytes = (row.bytes_out + row.bytes_in - then.bytes_out - then.bytes_in) / 1e6
+        mean_ms = 1000 * (row.seconds - then.seconds) / finished if finished else None
+        failures_per_s = per_s(row.failures - then.failures)
+        found.append(Rate(*pair, per_s(calls), per_s(megabytes), mean_ms, row.failures, failures_per_s))
     return found
 
 
@@ -136,7 +124,7 @@ def as_data(status: GroupStatus, found: Sequence[Rate]) -> dict[str, Any]:
 def tables(shown: Sequence[tuple[GroupStatus, Sequence[Rate]]]) -> Any:
     """One table per group, busiest pairs first."""
     from rich.console import Group
-    from rich.table import Table
+    from rich.table import Column, Table
 
     if not shown:
         return "no group is visible: top shows detached groups and groups formed with GroupConfig(metrics_period_s=...)"
@@ -144,16 +132,16 @@ def tables(shown: Sequence[tuple[GroupStatus, Sequence[Rate]]]) -> Any:
     for status, found in shown:
         missing = [f"away: {name} ({cause})" for name, cause in status.away.items()]
         missing += [f"no answer: {name}" for name in status.silent]
+        heads = ("calls/s", "MB/s", "mean ms", "in flight", "failed", "failed/s")
+        numbers = [Column(head, justify="right") for head in heads]
         table = Table(
+            *("caller", "peer", "lane"),
+            *numbers,
             title=f"group {status.group}, {len(status.members)} members",
             caption="\n".join(missing) or None,
             title_justify="left",
             caption_justify="left",
         )
-        for column in ("caller", "peer", "lane"):
-            table.add_column(column)
-        for column in ("calls/s", "MB/s", "mean ms", "in flight", "failed", "failed/s"):
-            table.add_column(column, justify="right")
         under_way = {(one.caller, one.peer): one.calls for one in status.under_way}
         for rate in sorted(found, key=lambda rate: -rate.calls_per_s):
             table.add_row(

@@ -3,10 +3,10 @@
 | module | holds |
 |---|---|
 | ``collector``, ``gpu_probe``, ``evidence`` | reading a process, its machine or a file tree into ``Evidence`` |
-| ``software``, ``gpus``, ``rdma``, ``nccl_advice``, ``memory``, ``network`` | pure rules: evidence -> findings |
+| ``machine``, ``gpus``, ``rdma``, ``nccl_advice`` | pure rules: evidence -> findings |
 | ``compatibility`` | the rules that need the evidence of several processes |
-| ``catalogue``, ``findings``, ``reports`` | every finding that exists, one finding, a whole report |
-| ``cluster``, ``terminal``, ``command`` | evidence from other nodes and actors, output, the command |
+| ``findings``, ``reports`` | one finding, a whole report |
+| ``cluster``, ``command`` | evidence from other nodes and actors, the command and its output |
 """
 
 from __future__ import annotations

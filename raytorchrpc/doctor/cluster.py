@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray
 from pydantic import ValidationError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raytorchrpc.doctor.collector import environment_of, gather
 from raytorchrpc.doctor.evidence import Evidence
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 
@@ -20,13 +23,11 @@ def collect_from_nodes(timeout_s: float) -> list[Evidence]:
     """Evidence of a new process on each live node. Raises BootstrapError naming nodes that did not answer in time."""
     nodes = _live_nodes()
     hosts = len({node["NodeManagerAddress"] for node in nodes.values()})
-    task = ray.remote(_run_in_new_process)
-    asked = {
-        name: task.options(
-            num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote(name, node["NodeManagerAddress"], hosts, timeout_s)
-        for name, node in nodes.items()
-    }
+    asked = {}
+    for name, node in nodes.items():
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        task = ray.remote(_run_in_new_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+        asked[name] = task.remote(name, node["NodeManagerAddress"], hosts, timeout_s)
     return _answers(asked, "node", timeout_s, "is raytorchrpc installed there?")
 
 
@@ -54,10 +55,8 @@ def _live_nodes() -> dict[str, dict[str, Any]]:
 
 def _actor(name: str) -> Any:
     namespace, _, own = name.rpartition("/")
-    try:
+    with suppress(ValueError):
         return ray.get_actor(own, namespace=namespace or None)
-    except ValueError:
-        pass
     known = [a for a in ray.util.list_named_actors(all_namespaces=True) if a["name"] == own]
     if not namespace and len(known) == 1:
         return ray.get_actor(own, namespace=known[0]["namespace"])
@@ -89,8 +88,8 @@ def _answers(asked: dict[str, Any], kind: str, timeout_s: float, hint: str) -> l
 def _run_in_new_process(name: str, node_ip: str, hosts: int, timeout_s: float) -> str:
     """Runs as a Ray task; the new process keeps CUDA out of the memory of Ray's worker."""
     answer = subprocess.run(
-        [sys.executable, "-m", "raytorchrpc.doctor._node", name, node_ip, str(hosts)],
-        env={**_as_started(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        [sys.executable, "-m", "raytorchrpc.doctor.collector", name, node_ip, str(hosts)],
+        env={**_as_started(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -101,23 +100,14 @@ def _run_in_new_process(name: str, node_ip: str, hosts: int, timeout_s: float) -
     return answer.stdout
 
 
-def _as_started(environ: Any) -> dict[str, str]:
-    """``environ`` with the node's GPUs visible: Ray hides them from a task that requests none."""
-    mine = dict(environ)
-    mine.pop("CUDA_VISIBLE_DEVICES", None)
-    try:
-        with open("/proc/self/environ", encoding="utf-8", errors="replace") as file:
-            started = dict(entry.partition("=")[::2] for entry in file.read().split("\0"))
-    except OSError:
-        return mine
-    if "CUDA_VISIBLE_DEVICES" in started:
-        mine["CUDA_VISIBLE_DEVICES"] = started["CUDA_VISIBLE_DEVICES"]
-    return mine
+def _as_started() -> dict[str, str]:
+    """The environment with the node's GPUs visible: Ray hides them from a task that requests none."""
+    now = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    started = environment_of(Path("/"))
+    return {**now, **{name: value for name, value in started.items() if name == "CUDA_VISIBLE_DEVICES"}}
 
 
 def _run_in_actor(instance: Any, name: str, hosts: int) -> str:
     """Runs in the actor's process."""
-    from raytorchrpc.doctor.collector import gather
-
     granted: dict[str, list[str]] = ray.get_runtime_context().get_accelerator_ids()
     return gather(name=name, wants_gpu=bool(granted.get("GPU")), hosts=hosts).model_dump_json()

@@ -13,11 +13,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ray
 from pydantic import ValidationError
 
 from raytorchrpc._compat import ray_internals
@@ -38,7 +41,8 @@ def gather(*, name: str = "", node_ip: str | None = None, wants_gpu: bool = True
     Blocks as ``topology.probe`` does, and until the host name is resolved (5 s at most). With ``wants_gpu``, CUDA is
     initialised in this process.
     """
-    endpoint = probe.probe(name=name, node_ip=node_ip or _node_ip(), wants_gpu=wants_gpu)
+    node_ip = node_ip or str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    endpoint = probe.probe(name=name, node_ip=node_ip, wants_gpu=wants_gpu)
     files = _from_files(LIVE, os.environ)
     cuda, nvml = gpu_probe.cuda_works() if wants_gpu else None, gpu_probe.ask_nvml()
     return Evidence(
@@ -50,8 +54,8 @@ def gather(*, name: str = "", node_ip: str | None = None, wants_gpu: bool = True
         links=gpu_probe.links(endpoint.gpus, nvml),
         own_addresses=_own_addresses(endpoint.hostname),
         **{**files, "gpu_driver": files["gpu_driver"] or nvml.driver},
-        shm_total_bytes=_shm_total(LIVE),
-        ray_version=_ray_version(),
+        shm_total_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
+        ray_version=ray.__version__,
         ray_token=ray_internals.ray_token(),
     )
 
@@ -60,18 +64,17 @@ def gather_from(root: Path) -> Evidence:
     """Examine a file tree. Raises ConfigurationError if it is not one, or if its ``evidence.json`` is invalid."""
     if not (root / "sys").is_dir() and not (root / "proc").is_dir():
         raise ConfigurationError(f"{root} has neither sys nor proc; --sysfs-root must be a directory that holds them")
-    environment = _environment(root)
-    status = sysfs.read(root / "proc/self/status") or ""
-    uid = re.search(r"^Uid:\s*(\d+)", status, re.MULTILINE)
+    uid = _number(root / "proc/self/status", "Uid:")
+    limit = _number(root / "proc/self/limits", "Max locked memory")
     probed = probe.probe(node_ip="", wants_gpu=False, root=root)
     endpoint = probed.model_copy(
         update={
             "hostname": sysfs.read(root / "proc/sys/kernel/hostname") or "",
             "pid": 0,
-            "uid": int(uid[1]) if uid else 0,
+            "uid": uid or 0,
             "interfaces": _interfaces(root, probed),
             "gpus": gpu_probe.from_files(root),
-            "memlock_bytes": _memlock(root),
+            "memlock_bytes": None if sysfs.may_lock_all(root) else limit,
             "huge_pages": "forbidden" if sysfs.huge_pages(root)[0] == "never" else None,
             "torch_version": "",
             "cuda_version": None,
@@ -82,7 +85,7 @@ def gather_from(root: Path) -> Evidence:
             "wants_gpu": True,
         }
     )
-    evidence = Evidence(endpoint=endpoint, live=False, **_from_files(root, environment))
+    evidence = Evidence(endpoint=endpoint, live=False, **_from_files(root, environment_of(root)))
     text = sysfs.read(root / "evidence.json")
     if text is None:
         return evidence
@@ -109,16 +112,15 @@ def _from_files(root: Path, environ: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _environment(root: Path) -> dict[str, str]:
+def environment_of(root: Path) -> dict[str, str]:
+    """The environment that the process started with."""
     text = sysfs.read(root / "proc/self/environ") or ""
     return dict(entry.partition("=")[::2] for entry in text.split("\0") if "=" in entry)
 
 
-def _memlock(root: Path) -> int | None:
-    if sysfs.may_lock_all(root):
-        return None
-    limit = re.search(r"^Max locked memory\s+(\d+)", sysfs.read(root / "proc/self/limits") or "", re.MULTILINE)
-    return int(limit[1]) if limit else None
+def _number(file: Path, name: str) -> int | None:
+    found = re.search(rf"^{name}\s*(\d+)", sysfs.read(file) or "", re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def _interfaces(root: Path, probed: Endpoint) -> tuple[Interface, ...]:
@@ -150,14 +152,6 @@ def _container(root: Path, environ: Mapping[str, str]) -> str | None:
     return {"kubepods": "kubernetes", "libpod": "podman"}.get(found[0], found[0]) if found else None
 
 
-def _shm_total(root: Path) -> int:
-    try:
-        stat = os.statvfs(root / "dev/shm")
-    except OSError:
-        return 0
-    return stat.f_blocks * stat.f_frsize
-
-
 def _own_addresses(hostname: str) -> tuple[str, ...] | None:
     """Resolves on a thread: an unresponsive name server can take minutes, and the call cannot be interrupted."""
     found: list[tuple[str, ...]] = []
@@ -166,25 +160,16 @@ def _own_addresses(hostname: str) -> tuple[str, ...] | None:
         try:
             answers = socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
         except OSError:
-            found.append(())
-        else:
-            found.append(tuple(dict.fromkeys(str(answer[4][0]) for answer in answers)))
+            answers = []
+        found.append(tuple(dict.fromkeys(str(answer[4][0]) for answer in answers)))
 
     try:
-        asking = threads.start(ask, name="raytorchrpc-doctor-name")
+        threads.start(ask, name="raytorchrpc-doctor-name").join(_RESOLVING_S)
     except threads.ThreadShortage:
         return None
-    asking.join(_RESOLVING_S)
     return found[0] if found else None
 
 
-def _node_ip() -> str:
-    import ray.util
-
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-
-
-def _ray_version() -> str:
-    import ray
-
-    return str(ray.__version__)
+if __name__ == "__main__":  # NAME ADDRESS HOSTS: prints this machine's evidence as JSON
+    own_name, address, host_count = sys.argv[1:]
+    print(gather(name=own_name, node_ip=address, hosts=int(host_count)).model_dump_json())

@@ -1,19 +1,25 @@
-"""``raytorchrpc doctor``: checks the options, collects evidence, prints the report. Needs neither typer nor rich."""
+"""``raytorchrpc doctor``: checks the options, collects evidence, prints the report.
+
+Needs no typer, and uses rich only on a terminal where it is installed.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from raytorchrpc import __version__
 from raytorchrpc.doctor.evidence import Evidence
-from raytorchrpc.doctor.reports import make_report
-from raytorchrpc.doctor.terminal import show
+from raytorchrpc.doctor.findings import LEVELS, Finding
+from raytorchrpc.doctor.reports import NodeReport, Report, make_report
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
 DEFAULT_TIMEOUT_S = 60.0
-HEALTHY, UNHEALTHY, BAD_USAGE = 0, 1, 2
+_COLOURS = {"ok": "green", "note": "blue", "warning": "yellow", "problem": "bold red"}
 
 
 def run(
@@ -34,13 +40,13 @@ def run(
         evidence = _collect(cluster, address, actors, sysfs_root, timeout_s)
     except (RayTorchRpcError, ConnectionError) as error:
         print(f"raytorchrpc doctor: {' '.join(str(error).split())}", file=sys.stderr)
-        return BAD_USAGE
+        return 2
     report = make_report(evidence, __version__)
     if as_json:
         print(report.model_dump_json(indent=1))
     else:
-        show(report)
-    return HEALTHY if report.healthy(strict=strict) else UNHEALTHY
+        _show(report)
+    return 0 if report.healthy(strict=strict) else 1
 
 
 def _collect(
@@ -69,3 +75,66 @@ def _collect(
 
     with running_cluster(address):
         return collect_from_actors(names, timeout_s) if names else collect_from_nodes(timeout_s)
+
+
+def _show(report: Report) -> None:
+    """Print the findings, worst first, then the advised NCCL settings, then a summary line."""
+    draw = _draw_rich if find_spec("rich") is not None and sys.stdout.isatty() else _draw_plain
+    for node in report.nodes:
+        hostname = node.evidence.endpoint.hostname
+        where = ", ".join(filter(None, (hostname if hostname != node.name else "", node.evidence.endpoint.node_ip)))
+        draw(node.name + (f" ({where})" if where else ""), _worst_first(node.findings))
+        _show_nccl(node)
+    if report.together:
+        draw("together", _worst_first(report.together))
+    print(f"\n{_summary(report)}")
+
+
+def _worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda finding: -LEVELS.index(finding.level))
+
+
+def _summary(report: Report) -> str:
+    """``2 problems, 1 warning, 3 notes`` or ``healthy``."""
+    levels = Counter(f.level for findings in (*(n.findings for n in report.nodes), report.together) for f in findings)
+    counts = [(level, levels[level]) for level in reversed(LEVELS[1:]) if levels[level]]
+    listed = ", ".join(f"{count} {level}{'s' if count > 1 else ''}" for level, count in counts)
+    return listed if not report.healthy(strict=True) else "healthy" + (f" ({listed})" if listed else "")
+
+
+def _show_nccl(node: NodeReport) -> None:
+    if node.nccl:
+        print("NCCL:")
+    for name, value in node.nccl.items():
+        advised = "unset" if value.advised is None else value.advised
+        chosen = f"; set here: {value.chosen}" if value.chosen is not None else ""
+        job = "; set it for the whole job, in runtime_env" if value.whole_job and value.advised is not None else ""
+        print(f"  {name}: {advised}  ({value.reason}{job}{chosen})")
+
+
+def _draw_plain(title: str, findings: Sequence[Finding]) -> None:
+    print(f"\n{title}")
+    for finding in findings:
+        lanes = f" [{', '.join(finding.lanes)}]" if finding.lanes and finding.level != "ok" else ""
+        print(f"  {finding.level:<8} {finding.id}: {finding.seen}{lanes}")
+        if finding.meaning:
+            print(f"           means: {finding.meaning}")
+        if finding.remedy:
+            print(f"           do: {finding.remedy}")
+
+
+def _draw_rich(title: str, findings: Sequence[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("", "finding", "lanes", "what it is, what it means, what to do", title=title, title_justify="left")
+    for finding in findings:
+        text = Text(finding.seen)
+        if finding.meaning:
+            text.append(f"\n{finding.meaning}", style="dim")
+        if finding.remedy:
+            text.append(f"\n-> {finding.remedy}")
+        level = Text(finding.level, style=_COLOURS[finding.level])
+        table.add_row(level, Text(finding.id), Text(", ".join(finding.lanes)), text)
+    Console().print("", table, sep="\n")

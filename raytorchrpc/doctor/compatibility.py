@@ -73,8 +73,7 @@ def _fabrics(endpoints: dict[str, Endpoint]) -> Iterator[Finding]:
             "if they should have RDMA, their own findings say what is missing",
         )
     for a, b in combinations(with_rdma, 2):
-        obstacle = None if a.same_host(b) else rdma.ucx_obstacle(a, b, cuda=False)
-        if obstacle:
+        if not a.same_host(b) and (obstacle := rdma.ucx_obstacle(a, b, cuda=False)):
             yield warning(
                 "together-no-common-fabric",
                 f"{a.name} and {b.name} both have RDMA adapters: {obstacle}",

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from raytorchrpc.topology.endpoint import Endpoint
 
 #: The environment variables that some rule reads; no others are collected.
 WATCHED = (
-    "CUDA_VISIBLE_DEVICES",
-    "NVIDIA_VISIBLE_DEVICES",
-    "IBV_FORK_SAFE",
-    "RDMAV_FORK_SAFE",
-    "THP_MEM_ALLOC_ENABLE",
-    "TP_SOCKET_IFNAME",
-    "GLOO_SOCKET_IFNAME",
-    "RAY_AUTH_MODE",
-    "KUBERNETES_SERVICE_HOST",
+    *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "IBV_FORK_SAFE", "RDMAV_FORK_SAFE", "THP_MEM_ALLOC_ENABLE"),
+    *("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "RAY_AUTH_MODE", "KUBERNETES_SERVICE_HOST"),
 )
 
 
-class GpuLink(BaseModel):
+class GpuLink(BaseModel, frozen=True, extra="forbid"):
     """How two GPUs of this process are connected."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     a: int
     b: int
@@ -36,10 +27,8 @@ class GpuLink(BaseModel):
     """Each can map the other's memory; None = unknown."""
 
 
-class Evidence(BaseModel):
+class Evidence(BaseModel, frozen=True, extra="forbid"):
     """One process, or one file tree (``--sysfs-root``). Whatever is unknown is None or empty."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     endpoint: Endpoint
     live: bool = True

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections import Counter
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,19 +94,15 @@ def cuda_driver() -> str | None:
 
 def links(gpus: tuple[Gpu, ...], nvml: Nvml) -> tuple[GpuLink, ...]:
     """The link of each pair of this process's GPUs."""
-    if len(gpus) < 2:
-        return ()
     import torch
 
     found = []
-    for a in gpus:
-        for b in gpus:
-            if a.index < b.index:
-                active = nvml.nvlinks.get(a.uuid.removeprefix("GPU-"))
-                count = None if active is None else active.get(b.pci_bus_id or "", 0) + active.get("switch", 0)
-                directions = (a.index, b.index), (b.index, a.index)
-                peer = all(torch.cuda.can_device_access_peer(*way) for way in directions)
-                found.append(GpuLink(a=a.index, b=b.index, nvlinks=count, peer_access=peer))
+    for a, b in combinations(gpus, 2):
+        active = nvml.nvlinks.get(a.uuid.removeprefix("GPU-"))
+        count = None if active is None else active.get(b.pci_bus_id or "", 0) + active.get("switch", 0)
+        directions = (a.index, b.index), (b.index, a.index)
+        peer = all(torch.cuda.can_device_access_peer(*way) for way in directions)
+        found.append(GpuLink(a=a.index, b=b.index, nvlinks=count, peer_access=peer))
     return tuple(found)
 
 
@@ -130,7 +128,7 @@ def ask_nvml() -> Nvml:
 
 
 def _nvlinks(pynvml: Any, handle: Any) -> dict[str, int]:
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for link in range(_MAX_NVLINKS):
         try:
             if not pynvml.nvmlDeviceGetNvLinkState(handle, link):
@@ -144,8 +142,7 @@ def _nvlinks(pynvml: Any, handle: Any) -> dict[str, int]:
             switch = kind == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
         except (pynvml.NVMLError, AttributeError):
             switch = False
-        end = "switch" if switch else f"{domain[-4:]}:{rest}"
-        found[end] = found.get(end, 0) + 1
+        found["switch" if switch else f"{domain[-4:]}:{rest}"] += 1
     return found
 
 

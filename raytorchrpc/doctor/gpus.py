@@ -27,7 +27,16 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
             "NVLinks were not counted; CUDA reported peer access",
             "pip install 'raytorchrpc[doctor]'",
         )
-    yield from _partly(evidence)
+    given, host = len(evidence.gpu_files), len(evidence.pci_gpus)
+    if evidence.container and 0 < given < host:
+        yield note(
+            "gpu-partly-in-container",
+            f"this container has {given} of the host's {host} GPUs",
+            "members in other containers of this host see other GPUs; TensorPipe would abort when it compares them, so "
+            "routing disables its cuda_ipc channel and the cuda_ipc lane between them, and CUDA tensors go through CPU "
+            "memory",
+            "put members of one host that exchange CUDA tensors into one container with all of their GPUs",
+        )
     if any(" MIG " in gpu.name for gpu in gpus):
         yield note(
             "gpu-mig",
@@ -35,21 +44,21 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
             "CUDA shares no memory between slices and NCCL does not support them: CUDA tensors use torchrpc, through "
             "CPU memory",
         )
-    yield from _links(evidence)
+    if evidence.links:
+        yield _links(evidence)
     if evidence.endpoint.hcas:  # only RDMA adapters use a GPU's BAR1
         yield from _bar1(evidence)
 
 
 def _present(evidence: Evidence) -> Finding:
     endpoint = evidence.endpoint
-    parts = [f"{len(endpoint.gpus)} x {some(dict.fromkeys(gpu.name for gpu in endpoint.gpus))}"]
-    if evidence.gpu_driver:
-        parts.append(f"driver {evidence.gpu_driver}")
-    if evidence.cuda_driver:
-        parts.append(f"supports CUDA {evidence.cuda_driver}")
-    if endpoint.cuda_version:
-        parts.append(f"torch with CUDA {endpoint.cuda_version}")
-    return ok("gpu", ", ".join(parts))
+    parts = {
+        f"{len(endpoint.gpus)} x {some(dict.fromkeys(gpu.name for gpu in endpoint.gpus))}": True,
+        f"driver {evidence.gpu_driver}": evidence.gpu_driver,
+        f"supports CUDA {evidence.cuda_driver}": evidence.cuda_driver,
+        f"torch with CUDA {endpoint.cuda_version}": endpoint.cuda_version,
+    }
+    return ok("gpu", ", ".join(part for part, known in parts.items() if known))
 
 
 def _why_none(evidence: Evidence) -> Finding:
@@ -88,37 +97,21 @@ def _why_none(evidence: Evidence) -> Finding:
     return note("gpu-none", "no GPU", "CPU tensors only")
 
 
-def _partly(evidence: Evidence) -> Iterator[Finding]:
-    given, host = len(evidence.gpu_files), len(evidence.pci_gpus)
-    if evidence.container and 0 < given < host:
-        yield note(
-            "gpu-partly-in-container",
-            f"this container has {given} of the host's {host} GPUs",
-            "members in other containers of this host see other GPUs; TensorPipe would abort when it compares them, so "
-            "routing disables its cuda_ipc channel and the cuda_ipc lane between them, and CUDA tensors go through CPU "
-            "memory",
-            "put members of one host that exchange CUDA tensors into one container with all of their GPUs",
-        )
-
-
-def _links(evidence: Evidence) -> Iterator[Finding]:
-    if not evidence.links:
-        return
+def _links(evidence: Evidence) -> Finding:
     apart = [f"{link.a}-{link.b}" for link in evidence.links if link.peer_access is False]
     if apart:
-        yield warning(
+        return warning(
             "gpu-no-peer-access",
             f"no peer access between GPUs {some(apart)}",
             "copies between them go through CPU memory",
             "nvidia-smi topo -p2p r shows why; often an IOMMU or ACS in between: turn it off, or use GPUs behind one "
             "switch",
         )
-        return
     how = "all of them have peer access to each other"
     if counts := sorted({link.nvlinks for link in evidence.links if link.nvlinks is not None}):
         nvlinks = " or ".join(map(str, counts))
         how += ", over PCIe" if counts == [0] else f", with {nvlinks} NVLinks between two"
-    yield ok("gpu-links", how)
+    return ok("gpu-links", how)
 
 
 def _bar1(evidence: Evidence) -> Iterator[Finding]:

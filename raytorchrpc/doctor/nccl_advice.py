@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from raytorchrpc.doctor.evidence import Evidence
 from raytorchrpc.doctor.findings import Finding, ok, warning
@@ -12,10 +12,8 @@ from raytorchrpc.topology import nccl_env, rdma
 from raytorchrpc.topology.endpoint import Endpoint
 
 
-class NcclValue(BaseModel):
+class NcclValue(BaseModel, frozen=True, extra="forbid"):
     """One NCCL variable on one node."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     advised: str | None
     """None = leave it unset."""
@@ -30,72 +28,55 @@ def values(evidence: Evidence) -> dict[str, NcclValue]:
     """Advice on each of the five variables; empty for machines without GPUs and RDMA adapters."""
     if not evidence.endpoint.gpus and not evidence.endpoint.hcas:
         return {}
+    advised = nccl_env.advise(evidence.endpoint, own=evidence.nccl)
     return {
-        name: NcclValue(
-            advised=advice.value, reason=advice.reason, chosen=evidence.nccl.get(name), whole_job=advice.both_ends
-        )
-        for name, advice in nccl_env.advise(evidence.endpoint, own=evidence.nccl).items()
+        name: NcclValue(advised=one.value, reason=one.reason, chosen=evidence.nccl.get(name), whole_job=one.both_ends)
+        for name, one in advised.items()
     }
 
 
 def findings(evidence: Evidence) -> Iterator[Finding]:
     """Pure: equal evidence gives equal findings."""
-    endpoint, chosen = evidence.endpoint, evidence.nccl
-    if not endpoint.gpus and not endpoint.hcas:
-        return
-    wrong = (
-        _ifname(endpoint, chosen.get(nccl_env.IFNAME, "")),
-        _hca(endpoint, chosen.get(nccl_env.HCA, "")),
-        _gid(endpoint, chosen),
-        _off(endpoint, chosen.get("NCCL_IB_DISABLE", "")),
-    )
-    if any(wrong):
+    wrong = list(_unfit(evidence.endpoint, evidence.nccl))
+    advised = values(evidence)
+    if wrong and advised:
         yield warning(
             "nccl-value-unfit",
-            "; ".join(filter(None, wrong)),
+            "; ".join(wrong),
             "NCCL uses the value as it is: it fails, or uses TCP",
             "unset it: a suitable value is set when a group forms; one value for the whole job suits only one kind of "
             "node",
         )
-        return
-    advised = [f"{name}={value.advised}" for name, value in values(evidence).items() if value.advised is not None]
-    yield ok("nccl-values", " ".join(advised) or "NCCL needs no settings here")
+    elif advised:
+        texts = [f"{name}={value.advised}" for name, value in advised.items() if value.advised is not None]
+        yield ok("nccl-values", " ".join(texts) or "NCCL needs no settings here")
 
 
-def _ifname(endpoint: Endpoint, value: str) -> str:
-    names = [i.name for i in endpoint.interfaces if i.up and i.addresses]
-    if not value or value.startswith("^") or not names:
-        return ""
-    exact, wanted = value.startswith("="), value.removeprefix("=").split(",")
-    if any(name == want if exact else name.startswith(want) for name in names for want in wanted if want):
-        return ""
-    return f"NCCL_SOCKET_IFNAME={value} names no interface that is up"
-
-
-def _hca(endpoint: Endpoint, value: str) -> str:
+def _unfit(endpoint: Endpoint, chosen: dict[str, str]) -> Iterator[str]:
+    """What is wrong with the chosen values."""
     ports = rdma.usable_ports(endpoint)
-    if not value or not ports or any(nccl_env.matches(value, *port) for port in ports):
-        return ""
-    return f"NCCL_IB_HCA={value} matches no usable port"
+    names = [interface.name for interface in endpoint.interfaces if interface.up and interface.addresses]
+    ifname = chosen.get(nccl_env.IFNAME, "")
+    exact, wanted = ifname.startswith("="), ifname.removeprefix("=").split(",")
+    found = any(name == want if exact else name.startswith(want) for name in names for want in wanted if want)
+    if ifname and not ifname.startswith("^") and names and not found:
+        yield f"NCCL_SOCKET_IFNAME={ifname} names no interface that is up"
+    hca = chosen.get(nccl_env.HCA, "")
+    if hca and ports and not any(nccl_env.matches(hca, *port) for port in ports):
+        yield f"NCCL_IB_HCA={hca} matches no usable port"
+    if (index := chosen.get(nccl_env.GID, "")).isdigit():  # -1: NCCL chooses
+        yield from _gid(endpoint, int(index), hca)
+    if ports and (off := chosen.get("NCCL_IB_DISABLE", "")) not in ("", "0"):
+        yield f"NCCL_IB_DISABLE={off} stops NCCL from using {len(endpoint.hcas)} RDMA adapter(s)"
 
 
-def _gid(endpoint: Endpoint, chosen: dict[str, str]) -> str:
-    text = chosen.get(nccl_env.GID, "")
-    if not text.isdigit():  # -1: NCCL chooses
-        return ""
-    ports = [p for p in rdma.usable_ports(endpoint) if nccl_env.matches(chosen.get(nccl_env.HCA, ""), *p)]
-    for hca, port in ports:
-        if port.link_layer != "Ethernet":
+def _gid(endpoint: Endpoint, index: int, filter_text: str) -> Iterator[str]:
+    for hca, port in rdma.usable_ports(endpoint):
+        if port.link_layer != "Ethernet" or not nccl_env.matches(filter_text, hca, port):
             continue
-        gid = next((gid for gid in port.gids if gid.index == int(text)), None)
+        gid = next((gid for gid in port.gids if gid.index == index), None)
         if gid is None or gid.link_local or "v2" not in gid.kind:
             what = "empty" if gid is None else "a link-local address" if gid.link_local else gid.kind
             right = nccl_env.gid_index(endpoint, port)
-            return f"NCCL_IB_GID_INDEX={text}: on {hca.name} that GID is {what}; {right} is the routed one"
-    return ""
-
-
-def _off(endpoint: Endpoint, value: str) -> str:
-    if value in ("", "0") or not rdma.usable_ports(endpoint):
-        return ""
-    return f"NCCL_IB_DISABLE={value} stops NCCL from using {len(endpoint.hcas)} RDMA adapter(s)"
+            yield f"NCCL_IB_GID_INDEX={index}: on {hca.name} that GID is {what}; {right} is the routed one"
+            return

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from raytorchrpc.doctor.evidence import Evidence
 from raytorchrpc.doctor.findings import Finding, finding, note, ok, some, warning
-from raytorchrpc.topology.endpoint import Endpoint, Hca
+from raytorchrpc.topology.endpoint import Endpoint
 from raytorchrpc.topology.rdma import usable_ports
 
 
@@ -20,16 +20,13 @@ def limit_levels(endpoint: Endpoint, found: Iterable[Finding]) -> Iterator[Findi
 
     In many clouds, a machine's ordinary network card is also a RoCE adapter.
     """
-    infiniband = any(
-        port.link_layer == "InfiniBand" for hca in endpoint.hcas for port in hca.ports if hca.driver != "efa"
-    )
-    used = endpoint.gpus or endpoint.nixl or infiniband
+    ports = [port for hca in endpoint.hcas if hca.driver != "efa" for port in hca.ports]
+    used = endpoint.gpus or endpoint.nixl or any(port.link_layer == "InfiniBand" for port in ports)
     why = "no lane would use RDMA here: there is no GPU for nccl, no NIXL, and no InfiniBand for torchrpc; "
     for each in found:
-        if used or each.level in ("ok", "note"):
-            yield each
-        else:
-            yield each.model_copy(update={"level": "note", "meaning": why + each.meaning})
+        if not used and each.level not in ("ok", "note"):
+            each = each.model_copy(update={"level": "note", "meaning": why + each.meaning})
+        yield each
 
 
 def _findings(endpoint: Endpoint) -> Iterator[Finding]:
@@ -45,7 +42,14 @@ def _findings(endpoint: Endpoint) -> Iterator[Finding]:
         ports = f"{len(usable)} usable port(s) on {len(endpoint.hcas)} adapter(s)"
         yield ok("rdma", f"{ports}, {' and '.join(sorted(layers))}{speed}")
     if efa:
-        yield _efa(efa)
+        yield warning(
+            "rdma-efa",
+            f"EFA: {some(hca.name for hca in efa)}",
+            "EFA looks like InfiniBand but fails in TensorPipe, so torchrpc uses TCP; NCCL needs a plug-in "
+            "(aws-ofi-nccl), which the doctor cannot detect, so the nccl lane is used only where it is named",
+            "install aws-ofi-nccl and name the lane: "
+            "GroupConfig(lanes=('socket', 'shm', 'cuda_ipc', 'nccl', 'torchrpc'))",
+        )
     if len(efa) == len(endpoint.hcas):
         return
     yield from _no_verbs(endpoint)
@@ -59,16 +63,6 @@ def _findings(endpoint: Endpoint) -> Iterator[Finding]:
         )
     if usable and endpoint.gpus:
         yield _gpudirect(endpoint)
-
-
-def _efa(adapters: list[Hca]) -> Finding:
-    return warning(
-        "rdma-efa",
-        f"EFA: {some(hca.name for hca in adapters)}",
-        "EFA looks like InfiniBand but fails in TensorPipe, so torchrpc uses TCP; NCCL needs a plug-in (aws-ofi-nccl), "
-        "which the doctor cannot detect, so the nccl lane is used only where it is named",
-        "install aws-ofi-nccl and name the lane: GroupConfig(lanes=('socket', 'shm', 'cuda_ipc', 'nccl', 'torchrpc'))",
-    )
 
 
 def _no_verbs(endpoint: Endpoint) -> Iterator[Finding]:
@@ -90,21 +84,18 @@ def _ports(endpoint: Endpoint, usable: bool) -> Iterator[Finding]:
     first = endpoint.hcas[0]
     port = first.port(1)
     if port is not None and port.state != "ACTIVE" and first.driver != "efa":
-        others = "nixl and nccl use the others" if usable else "nixl and nccl have no other either"
+        rest = "nixl and nccl use the others" if usable else "nixl and nccl have no other either"
         nixl = "; with nixl installed, CPU tensors use RDMA too" if usable and not endpoint.nixl else ""
         yield finding(
             "warning" if usable else "problem",
             "rdma-first-unusable",
             f"port 1 of the first adapter, {first.name}, is {port.state}",
-            f"TensorPipe opens only the first adapter, so torchrpc uses TCP; {others}",
+            f"TensorPipe opens only the first adapter, so torchrpc uses TCP; {rest}",
             f"bring the link up, or expose only working adapters to the container{nixl}",
             lanes=("torchrpc",) if usable else None,
         )
-    down = [
-        hca.name
-        for hca in endpoint.hcas[1:]
-        if hca.ports and hca.driver != "efa" and all(port.state != "ACTIVE" for port in hca.ports)
-    ]
+    others = [hca for hca in endpoint.hcas[1:] if hca.ports and hca.driver != "efa"]
+    down = [hca.name for hca in others if all(port.state != "ACTIVE" for port in hca.ports)]
     if down and usable:
         yield warning(
             "rdma-port-down",
@@ -116,13 +107,8 @@ def _ports(endpoint: Endpoint, usable: bool) -> Iterator[Finding]:
 
 
 def _roce(endpoint: Endpoint) -> Iterator[Finding]:
-    roce = [
-        (hca, port)
-        for hca in endpoint.hcas
-        if hca.driver != "efa"
-        for port in hca.ports
-        if port.link_layer == "Ethernet" and port.state == "ACTIVE"
-    ]
+    ports = [(hca, port) for hca in endpoint.hcas if hca.driver != "efa" for port in hca.ports]
+    roce = [(hca, port) for hca, port in ports if port.link_layer == "Ethernet" and port.state == "ACTIVE"]
     bare = [h.name for h, port in roce if not any("v2" in gid.kind and not gid.link_local for gid in port.gids)]
     every = len(bare) == len(roce)
     if bare:

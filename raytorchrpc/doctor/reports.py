@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
-from raytorchrpc.doctor import compatibility, gpus, memory, nccl_advice, network, rdma, software
+from raytorchrpc.doctor import compatibility, gpus, machine, nccl_advice, rdma
 from raytorchrpc.doctor.evidence import Evidence
-from raytorchrpc.doctor.findings import LEVELS, Finding, Level, worst
+from raytorchrpc.doctor.findings import LEVELS, Finding, Level
 from raytorchrpc.doctor.nccl_advice import NcclValue
 
-#: The modules with rules, in display order.
-RULES = (software, gpus, rdma, nccl_advice, memory, network)
+#: In display order.
+RULES = (
+    *(machine.software, gpus.findings, rdma.findings, nccl_advice.findings),
+    *(machine.memory, machine.network),
+)
 
 
-class NodeReport(BaseModel):
+class NodeReport(BaseModel, frozen=True, extra="forbid"):
     """The findings about one process, one node, or one file tree."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     findings: tuple[Finding, ...]
@@ -27,10 +28,8 @@ class NodeReport(BaseModel):
     evidence: Evidence
 
 
-class Report(BaseModel):
+class Report(BaseModel, frozen=True, extra="forbid"):
     """Everything the doctor found."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: str
     """Of raytorchrpc."""
@@ -47,7 +46,7 @@ class Report(BaseModel):
 
 def examine_evidence(evidence: Evidence) -> tuple[Finding, ...]:
     """Apply every rule to one process's evidence. Pure."""
-    return tuple(finding for rules in RULES for finding in rules.findings(evidence))
+    return tuple(finding for rule in RULES for finding in rule(evidence))
 
 
 def make_report(evidence: Sequence[Evidence], version: str) -> Report:
@@ -61,6 +60,7 @@ def make_report(evidence: Sequence[Evidence], version: str) -> Report:
         )
         for each in evidence
     )
-    shared = tuple(compatibility.findings(evidence)) if len(evidence) > 1 else ()
-    every = [finding for node in nodes for finding in node.findings] + list(shared)
-    return Report(version=version, level=worst(every), nodes=nodes, together=shared)
+    together = tuple(compatibility.findings(evidence)) if len(evidence) > 1 else ()
+    levels = [finding.level for findings in (*(node.findings for node in nodes), together) for finding in findings]
+    level = max(levels, key=LEVELS.index, default=LEVELS[0])
+    return Report(version=version, level=level, nodes=nodes, together=together)

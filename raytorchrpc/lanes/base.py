@@ -65,6 +65,8 @@ Reply = Callable[[Message], None]
 #: socket lane calls ``serve`` in the order in which a caller sent its requests.
 Serve = Callable[[Message, Reply], Callable[[], None] | None]
 Spawn = Callable[[Callable[[], None]], None]
+#: See ``MessageLane.call``.
+Released = Callable[[], None] | None
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,7 @@ class MessageLane(ABC):
     def open(self, serve: Serve, spawn: Spawn) -> Any:
         """Start to listen; returns the address that peers ``connect`` to. Raises LaneUnavailable."""
 
-    @abstractmethod
-    def connect(self, peers: Sequence[PeerAddress]) -> None:
+    def connect(self, peers: Sequence[PeerAddress]) -> None:  # noqa: B027 - some lanes have no connections
         """Make these peers reachable. May connect lazily; then the first call fails if a peer is gone."""
 
     def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> Any:
@@ -123,13 +124,7 @@ class MessageLane(ABC):
 
     @abstractmethod
     def call(
-        self,
-        peer: str,
-        message: Message,
-        timeout_s: float,
-        *,
-        caller_waits: bool = False,
-        on_released: Callable[[], None] | None = None,
+        self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
     ) -> Pending:
         """Send a request. Returns before the reply.
 
@@ -142,12 +137,10 @@ class MessageLane(ABC):
         PeerLost, with ``may_have_run`` False, for an unknown peer or one that is gone.
         """
 
-    @abstractmethod
-    def disconnect(self, peer: str) -> None:
+    def disconnect(self, peer: str) -> None:  # noqa: B027 - likewise
         """Forget a peer; calls in flight to it fail with PeerLost."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - likewise
         """Release everything: threads, sockets, files. Idempotent, never raises, takes at most 2 s."""
 
 

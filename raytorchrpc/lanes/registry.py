@@ -177,11 +177,4 @@ def _load(point: importlib.metadata.EntryPoint) -> Lane:
     return found
 
 
-class _KnownLanes:
-    """See config.KnownLanes."""
-
-    is_known = staticmethod(is_known)
-    names = staticmethod(names)
-
-
-config.use_lanes(_KnownLanes())
+config.lane_names = is_known, names

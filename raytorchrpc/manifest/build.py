@@ -16,27 +16,23 @@ _STORE_SHARE = 0.6
 
 def ray_cluster(options: ClusterOptions) -> dict[str, Any]:
     """Build a ``RayCluster``."""
-    return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayCluster",
-        "metadata": {"name": options.name, "namespace": options.namespace},
-        "spec": _cluster_spec(options),
-    }
+    return _object("RayCluster", options, _cluster_spec(options))
 
 
 def ray_job(options: JobOptions) -> dict[str, Any]:
     """Build a ``RayJob`` with its own cluster, which is deleted after the job has ended."""
-    return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayJob",
-        "metadata": {"name": options.name, "namespace": options.namespace},
-        "spec": {
-            "entrypoint": options.entrypoint,
-            "shutdownAfterJobFinishes": True,
-            "ttlSecondsAfterFinished": options.ttl_s,
-            "rayClusterSpec": _cluster_spec(options),
-        },
+    spec = {
+        "entrypoint": options.entrypoint,
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": options.ttl_s,
+        "rayClusterSpec": _cluster_spec(options),
     }
+    return _object("RayJob", options, spec)
+
+
+def _object(kind: str, options: ClusterOptions, spec: dict[str, Any]) -> dict[str, Any]:
+    metadata = {"name": options.name, "namespace": options.namespace}
+    return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": metadata, "spec": spec}
 
 
 def to_yaml(manifest: dict[str, Any], options: ClusterOptions) -> str:
@@ -68,38 +64,34 @@ def _notes(options: ClusterOptions) -> list[str]:
 
 
 def _cluster_spec(options: ClusterOptions) -> dict[str, Any]:
-    spec: dict[str, Any] = {"rayVersion": options.ray_version}
-    # KubeRay creates a Secret with the token and mounts it in every pod, including the submitter of a job.
-    spec["authOptions"] = {"mode": options.auth}
-    spec["headGroupSpec"] = {
-        # No actors on the head, which runs the cluster's control processes.
-        "rayStartParams": {"dashboard-host": "0.0.0.0", "num-cpus": "0", "num-gpus": "0"},
-        "template": {"spec": _head_pod(options)},
-    }
     store = int(bytes_of(options.shm) * _STORE_SHARE)
-    spec["workerGroupSpecs"] = [
-        {
-            "groupName": "workers",
-            "replicas": options.workers,
-            "minReplicas": options.workers,
-            "maxReplicas": options.workers,
-            "rayStartParams": {"object-store-memory": str(store)},
-            "template": {"spec": _worker_pod(options)},
-        }
-    ]
-    return spec
+    return {
+        "rayVersion": options.ray_version,
+        # KubeRay creates a Secret with the token and mounts it in every pod, including the submitter of a job.
+        "authOptions": {"mode": options.auth},
+        "headGroupSpec": {
+            # No actors on the head, which runs the cluster's control processes.
+            "rayStartParams": {"dashboard-host": "0.0.0.0", "num-cpus": "0", "num-gpus": "0"},
+            "template": {"spec": _head_pod(options)},
+        },
+        "workerGroupSpecs": [
+            {
+                "groupName": "workers",
+                "replicas": options.workers,
+                "minReplicas": options.workers,
+                "maxReplicas": options.workers,
+                "rayStartParams": {"object-store-memory": str(store)},
+                "template": {"spec": _worker_pod(options)},
+            }
+        ],
+    }
 
 
 def _head_pod(options: ClusterOptions) -> dict[str, Any]:
     ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
-    container = {
-        "name": "ray-head",
-        "image": options.image,
-        "env": _environment(options),
-        "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
-        "resources": _resources({"cpu": str(options.head_cpus), "memory": options.head_memory}),
-    }
-    return {"containers": [container]}
+    wanted = {"cpu": str(options.head_cpus), "memory": options.head_memory}
+    listed = [{"name": name, "containerPort": port} for name, port in ports.items()]
+    return {"containers": [_container("ray-head", options, wanted, ports=listed)]}
 
 
 def _worker_pod(options: ClusterOptions) -> dict[str, Any]:
@@ -108,30 +100,25 @@ def _worker_pod(options: ClusterOptions) -> dict[str, Any]:
         wanted["nvidia.com/gpu"] = str(options.gpus)
     if options.rdma_resource:
         wanted[options.rdma_resource] = str(options.rdma_count)
-    container: dict[str, Any] = {
-        "name": "ray-worker",
-        "image": options.image,
-        "env": _environment(options),
-        "resources": _resources(wanted),
-        "volumeMounts": [{"name": _SHM, "mountPath": "/dev/shm"}],
-    }
+    container = _container("ray-worker", options, wanted)
+    container["volumeMounts"] = [{"name": _SHM, "mountPath": "/dev/shm"}]
     if options.rdma_resource:
-        container["securityContext"] = {
-            "capabilities": {"add": ["IPC_LOCK"]},
-            **({"runAsUser": 0} if options.root else {}),
-        }
+        user = {"runAsUser": 0} if options.root else {}
+        container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}, **user}
     network = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if options.host_network else {}
     # KubeRay's default is as large as all memory; with a smaller limit, only a full /dev/shm fails.
     volumes = [{"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": options.shm}}]
     return {**network, "containers": [container], "volumes": volumes}
 
 
-def _environment(options: ClusterOptions) -> list[dict[str, str]]:
-    """The raylet's environment, which every worker inherits before torch loads."""
+def _container(name: str, options: ClusterOptions, wanted: dict[str, str], **more: Any) -> dict[str, Any]:
+    # The raylet's environment, which every worker inherits before torch loads.
     variables = {**DEFAULTS, "RAY_AUTH_MODE": options.auth, **options.env}
-    return [{"name": name, "value": value} for name, value in variables.items()]
-
-
-def _resources(wanted: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Equal limits and requests: devices require it, and such pods are evicted last."""
-    return {"limits": dict(wanted), "requests": dict(wanted)}
+    return {
+        "name": name,
+        "image": options.image,
+        "env": [{"name": variable, "value": value} for variable, value in variables.items()],
+        **more,
+        # Equal limits and requests: devices require it, and such pods are evicted last.
+        "resources": {"limits": dict(wanted), "requests": dict(wanted)},
+    }

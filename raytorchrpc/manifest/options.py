@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic.functional_validators import AfterValidator
 
 from raytorchrpc.errors import ConfigurationError
 
-#: Longest names that KubeRay accepts; it derives longer ones from them.
-LONGEST_CLUSTER, LONGEST_JOB = 53, 47
-
 _LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
 _RESOURCE = (
+    r"(?!nvidia\.com/gpu$|([^/]*\.)?kubernetes\.io/)"
     r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 )
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -29,14 +28,46 @@ def bytes_of(quantity: str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-class ClusterOptions(BaseModel):
+def _size(quantity: str) -> str:
+    bytes_of(quantity)
+    return quantity
+
+
+def _matching(pattern: str, problem: str, longest: int | None = None) -> AfterValidator:
+    """Accepts text that matches as a whole; else the message is the text and the problem."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text) or (longest is not None and len(text) > longest):
+            raise ValueError(f"{text!r} {problem}")
+        return text
+
+    return AfterValidator(check)
+
+
+def _name(longest: int) -> AfterValidator:
+    """``longest``: KubeRay derives longer names from this one."""
+    problem = f"is not a valid name; use up to {longest} lower-case letters, digits and '-', a letter first"
+    return _matching(_LABEL, problem, longest)
+
+
+_Size = Annotated[str, AfterValidator(_size)]
+_NO_NAMESPACE = "is not a valid namespace; use lower-case letters, digits and '-'"
+_Namespace = Annotated[str, _matching(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", _NO_NAMESPACE)]
+_NO_IMAGE = "is not an image; write it like registry.example/team/raytorchrpc:1.0"
+_Image = Annotated[str, _matching(r"[A-Za-z0-9][\w./:@-]*", _NO_IMAGE)]
+_NO_RESOURCE = (
+    "is not an RDMA resource; write <domain>/<name>, such as rdma/hca_shared_devices_a or vpc.amazonaws.com/efa "
+    "(`kubectl describe node` lists it as allocatable)"
+)
+_Resource = Annotated[str, _matching(_RESOURCE, _NO_RESOURCE)]
+
+
+class ClusterOptions(BaseModel, frozen=True, extra="forbid"):
     """Options of a ``RayCluster``, or of the cluster of a ``RayJob``. Sizes are Kubernetes quantities."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
-    namespace: str = "default"
-    image: str
+    name: Annotated[str, _name(53)]
+    namespace: _Namespace = "default"
+    image: _Image
     """Contains raytorchrpc, torch and Ray."""
     ray_version: str
     """Ray's version in the image."""
@@ -46,13 +77,13 @@ class ClusterOptions(BaseModel):
     """Per worker."""
     cpus: Annotated[int, Field(ge=1, le=1024)] = 8
     """Per worker."""
-    memory: str = "32Gi"
+    memory: _Size = "32Gi"
     """Per worker, including /dev/shm."""
-    shm: str = "8Gi"
+    shm: _Size = "8Gi"
     """Size of a worker's /dev/shm, which Ray's object store and NCCL use. It counts as memory of the pod."""
     head_cpus: Annotated[int, Field(ge=1, le=1024)] = 2
-    head_memory: str = "8Gi"
-    rdma_resource: str | None = None
+    head_memory: _Size = "8Gi"
+    rdma_resource: _Resource | None = None
     """The device plugin's name for RDMA adapters: ``rdma/hca_shared_devices_a``, ``rdma/ib``, ..."""
     rdma_count: Annotated[int, Field(ge=1, le=64)] = 1
     """Per worker."""
@@ -72,34 +103,6 @@ class ClusterOptions(BaseModel):
             problems = (f"{'.'.join(map(str, item['loc'])) or 'options'}: {_text(item)}" for item in error.errors())
             raise ConfigurationError("; ".join(problems)) from error
 
-    @field_validator("name")
-    @classmethod
-    def _name(cls, name: str) -> str:
-        longest = cls._longest()
-        if not re.fullmatch(_LABEL, name) or len(name) > longest:
-            raise ValueError(
-                f"{name!r} is not a valid name; use up to {longest} lower-case letters, digits and '-', a letter first"
-            )
-        return name
-
-    @classmethod
-    def _longest(cls) -> int:
-        return LONGEST_CLUSTER
-
-    @field_validator("namespace")
-    @classmethod
-    def _namespace(cls, namespace: str) -> str:
-        if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", namespace):
-            raise ValueError(f"{namespace!r} is not a valid namespace; use lower-case letters, digits and '-'")
-        return namespace
-
-    @field_validator("image")
-    @classmethod
-    def _image(cls, image: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9][\w./:@-]*", image):
-            raise ValueError(f"{image!r} is not an image; write it like registry.example/team/raytorchrpc:1.0")
-        return image
-
     @field_validator("ray_version")
     @classmethod
     def _ray_version(cls, version: str) -> str:
@@ -107,26 +110,6 @@ class ClusterOptions(BaseModel):
         if found is None or (int(found[1]), int(found[2])) < (2, 60):
             raise ValueError(f"{version!r} is not Ray 2.60.0 or later, which raytorchrpc needs")
         return version
-
-    @field_validator("rdma_resource")
-    @classmethod
-    def _rdma_resource(cls, resource: str | None) -> str | None:
-        if resource is None:
-            return None
-        domain = resource.partition("/")[0]
-        own = domain == "kubernetes.io" or domain.endswith(".kubernetes.io")
-        if not re.fullmatch(_RESOURCE, resource) or own or resource == "nvidia.com/gpu":
-            raise ValueError(
-                f"{resource!r} is not an RDMA resource; write <domain>/<name>, such as "
-                f"rdma/hca_shared_devices_a or vpc.amazonaws.com/efa (`kubectl describe node` lists it as allocatable)"
-            )
-        return resource
-
-    @field_validator("memory", "shm", "head_memory")
-    @classmethod
-    def _size(cls, quantity: str) -> str:
-        bytes_of(quantity)
-        return quantity
 
     @field_validator("env")
     @classmethod
@@ -154,24 +137,14 @@ class ClusterOptions(BaseModel):
         return self
 
 
-class JobOptions(ClusterOptions):
+class JobOptions(ClusterOptions, frozen=True):
     """Options of a ``RayJob``."""
 
-    entrypoint: str
+    name: Annotated[str, _name(47)]
+    entrypoint: Annotated[str, _matching(r".*\S.*", "is not a command")]
     """The command, as for ``ray job submit``; it runs on the head."""
     ttl_s: Annotated[int, Field(ge=0)] = 600
     """Seconds from the end of the job to the deletion of the cluster."""
-
-    @classmethod
-    def _longest(cls) -> int:
-        return LONGEST_JOB
-
-    @field_validator("entrypoint")
-    @classmethod
-    def _entrypoint(cls, entrypoint: str) -> str:
-        if not entrypoint.strip() or "\n" in entrypoint:
-            raise ValueError(f"{entrypoint!r} is not a command")
-        return entrypoint
 
 
 def _text(item: Any) -> str:

@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -38,18 +38,10 @@ Steps = Generator["Future[Any] | DeferredReply", Any, T]
 #: Creates an object at its home: (member, name, settings) -> the object.
 Factory = Callable[[LocalMember, str, Any], Any]
 
-_factories: dict[str, Factory] = {}
-_request_ids = itertools.count(1)
-
-
-def new_request_id() -> int:
-    """Return a number that identifies one request of this process."""
-    return next(_request_ids)
-
-
-def register_factory(kind: str, factory: Factory) -> None:
-    """Register how a home creates objects of this kind. The objects are ``Served``, and keep their ``settings``."""
-    _factories[kind] = factory
+#: How a home creates objects, by kind. They are ``Served``, and keep their ``settings``.
+factories: dict[str, Factory] = {}
+#: Identify requests of this process.
+request_ids = itertools.count(1)
 
 
 def register_service(name: str, function: Callable[..., Any]) -> None:
@@ -57,16 +49,20 @@ def register_service(name: str, function: Callable[..., Any]) -> None:
     builtin_services[name] = Exposed(function, True, None, False, False, False, frozen=True, service=True)
 
 
-def register_method(name: str, function: Callable[..., Any]) -> None:
-    """Have every member serve ``function(member, caller's rank, object, *args)``, for requests to an object's address.
+def register_methods(methods: Mapping[str, Callable[..., Any]]) -> None:
+    """Have every member serve ``function(object, caller's rank, *args)``, by name, for requests to an object's address.
 
     A request to an object that the member does not have raises NotFound.
     """
+    for name, function in methods.items():
+        register_service(name, _of_object(function))
 
+
+def _of_object(function: Callable[..., Any]) -> Callable[..., Any]:
     def serve(local: LocalMember, caller: int, kind: str, of: str, instance_id: int | None, *args: Any) -> Any:
-        return function(local, caller, local.services.find(kind, of, instance_id, local.me.name), *args)
+        return function(local.services.find(kind, of, instance_id, local.me.name), caller, *args)
 
-    register_service(name, serve)
+    return serve
 
 
 # --- running operations --------------------------------------------------------------------------------------
@@ -81,7 +77,6 @@ class _WaitableReply:
         self._reply = reply
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until the reply is settled, at most ``timeout_s``; whether it is."""
         try:
             self._reply.exception(timeout_s)  # returns the error, if there is one
         except concurrent.futures.TimeoutError:
@@ -89,7 +84,6 @@ class _WaitableReply:
         return True
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once the reply is settled."""
         self._reply.add_done_callback(lambda _: callback())
 
 
@@ -188,6 +182,13 @@ def give_up_at(deadlines: Deadlines, until: float, reply: DeferredReply, give_up
 # --- handles -------------------------------------------------------------------------------------------------
 
 
+def checked_count(name: str, value: Any) -> int:
+    """Return an argument that must be a whole number of at least 1. Raises ConfigurationError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"{name}= must be a whole number of at least 1, not {value!r}")
+    return value
+
+
 class Handle:
     """Refers to an object that lives in a member, its home. Picklable.
 
@@ -204,7 +205,7 @@ class Handle:
         Args:
             name: of the object, unique among those of its kind in its home.
             home: a member's name, rank or handle, or a Member. None: this member.
-            settings: to create it with. None: it has to exist.
+            settings: to create it with; an existing object must have the same.
         """
         given: Any = name
         if not isinstance(given, str) or not given:
@@ -276,9 +277,7 @@ class Handle:
         return self._home
 
     def __reduce__(self) -> tuple[Any, ...]:
-        with self._bind_lock:
-            settings, instance_id = self._settings, self._instance_id
-        return type(self)._restore, (self._name, self._home, settings, instance_id)
+        return type(self)._restore, (self._name, self._home, self._settings, self._instance_id)
 
     def __repr__(self) -> str:
         return f"<raytorchrpc.{type(self).__name__} {self._name!r} in {self._home!r}>"
@@ -304,10 +303,10 @@ class Handle:
         """
         if self._instance_id is None:
             args = (self.kind, self._name, self._settings)
-            settings, instance_id = yield from self._request(local, OPEN, args, wait_s)
+            instance_id = yield from self._request(local, OPEN, args, wait_s)
             with self._bind_lock:
                 if self._instance_id is None:  # another thread may have bound it meanwhile
-                    self._settings, self._instance_id = settings, instance_id
+                    self._instance_id = instance_id
         return self._is_home(local)
 
     def _request(
@@ -353,17 +352,14 @@ class Handle:
 OPEN, _FIND = "raytorchrpc.open", "raytorchrpc.find"
 
 
-def _open(local: LocalMember, caller: int, kind: str, name: str, settings: Any) -> tuple[Any, int]:
-    """Return the settings and instance id of the object; creates it unless ``settings`` is None."""
-    if settings is None:
-        found = local.services.find(kind, name, None, local.me.name)
-        return found.settings, found.instance_id
-    opened = local.services.open(kind, name, partial(_factories[kind], local, name, settings))
+def _open(local: LocalMember, caller: int, kind: str, name: str, settings: Any) -> int:
+    """Return the instance id of the object, which is created if there is none."""
+    opened = local.services.open(kind, name, partial(factories[kind], local, name, settings))
     if opened.settings != settings:
         raise ConfigurationError(
             f"member {local.me.name!r} has a {kind} {name!r} with other settings: {opened.settings}, not {settings}"
         )
-    return opened.settings, opened.instance_id
+    return int(opened.instance_id)
 
 
 def _find(local: LocalMember, caller: int, kind: str, name: str) -> tuple[Any, int] | None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -154,11 +153,9 @@ class _On:
             self._guard.__enter__()
         self._driver.enter(self._device)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._guard is not None:
-            self._guard.__exit__(kind, error, trace)
+            self._guard.__exit__(*raised)
 
 
 @functools.cache

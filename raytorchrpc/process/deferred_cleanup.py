@@ -23,15 +23,12 @@ class DeferredCleanup:
         """Raises ThreadShortage."""
         self._left: queue.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._stopped = False
-        threads.start(self._work, f"the cleanup of {name}", name=f"{name}-cleanup")
+        threads.start(threads.serve, self._do_next, f"the cleanup of {name}", name=f"{name}-cleanup")
 
     def leave(self, function: Callable[..., object], *args: Any) -> None:
         """Run ``function(*args)`` soon, but not after ``stop``. Takes no lock. Its exceptions are logged."""
         if not self._stopped:
             self._left.put((function, args))
-
-    def _work(self, who: str) -> None:
-        threads.serve(self._do_next, who)
 
     def _do_next(self) -> bool:
         task = self._left.get()

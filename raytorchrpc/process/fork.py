@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 #: Prefix of all our names in Linux's abstract socket namespace.
 ABSTRACT = "raytorchrpc-"
 
-Address = tuple[str, int]
-"""Host and port."""
+Address = tuple[str, int]  # host and port
 
 
 class ForkAware(Protocol):

@@ -12,7 +12,7 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from raytorchrpc.process.keepalive import detect_silence
 
@@ -36,20 +36,33 @@ Listeners = dict[int, int]
 def listening() -> Listeners:
     """Return the TCP sockets on which this process listens."""
     found = {}
-    for entry in os.listdir("/proc/self/fd"):
-        fd = int(entry)
-        with contextlib.suppress(OSError):
-            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
-                continue
-            inode = os.fstat(fd).st_ino
-            sock = socket.socket(fileno=fd)
-            try:
-                of_internet = sock.family in (socket.AF_INET, socket.AF_INET6)
-                if of_internet and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found[inode] = fd
-            finally:
-                sock.detach()
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), _borrowed(fd) as sock:  # OSError: not a socket
+            of_internet = sock.family in (socket.AF_INET, socket.AF_INET6)
+            if of_internet and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found[os.fstat(fd).st_ino] = fd
     return found
+
+
+@contextlib.contextmanager
+def _borrowed(fd: int) -> Iterator[socket.socket]:
+    sock = socket.socket(fileno=fd)
+    try:
+        yield sock
+    finally:
+        sock.detach()
+
+
+def _still_open(listeners: Listeners) -> Iterator[socket.socket]:
+    """Yield those that have not been closed, each for use until the next."""
+    for inode, fd in listeners.items():
+        try:
+            if os.fstat(fd).st_ino != inode:
+                continue  # the descriptor has been reused
+        except OSError:
+            continue
+        with _borrowed(fd) as sock:
+            yield sock
 
 
 def networks(texts: Iterable[str]) -> list[Network]:
@@ -66,14 +79,8 @@ def admit_only(listeners: Listeners, admitted: Collection[Network]) -> None:
     Skips listeners that have been closed. Raises OSError if the kernel rejects the program, or its length; the listener
     then keeps its previous filter.
     """
-    for inode, fd in listeners.items():
-        if not _is(fd, inode):
-            continue  # the descriptor has been reused
-        sock = socket.socket(fileno=fd)
-        try:
-            _attach(sock, _program(6 if sock.family == socket.AF_INET6 else 4, admitted))
-        finally:
-            sock.detach()
+    for sock in _still_open(listeners):
+        _attach(sock, _program(6 if sock.family == socket.AF_INET6 else 4, admitted))
 
 
 def notice_silence(listeners: Listeners) -> None:
@@ -81,21 +88,8 @@ def notice_silence(listeners: Listeners) -> None:
 
     TensorPipe does not do this itself, and would keep such a connection without end.
     """
-    for inode, fd in listeners.items():
-        if not _is(fd, inode):
-            continue
-        sock = socket.socket(fileno=fd)
-        try:
-            detect_silence(sock)
-        finally:
-            sock.detach()
-
-
-def _is(fd: int, inode: int) -> bool:
-    try:
-        return os.fstat(fd).st_ino == inode
-    except OSError:
-        return False
+    for sock in _still_open(listeners):
+        detect_silence(sock)
 
 
 def _program(version: int, admitted: Collection[Network]) -> list[tuple[int, int, int, int]]:
@@ -124,6 +118,3 @@ def _attach(sock: socket.socket, program: list[tuple[int, int, int, int]]) -> No
     steps = (struct.pack("HBBI", code, yes, no, value & _EVERYTHING) for code, yes, no, value in program)
     text = ctypes.create_string_buffer(b"".join(steps))
     sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(program), ctypes.addressof(text)))
-
-
-__all__ = ["Listeners", "Network", "admit_only", "listening", "networks", "notice_silence"]

@@ -214,12 +214,8 @@ def serve(
     failing_since: float | None = None
     while True:
         try:
-            if failing_since is not None and step():
-                failing_since = None
-            elif failing_since is not None:
-                return
             while step():
-                pass
+                failing_since = None
             return
         except BaseException as error:
             failing_since = _failed(error, what, failing_since)

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from raytorchrpc.calls.future import Call
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.peers import Member
+from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RpcTimeout, TransferFailed
 from raytorchrpc.process import threads
 from raytorchrpc.process.workers import Workers
@@ -69,20 +71,15 @@ class Pull:
         self._deadline = time.monotonic() + _SHARE_OF_TIME * ray_internals.transfer_timeout_s()
         # Tensors for CPU targets leave the source as CPU tensors: this process may have no GPU.
         self._to_cpu = bool(targets) and on_gpu and not any(target.is_cuda for target in targets or ())
-        self._done = threading.Event()
-        self._changing = threading.Lock()
-        self._take: Callable[[], list[torch.Tensor]] | None = None
-        """Set with ``_done``: takes the tensors, on the thread that will use them."""
+        self._arrived = DeferredReply()  # has a function that takes the tensors, on the thread that will use them
         self._call: Call | None = None
         """To the source, if it is a member: the waiting thread reads its reply, so no other thread has to wake."""
-        self._failure: str | None = None
-        self._cause: BaseException | None = None
         with _lock:
             _in_flight.add(self)
         local = current_local()
         member = None if local is None else _member_at(local, source)
-        if source.process == sources.process_token():
-            self._settle(self._own)
+        if source.process == sources.PROCESS:
+            self._arrived.settle(self._own)
         elif local is not None and member is not None:
             self._ask_member(local, member, caller_waits)
         else:
@@ -112,18 +109,15 @@ class Pull:
         except threads.ThreadShortage as error:
             self.fail(str(error), error)
 
-    def _settle(self, take: Callable[[], list[torch.Tensor]]) -> None:
-        with self._changing:
-            if not self._done.is_set():
-                self._take = take
-                self._done.set()
+    def settle(self, take: Callable[[], list[torch.Tensor]]) -> None:
+        """Have waits return what ``take`` returns; no effect once it is done."""
+        self._arrived.settle(take)
 
     def fail(self, cause: str, error: BaseException | None = None) -> None:
         """Have waits raise TransferFailed with this cause; no effect once it is done."""
-        with self._changing:
-            if not self._done.is_set():
-                self._failure, self._cause = cause, error
-                self._done.set()
+        failure = TransferFailed(self.object_id, self._source.shown, cause)
+        failure.__cause__ = error
+        self._arrived.settle(None, failure)
 
     def _remaining(self) -> float:
         return max(0.001, self._deadline - time.monotonic())
@@ -131,14 +125,14 @@ class Pull:
     def _arrives(self, until: float) -> bool:
         """Block until it is done, at most ``until``."""
         call, self._call = self._call, None
-        while call is not None and not self._done.is_set():
+        while call is not None and not self._arrived.done():
             left = until - time.monotonic()
             if call.wait(max(0.0, min(left, _CHECK_S))):
-                self._settle(partial(_outcome, call))
+                self.settle(partial(_outcome, call))
             elif left <= 0:
                 self._call = call  # for the next wait
                 return False
-        return self._done.wait(max(0.0, until - time.monotonic()))
+        return bool(futures.wait([self._arrived], max(0.0, until - time.monotonic())).done)
 
     def wait(self, timeout_s: float | None) -> list[torch.Tensor]:
         """Return the tensors, in order; to be called once, on the thread that will use them. Blocks.
@@ -151,16 +145,12 @@ class Pull:
                 if until < self._deadline:
                     raise TimeoutError(f"object {self.object_id} has not arrived within {timeout_s:.3g} s")
                 self.fail(f"it did not come within {_SHARE_OF_TIME * ray_internals.transfer_timeout_s():.3g} s")
-            take, self._take = self._take, None
-            if take is None:
-                raise TransferFailed(self.object_id, self._source.shown, self._failure or "") from self._cause
+            arrived, self._arrived = self._arrived, DeferredReply()
+            take: Callable[[], list[torch.Tensor]] = arrived.result()
             try:
                 return take()
             except PeerLost:  # the source may have left the group and still run
-                with self._changing:
-                    self._done.clear()
                 self._ask_server()
-                continue
             except Exception as error:
                 raise TransferFailed(self.object_id, self._source.shown, _text(error, self._on_gpu)) from error
 
@@ -231,7 +221,7 @@ def _fetch_for(waiting: weakref.ref[Pull], source: Source, object_id: str, deadl
         tensors, on_gpu = Codec(ray_internals.cloudpickler()).decode(*body)
         return _placed(tensors, on_gpu) if targets is None else filled(targets, tensors)
 
-    pull._settle(take)
+    pull.settle(take)
 
 
 def _placed(tensors: list[torch.Tensor], on_gpu: Sequence[int]) -> list[torch.Tensor]:

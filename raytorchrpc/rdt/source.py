@@ -37,14 +37,10 @@ class Source(NamedTuple):
 
     node_id: str
     pid: int
-    process: bytes
-    """Random, created once per process: pids are reused."""
-    shown: str
-    """Names the process in messages."""
-    server: OfferAddress | None
-    """For processes outside its group; None if the server could not start."""
-    secret: bytes
-    """Authenticates processes at the server."""
+    process: bytes  # random, created once per process: pids are reused
+    shown: str  # names the process in messages
+    server: OfferAddress | None  # for processes outside its group; None if the server could not start
+    secret: bytes  # authenticates processes at the server
 
 
 class _Kept:
@@ -69,21 +65,11 @@ class _Kept:
                     lane.fence(stream.device.index)
 
 
-class _Server(NamedTuple):
-    offers: NngServer
-    address: OfferAddress | None
-    secret: bytes
-
-
 _lock = threading.Lock()
 _objects: dict[str, _Kept] = {}
-_process = os.urandom(16)
-_server: _Server | None = None
-
-
-def process_token() -> bytes:
-    """The ``Source.process`` of this process."""
-    return _process
+PROCESS = os.urandom(16)  # the ``Source.process`` of this process
+_server: tuple[NngServer, OfferAddress | None, bytes] | None = None
+"""With its address, None if it could not start, and its secret."""
 
 
 def keep(object_id: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -92,7 +78,7 @@ def keep(object_id: str, tensors: Sequence[torch.Tensor]) -> None:
     with _lock:
         _objects[object_id] = kept
     if _server is not None:
-        _server.offers.offer(object_id, partial(_on_cpu, kept))
+        _server[0].offer(object_id, partial(_on_cpu, kept))
 
 
 def drop(object_id: str) -> None:
@@ -100,7 +86,7 @@ def drop(object_id: str) -> None:
     with _lock:
         kept = _objects.pop(object_id, None)
     if _server is not None:
-        _server.offers.withdraw(object_id)
+        _server[0].withdraw(object_id)
     if kept is not None:
         kept.let_go()
 
@@ -112,11 +98,11 @@ def held() -> int:
 
 def tensors_of(object_id: str, process: bytes) -> _Kept:
     """The kept tensors of an object. Raises LookupError if there are none, or another process has them."""
-    kept = _objects.get(object_id) if process == _process else None
+    kept = _objects.get(object_id) if process == PROCESS else None
     if kept is None:
         raise LookupError(
             "the actor was restarted since it made the object"
-            if process != _process
+            if process != PROCESS
             else "the object is not kept there any more: its last ObjectRef was dropped"
         )
     return kept
@@ -144,20 +130,20 @@ def here(node_id: str, node_ip: str, shown: str) -> Source:
     """This process as a source. Starts the server at the first call."""
     global _server
     with _lock:
-        server = _server = _server or _started(node_ip)
+        _, address, secret = _server = _server or _started(node_ip)
     local = current_local()
     if local is not None:
         shown = f"member {local.me.name!r} of group {local.group!r}"
-    return Source(node_id, os.getpid(), _process, shown, server.address, server.secret)
+    return Source(node_id, os.getpid(), PROCESS, shown, address, secret)
 
 
-def _started(node_ip: str) -> _Server:
+def _started(node_ip: str) -> tuple[NngServer, OfferAddress | None, bytes]:
     from raytorchrpc.lanes.nng.offers import NngServer  # only processes that create objects need its library
 
     secret = os.urandom(32)
     server = NngServer("objects", secret, tcp_host=node_ip)
     try:
-        return _Server(server, server.open(), secret)
+        return server, server.open(), secret
     except LaneUnavailable as error:
         logger.warning("only members of its group can get objects from this process: %s", error)
-        return _Server(server, None, secret)
+        return server, None, secret

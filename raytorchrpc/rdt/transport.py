@@ -45,20 +45,15 @@ class ObjectMeta(TensorTransportMetadata):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A thousand equal tensors take no more room than one.
-        return _arrived, (self.runs, self.tensor_device, self.source, self.on_gpu)
+        return _meta, (self.runs, self.tensor_device, self.source, self.on_gpu)
 
 
-def _arrived(runs: Runs, device: str | None, source: Source | None, on_gpu: bool) -> ObjectMeta:
+def _meta(runs: Runs, device: str | None, source: Source | None, on_gpu: bool) -> ObjectMeta:
     register()  # the receiver of the ObjectRef may get the object
-    return ObjectMeta(_kinds(runs), device, source, on_gpu, runs)
-
-
-def _kinds(runs: Runs) -> list[Any]:
-    """(shape, dtype) of each tensor."""
     kinds: list[Any] = []
     for name, shape, count in runs:
         kinds += [(torch.Size(shape), DTYPES[name])] * count
-    return kinds
+    return ObjectMeta(kinds, device, source, on_gpu, runs)
 
 
 class _Fetch(FetchRequest):
@@ -98,11 +93,10 @@ class TorchRpcTransport(TensorTransportManager):
         context = ray.get_runtime_context()
         actor = context.get_actor_id()
         shown = f"the driver (pid {os.getpid()})" if actor is None else f"actor {actor}"
-        source = sources.here(context.get_node_id(), _node_ip(), shown)
+        source = sources.here(context.get_node_id(), str(ray.util.get_node_ip_address()), shown)  # type: ignore[no-untyped-call]
         sources.keep(obj_id, rdt_object)
         on_gpu = any(tensor.is_cuda for tensor in rdt_object)
-        runs = runs_of(rdt_object)
-        return ObjectMeta(_kinds(runs), rdt_object[0].device.type, source, on_gpu, runs)
+        return _meta(runs_of(rdt_object), rdt_object[0].device.type, source, on_gpu)
 
     def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: Any = None) -> CommunicatorMetadata:
         """In the caller. Must not raise: Ray may call this on a thread that does not handle exceptions."""
@@ -148,7 +142,3 @@ def _pull(object_id: str, meta: ObjectMeta, targets: Any, *, caller_waits: bool 
     if meta.source is None:
         return None
     return pulls.Pull(object_id, meta.source, meta.on_gpu, targets, caller_waits=caller_waits)
-
-
-def _node_ip() -> str:
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]

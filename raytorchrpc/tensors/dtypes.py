@@ -46,7 +46,7 @@ def view_at(source: torch.Tensor, offset: int, shape: Shape) -> torch.Tensor:
     dtype, extents = shape
     size = math.prod(extents) * dtype.itemsize
     if not size:
-        return torch.empty(extents, dtype=dtype)
+        return torch.empty(extents, dtype=dtype, device=source.device)
     within(offset, size, source.numel())
     return source[offset : offset + size].view(dtype).view(extents)
 

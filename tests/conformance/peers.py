@@ -28,7 +28,6 @@ from raytorchrpc.lanes.common.tls import make_identity
 from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.lanes.nixl.lane import NixlLane
-from raytorchrpc.lanes.nng import acceptor as nng
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.torchrpc.agent import AgentSpec, process_fabric
 from raytorchrpc.tensors.codec import Encoded
@@ -101,14 +100,13 @@ class Node:
     @property
     def identity(self) -> Identity:
         """Whom those who connect to it expect."""
-        if self.kind.startswith("nng"):
-            return nng.listener_identity(self.credentials, self.address, self.is_tcp)
         family = socket.AF_INET if self.is_tcp else socket.AF_UNIX
-        return listener_identity("socket", self.credentials, self.address, family)
+        return listener_identity(self.kind.split()[0], self.credentials, self.address, family)
 
     def prove(self, stream: Stream) -> SessionKeys:
         """Prove to be a member to this one, from the other end of a connection to it."""
-        return handshake.offer(stream, SECRET, Credentials(SECRET).identity("a test"), self.identity, 5)
+        stranger = Credentials(SECRET)
+        return handshake.offer(stream, SECRET, stranger.peer(stranger.instance, "a test"), self.identity, 5)
 
     def _spawn(self, work: Callable[[], None]) -> None:
         threading.Thread(target=work, daemon=True).start()

@@ -26,7 +26,7 @@ class PipeMark:
         if reached:
             self.event.set()
 
-    def reached(self) -> bool:
+    def __call__(self) -> bool:
         return self.event.is_set()
 
 

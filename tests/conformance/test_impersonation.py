@@ -19,7 +19,7 @@ from raytorchrpc.lanes.common.acceptor import Acceptor, SocketAddress
 from raytorchrpc.lanes.common.credentials import Credentials, Identity
 from raytorchrpc.lanes.nccl import control_connection
 from tests.conformance import peers
-from tests.conformance.on_path import NngPath, Relay, Tamper
+from tests.conformance.on_path import Relay, Tamper
 from tests.conformance.peers import EMPTY, SECRET, Message, Node, PeerAddress, Process, answer, wait_until
 
 KINDS = ["socket over unix", "socket over tcp", "nng over ipc", "nng over tcp"]
@@ -31,14 +31,7 @@ EXPECTED = "not the expected member"
 
 def place_of(node: Node) -> tuple[int, Any]:
     """Where a member listens, for a socket of one's own."""
-    if node.kind == "socket over unix":
-        return socket.AF_UNIX, "\0" + node.address.unix
-    if node.kind == "socket over tcp":
-        return socket.AF_INET, node.address.tcp
-    if node.kind == "nng over ipc":
-        return socket.AF_UNIX, "\0" + node.address.local.removeprefix("abstract://")
-    host, _, port = node.address.tcp.removeprefix("tcp://").rpartition(":")
-    return socket.AF_INET, (host, int(port))
+    return (socket.AF_INET, node.address.tcp) if node.is_tcp else (socket.AF_UNIX, "\0" + node.address.unix)
 
 
 def bind_when_free(family: int, place: Any, target: Any) -> Relay:
@@ -204,29 +197,20 @@ class Path:
 
     def __init__(self, kind: str) -> None:
         self.a, self.b = Node(kind, "a", 0), Node(kind, "b", 1)
-        address = self.b.address
-        if kind.startswith("nng"):
-            self._nng = NngPath(address.tcp)
-            self._relay = None
-            seen = address._replace(tcp=self._nng.url)
-        else:
-            self._relay = Relay(socket.AF_INET, ("127.0.0.1", 0), address.tcp)
-            seen = address._replace(tcp=self._relay.address)
+        self._relay = Relay(socket.AF_INET, ("127.0.0.1", 0), self.b.address.tcp)
+        seen = self.b.address._replace(tcp=self._relay.address)
         # An attacker on the path has the member's own address; here that address leads to the attacker.
         self.b.lane._acceptor.address = seen
         self.a.lane.connect([PeerAddress("b", seen)])
 
     def tamper(self, change: Tamper | None) -> None:
-        if self._relay is None:
-            self._nng.set_tamper(change)
-        else:
-            self._relay.tamper = change
+        self._relay.tamper = change
 
     def call(self, what: str = "echo", timeout_s: float = 20) -> Any:
         return answer(self.a.lane.call("b", Message((what,), EMPTY), timeout_s))
 
     def close(self) -> None:
-        (self._relay or self._nng).close()
+        self._relay.close()
         self.a.lane.close()
         self.b.lane.close()
 

@@ -551,7 +551,7 @@ def _connecting_body() -> None:
     thread.start()
     begun.wait()
     lane: Any = node().lane
-    assert peers.wait_until(lambda: lane._peers.connecting["b"].locked(), 2)
+    assert peers.wait_until(lambda: lane._connecting["b"].locked(), 2)
     start = time.monotonic()
     with pytest.raises((PeerLost, RpcTimeout)):
         send("echo", timeout_s=0.3)
@@ -633,7 +633,7 @@ def _begin_large_body() -> None:
     threading.Thread(target=send, args=("work",), kwargs={"payload": bytes(200_000_000)}, daemon=True).start()
     if node().kind.startswith("socket"):
         lane: Any = node().lane
-        connection = lane._peers.made["b"]
+        connection = lane._made["b"]
         full = select.poll()
         full.register(connection.fd, select.POLLOUT)
         assert peers.wait_until(lambda: connection._sending.locked() and not full.poll(0), 10)
@@ -700,6 +700,7 @@ def _close_body() -> None:
         assert peers.everything_open() == before
         return
     address, kind = node().address, node().kind
+    ask("echo")  # what is made once is made now
     before = peers.everything_open()
     second = peers.Node(kind, "c", 2)
     peers.connect("c", second.address)

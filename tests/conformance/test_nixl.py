@@ -194,7 +194,7 @@ def _fetch_while(sent: Any, pid: int, what: int) -> float:
     """Fetch; once data moves, send its sender a signal. Returns how long it took to fail."""
 
     def strike() -> None:
-        assert wait_until(lambda: lane()._links.reading == 1, 10)
+        assert wait_until(lambda: lane()._reading == 1, 10)
         os.kill(pid, what)
 
     threading.Thread(target=strike).start()
@@ -271,7 +271,7 @@ def _close_while_fetching(sent: Any) -> float:
 
     thread = threading.Thread(target=fetch)
     thread.start()
-    assert wait_until(lambda: mine._links.reading == 1 or bool(ended), 10)
+    assert wait_until(lambda: mine._reading == 1 or bool(ended), 10)
     began = time.monotonic()
     mine.close()
     thread.join(10)
@@ -400,9 +400,9 @@ def test_strangers_are_unknown() -> None:
         sent = mine.export(_ones(10), "gone", {})
         with pytest.raises(PeerLost, match="'gone'"):
             mine.fetch("gone", sent.descriptor, [(torch.uint8, (10,))])
-        with pytest.raises(LaneUnavailable, match="'nobody' is not known"):
+        with pytest.raises(LaneUnavailable, match="'nobody' is unknown"):
             mine.export(_ones(10), "nobody", {})
-        with pytest.raises(PeerLost, match="'nobody' is not known"):
+        with pytest.raises(PeerLost, match="'nobody' is unknown"):
             mine.fetch("nobody", sent.descriptor, [(torch.uint8, (10,))])
     finally:
         mine.close()

@@ -171,11 +171,19 @@ def test_a_forked_child_neither_hangs_nor_harms_its_parent() -> None:
 
 
 WITHOUT_DESCRIPTORS = """
-import os, resource
+import os, resource, socket, threading, time
 from contextlib import suppress
 from raytorchrpc.lanes.nng.sockets import PairSocket
 
-PairSocket().close()  # nng has what it needs for itself
+def make(sock):
+    PairSocket(sock, time.monotonic() + 5).close()
+
+near, far = socket.socketpair()
+other = threading.Thread(target=make, args=(far,))
+other.start()
+make(near)  # nng has what it needs for itself
+other.join()
+near, far = socket.socketpair()
 limit = max(map(int, os.listdir("/proc/self/fd"))) + 20
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 taken = []
@@ -184,7 +192,7 @@ with suppress(OSError):
         taken.append(os.dup(0))
 for left in range(3):
     try:
-        PairSocket().close()
+        make(near)
         print("made with", left)
     except OSError as error:
         print(type(error).__name__, error)

@@ -1,4 +1,4 @@
-"""Who does not have the group's secret gets nothing from the socket lane, and takes nothing from its members."""
+"""A process without the secret gets nothing from the socket and nng lanes, and takes nothing from their members."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raytorchrpc.errors import PeerLost
 from tests.conformance import peers
 from tests.conformance.peers import EMPTY, PATIENCE_S, Message, Node, PeerAddress, answer
 
-KINDS = ["socket over unix", "socket over tcp"]
+KINDS = ["socket over unix", "socket over tcp", "nng over ipc", "nng over tcp"]
 
 
 @pytest.fixture(params=KINDS)
@@ -28,7 +28,7 @@ def member(request: pytest.FixtureRequest) -> Iterator[Node]:
 
 
 def dial(member: Node) -> socket.socket:
-    if member.kind == "socket over tcp":
+    if member.is_tcp:
         return socket.create_connection(member.address.tcp, timeout=5)
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(5)
@@ -58,8 +58,14 @@ def hears_nothing_and_is_hung_up_on(sock: socket.socket) -> bool:
 
 @pytest.mark.parametrize(
     "said",
-    [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4, b"\0" * 4096, os.urandom(100_000), b"raytorchrpc/2\0\0\0" + b"n" * 200],
-    ids=["http", "zeros", "noise", "right hello, wrong proof"],
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4,
+        b"\0" * 4096,
+        os.urandom(100_000),
+        b"raytorchrpc/2\0\0\0" + b"n" * 200,
+        b"\0SP\0\0\x10\0\0" + (2 << 30).to_bytes(8, "big") + b"x" * 50_000,
+    ],
+    ids=["http", "zeros", "noise", "right hello, wrong proof", "nng's own greeting, and a message of 2 GB"],
 )
 def test_garbage_is_hung_up_on_and_harms_nobody(member: Node, said: bytes) -> None:
     friend = rightful(member)
@@ -87,7 +93,8 @@ def test_another_groups_secret_is_refused_and_the_caller_is_told(member: Node) -
         stranger.lane.close()
 
 
-def test_a_listener_without_the_secret_learns_nothing_from_a_caller() -> None:
+@pytest.mark.parametrize("kind", ["socket over unix", "nng over ipc"])
+def test_a_listener_without_the_secret_learns_nothing_from_a_caller(kind: str) -> None:
     """Somebody else sits at the address: the caller refuses to go on, and gives no proof away first."""
     with socket.socket(socket.AF_UNIX) as impostor:
         name = "\0conformance-" + os.urandom(8).hex()
@@ -105,7 +112,7 @@ def test_a_listener_without_the_secret_learns_nothing_from_a_caller() -> None:
 
         thread = threading.Thread(target=answer_wrongly)
         thread.start()
-        caller = Node("socket over unix", "a", 0)
+        caller = Node(kind, "a", 0)
         try:
             caller.lane.connect([PeerAddress("b", caller.address._replace(unix=name[1:]))])
             with pytest.raises(PeerLost, match="secret"):
@@ -182,7 +189,7 @@ def test_close_hangs_up_on_those_who_have_proved_nothing_yet(member: Node) -> No
 def test_a_member_without_descriptors_takes_no_processor(member: Node) -> None:
     """A connection that cannot be accepted waits, and is accepted when there is room again."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    family = socket.AF_INET if member.kind == "socket over tcp" else socket.AF_UNIX
+    family = socket.AF_INET if member.is_tcp else socket.AF_UNIX
     with socket.socket(family) as sock:
         free = os.dup(0)
         os.close(free)

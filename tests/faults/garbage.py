@@ -29,7 +29,7 @@ class Door(NamedTuple):
     where: tuple[str, int] | str
     """(host, port), or a name in Linux's abstract socket namespace."""
     identity: Identity | None = None
-    """Whom a member expects there, if it proves itself there by the socket lane's handshake."""
+    """Whom a member expects there, if it proves itself there by the handshake."""
 
     @property
     def kind(self) -> str:
@@ -61,14 +61,11 @@ def doors(group: rtr.Group, member: str) -> list[Door]:
     found: list[Door] = []
     addresses = prepared.addresses
     known = credentials(group)
-    for family, where in ((socket.AF_UNIX, addresses["socket"].unix), (socket.AF_INET, addresses["socket"].tcp)):
-        if where is not None:
-            found.append(Door(member, "socket", where, listener_identity("socket", known, addresses["socket"], family)))
-    if "nng" in addresses:
-        found.append(Door(member, "nng", addresses["nng"].local.removeprefix("abstract://")))
-        if addresses["nng"].tcp is not None:
-            host, _, port = addresses["nng"].tcp.removeprefix("tcp://").rpartition(":")
-            found.append(Door(member, "nng", (host, int(port))))
+    for lane in ("socket", "nng"):
+        if (address := addresses.get(lane)) is not None:
+            for family, where in ((socket.AF_UNIX, address.unix), (socket.AF_INET, address.tcp)):
+                if where is not None:
+                    found.append(Door(member, lane, where, listener_identity(lane, known, address, family)))
     url = addresses["torchrpc"].url if "torchrpc" in addresses else ""
     for host, port in re.findall(r"uv://([^:;]+):(\d+)", url):
         found.append(Door(member, "torchrpc", (host, int(port))))
@@ -99,7 +96,7 @@ def recorded(door: Door, known: Credentials) -> bytes:
     assert door.identity is not None
     with door.dial() as sock:
         recorder = _Recorder(sock)
-        handshake.offer(recorder, known.secret, known.identity("a test"), door.identity, 10)
+        handshake.offer(recorder, known.secret, known.peer(known.instance, "a test"), door.identity, 10)
         return recorder.sent
 
 

@@ -18,7 +18,7 @@ import raytorchrpc as rtr
 from raytorchrpc.calls import current, member
 from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.patterns.weights import published
-from raytorchrpc.patterns.weights.services import KIND, RELAYED
+from raytorchrpc.patterns.weights.published import KIND, RELAYED
 from tests.conformance.peers import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn

@@ -35,7 +35,7 @@ NEEDS = {
     "examples/ray_data.py": "data",
 }
 #: Imports that a file does without, having looked for the package first.
-DONE_WITHOUT = {("raytorchrpc/doctor/terminal.py", "rich")}
+DONE_WITHOUT = {("raytorchrpc/doctor/command.py", "rich")}
 #: Extras whose packages are found by name, or that only widen what another package brings.
 FOUND_BY_NAME = {"nixl": "nixl", "jobs": "ray", "data": "ray"}
 

@@ -14,13 +14,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.lanes.common import handshake
 from raytorchrpc.lanes.common.credentials import Credentials, Identity, Instance
-from raytorchrpc.lanes.common.protection import Protection, secure_incoming, secure_outgoing
+from raytorchrpc.lanes.common.protection import Protection, secure_accepted, secure_stream
 from raytorchrpc.process import fork, threads
 
 logger = logging.getLogger(__name__)
@@ -77,15 +76,13 @@ class PendingHandshakes(Generic[C]):
         """
         oldest = None
         with self._lock:
-            closed = self._closed
-            if not closed:
-                if len(self._pending) >= _HANDSHAKES + self._peers():
-                    oldest = next(iter(self._pending))
-                    del self._pending[oldest]
-                self._pending[connection] = None
-        if closed:
-            connection.close()
-            return False
+            if self._closed:
+                connection.close()
+                return False
+            if len(self._pending) >= _HANDSHAKES + self._peers():
+                oldest = next(iter(self._pending))
+                del self._pending[oldest]
+            self._pending[connection] = None
         if oldest is not None:
             self._hang_up(oldest)
         try:
@@ -212,8 +209,10 @@ class Acceptor:
         return True
 
     def _secure(self, sock: socket.socket) -> tuple[Identity, Protection | None]:
+        handshake.check_user(sock, self._credentials)
         me = listener_identity(self._service, self._credentials, self.address, sock.family)
-        return secure_incoming(sock, self._credentials, me, CONNECT_TIMEOUT_S)
+        exposed = sock.family != socket.AF_UNIX
+        return secure_accepted(sock, self._credentials, me, CONNECT_TIMEOUT_S, exposed=exposed)
 
     def close(self) -> None:
         """Stop listening, and drop pending handshakes. Idempotent."""
@@ -234,24 +233,23 @@ def dial(
     family = _family(address.tcp[0]) if by_tcp and address.tcp is not None else socket.AF_UNIX
     where: Any = address.tcp if by_tcp else "\0" + address.unix
     me, peer = (listener_identity(service, credentials, each, family) for each in (own, address))
-    connect = partial(_connect, family, where, credentials, me, peer, time.monotonic() + timeout_s)
+    deadline = time.monotonic() + timeout_s
+
+    def connect() -> tuple[socket.socket, Protection | None]:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            left = max(0.001, deadline - time.monotonic())
+            sock.settimeout(left)
+            sock.connect(where)
+            if by_tcp:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            handshake.check_user(sock, credentials)
+            return sock, secure_stream(sock, credentials, me, peer, left, exposed=by_tcp)
+        except BaseException:
+            sock.close()
+            raise
+
     return retry_if_hung_up(connect)
-
-
-def _connect(
-    family: int, where: Any, credentials: Credentials, me: Identity, peer: Identity, deadline: float
-) -> tuple[socket.socket, Protection | None]:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        left = max(0.001, deadline - time.monotonic())
-        sock.settimeout(left)
-        sock.connect(where)
-        if family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return sock, secure_outgoing(sock, credentials, me, peer, left)
-    except BaseException:
-        sock.close()
-        raise
 
 
 def _family(host: str) -> int:

@@ -36,12 +36,8 @@ class Credentials:
     tls: bytes | None = field(default=None, repr=False)
     """Private key and certificate of the group as PEM, for TLS on TCP; None: frames are only authenticated."""
 
-    def identity(self, address: str) -> Identity:
-        """Return the identity of this process, under that listening address."""
-        return Identity(self.group, self.generation, self.rank, self.incarnation, address)
-
     def peer(self, instance: Instance, address: str) -> Identity:
-        """Return the identity of another process of the group, under its listening address."""
+        """Return the identity of a process of the group, under its listening address."""
         return Identity(self.group, self.generation, instance.rank, instance.incarnation, address)
 
     @property

@@ -58,12 +58,10 @@ class Janitor:
         with self._lock:
             if self._thread is None and not self._closed:
                 try:
-                    self._thread = threads.start(self._run, name=self._name)
+                    what = f"the thread {self._name}"
+                    self._thread = threads.start(threads.serve, self._reclaim_all, what, name=self._name)
                 except threads.ThreadShortage as error:  # the next export tries again
                     threads.report(error, "the memory of tensors that were sent is reclaimed late")
-
-    def _run(self) -> None:
-        threads.serve(self._reclaim_all, f"the thread {self._name}")
 
     def _reclaim_all(self) -> bool:
         self._woken.wait()

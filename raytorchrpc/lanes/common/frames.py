@@ -85,7 +85,7 @@ class FrameReader:
         self._decrypt = None if protection is None else protection.decrypt
         self._authenticator = None if protection is None else protection.incoming
         self._tag_bytes = 0 if self._authenticator is None else TAG_BYTES
-        self._rest: bytes | bytearray = b""  # the beginning of the next frame
+        self._rest = b""  # the beginning of the next frame
         self._large: torch.Tensor | None = None  # a frame too large for one read, and its tag
         self._filled = 0
         self._hash: Any = None  # of the part that has arrived, without the tag
@@ -108,7 +108,12 @@ class FrameReader:
             raise EOFError
         return self.feed(data if self._decrypt is None else self._decrypt(data))
 
-    def feed(self, data: bytes | bytearray) -> list[Frame]:
+    @property
+    def between_frames(self) -> bool:
+        """Whether no frame has arrived in part."""
+        return not self._rest and self._large is None and self._unread is None
+
+    def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
         """Add any number of bytes of the stream; return the frames that are complete now. Raises ValueError."""
         frames: list[Frame] = []
         if self._large is not None:
@@ -136,10 +141,10 @@ class FrameReader:
                 self._authenticator.check(frame[:-TAG_BYTES], frame[-TAG_BYTES:])
             frames.append(parse(frame))
             start += size
-        self._rest = data[start:] if start < end else b""
+        self._rest = bytes(data[start:]) if start < end else b""
         return frames
 
-    def _begin_large(self, head: bytes | bytearray, size: int) -> None:
+    def _begin_large(self, head: bytes | bytearray | memoryview, size: int) -> None:
         if self._authenticator is not None:
             self._hash = self._authenticator.begin(size - TAG_BYTES)
         try:

@@ -100,12 +100,8 @@ def accept(sock: Stream, secret: bytes, me: Identity, timeout_s: float) -> tuple
     sock.sendall(_mac(session, b"ready"))
     sock.settimeout(None)
     keys = SessionKeys(_mac(session, b"from the accepting end"), _mac(session, b"from the connecting end"))
-    return _decode(name), keys
-
-
-def _decode(name: bytes) -> Identity:
-    # The proof shows that a process with the secret wrote it, so literal_eval is safe from strangers.
-    return Identity(*ast.literal_eval(name.decode()))
+    # The proof shows that a process with the secret wrote the name, so literal_eval is safe from strangers.
+    return Identity(*ast.literal_eval(name.decode())), keys
 
 
 def check_user(sock: socket.socket, credentials: Credentials) -> None:
@@ -132,11 +128,11 @@ def _mac(key: bytes, role: bytes, *parts: bytes) -> bytes:
 def _receive(sock: Stream, size: int, deadline: float) -> bytes:
     data = b""
     while len(data) < size:
-        remaining = deadline - time.monotonic()
-        if remaining <= 0:
-            raise Refused("it did not complete the handshake in time")
-        sock.settimeout(remaining)
         try:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise TimeoutError
+            sock.settimeout(remaining)
             part = sock.recv(size - len(data))
         except TimeoutError:
             raise Refused("it did not complete the handshake in time") from None

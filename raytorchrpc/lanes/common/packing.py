@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 
+from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.base import SMALL, Part
 from raytorchrpc.tensors.bounds import within
 from raytorchrpc.tensors.dtypes import UNCOPIED, Shape, as_copyable, view_at
@@ -21,17 +23,45 @@ _GAP = 64 << 10
 ALIGN, _ALONE = 64, 1 << 20
 #: The tensors in a piece: (index, offset in bytes).
 Members = tuple[tuple[int, int], ...]
+#: The indices of the tensors in a piece, which have one dtype.
+Piece = tuple[int, ...]
 _shape, _offset = attrgetter("shape"), attrgetter("offset")
 
 
-def pieces(kinds: Sequence[tuple[torch.dtype, int]]) -> list[tuple[int, ...]]:
+def source_of(tensors: Sequence[torch.Tensor], devices: Mapping[Any, Any], lane: str) -> int:
+    """Return the GPU that all tensors of a message are on. Raises LaneUnavailable if that is not one of ``devices``."""
+    source = tensors[0].device.index or 0
+    if len(tensors) > 1 and len(set(map(torch.Tensor.get_device, tensors))) > 1:
+        raise LaneUnavailable(lane, "one message with tensors of several GPUs")
+    if source not in devices:
+        raise LaneUnavailable(lane, f"cuda:{source} is not in the device map")
+    return source
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> tuple[list[Piece], list[torch.Tensor]]:
+    """Return the pieces of a message, and each as one contiguous tensor, without a copy if possible."""
+    grouped = pieces([(tensor.dtype, tensor.nbytes) for tensor in tensors])
+    return grouped, [joined([tensors[index] for index in piece]) for piece in grouped]
+
+
+def unpack(
+    arrived: Sequence[torch.Tensor], grouped: Sequence[Sequence[int]], shapes: Sequence[Shape]
+) -> list[torch.Tensor]:
+    """Return the tensors of a message whose pieces have arrived."""
+    found: dict[int, torch.Tensor] = {}
+    for tensor, piece in zip(arrived, grouped, strict=True):
+        found.update(zip(piece, split(tensor, [shapes[index] for index in piece]), strict=True))
+    return [found[index] for index in range(len(shapes))]
+
+
+def pieces(kinds: Sequence[tuple[torch.dtype, int]]) -> list[Piece]:
     """Group tensors of these (dtype, bytes) by index: many small ones of a dtype together, all others alone."""
     if len(kinds) <= _FEW:
         return [(index,) for index in range(len(kinds))]
     if kinds[0][1] < _SMALL and kinds.count(kinds[0]) == len(kinds):
         return [tuple(range(len(kinds)))]
     small: dict[torch.dtype, list[int]] = {}
-    alone: list[tuple[int, ...]] = []
+    alone: list[Piece] = []
     for index, (dtype, size) in enumerate(kinds):
         if size < _SMALL:
             small.setdefault(dtype, []).append(index)

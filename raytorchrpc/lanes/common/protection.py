@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import socket
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from raytorchrpc.lanes.common import handshake
 from raytorchrpc.lanes.common.credentials import Credentials, Identity
@@ -31,23 +30,6 @@ class Forged(ValueError):
 
     def __init__(self) -> None:
         super().__init__("a frame was changed, injected or replayed in transit")
-
-
-class Protection(Protocol):
-    """How one connection protects both directions. One thread at a time in each."""
-
-    @property
-    def incoming(self) -> FrameAuthenticator | None:
-        """Checks the tag that follows each incoming frame; None if there are no tags."""
-
-    @property
-    def decrypt(self) -> Callable[[Any], bytes | bytearray] | None:
-        """Decrypts bytes of the incoming stream; the result may be empty. Raises OSError. None if it is not
-        encrypted.
-        """
-
-    def seal(self, buffers: list[Any]) -> list[Any]:
-        """Return the buffers to send for one frame. All of them must be sent, in the order of the calls."""
 
 
 class FrameAuthenticator:
@@ -94,40 +76,27 @@ class Tagged:
         self._outgoing = FrameAuthenticator(keys.sending)
 
     def seal(self, buffers: list[Any]) -> list[Any]:
-        """See Protection."""
+        """Return the buffers to send for one frame. All of them must be sent, in the order of the calls."""
         tag = self._outgoing.tag(buffers)
         if len(buffers) == 1 and len(buffers[0]) < _COPIED_BYTES and isinstance(buffers[0], bytes):
             return [buffers[0] + tag]
         return [*buffers, tag]
 
 
-def secure_outgoing(
-    sock: socket.socket, credentials: Credentials, me: Identity, peer: Identity, timeout_s: float
-) -> Protection | None:
-    """Authenticate the connecting end of a new socket as ``me``, and verify that the other end is ``peer``.
-
-    Returns what protects the connection from now on; None for a Unix socket, which other processes cannot reach. Blocks
-    for at most ``timeout_s`` seconds. Raises Refused or OSError; close the socket then.
-    """
-    handshake.check_user(sock, credentials)
-    return secure_stream(sock, credentials, me, peer, timeout_s, exposed=sock.family != socket.AF_UNIX)
-
-
-def secure_incoming(
-    sock: socket.socket, credentials: Credentials, me: Identity, timeout_s: float
-) -> tuple[Identity, Protection | None]:
-    """Authenticate the accepting end likewise; also returns the verified identity of the other end."""
-    handshake.check_user(sock, credentials)
-    return secure_accepted(sock, credentials, me, timeout_s, exposed=sock.family != socket.AF_UNIX)
+#: How one connection protects both directions. One thread at a time in each. ``seal`` is for outgoing frames. For
+#: incoming data, ``decrypt`` and ``incoming``, which checks the tag of each frame, are None where they do not apply.
+Protection = Tagged | TlsSession
 
 
 def secure_stream(
     stream: Stream, credentials: Credentials, me: Identity, peer: Identity, timeout_s: float, *, exposed: bool
 ) -> Protection | None:
-    """Like ``secure_outgoing``, for any stream. ``exposed``: others can reach its bytes."""
-    tls = None
-    if exposed and credentials.tls is not None:
-        tls = TlsSession(stream, credentials.tls, accepting=False, timeout_s=timeout_s)
+    """Authenticate the connecting end of a new connection as ``me``, and verify that the other end is ``peer``.
+
+    ``exposed``: processes other than the two ends can reach its bytes. Returns what protects the connection from now
+    on; None if it is not exposed. Blocks for at most ``timeout_s`` seconds. Raises Refused or OSError; close it then.
+    """
+    tls = _tls(stream, credentials, timeout_s, exposed, accepting=False)
     keys = handshake.offer(tls or stream, credentials.secret, me, peer, timeout_s)
     return tls or (Tagged(keys) if exposed else None)
 
@@ -135,9 +104,15 @@ def secure_stream(
 def secure_accepted(
     stream: Stream, credentials: Credentials, me: Identity, timeout_s: float, *, exposed: bool
 ) -> tuple[Identity, Protection | None]:
-    """Like ``secure_incoming``, for any stream."""
-    tls = None
-    if exposed and credentials.tls is not None:
-        tls = TlsSession(stream, credentials.tls, accepting=True, timeout_s=timeout_s)
+    """Authenticate the accepting end likewise; also returns the verified identity of the other end."""
+    tls = _tls(stream, credentials, timeout_s, exposed, accepting=True)
     peer, keys = handshake.accept(tls or stream, credentials.secret, me, timeout_s)
     return peer, tls or (Tagged(keys) if exposed else None)
+
+
+def _tls(
+    stream: Stream, credentials: Credentials, timeout_s: float, exposed: bool, *, accepting: bool
+) -> TlsSession | None:
+    if not exposed or credentials.tls is None:
+        return None
+    return TlsSession(stream, credentials.tls, accepting=accepting, timeout_s=timeout_s)

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import numpy
 
-from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import never_fetched
+from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.process.identity import has_ended
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -64,10 +63,6 @@ class SharedBytes:
 
 class Gone(LaneUnavailable):
     """The shared memory is gone: its process ended, or closed it."""
-
-    def lost(self, peer: str) -> PeerLost:
-        """The error of a fetch from this memory."""
-        return never_fetched(peer)
 
 
 def map_shared(address: SharedAddress) -> numpy.ndarray:

@@ -77,7 +77,7 @@ def _context(identity: bytes, accepting: bool) -> ssl.SSLContext:
 
 
 class TlsSession:
-    """TLS over another stream: first the Stream of the handshake, then the Protection of the connection."""
+    """TLS over another stream: first the Stream of the handshake, then what protects the connection."""
 
     incoming = None
 
@@ -94,12 +94,11 @@ class TlsSession:
 
     def settimeout(self, seconds: float | None) -> None:
         """See Stream. None ends the handshake."""
-        if seconds is None:
-            stream, self._stream = self._stream, None
-            if stream is not None:
-                stream.settimeout(None)
-        else:
+        if seconds is not None:
             self._until = time.monotonic() + seconds
+        elif self._stream is not None:
+            self._stream.settimeout(None)
+            self._stream = None
 
     def sendall(self, data: bytes) -> None:
         """See Stream."""
@@ -113,32 +112,26 @@ class TlsSession:
         stream = self._stream
         assert stream is not None
         while True:
-            wants_more = False
             try:
-                done = step()
+                return step()
             except ssl.SSLWantReadError:
-                wants_more = True
+                pass
             except ssl.SSLError as error:
-                self._flush(stream)
                 raise Refused(f"TLS: {error.reason or error}; it does not have this group's certificate") from error
-            self._flush(stream)
-            if not wants_more:
-                return done
+            finally:
+                if self._leaving.pending:
+                    stream.settimeout(max(0.001, self._until - time.monotonic()))
+                    stream.sendall(self._leaving.read())
             stream.settimeout(max(0.001, self._until - time.monotonic()))
             data = stream.recv(_RECORD)
             if not data:
                 raise HungUp("it hung up")
             self._arrived.write(data)
 
-    def _flush(self, stream: Stream) -> None:
-        if self._leaving.pending:
-            stream.settimeout(max(0.001, self._until - time.monotonic()))
-            stream.sendall(self._leaving.read())
-
     # --- the connection's protection ----------------------------------------------------------------------
 
     def seal(self, buffers: list[Any]) -> list[Any]:
-        """See Protection."""
+        """See Tagged.seal."""
         if sum(memoryview(part).nbytes for part in buffers) < _JOINED_BYTES:
             buffers = [b"".join(buffers)]
         with self._lock:
@@ -148,7 +141,7 @@ class TlsSession:
             return [self._leaving.read()]
 
     def decrypt(self, data: Any) -> bytearray:
-        """See Protection. Raises OSError if the data is not authentic."""
+        """Decrypt bytes of the incoming stream; the result may be empty. Raises OSError if they are not authentic."""
         plain = bytearray()
         with self._lock:
             self._arrived.write(data)

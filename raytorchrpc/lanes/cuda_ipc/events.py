@@ -15,7 +15,6 @@ import torch
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import PeerAddress
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress, SharedBytes, is_gone, map_shared
 from raytorchrpc.process.cuda_driver import HANDLE_BYTES
 from raytorchrpc.tensors.bounds import within
@@ -41,7 +40,8 @@ class SharedEvents:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._peers: dict[str, SharedAddress] = {}
+        self.peers: dict[str, SharedAddress] = {}
+        """Where the pages of peers are."""
         self._pages: dict[str, numpy.ndarray] = {}
         """By tag, which a restarted peer changes."""
         self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
@@ -55,18 +55,9 @@ class SharedEvents:
 
     def open(self) -> SharedAddress:
         """Make the page; returns the address by which peers map it. Raises LaneUnavailable."""
-        self._page = SharedBytes(_HANDLES + _EVENTS * HANDLE_BYTES)
-        return self._page.address
-
-    @property
-    def page(self) -> numpy.ndarray:
-        """This member's page."""
-        return self._page.bytes
-
-    @property
-    def tag(self) -> str:
-        """The tag of this process's page."""
-        return self._page.address.tag
+        self._memory = SharedBytes(_HANDLES + _EVENTS * HANDLE_BYTES)
+        self.page, self.tag = self._memory.bytes, self._memory.address.tag
+        return self._memory.address
 
     # --- this member's streams -------------------------------------------------------------------------------
 
@@ -83,11 +74,8 @@ class SharedEvents:
         stream, raw = self.current(device)
         known = self._ready.get((device, raw))
         if known is None:
-            event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
-            event.record(stream)
-            known = self._ready[device, raw] = (event, bytes(event.ipc_handle()))  # type: ignore[no-untyped-call]
-        else:
-            known[0].record(stream)
+            known = self._ready[device, raw] = _event_on(stream)
+        known[0].record(stream)
         return known[1]
 
     def record(self, device: int, stream: torch.cuda.Stream, raw: int) -> int:
@@ -100,11 +88,8 @@ class SharedEvents:
                 if place >= _EVENTS:  # the program has hundreds of streams: wait, so that any event suffices
                     stream.synchronize()
                     return 0
-                event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
-                event.record(stream)
-                begin = _HANDLES + place * HANDLE_BYTES
-                handle = numpy.frombuffer(bytes(event.ipc_handle()), dtype=numpy.uint8)  # type: ignore[no-untyped-call]
-                self.page[begin : begin + HANDLE_BYTES] = handle
+                event, handle = _event_on(stream)
+                self.page[_handle_at(place)] = numpy.frombuffer(handle, dtype=numpy.uint8)
                 known = self._done[key] = (place, event)
         place, event = known
         event.record(stream)
@@ -116,24 +101,16 @@ class SharedEvents:
 
     # --- peers -----------------------------------------------------------------------------------------------
 
-    def connect(self, peers: Sequence[PeerAddress]) -> None:
-        """Make peers known."""
-        self._peers.update((peer.peer, peer.address) for peer in peers)
-
-    def address_of(self, peer: str) -> SharedAddress | None:
-        """Return the address of a peer's page, or None."""
-        return self._peers.get(peer)
-
     def tag_of(self, peer: str) -> str:
         """Return the tag of a peer's present process. Raises Gone."""
-        address = self._peers.get(peer)
+        address = self.peers.get(peer)
         if address is None:
             raise Gone("cuda_ipc", f"member {peer!r} is unknown here, or has left")
         return address.tag
 
     def is_dead(self, peer: str) -> bool:
         """Whether a peer's process has ended."""
-        address = self._peers.get(peer)
+        address = self.peers.get(peer)
         return address is None or is_gone(address)
 
     def page_of(self, peer: str, tag: str) -> numpy.ndarray:
@@ -142,7 +119,7 @@ class SharedEvents:
         if page is None:
             if self.tag_of(peer) != tag:  # the numbers of its next process mean other tensors
                 raise Gone("cuda_ipc", f"the process of member {peer!r} that sent these tensors is gone")
-            page = self._pages[tag] = map_shared(self._peers[peer])
+            page = self._pages[tag] = map_shared(self.peers[peer])
         return page
 
     def opened(self, handle: bytes, device: int) -> torch.cuda.Event:
@@ -154,10 +131,8 @@ class SharedEvents:
 
     def recorded(self, peer: str, tag: str, place: int, device: int) -> torch.cuda.Event | None:
         """Return the event that a peer recorded at that place; None if the peer is gone, and all its work with it."""
-        begin = _HANDLES + place * HANDLE_BYTES
         try:
-            handle = self.page_of(peer, tag)[begin : begin + HANDLE_BYTES].tobytes()
-            return self.opened(handle, device)
+            return self.opened(self.page_of(peer, tag)[_handle_at(place)].tobytes(), device)
         except (LaneUnavailable, RuntimeError):  # before it left, it waited for its GPUs
             return None
 
@@ -165,7 +140,7 @@ class SharedEvents:
 
     def forget(self, peer: str, keep_page: bool) -> None:
         """Forget a peer. ``keep_page``: it still has shared tensors of this member."""
-        address = self._peers.pop(peer, None)
+        address = self.peers.pop(peer, None)
         if address is not None and not keep_page:
             self._pages.pop(address.tag, None)
 
@@ -176,5 +151,17 @@ class SharedEvents:
         self._streams.clear()
         self._ready.clear()
         self._done.clear()
-        if hasattr(self, "_page"):
-            self._page.close()
+        if hasattr(self, "_memory"):
+            self._memory.close()
+
+
+def _event_on(stream: torch.cuda.Stream) -> tuple[torch.cuda.Event, bytes]:
+    """Make an event, record it, and return it with its handle for other processes."""
+    event: Any = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event, bytes(event.ipc_handle())
+
+
+def _handle_at(place: int) -> slice:
+    begin = _HANDLES + place * HANDLE_BYTES
+    return slice(begin, begin + HANDLE_BYTES)

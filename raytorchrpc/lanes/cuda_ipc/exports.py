@@ -37,6 +37,11 @@ class Exported:
     flag: int = OUT
     """As last read."""
 
+    @property
+    def device(self) -> int:
+        """The GPU that the tensors are on."""
+        return self.tensors[0].get_device()
+
 
 class Exports:
     """Exports by number. Each number has a flag in this member's page, which the receiver sets. Thread-safe."""
@@ -59,7 +64,7 @@ class Exports:
 
     def add(self, peer: str, tensors: Sequence[torch.Tensor], shared: bool) -> tuple[int, Exported]:
         """Keep tensors; returns their number. Raises LaneUnavailable if all numbers are in use."""
-        out = Exported(peer, self._events.address_of(peer), tensors, shared)
+        out = Exported(peer, self._events.peers.get(peer), tensors, shared)
         with self._lock:
             if len(self._out) >= FLAGS - 1:
                 raise LaneUnavailable("cuda_ipc", f"{FLAGS - 1} messages with tensors are in flight")
@@ -83,11 +88,11 @@ class Exports:
             return
         with self._lock:
             flags = self._events.page
-            done = [(number, int(flags[number])) for number in self._out if flags[number] != OUT]
-            for number, flag in done:
-                self._out[number].flag = flag
-            for out in [self._out.pop(number) for number, _ in done]:
-                self._free_after_copy(out)
+            for number in [number for number in self._out if flags[number] != OUT]:
+                out = self._out.pop(number)
+                out.flag = int(flags[number])
+                # Have the allocator reuse the memory only after the receiver's copy, on the GPU.
+                self._order_after(out, out.flag - COPIED, self._freeing[out.device])
 
     def fence(self, device: int) -> None:
         """See TensorLane.fence."""
@@ -104,24 +109,17 @@ class Exports:
             if self._out.get(number) is out and flag != OUT:
                 del self._out[number]
                 out.flag = flag
-            use = int(self._events.page[USES + number]) if out.flag == OUT else 0
-        event = self._recorded(out, use - 1) if use else self._copied_event(out)
-        if event is not None:
-            _order_after(event, self._events.current(out.tensors[0].device.index)[0], out)
+            place = int(self._events.page[USES + number]) - 1 if out.flag == OUT else out.flag - COPIED
+        self._order_after(out, place, self._events.current(out.device)[0])
 
-    def _free_after_copy(self, out: Exported) -> None:
-        """Have the allocator reuse the memory only after the receiver's copy, on the GPU."""
-        event = self._copied_event(out)
-        if event is not None:
-            _order_after(event, self._freeing[out.tensors[0].device.index], out)
-
-    def _copied_event(self, out: Exported) -> torch.cuda.Event | None:
-        """The event that the receiver recorded after its copy; None if it made none."""
-        return self._recorded(out, out.flag - COPIED) if out.flag >= COPIED else None
-
-    def _recorded(self, out: Exported, place: int) -> torch.cuda.Event | None:
+    def _order_after(self, out: Exported, place: int, stream: torch.cuda.Stream) -> None:
+        """Order a stream after the receiver's event at that place; a negative place means that there is none."""
         tag = out.address.tag if out.address is not None else ""
-        return self._events.recorded(out.peer, tag, place, out.tensors[0].device.index)
+        event = self._events.recorded(out.peer, tag, place, out.device) if place >= 0 else None
+        if event is not None:
+            event.wait(stream)
+            for tensor in out.tensors:
+                tensor.record_stream(stream)
 
     def _reclaim(self) -> float | None:
         """See Janitor. Needed for results, whose receivers confirm nothing."""
@@ -159,9 +157,3 @@ class Exports:
         with self._lock:
             self._out = {number: out for number, out in self._out.items() if out.shared}
         self._janitor.close()
-
-
-def _order_after(event: torch.cuda.Event, stream: torch.cuda.Stream, out: Exported) -> None:
-    event.wait(stream)
-    for tensor in out.tensors:
-        tensor.record_stream(stream)

@@ -21,7 +21,7 @@ import numpy
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Export, Part, PeerAddress, TensorCapabilities, TensorLane
+from raytorchrpc.lanes.base import Export, Part, PeerAddress, TensorCapabilities, TensorLane, never_fetched
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.exports import CallbackExport
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress
@@ -66,37 +66,28 @@ class CudaIpcLane(TensorLane):
         return address
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
-        self._events.connect(peers)
+        self._events.peers.update((peer.peer, peer.address) for peer in peers)
 
     # --- sending -------------------------------------------------------------------------------------------
-
-    def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any]) -> Export:
-        return self._export(tensors, peer, devices, shared=False)
 
     def share(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any]) -> Export:
         # Map its page while that is possible: it may release the tensors after it has left.
         self._events.page_of(peer, self._events.tag_of(peer))
-        return self._export(tensors, peer, devices, shared=True)
+        return self.export(tensors, peer, devices, shared=True)
 
-    def _export(
-        self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any], *, shared: bool
+    def export(
+        self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any], *, shared: bool = False
     ) -> Export:
         self._exports.reap()
-        source = tensors[0].device.index
-        if len(tensors) > 1 and set(map(torch.Tensor.get_device, tensors)) != {source}:
-            raise LaneUnavailable(self.name, "one message with tensors of several GPUs")
-        if source not in devices:
-            raise LaneUnavailable(self.name, f"cuda:{source} is not in the device map")
+        source = packing.source_of(tensors, devices, self.name)
         found: dict[int, tuple[int, bytes]] = {}
         with driver().on(source):
             if shared:
                 own = [self._place(tensor, found) for tensor in tensors]
                 placed = [(*place, tuple(place[0].stride())) for place in own]
             else:
-                pieces = packing.pieces([(tensor.dtype, tensor.nbytes) for tensor in tensors])
-                placed = [
-                    (*self._place(packing.joined([tensors[at] for at in piece]), found), piece) for piece in pieces
-                ]
+                packed = zip(*packing.pack(tensors), strict=True)
+                placed = [(*self._place(tensor, found), piece) for piece, tensor in packed]
             kept = [tensor for tensor, *_ in placed]
             number, out = self._exports.add(peer, kept, shared)
             ready = self._events.ready(source)
@@ -210,7 +201,7 @@ class CudaIpcLane(TensorLane):
         try:
             flags, device = self._events.page_of(peer, tag), torch.device("cuda", target)
         except Gone as gone:
-            raise gone.lost(peer) from gone
+            raise never_fetched(peer) from gone
         # The user's own stream: its memory belongs to it, and what it queues next needs the data anyway.
         stream, raw = self._events.current(target)
         try:
@@ -238,17 +229,16 @@ class CudaIpcLane(TensorLane):
         device: torch.device,
         stream: int,
     ) -> list[torch.Tensor]:
-        arrived: dict[int, torch.Tensor] = {}
+        arrived: list[torch.Tensor] = []
         for mapping, (_, offset, size, piece) in zip(mapped, places, strict=True):
-            mine = [shapes[index] for index in piece]
             tensor = packing.given(piece, into, device)
             if tensor is None:
-                tensor = packing.room(mine, device)
+                tensor = packing.room([shapes[index] for index in piece], device)
             if mapping is not None:
                 within(0, size, tensor.nbytes)
                 driver().copy(tensor.data_ptr(), mapping.at(offset, size), size, stream)
-            arrived.update(zip(piece, packing.split(tensor, mine), strict=True))
-        return [arrived[index] for index in range(len(shapes))]
+            arrived.append(tensor)
+        return packing.unpack(arrived, [place[3] for place in places], shapes)
 
     def _release(self, flags: numpy.ndarray, number: int, stream: torch.cuda.Stream) -> None:
         """Tell the sender that the last tensor over its memory has died. Called on any thread."""

@@ -13,7 +13,7 @@ import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import SimpleNamespace
 from weakref import WeakValueDictionary
 
 import torch
@@ -109,20 +109,6 @@ class Loan:
             self._over()
 
 
-class Window:
-    """Bytes of mapped memory, by the CUDA array interface."""
-
-    def __init__(self, mapped: Mapped, offset: int, size: int, loan: Loan) -> None:
-        self._loan = loan  # released before the mapping
-        self._mapped = mapped
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (mapped.at(offset, size), False),
-            "version": 2,
-        }
-
-
 def tensor_over(
     mapped: Mapped, offset: int, size: int, shape: Shape, strides: Sequence[int], loan: Loan
 ) -> torch.Tensor:
@@ -134,5 +120,8 @@ def tensor_over(
     if any(stride < 0 for stride in strides):
         raise OutOfBounds(f"strides {strides}")
     within(0, span_of(extents, strides) * dtype.itemsize, size)
-    flat = torch.as_tensor(Window(mapped, offset, size, loan), device=mapped.device)
+    described = {"shape": (size,), "typestr": "|u1", "data": (mapped.at(offset, size), False), "version": 2}
+    # The loan comes first, so that it is released before the mapping.
+    window = SimpleNamespace(loan=loan, mapped=mapped, __cuda_array_interface__=described)
+    flat = torch.as_tensor(window, device=mapped.device)
     return flat.view(dtype).as_strided(extents, tuple(strides))

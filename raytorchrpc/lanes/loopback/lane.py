@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
+from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, Pending, Released, Serve, Spawn
 from raytorchrpc.lanes.common.pending import PendingReply
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.tensors.cuda_streams import handoff_streams
@@ -23,29 +22,14 @@ class LoopbackLane(MessageLane):
     def open(self, serve: Serve, spawn: Spawn) -> None:
         self._serve, self._spawn = serve, spawn
 
-    def connect(self, peers: Sequence[PeerAddress]) -> None:
-        """Do nothing."""
-
     def call(
-        self,
-        peer: str,
-        message: Message,
-        timeout_s: float,
-        *,
-        caller_waits: bool = False,
-        on_released: Callable[[], None] | None = None,
+        self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
     ) -> Pending:
         pending = PendingReply(on_released)
         work = self._serve(_private(message), lambda reply: pending.complete(_private(reply)))
         if work is not None:
             self._spawn(work)
         return pending
-
-    def disconnect(self, peer: str) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def _private(message: Message) -> Message:

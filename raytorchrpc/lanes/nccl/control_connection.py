@@ -6,26 +6,26 @@ gone.
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import marshal
 import select
 import socket
-import struct
 import threading
 import time
 import weakref
 from typing import Any
 
+from raytorchrpc.lanes.base import Message
+from raytorchrpc.lanes.common import frames
 from raytorchrpc.lanes.common.acceptor import CONNECT_TIMEOUT_S, SocketAddress, dial
 from raytorchrpc.lanes.common.credentials import Credentials
 from raytorchrpc.lanes.common.handshake import Refused
-from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection
+from raytorchrpc.lanes.common.protection import Protection
+from raytorchrpc.tensors.codec import NOTHING
 
 #: Names these connections in handshakes.
 SERVICE = "nccl"
-_LENGTH = struct.Struct("<I")
-#: Far above any message: a greater length means that the stream is out of step.
-_MAX_BYTES = 1 << 20
+HUNG_UP = "connection closed (the process ended or left the group)"
 _OVER = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
@@ -48,8 +48,8 @@ class ControlConnection:
         self._sock = sock
         self._sending = threading.Lock()
         self._protection = protection
-        self._tag_bytes = TAG_BYTES if protection is not None and protection.incoming is not None else 0
-        self._rest = b""
+        self._reader = frames.FrameReader(protection)
+        self._arrived: collections.deque[frames.Frame] = collections.deque()
         self._closed = False
         weakref.finalize(self, sock.close)  # not earlier: a thread may be about to poll this descriptor
 
@@ -60,12 +60,11 @@ class ControlConnection:
 
     def send(self, message: tuple[Any, ...], deadline: float) -> None:
         """Send builtins. Raises Disconnected or TimedOut; after TimedOut the stream is out of step, so close it."""
-        blob = marshal.dumps(message)
-        framed = _LENGTH.pack(len(blob)) + blob
+        buffers = frames.pack(frames.REQUEST, 0, Message(message, NOTHING))
         if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise TimedOut
         try:
-            data = memoryview(framed if self._protection is None else b"".join(self._protection.seal([framed])))
+            data = memoryview(b"".join(buffers if self._protection is None else self._protection.seal(buffers)))
             while data:
                 try:
                     data = data[self._sock.send(data, socket.MSG_NOSIGNAL) :]
@@ -79,54 +78,33 @@ class ControlConnection:
     def receive(self, deadline: float | None) -> tuple[Any, ...]:
         """Return the next message. Blocks until it is there. Raises Disconnected or TimedOut."""
         try:
-            while (size := self._complete()) is None:
+            while not self._arrived:
                 try:
-                    part = self._sock.recv(1 << 16)
+                    self._arrived.extend(self._reader.read(self._sock))
                 except BlockingIOError:
                     self._wait(select.POLLIN, deadline)
-                    continue
-                if not part:
-                    raise Disconnected("connection closed (the process ended or left the group)")
-                decrypt = None if self._protection is None else self._protection.decrypt
-                self._rest += part if decrypt is None else decrypt(part)
-            end = size + self._tag_bytes
-            framed, tag, self._rest = self._rest[:size], self._rest[size:end], self._rest[end:]
-            if self._protection is not None and self._protection.incoming is not None:
-                self._protection.incoming.check(framed, tag)
-            blob = framed[_LENGTH.size :]
-            message: tuple[Any, ...] = marshal.loads(blob)
-            return message
-        except (OSError, ValueError, EOFError, TypeError) as error:
+            return self._arrived.popleft().message.header
+        except EOFError as error:
+            raise Disconnected(HUNG_UP) from error
+        except (OSError, ValueError) as error:
             raise Disconnected(f"connection broke: {error}") from error
 
-    def _complete(self) -> int | None:
-        if len(self._rest) < _LENGTH.size:
-            return None
-        size: int = _LENGTH.unpack_from(self._rest)[0] + _LENGTH.size
-        if size > _MAX_BYTES:
-            raise ValueError("not a message")
-        return size if len(self._rest) >= size + self._tag_bytes else None
-
     def _wait(self, event: int, deadline: float | None) -> None:
-        poll = select.poll()
-        poll.register(self.fd, event)
-        if deadline is None:
-            poll.poll()
-        elif not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        if not self._poll(event, None if deadline is None else max(0.0, deadline - time.monotonic())):
             raise TimedOut
 
     def readable(self) -> bool:
         """Whether ``receive`` would return or raise at once. Never waits."""
-        return bool(self._rest) or self._closed or bool(self._poll(select.POLLIN))
+        return bool(self._arrived) or self._closed or bool(self._poll(select.POLLIN))
 
     def hung_up(self) -> bool:
         """Whether either end has hung up. Never waits."""
         return self._closed or bool(self._poll(select.POLLRDHUP) & _OVER)
 
-    def _poll(self, event: int) -> int:
+    def _poll(self, event: int, seconds: float | None = 0.0) -> int:
         poll = select.poll()
         poll.register(self.fd, event)
-        return sum(found for _, found in poll.poll(0))
+        return sum(found for _, found in poll.poll(None if seconds is None else seconds * 1000))
 
     def close(self) -> None:
         """Hang up, and wake the threads that wait. The descriptor is closed with this object."""

@@ -21,7 +21,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,7 +37,6 @@ from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.nccl import control_connection
 from raytorchrpc.lanes.nccl.carrier import Broken, Carrier
 from raytorchrpc.lanes.nccl.control_connection import ControlConnection, Disconnected, TimedOut
-from raytorchrpc.lanes.nccl.libnccl import NcclCarrier
 from raytorchrpc.lanes.nccl.protocol import Kept, Receiving, Sending
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process import fork, threads
@@ -88,7 +87,7 @@ class NcclLane(TensorLane):
         self._me, self._credentials = me, credentials
         self._devices, self._tcp_host, self._by_tcp = tuple(devices), tcp_host, by_tcp
         self._timeout_s = timeout_s
-        self._carrier: Carrier = carrier or NcclCarrier()
+        self._carrier = carrier or Carrier()
         self._lock = threading.Lock()
         self._peers: dict[str, NcclAddress] = {}
         self._dialing: dict[str, threading.Lock] = {}
@@ -112,17 +111,14 @@ class NcclLane(TensorLane):
         return len(self._kept)
 
     def open(self) -> NcclAddress:
-        self._identities = self._carrier.open(self._devices)
+        self._identities = dict(self._carrier.open(self._devices))
         try:
             control = self._acceptor.open(self._tcp_host)
-        except OSError as error:
-            raise LaneUnavailable(self.name, str(error)) from error
-        self._address = NcclAddress(self._credentials.rank, control, dict(self._identities))
-        try:
-            self._thread("attendant", self._attend)
-        except threads.ThreadShortage as error:
+            threads.start(self._attend, name=f"raytorchrpc-{self._me}-nccl-attendant")
+        except (OSError, threads.ThreadShortage) as error:
             self._acceptor.close()
             raise LaneUnavailable(self.name, str(error)) from error
+        self._address = NcclAddress(self._credentials.rank, control, self._identities)
         fork.register(self)
         return self._address
 
@@ -136,9 +132,6 @@ class NcclLane(TensorLane):
         known = [] if closed else [self._address, *self._peers.values()]
         return [address.control.tcp for address in known if address.control.tcp is not None]
 
-    def _thread(self, what: str, work: Callable[..., None], *args: Any) -> None:
-        threads.start(work, *args, name=f"raytorchrpc-{self._me}-nccl-{what}")
-
     def connect(self, peers: Sequence[PeerAddress]) -> None:
         for peer in peers:
             self._dialing.setdefault(peer.peer, threading.Lock())
@@ -147,20 +140,15 @@ class NcclLane(TensorLane):
     # --- sending -------------------------------------------------------------------------------------------
 
     def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[int, int]) -> Export:
-        source = _index(tensors[0])
-        if any(_index(tensor) != source for tensor in tensors):
-            raise LaneUnavailable(self.name, "one message with tensors of several GPUs")
-        if source not in devices or source not in self._identities:
-            raise LaneUnavailable(self.name, f"cuda:{source} is not in the device map")
+        opened = {own: its for own, its in devices.items() if own in self._identities}
+        source = packing.source_of(tensors, opened, self.name)
         self._check_apart(peer, source, devices[source])
         try:
             # The connection that fetches from that peer. Its end shows that the peer will not fetch these tensors.
             watched = self._receiving_from(peer, time.monotonic() + self._timeout_s)
         except (Disconnected, TimedOut) as error:
             raise LaneUnavailable(self.name, f"no connection to {peer!r}: {str(error) or 'not in time'}") from error
-        places = packing.pieces([(tensor.dtype, tensor.nbytes) for tensor in tensors])
-        pieces = [packing.joined([tensors[index] for index in place]) for place in places]
-        pieces = [piece for piece in pieces if piece.nbytes]
+        pieces = [piece for piece in packing.pack(tensors)[1] if piece.nbytes]
         kept = Kept(peer, pieces, self._carrier.mark(source))
         number = next(self._numbers)
         self._kept[number] = kept
@@ -178,8 +166,7 @@ class NcclLane(TensorLane):
             raise LaneUnavailable(self.name, f"{peer!r} has not opened cuda:{its} for this lane")
         if self._identities[mine] and address.devices[its] == self._identities[mine]:
             raise LaneUnavailable(
-                self.name,
-                f"both ends are on GPU {self._identities[mine]} and NCCL needs two; allow cuda_ipc",
+                self.name, f"both ends are on GPU {self._identities[mine]} and NCCL needs two; allow cuda_ipc"
             )
 
     def _take(self, rank: int, number: int) -> Kept | None:
@@ -199,10 +186,9 @@ class NcclLane(TensorLane):
         sending = Sending(control, self._carrier, self._timeout_s, partial(self._take, rank))
         with self._lock:
             self._sending.add(sending)
-            closed = self._closed
-        try:
-            if closed:
+            if self._closed:
                 control.close()
+        try:
             sending.serve()
         except (Disconnected, TimedOut, Broken) as error:
             logger.debug("%s: a control connection of rank %d has ended: %s", self._me, rank, error)
@@ -226,7 +212,7 @@ class NcclLane(TensorLane):
         places = packing.pieces(kinds)
         expected = [sum(kinds[index][1] for index in place) for place in places]
         pieces = [[shapes[index] for index in place] for place in places]
-        own = None if into is None else [packing.given(place, into, self._carrier.device(target)) for place in places]
+        own = [packing.given(place, into, self._carrier.device(target)) for place in places]
         try:
             if tuple(size for size in expected if size) != tuple(sizes):
                 raise LaneUnavailable(
@@ -234,7 +220,7 @@ class NcclLane(TensorLane):
                 )
             receiving = self._receiving_from(peer, deadline)
             try:
-                room, channel = receiving.fetch(number, source, target, pieces, deadline, own)
+                room, channel = receiving.fetch(number, source, target, pieces, own, deadline)
             except (LaneUnavailable, PeerLost, torch.OutOfMemoryError):
                 raise  # nothing was posted
             except BaseException:
@@ -247,10 +233,7 @@ class NcclLane(TensorLane):
                 raise PeerLost(peer, why) from error
             raise
         channel.make_current(room)
-        arrived: dict[int, torch.Tensor] = {}
-        for place, piece, tensor in zip(places, pieces, room, strict=True):
-            arrived.update(zip(place, packing.split(tensor, piece), strict=True))
-        return [arrived[index] for index in range(len(shapes))]
+        return packing.unpack(room, places, shapes)
 
     def discard(self, peer: str, descriptor: Any) -> None:
         # Only recorded: the garbage collector may call this at any point.
@@ -269,10 +252,8 @@ class NcclLane(TensorLane):
         try:
             if (receiving := self._receiving.get(peer)) is not None:
                 return receiving
-            by_tcp = peer in self._by_tcp
-            control = control_connection.connect(
-                address.control, by_tcp, self._credentials, self._acceptor.address, deadline
-            )
+            own, by_tcp = self._acceptor.address, peer in self._by_tcp
+            control = control_connection.connect(address.control, by_tcp, self._credentials, own, deadline)
             receiving = Receiving(peer, self.name, control, self._carrier)
             self._add(receiving)
             return receiving
@@ -281,12 +262,11 @@ class NcclLane(TensorLane):
 
     def _add(self, receiving: Receiving) -> None:
         with self._lock:
-            if not self._closed:
-                self._receiving[receiving.peer] = receiving
-                self._ring()
-                return
-        receiving.end()
-        raise Disconnected("this member has left the group")
+            if self._closed:
+                receiving.end()
+                raise Disconnected("this member has left the group")
+            self._receiving[receiving.peer] = receiving
+        self._ring()
 
     def _end(self, receiving: Receiving) -> None:
         with self._lock:
@@ -322,11 +302,10 @@ class NcclLane(TensorLane):
         for fd, _ in poll.poll():
             if fd == self._bell:
                 os.eventfd_read(self._bell)
-            elif fd in listeners:
-                if not self._acceptor.accept(listeners[fd]):
-                    threading.Event().wait(_ACCEPT_PAUSE_S)  # else poll would report it again at once
-            else:
+            elif fd not in listeners:
                 self._end(receiving[fd])
+            elif not self._acceptor.accept(listeners[fd]):
+                time.sleep(_ACCEPT_PAUSE_S)  # else poll would report it again at once
         receiving.clear()
         self._send_discards()
         return True
@@ -339,7 +318,7 @@ class NcclLane(TensorLane):
                 self._receiving_from(peer, deadline).discard(number, deadline)
             except Disconnected:
                 self._drop(peer)  # it will not fetch either
-            except (LaneUnavailable, TimedOut):
+            except TimedOut:
                 continue
 
     # --- the end ---------------------------------------------------------------------------------------------
@@ -362,10 +341,6 @@ class NcclLane(TensorLane):
             self._end(other)
         self._kept.clear()
         self._ring()
-
-
-def _index(tensor: torch.Tensor) -> int:
-    return tensor.device.index or 0
 
 
 def make(setup: LaneSetup) -> NcclLane:

@@ -6,17 +6,18 @@ A transfer posted at one end therefore waits only for the other end, which is ab
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.nccl.carrier import RECEIVER, SENDER, Broken, Carrier, Channel, Mark
-from raytorchrpc.lanes.nccl.control_connection import ControlConnection, Disconnected, TimedOut
+from raytorchrpc.lanes.nccl.control_connection import HUNG_UP, ControlConnection, Disconnected, TimedOut
 from raytorchrpc.tensors.dtypes import Shape
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ def wait(done: Callable[[], bool], control: ControlConnection | None, deadline: 
     while True:
         finished = done()
         if control is not None and control.hung_up():  # even then: the data may be what an abort has left
-            raise Disconnected("connection closed (the process ended or left the group)")
+            raise Disconnected(HUNG_UP)
         if finished:
             return
         now = time.monotonic()
@@ -63,7 +64,7 @@ class Kept:
     """The channel that sent it."""
 
     def precede(self) -> None:
-        """Order what the calling thread queues from now on after the transfer."""
+        """See Channel.precede."""
         if self.channel is not None:
             self.channel.precede()
 
@@ -83,8 +84,8 @@ class Receiving:
         source: int,
         target: int,
         pieces: Sequence[Sequence[Shape]],
+        into: Sequence[torch.Tensor | None],
         deadline: float,
-        into: Sequence[torch.Tensor | None] | None = None,
     ) -> tuple[list[torch.Tensor], Channel]:
         """Fetch all pieces of one export. Blocks until they have arrived.
 
@@ -97,45 +98,29 @@ class Receiving:
             raise TimedOut
         try:
             channel = self._channels.get((source, target)) or self._join(source, target, deadline)
-            room = _room(channel, pieces, into)
+            made = iter(channel.room([piece for piece, own in zip(pieces, into, strict=True) if own is None]))
+            room = [next(made) if own is None else own for own in into]
+            given = [own for own in into if own is not None]
             self.control.send((FETCH, number, source, target), deadline)
             if (refusal := self._refusal(deadline)) is not None:
                 raise PeerLost(self.peer, refusal)
-            try:
-                mark = self._receive(channel, room, into, deadline)
-            except BaseException:
-                if into is not None:
-                    _stop_writing(channel)
-                raise
+            with _writing_to(given, channel):
+                if given:
+                    channel.follow(given)
+                channel.receive([tensor for tensor in room if tensor.nbytes])
+                wait(channel.enqueued, self.control, deadline)
+                reached = channel.mark()
         finally:
             self._turn.release()
 
         def arrived() -> bool:
-            reached = mark.reached()
+            done = reached()
             channel.enqueued()  # raises if the channel broke, which also lets the mark be reached
-            return reached
+            return done
 
-        try:
+        with _writing_to(given, channel):
             wait(arrived, self.control, deadline)
-        except BaseException:
-            if into is not None:
-                _stop_writing(channel)
-            raise
         return room, channel
-
-    def _receive(
-        self,
-        channel: Channel,
-        room: Sequence[torch.Tensor],
-        into: Sequence[torch.Tensor | None] | None,
-        deadline: float,
-    ) -> Mark:
-        given = [tensor for tensor in into or () if tensor is not None]
-        if given:
-            channel.follow(given)
-        channel.receive([tensor for tensor in room if tensor.nbytes])
-        wait(channel.enqueued, self.control, deadline)
-        return channel.mark()
 
     def _join(self, source: int, target: int, deadline: float) -> Channel:
         ticket = self._carrier.ticket()
@@ -169,23 +154,20 @@ class Receiving:
             channel.abort()
 
 
-def _room(
-    channel: Channel, pieces: Sequence[Sequence[Shape]], into: Sequence[torch.Tensor | None] | None
-) -> list[torch.Tensor]:
-    """The tensors to receive the pieces."""
-    if into is None:
-        return channel.room(pieces)
-    made = iter(channel.room([piece for piece, own in zip(pieces, into, strict=True) if own is None]))
-    return [next(made) if own is None else own for own in into]
-
-
-def _stop_writing(channel: Channel) -> None:
-    """Abort a channel, and wait until it writes no more into the caller's own memory."""
-    channel.abort()
+@contextlib.contextmanager
+def _writing_to(given: Sequence[torch.Tensor], channel: Channel) -> Iterator[None]:
+    """On a failure, abort the channel and wait until it writes no more into the caller's own tensors."""
     try:
-        wait(channel.over, None, time.monotonic() + _OVER_S)
-    except TimedOut:
-        logger.warning("a failed transfer has not ended within %g s, so it may still write into the buffers", _OVER_S)
+        yield
+    except BaseException:
+        if given:
+            channel.abort()
+            try:
+                wait(channel.over, None, time.monotonic() + _OVER_S)
+            except TimedOut:
+                what = "a failed transfer has not ended within %g s, so it may still write into the buffers"
+                logger.warning(what, _OVER_S)
+        raise
 
 
 class Sending:
@@ -220,16 +202,13 @@ class Sending:
 
     def _send(self, number: int, devices: tuple[int, int], deadline: float) -> None:
         channel = self._channels.get(devices)
-        kept = None if channel is None else self._take(number)
-        if kept is None or channel is None:
+        if channel is None or (kept := self._take(number)) is None:
             self.control.send((NO, "the sender does not have these tensors any more"), deadline)
             return
-        wait(kept.complete.reached, self.control, deadline)
+        wait(kept.complete, self.control, deadline)
         kept.channel = channel
         channel.send(kept.pieces)
-        self.control.send(
-            (GO,), deadline
-        )  # before it is enqueued, which the first transfer waits for the other end to do
+        self.control.send((GO,), deadline)  # before it is enqueued: the first transfer waits for the other end
         wait(channel.enqueued, self.control, deadline)
         kept.pieces = []
 
@@ -254,7 +233,7 @@ class Sending:
         try:
             for channel in list(self._channels.values()):
                 wait(channel.enqueued, self.control, deadline)
-                wait(channel.mark().reached, self.control, deadline)
+                wait(channel.mark(), self.control, deadline)
         except (Disconnected, TimedOut, Broken) as error:
             logger.debug("a transfer did not complete: %s", error)
         self.control.close()

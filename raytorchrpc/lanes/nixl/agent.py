@@ -60,9 +60,12 @@ class Registered(NamedTuple):
     kind: Kind
     address: int
     size: int
-    blob: bytes
-    """What a peer needs to read it; a few hundred bytes."""
+    blob: bytes  # what a peer needs to read it; a few hundred bytes
     handle: Any
+
+
+#: A piece of a message, for its receiver: number and blob of its memory, address, bytes.
+Place = tuple[int, bytes, int, int]
 
 
 class Span(NamedTuple):
@@ -162,19 +165,15 @@ class Agent:
 
     # --- other agents --------------------------------------------------------------------------------------
 
-    def connect(self, connection: bytes) -> None:
-        """Connect to the agent that published ``connection``. Raises Lost if it is gone."""
-        try:
-            self._agent.loadRemoteMD(connection)
-        except Exception as error:
-            raise Lost(f"its NIXL agent cannot be reached ({error})") from error
+    def load(self, published: bytes, what: str) -> None:
+        """Connect to the agent that published its ``connection``, or make a ``Registered.blob`` of it readable.
 
-    def load(self, blob: bytes) -> None:
-        """Make memory of a connected agent readable. Raises Lost."""
+        Raises Lost, which names ``what``.
+        """
         try:
-            self._agent.loadRemoteMD(blob)
+            self._agent.loadRemoteMD(published)
         except Exception as error:
-            raise Lost(f"its memory cannot be reached ({error})") from error
+            raise Lost(f"{what} cannot be reached ({error})") from error
 
     def disconnect(self, name: str) -> None:
         """Disconnect from an agent. No read from it may be in progress."""
@@ -190,10 +189,10 @@ class Agent:
 
     def notices(self) -> Mapping[str, Sequence[bytes]]:
         """Return the notices that have arrived since the last call, by agent."""
-        found: Mapping[str, Sequence[bytes]] = {}
         with contextlib.suppress(Exception):  # closed meanwhile
-            found = self._agent.getNotifs({}, self._ucx)
-        return found
+            found: Mapping[str, Sequence[bytes]] = self._agent.getNotifs({}, self._ucx)
+            return found
+        return {}
 
     # --- reads ---------------------------------------------------------------------------------------------
 
@@ -208,22 +207,81 @@ class Agent:
             handle = self._agent.createXferReq(nixl.NIXL_READ, mine, its, name, notice, self._ucx)
         except Exception as error:
             raise Lost(f"a read cannot begin ({error})") from error
-        read = Read(self._agent, handle, nixl.NIXL_SUCCESS)
-        read.begin()
-        return read
+        return Read(self._agent, handle, nixl.NIXL_SUCCESS)
+
+
+class Link:
+    """This process's agent, and that of one peer. Thread-safe."""
+
+    def __init__(self, agent: Agent, name: str, connection: bytes, cuda_obstacle: str | None) -> None:
+        """The last three are what the peer's lane returned from ``open``."""
+        self.agent, self.name, self.cuda_obstacle = agent, name, cuda_obstacle
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._connected = False
+        self._known: set[int] = set()  # the peer's memory that the agent has loaded, by the peer's number
+        self._users = 0  # reads in progress
+        self.lost: str | None = None
+        """Why this link is broken. That is final: the sender may have reused its memory since."""
+
+    def connect(self) -> None:
+        """Connect to the peer's agent, once. Raises Lost."""
+        with self._lock:
+            if self.lost is not None:
+                raise Lost(self.lost)
+            if not self._connected:
+                self.agent.load(self._connection, "its NIXL agent")
+                self._connected = True
+
+    def load(self, places: Sequence[Place]) -> None:
+        """Load the peer's memory that these pieces of a message lie in. Raises Lost."""
+        for number, blob, _, size in places:
+            if size and number not in self._known:
+                self.agent.load(blob, "its memory")
+                self._known.add(number)
+
+    def notify(self, notice: bytes) -> None:
+        """Connect, and send a notice. Raises Lost."""
+        self.connect()
+        self.agent.notify(self.name, notice)
+
+    def retain(self) -> None:
+        with self._lock:
+            self._users += 1
+
+    def release(self) -> None:
+        """Note that a read has ended. A broken link without reads is disconnected."""
+        with self._lock:
+            self._users -= 1
+            if self.lost is not None and not self._users:
+                self._disconnect()
+
+    def end(self, why: str) -> None:
+        """Break it; reads are abandoned."""
+        with self._lock:
+            self.lost = why
+            if not self._users:
+                self._disconnect()
+
+    def disconnect(self) -> None:
+        """Disconnect, though reads may be in progress: the lane is closed."""
+        with self._lock:
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._connected:
+            self._connected = False
+            self.agent.disconnect(self.name)
 
 
 class Read:
     """A read in progress. Not thread-safe. ``release`` it when it is done or has failed, not before."""
 
     def __init__(self, agent: Any, handle: int, success: Any) -> None:
+        """Start it. Raises Lost."""
         self._agent, self._handle, self._success = agent, handle, success
-        self.over = False
-        """Whether it writes no more."""
-
-    def begin(self) -> None:
-        """Start the read. Raises Lost."""
-        self._check(self._agent.postXferReq)
+        self.over = False  # whether it writes no more
+        self._check(agent.postXferReq)
 
     def done(self) -> bool:
         """Whether it is complete. Raises Lost if it failed."""

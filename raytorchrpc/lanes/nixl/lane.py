@@ -19,11 +19,10 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -32,10 +31,8 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.exports import CallbackExport, Janitor
-from raytorchrpc.lanes.common.packing import Members
-from raytorchrpc.lanes.nixl.agent import Agent, Kind, Lost, Read, Span, ucx_settings
-from raytorchrpc.lanes.nixl.links import Link, Links
-from raytorchrpc.lanes.nixl.memory import NOTHING, Block, HostPool, Place, Segments, check_members, lay_out
+from raytorchrpc.lanes.nixl.agent import Agent, Kind, Link, Lost, Place, Read, Span, ucx_settings
+from raytorchrpc.lanes.nixl.memory import NOTHING, Block, HostPool, Segments, check_members, lay_out
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.tensors.bounds import checked, within
 from raytorchrpc.tensors.dtypes import Shape, view_at
@@ -48,13 +45,21 @@ _CLOSE_S = 1.5
 _PROBE = b""  # an empty notice: sending it shows that a peer is lost
 
 
-@dataclass(eq=False)
-class _Exported:
+class _Offer(NamedTuple):
+    """The descriptor of an export."""
+
+    number: int
+    target: int | None  # the peer's GPU that CUDA tensors arrive on; None for CPU tensors
+    places: Sequence[Place]  # of each piece
+    members: Sequence[Any]  # the tensors in each piece: ``Members`` for CPU tensors, their indices for CUDA tensors
+
+
+class _Exported(NamedTuple):
     """An export in flight, and the memory that it keeps."""
 
     link: Link
-    blocks: Sequence[Block] = ()
-    tensors: Sequence[torch.Tensor] = ()
+    blocks: Sequence[Block]
+    tensors: Sequence[torch.Tensor]
 
 
 class NixlLane(TensorLane):
@@ -75,8 +80,11 @@ class NixlLane(TensorLane):
         """
         self._capacity, self._devices, self._timeout_s = capacity, tuple(devices), timeout_s
         self._settings = dict(settings or {})
-        self._lock = threading.Lock()
-        self._links = Links()
+        self._agent: Agent | None = None
+        self._links: dict[str, Link] = {}
+        self._reading = 0  # threads that read
+        self._read_ended = threading.Condition()
+        self._closed = False
         # Random: a peer may still discard numbers of an earlier process of this member.
         self._numbers = itertools.count(random.SystemRandom().getrandbits(48))
         self._out: dict[int, _Exported] = {}
@@ -89,7 +97,6 @@ class NixlLane(TensorLane):
 
     @property
     def outstanding(self) -> int:
-        """Number of exports in flight."""
         return len(self._out)
 
     def open(self) -> tuple[str, bytes, str | None]:
@@ -102,33 +109,44 @@ class NixlLane(TensorLane):
                 self._segments.covering(self._room([(torch.uint8, (1,))], index))
         except LaneUnavailable as error:  # CPU tensors can still be sent
             self._cuda_obstacle = error.reason
-        self._links.agent = agent
+        self._agent = agent
         return agent.name, agent.connection, self._cuda_obstacle
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
-        self._links.add(peers)
+        assert self._agent is not None
+        for peer in peers:
+            self._links[peer.peer] = Link(self._agent, *peer.address)
+
+    def _link(self, peer: str) -> Link:
+        """Raises LaneUnavailable."""
+        link = self._links.get(peer)
+        if self._closed:
+            raise LaneUnavailable(self.name, "the lane is closed")
+        if link is None:
+            raise LaneUnavailable(self.name, f"member {peer!r} is unknown here, or has left")
+        return link
 
     # --- sending -------------------------------------------------------------------------------------------
 
     def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[int, int]) -> Export:
-        agent, link = self._links.get(peer)
+        link = self._link(peer)
         if link.lost is not None:
             raise LaneUnavailable(self.name, f"the connection to {peer!r} broke: {link.lost}")
-        self._collect(agent)
+        self.reap()
+        number = next(self._numbers)
         if tensors and tensors[0].is_cuda:
-            out, described = self._export_cuda(tensors, link, devices)
+            kept, offer = self._lay_out_cuda(number, tensors, link, devices)
+            self._out[number] = _Exported(link, (), kept)
         else:
             blocks, places, members = lay_out(self._pool, tensors)
-            out, described = _Exported(link, blocks=blocks), (None, places, members)
-        with self._lock:
-            number = next(self._numbers)
-            self._out[number] = out
+            offer = _Offer(number, None, places, members)
+            self._out[number] = _Exported(link, blocks, ())
         self._janitor.wake()
-        return CallbackExport((number, *described), partial(self._release, number), self.reap)
+        return CallbackExport(tuple(offer), partial(self._release, number), self.reap)
 
-    def _export_cuda(
-        self, tensors: Sequence[torch.Tensor], link: Link, devices: Mapping[int, int]
-    ) -> tuple[_Exported, tuple[Any, ...]]:
+    def _lay_out_cuda(
+        self, number: int, tensors: Sequence[torch.Tensor], link: Link, devices: Mapping[int, int]
+    ) -> tuple[list[torch.Tensor], _Offer]:
         for obstacle, whose in ((self._cuda_obstacle, "here"), (link.cuda_obstacle, "at the peer")):
             if obstacle is not None:
                 raise LaneUnavailable(self.name, f"no CUDA tensors {whose}: {obstacle}")
@@ -151,32 +169,27 @@ class NixlLane(TensorLane):
             produced = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             produced.record(stream)
             produced.synchronize()
-        return _Exported(link, tensors=kept), (devices[source], tuple(places), tuple(members))
+        return kept, _Offer(number, devices[source], tuple(places), tuple(members))
 
     def _release(self, number: int) -> None:
         """Release an export that has been fetched, or will not be. Idempotent."""
-        with self._lock:
-            out = self._out.pop(number, None)
+        out = self._out.pop(number, None)
         for block in out.blocks if out else ():
             self._pool.give(block)
 
     def reap(self) -> None:
         """Release what has been fetched or discarded."""
-        agent = self._links.agent
-        if agent is not None and not self._links.closed:
-            self._collect(agent)
-
-    def _collect(self, agent: Agent) -> None:
-        for name, notices in agent.notices().items():
+        if self._agent is None or self._closed:
+            return
+        for name, notices in self._agent.notices().items():
             for notice in notices:
-                if notice.isdigit():
-                    out = self._out.get(int(notice))
-                    if out is not None and out.link.agent == name:
-                        self._release(int(notice))
+                out = self._out.get(int(notice)) if notice.isdigit() else None
+                if out is not None and out.link.name == name:
+                    self._release(int(notice))
 
     def _reclaim(self) -> float | None:
         """See Janitor. Needed for results, whose receivers confirm nothing, and for abandoned reads."""
-        if self._links.closed:
+        if self._closed:
             return None
         self.reap()
         self._drop_abandoned()
@@ -191,13 +204,9 @@ class NixlLane(TensorLane):
 
     def _drop_lost(self) -> None:
         """Release what was exported to peers that are lost."""
-        agent = self._links.agent
         for link in {out.link for out in list(self._out.values())}:
-            if agent is None:
-                return
             try:
-                self._links.connect(agent, link)
-                agent.notify(link.agent, _PROBE)
+                link.notify(_PROBE)
             except Lost as error:
                 link.lost = str(error)
                 self._drop(link)
@@ -214,52 +223,58 @@ class NixlLane(TensorLane):
         self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
     ) -> list[torch.Tensor]:
         try:
-            agent, link = self._links.get(peer)
+            link = self._link(peer)
         except LaneUnavailable as error:
             raise PeerLost(peer, error.reason) from error
-        number, target, places, members = descriptor
-        if target is not None and target not in self._devices:
-            raise LaneUnavailable(self.name, f"{peer!r} sends to cuda:{target}, which was not opened for this lane")
-        self._collect(agent)
-        with self._links.reading_from(agent, link):
+        offer = _Offer(*descriptor)
+        if offer.target is not None and offer.target not in self._devices:
+            raise LaneUnavailable(
+                self.name, f"{peer!r} sends to cuda:{offer.target}, which was not opened for this lane"
+            )
+        self.reap()
+        with self._reading_from(link):
             try:
-                self._links.connect(agent, link)
-                self._links.load(agent, link, places)
-                if target is None:
-                    # Blocks that are copied out at once are not kept for long.
-                    crowded = (into is None or any(one is None for one in into)) and self._pool.crowded()
-                    return self._fetch_cpu(agent, link, number, places, members, shapes, crowded)
-                return self._fetch_cuda(agent, link, number, target, places, members, shapes)
-            except _Abandoned as error:
-                raise PeerLost(peer, str(error)) from error
+                link.connect()
+                link.load(offer.places)
+                if offer.target is not None:
+                    return self._fetch_cuda(link, offer, offer.target, shapes)
+                # Blocks that are copied out at once are not kept for long.
+                crowded = (into is None or any(one is None for one in into)) and self._pool.used * 2 > self._capacity
+                return self._fetch_cpu(link, offer, shapes, crowded)
             except Lost as error:
-                link.lost = str(error)
+                if not isinstance(error, _Abandoned):
+                    link.lost = str(error)
                 raise PeerLost(peer, str(error)) from error
             except Exception:  # for instance, no memory is left: nothing has been read
                 self.discard(peer, descriptor)
                 raise
 
-    def _fetch_cpu(
-        self,
-        agent: Agent,
-        link: Link,
-        number: int,
-        places: Sequence[Place],
-        members: Sequence[Members],
-        shapes: Sequence[Shape],
-        crowded: bool,
-    ) -> list[torch.Tensor]:
-        blocks: list[Block] = []
-        check_members(places, members, shapes)
+    @contextlib.contextmanager
+    def _reading_from(self, link: Link) -> Iterator[None]:
+        """Keep the link, and the lane's agent, while this thread reads."""
+        link.retain()
+        with self._read_ended:
+            self._reading += 1
         try:
-            for place in places:
-                if place[3]:
-                    blocks.append(self._pool.take(place[3], beyond=True))
+            yield
+        finally:
+            with self._read_ended:
+                self._reading -= 1
+                self._read_ended.notify_all()
+            link.release()
+
+    def _fetch_cpu(self, link: Link, offer: _Offer, shapes: Sequence[Shape], crowded: bool) -> list[torch.Tensor]:
+        blocks: list[Block] = []
+        check_members(offer.places, offer.members, shapes)
+        try:
+            for _, _, _, size in offer.places:
+                if size:
+                    blocks.append(self._pool.take(size, beyond=True))
             spans = [
                 Span(block.memory.address, block.memory.number, place[2], place[0], place[3])
-                for place, block in zip(filter(itemgetter(3), places), blocks, strict=True)
+                for place, block in zip(filter(itemgetter(3), offer.places), blocks, strict=True)
             ]
-            self._read(agent, link, "cpu", spans, number, blocks)
+            self._read(link, "cpu", spans, offer.number, blocks)
         except _Abandoned:
             raise  # the read may still write into the blocks
         except Exception:  # not for an interrupt, which may come before or after the read is abandoned
@@ -268,68 +283,52 @@ class NixlLane(TensorLane):
             raise
         left = iter(blocks)
         arrived: dict[int, torch.Tensor] = {}
-        for place, group in zip(places, members, strict=True):
+        for place, group in zip(offer.places, offer.members, strict=True):
             flat = self._pool.as_tensor(next(left), place[3], copy=crowded) if place[3] else torch.empty(0)
             arrived.update((index, view_at(flat, offset, shapes[index])) for index, offset in group)
         return [arrived[index] for index in range(len(shapes))]
 
-    def _fetch_cuda(
-        self,
-        agent: Agent,
-        link: Link,
-        number: int,
-        target: int,
-        places: Sequence[Place],
-        members: Sequence[Sequence[int]],
-        shapes: Sequence[Shape],
-    ) -> list[torch.Tensor]:
-        rooms = [self._room([shapes[index] for index in piece], target) for piece in members]
+    def _fetch_cuda(self, link: Link, offer: _Offer, target: int, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+        rooms = [self._room([shapes[index] for index in piece], target) for piece in offer.members]
         spans = []
-        for place, room in zip(places, rooms, strict=True):
+        for place, room in zip(offer.places, rooms, strict=True):
             within(0, place[3], room.nbytes)
             if place[3]:
                 memory = self._segments.covering(room)
                 spans.append(Span(room.data_ptr(), memory.number, place[2], place[0], place[3]))
-        self._read(agent, link, "cuda", spans, number, rooms)
+        self._read(link, "cuda", spans, offer.number, rooms)
         stream = torch.cuda.current_stream(target)
         arrived: dict[int, torch.Tensor] = {}
-        for piece, room in zip(members, rooms, strict=True):
+        for piece, room in zip(offer.members, rooms, strict=True):
             room.record_stream(stream)
             arrived.update(zip(piece, packing.split(room, [shapes[index] for index in piece]), strict=True))
         return [arrived[index] for index in range(len(shapes))]
 
     def _room(self, shapes: Sequence[Shape], device: int) -> torch.Tensor:
-        landing = self._landing.get(device)
-        if landing is None:
-            landing = self._landing.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(landing):
+        with torch.cuda.stream(self._landing[device]):
             return packing.room(shapes, torch.device("cuda", device))
 
-    def _read(self, agent: Agent, link: Link, kind: Kind, spans: Sequence[Span], number: int, into: Any) -> None:
+    def _read(self, link: Link, kind: Kind, spans: Sequence[Span], number: int, into: Any) -> None:
         """Block until all has arrived in ``into``. Raises Lost."""
         notice = b"%d" % number
         if not spans:
-            agent.notify(link.agent, notice)
+            link.notify(notice)
             return
         deadline = time.monotonic() + self._timeout_s
-        read = agent.read(link.agent, kind, kind, spans, notice)
+        read = link.agent.read(link.name, kind, kind, spans, notice)
         try:
-            arrived = read.wait(deadline, lambda: link.lost is None and not self._links.closed)
+            arrived = read.wait(deadline, lambda: link.lost is None and not self._closed)
         finally:
             if not read.over:
-                self._abandon(read, link, into)
+                link.retain()
+                self._abandoned.append((read, link, into))
+                self._janitor.wake()
         if not arrived:
-            if self._links.closed:
+            if self._closed:
                 raise _Abandoned("the lane was closed meanwhile")
             if link.lost is not None:
                 raise _Abandoned(link.lost)
             raise _Abandoned(f"its data did not arrive within {self._timeout_s:g} s")
-
-    def _abandon(self, read: Read, link: Link, into: Any) -> None:
-        self._links.retain(link)
-        with self._lock:
-            self._abandoned.append((read, link, into))
-        self._janitor.wake()
 
     def _drop_abandoned(self) -> None:
         """Release abandoned reads that have ended meanwhile, and their memory."""
@@ -343,24 +342,25 @@ class NixlLane(TensorLane):
             for block in into:
                 if isinstance(block, Block):
                     self._pool.give(block)
-            self._links.release(self._links.agent, link)
+            link.release()
 
     def discard(self, peer: str, descriptor: Any) -> None:
         with contextlib.suppress(LaneUnavailable, Lost):
-            agent, link = self._links.get(peer)
-            self._links.connect(agent, link)
-            agent.notify(link.agent, b"%d" % descriptor[0])
+            self._link(peer).notify(b"%d" % descriptor[0])
 
     # --- the end ---------------------------------------------------------------------------------------------
 
     def disconnect(self, peer: str) -> None:
-        link = self._links.remove(peer, "it left the group, or died")
+        link = self._links.pop(peer, None)
         if link is not None:
+            link.end("it left the group, or died")
             self._drop(link)
 
     def close(self) -> None:
-        self._links.closed = True
-        agent = self._links.close(_CLOSE_S)
+        self._closed = True
+        with self._read_ended:
+            self._read_ended.wait_for(lambda: not self._reading, _CLOSE_S)
+            agent, self._agent = self._agent, None
         if agent is None:
             return
         self._janitor.close(_CLOSE_S)
@@ -369,7 +369,8 @@ class NixlLane(TensorLane):
         self._abandoned.clear()
         for number in list(self._out):
             self._release(number)
-        self._links.disconnect_all(agent)
+        for link in self._links.values():
+            link.disconnect()
         self._segments.close()
         self._pool.close()
         agent.close()

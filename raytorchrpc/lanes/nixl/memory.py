@@ -21,15 +21,13 @@ import torch
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.packing import Members
-from raytorchrpc.lanes.nixl.agent import LANE, Agent, Registered
+from raytorchrpc.lanes.nixl.agent import LANE, Agent, Place, Registered
 from raytorchrpc.process.cuda_driver import driver
 from raytorchrpc.tensors.bounds import within
 from raytorchrpc.tensors.dtypes import Shape, as_copyable, view_at
 
 _SMALLEST = 1 << 16
 
-#: A piece of a message, for its receiver: number and blob of its memory (see ``Registered``), address, bytes.
-Place = tuple[int, bytes, int, int]
 NOTHING: Place = (0, b"", 0, 0)
 
 
@@ -76,10 +74,6 @@ class HostPool:
         with self._lock:
             self._collect()
             return self._total - self._spare
-
-    def crowded(self) -> bool:
-        """Whether more than half of the capacity is in use."""
-        return self.used * 2 > self.capacity
 
     def take(self, size: int, *, beyond: bool = False) -> Block:
         """Take a block of at least ``size`` bytes. ``beyond``: even if the pool is full.
@@ -225,8 +219,7 @@ class Segments:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._lock = threading.Lock()
-        self._known: dict[int, Registered] = {}
-        """By the allocation's identity, which is never reused."""
+        self._known: dict[int, Registered] = {}  # by the allocation's identity, which is never reused
 
     def covering(self, tensor: torch.Tensor) -> Registered:
         """Return the registered allocation that contains a CUDA tensor, which is not empty. Raises LaneUnavailable."""
@@ -251,7 +244,6 @@ class Segments:
                 self._agent.deregister(self._known.pop(identity))
 
     def close(self) -> None:
-        """Deregister all allocations."""
         with self._lock:
             for memory in self._known.values():
                 self._agent.deregister(memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -22,89 +23,6 @@ _CLOSED = "connection closed (the process ended or left the group)"
 _BATCH = 64
 
 
-class HandshakeStream:
-    """A pair socket as a byte stream; see handshake.Stream."""
-
-    def __init__(self, sock: PairSocket) -> None:
-        self._sock = sock
-        self._rest = b""
-        self._timeout: float | None = None
-
-    def settimeout(self, seconds: float | None) -> None:
-        """Set the limit of each following operation."""
-        self._timeout = seconds
-
-    def sendall(self, data: bytes) -> None:
-        """Send. Raises OSError."""
-        until = time.monotonic() + (self._timeout or 0.0)
-        self._sock.send([data], lambda: until)
-
-    def recv(self, size: int) -> bytes:
-        """Return at most ``size`` bytes; none once the other end hung up. Raises OSError or TimeoutError."""
-        until = time.monotonic() + (self._timeout or 0.0)
-        while not self._rest:
-            gone = self._sock.gone
-            if (arrived := self._sock.receive()) is not None:
-                self._rest = bytes(arrived)
-            elif gone:
-                return b""
-            elif not self._sock.await_data(until):
-                raise TimeoutError
-        taken, self._rest = self._rest[:size], self._rest[size:]
-        return taken
-
-
-class _Assembly:
-    """Assembles frames from messages, each of which holds a whole frame or the next piece of one."""
-
-    def __init__(self) -> None:
-        self._large: torch.Tensor | None = None
-        self._filled = 0
-        self._unread: frames.Unread | None = None
-
-    def add(self, data: Any) -> frames.Frame | None:
-        """Return the frame that this message completes, if any. Raises ValueError for anything else."""
-        if self._large is not None:
-            return self._fill(data)
-        if self._unread is not None:
-            return self._skip(self._unread, data)
-        if len(data) < frames.PREFIX_BYTES:
-            raise ValueError("not a frame")
-        tensors, size = frames.sizes(data, 0)
-        if len(data) < size:
-            try:
-                self._large, self._filled = torch.empty(size, dtype=torch.uint8), 0
-            except (MemoryError, RuntimeError):  # torch raises RuntimeError
-                self._unread = frames.Unread(size)
-                return self._skip(self._unread, data)
-            return self._fill(data)
-        if len(data) > size:
-            raise ValueError("more than a frame")
-        # The frame's tensors are views of nng's own memory.
-        return frames.parse(memoryview(data), torch.frombuffer(data, dtype=torch.uint8) if size > tensors else None)
-
-    def _fill(self, data: Any) -> frames.Frame | None:
-        assert self._large is not None
-        end = self._filled + len(data)
-        if not len(data) or end > len(self._large):
-            raise ValueError("more than a frame")
-        self._large[self._filled : end].copy_(torch.frombuffer(data, dtype=torch.uint8))
-        self._filled = end
-        if end < len(self._large):
-            return None
-        whole, self._large = self._large, None
-        return frames.parse(whole.numpy().data, whole)
-
-    def _skip(self, unread: frames.Unread, data: Any) -> frames.Frame | None:
-        if not 0 < len(data) <= unread.left:
-            raise ValueError("more than a frame")
-        unread.add(data)
-        if unread.left:
-            return None
-        self._unread = None
-        return unread.frame()
-
-
 class Connection:
     """Sends requests and receives replies (``peer`` is set), or receives requests. One thread reads it."""
 
@@ -119,16 +37,15 @@ class Connection:
         self._incoming = None if protection is None else protection.incoming
         self._decrypt = None if protection is None else protection.decrypt
         self._on_end = on_end
-        self._assembly = _Assembly()
+        self._reader = frames.FrameReader()
         self._sending = threading.Lock()
         self._state = threading.Lock()
         self._pending: dict[int, PendingReply] = {}
-        self._calls = 0
+        self._numbers = itertools.count(1)
         self._ended: str | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether it can carry nothing more."""
         return self._ended is not None
 
     def call(self, message: Message, deadline: float, on_released: Callable[[], None] | None = None) -> PendingReply:
@@ -138,14 +55,12 @@ class Connection:
         with self._state:
             if self._ended is not None:
                 raise PeerLost(self.peer or "?", self._ended, may_have_run=False)
-            self._calls += 1
-            number = self._calls
+            number = next(self._numbers)
             self._pending[number] = pending
         try:
             self._send(frames.pack(frames.REQUEST, number, message), deadline, lambda: deadline)
         except BaseException:
-            with self._state:
-                self._pending.pop(number, None)
+            self._pending.pop(number, None)
             raise
         return pending
 
@@ -191,17 +106,23 @@ class Connection:
                     self._incoming.check(data, whole[-TAG_BYTES:])
                 elif self._decrypt is not None:
                     data = self._decrypt(data)
-                frame = self._assembly.add(data)
-                if frame is not None and frame.kind == frames.REQUEST:
-                    requests.append(frame)
-                elif frame is not None:
-                    with self._state:
-                        pending = self._pending.pop(frame.call, None)
-                    if pending is not None:
+                for frame in self._frames_in(data):
+                    if frame.kind == frames.REQUEST:
+                        requests.append(frame)
+                    elif (pending := self._pending.pop(frame.call, None)) is not None:
                         complete_with(pending, frame.message)
         except Exception as error:
             self.end(f"connection broke: {error}")
         return requests
+
+    def _frames_in(self, data: Any) -> list[frames.Frame]:
+        """Return the frames that a message completes. It holds a whole frame, or the next piece of one."""
+        if self._reader.between_frames and len(data) >= frames.PREFIX_BYTES:
+            tensors, size = frames.sizes(data, 0)
+            if size == len(data):  # the frame's tensors are views of nng's own memory
+                own = torch.frombuffer(data, dtype=torch.uint8) if size > tensors else None
+                return [frames.parse(memoryview(data), own)]
+        return self._reader.feed(memoryview(data))
 
     def end(self, reason: str) -> None:
         """Close; calls in flight fail with PeerLost. Idempotent. Not to be called while sending."""

@@ -9,27 +9,33 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import ClassVar
 
-from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
+from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes.base import Capabilities, Message, Pending, Serve, Spawn
+from raytorchrpc.lanes.common.acceptor import CONNECT_TIMEOUT_S, SocketAddress
+from raytorchrpc.lanes.common.connected_lane import ConnectedLane
 from raytorchrpc.lanes.common.credentials import Credentials
-from raytorchrpc.lanes.common.peer_connections import PeerConnections
+from raytorchrpc.lanes.common.handshake import Refused
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.nng import sockets
-from raytorchrpc.lanes.nng.acceptor import Acceptor, NngAddress, dial
 from raytorchrpc.lanes.nng.connection import Connection
+from raytorchrpc.lanes.nng.sockets import PairSocket
 from raytorchrpc.lanes.setup import LaneSetup
-from raytorchrpc.process import threads
+from raytorchrpc.process import fork, keepalive, threads
 
 #: A reply that makes no progress for this long ends its connection (seconds).
 REPLY_PATIENCE_S = 10.0
+#: The connecting end sends it after the handshake. Until then the accepting end leaves the connection alone: with TLS,
+#: the other might read what nng sends as a part of the handshake.
+_BEGIN = b"n"
 
 
-class NngLane(MessageLane):
+class NngLane(ConnectedLane[Connection]):
     """One per member. ``call`` and ``reply`` block until nng has taken the data."""
 
     name: ClassVar[str] = "nng"
@@ -38,28 +44,22 @@ class NngLane(MessageLane):
     )
 
     def __init__(self, me: str, credentials: Credentials, *, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
-        """``tcp_host``: address to listen on for other hosts, or None. ``by_tcp``: the peers on other hosts."""
-        self._me, self._credentials = me, credentials
-        self._tcp_host, self._by_tcp = tcp_host, by_tcp
-        self._peers: PeerConnections[Connection] = PeerConnections(self._connect)
+        """See ConnectedLane."""
+        super().__init__(me, credentials, tcp_host, by_tcp)
         self._by_fd: dict[int, Connection] = {}
         self._lock = threading.Lock()
-        self._acceptor = Acceptor(me, credentials, lambda: len(self._peers.addresses), self._admit)
         self._reader: threading.Thread | None = None
         self._closed = False
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
+        fork.register(self)
 
     # --- the interface -------------------------------------------------------------------------------------
 
-    def open(self, serve: Serve, spawn: Spawn) -> NngAddress:
+    def open(self, serve: Serve, spawn: Spawn) -> SocketAddress:
         self._serve, self._spawn = serve, spawn
-        try:
-            address = self._acceptor.open(self._tcp_host)
-        except OSError as error:
-            raise LaneUnavailable(self.name, f"cannot listen: {error}") from error
-        self._epoll.register(self._acceptor.fd, select.EPOLLIN)
+        address = self._listen(self._acceptor.open, self._tcp_host)
         try:
             self.start_reader()
         except threads.ThreadShortage as error:
@@ -67,21 +67,9 @@ class NngLane(MessageLane):
             raise LaneUnavailable(self.name, str(error)) from error
         return address
 
-    def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> NngAddress | None:
-        self._by_tcp = by_tcp
-        if tcp_host is None or self._acceptor.address.tcp is not None or self._acceptor.fd < 0:
-            return None
-        try:
-            return self._acceptor.open_tcp(tcp_host)
-        except OSError as error:
-            raise LaneUnavailable(self.name, f"cannot listen on {tcp_host}: {error}") from error
-
     def start_reader(self) -> None:
         """Read replies. Enough for a lane that only sends requests; ``open`` does it too. Raises ThreadShortage."""
         self._reader = threads.start(self._read, name=f"raytorchrpc-{self._me}-nng")
-
-    def connect(self, peers: Sequence[PeerAddress]) -> None:
-        self._peers.add(peers)
 
     def call(
         self,
@@ -94,15 +82,14 @@ class NngLane(MessageLane):
     ) -> Pending:
         sockets.check_process()
         deadline = time.monotonic() + timeout_s
-        connection = self._peers.made.get(peer)
+        connection = self._made.get(peer)
         if connection is None or connection.ended:
-            connection = self._peers.get(peer, deadline)
+            connection = self._connection(peer, deadline)
         return connection.call(message, deadline, on_released)
 
     def disconnect(self, peer: str) -> None:
-        connection = self._peers.remove(peer)
-        if connection is not None and not sockets.forked():
-            connection.end("it was removed from the group")
+        if not sockets.forked():
+            super().disconnect(peer)
 
     def close(self) -> None:
         if sockets.forked():
@@ -113,37 +100,47 @@ class NngLane(MessageLane):
             self._closed = True
             os.eventfd_write(self._bell, 1)
             connections = set(self._by_fd.values())
-        self._acceptor.drop_pending()
+        self._acceptor.close()
         for connection in connections:
             connection.end("this member left the group")
-        self._peers.made.clear()
+        self._made.clear()
         if self._reader is None:
             self._free()
         elif self._reader is not threading.current_thread():
             self._reader.join(1)
 
     def _free(self) -> None:
-        self._acceptor.close()
         with self._lock:  # close() rings the bell under it
             self._epoll.close()
             os.close(self._bell)
 
+    def after_fork(self) -> list[fork.Address]:
+        sockets.after_fork()
+        return self._tcp_addresses()
+
     # --- connections -----------------------------------------------------------------------------------------
 
-    def _connect(self, peer: str, address: NngAddress, deadline: float) -> Connection:
-        by_tcp = peer in self._by_tcp
-        sock, protection = dial(self._credentials, self._acceptor.address, peer, address, by_tcp, deadline)
-        return self._register(sock, protection, peer)
+    def _poll(self, fd: int) -> None:
+        self._epoll.register(fd, select.EPOLLIN)
 
-    def _admit(self, sock: sockets.PairSocket, protection: Protection | None, _: Any) -> None:
-        self._register(sock, protection, None)
-
-    def _register(self, sock: sockets.PairSocket, protection: Protection | None, peer: str | None) -> Connection:
+    def _register(
+        self, connected: socket.socket, protection: Protection | None, peer: str | None, deadline: float
+    ) -> Connection:
+        if connected.family != socket.AF_UNIX:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keepalive.detect_silence(connected)
+        if peer is not None:
+            connected.sendall(_BEGIN)
+        else:
+            connected.settimeout(CONNECT_TIMEOUT_S)
+            if connected.recv(len(_BEGIN)) != _BEGIN:
+                raise Refused("it hung up")
+        sock = PairSocket(connected, deadline)
         connection = Connection(sock, protection, peer, self._forget)
         with self._lock:
             if self._closed:
                 sock.close()
-                raise PeerLost(peer or "the caller", "this member has left the group", may_have_run=False)
+                raise self._left(peer)
             for fd in (sock.recv_fd, sock.gone_fd):
                 self._by_fd[fd] = connection
                 self._epoll.register(fd, select.EPOLLIN)
@@ -155,7 +152,7 @@ class NngLane(MessageLane):
                 self._by_fd.pop(fd, None)
                 with contextlib.suppress(OSError, ValueError):
                     self._epoll.unregister(fd)
-            self._peers.discard(connection, connection.peer)
+            self._discard(connection, connection.peer)
 
     # --- the reader ------------------------------------------------------------------------------------------
 
@@ -165,8 +162,9 @@ class NngLane(MessageLane):
 
     def _read_once(self) -> bool:
         for fd, _ in self._epoll.poll() if not self._closed else ():
-            if fd == self._acceptor.fd:
-                self._acceptor.answer()
+            if (listener := self._acceptor.listeners.get(fd)) is not None:
+                if not self._acceptor.accept(listener):
+                    threads.pause()  # else epoll would report it again at once
             elif (connection := self._by_fd.get(fd)) is not None:
                 try:
                     for frame in connection.read():

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Message, PeerAddress, Reply
+from raytorchrpc.lanes.common.acceptor import SocketAddress
 from raytorchrpc.lanes.common.credentials import Credentials
-from raytorchrpc.lanes.nng.acceptor import NngAddress
 from raytorchrpc.lanes.nng.connection import check_carried
 from raytorchrpc.lanes.nng.lane import NngLane
 from raytorchrpc.process.workers import Workers
@@ -31,7 +31,7 @@ _SERVER = "the process that offers values"
 class OfferAddress(NamedTuple):
     """Where a process offers values; picklable."""
 
-    nng: NngAddress
+    nng: SocketAddress
     network: str
     """Host boot id, network namespace and user id. Processes that share all three connect over Unix sockets."""
 
@@ -50,7 +50,7 @@ class NngServer:
 
     def open(self) -> OfferAddress:
         """Start to listen; returns the address for ``fetch``. Raises LaneUnavailable."""
-        return OfferAddress(self._lane.open(self._serve, self._spawn), _network())
+        return OfferAddress(self._lane.open(self._serve, self._workers.submit), _network())
 
     def offer(self, key: str, value: Encoded | Callable[[], Encoded]) -> None:
         """Offer a value, for any number of fetches, until ``withdraw``. Its tensors are on the CPU and must not change
@@ -72,9 +72,6 @@ class NngServer:
         self._lane.close()
         self._workers.stop()
         self._offers.clear()
-
-    def _spawn(self, work: Callable[[], None]) -> None:
-        self._workers.submit(work)
 
     def _serve(self, message: Message, reply: Reply) -> Callable[[], None]:
         return partial(_answer, reply, self._offers.get(message.header[0]))
@@ -100,33 +97,31 @@ def fetch(address: OfferAddress, secret: bytes, key: str, timeout_s: float) -> E
 
     Raises LaneUnavailable if no value is offered under this key, PeerLost, RpcTimeout.
     """
-    client = _ServerConnection(address, secret)
+    lane = _connected(address, secret)
     try:
-        return client.fetch(key, timeout_s)
+        return _fetch(lane, key, timeout_s)
     finally:
-        client.close()
+        lane.close()
 
 
-class _ServerConnection:
-    """A connection to one NngServer, made when it is first needed."""
+def _connected(address: OfferAddress, secret: bytes) -> NngLane:
+    """A lane to one NngServer, to which it connects when it is first used."""
+    by_tcp = frozenset[str]() if address.network == _network() else frozenset({_SERVER})
+    lane = NngLane("fetch", Credentials(secret), tcp_host=None, by_tcp=by_tcp)
+    lane.start_reader()
+    lane.connect([PeerAddress(_SERVER, address.nng)])
+    return lane
 
-    def __init__(self, address: OfferAddress, secret: bytes) -> None:
-        near = address.network == _network()
-        by_tcp: frozenset[str] = frozenset() if near else frozenset({_SERVER})
-        self._lane = NngLane("fetch", Credentials(secret), tcp_host=None, by_tcp=by_tcp)
-        self._lane.start_reader()
-        self._lane.connect([PeerAddress(_SERVER, address.nng)])
-        self.close = self._lane.close
 
-    def fetch(self, key: str, timeout_s: float) -> Encoded:
-        deadline = time.monotonic() + timeout_s
-        pending = self._lane.call(_SERVER, Message((key,), NOTHING), timeout_s)
-        if not pending.wait(deadline - time.monotonic()):
-            raise RpcTimeout(f"{key!r} did not arrive within {timeout_s:.3g} s")
-        message = pending.take()
-        if not message.header[0]:
-            raise LaneUnavailable("nng", message.header[1] or f"nothing is offered under {key!r} (any more)")
-        return message.body
+def _fetch(lane: NngLane, key: str, timeout_s: float) -> Encoded:
+    deadline = time.monotonic() + timeout_s
+    pending = lane.call(_SERVER, Message((key,), NOTHING), timeout_s)
+    if not pending.wait(deadline - time.monotonic()):
+        raise RpcTimeout(f"{key!r} did not arrive within {timeout_s:.3g} s")
+    message = pending.take()
+    if not message.header[0]:
+        raise LaneUnavailable("nng", message.header[1] or f"nothing is offered under {key!r} (any more)")
+    return message.body
 
 
 class NngClient:
@@ -135,26 +130,26 @@ class NngClient:
     def __init__(self, connections: int = 16) -> None:
         """``connections``: most to keep, each with a thread and three descriptors."""
         self._most = connections
-        self._open: OrderedDict[tuple[OfferAddress, bytes], _ServerConnection] = OrderedDict()  # oldest first
+        self._open: OrderedDict[tuple[OfferAddress, bytes], NngLane] = OrderedDict()  # oldest first
         self._lock = threading.Lock()
 
     def fetch(self, address: OfferAddress, secret: bytes, key: str, timeout_s: float) -> Encoded:
         """See ``fetch``."""
         evicted = None
         with self._lock:
-            client = self._open.pop((address, secret), None) or _ServerConnection(address, secret)
-            self._open[address, secret] = client
+            lane = self._open.pop((address, secret), None) or _connected(address, secret)
+            self._open[address, secret] = lane
             if len(self._open) > self._most:
                 _, evicted = self._open.popitem(last=False)
         if evicted is not None:
             evicted.close()
         try:
-            return client.fetch(key, timeout_s)
+            return _fetch(lane, key, timeout_s)
         except (PeerLost, RpcTimeout):  # it is lost, or too slow to keep
             with self._lock:
-                if self._open.get((address, secret)) is client:
+                if self._open.get((address, secret)) is lane:
                     del self._open[address, secret]
-            client.close()
+            lane.close()
             raise
 
 

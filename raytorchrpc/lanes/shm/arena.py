@@ -52,51 +52,38 @@ class Arena:
         """``capacity``: most bytes. Memory is allocated only as it is used."""
         self.capacity = (capacity + _PAGE - 1) // _PAGE * _PAGE
         self._shared = SharedBytes(_DATA + self.capacity)
+        self.address = self._shared.address
+        """The address by which peers map it."""
         self._bytes = self._shared.bytes
         self._bytes[:SLOTS] = _TAKEN
-        self._base = self._bytes.ctypes.data
+        self.span: tuple[int, int] = (self._bytes.ctypes.data, self._bytes.nbytes)
+        """(address, bytes) of its mapping in this process."""
         self._lock = threading.Lock()
         self._holes: list[tuple[int, int]] = [(_DATA, self.capacity)]  # (offset, size), by offset
         self._numbers = list(range(SLOTS - 1, -1, -1))
         self._out: dict[int, tuple[Slot, str]] = {}
         """By number: the slot, and its owner."""
-        self._filling: set[int] = set()
-        self._orphans: set[int] = set()
-        """Those whose owner is gone."""
-        self._used = 0
-        self._reap_slots, self._reap_bytes = _REAP_EACH_TIME, _REAP_BYTES
-
-    @property
-    def address(self) -> SharedAddress:
-        """The address by which peers map it."""
-        return self._shared.address
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """(address, bytes) of its mapping in this process."""
-        return self._base, self._bytes.nbytes
-
-    @property
-    def used(self) -> int:
+        self._filling: dict[int, bool] = {}
+        """By number: whether the owner of a slot that is being written is gone."""
+        self.used = 0
         """Bytes in use, as far as known."""
-        return self._used
+        self._reap_slots, self._reap_bytes = _REAP_EACH_TIME, _REAP_BYTES
 
     def in_use(self) -> int:
         """Bytes in use, after collecting returned slots."""
         with self._lock:
             self._reap()
-            return self._used
+            return self.used
 
     def crowded(self) -> bool:
         """Whether more than half of its bytes or slots are in use."""
-        if not self._more_than_half():
-            return False
-        with self._lock:
-            self._reap()
-            return self._more_than_half()
 
-    def _more_than_half(self) -> bool:
-        return self._used * 2 > self.capacity or len(self._out) * 2 > SLOTS
+        def more_than_half() -> bool:
+            return self.used * 2 > self.capacity or len(self._out) * 2 > SLOTS
+
+        if more_than_half():
+            self.in_use()
+        return more_than_half()
 
     def take(self, size: int, owner: str) -> Slot | None:
         """Take a slot of at least ``size`` bytes for the process ``owner``; None if the arena is full.
@@ -106,7 +93,7 @@ class Arena:
         wanted = max(_PAGE, (size + _PAGE - 1) // _PAGE * _PAGE)
         with self._lock:
             out = len(self._out)
-            if out <= _REAP_EACH_TIME or out >= self._reap_slots or self._used >= self._reap_bytes:
+            if out <= _REAP_EACH_TIME or out >= self._reap_slots or self.used >= self._reap_bytes:
                 self._reap()
             slot = self._carve(wanted, owner)
             if slot is None:
@@ -126,30 +113,28 @@ class Arena:
                 slot = Slot(self._numbers.pop(), offset, wanted)
                 self._bytes[slot.number] = _TAKEN
                 self._out[slot.number] = (slot, owner)
-                self._filling.add(slot.number)
-                self._used += wanted
+                self._filling[slot.number] = False
+                self.used += wanted
                 return slot
         return None
 
     def _reap(self) -> None:
-        for index in self._returned():
+        if len(self._out) <= 4 * _REAP_EACH_TIME:
+            returned = [index for index in self._out if self._bytes[index] == _FREE]
+        else:  # one scan of all states
+            cleared: list[int] = numpy.flatnonzero(self._bytes[:SLOTS] == _FREE).tolist()
+            returned = [index for index in cleared if index in self._out]
+        for index in returned:
             self._put_back(index)
         self._reap_slots = max(_REAP_EACH_TIME, 2 * len(self._out))
-        self._reap_bytes = max(_REAP_BYTES, 2 * self._used)
-
-    def _returned(self) -> list[int]:
-        if len(self._out) <= 4 * _REAP_EACH_TIME:
-            return [index for index in self._out if self._bytes[index] == _FREE]
-        cleared: list[int] = numpy.flatnonzero(self._bytes[:SLOTS] == _FREE).tolist()  # one scan of all states
-        return [index for index in cleared if index in self._out]
+        self._reap_bytes = max(_REAP_BYTES, 2 * self.used)
 
     def _put_back(self, index: int) -> None:
         slot, _ = self._out.pop(index)
-        self._filling.discard(index)
-        self._orphans.discard(index)
+        self._filling.pop(index, None)
         self._bytes[index] = _TAKEN
         self._numbers.append(index)
-        self._used -= slot.size
+        self.used -= slot.size
         insort(self._holes, (slot.offset, slot.size))
         place = self._holes.index((slot.offset, slot.size))
         for left in (place, place - 1):  # join the neighbours
@@ -158,10 +143,6 @@ class Arena:
                 if offset + size == following:
                     self._holes[left : left + 2] = [(offset, size + more)]
 
-    def address_of(self, offset: int) -> int:
-        """Return the address of an offset in this process."""
-        return self._base + offset
-
     def tensor(self, offset: int, size: int) -> torch.Tensor:
         """Return those bytes as a flat tensor."""
         return torch.from_numpy(self._bytes[offset : offset + size])
@@ -169,8 +150,7 @@ class Arena:
     def filled(self, slots: Sequence[Slot]) -> bool:
         """The slots have been written. Returns False if their owner is gone; they are reclaimed then."""
         with self._lock:
-            self._filling.difference_update(slot.number for slot in slots)
-            orphans = self._orphans.intersection(slot.number for slot in slots) if self._orphans else ()
+            orphans = [slot.number for slot in slots if self._filling.pop(slot.number, False)]
             for index in orphans:
                 self._put_back(index)
         return not orphans
@@ -189,7 +169,7 @@ class Arena:
         with self._lock:
             for index in [index for index, (_, whose) in self._out.items() if whose == owner]:
                 if index in self._filling:
-                    self._orphans.add(index)
+                    self._filling[index] = True
                 else:
                     self._put_back(index)
 
@@ -210,7 +190,6 @@ class PeerArena:
         self._address = address
         self._bytes = map_shared(address)
         self._pid = os.getpid()
-        self._held: dict[int, weakref.ref[numpy.ndarray]] = {}
         self.span: tuple[int, int] = (self._bytes.ctypes.data, self._bytes.nbytes)
         """(address, bytes) of its mapping in this process."""
         fork.register(self)
@@ -232,7 +211,8 @@ class PeerArena:
         within(index, 1, SLOTS)
         within(offset - _DATA, size, self._bytes.nbytes - _DATA)
         view = self._bytes[offset : offset + size]
-        self._held[index] = weakref.ref(view, partial(_on_dropped, self._held, self._bytes, self._pid, index))
+        held = weakref.ref(view, partial(_on_dropped, self._bytes, self._pid, index))
+        _held[id(held)] = held
         return view
 
     def give_back(self, index: int) -> None:
@@ -242,9 +222,12 @@ class PeerArena:
             self._bytes[index] = _FREE
 
 
-def _on_dropped(
-    held: dict[int, weakref.ref[numpy.ndarray]], states: numpy.ndarray, pid: int, index: int, _: object
-) -> None:
-    held.pop(index, None)
+#: Returns the slots that tensors use, by identity. Not in a PeerArena, which may go before the tensors in it: a weak
+#: reference that is collected itself never calls.
+_held: dict[int, weakref.ref[numpy.ndarray]] = {}
+
+
+def _on_dropped(states: numpy.ndarray, pid: int, index: int, held: weakref.ref[numpy.ndarray]) -> None:
+    _held.pop(id(held), None)
     if os.getpid() == pid:  # the parent may still use what a forked child drops
         states[index] = _FREE

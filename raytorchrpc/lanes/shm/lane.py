@@ -14,9 +14,8 @@ import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-import numpy
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
@@ -144,7 +143,7 @@ class ShmLane(TensorLane):
         size = tensor.nbytes
         if not size:
             return
-        target = self._arena.address_of(offset)
+        target = self._arena.span[0] + offset
         if tensor.is_cuda:
             host_device_copy.copy_out(tensor, target)
             return
@@ -164,17 +163,11 @@ class ShmLane(TensorLane):
     def fetch(
         self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
     ) -> list[torch.Tensor]:
-        if len(descriptor) == 2:  # always copied: the memory belongs to its owner
-            addresses, places = descriptor
-            bases, crowded = self._lent(peer, addresses), True
-            into = into or [None] * len(places)
-        else:
-            slots, places, crowded, tag = descriptor
-            arena = self._peer(peer, tag, slots)
-            bases = [arena.view(*slot) for slot in slots]
-        flats = [torch.from_numpy(base) for base in bases]
+        flats, places, crowded = self._opened(peer, descriptor)
+        if into is None and len(descriptor) == 2:
+            into = [None] * len(places)
         if into is not None:
-            rooms = [_Room.of(base) for base in bases]
+            rooms = [(flat.data_ptr(), flat.nbytes) for flat in flats]
             found = zip(places, shapes, into, strict=True)
             return [
                 target
@@ -186,41 +179,47 @@ class ShmLane(TensorLane):
             flats = [flat.clone() for flat in flats]
         return [view_at(flats[number], offset, shape) for (number, offset), shape in zip(places, shapes, strict=True)]
 
-    def _lent(self, peer: str, addresses: Sequence[tuple[Any, ...]]) -> list[numpy.ndarray]:
-        try:
-            return [self._borrower.bytes_at(peer, SharedAddress(*address)) for address in addresses]
-        except Gone as gone:
-            raise gone.lost(peer) from gone
+    def _opened(self, peer: str, descriptor: Any) -> tuple[list[torch.Tensor], Sequence[tuple[int, int]], bool]:
+        """The memory that a descriptor names, where in it each tensor lies, and whether to copy them out."""
+        if len(descriptor) == 2:  # lent: the memory belongs to its owner
+            addresses, places = descriptor
+            try:
+                bases = [self._borrower.bytes_at(peer, SharedAddress(*address)) for address in addresses]
+            except Gone as gone:
+                raise never_fetched(peer) from gone
+            crowded = True
+        else:
+            slots, places, crowded, tag = descriptor
+            arena = self._peer(peer, tag, slots)
+            bases = [arena.view(*slot) for slot in slots]
+        return [torch.from_numpy(base) for base in bases], places, crowded
 
     @checked
     def scatter_into(
         self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        if len(descriptor) == 2:
-            addresses, places = descriptor
-            bases = self._lent(peer, addresses)
-        else:
-            slots, places, _, tag = descriptor
-            arena = self._peer(peer, tag, slots)
-            bases = [arena.view(*slot) for slot in slots]
+        flats, places, _ = self._opened(peer, descriptor)
         left: list[tuple[torch.Tensor, torch.Tensor]] = []
         for (number, start), size, its in zip(places, sizes, parts, strict=True):
-            base = bases[number]
-            within(start, size, base.nbytes)
-            room = _Room(base.ctypes.data + start, size)
+            within(start, size, flats[number].nbytes)
+            # A storage of its own, which any dtype can be viewed in. It keeps the slot.
+            flat = torch.from_numpy(flats[number].numpy()[start : start + size])
+            room = flat.data_ptr(), size
             for offset, target in its:
                 if not self._copied_directly(target, room, offset):
-                    flat = torch.from_numpy(base[start : start + size])
-                    left.append((target, view_at(flat, offset, (target.dtype, tuple(target.shape)))))
+                    left.append((target, packing.part_of(flat, offset, target)))
         return left
 
-    def _copied_directly(self, target: torch.Tensor, room: _Room, offset: int) -> bool:
-        """Copy to a contiguous CPU tensor; returns False for any other. Raises OutOfBounds."""
+    def _copied_directly(self, target: torch.Tensor, room: tuple[int, int], offset: int) -> bool:
+        """Copy out of ``room``, (address, bytes), to a contiguous CPU tensor; returns False for any other tensor.
+
+        Raises OutOfBounds.
+        """
         if not target.is_cpu or not target.is_contiguous():
             return False
         if size := target.nbytes:
-            within(offset, size, room.size)
-            self.move(target.data_ptr(), room.begin + offset, size)
+            within(offset, size, room[1])
+            self.move(target.data_ptr(), room[0] + offset, size)
         return True
 
     def _result(self, view: torch.Tensor, target: torch.Tensor | None, crowded: bool) -> torch.Tensor:
@@ -251,21 +250,21 @@ class ShmLane(TensorLane):
     def _peer(self, peer: str, tag: str, slots: Sequence[tuple[int, int, int]]) -> PeerArena:
         """Return the arena of these slots. If it cannot be mapped now, they are returned as soon as it can."""
         address = self._addresses.get(peer)
-        if address is None or address.tag != tag:
-            self._owe(tag, slots)
-            raise never_fetched(peer)
-        arena = self._peers.get(tag)
-        if arena is not None:
+        current = address is not None and address.tag == tag
+        if current and (arena := self._peers.get(tag)) is not None:
             return arena
         with self._lock:
+            if address is None or not current:
+                self._owe(tag, slots)
+                raise never_fetched(peer)
             arena = self._peers.get(tag)
             if arena is None:
                 try:
                     arena = PeerArena(address)
                 except Gone as gone:
-                    raise gone.lost(peer) from gone
+                    raise never_fetched(peer) from gone
                 except LaneUnavailable:
-                    self._owed.setdefault(tag, []).extend(slot[0] for slot in slots)
+                    self._owe(tag, slots)
                     raise
                 for number in self._owed.pop(tag, ()):
                     with contextlib.suppress(*MALFORMED):
@@ -275,11 +274,10 @@ class ShmLane(TensorLane):
         return arena
 
     def _owe(self, tag: str, slots: Sequence[tuple[int, int, int]]) -> None:
-        with self._lock:
-            self._owed.setdefault(tag, []).extend(slot[0] for slot in slots)
-            while len(self._owed) > _OWED:
-                # Most are of processes that are gone, and their arenas with them.
-                del self._owed[next(iter(self._owed))]
+        self._owed.setdefault(tag, []).extend(slot[0] for slot in slots)
+        while len(self._owed) > _OWED:
+            # Most are of processes that are gone, and their arenas with them.
+            del self._owed[next(iter(self._owed))]
 
     def disconnect(self, peer: str) -> None:
         address = self._addresses.pop(peer, None)
@@ -305,17 +303,6 @@ class ShmLane(TensorLane):
             host_device_copy.withdraw(self._arena.span[0])
             self._arena.close()
         self._copier.close()
-
-
-class _Room(NamedTuple):
-    """A peer's memory, as mapped here."""
-
-    begin: int
-    size: int
-
-    @staticmethod
-    def of(base: numpy.ndarray) -> _Room:
-        return _Room(base.ctypes.data, base.nbytes)
 
 
 def make(setup: LaneSetup) -> ShmLane:

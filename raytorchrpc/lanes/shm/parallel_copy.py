@@ -32,7 +32,10 @@ class Copier:
             ctypes.memmove(target, source, size)
             return
         step = -(-size // parts) + _ALIGN & -_ALIGN
-        pool = self._threads_of()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("closed")
+            pool = self._pool = self._pool or Workers("raytorchrpc-copy", self._threads - 1)
         waiting: list[threading.Event] = []
         try:
             for begin in range(step, size, step):
@@ -48,14 +51,6 @@ class Copier:
         finally:
             for done in waiting:  # also if this thread is interrupted, because the caller may reuse the memory
                 done.wait()
-
-    def _threads_of(self) -> Workers:
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("closed")
-            if self._pool is None:
-                self._pool = Workers("raytorchrpc-copy", self._threads - 1)
-            return self._pool
 
     def close(self) -> None:
         """End the threads; copies in progress are completed. Idempotent."""

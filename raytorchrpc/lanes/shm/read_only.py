@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy
 import torch
@@ -23,64 +22,50 @@ _MAPPED = 16
 Places = tuple[tuple[tuple[int, int, str, int], ...], tuple[tuple[int, int], ...]]
 
 
-class _Piece(NamedTuple):
-    begin: int
-    end: int
-    shared: SharedBytes
-
-
 class Lender:
     """The memory that this process lends. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pieces: dict[int, _Piece] = {}
+        self._pieces: dict[int, SharedBytes] = {}
+        """By address in this process."""
 
     def make(self, size: int) -> torch.Tensor:
         """Make a piece, as flat uint8. It is lent as long as a tensor on it lives. Raises LaneUnavailable."""
         shared = SharedBytes(max(1, size))
         array = shared.bytes[:size]  # a new array, which dies with the last tensor on it
         begin = shared.bytes.ctypes.data
-        with self._lock:
-            self._pieces[begin] = _Piece(begin, begin + size, shared)
+        self._pieces[begin] = shared
         weakref.finalize(array, self._drop, begin).atexit = False
         return torch.from_numpy(array)
 
     def _drop(self, begin: int) -> None:
-        piece = self._pieces.pop(begin, None)
-        if piece is not None:
-            piece.shared.close()
+        if (shared := self._pieces.pop(begin, None)) is not None:
+            shared.close()
 
     def places(self, tensors: Sequence[torch.Tensor]) -> Places | None:
         """Return where these tensors are, or None unless all of them lie in lent memory."""
-        if not self._pieces:
+        if not (pieces := self._pieces.copy()):
             return None
-        pieces = list(self._pieces.values())
         used: dict[int, int] = {}
         found = []
-        last = pieces[0]
+        begin, shared = next(iter(pieces.items()))
         for tensor in tensors:
-            address, size = tensor.data_ptr(), tensor.nbytes
-            if not size:
-                found.append((0, 0))
-                used.setdefault(last.begin, len(used))
-                continue
-            if not last.begin <= address < last.end:
-                other = next((piece for piece in pieces if piece.begin <= address < piece.end), None)
-                if other is None:
+            address = tensor.data_ptr() if tensor.nbytes else begin
+            if not begin <= address < begin + shared.address.size:
+                for begin, shared in pieces.items():
+                    if begin <= address < begin + shared.address.size:
+                        break
+                else:
                     return None
-                last = other
             if not tensor.is_contiguous():
                 return None
-            found.append((used.setdefault(last.begin, len(used)), address - last.begin))
-        by_begin = {piece.begin: piece for piece in pieces}
-        addresses = tuple((*by_begin[begin].shared.address,) for begin in used)
-        return addresses, tuple(found)
+            found.append((used.setdefault(begin, len(used)), address - begin))
+        return tuple((*pieces[begin].address,) for begin in used), tuple(found)
 
     def close(self) -> None:
         """Prevent peers from mapping it from now on. Its tensors stay valid."""
-        for piece in list(self._pieces.values()):
-            piece.shared.close()
+        for shared in list(self._pieces.values()):
+            shared.close()
         self._pieces.clear()
 
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
+from raytorchrpc.lanes.base import Capabilities, Message, Pending, Serve, Spawn
 from raytorchrpc.lanes.common import frames
-from raytorchrpc.lanes.common.acceptor import CONNECT_TIMEOUT_S, Acceptor, SocketAddress, dial
+from raytorchrpc.lanes.common.acceptor import CONNECT_TIMEOUT_S, SocketAddress
+from raytorchrpc.lanes.common.connected_lane import ConnectedLane
 from raytorchrpc.lanes.common.credentials import Credentials
-from raytorchrpc.lanes.common.handshake import Refused
-from raytorchrpc.lanes.common.peer_connections import PeerConnections
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.socket.connection import Connection, SocketPending, tune
@@ -32,7 +30,7 @@ Work = Callable[[], None]
 IN_BAND_BYTES = 256 * 1024
 
 
-class SocketLane(MessageLane):
+class SocketLane(ConnectedLane[Connection]):
     """One per member. ``serve`` may return work, which a listener then runs."""
 
     name: ClassVar[str] = "socket"
@@ -48,12 +46,7 @@ class SocketLane(MessageLane):
         tcp_host: str | None,
         by_tcp: frozenset[str],
     ) -> None:
-        """``tcp_host``: address to listen on for other hosts, or None. ``by_tcp``: the peers on other hosts."""
-        self._me, self._credentials = me, credentials
-        self._tcp_host, self._by_tcp = tcp_host, by_tcp
-        self._peers: PeerConnections[Connection] = PeerConnections(self._connect)
-        self._made = self._peers.made
-        self._acceptor = Acceptor(self.name, me, credentials, lambda: len(self._peers.addresses), self._admit)
+        super().__init__(me, credentials, tcp_host, by_tcp)
         self._listeners: Listeners[Connection] = Listeners(me, self._read, self._accept, self.close)
 
     # --- the interface -------------------------------------------------------------------------------------
@@ -64,25 +57,6 @@ class SocketLane(MessageLane):
         fork.register(self)
         self._listeners.start(lambda work: self._spawn(work))
         return address
-
-    def _listen(self, begin: Callable[[Any], SocketAddress], tcp_host: str | None) -> SocketAddress:
-        known = set(self._acceptor.listeners)
-        try:
-            address = begin(tcp_host)
-        except OSError as error:
-            raise LaneUnavailable(self.name, str(error)) from error
-        for fd in self._acceptor.listeners.keys() - known:
-            self._listeners.listen_to(fd)
-        return address
-
-    def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> SocketAddress | None:
-        self._by_tcp = by_tcp
-        if tcp_host is None or self._acceptor.address.tcp is not None:
-            return None
-        return self._listen(self._acceptor.open_tcp, tcp_host)
-
-    def connect(self, peers: Sequence[PeerAddress]) -> None:
-        self._peers.add(peers)
 
     def call(
         self,
@@ -96,7 +70,7 @@ class SocketLane(MessageLane):
         deadline = time.monotonic() + timeout_s
         connection = self._made.get(peer)
         if connection is None or connection.ended:
-            connection = self._peers.get(peer, deadline)
+            connection = self._connection(peer, deadline)
         pending = SocketPending(connection, deadline, on_released)
         connection.begin(pending, caller_waits)
         try:
@@ -105,11 +79,6 @@ class SocketLane(MessageLane):
             connection.abandon(pending)
             raise
         return pending
-
-    def disconnect(self, peer: str) -> None:
-        connection = self._peers.remove(peer)
-        if connection is not None:
-            connection.end("it was removed from the group")
 
     def close(self) -> None:
         if not self._listeners.close():
@@ -122,36 +91,28 @@ class SocketLane(MessageLane):
 
     def after_fork(self) -> list[fork.Address]:
         """See fork.ForkAware."""
-        known = [] if self._listeners.closed else [self._acceptor.address, *self._peers.addresses.values()]
+        addresses = [] if self._listeners.closed else self._tcp_addresses()
         self._listeners.after_fork()
         for connection in self._listeners.connections.values():
             connection.after_fork()
         self._made.clear()
-        return [address.tcp for address in known if address.tcp is not None]
+        return addresses
 
     # --- connections -----------------------------------------------------------------------------------------
 
-    def _connect(self, peer: str, address: SocketAddress, deadline: float) -> Connection:
-        try:
-            left = max(0.001, deadline - time.monotonic())
-            own, by_tcp = self._acceptor.address, peer in self._by_tcp
-            sock, protection = dial(self.name, self._credentials, own, address, by_tcp, left)
-            return self._register(sock, protection, peer)
-        except (OSError, Refused) as error:
-            raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
+    def _poll(self, fd: int) -> None:
+        self._listeners.listen_to(fd)
 
     def _accept(self, fd: int) -> bool:
         return self._acceptor.accept(self._acceptor.listeners[fd])
 
-    def _admit(self, sock: socket.socket, protection: Protection | None, _: Any) -> None:
-        self._register(sock, protection, None)
-
-    def _register(self, sock: socket.socket, protection: Protection | None, peer: str | None) -> Connection:
+    def _register(
+        self, sock: socket.socket, protection: Protection | None, peer: str | None, deadline: float
+    ) -> Connection:
         tune(sock)
-        connection = Connection(self._listeners, sock, peer, protection, self._peers.discard)
+        connection = Connection(self._listeners, sock, peer, protection, self._discard)
         if not self._listeners.add(connection):
-            sock.close()
-            raise PeerLost(peer or "the caller", "this member has left the group", may_have_run=False)
+            raise self._left(peer)
         return connection
 
     # --- serving ---------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from raytorchrpc._compat import torch_internals
@@ -27,8 +28,8 @@ from raytorchrpc.process import fork, socket_filter, threads
 
 logger = logging.getLogger(__name__)
 
-#: How long ``stop`` waits for torchrpc's threads (seconds). torch itself would wait without end.
-STOP_TIMEOUT_S = 2.0
+#: How long a restart waits for torchrpc's threads (seconds). torch itself would wait without end.
+_STOP_TIMEOUT_S = 2.0
 
 #: Worker ids that no member of a group has; each process assigns them locally (torch's worker ids have 16 bits).
 OWN_NUMBERS = range(3 << 13, 1 << 15)
@@ -76,6 +77,19 @@ class AgentIdentity(NamedTuple):
     worker_id: int
 
 
+@dataclass(eq=False)
+class _Known:
+    """A peer that calls can reach."""
+
+    peer: FabricPeer
+    worker: Any
+    """torch's WorkerInfo."""
+    renewed: bool
+    """It has a local worker id here, not its own."""
+    opened: bool = False
+    """Otherwise the next call opens its connections."""
+
+
 class Fabric:
     """The agent of this process, and its peers. Thread-safe."""
 
@@ -85,13 +99,11 @@ class Fabric:
         self._agent: Any = None
         self._store: Any = None
         self._spec: AgentSpec | None = None
+        self._devices: tuple[int, ...] = ()
         self._url = ""
-        self._peers: dict[str, FabricPeer] = {}
-        self._workers: dict[str, Any] = {}
-        self._unopened: dict[str, str] = {}
-        """URLs of peers without connections; the next call opens them."""
-        self._renewed: set[str] = set()
-        """Peers that have a local worker id here, not their own."""
+        self._peers: dict[str, _Known] = {}
+        self._me: Any = None
+        """The WorkerInfo of this process, for RRefs to its own results."""
         self._numbers = iter(OWN_NUMBERS)
         self._spoilt: set[int] = set()
         """Worker ids under which the agent keeps a broken connection."""
@@ -106,10 +118,9 @@ class Fabric:
     @property
     def address(self) -> FabricPeer:
         """How peers reach the running agent; each fills in its own map. Raises LaneUnavailable if none runs."""
-        identity = self.identity
-        if identity is None:
+        if self._spec is None:
             raise LaneUnavailable("torchrpc", "no torchrpc agent runs in this process")
-        return FabricPeer(identity.name, identity.worker_id, self._url, {})
+        return FabricPeer(self._spec.name, self._spec.worker_id, self._url, {})
 
     def start(self, spec: AgentSpec, *, renew: bool = False) -> str:
         """Have an agent that fits ``spec``: the idle one, with its own id, if it does. Returns its URL.
@@ -133,7 +144,7 @@ class Fabric:
 
     def _have(self, spec: AgentSpec, renew: bool) -> str:
         with self._lock:
-            if self._agent is not None and (renew or not _fits(self._spec, spec)):
+            if self._spec is not None and (renew or not _fits(self._spec, spec)):
                 logger.warning(
                     "restarting the torchrpc agent %s: the new group needs other devices, transports or another "
                     "interface; RRefs of this process no longer work, because torch uses the first agent for them",
@@ -172,8 +183,8 @@ class Fabric:
         socket_filter.notice_silence(self._listeners)
         if torch_internals.init_autograd(spec.worker_id) != spec.worker_id and self._agents_started == 0:
             self._agents_started = 1  # the program had its own agent before, which RRefs stay with
-        self._spec = spec
-        self._workers[spec.name] = self._agent.get_worker_info()  # for RRefs to this process's own results
+        self._spec, self._devices = spec, spec.devices
+        self._me = self._agent.get_worker_info()
         self._agents_started += 1
         if self._agents_started == 1:
             atexit.register(self._stop_at_exit)
@@ -184,38 +195,30 @@ class Fabric:
         self._lock = threading.Lock()
         if self._agent is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
-        urls = (self._url, *(peer.url for peer in self._peers.values()))
+        urls = (self._url, *(known.peer.url for known in self._peers.values()))
         return [address for url in urls for address in fork.addresses_in(url)]
 
     def add_peers(self, peers: Sequence[FabricPeer]) -> None:
         """Make peers callable. Quick: the first call opens connections."""
         with self._lock:
-            agent, spec = self._agent, self._spec
-            if agent is None or spec is None:
+            if self._agent is None:
                 raise BootstrapError("no torchrpc agent is running in this process")
             for peer in peers:
-                if self._peers.get(peer.name) == peer:
+                if (known := self._peers.get(peer.name)) is not None and known.peer == peer:
                     continue
                 self._remove_peer(peer.name)
-                self._renewed.discard(peer.name)
-                if peer.worker_id in self._spoilt:
-                    self._renew(agent, spec, peer)
-                else:
-                    self._add_peer(agent, spec, peer)
+                self._add_peer(peer, renew=peer.worker_id in self._spoilt)
 
-    def _add_peer(self, agent: Any, spec: AgentSpec, peer: FabricPeer) -> None:
-        torch_internals.add_peer(
-            agent,
-            self._store,
-            peer.name,
-            peer.worker_id,
-            peer.url,
-            devices=spec.devices,
-            inverse_map=peer.inverse_map,
-        )
-        self._peers[peer.name] = peer
-        self._unopened[peer.name] = peer.url
-        self._workers[peer.name] = agent.get_worker_info(peer.name)
+    def _add_peer(self, peer: FabricPeer, *, renew: bool) -> None:
+        if renew:
+            if (fresh := next(self._numbers, None)) is None:
+                text = "%s: its connections broke %d times; they cannot be renewed again"
+                logger.warning(text, peer.name, len(OWN_NUMBERS))
+            else:
+                peer = peer._replace(worker_id=fresh)
+        agent, (name, number, url, inverse) = self._agent, peer
+        torch_internals.add_peer(agent, self._store, name, number, url, devices=self._devices, inverse_map=inverse)
+        self._peers[name] = _Known(peer, agent.get_worker_info(name), renew)
 
     def renew(self, name: str, broken: Any) -> None:
         """Have the next call to a peer open new connections. ``broken``: the WorkerInfo with the broken ones.
@@ -223,29 +226,18 @@ class Fabric:
         torch keeps a broken pipe under its worker id without end, so the peer gets another id, in this process only.
         """
         with self._lock:
-            peer, agent, spec = self._peers.get(name), self._agent, self._spec
-            if peer is None or agent is None or spec is None or self._workers.get(name) is not broken:
-                return  # it was removed, or another thread has renewed it
-            self._spoilt.add(peer.worker_id)
-            self._remove_peer(name)
-            self._renew(agent, spec, peer)
+            known = self._peers.get(name)
+            if known is not None and known.worker is broken:  # else it was removed, or another thread has renewed it
+                self._spoilt.add(known.peer.worker_id)
+                self._remove_peer(name)
+                self._add_peer(known.peer, renew=True)
 
     def distrust(self, name: str) -> None:
         """Note that a peer is unreachable: its connections may be broken once it returns, so it gets new ones then."""
         with self._lock:
-            peer = self._peers.get(name)
-            if peer is not None and name not in self._unopened:
-                self._spoilt.add(peer.worker_id)
-
-    def _renew(self, agent: Any, spec: AgentSpec, peer: FabricPeer) -> None:
-        number = next(self._numbers, None)
-        if number is None:
-            logger.warning(
-                "%s: its connections broke %d times; they cannot be renewed again", peer.name, len(OWN_NUMBERS)
-            )
-            number = peer.worker_id
-        self._renewed.add(peer.name)
-        self._add_peer(agent, spec, peer._replace(worker_id=number))
+            known = self._peers.get(name)
+            if known is not None and known.opened:
+                self._spoilt.add(known.peer.worker_id)
 
     def admit(self, hosts: Sequence[str]) -> None:
         """Allow connections only from these hosts; see AgentSpec.admitted. Existing connections stay."""
@@ -266,13 +258,15 @@ class Fabric:
 
     def worker(self, name: str) -> Any:
         """Return torch's WorkerInfo of a peer. Raises PeerLost, or LaneUnavailable if descriptors are short."""
-        if (url := self._unopened.get(name)) is not None:
-            _check_can_open(name, url)
-            self._unopened.pop(name, None)
-        try:
-            return self._workers[name]
-        except KeyError:
-            raise PeerLost(name, "it is not a peer of this process", may_have_run=False) from None
+        known = self._peers.get(name)
+        if known is None:
+            if self._spec is not None and name == self._spec.name:
+                return self._me
+            raise PeerLost(name, "it is not a peer of this process", may_have_run=False)
+        if not known.opened:
+            _check_can_open(name, known.peer.url)
+            known.opened = True
+        return known.worker
 
     def can_rref(self) -> bool:
         """Whether torch's RRefs work here, which they do as long as the first agent lives."""
@@ -280,29 +274,19 @@ class Fabric:
 
     def is_renewed(self, name: str) -> bool:
         """Whether a peer's connections broke and were renewed, under a worker id local to this process."""
-        return name in self._renewed
+        return name in self._peers and self._peers[name].renewed
 
-    def remove_peers(self, names: Sequence[str]) -> None:
-        """Remove peers. Calls to them in flight end by their deadline."""
+    def remove_peer(self, name: str) -> None:
+        """Remove a peer. Calls to it in flight end by their deadline."""
         with self._lock:
-            for name in names:
-                self._remove_peer(name)
+            self._remove_peer(name)
 
     def _remove_peer(self, name: str) -> None:
-        peer = self._peers.pop(name, None)
-        self._workers.pop(name, None)
-        self._unopened.pop(name, None)
-        if peer is not None and self._agent is not None and self._spec is not None:
-            kept = {other.name: other.inverse_map for other in self._peers.values() if other.inverse_map}
-            devices = self._spec.devices
-            torch_internals.remove_peer(self._agent, peer.name, peer.worker_id, devices=devices, inverse_maps=kept)
-
-    def stop(self) -> None:
-        """Stop the agent. Blocks for at most ``STOP_TIMEOUT_S``. Does nothing in a forked child."""
-        if os.getpid() != self._pid:
-            return
-        with self._lock:
-            self._stop()
+        known = self._peers.pop(name, None)
+        if known is not None:
+            maps = {other: each.peer.inverse_map for other, each in self._peers.items() if each.peer.inverse_map}
+            number, devices = known.peer.worker_id, self._devices
+            torch_internals.remove_peer(self._agent, name, number, devices=devices, inverse_maps=maps)
 
     def _stop_at_exit(self) -> None:
         # No thread can be started now. None is needed, as no user code runs on torchrpc's threads.
@@ -310,18 +294,16 @@ class Fabric:
             torch_internals.stop_agent()
 
     def _stop(self) -> None:
-        if self._agent is None:
-            return
         # torch waits for running handlers without a limit, so it does that on a thread that may be left behind.
         try:
             stopper = threads.start(torch_internals.stop_agent, name="raytorchrpc-stop")
         except threads.ThreadShortage as error:
             raise BootstrapError(f"torchrpc's agent cannot be stopped: {error}") from error
-        stopper.join(STOP_TIMEOUT_S)
+        stopper.join(_STOP_TIMEOUT_S)
         if stopper.is_alive():
-            logger.warning("torchrpc's agent did not stop within %.0f s; its threads keep running", STOP_TIMEOUT_S)
-        self._agent = self._store = self._spec = None
-        for table in (self._listeners, self._peers, self._workers, self._unopened, self._spoilt):
+            logger.warning("torchrpc's agent did not stop within %.0f s; its threads keep running", _STOP_TIMEOUT_S)
+        self._agent = self._store = self._spec = self._me = None
+        for table in (self._listeners, self._peers, self._spoilt):
             table.clear()
 
 
@@ -334,11 +316,8 @@ def _check_can_open(name: str, url: str) -> None:
     except OSError:
         left = 0  # not even to list them
     if left < _CONNECTION_FDS:
-        raise LaneUnavailable(
-            "torchrpc",
-            f"a connection to {name} takes up to {_CONNECTION_FDS} descriptors and this process has {left} left; raise "
-            f"its limit (ulimit -n)",
-        )
+        needed = f"a connection to {name} takes up to {_CONNECTION_FDS} descriptors"
+        raise LaneUnavailable("torchrpc", f"{needed} and this process has {left} left; raise its limit (ulimit -n)")
     for host, port in fork.addresses_in(url):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -374,10 +353,8 @@ def _listening_on(interface: str | None) -> Iterator[None]:
             del os.environ[_INTERFACE]
 
 
-def _fits(running: AgentSpec | None, wanted: AgentSpec) -> bool:
+def _fits(running: AgentSpec, wanted: AgentSpec) -> bool:
     """Whether the running agent can serve a new group, whose peers can change but not the agent's other settings."""
-    if running is None:
-        return False
     return (
         (running.name, running.interface, running.transports, running.channels)
         == (wanted.name, wanted.interface, wanted.transports, wanted.channels)

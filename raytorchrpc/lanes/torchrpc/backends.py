@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,11 +17,10 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.topology import rdma
 from raytorchrpc.topology.device_map import gpu_count
-from raytorchrpc.topology.endpoint import Endpoint, Interface
+from raytorchrpc.topology.endpoint import Endpoint
 from raytorchrpc.topology.probe import interface_for
 
-MIB = 1 << 20
-SMALL_SHM_BYTES = 256 * MIB
+SMALL_SHM_BYTES = 256 << 20
 
 CHANNEL_REASONS = {
     "cma": "same host and container: one copy out of the other process's memory",
@@ -29,6 +29,13 @@ CHANNEL_REASONS = {
     "cuda_ipc": "same host and container: copied from GPU to GPU",
     "cuda_gdr": "GPUDirect RDMA on both sides",
     "cuda_basic": "staged through CPU memory on both sides",
+}
+
+#: By Endpoint.huge_pages.
+_SMALL_PAGES: dict[str | None, str] = {
+    "forbidden": "its kernel forbids huge pages; write madvise to /sys/kernel/mm/transparent_hugepage/enabled there",
+    "unused": "torch does not use huge pages in it; start the actor with runtime_env=raytorchrpc.runtime_env() "
+    "(a driver: export THP_MEM_ALLOC_ENABLE=1 before it starts)",
 }
 
 
@@ -51,32 +58,30 @@ class AgentPlan:
 
 Verdicts = dict[str, tuple[bool, str]]
 Members = Mapping[str, Endpoint]
+#: By text: the names of all members that a warning concerns.
+Warnings = defaultdict[str, list[str]]
 
 
 def plan_agents(members: Members, config: GroupConfig) -> tuple[dict[str, AgentPlan], tuple[str, ...]]:
     """Return every member's AgentPlan, and the group's warnings. ``members`` are by name, in rank order."""
     for endpoint in members.values():
         _check_forced(endpoint, config)
-    warnings = _Warnings()
+    warnings: Warnings = defaultdict(list)
     transports = _plan_transports(members, config, warnings)
     agents = {}
     shared: dict[AgentPlan, AgentPlan] = {}  # most are equal, and one object keeps messages to members small
     for name, endpoint in members.items():
         others = [other for other in members.values() if other is not endpoint]
         interface, address = _listener(endpoint, others, config, warnings)
-        channels = _channels(endpoint, others, transports[name], warnings)
-        agent = AgentPlan(
-            interface=interface,
-            address=address,
-            transports=_used(transports[name], config.transports),
-            channels=_used(channels, config.channels),
-            notes=_notes(transports[name], config.transports) + _notes(channels, config.channels),
-            small_pages=_small_pages(endpoint),
-        )
+        verdicts = _channels(endpoint, others, transports[name], warnings)
+        opened, notes = _chosen(transports[name], config.transports)
+        channels, more_notes = _chosen(verdicts, config.channels)
+        small_pages = _SMALL_PAGES.get(endpoint.huge_pages)
+        agent = AgentPlan(interface, address, opened, channels, notes + more_notes, small_pages)
         agents[name] = shared.setdefault(agent, agent)
         if "shm" in agents[name].transports:
             _check_shm(endpoint, others, warnings)
-    return agents, warnings.texts()
+    return agents, tuple(f"{name_range(names)}: {text}" for text, names in warnings.items())
 
 
 def transport_between(a: Endpoint, b: Endpoint, plan_a: AgentPlan, plan_b: AgentPlan) -> str | None:
@@ -100,33 +105,18 @@ def channel_between(a: Endpoint, b: Endpoint, plan_a: AgentPlan, plan_b: AgentPl
     return None
 
 
-class _Warnings:
-    """Collects warnings by text, with all members that each concerns."""
-
-    def __init__(self) -> None:
-        self._members: dict[str, list[str]] = {}
-
-    def add(self, member: str, text: str) -> None:
-        self._members.setdefault(text, []).append(member)
-
-    def texts(self) -> tuple[str, ...]:
-        return tuple(f"{name_range(names)}: {text}" for text, names in self._members.items())
-
-
-def _used(verdicts: Verdicts, forced: tuple[str, ...] | None) -> tuple[str, ...]:
-    return forced if forced is not None else tuple(name for name, (use, _) in verdicts.items() if use)
-
-
-def _notes(verdicts: Verdicts, forced: tuple[str, ...] | None) -> tuple[str, ...]:
+def _chosen(verdicts: Verdicts, forced: tuple[str, ...] | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The backends that an agent opens, and a note on each."""
     if forced is not None:
-        return (f"{', '.join(forced)}: forced by the configuration",)
-    return tuple(f"{name}: {'used' if use else 'not used'}, {why}" for name, (use, why) in verdicts.items())
+        return forced, (f"{', '.join(forced)}: forced by the configuration",)
+    notes = tuple(f"{name}: {'used' if use else 'not used'}, {why}" for name, (use, why) in verdicts.items())
+    return tuple(name for name, (use, _) in verdicts.items() if use), notes
 
 
 # -- transports ---------------------------------------------------------------------------------------------
 
 
-def _plan_transports(members: Members, config: GroupConfig, warnings: _Warnings) -> dict[str, Verdicts]:
+def _plan_transports(members: Members, config: GroupConfig, warnings: Warnings) -> dict[str, Verdicts]:
     ibv = rdma.ibv_obstacles(members)
     several_hosts = any(not a.same_host(b) for a in members.values() for b in members.values() if a is not b)
     plans: dict[str, Verdicts] = {}
@@ -134,9 +124,9 @@ def _plan_transports(members: Members, config: GroupConfig, warnings: _Warnings)
         obstacle = ibv[name]
         if endpoint.hcas and obstacle and several_hosts:
             if config.transports is None:
-                warnings.add(name, f"RDMA is not used by torchrpc, TCP is: {obstacle}")
+                warnings[f"RDMA is not used by torchrpc, TCP is: {obstacle}"].append(name)
             elif "ibv" in config.transports:
-                warnings.add(name, f"transport ibv is forced, though it may fail: {obstacle}")
+                warnings[f"transport ibv is forced, though it may fail: {obstacle}"].append(name)
         plans[name] = {
             "ibv": (obstacle is None, obstacle or "RDMA between hosts (its thread keeps one core busy)"),
             "shm": (False, "keeps half a core busy when idle and fails beyond 18 processes on a host"),
@@ -148,12 +138,15 @@ def _plan_transports(members: Members, config: GroupConfig, warnings: _Warnings)
 # -- channels -----------------------------------------------------------------------------------------------
 
 
-def _channels(endpoint: Endpoint, others: Sequence[Endpoint], transports: Verdicts, warnings: _Warnings) -> Verdicts:
+def _channels(endpoint: Endpoint, others: Sequence[Endpoint], transports: Verdicts, warnings: Warnings) -> Verdicts:
     cohosted = [other for other in others if endpoint.same_host(other)]
     ibv = transports["ibv"][0]
+    # TensorPipe prefers mpt_uv to basic; with it, CPU tensors would leave RDMA for TCP. Without RDMA an agent has it
+    # also if all members share one network: cma takes precedence there, and the next group may need it.
+    leaves_rdma = "basic takes CPU tensors over RDMA, mpt_uv would take them over TCP"
     obstacles = {
         "cma": _cma_obstacle(endpoint, cohosted, warnings),
-        "mpt_uv": _mpt_uv_obstacle(ibv),
+        "mpt_uv": leaves_rdma if ibv else None,
         "basic": None,
         **_cuda_obstacles(endpoint, cohosted, ibv, warnings),
     }
@@ -170,37 +163,28 @@ def _may_read_memory(a: Endpoint, b: Endpoint) -> bool:
     return a.shares(b, "pid", "user") and a.uid == b.uid
 
 
-def _cma_obstacle(endpoint: Endpoint, cohosted: Sequence[Endpoint], warnings: _Warnings) -> str | None:
+def _cma_obstacle(endpoint: Endpoint, cohosted: Sequence[Endpoint], warnings: Warnings) -> str | None:
     # Also without another member on this host: the agent outlives the group, and the next one may have some.
     apart = [other.name for other in cohosted if not _may_read_memory(endpoint, other)]
     if not apart:
         return None
-    warnings.add(
-        endpoint.name,
+    text = (
         "members on one host are in different containers or run as different users, so CPU tensors between "
-        "them go through the network; put them in one container, as one user",
+        "them go through the network; put them in one container, as one user"
     )
+    warnings[text].append(endpoint.name)
     return f"{name_range(apart)} on this host differs in pid namespace, user namespace or uid"
 
 
-def _mpt_uv_obstacle(ibv: bool) -> str | None:
-    # Also if all members share one network: cma takes precedence there, and the next group may need it.
-    if ibv:
-        # TensorPipe prefers mpt_uv to basic; with it, CPU tensors would leave RDMA for TCP.
-        return "basic takes CPU tensors over RDMA, mpt_uv would take them over TCP"
-    return None
-
-
 def _cuda_obstacles(
-    endpoint: Endpoint, cohosted: Sequence[Endpoint], ibv: bool, warnings: _Warnings
+    endpoint: Endpoint, cohosted: Sequence[Endpoint], ibv: bool, warnings: Warnings
 ) -> dict[str, str | None]:
     if gpu_count(endpoint) == 0:
         # Even with no device to serve, these channels initialise CUDA and can abort.
         return dict.fromkeys(("cuda_xth", "cuda_ipc", "cuda_gdr", "cuda_basic"), "this member has no GPU")
     gdr = rdma.gpudirect_obstacle(endpoint, ibv)
     if gdr and ibv:
-        text = f"GPUDirect RDMA is off, CUDA tensors are staged through CPU memory: {gdr}"
-        warnings.add(endpoint.name, text)
+        warnings[f"GPUDirect RDMA is off, CUDA tensors are staged through CPU memory: {gdr}"].append(endpoint.name)
     twins = [o.name for o in cohosted if o.pid == endpoint.pid and not endpoint.shares(o, "pid")]
     return {
         "cuda_xth": f"{name_range(twins)} in another container has the same pid" if twins else None,
@@ -210,19 +194,18 @@ def _cuda_obstacles(
     }
 
 
-def _cuda_ipc_obstacle(endpoint: Endpoint, cohosted: Sequence[Endpoint], warnings: _Warnings) -> str | None:
+def _cuda_ipc_obstacle(endpoint: Endpoint, cohosted: Sequence[Endpoint], warnings: Warnings) -> str | None:
     # Only agents that both have the channel compare GPUs, and those without a GPU never have it.
     peers = [other for other in cohosted if gpu_count(other)]
     if not peers:
         return "no other member on this host has a GPU"
     apart = [other.name for other in peers if not endpoint.shares(other, "pid", "mnt")]
     if apart:
-        warnings.add(
-            endpoint.name,
-            "members with GPUs on one host are in different containers, where TensorPipe's GPU-to-GPU copies "
-            "can abort the process; CUDA tensors are staged through CPU memory instead; put them in one "
-            "container",
+        text = (
+            "members with GPUs on one host are in different containers, where TensorPipe's GPU-to-GPU copies can abort "
+            "the process; CUDA tensors are staged through CPU memory instead; put them in one container"
         )
+        warnings[text].append(endpoint.name)
         return f"{name_range(apart)} on this host is in another container: TensorPipe can abort there"
     for owner in (endpoint, *peers):
         if any(" MIG " in gpu.name for gpu in owner.gpus):
@@ -249,19 +232,19 @@ def _check_forced(endpoint: Endpoint, config: GroupConfig) -> None:
 
 
 def _listener(
-    endpoint: Endpoint, others: Sequence[Endpoint], config: GroupConfig, warnings: _Warnings
+    endpoint: Endpoint, others: Sequence[Endpoint], config: GroupConfig, warnings: Warnings
 ) -> tuple[str | None, str]:
     """The interface and address torchrpc listens on."""
     if config.interface is not None:
-        name, address = config.interface, _address(_interface(endpoint, config.interface), endpoint.node_ip)
+        name, address = config.interface, _address_on(endpoint, config.interface)
     else:
         name, address = interface_for(endpoint, endpoint.node_ip) or "", endpoint.node_ip
     if not name:
-        warnings.add(
-            endpoint.name,
-            "no interface holds the Ray node's address, so torchrpc listens where the host name points; "
-            "name one with GroupConfig(interface=...)",
+        text = (
+            "no interface holds the Ray node's address, so torchrpc listens where the host name points; name one with "
+            "GroupConfig(interface=...)"
         )
+        warnings[text].append(endpoint.name)
     far = [other.name for other in others if not endpoint.same_network(other)]
     if far and _is_loopback(address):
         raise ConfigurationError(
@@ -271,7 +254,7 @@ def _listener(
     return name or None, address
 
 
-def _interface(endpoint: Endpoint, name: str) -> Interface:
+def _address_on(endpoint: Endpoint, name: str) -> str:
     found = next((i for i in endpoint.interfaces if i.name == name), None)
     if found is None:
         problem = "has no such interface"
@@ -280,13 +263,9 @@ def _interface(endpoint: Endpoint, name: str) -> Interface:
     elif not found.addresses:
         problem = "has it, but without an address"
     else:
-        return found
+        return endpoint.node_ip if endpoint.node_ip in found.addresses else found.addresses[0]
     usable = ", ".join(i.name for i in endpoint.interfaces if i.up and i.addresses) or "none"
     raise ConfigurationError(f"interface={name!r}: {endpoint.name} {problem}; usable there: {usable}")
-
-
-def _address(interface: Interface, node_ip: str) -> str:
-    return node_ip if node_ip in interface.addresses else interface.addresses[0]
 
 
 def _is_loopback(address: str) -> bool:
@@ -296,24 +275,13 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
-def _check_shm(endpoint: Endpoint, others: Sequence[Endpoint], warnings: _Warnings) -> None:
+def _check_shm(endpoint: Endpoint, others: Sequence[Endpoint], warnings: Warnings) -> None:
     if endpoint.shm_free_bytes < SMALL_SHM_BYTES and any(endpoint.same_host(other) for other in others):
-        warnings.add(
-            endpoint.name,
-            f"TensorPipe's shm transport lives in /dev/shm, which has less than {SMALL_SHM_BYTES // MIB} MiB free; "
-            f"mount a larger one (Docker: --shm-size, Kubernetes: an emptyDir with medium: Memory)",
+        text = (
+            f"TensorPipe's shm transport lives in /dev/shm, which has less than {SMALL_SHM_BYTES >> 20} MiB free; "
+            f"mount a larger one (Docker: --shm-size, Kubernetes: an emptyDir with medium: Memory)"
         )
-
-
-def _small_pages(endpoint: Endpoint) -> str | None:
-    if endpoint.huge_pages == "forbidden":
-        return "its kernel forbids huge pages; write madvise to /sys/kernel/mm/transparent_hugepage/enabled there"
-    if endpoint.huge_pages == "unused":
-        return (
-            "torch does not use huge pages in it; start the actor with runtime_env=raytorchrpc.runtime_env() "
-            "(a driver: export THP_MEM_ALLOC_ENABLE=1 before it starts)"
-        )
-    return None
+        warnings[text].append(endpoint.name)
 
 
 def name_range(names: Iterable[str]) -> str:

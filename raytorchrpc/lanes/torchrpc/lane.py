@@ -7,11 +7,12 @@ served function returns a torch Future at once, which the member completes later
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed.rpc as rpc
@@ -19,7 +20,7 @@ from torch.distributed.rpc.internal import RemoteException
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RemoteError, RpcTimeout
-from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
+from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Released, Serve, Spawn
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.torchrpc.agent import Fabric, FabricPeer, process_fabric
 from raytorchrpc.tensors.codec import Encoded
@@ -27,18 +28,15 @@ from raytorchrpc.tensors.cuda_streams import check_mapped, handoff_streams
 from raytorchrpc.tensors.dtypes import UNCOPIED, copied
 from raytorchrpc.tensors.exceptions import traceback_text
 
-
-class _Served(NamedTuple):
-    serve: Serve
-    spawn: Spawn
-    devices: list[int | str | torch.device]
-
-
 #: Callers wait by their own deadline. After torch's, a call would count as over while the peer still has its arguments.
 _NO_LIMIT = 0.0
+#: What in torch's messages says that a connection or an agent has ended.
+_BROKEN = re.compile(
+    "originated at tensorpipe|eof|epipe|econnre|pipe closed|not running|no longer running|shutting down", re.IGNORECASE
+)
 #: Shortest time between two renewals of broken connections to one peer (seconds).
 _RENEW_EVERY_S = 0.5
-_served: _Served | None = None  # serves the requests that arrive in this process; None after close()
+_serving: TorchRpcLane | None = None  # serves the requests that arrive in this process; None after close()
 
 
 class TorchRpcLane(MessageLane):
@@ -54,7 +52,7 @@ class TorchRpcLane(MessageLane):
     def __init__(self, me: str, fabric: Fabric, devices: Sequence[int], maps: Mapping[str, Mapping[int, int]]) -> None:
         """``me``: this member's name. ``maps``: by the peer's member name, own GPU -> its GPU."""
         self._me, self._fabric = me, fabric
-        self._devices: list[int | str | torch.device] = [torch.device("cuda", index) for index in devices]
+        self.devices: list[int | str | torch.device] = [torch.device("cuda", index) for index in devices]
         self._maps = maps
         self._rpc_names: dict[str, str] = {}
         """torchrpc's names, by member name."""
@@ -63,8 +61,9 @@ class TorchRpcLane(MessageLane):
         self._renewed_at: dict[str, float] = {}
 
     def open(self, serve: Serve, spawn: Spawn) -> FabricPeer:
-        global _served
-        _served = _Served(serve, spawn, self._devices)
+        global _serving
+        self.serve, self.spawn = serve, spawn
+        _serving = self
         return self._fabric.address
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
@@ -74,19 +73,11 @@ class TorchRpcLane(MessageLane):
         self._fabric.add_peers([peer.address._replace(inverse_map=peer.devices_back) for peer in peers])
 
     def call(
-        self,
-        peer: str,
-        message: Message,
-        timeout_s: float,
-        *,
-        caller_waits: bool = False,
-        on_released: Callable[[], None] | None = None,
+        self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
     ) -> Pending:
         worker = self._worker(peer, message.body.tensors)
-        header, body = message.header, message.body
-        args = (header, body.payload, _sendable(body.tensors), list(body.rrefs), body.buffers)
         try:
-            future = torch_internals.invoke_async(worker, _serve, args, _NO_LIMIT)
+            future = torch_internals.invoke_async(worker, _serve, _as_torch(message), _NO_LIMIT)
         except RuntimeError as error:
             raise self._failed(error, peer, worker, sent=False) from error
         if on_released is not None:
@@ -108,10 +99,8 @@ class TorchRpcLane(MessageLane):
                 f"the connections to {peer!r} broke and were renewed, and torch's RRefs only work with the first ones; "
                 f"restart either actor",
             )
-        header, body = message.header, message.body
-        args = (header, body.payload, _sendable(body.tensors), list(body.rrefs), body.buffers)
         try:
-            return rpc.remote(worker, _serve_value, args=args, timeout=timeout_s)
+            return rpc.remote(worker, _serve_value, args=_as_torch(message), timeout=timeout_s)
         except RuntimeError as error:
             raise self._failed(error, peer, worker, sent=False) from error
 
@@ -121,39 +110,40 @@ class TorchRpcLane(MessageLane):
         if name is None:  # lost while this message was prepared
             raise PeerLost(peer, "it is not in the group (any more)", may_have_run=False)
         if self._broken and (broken := self._broken.get(peer)) is not None:
-            self._renew(peer, name, broken)
+            # It may live: it had no descriptor left, or the network closed its connections. Do not renew them often,
+            # because the supervisor soon announces a peer that is dead.
+            now = time.monotonic()
+            if now - self._renewed_at.get(peer, -math.inf) >= _RENEW_EVERY_S:
+                self._renewed_at[peer] = now
+                self._broken.pop(peer, None)
+                self._fabric.renew(name, broken)
         try:
             return self._fabric.worker(name)
         except PeerLost as lost:
             raise PeerLost(peer, lost.cause, may_have_run=False) from lost
 
-    def _renew(self, peer: str, name: str, broken: Any) -> None:
-        """Renew the connections to a peer that may live: it had no descriptor left, or the network closed them.
-
-        Not often: the supervisor soon announces a peer that is dead.
-        """
-        now = time.monotonic()
-        if now - self._renewed_at.get(peer, -math.inf) >= _RENEW_EVERY_S:
-            self._renewed_at[peer] = now
-            self._broken.pop(peer, None)
-            self._fabric.renew(name, broken)
-
     def _failed(self, error: RuntimeError, peer: str, worker: Any, sent: bool) -> RayTorchRpcError:
-        """Return the error to raise for an error of torch."""
-        ours = _translate(error, peer, sent=sent)
-        if isinstance(ours, PeerLost) and peer in self._rpc_names and "has left the group" not in str(error):
+        """Return the error to raise for one of torch: a RuntimeError for every failure, which only its text tells."""
+        text = str(error)
+        if "RPC ran for more than set timeout" in text:
+            return RpcTimeout(f"no reply from {peer!r} in time over torchrpc; the call may still run there")
+        if "has left the group" in text:
+            return PeerLost(peer, "it has left the group", may_have_run=False)
+        if not _BROKEN.search(text):
+            return RayTorchRpcError(f"torchrpc failed between this member and {peer!r}: {text}")
+        if peer in self._rpc_names:
             self._broken[peer] = worker
-        return ours
+        return PeerLost(peer, text.split("(this error originated")[0].strip(), may_have_run=sent)
 
     def disconnect(self, peer: str) -> None:
         self._broken.pop(peer, None)
         name = self._rpc_names.pop(peer, None)
         if name is not None and peer != self._me:  # the agent outlives the group, and keeps its own entry
-            self._fabric.remove_peers([name])
+            self._fabric.remove_peer(name)
 
     def close(self) -> None:
-        global _served
-        _served = None
+        global _serving
+        _serving = None
         for peer in list(self._rpc_names):
             self.disconnect(peer)
 
@@ -170,39 +160,17 @@ class AbsentLane(MessageLane):
         """``reason``: why torchrpc is not used."""
         self._reason = reason
 
-    def _refuse(self) -> NoReturn:
+    def open(self, serve: Serve, spawn: Spawn) -> None:
+        """Do nothing."""
+
+    def call(self, *request: Any, **options: Any) -> NoReturn:
         raise LaneUnavailable(
             self.name,
             f"{self._reason}; RRefs, distributed autograd, and tensors that no other lane carries need it: allow it in "
             "GroupConfig.lanes",
         )
 
-    def open(self, serve: Serve, spawn: Spawn) -> None:
-        """Do nothing."""
-
-    def connect(self, peers: Sequence[PeerAddress]) -> None:
-        """Do nothing."""
-
-    def call(
-        self,
-        peer: str,
-        message: Message,
-        timeout_s: float,
-        *,
-        caller_waits: bool = False,
-        on_released: Callable[[], None] | None = None,
-    ) -> Pending:
-        self._refuse()
-
-    def remote(self, peer: str, message: Message, timeout_s: float) -> Any:
-        """See TorchRpcLane."""
-        self._refuse()
-
-    def disconnect(self, peer: str) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
+    remote = call
 
 
 class _TorchPending(Pending):
@@ -217,7 +185,7 @@ class _TorchPending(Pending):
         # A lock, because future.wait() has no time limit and Ctrl-C cannot interrupt it.
         arrived = threading.Lock()
         arrived.acquire()
-        self._future.add_done_callback(lambda _: arrived.release())
+        self.add_done_callback(arrived.release)
         return arrived.acquire(timeout=timeout_s)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
@@ -226,43 +194,57 @@ class _TorchPending(Pending):
     def take(self) -> Message:
         try:
             # Makes this thread's CUDA streams wait for the tensors, so it runs on this thread.
-            header, payload, tensors, rrefs, buffers = self._future.wait()
+            header, *body = self._future.wait()
         except RuntimeError as error:
             raise self._failed(error) from error
-        return Message(header, Encoded(payload, tensors, rrefs, buffers))
+        return Message(header, Encoded(*body))
+
+
+def _as_torch(message: Message) -> tuple[Any, ...]:
+    """Return what torch sends of a message: its header, and the fields of its body."""
+    body = message.body
+    # torch sends a small part of a large storage as a clone, and aborts the process if it cannot clone the dtype.
+    tensors = [copied(tensor) if tensor.dtype in UNCOPIED else tensor for tensor in body.tensors]
+    return message.header, body.payload, tensors, list(body.rrefs), body.buffers
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _serve(
-    header: tuple[Any, ...], payload: bytes, tensors: list[torch.Tensor], rrefs: list[Any], buffers: int
-) -> torch.futures.Future[Any]:
+def _serve(*request: Any) -> torch.futures.Future[Any]:
     """Pass a request on, and return a Future of the reply. Runs on a torchrpc thread."""
-    future = _future()
 
-    def reply(message: Message) -> None:
-        body = message.body
+    def reply(future: torch.futures.Future[Any], message: Message) -> None:
         try:
-            future.set_result((message.header, body.payload, _sendable(body.tensors), list(body.rrefs), body.buffers))
+            future.set_result(_as_torch(message))
         except RuntimeError as error:  # a tensor on a device that the agent does not have
             future.set_exception(error)
 
-    _pass_on(Message(header, Encoded(payload, tensors, rrefs, buffers), handoff_streams(tensors)), reply)
-    return future
+    return _pass_on(request, reply)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _serve_value(
-    header: tuple[Any, ...], payload: bytes, tensors: list[torch.Tensor], rrefs: list[Any], buffers: int
-) -> torch.futures.Future[Any]:
+def _serve_value(*request: Any) -> torch.futures.Future[Any]:
     """Like ``_serve``, for ``remote``: the reply's header holds the result itself, which stays here."""
-    future = _future()
 
-    def reply(message: Message) -> None:
+    def reply(future: torch.futures.Future[Any], message: Message) -> None:
         failed, value = message.header
         # A torch Future's exception would become the RRef's value, but torch raises a RemoteException in to_here().
         future.set_result(_remote_exception(value) if failed else value)
 
-    _pass_on(Message(header, Encoded(payload, tensors, rrefs, buffers), handoff_streams(tensors)), reply)
+    return _pass_on(request, reply)
+
+
+def _pass_on(
+    request: tuple[Any, ...], reply: Callable[[torch.futures.Future[Any], Message], None]
+) -> torch.futures.Future[Any]:
+    lane = _serving
+    if lane is None:
+        raise RuntimeError("raytorchrpc: this process has left the group")
+    future: torch.futures.Future[Any] = torch.futures.Future(devices=lane.devices)
+    header, *body = request
+    encoded = Encoded(*body)
+    work = lane.serve(Message(header, encoded, handoff_streams(encoded.tensors)), partial(reply, future))
+    if work is not None:
+        lane.spawn(work)
     return future
 
 
@@ -279,51 +261,6 @@ def _remote_exception(error: BaseException) -> RemoteException:
     return RemoteException(text.encode("unicode_escape").decode(), cls)  # torch unescapes it
 
 
-def _sendable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    # torch sends a small part of a large storage as a clone, and aborts the process if it cannot clone the dtype.
-    return [copied(tensor) if tensor.dtype in UNCOPIED else tensor for tensor in tensors]
-
-
-def _future() -> torch.futures.Future[Any]:
-    return torch.futures.Future(devices=_served.devices if _served else None)
-
-
-def _pass_on(message: Message, reply: Callable[[Message], None]) -> None:
-    served = _served
-    if served is None:
-        raise RuntimeError("raytorchrpc: this process has left the group")
-    work = served.serve(message, reply)
-    if work is not None:
-        served.spawn(work)
-
-
-_BROKEN = (
-    "originated at tensorpipe",
-    "eof",
-    "epipe",
-    "econnre",
-    "pipe closed",
-    "not running",
-    "shutting down",
-    "no longer running",
-)
-
-
-def _translate(error: RuntimeError, peer: str, *, sent: bool) -> RayTorchRpcError:
-    """torchrpc raises RuntimeError for every failure; distinguish them by their text."""
-    text = str(error)
-    if "RPC ran for more than set timeout" in text:
-        return RpcTimeout(f"no reply from {peer!r} in time over torchrpc; the call may still run there")
-    if "has left the group" in text:
-        return PeerLost(peer, "it has left the group", may_have_run=False)
-    if any(sign in text.lower() for sign in _BROKEN):
-        return PeerLost(peer, text.split("(this error originated")[0].strip(), may_have_run=sent)
-    return RayTorchRpcError(f"torchrpc failed between this member and {peer!r}: {text}")
-
-
 def make(setup: LaneSetup) -> TorchRpcLane:
     """See registry.Lane.make. The process's agent must be running."""
     return TorchRpcLane(setup.member, process_fabric(), setup.devices, setup.device_maps)
-
-
-__all__ = ["AbsentLane", "FabricPeer", "TorchRpcLane", "make"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 from collections import deque
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from raytorchrpc.calls.services import DeferredReply
@@ -41,13 +41,6 @@ class Getter(NamedTuple):
     request_id: int
 
 
-class _Returned(NamedTuple):
-    """Items that were put back while items behind them are still taken."""
-
-    position: int
-    items: deque[Item]
-
-
 class Buffer:
     """Waiting items, and the requests that wait for some. Used under its store's lock."""
 
@@ -61,11 +54,9 @@ class Buffer:
         """The subscriber cannot be reached, but its process may still live. Meanwhile it holds up no publisher."""
         self.getters: deque[Getter] = deque()
         self.count = self.bytes = self.taken = self.dropped = 0
-        self._items: deque[Item] = deque()
-        self._position = 0
-        """Of the first of ``_items``: how many items were in the buffer before it."""
-        self._returned: list[_Returned] = []
-        """By position; all of them before ``_items``."""
+        self._items: deque[tuple[int, Item]] = deque()
+        """With positions: how many items were in the buffer before. In order; items that are taken leave gaps."""
+        self._end = 0  # the position of the next new item
         self._batches = 0
         self._put_back: dict[BatchId, None] = {}
 
@@ -80,17 +71,18 @@ class Buffer:
         if self.policy != "block":
             items = list(_one_by_one(items))
             size = sum(item.size for item in items)
-        self._items.extend(items)
+        for item in items:
+            self._items.append((self._end, item))
+            self._end += item.length
+            self.count += item.length
         self.bytes += size
-        self.count += total_length(items)
         self._trim()
 
     def _trim(self) -> None:
         if self.policy == "block":
             return
         while self.count > self.maxsize or (self.bytes > self.max_bytes and self.count > 1):
-            item = self._oldest().popleft()
-            self._advance(item.length)
+            _, item = self._items.popleft()
             self.bytes -= item.size
             self.count -= item.length
             self.dropped += item.length
@@ -102,58 +94,47 @@ class Buffer:
         self._put_back[batch.batch_id] = None
         if len(self._put_back) > _REMEMBERED:
             del self._put_back[next(iter(self._put_back))]
-        position, length = batch.batch_id[1], total_length(batch)
-        items: Sequence[Item] = batch if self.policy == "block" else list(_one_by_one(batch))
-        if position + length == self._position:
-            self._items.extendleft(reversed(items))
-            self._position = position
+        position = batch.batch_id[1]
+        returned = []
+        for item in batch if self.policy == "block" else _one_by_one(batch):
+            returned.append((position, item))
+            position += item.length
+            self.bytes += item.size
+            self.count += item.length
+            self.taken -= item.length
+        if self._items and self._items[0][0] < position:  # items that were taken before these are back already
+            self._items = deque(sorted([*returned, *self._items], key=itemgetter(0)))
         else:
-            bisect.insort(self._returned, _Returned(position, deque(items)), key=lambda returned: returned.position)
-        self.bytes += sum(item.size for item in items)
-        self.count += length
-        self.taken -= length
+            self._items.extendleft(reversed(returned))
         self._trim()
 
     def take(self, limit: int) -> Batch:
         """Take the oldest items: at least one, at most ``limit``, and no more bytes than one message may have."""
-        waiting = self._oldest()
-        position = self._returned[0].position if self._returned else self._position
-        taken = [self._pop(waiting, limit)]
+        begin = self._items[0][0]
+        taken = [self._pop(limit)]
         length, size = taken[0].length, taken[0].size
-        while waiting and length < limit and size + waiting[0].size <= MESSAGE_BYTES:
-            taken.append(self._pop(waiting, limit - length))
+        while self._items and length < limit:
+            position, item = self._items[0]
+            if position != begin + length or size + item.size > MESSAGE_BYTES:
+                break
+            taken.append(self._pop(limit - length))
             length += taken[-1].length
             size += taken[-1].size
-        self._advance(length)
         self.bytes -= size
         self.count -= length
         self.taken += length
         self._batches += 1
-        return Batch(taken, (self._batches, position))
+        return Batch(taken, (self._batches, begin))
 
-    def _oldest(self) -> deque[Item]:
-        return self._returned[0].items if self._returned else self._items
-
-    def _advance(self, length: int) -> None:
-        """Account for this many items that have left ``_oldest``."""
-        if not self._returned:
-            self._position += length
-            return
-        position, items = self._returned[0]
-        if items:
-            self._returned[0] = _Returned(position + length, items)
-        else:
-            del self._returned[0]
-
-    def _pop(self, waiting: deque[Item], limit: int) -> Item:
+    def _pop(self, limit: int) -> Item:
         """Remove the oldest item; splits its run if that is longer than ``limit``."""
-        item = waiting.popleft()
+        position, item = self._items.popleft()
         if item.length <= limit:
             return item
-        first, *others = split_run(item)
-        self.bytes += first.size + sum(other.size for other in others) - item.size
-        waiting.extendleft(reversed(others))
-        return first
+        items = split_run(item)
+        self._items.extendleft(reversed(list(enumerate(items[1:], position + 1))))
+        self.bytes += sum(one.size for one in items) - item.size
+        return items[0]
 
 
 def _one_by_one(items: Sequence[Item]) -> Iterator[Item]:

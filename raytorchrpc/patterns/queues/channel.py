@@ -1,9 +1,10 @@
-"""What the handles of queues and topics share: operations on the store at their home."""
+"""What queues and topics share: handles of a store at a home, and consumers that take items from one of its buffers."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,8 +14,15 @@ from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.services import DeferredReply
-from raytorchrpc.errors import Closed, Full, PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
-from raytorchrpc.patterns.handle import Handle, Steps, arun, begin, new_request_id, run
+from raytorchrpc.errors import (
+    Closed,
+    Full,
+    PeerLost,
+    RayTorchRpcError,
+    RpcTimeout,
+    SerializationError,
+)
+from raytorchrpc.patterns.handle import Handle, Steps, arun, begin, checked_count, request_ids, run
 from raytorchrpc.patterns.queues.buffer import Batch
 from raytorchrpc.patterns.queues.items import (
     Item,
@@ -29,7 +37,7 @@ from raytorchrpc.patterns.queues.items import (
 )
 from raytorchrpc.patterns.queues.sequence import PutSequence, Turn, running_sequence
 from raytorchrpc.patterns.queues.services import END, PUT, PUT_BACK, SKIP, STATS, TAKE, WITHDRAW, HomeStore
-from raytorchrpc.patterns.queues.store import ENDED, FULL
+from raytorchrpc.patterns.queues.store import EMPTY, ENDED, FULL
 
 #: For how long, and how often, items are returned to a home that cannot be reached (seconds).
 _RETURN_S, RETURNS = 60.0, 10
@@ -170,7 +178,7 @@ class Channel(Handle):
         return taken
 
     def _take_there(self, local: LocalMember, key: str, limit: int, until: float, keep: bool) -> Steps[Any]:
-        request_id, wait_s = new_request_id(), max(0.0, until - time.monotonic())
+        request_id, wait_s = next(request_ids), max(0.0, until - time.monotonic())
         future = self._send(local, TAKE, (*self._address, key, limit, wait_s, request_id), wait_s, keep=keep)
         try:
             taken = yield from self._response(future)
@@ -276,3 +284,97 @@ class Channel(Handle):
         if retry:
             sent.add_done_callback(lambda _: None)  # waiting for the response is what makes it send again
         return sent
+
+
+# --- consumers ---------------------------------------------------------------------------------------------------
+
+
+class Items:
+    """Iterates over the items that arrive, by ``for`` or ``async for``, until the stream ends."""
+
+    def __init__(self, take: Callable[[int], Steps[Any]], batch: int) -> None:
+        self._take, self._batch = take, checked_count("batch", batch)
+        self._taken: deque[Any] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while not self._taken:
+            taken = run(self._take(self._batch))
+            if taken is ENDED:
+                raise StopIteration
+            self._taken.extend(taken or ())
+        return self._taken.popleft()
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        while not self._taken:
+            taken = await arun(self._take(self._batch))
+            if taken is ENDED:
+                raise StopAsyncIteration
+            self._taken.extend(taken or ())
+        return self._taken.popleft()
+
+
+class Consumer:
+    """Takes items from one buffer at the home."""
+
+    def _take(self, limit: int, timeout: float | None, keep: bool) -> Steps[Any]:
+        """Take items: a list of values, EMPTY or ENDED."""
+        raise NotImplementedError
+
+    def _nothing(self, ended: bool) -> Exception:
+        """The error for ENDED, or for EMPTY."""
+        raise NotImplementedError
+
+    def get(self, timeout: float | None = None, *, keep: bool = False) -> Any:
+        """Take the oldest item.
+
+        Blocks until there is one. Raises Empty after the timeout, Closed at the end of the stream.
+
+        Args:
+            timeout: seconds; None: ``rpc_timeout_s``.
+            keep: copy the item's tensors into memory of their own, see ``rpc_sync``.
+        """
+        return self._checked(run(self._take(1, timeout, keep)))[0]
+
+    def get_many(self, limit: int, timeout: float | None = None, *, keep: bool = False) -> list[Any]:
+        """Take up to ``limit`` items with one message.
+
+        Blocks until there is at least one item; then returns those that wait, at most 32 MiB. ``timeout``, ``keep``
+        and errors are those of ``get``.
+        """
+        taken: list[Any] = self._checked(run(self._take(checked_count("limit", limit), timeout, keep)))
+        return taken
+
+    async def aget(self, timeout: float | None = None, *, keep: bool = False) -> Any:
+        """Like ``get``, for coroutines. If it is cancelled, an item that arrives for it goes back to its place."""
+        return self._checked(await arun(self._take(1, timeout, keep)))[0]
+
+    async def aget_many(self, limit: int, timeout: float | None = None, *, keep: bool = False) -> list[Any]:
+        """Like ``get_many``, for coroutines. If it is cancelled, items that arrive for it go back to their place."""
+        taken: list[Any] = self._checked(await arun(self._take(checked_count("limit", limit), timeout, keep)))
+        return taken
+
+    def _checked(self, taken: Any) -> Any:
+        if taken is EMPTY or taken is ENDED:
+            raise self._nothing(taken is ENDED)
+        return taken
+
+    def items(self, *, batch: int = 1, keep: bool = False) -> Items:
+        """Return an iterator, for ``for`` and ``async for``, that waits for items until the stream ends.
+
+        Args:
+            batch: most items that one message brings. This consumer then has all of them; no other one gets them.
+            keep: as for ``get``.
+        """
+        return Items(lambda limit: self._take(limit, None, keep), batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.items()
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self.items()

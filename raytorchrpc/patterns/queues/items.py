@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -15,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 
 from raytorchrpc.errors import SerializationError
-from raytorchrpc.patterns.queues.budget import Reservation, SharedMemoryBudget
 from raytorchrpc.tensors.codec import Codec
 from raytorchrpc.tensors.containers import is_ordinary
 from raytorchrpc.tensors.cuda_streams import handoff_streams, nothing
@@ -37,6 +38,44 @@ _RUN, _RUN_BYTES = 64, 64 * 1024
 PackedItems = tuple[list[bytes], list[tuple[int, int]] | None, list[torch.Tensor], list[int] | None]
 
 
+class SharedMemoryBudget:
+    """Counts the bytes that waiting items hold in their senders' shared memory, by sender. Thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        """``limit``: most bytes of one sender. Items beyond it are copied instead."""
+        self.limit = limit
+        self._used: Counter[int] = Counter()
+        self._released: deque[tuple[int, int]] = deque()
+        self._lock = threading.Lock()
+
+    def reserve(self, rank: int, size: int) -> Reservation | None:
+        """Reserve ``size`` bytes of this sender's; None if that would exceed the limit."""
+        with self._lock:
+            while self._released:
+                sender, released = self._released.popleft()
+                self._used[sender] -= released
+            if self._used[rank] + size > self.limit:
+                return None
+            self._used[rank] += size
+        return Reservation(self, rank, size)
+
+    def release(self, rank: int, size: int) -> None:
+        """Note that a reservation has ended. Takes no lock: finalizers run in the middle of anything."""
+        self._released.append((rank, size))
+
+
+class Reservation:
+    """Bytes of a sender's shared memory; released when the item that holds this is deleted."""
+
+    __slots__ = ("_budget", "_rank", "_size")
+
+    def __init__(self, budget: SharedMemoryBudget, rank: int, size: int) -> None:
+        self._budget, self._rank, self._size = budget, rank, size
+
+    def __del__(self) -> None:
+        self._budget.release(self._rank, self._size)
+
+
 class Item(NamedTuple):
     """One encoded item, or a run of them."""
 
@@ -44,13 +83,11 @@ class Item(NamedTuple):
     """The pickled value; empty if the value is a tensor and nothing else. Of a run: a pickled list."""
     tensors: Sequence[torch.Tensor]
     buffers: int
-    size: int
-    """Bytes, tensors included."""
+    size: int  # bytes, tensors included
     make_current: Callable[[], None] = nothing
     """To be called on the thread that is about to use the tensors: orders its CUDA streams after the producer's."""
     reservation: Reservation | None = None
-    length: int = 1
-    """How many items this is; more than 1 for a run."""
+    length: int = 1  # how many items this is; more than 1 for a run
 
 
 def total_length(items: Sequence[Item]) -> int:

@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import Closed, Empty
-from raytorchrpc.patterns.handle import Steps, arun, begin, register_factory, run
+from raytorchrpc.patterns.handle import Steps, arun, checked_count, factories, run
 from raytorchrpc.patterns.queues.buffer import Buffer
-from raytorchrpc.patterns.queues.channel import Channel
-from raytorchrpc.patterns.queues.consumer import Consumer, checked_count
+from raytorchrpc.patterns.queues.channel import Channel, Consumer
 from raytorchrpc.patterns.queues.services import HomeStore
 
 _KEY = ""
@@ -71,16 +70,11 @@ class Queue(Consumer, Channel):
     @property
     def maxsize(self) -> int:
         """Most items that may wait."""
-        return int((self._settings or run(self._bound_settings()))[0])
-
-    def _bound_settings(self) -> Steps[Any]:
-        local, _ = yield from begin()
-        yield from self._bind(local)
-        return self._settings
+        return int(self._settings[0])
 
     @property
     def _message_length(self) -> int:
-        return int(self._settings[0])
+        return self.maxsize
 
     def put(self, item: Any, timeout: float | None = None) -> None:
         """Put one item. The item may be changed afterwards.
@@ -129,11 +123,10 @@ class Queue(Consumer, Channel):
     def _take(self, limit: int, timeout: float | None, keep: bool) -> Steps[Any]:
         return self._take_from(_KEY, limit, timeout, keep)
 
-    def _empty(self) -> Exception:
+    def _nothing(self, ended: bool) -> Exception:
+        if ended:
+            return Closed(f"queue {self._name!r} in {self._home!r} is closed, and everything in it has been taken")
         return Empty(f"nothing came to queue {self._name!r} in {self._home!r} in time")
-
-    def _ended(self) -> Exception:
-        return Closed(f"queue {self._name!r} in {self._home!r} is closed, and everything in it has been taken")
 
 
 def _create(local: LocalMember, name: str, settings: Any) -> HomeStore:
@@ -143,4 +136,4 @@ def _create(local: LocalMember, name: str, settings: Any) -> HomeStore:
     return store
 
 
-register_factory(Queue.kind, _create)
+factories[Queue.kind] = _create

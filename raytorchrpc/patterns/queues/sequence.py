@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -91,7 +92,6 @@ class PutSequence:
         return Turn(self) if granted else None
 
     def pass_on(self) -> None:
-        """See ``Turn.leave``."""
         while self._waiting:
             if self._waiting.popleft().settle(True):
                 return
@@ -144,28 +144,25 @@ def running_sequence(key: Any, create: bool) -> PutSequence | None:
 class _Held(NamedTuple):
     """A put that has arrived before its predecessor."""
 
-    number: int
+    before: int
     items: Sequence[Item]
     until: float
     reply: DeferredReply
 
 
+@dataclass
 class _Producer:
     """What a home knows of one PutSequence."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.last = 0
-        """All puts up to this number were admitted, or will never arrive."""
-        self.held: dict[int, list[_Held]] = {}
-        """By the number of the predecessor."""
+    rank: int
+    last: int = 0  # all puts up to this number were admitted, or will never arrive
+    held: dict[int, _Held] = field(default_factory=dict)  # by number
 
 
 class ReorderBuffer:
     """Admits the puts of each producer in the order in which they were sent. Thread-safe, never blocks."""
 
     def __init__(self, put: Callable[[Sequence[Item], float], Any], deadlines: Deadlines) -> None:
-        """``put``: see ``Store.put``."""
         self._put, self._deadlines = put, deadlines
         self._lock = threading.Lock()
         self._producers: dict[int, _Producer] = {}
@@ -174,27 +171,26 @@ class ReorderBuffer:
         """Call ``Store.put`` once all puts before this one were admitted. FULL if they do not arrive by ``until``."""
         sequence_id, number, before, first = mark
         outcome: Any
-        held = None
+        reply: DeferredReply | None = None
         with self._lock:
             producer = self._producer(rank, sequence_id)
-            replies = self._pass(producer, first - 1)
+            replies = self._admit_up_to(producer, first - 1)
             if before > producer.last:
-                held = _Held(number, items, until, DeferredReply())
-                producer.held.setdefault(before, []).append(held)
-                outcome = held.reply
+                outcome = reply = DeferredReply()
+                producer.held[number] = _Held(before, items, until, reply)
             else:
                 outcome = self._put(items, until)
-                replies += self._admitted(producer, number)
+                replies += self._admit_up_to(producer, number)
         _settle(replies)
-        if held is not None:
-            cancel_deadline = self._deadlines.at(until + _HOLD_S, partial(self._expire, producer, before, held))
-            held.reply.add_done_callback(lambda _: cancel_deadline())
+        if reply is not None:
+            cancel_deadline = self._deadlines.at(until + _HOLD_S, partial(self._expire, producer, number))
+            reply.add_done_callback(lambda _: cancel_deadline())
         return outcome
 
     def skip(self, rank: int, sequence_id: int, first: int) -> None:
         """Do not wait for puts before number ``first`` any more."""
         with self._lock:
-            replies = self._pass(self._producer(rank, sequence_id), first - 1)
+            replies = self._admit_up_to(self._producer(rank, sequence_id), first - 1)
         _settle(replies)
 
     def lose(self, rank: int) -> None:
@@ -203,27 +199,24 @@ class ReorderBuffer:
         with self._lock:
             for producer in self._producers.values():
                 if producer.rank == rank and producer.held:
-                    replies += self._pass(producer, max(producer.held))
+                    replies += self._admit_up_to(producer, max(producer.held))
         _settle(replies)
 
     @property
     def held(self) -> int:
         """How many puts have arrived and wait for an earlier one."""
         with self._lock:
-            return len(self._all_held())
+            return sum(len(producer.held) for producer in self._producers.values())
 
     def close(self, error: Exception) -> None:
         """End every wait with this error."""
         with self._lock:
-            waiting = self._all_held()
+            waiting = [held.reply for producer in self._producers.values() for held in producer.held.values()]
             self._producers.clear()
-        for held in waiting:
-            held.reply.settle(None, error)
+        for reply in waiting:
+            reply.settle(None, error)
 
     # --- under the lock ------------------------------------------------------------------------------------------
-
-    def _all_held(self) -> list[_Held]:
-        return [held for producer in self._producers.values() for each in producer.held.values() for held in each]
 
     def _producer(self, rank: int, sequence_id: int) -> _Producer:
         producer = self._producers.get(sequence_id)
@@ -234,44 +227,33 @@ class ReorderBuffer:
             producer = self._producers[sequence_id] = _Producer(rank)
         return producer
 
-    def _pass(self, producer: _Producer, number: int) -> list[tuple[DeferredReply, Any]]:
-        """Treat all puts up to ``number`` as admitted; returns the replies to settle."""
-        if number <= producer.last:
-            return []
-        replies = []
-        for before in sorted(before for before in producer.held if before <= number):
-            replies += self._admitted(producer, before)
-        producer.last = max(producer.last, number)
-        return replies
-
-    def _admitted(self, producer: _Producer, number: int) -> list[tuple[DeferredReply, Any]]:
-        """Admit the puts that wait for this one, and those that wait for them; returns the replies to settle."""
+    def _admit_up_to(self, producer: _Producer, last: int) -> list[tuple[DeferredReply, Any]]:
+        """Wait no more for puts up to ``last``; admits those that waited for them, and returns replies to settle."""
+        producer.last = max(producer.last, last)
         replies: list[tuple[DeferredReply, Any]] = []
-        due = deque([number])
-        while due:
-            number = due.popleft()
+        for number in sorted(producer.held):
+            held = producer.held[number]
+            if held.before > producer.last:
+                continue
+            del producer.held[number]
             producer.last = max(producer.last, number)
-            for held in producer.held.pop(number, ()):
-                try:
-                    outcome = self._put(held.items, held.until)
-                except RayTorchRpcError as error:
-                    outcome = error
-                replies.append((held.reply, outcome))
-                due.append(held.number)
+            try:
+                outcome = self._put(held.items, held.until)
+            except RayTorchRpcError as error:
+                outcome = error
+            replies.append((held.reply, outcome))
         return replies
 
-    def _expire(self, producer: _Producer, before: int, held: _Held) -> None:
+    def _expire(self, producer: _Producer, number: int) -> None:
         """Fail a put that has waited too long; puts that wait for it now wait for its predecessor."""
         with self._lock:
-            same = producer.held.get(before, [])
-            others = [each for each in same if each is not held]
-            if len(others) == len(same):
+            expired = producer.held.pop(number, None)
+            if expired is None:
                 return  # admitted just now
-            others += producer.held.pop(held.number, ())
-            producer.held[before] = others
-            if not others:
-                del producer.held[before]
-        held.reply.settle(FULL)
+            for other, held in producer.held.items():
+                if held.before == number:
+                    producer.held[other] = held._replace(before=expired.before)
+        expired.reply.settle(FULL)
 
 
 def _settle(replies: Sequence[tuple[DeferredReply, Any]]) -> None:

@@ -185,7 +185,6 @@ class Store:
         self._settle(replies)
 
     def keep_only(self, rank: int, process: str | None) -> None:
-        """See ``Served``."""
         ended = []
         with self._lock:
             for key, buffer in [*self._buffers.items(), *self._overrun.items()]:
@@ -197,7 +196,6 @@ class Store:
             self.remove_buffer(key)
 
     def close(self, error: Exception) -> None:
-        """See ``Served``."""
         with self._lock:
             self._broken = error
             waiting = [putter.reply for putter in self._putters]

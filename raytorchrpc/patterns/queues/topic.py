@@ -4,29 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, ClassVar, get_args
 
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.errors import (
-    Closed,
-    ConfigurationError,
-    Empty,
-    NotFound,
-    PeerBusy,
-    PeerLost,
-    RayTorchRpcError,
-    RpcTimeout,
-)
-from raytorchrpc.patterns.handle import Steps, arun, begin, new_request_id, register_factory, run
+from raytorchrpc.errors import Closed, ConfigurationError, Empty, NotFound, RayTorchRpcError
+from raytorchrpc.patterns.handle import Steps, arun, begin, checked_count, factories, request_ids, run
 from raytorchrpc.patterns.queues.buffer import Policy
-from raytorchrpc.patterns.queues.channel import RETURNS, Channel
-from raytorchrpc.patterns.queues.consumer import Consumer, checked_count
+from raytorchrpc.patterns.queues.channel import RETURNS, Channel, Consumer
 from raytorchrpc.patterns.queues.services import CANCEL, SUBSCRIBE, HomeStore
 from raytorchrpc.patterns.queues.store import ENDED
-
-#: Most items in one message of ``publish_many``. An empty buffer takes all of them, however small it is.
-_MESSAGE_LENGTH = 64
 
 
 class Topic(Channel):
@@ -42,6 +28,8 @@ class Topic(Channel):
     """
 
     kind: ClassVar[str] = "topic"
+    #: An empty buffer takes all of a message, however small it is.
+    _message_length = 64
 
     def __init__(self, name: str, *, home: Any = None, publishers: int = 1) -> None:
         """Refer to the topic of this name, and create it if its home has none; see ``Queue``.
@@ -52,10 +40,6 @@ class Topic(Channel):
             publishers: how many calls of ``close`` end the stream, one for each publisher.
         """
         super().__init__(name, home, (checked_count("publishers", publishers),))
-
-    @property
-    def _message_length(self) -> int:
-        return _MESSAGE_LENGTH
 
     def publish(self, item: Any, timeout: float | None = None) -> None:
         """Deliver an item to all subscribers; without subscribers it is dropped.
@@ -98,7 +82,7 @@ class Topic(Channel):
         local, _ = yield from begin()
         at_home = yield from self._bind(local)
         process = local.incoming.token
-        key = f"{process}.{new_request_id()}"
+        key = f"{process}.{next(request_ids)}"
         args = (*self._address, key, policy, size, most, process)
         if at_home:
             yield from self._request(local, SUBSCRIBE, args)
@@ -153,11 +137,10 @@ class Subscription(Consumer):
     def _is_cancelled(self) -> bool:
         return self._cancelled
 
-    def _empty(self) -> Exception:
+    def _nothing(self, ended: bool) -> Exception:
+        if ended:
+            return Closed(f"topic {self._topic.name!r} is closed, or this subscription was cancelled")
         return Empty(f"nothing was published to topic {self._topic.name!r} in time")
-
-    def _ended(self) -> Exception:
-        return Closed(f"topic {self._topic.name!r} is closed, or this subscription was cancelled")
 
     def stats(self) -> dict[str, int | bool]:
         """Return ``items`` and ``bytes`` in the buffer, and items ``taken`` and ``dropped`` so far."""
@@ -178,15 +161,15 @@ class Subscription(Consumer):
         args = (*topic._address, self._key)
         try:
             yield from topic._request(local, CANCEL, args)
-        except (PeerBusy, PeerLost, RpcTimeout):
+        except NotFound:
+            return
+        except RayTorchRpcError:
             topic._notify_home(local, CANCEL, args, RETURNS)
 
     def __enter__(self) -> Subscription:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.cancel()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -197,4 +180,4 @@ def _create(local: LocalMember, name: str, settings: Any) -> HomeStore:
     return HomeStore(local, f"topic {name!r}", settings, settings[0], shared=True)
 
 
-register_factory(Topic.kind, _create)
+factories[Topic.kind] = _create

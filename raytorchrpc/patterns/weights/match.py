@@ -1,17 +1,19 @@
-"""Matches a reader's model with a published layout: which tensors a pull brings, and into which memory."""
+"""Published layouts as readers know them, and what a pull brings of one into which tensors of a model."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from raytorchrpc.errors import ConfigurationError, NotFound
 from raytorchrpc.lanes.base import Part
-from raytorchrpc.patterns.weights.layout import KnownLayout, Row, Selection, VersionLease
+from raytorchrpc.patterns.weights.published import Row, VersionLease
+from raytorchrpc.patterns.weights.snapshots import TensorSpec, converted_specs, lay_out
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES
 
 #: Moves tensors by other means than the group's lanes, such as a collective: ``carry(version, tensors)`` sends them at
@@ -22,6 +24,73 @@ Carry = Callable[[int, Sequence[torch.Tensor]], None]
 Model = torch.nn.Module | Mapping[str, torch.Tensor]
 
 
+_CPU = torch.device("cpu")
+
+
+class KnownLayout(NamedTuple):
+    """A layout, as a home told a reader."""
+
+    number: int
+    rows: list[Row]
+    offsets: list[int]  # of each tensor, in the memory of a snapshot that has all tensors on one device
+    device_type: str | None = None  # see ``ModelMatch.device_type``; of the last pull
+
+    @staticmethod
+    def of(number: int, rows: list[Row]) -> KnownLayout:
+        return KnownLayout(number, rows, lay_out(_specs(rows))[0])
+
+
+class Selection(NamedTuple):
+    """The tensors that a pull brings."""
+
+    places: list[tuple[int, str | None]]
+    """Place in the layout, and the name of the dtype to convert to (None: unconverted)."""
+    targets: list[torch.Tensor]  # where each of them goes
+
+    def as_relayed(self) -> Selection:
+        """Return the same, of relayed weights: those are the selected tensors as converted."""
+        return self._replace(places=[(place, None) for place in range(len(self.targets))])
+
+    def messages(self, size: int) -> list[Selection]:
+        """Divide into messages of at most ``size`` bytes; a larger tensor is a message of its own."""
+        found: list[Selection] = []
+        begin = filled = 0
+        for place, target in enumerate(self.targets):
+            if place > begin and filled + target.nbytes > size:
+                found.append(Selection(self.places[begin:place], self.targets[begin:place]))
+                begin, filled = place, 0
+            filled += target.nbytes
+        return [*found, Selection(self.places[begin:], self.targets[begin:])]
+
+    def rows(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the rows of the selected tensors, as converted. ``rows``: of the whole layout."""
+        return [(rows[place][0], name or rows[place][1], rows[place][2]) for place, name in self.places]
+
+    def specs(self, rows: Sequence[Row]) -> list[TensorSpec]:
+        """Return the specs of the targets. ``rows``: of the whole layout."""
+        specs = zip(_specs(self.rows(rows)), self.targets, strict=True)
+        return [spec._replace(device=target.device) for spec, target in specs]
+
+    def parts(self, known: KnownLayout) -> list[list[Part]]:
+        """Return which part of a snapshot's memory goes to each target, by piece; see ``Snapshot.pieces``."""
+        offsets: dict[str | None, list[int]] = {None: known.offsets}
+        parts: dict[str | None, list[Part]] = {}
+        for (place, name), target in zip(self.places, self.targets, strict=True):
+            if name not in offsets:
+                offsets[name] = lay_out(converted_specs(_specs(known.rows), DTYPES[name]))[0]  # type: ignore[index]
+            parts.setdefault(name, []).append(Part(offsets[name][place], target))
+        return list(parts.values())
+
+    def signature(self, layout: int) -> str:
+        """Return a digest: equal for pulls of one version that bring the same to the same type of device."""
+        text = repr((layout, self.places, [target.device.type for target in self.targets]))
+        return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def _specs(rows: Sequence[Row]) -> list[TensorSpec]:
+    return [TensorSpec(DTYPES[dtype], shape, _CPU) for _, dtype, shape in rows]
+
+
 class ModelMatch:
     """A model and the layout of the version that it is to have. The response to a lease request may fill the model."""
 
@@ -29,14 +98,20 @@ class ModelMatch:
         """``known``: the layout of the pull before. The model is examined when that is needed."""
         self._store, self._model, self.converts, self._strict = store, model, convert, strict
         self.known = known
-        self.filled = False
-        """The model has its tensors already."""
-        self.lease: VersionLease | None = None
-        """As soon as the home has answered; it may have to be released."""
-        self._matched: Selection | None = None
-        """All of ``known``."""
-        self._parts: list[list[Part]] | None = None
-        """Of ``_matched``."""
+        self.filled = False  # the model has its tensors already
+        self.lease: VersionLease | None = None  # as soon as the home has answered; it may have to be released
+        self._matched: Selection | None = None  # all of ``known``
+        self._parts: list[list[Part]] | None = None  # of ``_matched``
+
+    @property
+    def layout(self) -> KnownLayout:
+        assert self.known is not None
+        return self.known
+
+    @property
+    def leased(self) -> VersionLease:
+        assert self.lease is not None
+        return self.lease
 
     @cached_property
     def targets(self) -> dict[str, torch.Tensor]:
@@ -89,15 +164,13 @@ class ModelMatch:
         selection = self.selection()
         if not selection.targets or any(name is not None for _, name in selection.places):
             return None
-        assert self.known is not None
         self.filled = True
-        return selection.parts(self.known) if self._parts is None else self._parts
+        return selection.parts(self.layout) if self._parts is None else self._parts
 
     def selection(self) -> Selection:
         """Return what the pull brings. Raises ConfigurationError, which names every mismatch."""
-        assert self.known is not None and self.lease is not None
-        if self._matched is None or self.lease.changed is not None:
-            self._matched, self._parts = self._match(self.known.rows, self.lease.changed), None
+        if self._matched is None or self.leased.changed is not None:
+            self._matched, self._parts = self._match(self.layout.rows, self.leased.changed), None
         return self._matched
 
     def layout_for_next(self) -> KnownLayout | None:
@@ -107,13 +180,12 @@ class ModelMatch:
     def carry_by(self, carry: Carry) -> None:
         """Have ``carry`` fill the model. Raises ConfigurationError unless the model has all tensors as published."""
         selection = self.selection()
-        assert self.known is not None and self.lease is not None
-        if len(selection.targets) != len(self.known.rows) or any(name is not None for _, name in selection.places):
+        if len(selection.targets) != len(self.layout.rows) or any(name is not None for _, name in selection.places):
             raise ConfigurationError(
                 "carry= brings all tensors as they were published: the model needs each of them, under the same dtype"
             )
         with torch.no_grad():
-            carry(self.lease.version, selection.targets)
+            carry(self.leased.version, selection.targets)
 
     def _match(self, rows: Sequence[Row], changed: Sequence[int] | None) -> Selection:
         targets, convert = self.targets, self.converts

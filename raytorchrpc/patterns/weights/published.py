@@ -8,27 +8,57 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.services import DeferredReply
-from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound
-from raytorchrpc.patterns.handle import give_up_at
-from raytorchrpc.patterns.weights.layout import Row, VersionLease
-from raytorchrpc.patterns.weights.memory import TensorSpec, VersionMemory, copy_tensors, equal_bits
-from raytorchrpc.patterns.weights.relays import RelayPlan
-from raytorchrpc.patterns.weights.snapshots import Snapshot, SnapshotPool
+from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotAMember, NotFound
+from raytorchrpc.patterns.handle import factories, give_up_at, register_methods
+from raytorchrpc.patterns.weights.relays import HOME, RelayPlan
+from raytorchrpc.patterns.weights.snapshots import (
+    Places,
+    Snapshot,
+    SnapshotPool,
+    TensorSpec,
+    VersionMemory,
+    copy_tensors,
+    equal_bits,
+)
 from raytorchrpc.process.identity import has_ended
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES
+
+KIND, RELAYED = "weight store", "relayed weights"
+
+#: Services of a home.
+WAIT, LEASE = "raytorchrpc.weights.wait", "raytorchrpc.weights.lease"
+ADVISE, REPORT = "raytorchrpc.weights.advise", "raytorchrpc.weights.report"
+#: Of a member that relays.
+LEASE_RELAYED = "raytorchrpc.weights.lease_relayed"
+#: Of both.
+TENSORS, PIECES = "raytorchrpc.weights.tensors", "raytorchrpc.weights.pieces"
+RELEASE = "raytorchrpc.weights.release"
+
+#: A tensor in a message: name, dtype's name, shape.
+Row = tuple[str, str, tuple[int, ...]]
 
 #: A lease outlasts the timeout of its pull by this much, so that a copy that began in time finds the same weights
 #: (seconds).
 LINGER_S = 60.0
 #: How often to check whether the process of a lost reader has ended: its sockets close earlier (seconds).
 _CHECK_S = 1.0
+
+
+class VersionLease(NamedTuple):
+    """What a home tells a reader before it pulls."""
+
+    version: int
+    lease: int  # keeps the version until it is released. 0: the reader has this version
+    layout: int
+    rows: list[Row] | None  # None: the reader knows this layout
+    changed: list[int] | None  # places of the tensors that differ from the version that the reader has; None: all
 
 
 class Layout(NamedTuple):
@@ -40,7 +70,6 @@ class Layout(NamedTuple):
 
     @property
     def rows(self) -> list[Row]:
-        """For a message."""
         return [(name, DTYPE_NAMES[spec.dtype], spec.shape) for name, spec in zip(self.names, self.specs, strict=True)]
 
 
@@ -68,11 +97,8 @@ class Readable:
 
     def _allocate_shared(self, size: int) -> torch.Tensor | None:
         """Allocate memory that peers on this host read in place, if a lane offers any."""
-        for lane in self._local.tensor_lanes.values():
-            shared = lane.lend(size)
-            if shared is not None:
-                return shared
-        return None
+        offers = (lane.lend(size) for lane in self._local.tensor_lanes.values())
+        return next((shared for shared in offers if shared is not None), None)
 
     def writable_memory(self, specs: Sequence[TensorSpec]) -> VersionMemory:
         """Return memory that this thread may write to, once reads by GPUs have ended."""
@@ -107,6 +133,15 @@ class Readable:
     def close(self, error: Exception) -> None:
         """See ``Served``."""
 
+    def serve_pieces(self, caller: int, lease: int, places: Places, device_type: str) -> list[torch.Tensor]:
+        """Return no pieces if a device map lacks a mapping to the caller; its next request raises which."""
+        pieces = self.pool.leased(lease).pieces(device_type, places)
+        try:
+            self._local.payloads.check_reply(self._local.peers.route_back(caller), pieces)
+        except LaneUnavailable:
+            return []
+        return pieces
+
 
 class PublishedWeights(Readable):
     """The versions that a home has published. Thread-safe."""
@@ -129,7 +164,7 @@ class PublishedWeights(Readable):
     def publish(self, tensors: Mapping[str, torch.Tensor], version: int | None) -> int:
         """Copy the tensors and make them the newest version. Blocks for the copy, and never for readers."""
         with self._publishing:
-            newest = self.newest
+            newest = self._newest()
             if version is None:
                 version = newest + 1
             elif version <= newest:
@@ -186,13 +221,8 @@ class PublishedWeights(Readable):
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    @property
-    def newest(self) -> int:
-        """The newest version; 0 before the first."""
-        with self._lock:
-            return self._newest()
-
     def _newest(self) -> int:
+        """The newest version; 0 before the first."""
         return next(reversed(self._versions)) if self._versions else 0
 
     def wait(self, version: int, until: float) -> int | DeferredReply:
@@ -247,6 +277,38 @@ class PublishedWeights(Readable):
         rows = None if its_layout.number == layout else its_layout.rows
         return VersionLease(chosen, number, its_layout.number, rows, changed)
 
+    def serve_lease(
+        self, caller: int, version: int | None, since: int | None, layout: int, seconds: float, device_type: str | None
+    ) -> tuple[tuple[Any, ...], list[torch.Tensor]] | None:
+        """``device_type``: if the caller can read all tensors in place on such a device, also returns their memory."""
+        lease = self.lease(caller, version, since, layout, seconds)
+        if lease is None:
+            return None
+        if not lease.lease or device_type is None:
+            return tuple(lease), []
+        return tuple(lease), self.serve_pieces(caller, lease.lease, (), device_type)
+
+    # --- relays --------------------------------------------------------------------------------------------------
+
+    def serve_advise(self, caller: int, what: tuple[Any, ...], wait_s: float) -> Any:
+        """Return from where the caller pulls ``what``; see ``relays``. After ``wait_s``, from the home."""
+        advice = self.relays.ask(what, self._node(caller), caller)
+        if not isinstance(advice, DeferredReply):
+            return advice
+
+        def pull_from_home() -> None:
+            advice.settle(HOME)
+
+        return give_up_at(self._local.deadlines, time.monotonic() + wait_s, advice, pull_from_home)
+
+    def serve_report(self, _: int, what: tuple[Any, ...], leader: int, done: bool) -> None:
+        """Note whether the leader has pulled ``what`` for its node. A reader reports a leader that has lost it."""
+        (self.relays.done if done else self.relays.failed)(what, self._node(leader), leader)
+
+    def _node(self, rank: int) -> str:
+        routes = self._local.peers.routes
+        return next((route.member.node_id for route in routes if route.member.rank == rank), "")
+
     def lose(self, rank: int) -> None:
         super().lose(rank)
         self.relays.lose(rank)
@@ -264,15 +326,12 @@ class PublishedWeights(Readable):
 class RelayedWeights(Readable):
     """Weights of one store that this member has pulled and serves to other members of its node. Thread-safe."""
 
-    settings = ()
-
     def __init__(self, local: LocalMember, home: int) -> None:
         """``home``: the rank of the store's home."""
         super().__init__(local)
         self._home = home
         self._lock = threading.Lock()
-        self._snapshots: dict[str, Snapshot] = {}
-        """The newest, by ``Selection.signature``."""
+        self._snapshots: dict[str, Snapshot] = {}  # the newest, by ``Selection.signature``
 
     def add(self, signature: str, version: int, specs: Sequence[TensorSpec], memory: VersionMemory) -> None:
         """Serve what was pulled from now on. The thread that wrote ``memory`` calls this."""
@@ -300,3 +359,18 @@ class RelayedWeights(Readable):
             for snapshot in snapshots:
                 self.pool.retire(snapshot)
             self.pool.drop_spare_memory()
+
+
+factories[KIND] = lambda local, name, settings: PublishedWeights(local, settings)
+register_methods(
+    {
+        WAIT: lambda weights, _, version, wait_s: weights.wait(version, time.monotonic() + wait_s),
+        LEASE: PublishedWeights.serve_lease,
+        ADVISE: PublishedWeights.serve_advise,
+        REPORT: PublishedWeights.serve_report,
+        LEASE_RELAYED: RelayedWeights.lease,
+        TENSORS: lambda weights, _, lease, places: weights.pool.leased(lease).tensors(places),
+        PIECES: Readable.serve_pieces,
+        RELEASE: lambda weights, _, lease: weights.pool.release(lease),
+    }
+)

@@ -14,21 +14,10 @@ from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.receive_into import Spread
 from raytorchrpc.errors import LaneUnavailable, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import Handle, run
-from raytorchrpc.patterns.weights.layout import KnownLayout, Selection, VersionLease
-from raytorchrpc.patterns.weights.match import ModelMatch
-from raytorchrpc.patterns.weights.published import RelayedWeights, lease_is_valid_until
+from raytorchrpc.patterns.weights import published
+from raytorchrpc.patterns.weights.match import KnownLayout, ModelMatch, Selection
+from raytorchrpc.patterns.weights.published import RelayedWeights, VersionLease, lease_is_valid_until
 from raytorchrpc.patterns.weights.relays import HOME, LEAD
-from raytorchrpc.patterns.weights.services import (
-    ADVISE,
-    LEASE,
-    LEASE_RELAYED,
-    PIECES,
-    RELAYED,
-    RELEASE,
-    REPORT,
-    TENSORS,
-    relayed_name,
-)
 
 #: Most bytes of one message: tensors that lanes bring in memory of their own need this much of it.
 MESSAGE_BYTES = 256 << 20
@@ -46,6 +35,7 @@ class Pull:
         """``store``: bound. ``until``: when the pull has to end (``time.monotonic``)."""
         self._store, self._local, self._match, self._until = store, local, match, until
         self._home, self._address = store.home, store._address
+        self._is_home = store._is_home(local)
 
     def _left(self, least: float = 0.0) -> float:
         return max(least, self._until - time.monotonic())
@@ -63,7 +53,7 @@ class Pull:
         while True:
             left = self._left()
             args = (version, since, 0 if match.known is None else match.known.number)
-            if self._store._is_home(self._local):
+            if self._is_home:
                 found = self._store._object(self._local).lease(self._local.me.rank, *args, None)
                 if found is not None:
                     match.set_lease(found)
@@ -73,7 +63,7 @@ class Pull:
                     device_type = self._readable_in_place(self._home, match.likely_device_type)
                 answer = Spread(partial(match.parts_of_answer, device_type))
                 request = (*self._address, *args, left, device_type)
-                sent = self._store._send(self._local, LEASE, request, left, caller_waits=True, into=answer)
+                sent = self._store._send(self._local, published.LEASE, request, left, caller_waits=True, into=answer)
                 response = self._store._response(sent)
                 del sent  # see _response
                 match.match_ahead()
@@ -96,10 +86,10 @@ class Pull:
         """End the lease. Does not wait for the home's answer."""
         lease = self._match.lease
         if lease is not None and lease.lease:
-            if self._store._is_home(self._local):
+            if self._is_home:
                 self._store._object(self._local).pool.release(lease.lease)
             else:
-                self._notify(self._home, RELEASE, (*self._address, lease.lease))
+                self._notify(self._home, published.RELEASE, (*self._address, lease.lease))
 
     # --- moving tensors ------------------------------------------------------------------------------------------
 
@@ -111,23 +101,20 @@ class Pull:
             self._check_lease()
 
     def _fetch(self, selection: Selection) -> None:
-        match = self._match
-        assert match.known is not None and match.lease is not None
-        if self._store._is_home(self._local):
-            self._store._object(self._local).pool.leased(match.lease.lease).copy_into(
-                selection.targets, selection.places
-            )
-        elif not self._uses_relay(selection):
-            device_type = self._readable_in_place(self._home, match.device_type)
-            self._fetch_from(self._home, self._address, match.lease.lease, selection, device_type, match.known)
-        else:
-            what = (match.lease.version, selection.signature(match.lease.layout))
-            left = self._left(0.001)
-            advice = run(self._store._request(self._local, ADVISE, (*self._address, what, left / 2), left))
+        lease, layout = self._match.leased, self._match.layout
+        if self._is_home:
+            snapshot = self._store._object(self._local).pool.leased(lease.lease)
+            snapshot.copy_into(selection.targets, selection.places)
+            return
+        if self._uses_relay(selection):
+            left, what = self._left(0.001), (lease.version, selection.signature(lease.layout))
+            advice = run(self._store._request(self._local, published.ADVISE, (*self._address, what, left / 2), left))
             if advice == LEAD:
                 self._lead(selection, what)
-            elif advice == HOME or not self._follow(advice, selection, what):
-                self._fetch_from(self._home, self._address, match.lease.lease, selection)
+                return
+            if advice != HOME and self._follow(advice, selection, what):
+                return
+        self._fetch_from(self._home, self._address, lease.lease, selection, layout)
 
     def _uses_relay(self, selection: Selection) -> bool:
         """Whether other members of this host may pull the same from another host."""
@@ -137,80 +124,68 @@ class Pull:
 
     def _lead(self, selection: Selection, what: tuple[int, str]) -> None:
         """Pull for all members of this host."""
-        local, (version, signature) = self._local, what
-        assert self._match.known is not None and self._match.lease is not None
+        local, layout = self._local, self._match.layout
         home = local.peers.route(self._home).member.rank
-        relayed = local.services.open(RELAYED, self._relayed_name, lambda: RelayedWeights(local, home))
+        relayed = local.services.open(published.RELAYED, self._relayed_name, lambda: RelayedWeights(local, home))
         done = False
         try:
-            specs = selection.specs(self._match.known.rows)
+            specs = selection.specs(layout.rows)
             memory = relayed.writable_memory(specs)
             shared = selection._replace(targets=memory.tensors)
-            self._fetch_from(self._home, self._address, self._match.lease.lease, shared)
+            self._fetch_from(self._home, self._address, self._match.leased.lease, shared, layout)
             self._check_lease()
+            version, signature = what
             relayed.add(signature, version, specs, memory)
             done = True
         finally:
-            self._notify(self._home, REPORT, (*self._address, what, local.me.rank, done))
+            self._notify(self._home, published.REPORT, (*self._address, what, local.me.rank, done))
         lease = relayed.lease(local.me.rank, signature, version, None)
         try:
-            relayed.pool.leased(lease).copy_into(selection.targets, _relayed_places(selection))
+            relayed.pool.leased(lease).copy_into(selection.targets, selection.as_relayed().places)
         finally:
             relayed.pool.release(lease)
 
     def _follow(self, leader: int, selection: Selection, what: tuple[int, str]) -> bool:
         """Pull from the member that leads on this host; whether that worked."""
-        assert self._match.known is not None and self._match.lease is not None
+        address: Address = (published.RELAYED, self._relayed_name, None)
         version, signature = what
-        address: Address = (RELAYED, self._relayed_name, None)
         left = self._left(0.001)
         try:
-            lease: int = self._call(leader, LEASE_RELAYED, (*address, signature, version, left), left).wait()
+            lease: int = self._call(leader, published.LEASE_RELAYED, (*address, signature, version, left), left).wait()
             if not lease:
                 return False
-            known = KnownLayout.of(self._match.lease.layout, selection.rows(self._match.known.rows))
-            device_type = self._readable_in_place(leader, self._match.device_type)
+            layout = KnownLayout.of(self._match.leased.layout, selection.rows(self._match.layout.rows))
             try:
-                relayed = selection._replace(places=_relayed_places(selection))
-                self._fetch_from(leader, address, lease, relayed, device_type, known)
+                self._fetch_from(leader, address, lease, selection.as_relayed(), layout)
             finally:
-                self._notify(leader, RELEASE, (*address, lease))
+                self._notify(leader, published.RELEASE, (*address, lease))
         except (PeerLost, NotFound, LaneUnavailable):
-            self._notify(self._home, REPORT, (*self._address, what, leader, False))
+            self._notify(self._home, published.REPORT, (*self._address, what, leader, False))
             return False
         return True
 
-    def _fetch_from(
-        self,
-        source: Any,
-        address: Address,
-        lease: int,
-        selection: Selection,
-        device_type: str | None = None,
-        known: KnownLayout | None = None,
-    ) -> None:
-        """Bring tensors from a member.
-
-        ``device_type``: of the devices at both ends, if the tensors can be read in place; ``known``: their layout.
-        """
+    def _fetch_from(self, source: Any, address: Address, lease: int, selection: Selection, layout: KnownLayout) -> None:
+        """Bring tensors from a member, which has them in this layout: in place if possible, else by messages."""
 
         def request(service: str, *args: Any, into: Any) -> Any:
             left = self._left(0.001)
             return self._call(source, service, (*address, lease, *args), left, into=into, caller_waits=True).wait()
 
-        if device_type is not None and known is not None:
-            parts = selection.parts(known)
+        device_type = self._readable_in_place(source, self._match.device_type)
+        if device_type is not None:
+            parts = selection.parts(layout)
             into = Spread(lambda pieces: parts if pieces else None)
-            if request(PIECES, selection.places, device_type, into=into):
+            if request(published.PIECES, selection.places, device_type, into=into):
                 return
         for message in selection.messages(MESSAGE_BYTES):  # each is copied out of the lane's memory before the next
-            request(TENSORS, message.places, into=message.targets)
+            request(published.TENSORS, message.places, into=message.targets)
 
     # --- members -------------------------------------------------------------------------------------------------
 
     @property
     def _relayed_name(self) -> str:
-        return relayed_name(self._store.name, self._address[2])
+        """Members relay the weights of this instance of the store under it."""
+        return f"{self._store.name} {self._address[2]}"
 
     def _readable_in_place(self, source: Any, device_type: str | None) -> str | None:
         """Return ``device_type`` if a lane can read parts of the source's memory on such devices in place."""
@@ -233,8 +208,3 @@ class Pull:
         """Send a request without waiting for its answer; ignores errors."""
         with suppress(RayTorchRpcError):
             self._call(target, service, args, None)
-
-
-def _relayed_places(selection: Selection) -> list[tuple[int, str | None]]:
-    """Return the places in relayed weights, which are the selected tensors as converted."""
-    return [(place, None) for place in range(len(selection.targets))]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 from raytorchrpc.calls.services import DeferredReply
 
@@ -19,14 +20,13 @@ Advice = str | int
 _REMEMBERED = 256
 
 
+@dataclass
 class _Round:
     """One pull that members of one node make alike."""
 
-    def __init__(self, leader: int) -> None:
-        self.leader = leader
-        self.ready = False
-        """The leader has pulled it, and others can pull it from there."""
-        self.waiting: list[tuple[int, DeferredReply]] = []
+    leader: int
+    ready: bool = False  # the leader has pulled it, and others can pull it from there
+    waiting: list[tuple[int, DeferredReply]] = field(default_factory=list)
 
 
 class RelayPlan:
@@ -68,32 +68,32 @@ class RelayPlan:
 
     def failed(self, what: Hashable, node: str, rank: int) -> None:
         """Note that the leader could not pull it, or does not have it any more: the next in line leads."""
-        with self._lock:
-            promoted = self._promote_next((what, node), rank)
-        for reply in promoted:
-            reply.settle(LEAD)
+        self._promote_next([(what, node)], rank)
 
     def lose(self, rank: int) -> None:
         """Note that a member is lost: the next in line leads."""
         with self._lock:
             for found in self._rounds.values():
                 found.waiting = [(waiting, reply) for waiting, reply in found.waiting if waiting != rank]
-            promoted = [reply for key in list(self._rounds) for reply in self._promote_next(key, rank)]
+            rounds = list(self._rounds)
+        self._promote_next(rounds, rank)
+
+    def _promote_next(self, rounds: Sequence[tuple[Hashable, str]], rank: int) -> None:
+        """In those of the rounds that ``rank`` leads, let the next waiting member lead."""
+        promoted: list[DeferredReply] = []
+        with self._lock:
+            for key in rounds:
+                found = self._rounds.get(key)
+                if found is None or found.leader != rank:
+                    continue
+                found.waiting = [(waiting, reply) for waiting, reply in found.waiting if not reply.done()]
+                if found.waiting:
+                    (found.leader, reply), found.ready = found.waiting.pop(0), False
+                    promoted.append(reply)
+                else:
+                    del self._rounds[key]
         for reply in promoted:
             reply.settle(LEAD)
-
-    def _promote_next(self, key: tuple[Hashable, str], rank: int) -> list[DeferredReply]:
-        """Under the lock: if ``rank`` leads this round, let the next waiting member lead; returns its reply."""
-        found = self._rounds.get(key)
-        if found is None or found.leader != rank:
-            return []
-        while found.waiting:
-            leader, reply = found.waiting.pop(0)
-            if not reply.done():
-                found.leader, found.ready = leader, False
-                return [reply]
-        del self._rounds[key]
-        return []
 
     def close(self, error: Exception) -> None:
         """End every wait with this error."""

@@ -11,12 +11,10 @@ from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.current import process_member
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound
-from raytorchrpc.patterns.handle import Handle, Steps, begin, run
-from raytorchrpc.patterns.weights.layout import KnownLayout
-from raytorchrpc.patterns.weights.match import Carry, Model, ModelMatch, tensors_of
-from raytorchrpc.patterns.weights.published import PublishedWeights
+from raytorchrpc.patterns.handle import Handle, Steps, begin, checked_count, run
+from raytorchrpc.patterns.weights.match import Carry, KnownLayout, Model, ModelMatch, tensors_of
+from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
 from raytorchrpc.patterns.weights.pull import Pull
-from raytorchrpc.patterns.weights.services import KIND, WAIT
 from raytorchrpc.process import threads
 
 #: How many pulled versions a process remembers, the last ones.
@@ -88,10 +86,7 @@ class WeightStore(Handle):
                 ``publish`` then compares each tensor bit for bit with the version before, and copies only those that
                 differ. It sees every change, however the tensor was written.
         """
-        given: Any = keep
-        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            raise ConfigurationError(f"keep= must be a whole number of at least 1, not {keep!r}")
-        super().__init__(name, home, (keep, bool(track)))
+        super().__init__(name, home, (checked_count("keep", keep), bool(track)))
 
     def _set_state(self, *state: Any) -> None:
         super()._set_state(*state)

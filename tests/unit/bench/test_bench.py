@@ -16,14 +16,23 @@ from raytorchrpc.bench.fit import fit
 from raytorchrpc.bench.markdown import document
 from raytorchrpc.bench.options import Options, make_options, parse_size, show_size
 from raytorchrpc.bench.pairs import Failed, Pair, Series, Stuck
-from raytorchrpc.bench.published import published, published_curve, published_sizes
-from raytorchrpc.bench.results import Cell, RowResult, Run, read_run, write_file
+from raytorchrpc.bench.results import (
+    Cell,
+    RowResult,
+    Run,
+    published,
+    published_curve,
+    published_sizes,
+    read_run,
+    write_file,
+)
 from raytorchrpc.bench.rows import QUICK, ROWS, Device, Row, choose
 from raytorchrpc.bench.run import find_node
 from raytorchrpc.bench.schedule import FEWEST, Sampler, lead_in
 from raytorchrpc.bench.site import Host, MemoryLimits, Site, free_memory, needed, obstacle, size_obstacle
 from raytorchrpc.bench.tables import choice, figures, not_measured, plain, to_csv
 from raytorchrpc.cli.app import app
+from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.topology.endpoint import Endpoint, Gid, Hca, HcaPort
 
@@ -157,10 +166,8 @@ def place(host: str = "one", **more: Any) -> Host:
 
 
 def site(a: Host, b: Host | None = None) -> Site:
-    """A machine, or two, with a version that has every lane and setting."""
-    lanes = {lane for row in ROWS for lane in row.config.get("lanes", ())}
-    settings = {setting for row in ROWS for setting in row.config}
-    return Site(a, b or a, frozenset(lanes), frozenset(settings))
+    """A machine, or two."""
+    return Site(a, b or a)
 
 
 def adapter(state: str = "ACTIVE") -> Hca:
@@ -236,12 +243,9 @@ def test_what_is_not_installed_is_named_with_the_remedy() -> None:
     assert obstacle(BY_NAME["ray-rdt-nixl"], "cpu", here) == ("nixl is not installed: pip install 'raytorchrpc[nixl]'")
 
 
-def test_a_lane_or_setting_of_another_version_is_a_row_that_says_so() -> None:
-    here = site(place())
-    old = replace(here, known_lanes=frozenset({"socket", "torchrpc"}))
-    assert obstacle(BY_NAME["shm"], "cpu", old) == "this version has no lane 'shm'"
-    old = replace(here, known_settings=frozenset({"lanes"}))
-    assert obstacle(BY_NAME["torchrpc-TCP"], "cpu", old) == "this version has no setting 'transports'"
+def test_the_lanes_and_settings_of_every_row_exist() -> None:
+    for row in ROWS:
+        GroupConfig(**row.config)
 
 
 def test_sizes_beyond_a_lane_or_the_memory_are_not_tried() -> None:
@@ -314,7 +318,7 @@ class Scripted(Series):
     """A row that takes as long as it is told, without a clock that waits."""
 
     def __init__(self, row: Row, clock: list[float], log: list[str], per_op: float, per_byte: float = 0.0) -> None:
-        super().__init__(row, "cpu", Pair(row.name, [row], False, None, None, opened={row.name: None}))
+        super().__init__(row, "cpu", Pair(row.name, False, None, None, opened={row.name: None}))
         self.clock, self.log, self.per_op, self.per_byte = clock, log, per_op, per_byte
         self.carrier: str | None = None
         self.breaks_at: tuple[int, Failed] | None = None

@@ -131,3 +131,21 @@ def test_what_a_process_sent_before_it_ended_is_lost_with_it(lent: bool, how: st
     finally:
         receiver.close()
         sender.close()
+
+
+def test_parts_that_the_caller_copies_keep_their_memory_until_then() -> None:
+    sender, receiver = lane(), lane()
+    try:
+        receiver.connect([PeerAddress("s", sender.address)])  # type: ignore[attr-defined]
+        descriptor = sender.export([torch.full((SIZE,), 7, dtype=torch.uint8)], "r", {}).descriptor
+        strided = torch.zeros(2000, dtype=torch.uint8)[::2]
+        left = receiver.scatter_into("s", descriptor, [SIZE], [[Part(0, strided)]])
+        assert used(sender) == SIZE
+        ((target, source),) = left
+        target.copy_(source)
+        assert bool((strided == 7).all())
+        del left, source
+        assert used(sender) == 0
+    finally:
+        receiver.close()
+        sender.close()

@@ -13,7 +13,7 @@ import raytorchrpc as rtr
 from raytorchrpc.calls import current
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.patterns.weights import pull
-from raytorchrpc.patterns.weights.services import TENSORS
+from raytorchrpc.patterns.weights.published import TENSORS
 from tests.unit.members import Members
 
 LONG = 20.0

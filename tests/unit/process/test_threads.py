@@ -518,7 +518,7 @@ def test_half_a_request_whose_rest_cannot_be_sent_ends_the_connection(
     try:
         pair.ask()
         (accepted,) = pair.b.lane._listeners.connections.values()  # type: ignore[attr-defined]
-        assert accepted.acquire_read()  # it stands still
+        assert wait_until(accepted.acquire_read, PATIENCE_S)  # it stands still
         shortage.begin()
         large = Message(("echo",), EMPTY._replace(payload=bytes(8 << 20)))
         with pytest.raises(PeerLost, match="the rest of it cannot be sent"):
