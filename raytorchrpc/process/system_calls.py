@@ -79,7 +79,7 @@ class AnyReadable:
     """Tells whether one of some descriptors is readable, for a thread that asks often."""
 
     def __init__(self, *fds: int) -> None:
-        self._asked = (_PollFd * len(fds))(*[(fd, select.POLLIN, 0) for fd in fds])
+        self._asked = (_PollFd * len(fds))(*[_PollFd(fd, select.POLLIN, 0) for fd in fds])
         self._address, self._count = ctypes.c_void_p(ctypes.addressof(self._asked)), ctypes.c_ulong(len(fds))
 
     def __call__(self) -> bool:

@@ -20,7 +20,6 @@ _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _PICKLE = 0x80
 #: What was encoded.
 _VALUE, _CALL, _TUPLE, _LIST, _DICT = range(5)
-_KINDS = {tuple: _TUPLE, list: _LIST}
 
 
 def encoded(obj: Any, own: bool) -> tuple[bytes, Sequence[torch.Tensor]] | None:
@@ -33,7 +32,7 @@ def encoded(obj: Any, own: bool) -> tuple[bytes, Sequence[torch.Tensor]] | None:
         if named:
             names, values = tuple(named), (*values, *named.values())
     elif kind is tuple or kind is list:
-        what, values = _KINDS[kind], obj
+        what, values = _TUPLE if kind is tuple else _LIST, obj
     elif kind is dict:
         what, names, values = _DICT, tuple(obj), obj.values()
     else:

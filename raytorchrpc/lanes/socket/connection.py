@@ -243,7 +243,7 @@ class Connection:
         with self._state:
             if self._armed and self._ended is None:  # after the end its descriptor may have been reused
                 self._armed = False
-                self._listeners.disarm(self.fd)
+                self._listeners.arm(self.fd, 0)
 
     def release_read(self) -> None:
         """Let other threads read. The calling thread is likely to read again soon, so the leader polls this connection
@@ -387,7 +387,7 @@ class SocketPending(PendingReply):
                     connection.read()
             finally:
                 connection.release_read()
-        return self.done or super().wait(deadline - time.monotonic())
+        return super().wait(deadline - time.monotonic())
 
     def _on_callbacks(self, begins: bool) -> None:
         connection = self._connection

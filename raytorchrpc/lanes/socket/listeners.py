@@ -70,8 +70,7 @@ class Listeners(Generic[R]):
         """By descriptor."""
         self._listening: set[int] = set()
         self._lock = threading.Lock()
-        self._idle = 0
-        """Threads that lead or wait to."""
+        self._idle = 0  # threads that lead or wait to
         self._threads = 0
         self._standing_in = False
         self._spawn: Spawn | None = None
@@ -79,10 +78,8 @@ class Listeners(Generic[R]):
         self._leader: object | None = None
         self._leading_thread = 0
         self._tasks: deque[Task] = deque()
-        self._began = 0.0
-        """When the leader began the method that it runs; 0.0 if it runs none."""
-        self._replacing = False
-        """The timer runs after which the leader may be replaced."""
+        self._began = 0.0  # when the leader began the method that it runs; 0.0 if it runs none
+        self._replacing = False  # the timer runs after which the leader may be replaced
         self._brief = True
         self._served = 0.0
         self._spinner = Spinner()
@@ -127,15 +124,8 @@ class Listeners(Generic[R]):
             with contextlib.suppress(OSError, ValueError):
                 self._epoll.unregister(connection.fd)
 
-    def arm(self, fd: int) -> None:
-        """Poll this connection until ``disarm``."""
-        self._modify(fd, _READ)
-
-    def disarm(self, fd: int) -> None:
-        """Do not poll this connection: a caller reads it."""
-        self._modify(fd, 0)
-
-    def _modify(self, fd: int, events: int) -> None:
+    def arm(self, fd: int, events: int = _READ) -> None:
+        """Poll this descriptor; with no ``events``, do not: a caller reads it."""
         try:  # contextlib.suppress would take longer
             self._epoll.modify(fd, events)
         except (OSError, ValueError):  # closed meanwhile
@@ -212,12 +202,11 @@ class Listeners(Generic[R]):
         if self.closed:
             self.retire(1)
             return False
+        with self._lock:
+            if self._leader is None:
+                self._lead(me)
         if self._leader is not me:
-            with self._lock:
-                if self._leader is None:
-                    self._lead(me)
-            if self._leader is not me:
-                return self._wait_to_lead(me, patience_s)
+            return self._wait_to_lead(me, patience_s)
         if not self._tasks:
             self._poll(patience_s)
         while self._leader is me and self._tasks:
@@ -327,7 +316,7 @@ class Listeners(Generic[R]):
             if not self._accept(fd):  # the connection waits in the backlog, so epoll would report it again at once
                 threading.Event().wait(_ACCEPT_PAUSE_S)
         finally:
-            self._modify(fd, _READ_ONCE)
+            self.arm(fd, _READ_ONCE)
 
     def _restore(self, me: object) -> None:
         """After this thread failed, what it was handling may not be polled any more: poll everything."""
@@ -335,7 +324,7 @@ class Listeners(Generic[R]):
             if self._leader is me:
                 self._vacate()
         for fd in list(self._listening):
-            self._modify(fd, _READ_ONCE)
+            self.arm(fd, _READ_ONCE)
         for connection in list(self.connections.values()):
             connection.rearm()
         with self._lock:

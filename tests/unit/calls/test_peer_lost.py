@@ -29,8 +29,7 @@ from tests.unit.callees import TOKEN, make_callee
 LISTENERS: Any = SimpleNamespace(
     fd=-1,
     busy=False,
-    arm=lambda fd: None,
-    disarm=lambda fd: None,
+    arm=lambda fd, events=0: None,
     watch=lambda one: None,
     remove=lambda one: None,
     step_down=lambda: None,
