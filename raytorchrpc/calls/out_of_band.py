@@ -187,11 +187,6 @@ class PendingTensors:
                 self._leave(self._lane.discard, self._peer, self._manifest[3])
 
 
-def body_bytes(body: Encoded) -> int:
-    """Bytes that cross for this body: the pickle and the tensors' data."""
-    return len(body.payload) + sum(tensor.nbytes for tensor in body.tensors)
-
-
 def owned(body: Encoded) -> Encoded:
     """The body with each tensor in memory of its own, apart from a lane's memory and from the other tensors.
 

@@ -15,7 +15,7 @@ from raytorchrpc.calls.event_loops import Token, token_on_loop
 from raytorchrpc.calls.flow_control import CreditWindows
 from raytorchrpc.calls.future import Call, call_back
 from raytorchrpc.calls.options import DEFAULTS, CallOptions, checked_timeout
-from raytorchrpc.calls.out_of_band import Payload, body_bytes
+from raytorchrpc.calls.out_of_band import Payload
 from raytorchrpc.calls.payload import PayloadStep
 from raytorchrpc.calls.peer_table import PeerTable
 from raytorchrpc.calls.peers import PeerRoute
@@ -30,7 +30,7 @@ from raytorchrpc.process import fork
 from raytorchrpc.process.deadlines import Deadlines
 from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors import host_device_copy
-from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
+from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded, body_bytes
 from raytorchrpc.tensors.exceptions import decode_exception
 
 

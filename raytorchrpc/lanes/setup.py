@@ -32,8 +32,6 @@ class LaneSetup:
     """CUDA indices in this process that tensors are sent from or arrive on."""
     device_maps: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     """By peer: this process's GPU -> the peer's, for arguments."""
-    one_at_a_time: bool = False
-    """The actor runs one method at a time."""
 
     @property
     def capacity(self) -> int:

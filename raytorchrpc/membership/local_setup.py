@@ -69,9 +69,6 @@ def open_lanes(spec: JoinSpec, local: LocalMember) -> dict[str, Any]:
         interface=spec.agent.interface,
         devices=spec.agent.devices,
         device_maps=spec.device_maps,
-        one_at_a_time=local.me.actor_id is not None
-        and ray_internals.actor_max_concurrency() == 1
-        and not ray_internals.actor_is_async(),
     )
     opened = local.tensor_lanes.keys() | {lane.name for lane in local.lanes}
     names = dict.fromkeys([*(row.name for row in registry.LANES if row.always), *spec.lanes])

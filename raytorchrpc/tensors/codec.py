@@ -1,4 +1,5 @@
-"""Converts any Python object to and from (pickle bytes, tensors, RRefs). Only this package uses pickle.
+"""Converts any Python object to and from (bytes, tensors, RRefs). The bytes are a pickle, or for simple objects what
+``plain_values`` makes. Only this package uses pickle.
 
 Tensors anywhere inside an object, and large buffers of pickle protocol 5 (numpy arrays, Arrow columns), are lifted out
 without a copy and travel out of band; a lane decides how. The remaining bytes are few.
@@ -18,6 +19,7 @@ import torch
 
 from raytorchrpc._compat.torch_internals import RREF_TYPE
 from raytorchrpc.errors import RayTorchRpcError, SerializationError, shown
+from raytorchrpc.tensors import plain_values
 from raytorchrpc.tensors.containers import Bulk, gathered
 
 #: Smaller buffers stay in the pickle: lifting one costs more than copying it (bytes).
@@ -35,6 +37,14 @@ class Encoded(NamedTuple):
     tensors: Sequence[torch.Tensor]
     rrefs: Sequence[Any]
     buffers: int
+
+
+def body_bytes(body: Encoded) -> int:
+    """Bytes that cross for this object: ``payload`` and the tensors' data."""
+    size = len(body.payload)
+    for tensor in body.tensors:
+        size += tensor.nbytes
+    return size
 
 
 #: The encoding of None.
@@ -97,6 +107,8 @@ class Codec:
         """
         if obj is None:  # as most methods return
             return NOTHING
+        if not keep_graph and (plain := plain_values.encoded(obj, own)) is not None:
+            return Encoded(*plain, (), 0)
         file = io.BytesIO()
         buffers: list[torch.Tensor] = []
         pickler = self._pickler(file, protocol=5, buffer_callback=_buffer_lifter(buffers))
@@ -127,6 +139,8 @@ class Codec:
         """
         if not payload:
             return None
+        if plain_values.is_plain(payload):
+            return plain_values.decoded(payload, tensors)
         split = len(tensors) - buffers
         outer = _table.tensors, _table.rrefs
         _table.tensors, _table.rrefs = tensors, rrefs
@@ -301,7 +315,7 @@ def orders(encoded: Encoded) -> dict[int, tuple[int, ...]]:
     one. Builds no object, and runs none of its code.
     """
     outline = _Outline(encoded)
-    if encoded.payload:
+    if encoded.payload and not plain_values.is_plain(encoded.payload):
         outline.load()
     return outline.orders
 

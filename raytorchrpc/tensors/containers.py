@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: Smaller containers are left to the pickler.
-_MANY = 8
+#: Smaller containers are not taken apart as a whole.
+MANY = 8
 #: Greatest depth of nested containers.
 _DEPTH = 3
 
@@ -77,7 +77,7 @@ def _gather(obj: Any, depth: int, seen: list[int], found: list[Bulk]) -> Any:
         return obj
     values = obj.values() if kind in (dict, OrderedDict) else obj
     seen.append(id(obj))
-    if len(obj) >= _MANY:
+    if len(obj) >= MANY:
         bulk = _bulk(obj, kind, values)
         seen += map(id, bulk.tensors)
         found.append(bulk)

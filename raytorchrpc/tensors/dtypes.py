@@ -49,3 +49,14 @@ def view_at(source: torch.Tensor, offset: int, shape: Shape) -> torch.Tensor:
         return torch.empty(extents, dtype=dtype, device=source.device)
     within(offset, size, source.numel())
     return source[offset : offset + size].view(dtype).view(extents)
+
+
+def tensor_in(memory: bytearray, offset: int, shape: Shape) -> torch.Tensor:
+    """As ``view_at``, for the memory of a ``bytearray``."""
+    dtype, extents = shape
+    count = math.prod(extents)
+    if not count:
+        return torch.empty(extents, dtype=dtype)
+    within(offset, count * dtype.itemsize, len(memory))
+    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+    return flat if len(extents) == 1 else flat.view(extents)

@@ -9,18 +9,20 @@ a copy and arrive as writable views of their frame. A tag follows each frame on 
 
 from __future__ import annotations
 
+import ctypes
 import marshal
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from raytorchrpc.lanes.base import Message
 from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection, check_tag
-from raytorchrpc.tensors.codec import NOTHING, Encoded
-from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, as_copyable, view_at
+from raytorchrpc.process.system_calls import CHUNK
+from raytorchrpc.tensors.codec import NOTHING, Encoded, body_bytes
+from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, as_copyable, tensor_in, view_at
 
 REQUEST, REPLY = 0, 1
 
@@ -28,11 +30,11 @@ REQUEST, REPLY = 0, 1
 _PREFIX = struct.Struct("<QQQIB")
 PREFIX_BYTES = _PREFIX.size
 _ALIGN = 64
-_CHUNK = 1 << 16
 #: Far above any frame: a greater length means that the stream is out of step (bytes).
 _MAX_FRAME = 1 << 40
 
 _PADDING = bytes(_ALIGN)
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 class Frame(NamedTuple):
@@ -49,30 +51,30 @@ def pack(kind: int, call: int, message: Message) -> list[Any]:
     if not body.tensors:
         blob = marshal.dumps((header, None, body.buffers, message.manifests))
         prefix = _PREFIX.pack(call, 0, len(body.payload), len(blob), kind)
-        return [prefix + blob + body.payload] if len(body.payload) < _CHUNK else [prefix + blob, body.payload]
+        return [prefix + blob + body.payload] if len(body.payload) < CHUNK else [prefix + blob, body.payload]
     described: list[tuple[str, tuple[int, ...], int]] = []
     parts: list[Any] = []
     area = 0
+    small = body_bytes(body) < CHUNK
     for tensor in body.tensors:
         described.append((DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), area))
-        raw = _bytes_of(tensor)
-        if raw is not None:
-            parts.append(raw)
-            area += raw.nbytes
-            if gap := -raw.nbytes % _ALIGN:
-                parts.append(_PADDING[:gap])
-                area += gap
+        if not (size := tensor.nbytes):
+            continue
+        contiguous = tensor if tensor.is_contiguous() else as_copyable(tensor).contiguous()
+        parts.append(ctypes.string_at(contiguous.data_ptr(), size) if small else _bytes_of(contiguous))
+        area += size
+        if gap := -size % _ALIGN:
+            parts.append(_PADDING[:gap])
+            area += gap
     blob = marshal.dumps((header, described, body.buffers, message.manifests))
     head = _PREFIX.pack(call, area, len(body.payload), len(blob), kind) + blob
     gap = -(len(head) + len(body.payload)) % _ALIGN if area else 0
-    return [head, body.payload, _PADDING[:gap], *parts]
+    buffers = [head, body.payload, _PADDING[:gap], *parts]
+    return [b"".join(buffers)] if small else buffers
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
-    if not tensor.numel():
-        return None
-    flat = (tensor if tensor.is_contiguous() else as_copyable(tensor).contiguous()).view(-1).view(torch.uint8)
-    return flat.numpy().data
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 class FrameReader:
@@ -89,15 +91,19 @@ class FrameReader:
         self._hash: Any = None  # of the part that has arrived, without the tag
         self._unread: Unread | None = None  # a frame that this process has no memory for
 
-    def read(self, sock: socket.socket, flags: int = 0) -> list[Frame]:
+    def read(self, sock: socket.socket, receive: Callable[[], bytes | None] | None = None) -> list[Frame]:
         """Read once and return the frames that are complete now.
 
-        Raises BlockingIOError if no data is there, EOFError at the end of the stream, ValueError if the stream is out
+        ``receive``: receives what is there, or returns None. Without it this waits for data as the socket does.
+
+        Raises BlockingIOError if no data has come, EOFError at the end of the stream, ValueError if the stream is out
         of step or a frame is not authentic.
         """
         if self._large is not None and self._decrypt is None:
-            return self._read_large(sock, flags)
-        data = sock.recv(_CHUNK, flags)
+            return self._read_large(sock, 0 if receive is None else socket.MSG_DONTWAIT)
+        data = sock.recv(CHUNK) if receive is None else receive()
+        if data is None:
+            return []
         if not data:
             raise EOFError
         return self.feed(data if self._decrypt is None else self._decrypt(data))
@@ -126,7 +132,7 @@ class FrameReader:
         while end - start >= _PREFIX.size:
             size = sizes(data, start)[1] + self._tag_bytes
             if end - start < size:
-                if size > _CHUNK:
+                if size > CHUNK:
                     self._begin_large(data[start:], size)
                     start = end
                 break
@@ -198,7 +204,7 @@ class Unread:
         if self._hash is not None:
             self._hash.update(body)
         if len(self._head) < PREFIX_BYTES or len(self._head) < self._head_size():
-            self._head += bytes(body[:_CHUNK])
+            self._head += bytes(body[:CHUNK])
 
     def _head_size(self) -> int:
         header: int = _PREFIX.unpack_from(self._head)[3]
@@ -241,12 +247,11 @@ def _parsed(view: memoryview, storage: torch.Tensor | None) -> Frame:
     tensors: Sequence[torch.Tensor] = ()
     if described:
         head_padded = head + (-head % _ALIGN if area else 0)
-        if storage is not None:
-            source: torch.Tensor = storage[head_padded:]
-        elif area:
-            source = torch.frombuffer(bytearray(view[head_padded : head_padded + area]), dtype=torch.uint8)
+        if storage is not None or not area:
+            source = _NO_BYTES if storage is None else storage[head_padded:]
+            tensors = [view_at(source, offset, (DTYPES[name], shape)) for name, shape, offset in described]
         else:
-            source = torch.empty(0, dtype=torch.uint8)
-        tensors = [view_at(source, offset, (DTYPES[name], shape)) for name, shape, offset in described]
+            copy = bytearray(view[head_padded : head_padded + area])
+            tensors = [tensor_in(copy, offset, (DTYPES[name], shape)) for name, shape, offset in described]
     body = Encoded(bytes(view[begin:head]), tensors, (), buffers)
     return Frame(kind, call, Message(fields, body, manifests=manifests))

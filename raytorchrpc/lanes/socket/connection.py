@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
@@ -18,6 +17,7 @@ from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.socket.listeners import Listeners
 from raytorchrpc.lanes.socket.spin import Spinner
 from raytorchrpc.process import keepalive, threads
+from raytorchrpc.process.system_calls import AnyReadable, PromptSocket
 
 #: A caller that reads checks its deadline this often (seconds).
 SLICE_S = 1
@@ -61,24 +61,23 @@ class Connection:
         self.accepted = peer is None
         """Whether the peer opened it, so that it receives requests."""
         self.fd = sock.fileno()
+        self._prompt = PromptSocket(sock)
+        self._readable = AnyReadable(self.fd, listeners.fd)
         self._protection = protection
         self._reader = frames.FrameReader(protection)
         self._sending = threading.Lock()
         self._state = threading.Lock()
         self._reading = False
         self._armed = self.accepted
-        """Whether listeners poll it. They always poll an accepted connection, but one of our own only while it has
-        replies to come that no caller reads: a caller that waits reads its own reply, and those of others meanwhile.
+        """Whether the leading listener polls it. It always polls an accepted connection, but one of our own only while
+        that has replies to come that no caller reads: a caller that waits in a process that serves no requests reads
+        its own reply, and those of others meanwhile.
         """
         self._watched = False
         self._read_lately = False
-        """A caller, or the listener that serves it, has read it and is likely to again: no other listener needs
-        to wake.
-        """
+        """A caller has read it and is likely to again: the leader need not poll it."""
         self._callbacks = 0  # calls in flight that have a callback
         self._spinner = Spinner()
-        self.brief = True
-        """Whether the last requests took less than ATTEND_S to serve."""
         self._pending: dict[int, SocketPending] = {}
         self._calls = 0
         self._ended: str | None = None
@@ -156,8 +155,8 @@ class Connection:
             if self._protection is not None:
                 buffers = self._protection.seal(buffers)
             try:
-                if len(buffers) == 1:
-                    sent = self.sock.send(buffers[0], _AT_ONCE)
+                if len(buffers) == 1 and type(buffers[0]) is bytes:
+                    sent = self._prompt.send(buffers[0])
                 else:
                     sent = self.sock.sendmsg(buffers[:_IOV_MAX], (), _AT_ONCE)
             except BlockingIOError:
@@ -186,7 +185,7 @@ class Connection:
             raise
         finally:
             if not rest:
-                self._sending.release()
+                self._sent()
         if rest:
             self._finish_later(rest)
 
@@ -196,7 +195,7 @@ class Connection:
             threads.start(self._finish, copies, name="raytorchrpc-rest")
         except BaseException as error:
             self.end(f"a request was sent in part by its deadline, and the rest of it cannot be sent: {error}")
-            self._sending.release()
+            self._sent()
             raise PeerLost(self.peer or "the caller", self._ended or "", may_have_run=False) from error
 
     def _busy(self) -> RpcTimeout:
@@ -227,7 +226,7 @@ class Connection:
         except OSError as error:
             self.end(str(error))
         finally:
-            self._sending.release()
+            self._sent()
 
     # Reading.
 
@@ -244,27 +243,24 @@ class Connection:
         with self._state:
             if self._armed and self._ended is None:  # after the end its descriptor may have been reused
                 self._armed = False
-                self._listeners.disarm(self.fd)
+                self._listeners.arm(self.fd, 0)
 
-    def release_read(self, *, lazily: bool) -> None:
-        """Let other threads read, if more data is expected. ``lazily``: the calling thread will read again soon, so
-        listeners need to wake only if it does not.
+    def release_read(self) -> None:
+        """Let other threads read. The calling thread is likely to read again soon, so the leader polls this connection
+        only if it does not, or for a caller that waits.
         """
         with self._state:
             self._reading = False
-            self._armed = False  # the registration was one-shot
-            if not (self.accepted or self._pending):
-                return
-            if lazily:
+            if self._ended is not None:
+                self._close()
+            elif self._pending:
                 self._read_lately = True
                 self._ensure_reader()
-            else:
-                self._arm()
 
-    def read(self, flags: int = 0) -> list[frames.Frame]:
+    def read(self, *, wait: bool = False) -> list[frames.Frame]:
         """Read once: completes the calls whose replies have arrived, and returns the requests."""
         try:
-            arrived = self._reader.read(self.sock, flags)
+            arrived = self._reader.read(self.sock, None if wait else self._prompt.receive)
         except BlockingIOError:
             return []
         except Exception as error:  # whatever it is, the stream is out of step
@@ -283,9 +279,24 @@ class Connection:
 
     def read_until(self, pending: SocketPending, deadline: float) -> None:
         """As the reading thread, read until this call is done or the deadline passes."""
+        if not self._listeners.busy and self._spinner.should_spin():
+
+            def read_reply() -> bool:
+                if not self._readable():
+                    return False
+                self.read()
+                return pending.done or self._listeners.busy
+
+            self._spinner.spin(read_reply)
+            if pending.done:
+                return
+        self._listeners.step_down()
+        began = time.perf_counter()
+        self._read_sleeping(pending, deadline)
+        self._spinner.slept(time.perf_counter() - began)
+
+    def _read_sleeping(self, pending: SocketPending, deadline: float) -> None:
         poll = None
-        if self._spinner.should_spin():
-            self._spinner.spin(partial(self._read_reply, pending))
         while not pending.done:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
@@ -294,25 +305,7 @@ class Connection:
                 poll = poll or _poll_in(self.fd)
                 if not poll.poll(remaining * 1000):
                     return
-            self.read()
-
-    def _read_reply(self, pending: SocketPending) -> bool:
-        self.read(socket.MSG_DONTWAIT)
-        return pending.done
-
-    def await_requests(self) -> list[frames.Frame]:
-        """As the reading thread, wait briefly for requests."""
-        requests: list[frames.Frame] = []
-
-        def ready() -> bool:
-            requests.extend(self.read(socket.MSG_DONTWAIT))
-            return bool(requests) or self.ended
-
-        if self._spinner.should_spin():
-            self._spinner.spin(ready)
-        else:
-            ready()
-        return requests
+            self.read(wait=True)
 
     def after_fork(self) -> None:
         """See fork.ForkAware. The calls in flight are the parent's; in the child they never end."""
@@ -334,8 +327,26 @@ class Connection:
                 with contextlib.suppress(OSError):
                     self.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it
             finally:
-                self.sock.close()
+                with self._state:
+                    self._close()
                 fail_all(self._pending, self.peer or "?", reason)
+
+    def _close(self) -> None:
+        """Under ``_state``, after the end: close the descriptor, unless a thread may be about to use it.
+
+        Once closed, its number may stand for another file.
+        """
+        if not self._reading and self._sending.acquire(False):
+            self._prompt.forget()
+            self.sock.close()
+            self._sending.release()
+
+    def _sent(self) -> None:
+        """End a send."""
+        self._sending.release()
+        if self._ended is not None:
+            with self._state:
+                self._close()
 
 
 def _poll_in(fd: int) -> select.poll:
@@ -366,21 +377,21 @@ class SocketPending(PendingReply):
     def wait(self, timeout_s: float) -> bool:
         if self.done:
             return True
-        connection = self._connection
-        if not connection.acquire_read():
-            return super().wait(timeout_s)
-        try:
-            connection.exclude_listeners()
-            if timeout_s > 0:
-                connection.read_until(self, time.monotonic() + timeout_s)
-            else:
-                connection.read(socket.MSG_DONTWAIT)
-        finally:
-            connection.release_read(lazily=True)
-        return self.done
+        connection, deadline = self._connection, time.monotonic() + timeout_s
+        if connection.acquire_read():
+            try:
+                if timeout_s > 0:
+                    connection.exclude_listeners()
+                    connection.read_until(self, deadline)
+                else:
+                    connection.read()
+            finally:
+                connection.release_read()
+        return super().wait(deadline - time.monotonic())
 
     def _on_callbacks(self, begins: bool) -> None:
         connection = self._connection
         connection._callbacks += 1 if begins else -1
         if begins:
             connection._arm()
+            connection._listeners.step_down()

@@ -21,7 +21,7 @@ from raytorchrpc.lanes.common.credentials import Credentials
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.socket.connection import Connection, SocketPending, tune
-from raytorchrpc.lanes.socket.listeners import ATTEND_S, Listeners
+from raytorchrpc.lanes.socket.listeners import Listeners
 from raytorchrpc.process import fork, threads
 
 Work = Callable[[], None]
@@ -45,14 +45,9 @@ class SocketLane(ConnectedLane[Connection]):
         *,
         tcp_host: str | None,
         by_tcp: frozenset[str],
-        one_at_a_time: bool = False,
     ) -> None:
-        """See ConnectedLane. ``one_at_a_time``: the member runs one method at a time, so the listener that runs a brief
-        one may also read the request behind it.
-        """
         super().__init__(me, credentials, tcp_host, by_tcp)
-        self._one_at_a_time = one_at_a_time
-        self._listeners: Listeners[Connection] = Listeners(me, self._serve_all, self._accept, self.close)
+        self._listeners: Listeners[Connection] = Listeners(me, self._read, self._accept, self.close)
 
     # --- the interface -------------------------------------------------------------------------------------
 
@@ -122,16 +117,24 @@ class SocketLane(ConnectedLane[Connection]):
 
     # --- serving ---------------------------------------------------------------------------------------------
 
-    def _serve_all(self, connection: Connection) -> None:
-        """Read what has arrived and run the work it brought, for as long as more arrives at once."""
-        tasks = self._read(connection, partial(connection.read, socket.MSG_DONTWAIT))
-        while tasks:
-            began = time.perf_counter()
-            while tasks:
-                self._run(tasks.pop(0), connection)
-            connection.brief = time.perf_counter() - began < ATTEND_S
-            connection.exclude_listeners()
-            tasks = self._read(connection, connection.await_requests)
+    def _read(self, connection: Connection) -> list[Work]:
+        """Read what has arrived, and return the work that it brought.
+
+        Requests enter their queues in the order sent.
+        """
+        if not connection.acquire_read():
+            return []  # a caller reads it
+        tasks: list[Work] = []
+        try:
+            for frame in connection.read():
+                if (task := self._request(connection, frame)) is not None:
+                    tasks.append(partial(self._run, task, connection))
+        except BaseException as error:  # requests that have been accepted are served; the rest were not answered
+            threads.report(error, f"{self._me} closes a connection")
+            connection.end(f"a request could not be accepted: {error}")
+        finally:
+            connection.release_read()
+        return tasks
 
     def _run(self, task: Work, connection: Connection) -> None:
         try:
@@ -139,35 +142,6 @@ class SocketLane(ConnectedLane[Connection]):
         except BaseException as error:  # the caller may not have been answered
             threads.report(error, f"{self._me} closes a connection")
             connection.end(f"a request could not be served: {error}")
-
-    def _read(self, connection: Connection, read: Callable[[], list[frames.Frame]]) -> list[Work]:
-        """Read, let other listeners wait, and return the work that is left for this thread.
-
-        Requests enter their queues before another thread reads this connection, so they are served in the order sent.
-        """
-        if not connection.acquire_read():
-            return []  # another thread reads it, and makes listeners poll it again
-        tasks: list[Work] = []
-        try:
-            for frame in read():
-                if (task := self._request(connection, frame)) is not None:
-                    tasks.append(task)
-        except BaseException as error:  # requests that have been accepted are served; the rest were not answered
-            threads.report(error, f"{self._me} closes a connection")
-            connection.end(f"a request could not be accepted: {error}")
-        finally:
-            # Beside brief work, a second thread that listens would only compete for the interpreter.
-            connection.release_read(lazily=bool(tasks) and self._one_at_a_time and connection.brief)
-        if tasks:
-            self._listeners.ensure_another()  # the method, or its reply to a stalled peer, may block
-        while len(tasks) > 1:  # several requests in one read: each may block
-            try:
-                self._spawn(tasks[1])
-            except Exception as error:
-                threads.report(error, f"{self._me} serves requests one after another")
-                break
-            del tasks[1]
-        return tasks
 
     def _request(self, connection: Connection, frame: frames.Frame) -> Work | None:
         def reply(message: Message) -> None:
@@ -184,5 +158,4 @@ def make(setup: LaneSetup) -> SocketLane:
         setup.credentials,
         tcp_host=setup.tcp_host,
         by_tcp=setup.by_tcp,
-        one_at_a_time=setup.one_at_a_time,
     )

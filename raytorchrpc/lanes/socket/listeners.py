@@ -1,8 +1,10 @@
-"""The threads that read the socket lane's connections.
+"""The threads that poll the socket lane's connections.
 
-Listeners wait in one epoll set, and the kernel wakes one per event. A listener that finds a request runs its method
-itself, after it has made sure that another listener waits: a request costs one wake-up, and a long method delays no
-other request.
+One thread at a time polls: the leader. It reads what has arrived on any connection, and runs the methods of the
+requests itself, one after another. While it runs brief methods nobody polls, because a second thread would only compete
+for the interpreter lock. Idle threads wait beside it. One of them becomes the leader when a method has run for
+``ATTEND_S``, or at once if the methods of late have not been brief. So a request costs one wake-up, and a long method
+delays no other request for long.
 """
 
 from __future__ import annotations
@@ -11,25 +13,34 @@ import contextlib
 import os
 import select
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from raytorchrpc.lanes.base import Spawn
-from raytorchrpc.lanes.socket.spin import Timer
+from raytorchrpc.lanes.socket.spin import Spinner, Timer
 from raytorchrpc.process import threads
+from raytorchrpc.process.system_calls import AnyReadable
 
-#: A reply that no caller comes to read is read after this time, or twice as long (seconds).
+#: A leader whose method takes longer is replaced. A reply that no caller comes to read is read after this time, or
+#: twice as long (seconds).
 ATTEND_S = 0.001
-#: Idle listeners kept. More are started while many methods run at once.
-_SPARE_LISTENERS = 4
+#: Callers do not spin for this time after a request was served (seconds).
+_SERVING_S = 0.001
+#: Idle threads kept beside the leader. More are started while many methods run at once.
+_SPARE_THREADS = 4
 #: Pause between attempts to accept while the process has no descriptor left (seconds).
 _ACCEPT_PAUSE_S = 0.05
-_NOTHING = ((-1, 0),)
-_READ = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
+_MOST_EVENTS = 64
+_READ = select.EPOLLIN | select.EPOLLRDHUP
+_READ_ONCE = _READ | select.EPOLLONESHOT
+
+Task = Callable[[], None]
 
 
 class Readable(Protocol):
-    """A connection, as listeners see it."""
+    """A connection, as the leader sees it."""
 
     fd: int
     accepted: bool
@@ -38,7 +49,7 @@ class Readable(Protocol):
         """Called soon after ``Listeners.watch``. Returns whether to call it again."""
 
     def rearm(self) -> None:
-        """Called after a listener failed: have listeners poll the connection again, if no thread reads it."""
+        """Called after a listener failed: have the leader poll the connection again, if no thread reads it."""
 
 
 R = TypeVar("R", bound=Readable)
@@ -48,40 +59,55 @@ class Listeners(Generic[R]):
     """The listener threads of one lane, and what they poll. Thread-safe."""
 
     def __init__(
-        self, me: str, serve: Callable[[R], None], accept: Callable[[int], bool], give_up: Callable[[], None]
+        self, me: str, read: Callable[[R], list[Task]], accept: Callable[[int], bool], give_up: Callable[[], None]
     ) -> None:
-        """``serve`` handles a readable connection. ``accept`` handles a readable listening socket; it returns False if
-        the process has no descriptor left. ``give_up`` is called if listeners fail without end.
+        """``read`` reads a readable connection and returns the methods to run. ``accept`` handles a readable listening
+        socket; it returns False if the process has no descriptor left. ``give_up`` is called if listeners fail without
+        end.
         """
-        self._me, self._serve, self._accept, self._give_up = me, serve, accept, give_up
+        self._me, self._read, self._accept, self._give_up = me, read, accept, give_up
         self.connections: dict[int, R] = {}
         """By descriptor."""
         self._listening: set[int] = set()
         self._lock = threading.Lock()
-        self._idle = 0
+        self._idle = 0  # threads that lead or wait to
         self._threads = 0
         self._standing_in = False
         self._spawn: Spawn | None = None
         self.closed = False
-        self._epoll = select.epoll()
-        # Level-triggered: once rung, it wakes every listener.
+        self._leader: object | None = None
+        self._leading_thread = 0
+        self._tasks: deque[Task] = deque()
+        self._began = 0.0  # when the leader began the method that it runs; 0.0 if it runs none
+        self._replacing = False  # the timer runs after which the leader may be replaced
+        self._brief = True
+        self._served = 0.0
+        self._spinner = Spinner()
+        self._epoll, self._bench = select.epoll(), select.epoll()
+        self.fd = self._epoll.fileno()
+        self._has_events = AnyReadable(self.fd)
+        # Level-triggered: once rung, it wakes every thread.
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._bell, select.EPOLLIN)
+        self._vacancy = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._timer, self._replacement = Timer(ATTEND_S), Timer(ATTEND_S)
         self._watched: list[R] = []
-        self._timer = Timer(ATTEND_S)
-        self._epoll.register(self._timer.fd, _READ)
+        self._epoll.register(self._bell, select.EPOLLIN)
+        self._epoll.register(self._timer.fd, select.EPOLLIN)
+        self._bench.register(self._bell, select.EPOLLIN)
+        for fd in (self._vacancy, self._replacement.fd):  # edge-triggered: each event wakes one thread
+            self._bench.register(fd, select.EPOLLIN | select.EPOLLET)
 
     # --- what they poll --------------------------------------------------------------------------------------
 
     def start(self, spawn: Spawn) -> None:
-        """Start the first listener. ``spawn``: runs work on a thread of the member. Raises ThreadShortage."""
+        """Start the first threads. ``spawn``: runs work on a thread of the member. Raises ThreadShortage."""
         self._spawn = spawn
-        self._add_listener()
+        self._add_thread()
 
     def listen_to(self, fd: int) -> None:
         """Poll a listening socket."""
         self._listening.add(fd)
-        self._epoll.register(fd, _READ)
+        self._epoll.register(fd, _READ_ONCE)
 
     def add(self, connection: R) -> bool:
         """Add a connection; accepted ones are polled from now on. Returns False after ``close``."""
@@ -98,18 +124,11 @@ class Listeners(Generic[R]):
             with contextlib.suppress(OSError, ValueError):
                 self._epoll.unregister(connection.fd)
 
-    def arm(self, fd: int) -> None:
-        """Poll this descriptor until it is readable once."""
+    def arm(self, fd: int, events: int = _READ) -> None:
+        """Poll this descriptor; with no ``events``, do not: a caller reads it."""
         try:  # contextlib.suppress would take longer
-            self._epoll.modify(fd, _READ)
+            self._epoll.modify(fd, events)
         except (OSError, ValueError):  # closed meanwhile
-            return
-
-    def disarm(self, fd: int) -> None:
-        """Do not poll this descriptor: a caller reads it."""
-        try:
-            self._epoll.modify(fd, 0)
-        except (OSError, ValueError):
             return
 
     def watch(self, connection: R) -> None:
@@ -122,6 +141,8 @@ class Listeners(Generic[R]):
     def _attend(self) -> None:
         with self._lock:
             watched, self._watched = self._watched, []
+            if not self.closed:
+                self._timer.clear()
         try:
             again = [connection for connection in watched if connection.attend()]
         except BaseException:
@@ -129,46 +150,200 @@ class Listeners(Generic[R]):
                 self._watched += watched
             raise
         with self._lock:
-            if self.closed:
-                return
             self._watched += again
-            self._timer.clear()
-            self._epoll.modify(self._timer.fd, _READ)
-            if self._watched:
+            if self._watched and not self.closed:
                 self._timer.set()
 
+    @property
+    def busy(self) -> bool:
+        """Whether another thread serves requests, is about to, or did a moment ago. A thread that spins would compete
+        with it for the interpreter lock.
+        """
+        if self._leading_thread == threading.get_ident():
+            return False
+        return self._began != 0.0 or time.monotonic() - self._served < _SERVING_S or self._has_events()
+
     def close(self) -> bool:
-        """Wake all listeners so that they end. The last one frees the epoll set. Returns False if closed before."""
+        """Wake all threads so that they end. The last one frees the descriptors. Returns False if closed before."""
         with self._lock:
             if self.closed:
                 return False
             self.closed = True
-            os.eventfd_write(self._bell, 1)  # under the lock: the last listener to see it closes the bell
+            os.eventfd_write(self._bell, 1)  # under the lock: the last thread to see it closes the bell
         return True
 
     def after_fork(self) -> None:
-        """Close this process's descriptors. The epoll set and its content belong to the parent."""
+        """Close this process's descriptors. The epoll sets and their content belong to the parent."""
         self.closed = True
         self._lock = threading.Lock()
+        self._free()
+
+    def _free(self) -> None:
         bell, self._bell = self._bell, -1
         if bell >= 0:
-            self._epoll.close()
-            self._timer.close()
+            for part in (self._epoll, self._bench, self._timer, self._replacement):
+                part.close()
+            os.close(self._vacancy)
             os.close(bell)
 
-    # --- threads ---------------------------------------------------------------------------------------------
+    # --- one thread ------------------------------------------------------------------------------------------
 
-    def _add_listener(self) -> None:
-        number = self._count_listener()
+    def _listen(self) -> None:
+        me = object()
+        threads.serve(
+            lambda: self._step(me),
+            f"a listener of {self._me}",
+            restore=lambda: self._restore(me),
+            give_up=self._give_up,
+        )
+
+    def _step(self, me: object, patience_s: float = -1) -> bool:
+        """Lead, or wait to lead, until something has happened. Returns False if this thread is to end."""
+        if self.closed:
+            self.retire(1)
+            return False
+        with self._lock:
+            if self._leader is None:
+                self._lead(me)
+        if self._leader is not me:
+            return self._wait_to_lead(me, patience_s)
+        if not self._tasks:
+            self._poll(patience_s)
+        while self._leader is me and self._tasks:
+            self._run(me, self._tasks.popleft())
+        return self._leader is me or self._stays()
+
+    def _lead(self, me: object) -> None:
+        """Under the lock."""
+        self._leader, self._leading_thread, self._began = me, threading.get_ident(), 0.0
+
+    def _wait_to_lead(self, me: object, patience_s: float) -> bool:
+        with contextlib.suppress(InterruptedError):
+            if any(fd == self._replacement.fd for fd, _ in self._bench.poll(patience_s, 1)):
+                self._replace(me)
+        return True
+
+    def _replace(self, me: object) -> None:
+        """Become the leader if the present one has been running a method for too long."""
+        with self._lock:
+            if self.closed:
+                return
+            self._replacement.clear()
+            began = self._began
+            late = began and time.monotonic() - began >= ATTEND_S
+            self._replacing = bool(began) and not late
+            if self._replacing:
+                self._replacement.set()
+            if late:
+                self._lead(me)
+                self._brief = False
+
+    def _poll(self, patience_s: float) -> None:
+        events: list[tuple[int, int]] = []
+
+        def look() -> bool:
+            events[:] = self._epoll.poll(0, _MOST_EVENTS)
+            return bool(events)
+
+        if patience_s < 0 and self._spinner.should_spin():
+            self._spinner.spin(look)
+        if not events:
+            began = time.perf_counter()
+            try:
+                events = self._epoll.poll(patience_s, _MOST_EVENTS)
+            except InterruptedError:
+                return
+            self._spinner.slept(time.perf_counter() - began)
+        for fd, _ in events:
+            if (connection := self.connections.get(fd)) is not None:
+                self._tasks += self._read(connection)
+            elif fd == self._timer.fd:
+                self._attend()
+            elif fd in self._listening:
+                self._tasks.append(lambda fd=fd: self._accept_from(fd))  # type: ignore[misc]
+
+    def _run(self, me: object, task: Task) -> None:
+        """Run a method, during which another thread may become the leader."""
+        self._ensure_another()
+        began = time.monotonic()
+        with self._lock:
+            if self._leader is not me:
+                self._tasks.appendleft(task)
+                return
+            self._idle -= 1
+            if self._brief:
+                self._began = began
+                if not self._replacing:
+                    self._replacing = True
+                    self._replacement.set()
+            else:
+                self._vacate()
+        try:
+            task()
+        finally:
+            self._served = time.monotonic()
+            with self._lock:
+                self._idle += 1
+                if self._leader is me:
+                    self._began = 0.0
+                elif self._served - began < ATTEND_S:
+                    self._brief = True
+
+    def _vacate(self) -> None:
+        """Under the lock: have an idle thread lead instead of this one."""
+        self._leader, self._began = None, 0.0
+        if not self.closed:
+            os.eventfd_write(self._vacancy, 1)
+
+    def step_down(self) -> None:
+        """The calling thread is about to wait for something. If it is the leader, another one leads."""
+        if self._leading_thread == threading.get_ident():
+            with self._lock:
+                if self._began and self._leading_thread == threading.get_ident():
+                    self._vacate()
+
+    def _stays(self) -> bool:
+        """Whether this thread, which is not the leader any more, is kept."""
+        with self._lock:
+            if self._idle <= _SPARE_THREADS or self.closed:
+                return True
+            self._idle -= 1
+            self._threads -= 1
+            return False
+
+    def _accept_from(self, fd: int) -> None:
+        try:
+            if not self._accept(fd):  # the connection waits in the backlog, so epoll would report it again at once
+                threading.Event().wait(_ACCEPT_PAUSE_S)
+        finally:
+            self.arm(fd, _READ_ONCE)
+
+    def _restore(self, me: object) -> None:
+        """After this thread failed, what it was handling may not be polled any more: poll everything."""
+        with self._lock:
+            if self._leader is me:
+                self._vacate()
+        for fd in list(self._listening):
+            self.arm(fd, _READ_ONCE)
+        for connection in list(self.connections.values()):
+            connection.rearm()
+        with self._lock:
+            if self._watched and not self.closed:
+                self._timer.set()
+
+    # --- how many threads ------------------------------------------------------------------------------------
+
+    def _add_thread(self) -> None:
+        number = self._count_thread()
         if not number:
             return
         try:
             threads.start(self._listen, name=f"raytorchrpc-{self._me}-listener-{number}")
         except threads.ThreadShortage:
-            self._discount_listener()
+            self._discount_thread()
             raise
 
-    def _count_listener(self) -> int:
+    def _count_thread(self) -> int:
         with self._lock:
             if self.closed:
                 return 0
@@ -176,17 +351,17 @@ class Listeners(Generic[R]):
             self._idle += 1
             return self._threads
 
-    def _discount_listener(self) -> None:
+    def _discount_thread(self) -> None:
         with self._lock:
             self._idle -= 1
         self.retire(1)
 
-    def ensure_another(self) -> None:
-        """Have another listener wait: the calling one is about to do something that may block."""
-        if self._idle > 0:
+    def _ensure_another(self) -> None:
+        """Have another thread wait to lead: the calling one is about to do something that may block."""
+        if self._idle > 1:
             return
         try:
-            self._add_listener()
+            self._add_thread()
         except threads.ThreadShortage as error:
             threads.report(error, f"{self._me} reads requests when a thread is free")
             if not self._standing_in:
@@ -205,90 +380,28 @@ class Listeners(Generic[R]):
         """Listen for a moment, on a thread that was started for other work, until a listener can be started."""
         with contextlib.suppress(threads.ThreadShortage):
             if self._idle == 0:
-                self._add_listener()
-        if self._idle > 0 or not self._count_listener():
+                self._add_thread()
+        if self._idle > 0 or not self._count_thread():
             self._standing_in = False
             return
+        me = object()
         try:
-            stays = self._handle_next(threads.PAUSE_S)
+            stays = self._step(me, threads.PAUSE_S)
         except BaseException:
-            self._discount_listener()
             self._standing_in = False
-            self._restore()
+            self._restore(me)
+            self._discount_thread()
             raise
+        with self._lock:
+            if self._leader is me:
+                self._vacate()
         if stays:
-            self._discount_listener()
+            self._discount_thread()
         self._have_stand_in()
 
-    def _listen(self) -> None:
-        what = f"a listener of {self._me}"
-        threads.serve(self._handle_next, what, restore=self._restore, give_up=self._give_up)
-
-    def _handle_next(self, patience_s: float = -1) -> bool:
-        """Wait for one event, without a limit by default, and handle it. Returns False if this listener is to end."""
-        if self.closed:
-            self.retire(1)
-            return False
-        try:
-            ((fd, _),) = self._epoll.poll(patience_s, 1) or _NOTHING
-        except InterruptedError:
-            return True
-        if fd == -1:
-            return True
-        if fd == self._bell:
-            self.retire(1)
-            return False
-        with self._lock:
-            self._idle -= 1
-        try:
-            if (connection := self.connections.get(fd)) is not None:
-                self._serve(connection)
-                del connection
-            elif fd == self._timer.fd:
-                self._attend()
-            elif fd in self._listening:
-                self._accept_from(fd)
-        except BaseException:
-            with self._lock:
-                self._idle += 1
-            raise
-        with self._lock:
-            if self._idle >= _SPARE_LISTENERS:
-                self._threads -= 1
-                return False
-            self._idle += 1
-        return True
-
-    def _accept_from(self, fd: int) -> None:
-        try:
-            if not self._accept(fd):  # the connection waits in the backlog, so epoll would report it again at once
-                with contextlib.suppress(threads.ThreadShortage):
-                    if self._idle == 0:
-                        self._add_listener()
-                threading.Event().wait(_ACCEPT_PAUSE_S)
-        finally:
-            self.arm(fd)
-
-    def _restore(self) -> None:
-        """After a listener failed, what it was handling may not be polled any more: poll everything."""
-        for fd in list(self._listening):
-            self.arm(fd)
-        for connection in list(self.connections.values()):
-            connection.rearm()
-        with self._lock:
-            if not self.closed:
-                self._epoll.modify(self._timer.fd, _READ)
-                if self._watched:
-                    self._timer.set()
-
     def retire(self, leaving: int) -> None:
-        """End so many listeners. After ``close``, free the descriptors if none is left."""
+        """End so many threads. After ``close``, free the descriptors if none is left."""
         with self._lock:
             self._threads -= leaving
-            last = self.closed and self._threads == 0 and self._bell >= 0
-            if last:
-                bell, self._bell = self._bell, -1
-        if last:
-            self._epoll.close()
-            self._timer.close()
-            os.close(bell)
+            if self.closed and self._threads == 0:
+                self._free()

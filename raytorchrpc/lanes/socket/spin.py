@@ -13,46 +13,46 @@ _CORES = len(os.sched_getaffinity(0))
 #: 25 on either side. With many cores a longer spin disturbs no other thread and keeps the core at its full clock: it
 #: lasts for a call with a CUDA tensor.
 SPIN_S = 100e-6 if _CORES < 8 else 400e-6
+#: Longest time without a spin after one that was in vain (seconds).
+_REST_S = 0.02
 
 
 class Spinner:
-    """Decides whether to spin, by how often it has helped of late. For one side of one connection; one thread at a
-    time.
+    """Decides whether to spin, by whether it has helped of late. For one thread at a time.
 
-    After consecutive spins without success it skips twice as many attempts each time, so that a connection that is
-    seldom used, or whose methods take long, costs almost nothing. It never spins on a single core, which the peer
-    needs.
+    After each spin without success it waits twice as long before it spins again, up to ``_REST_S``, so that a
+    connection that is seldom used, or whose methods take long, costs little. A sleep that a spin would have spared ends
+    that. It never spins on a single core, which the peer needs.
     """
 
-    __slots__ = ("_failed", "_skip", "_skipped")
+    __slots__ = ("_failed", "_rests_until")
 
     def __init__(self) -> None:
-        self._failed = False
-        self._skip = 0
-        self._skipped = 0
+        self._failed = 0
+        self._rests_until = 0.0
 
     def should_spin(self) -> bool:
-        """Whether to call ``spin`` this time. To be called once for each wait."""
-        if self._skipped < self._skip:
-            self._skipped += 1
-            return False
-        return _CORES > 1
+        """Whether to call ``spin`` this time."""
+        return _CORES > 1 and (not self._failed or time.perf_counter() >= self._rests_until)
 
     def spin(self, ready: Callable[[], bool]) -> None:
         """Call ``ready`` until it returns True, for ``SPIN_S`` at most, yielding the core to other threads."""
-        self._skipped = 0
         until = time.perf_counter() + SPIN_S
-        while time.perf_counter() < until:
+        while (now := time.perf_counter()) < until:
             if ready():
-                self._failed, self._skip = False, 0
+                self._failed = 0
                 return
             os.sched_yield()
-        if self._failed:  # a single failure may be any pause between two calls
-            self._skip = min(2 * self._skip + 1, 255)
-        self._failed = True
+        self._rests_until = now + min(SPIN_S * 2 ** min(self._failed, 10), _REST_S)
+        self._failed += 1
+
+    def slept(self, seconds: float) -> None:
+        """The thread has slept for so long instead."""
+        if seconds < SPIN_S:
+            self._failed = 0
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.PyDLL(None, use_errno=True)
 
 
 class _Timespec(ctypes.Structure):

@@ -21,6 +21,7 @@ from raytorchrpc.tensors.codec import Codec
 from raytorchrpc.tensors.containers import is_ordinary
 from raytorchrpc.tensors.cuda_streams import handoff_streams, nothing
 from raytorchrpc.tensors.dtypes import copied
+from raytorchrpc.tensors.plain_values import is_plain
 
 #: ``put_many`` starts another message beyond this size (bytes).
 MESSAGE_BYTES = 32 << 20
@@ -189,7 +190,7 @@ def decode_items(codec: Codec, items: Sequence[Item]) -> list[Any]:
                 make_current()
                 values.append(codec.decode(payload, tensors, (), buffers) if payload else tensors[0])
             else:
-                values.append(pickle.loads(payload))
+                values.append(codec.decode(payload) if is_plain(payload) else pickle.loads(payload))
     except (Exception, SystemExit) as error:  # an item's own code may do anything
         raise UndecodableItem(values, position, error) from error
     return values

@@ -27,7 +27,12 @@ from raytorchrpc.tensors.exceptions import decode_exception, encode_exception
 from tests.unit.callees import TOKEN, make_callee
 
 LISTENERS: Any = SimpleNamespace(
-    arm=lambda fd: None, disarm=lambda fd: None, watch=lambda one: None, remove=lambda one: None
+    fd=-1,
+    busy=False,
+    arm=lambda fd, events=0: None,
+    watch=lambda one: None,
+    remove=lambda one: None,
+    step_down=lambda: None,
 )
 
 

@@ -13,31 +13,44 @@ from raytorchrpc.lanes.socket.spin import SPIN_S, Spinner, Timer
 several_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="with one core nobody looks again")
 
 
-def turns(spinner: Spinner, count: int) -> list[bool]:
-    """Whether to look, time after time, if it is always in vain."""
-    asked = []
-    for _ in range(count):
-        asked.append(spinner.should_spin())
-        if asked[-1]:
+def fail(spinner: Spinner, times: int) -> None:
+    """Let it look in vain, as often as it would by itself."""
+    while times:
+        if spinner.should_spin():
             spinner.spin(lambda: False)
-    return asked
+            times -= 1
 
 
 @several_cores
-def test_looking_in_vain_is_left_out_more_and_more() -> None:
-    asked = turns(Spinner(), 600)
-    assert asked[:12] == [True, True, False, True, False, False, False, True, *[False] * 4]
-    assert sum(asked) <= 11
+def test_looking_in_vain_rests_longer_each_time_but_not_for_long() -> None:
+    spinner = Spinner()
+    fail(spinner, 1)
+    assert not spinner.should_spin()
+    fail(spinner, 8)
+    began = time.perf_counter()
+    while not spinner.should_spin():
+        time.sleep(SPIN_S)
+    assert 4 * SPIN_S < time.perf_counter() - began < 1
 
 
 @several_cores
 def test_once_it_has_paid_off_it_is_done_every_time_again() -> None:
     spinner = Spinner()
-    turns(spinner, 100)
+    fail(spinner, 6)
     while not spinner.should_spin():
-        pass
+        time.sleep(SPIN_S)
     spinner.spin(lambda: True)
     assert all(spinner.should_spin() for _ in range(5))
+
+
+@several_cores
+def test_a_sleep_that_looking_would_have_spared_ends_the_rest() -> None:
+    spinner = Spinner()
+    fail(spinner, 6)
+    spinner.slept(1.0)
+    assert not spinner.should_spin()
+    spinner.slept(SPIN_S / 2)
+    assert spinner.should_spin()
 
 
 def test_looking_ends_when_there_is_something_and_soon_in_any_case() -> None:

@@ -524,7 +524,7 @@ def test_half_a_request_whose_rest_cannot_be_sent_ends_the_connection(
         with pytest.raises(PeerLost, match="the rest of it cannot be sent"):
             pair.a.lane.call("b", large, 0.1)
         shortage.end()
-        accepted.release_read(lazily=False)
+        accepted.release_read()
         assert pair.ask().header == ("echo",)
     finally:
         pair.close()
