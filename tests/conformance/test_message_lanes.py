@@ -88,6 +88,13 @@ def each(*kinds: str) -> Any:
     return pytest.mark.parametrize("fresh", kinds, indirect=True)
 
 
+def suspend(pid: int) -> None:
+    """Stop a process; returns when none of its threads runs any more."""
+    os.kill(pid, signal.SIGSTOP)
+    stat = Path(f"/proc/{pid}/stat")
+    assert peers.wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 10)
+
+
 # --- what arrives --------------------------------------------------------------------------------------------
 
 
@@ -209,13 +216,6 @@ def _large_payload_body() -> None:
 
 
 @pytest.mark.slow
-def suspend(pid: int) -> None:
-    """Stop a process; returns when none of its threads runs any more."""
-    os.kill(pid, signal.SIGSTOP)
-    stat = Path(f"/proc/{pid}/stat")
-    assert peers.wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 10)
-
-
 @each(*PROCESSES)
 def test_a_tensor_of_more_than_2_gib(fresh: Pair) -> None:
     fresh.run(_huge_tensor_body)
