@@ -1,9 +1,10 @@
-"""What every test shares: its environment, the order of the files, and skips where there are too few GPUs."""
+"""What every test shares: its environment, one Ray, the order of the files, and skips where there are too few GPUs."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,6 +15,15 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # The tests start hundreds of processes that import the package. Each would compile it anew without cached bytecode.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A Ray on this machine for all tests of this process."""
+    from tests.ray.local_ray import local_ray  # only now: most tests need no Ray
+
+    with local_ray():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
