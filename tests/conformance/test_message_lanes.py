@@ -321,8 +321,8 @@ def test_several_processes_call_one_at_a_time_of_their_own(fresh: Pair) -> None:
 
 
 def _caller_body(number: int) -> None:
-    for count in range(60):
-        tensor = torch.full((1 + count * 500,), number * 1000 + count)
+    for count in range(30):
+        tensor = torch.full((1 + count * 1000,), number * 1000 + count)
         pending = [send("work", tensor, payload=b"%d" % number) for _ in range(4)]
         for one in pending:
             reply = answer(one)

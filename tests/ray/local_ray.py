@@ -1,9 +1,15 @@
-"""A Ray for tests on this machine: its workers start warm, and it runs no service that no test asks."""
+"""A Ray for tests on this machine: its workers start warm, and it runs no service that no test asks.
+
+``python -m tests.ray.local_ray -m MODULE OPTIONS``, or a file in place of ``-m MODULE``: runs a program that starts a
+Ray of its own, which is such a one.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
+import runpy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,3 +63,17 @@ def local_ray() -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _main() -> None:
+    lighten()
+    del sys.argv[0]
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    _main()
