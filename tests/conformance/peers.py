@@ -281,7 +281,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 def forkserver() -> ForkServerContext:
     """Starts processes that have imported torch and this module. A process has one fork server: all tests use this."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__, "pytest"])
     return context
 
 
