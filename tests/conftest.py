@@ -39,9 +39,10 @@ def cluster() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Files that need a Ray take longest, so they come first: the last files of a parallel run are short ones.
+    # Files that need a Ray take longest, so they come first: the last files of a parallel run are short ones. Those of
+    # tests/gpu come before: each starts a Ray of its own, which a process can do only before the one for all tests.
     with_ray = {item.path for item in items if "cluster" in getattr(item, "fixturenames", ())}
-    items.sort(key=lambda item: item.path not in with_ray)
+    items.sort(key=lambda item: (item.path.parent.name != "gpu", item.path not in with_ray))
     marked = [(item, marks) for item in items if (marks := list(item.iter_markers("gpu")))]
     if not marked:
         return
