@@ -11,6 +11,8 @@ import pytest
 
 # Whatever Ray runs on this machine besides: tests, and the programs that they start, have one of their own.
 os.environ.setdefault("RAY_ADDRESS", "local")
+# Nothing that a test starts may report anything to anybody.
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 # By default Ray gives its workers a low priority: beside a busy process they would get next to no CPU time.
 os.environ.setdefault("RAY_worker_niceness", "0")
 # The tests start hundreds of processes that import the package. Each would compile it anew without cached bytecode.

@@ -7,16 +7,12 @@ Ray of its own, which is such a one.
 from __future__ import annotations
 
 import functools
-import os
 import runpy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-# Read by Ray when it starts; nothing here may report anything to anybody.
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 
 @functools.cache
