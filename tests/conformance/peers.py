@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -274,12 +275,18 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
+def forkserver() -> ForkServerContext:
+    """Starts processes that have imported torch and this module. A process has one fork server: all tests use this."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "pytest"])
+    return context
+
+
 class Process:
     """A process that runs functions of an importable module, one at a time."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])  # torch is imported once, not per process
+        context = forkserver()
         self._mine, its = context.Pipe()
         self.process = context.Process(target=_main, args=(its,), daemon=True)
         self.process.start()

@@ -88,6 +88,13 @@ def each(*kinds: str) -> Any:
     return pytest.mark.parametrize("fresh", kinds, indirect=True)
 
 
+def suspend(pid: int) -> None:
+    """Stop a process; returns when none of its threads runs any more."""
+    os.kill(pid, signal.SIGSTOP)
+    stat = Path(f"/proc/{pid}/stat")
+    assert peers.wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 10)
+
+
 # --- what arrives --------------------------------------------------------------------------------------------
 
 
@@ -209,13 +216,6 @@ def _large_payload_body() -> None:
 
 
 @pytest.mark.slow
-def suspend(pid: int) -> None:
-    """Stop a process; returns when none of its threads runs any more."""
-    os.kill(pid, signal.SIGSTOP)
-    stat = Path(f"/proc/{pid}/stat")
-    assert peers.wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 10)
-
-
 @each(*PROCESSES)
 def test_a_tensor_of_more_than_2_gib(fresh: Pair) -> None:
     fresh.run(_huge_tensor_body)
@@ -321,8 +321,8 @@ def test_several_processes_call_one_at_a_time_of_their_own(fresh: Pair) -> None:
 
 
 def _caller_body(number: int) -> None:
-    for count in range(60):
-        tensor = torch.full((1 + count * 500,), number * 1000 + count)
+    for count in range(30):
+        tensor = torch.full((1 + count * 1000,), number * 1000 + count)
         pending = [send("work", tensor, payload=b"%d" % number) for _ in range(4)]
         for one in pending:
             reply = answer(one)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy
@@ -14,6 +19,7 @@ import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.nng.offers import NngServer, OfferAddress, fetch
+from raytorchrpc.lanes.nng.sockets import PairSocket
 from raytorchrpc.tensors.codec import Codec
 from tests.conformance import peers
 from tests.conformance.peers import SECRET
@@ -170,48 +176,40 @@ def test_a_forked_child_neither_hangs_nor_harms_its_parent() -> None:
     assert "panic" not in ran.stderr
 
 
-WITHOUT_DESCRIPTORS = """
-import os, resource, socket, threading, time
-from contextlib import suppress
-from raytorchrpc.lanes.nng.sockets import PairSocket
+def without_descriptors() -> list[str]:
+    """What becomes of a connection, with none to spare, with one, with two."""
 
-def make(sock):
-    PairSocket(sock, time.monotonic() + 5).close()
+    def make(sock: socket.socket) -> None:
+        PairSocket(sock, time.monotonic() + 5).close()
 
-near, far = socket.socketpair()
-other = threading.Thread(target=make, args=(far,))
-other.start()
-make(near)  # nng has what it needs for itself
-other.join()
-near, far = socket.socketpair()
-limit = max(map(int, os.listdir("/proc/self/fd"))) + 20
-resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-taken = []
-with suppress(OSError):
-    while True:
-        taken.append(os.dup(0))
-for left in range(3):
-    try:
-        make(near)
-        print("made with", left)
-    except OSError as error:
-        print(type(error).__name__, error)
-    os.close(taken.pop())
-while taken:
-    os.close(taken.pop())
-"""
+    near, far = socket.socketpair()
+    other = threading.Thread(target=make, args=(far,))
+    other.start()
+    make(near)  # nng has what it needs for itself
+    other.join()
+    near, far = socket.socketpair()
+    limit = max(map(int, os.listdir("/proc/self/fd"))) + 20
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    taken, outcomes = [], []
+    with suppress(OSError):
+        while True:
+            taken.append(os.dup(0))
+    for left in range(3):
+        try:
+            make(near)
+            outcomes.append(f"made with {left}")
+        except OSError as error:
+            outcomes.append(type(error).__name__)
+        os.close(taken.pop())
+    while taken:
+        os.close(taken.pop())
+    return outcomes
 
 
 def test_a_wire_that_cannot_be_made_for_want_of_descriptors_is_an_os_error() -> None:
     """And nothing that would end the thread which reads for all peers."""
-    ran = subprocess.run(
-        [sys.executable, "-c", WITHOUT_DESCRIPTORS],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert ran.returncode == 0, ran.stderr
-    lines = ran.stdout.splitlines()
-    assert len(lines) == 3 and all(line.startswith("OSError") for line in lines), lines
+    process = peers.Process()
+    try:
+        assert process.run(without_descriptors) == ["OSError"] * 3
+    finally:
+        process.kill()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from raytorchrpc.lanes.base import PeerAddress
 from raytorchrpc.lanes.common.acceptor import listener_identity
 from raytorchrpc.lanes.common.credentials import Credentials
 from raytorchrpc.lanes.nccl.lane import NcclLane
-from tests.conformance.peers import SECRET
+from tests.conformance.peers import SECRET, forkserver
 from tests.conformance.pipes import PipeCarrier
 from tests.faults.garbage import Door, recorded
 from tests.faults.running import running
@@ -63,7 +62,7 @@ def test_garbage_at_the_sockets_of_the_nccl_lane_harms_nobody(nccl: list[NcclLan
     doors = [Door("a", "nccl", control.unix, identity), Door("a", "nccl", control.tcp)]
     told = recorded(doors[0], known)
     slowest, fetched = 0.0, 0
-    with get_context("forkserver").Pool(1) as pool:
+    with forkserver().Pool(1) as pool:
         sending = pool.apply_async(send, (doors, 1, messages, told))
         while not sending.ready() or not fetched:
             start, tensor = time.monotonic(), torch.full((10,), fetched)

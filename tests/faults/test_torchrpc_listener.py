@@ -8,69 +8,69 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-AGENT = """
-import sys
 from raytorchrpc._compat import torch_internals
-agent, store, url = torch_internals.start_agent(
-    "a", 1, threads=4, timeout_s=10, transports=("uv",), channels=("basic",), device_maps={}, devices=()
-)
-print(url, flush=True)
-sys.stdin.read()
-"""
-
-
-GUARDED = """
-import sys
 from raytorchrpc.lanes.torchrpc.agent import AgentSpec, Fabric
-fabric = Fabric()
-spec = AgentSpec("a", 1, "lo", ("uv",), ("mpt_uv", "basic"), 4, 10.0, {}, (), admitted=("127.0.0.1",))
-print(fabric.start(spec), flush=True)
-for hosts in iter(sys.stdin.readline, ""):
-    fabric.admit(hosts.split())
-    print("admitted", flush=True)
-"""
+from tests.conformance.peers import Process
+
+_kept: list[Any] = []
+
+
+def _start_agent() -> str:
+    agent, store, url = torch_internals.start_agent(
+        "a", 1, threads=4, timeout_s=10, transports=("uv",), channels=("basic",), device_maps={}, devices=()
+    )
+    _kept.extend((agent, store))
+    return url
+
+
+def _start_guarded() -> str:
+    fabric = Fabric()
+    _kept.append(fabric)
+    spec = AgentSpec("a", 1, "lo", ("uv",), ("mpt_uv", "basic"), 4, 10.0, {}, (), admitted=("127.0.0.1",))
+    return fabric.start(spec)
+
+
+def _admit(*hosts: str) -> None:
+    _kept[0].admit(hosts)
 
 
 @contextmanager
-def _process(code: str) -> Iterator[tuple[subprocess.Popen[str], tuple[str, int]]]:
-    pipe = subprocess.PIPE
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, cwd=root
-    ) as process:
-        assert process.stdout is not None
-        found = re.search(r"uv://([^:;]+):(\d+)", process.stdout.readline())
+def _running(start: Callable[[], str]) -> Iterator[tuple[Process, tuple[str, int]]]:
+    process = Process()
+    try:
+        found = re.search(r"uv://([^:;]+):(\d+)", process.run(start))
         assert found is not None
         yield process, (found[1], int(found[2]))
+    finally:
         process.kill()
 
 
 @pytest.fixture
-def agent() -> Iterator[tuple[subprocess.Popen[str], tuple[str, int]]]:
-    with _process(AGENT) as running:
+def agent() -> Iterator[tuple[Process, tuple[str, int]]]:
+    with _running(_start_agent) as running:
         yield running
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(500)], ids=["http", "zeros"])
-def test_garbage_ends_the_process(agent: tuple[subprocess.Popen[str], tuple[str, int]], said: bytes) -> None:
-    process, where = agent
+def test_garbage_ends_the_process(agent: tuple[Process, tuple[str, int]], said: bytes) -> None:
+    running, where = agent
     with socket.create_connection(where, timeout=10) as sock:
         sock.sendall(said)
-        assert process.wait(30) in (-signal.SIGABRT, -signal.SIGSEGV)
+        running.process.join(30)
+        assert running.process.exitcode in (-signal.SIGABRT, -signal.SIGSEGV)
 
 
 def test_a_connection_that_ends_without_a_word_ends_the_listening(
-    agent: tuple[subprocess.Popen[str], tuple[str, int]],
+    agent: tuple[Process, tuple[str, int]],
 ) -> None:
-    process, where = agent
+    running, where = agent
     refused = False
     for _ in range(50):
         with suppress(ConnectionResetError):
@@ -83,22 +83,20 @@ def test_a_connection_that_ends_without_a_word_ends_the_listening(
                 refused = True
                 break
     assert refused
-    assert process.poll() is None, "the process itself lives"
+    assert running.process.is_alive(), "the process itself lives"
 
 
 def test_garbage_from_elsewhere_does_not_get_in() -> None:
     """Every listener of the agent, its channels' too, drops what does not come from a member's host."""
-    with _process(GUARDED) as (process, where):
-        ports = {port for address, port in _listening(process.pid) if address == where[0]}
+    with _running(_start_guarded) as (running, where):
+        assert running.process.pid is not None
+        ports = {port for address, port in _listening(running.process.pid) if address == where[0]}
         assert where[1] in ports and len(ports) > 1, "a channel of its own listens too"
         for port in ports:
             with pytest.raises(TimeoutError):
                 socket.create_connection((where[0], port), timeout=0.3, source_address=("127.0.0.7", 0))
-        assert process.poll() is None
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write("127.0.0.1 127.0.0.7\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == "admitted\n"
+        assert running.process.is_alive()
+        running.run(_admit, "127.0.0.1", "127.0.0.7")
         socket.create_connection(where, timeout=10, source_address=("127.0.0.7", 0)).close()
 
 

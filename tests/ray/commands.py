@@ -18,11 +18,14 @@ class Command:
 
     def __init__(self, name: str) -> None:
         self.name, self.mark = name, f"{name}-test-{uuid.uuid4().hex}"
+        self.warm = False
+        """Whether a Ray that it starts is to be one of ``local_ray``."""
         self.process: subprocess.Popen[str] | None = None
 
     def start(self, *options: str, folder: Path = ROOT) -> subprocess.Popen[str]:
+        before = ["-m", "tests.ray.local_ray"] if self.warm else []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "raytorchrpc.cli", self.name, *options],
+            [sys.executable, *before, "-m", "raytorchrpc.cli", self.name, *options],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", "COMMAND_TEST_MARK": self.mark},
             stdout=subprocess.PIPE,

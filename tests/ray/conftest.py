@@ -1,43 +1,20 @@
-"""One local Ray for all tests here, actors that end with their test, and no group left behind."""
+"""Actors that end with their test, and no group left behind."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-# Read by Ray when it starts; nothing here may report anything to anybody.
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 import pytest
 import ray
 
 import raytorchrpc as rtr
 from tests.ray.actors import AsyncPeer, GroupedPeer, Latch, Peer
-from tests.ray.warm_workers import use_warm_workers
 
 #: Makes an actor of a class (plain or ``ray.remote``) with these options; it is killed after the test.
 Spawn = Callable[..., Any]
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
-    """A Ray of eight CPUs and two GPUs, which are numbers here: nothing checks that they exist."""
-    use_warm_workers()
-    ray.init(
-        address="local",  # whatever cluster this machine has already
-        num_cpus=8,
-        num_gpus=2,
-        object_store_memory=200 * 1024**2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        configure_logging=False,
-    )
-    yield
-    ray.shutdown()
 
 
 def _spawner(made: list[Any]) -> Spawn:

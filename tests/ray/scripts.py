@@ -15,11 +15,13 @@ import atexit, faulthandler, gc, os, signal, sys, threading, time
 import ray
 import raytorchrpc as rtr
 from tests.ray.actors import Peer
+from tests.ray.local_ray import lighten
 from tests.ray.returning import Returning
 
 faulthandler.dump_traceback_later(90, exit=True)
 
 def start(address="local"):
+    lighten()
     ray.init(
         address=address, include_dashboard=False, log_to_driver=False, configure_logging=False,
         **(dict(num_cpus=4, object_store_memory=100 << 20) if address == "local" else {}),

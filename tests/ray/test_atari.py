@@ -31,7 +31,8 @@ SHORT = ["--net", "tiny", "--warmup", "128", "--chunk", "32", "--capacity", "200
 
 
 def command(out: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "examples.atari_dqn", "--out", str(out), *SHORT, *options]
+    program = [sys.executable, "-m", "tests.ray.local_ray", "-m", "examples.atari_dqn"]
+    return [*program, "--out", str(out), *SHORT, *options]
 
 
 def train(out: Path, *options: str) -> str:

@@ -1,4 +1,4 @@
-"""The programs in the README and in docs/ run as they are printed.
+"""The programs in the README and in docs/ run as they are printed, in a Ray that starts quickly.
 
 A fence marked ``python`` is a complete program and is run; ``py`` marks a fragment and is only compiled.
 """
@@ -58,7 +58,7 @@ def test_a_program_runs_as_it_is(block: Block, tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "RAYTORCHRPC_"))}
     environ |= {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        [sys.executable, str(program)],
+        [sys.executable, "-m", "tests.ray.local_ray", str(program)],
         cwd=tmp_path,
         env=environ,
         stdout=subprocess.PIPE,

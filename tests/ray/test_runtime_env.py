@@ -41,14 +41,17 @@ def madvise() -> None:
         pytest.skip(f"{enabled} is {mode}: the variable makes no difference here")
 
 
-@pytest.fixture
-def started_with(spawn: Spawn) -> Any:
-    return spawn(Peer, runtime_env=rtr.runtime_env())
+@pytest.fixture(scope="module")
+def started_with(spawn_for_module: Spawn) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in OURS:
+            patch.delenv(name, raising=False)
+        return spawn_for_module(Peer, runtime_env=rtr.runtime_env())
 
 
-@pytest.fixture
-def started_without(spawn: Spawn) -> Any:
-    return spawn(Peer, runtime_env={"env_vars": {"THP_MEM_ALLOC_ENABLE": "0"}})
+@pytest.fixture(scope="module")
+def started_without(spawn_for_module: Spawn) -> Any:
+    return spawn_for_module(Peer, runtime_env={"env_vars": {"THP_MEM_ALLOC_ENABLE": "0"}})
 
 
 def first_environment() -> dict[str, str]:

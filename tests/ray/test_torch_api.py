@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +16,6 @@ from torch.distributed import autograd as dist_autograd
 import raytorchrpc as rtr
 from tests.ray.call_actors import AsyncStage, Stage, make_layer
 from tests.ray.conftest import Spawn
-
-with warnings.catch_warnings():  # torch warns of its own jit.script at the import
-    warnings.simplefilter("ignore")
-    from torch.distributed.nn import RemoteModule
-    from torch.distributed.optim import DistributedOptimizer
 
 SEEDS = {"a": 0, "b": 1, "c": 2, "async": 3}
 
@@ -101,6 +95,8 @@ def add_through(rref: Any, amount: int) -> int:
 
 def test_remote_module(members: Members) -> None:
     def check(b: str) -> None:
+        from torch.distributed.nn import RemoteModule  # only now: its import takes a second
+
         module = RemoteModule(f"{b}/cpu", torch.nn.Linear, args=(8, 3))
         x = torch.ones(2, 8)
         weight, bias = (parameter.to_here() for parameter in module.remote_parameters())
@@ -112,6 +108,9 @@ def test_remote_module(members: Members) -> None:
 
 def test_distributed_optimizer_trains_a_remote_module(members: Members) -> None:
     def check(b: str) -> list[float]:
+        from torch.distributed.nn import RemoteModule
+        from torch.distributed.optim import DistributedOptimizer
+
         torch.manual_seed(0)
         module = RemoteModule(f"{b}/cpu", torch.nn.Linear, args=(4, 1))
         x = torch.randn(64, 4)
@@ -134,6 +133,8 @@ def test_distributed_optimizer_on_the_actors_own_parameters(members: Members) ->
     before = ray.get(members.handles["c"].weight.remote())
 
     def check() -> torch.Tensor:
+        from torch.distributed.optim import DistributedOptimizer
+
         optimizer = DistributedOptimizer(torch.optim.SGD, rtr.rpc_sync("c").parameters(), lr=0.5)
         with dist_autograd.context() as context:
             loss = rtr.rpc_sync("c").forward(torch.ones(2, 8)).sum()

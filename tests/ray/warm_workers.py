@@ -1,10 +1,10 @@
 """Starts Ray's workers as forks of a template process that has imported torch and Ray already.
 
-The imports of a worker cost about two seconds of CPU time, and the tests start hundreds of workers. After
-``use_warm_workers`` a raylet runs this file in place of Ray's worker script. The first such process forks the raylet's
-template. Every such process sends its arguments, environment and standard streams to the template and exits; the
-template forks, and the fork runs Ray's worker script. So every actor still has a new process of its own, which imports
-raytorchrpc and the actor's class itself.
+The imports of a worker cost about two seconds of CPU time, and the tests start hundreds of workers. So a raylet of
+``local_ray`` runs this file in place of Ray's worker script. The first such process forks the raylet's template. Every
+such process sends its arguments, environment and standard streams to the template and exits; the template forks, and
+the fork runs Ray's worker script. So every actor still has a new process of its own, which imports raytorchrpc and the
+actor's class itself.
 """
 
 from __future__ import annotations
@@ -20,32 +20,20 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 _STREAMS = (0, 1, 2)
 #: What workers import, except raytorchrpc, which is to be imported as in a worker that was started by Ray alone.
 _IMPORTED = (
     "pydantic.dataclasses",
+    "pydantic.type_adapter",
+    "pynng",
+    "pytest",
     "ray._private.async_compat",
     "ray._private.node",
     "ray._private.runtime_env.setup_hook",
     "ray.actor",
     "torch.distributed.rpc",
 )
-
-
-def use_warm_workers() -> None:
-    """Apply this to every cluster that this process starts from now on."""
-    from ray._private.parameter import RayParams
-
-    original = RayParams.update_if_absent
-
-    def update_if_absent(params: Any, **defaults: Any) -> None:
-        if "worker_path" in defaults:
-            defaults["worker_path"] = os.path.abspath(__file__)
-        original(params, **defaults)
-
-    RayParams.update_if_absent = update_if_absent
 
 
 def _main() -> None:

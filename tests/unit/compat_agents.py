@@ -148,8 +148,9 @@ def _error(function: Callable[[], Any]) -> str:
 
 
 if __name__ == "__main__":
+    import torch.distributed.rpc  # noqa: F401  (once, before there are two processes)
+
     here, there = multiprocessing.Pipe()
-    # Forked before torch is loaded, so that both load it at the same time.
     other = multiprocessing.get_context("fork").Process(target=second, args=(there,))
     other.start()
     result = first(here)

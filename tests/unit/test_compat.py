@@ -8,15 +8,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import autograd as dist_autograd
 
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.tensors.codec import Codec
+from tests.conformance.peers import Process
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,21 +88,22 @@ def test_the_id_that_distributed_autograd_took_before_can_be_read(seen: dict[str
     assert seen["autograd id as torch has it"] == 11
 
 
-ANOTHERS_AUTOGRAD = """
-import torch.distributed.autograd as dist_autograd
-from raytorchrpc._compat import torch_internals
-dist_autograd._init(11)
-ids = torch_internals
-print(ids.autograd_id(), ids.init_autograd(77), ids.init_autograd(78), ids.autograd_id())
-"""
+@pytest.fixture
+def process() -> Iterator[Process]:
+    process = Process()
+    yield process
+    process.kill()
 
 
-def test_an_id_that_somebody_else_gave_distributed_autograd_stays_in_force() -> None:
+def anothers_autograd() -> list[int | None]:
+    dist_autograd._init(11)
+    ids = torch_internals
+    return [ids.autograd_id(), ids.init_autograd(77), ids.init_autograd(78), ids.autograd_id()]
+
+
+def test_an_id_that_somebody_else_gave_distributed_autograd_stays_in_force(process: Process) -> None:
     """dist_autograd._init refuses a second id with a RuntimeError, and _get_max_id tells the first."""
-    ran = subprocess.run(
-        [sys.executable, "-c", ANOTHERS_AUTOGRAD], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert ran.stdout.split() == ["None", "11", "11", "11"], ran.stderr
+    assert process.run(anothers_autograd) == [None, 11, 11, 11]
 
 
 def test_an_autograd_context_can_be_entered_on_another_thread(seen: dict[str, Any]) -> None:
@@ -182,16 +187,14 @@ def test_the_current_stream_has_the_name_that_cuda_knows() -> None:
         assert torch_internals.current_cuda_stream(0) == other.cuda_stream
 
 
-def test_process_groups_can_be_ended_though_somebody_is_gone() -> None:
+def begin_and_abort_process_groups() -> None:
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.new_group()
+        torch_internals.abort_process_groups()
+        assert not dist.is_initialized()
+
+
+def test_process_groups_can_be_ended_though_somebody_is_gone(process: Process) -> None:
     """distributed_c10d._abort_process_group: without it the end of a process group waits for members that are lost."""
-    script = """
-import torch.distributed as dist
-from raytorchrpc._compat import torch_internals
-for _ in range(2):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    dist.new_group()
-    torch_internals.abort_process_groups()
-    assert not dist.is_initialized()
-"""
-    ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 0, ran.stderr
+    process.run(begin_and_abort_process_groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -13,7 +14,6 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "raytorchrpc"
 FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 #: What each package may import besides itself, from the ground up. ``lanes.*`` stands for every lane's folder. A module
 #: at the top level is a package here; all of them may import ``errors`` and ``_compat``.
@@ -54,6 +54,11 @@ WITHOUT_TORCH = (
 )
 
 
+@functools.cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(FILES[name].read_text())
+
+
 def imported(tree: ast.AST, *, at_load: bool = False) -> Iterator[str]:
     """Dotted names of what is imported; with ``at_load``, leaving out what functions import when they run."""
     for node in ast.iter_child_nodes(tree):
@@ -69,7 +74,7 @@ def imported(tree: ast.AST, *, at_load: bool = False) -> Iterator[str]:
 def modules(name: str, *, at_load: bool = False) -> set[str]:
     """The modules of this package that a module imports."""
     found = set()
-    for dotted in imported(TREES[name], at_load=at_load):
+    for dotted in imported(tree_of(name), at_load=at_load):
         head, _, rest = dotted.partition(".")
         if head != "raytorchrpc":
             continue
@@ -131,7 +136,7 @@ def loaded_by(name: str) -> set[str]:
 )
 def test_a_pure_module_loads_without(name: str, library: str) -> None:
     for file in loaded_by(name):
-        used = {dotted.partition(".")[0] for dotted in imported(TREES[file], at_load=True)}
+        used = {dotted.partition(".")[0] for dotted in imported(tree_of(file), at_load=True)}
         assert library not in used, f"{name} loads {library} through {file}"
 
 
@@ -193,7 +198,7 @@ def names_of_compat() -> set[str]:
     """The private names of torch and Ray that _compat uses, on whatever object."""
     used: set[str] = set()
     own: set[str] = set()
-    for tree in (TREES[name] for name in FILES if inside(name, {"_compat"})):
+    for tree in (tree_of(name) for name in FILES if inside(name, {"_compat"})):
         used |= mentioned(tree) | {part for dotted in private_imports(tree) for part in dotted.split(".")}
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -205,8 +210,9 @@ def names_of_compat() -> set[str]:
 
 def test_only_compat_touches_private_names_of_torch_and_ray() -> None:
     names = names_of_compat()
-    for name, tree in TREES.items():
+    for name in FILES:
         if not inside(name, {"_compat"}):
+            tree = tree_of(name)
             touched = private_imports(tree) | private_attributes(tree) | (mentioned(tree) & names)
             assert not touched, f"{name} touches {touched}"
 

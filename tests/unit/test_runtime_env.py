@@ -4,8 +4,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 from ray.runtime_env import RuntimeEnv
 
 import raytorchrpc as rtr
+from tests.conformance.peers import Process
 
 #: What a member's process needs before torch loads.
 OURS = {
@@ -55,16 +54,22 @@ def test_what_this_process_has_goes_along(monkeypatch: pytest.MonkeyPatch) -> No
     assert rtr.runtime_env(env_vars={"THP_MEM_ALLOC_ENABLE": "1"})["env_vars"] == OURS, "an argument comes first"
 
 
+def runtime_env_in(variables: dict[str, str]) -> dict[str, Any]:
+    os.environ.update(variables)
+    return rtr.runtime_env()
+
+
 def test_what_a_submitted_job_has_is_left_to_ray() -> None:
     """In a process of its own: what Ray, where it runs, says of this one would come first."""
     job = {"runtime_env": {"env_vars": {"THP_MEM_ALLOC_ENABLE": "0"}}, "metadata": {}}
-    script = "import json, raytorchrpc; print(json.dumps(raytorchrpc.runtime_env()))"
-    environ = {**os.environ, "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job), "THP_MEM_ALLOC_ENABLE": "0"}
-    ran = subprocess.run(
-        [sys.executable, "-c", script], env=environ, cwd=Path(__file__).parents[2], capture_output=True, timeout=60
-    )
-    rest = {name: value for name, value in OURS.items() if name != "THP_MEM_ALLOC_ENABLE"}
-    assert json.loads(ran.stdout) == {"env_vars": rest}, ran.stderr
+    process = Process()
+    try:
+        made = process.run(
+            runtime_env_in, {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job), "THP_MEM_ALLOC_ENABLE": "0"}
+        )
+    finally:
+        process.kill()
+    assert made == {"env_vars": {name: value for name, value in OURS.items() if name != "THP_MEM_ALLOC_ENABLE"}}
 
 
 def test_it_pickles_and_is_json_and_ray_takes_it(tmp_path: Path) -> None:
