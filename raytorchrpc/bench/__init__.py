@@ -11,6 +11,16 @@
 | ``results``, ``fit`` | results and the field's published figures as data, the fitted line |
 | ``tables``, ``markdown``, ``plots`` | results for people |
 
+``--pattern`` measures patterns of calls instead of sizes:
+
+| module | holds |
+|---|---|
+| ``patterns`` | rows, patterns and their cases, and the options; data only |
+| ``pattern_actors`` | inside the actors: links to the peers, the measuring loops, context switches and CPU time |
+| ``pattern_teams`` | in the driver: the actors of one row, and one measurement by them |
+| ``pattern_run`` | the order of measurements: blocks of cases, in which rows take turns |
+| ``pattern_results``, ``pattern_tables`` | results as data, and for people |
+
 A sample is one tensor in one direction and an acknowledgement: a call with a tensor argument that returns None. The
 actors of every row, including those for comparison, have the environment of ``raytorchrpc.runtime_env()``.
 """

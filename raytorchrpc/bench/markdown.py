@@ -40,9 +40,9 @@ def document(runs: Sequence[Run], plots: Sequence[str | None]) -> str:
         for device in run.devices():
             for table in (figures(run, device), choice(run, device)):
                 if table is not None:
-                    parts += [f"### {table.title}", _grid(table.heads, table.rows)]
+                    parts += [f"### {table.title}", grid(table.heads, table.rows)]
         about = {row.row: (row.row, row.kind, row.what) for row in run.rows if run.points(row)}
-        parts += ["### The rows", _grid(("row", "kind", "what it is"), about.values(), left=3)]
+        parts += ["### The rows", grid(("row", "kind", "what it is"), about.values(), left=3)]
         if missing := not_measured(run):
             lines = "\n".join(f"- {line}" for line in missing)
             parts.append(f'<details markdown="1">\n<summary>Not measured, and why</summary>\n\n{lines}\n\n</details>')
@@ -54,7 +54,7 @@ def _name(run: Run) -> str:
     return f"{where}, {run.scope}"
 
 
-def _grid(heads: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+def grid(heads: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
     """A table whose first ``left`` columns are aligned left."""
     rule = ["---"] * left + ["---:"] * (len(heads) - left)
     return "\n".join("| " + " | ".join(map(str.strip, cells)) + " |" for cells in (heads, rule, *rows))
@@ -77,7 +77,7 @@ def _published(runs: Sequence[Run]) -> list[str]:
         "runs above with the same name follow it."
     )
     heads = ["transport", "where", *map(show_size, sizes)]
-    return ["## Published figures", note, _grid(heads, rows, left=2)]
+    return ["## Published figures", note, grid(heads, rows, left=2)]
 
 
 def _cells(ms: Mapping[int, float], sizes: Sequence[int]) -> list[str]:

@@ -42,7 +42,7 @@ def make_options(
     """Parse the user's options; items of lists may hold commas. Raises ConfigurationError with one line."""
     if device not in (*DEVICES, "all"):
         raise ConfigurationError(f"device {device!r} is not one of {', '.join(DEVICES)}, all")
-    names = _split(rows)
+    names = split(rows)
     chosen = choose(names) if names else choose(QUICK) if quick else ROWS
     devices = tuple(each for each in DEVICES if device in (each, "all"))
     if not any(set(row.devices) & set(devices) for row in chosen):
@@ -51,14 +51,14 @@ def make_options(
         budget_s = QUICK_BUDGET_S if quick else BUDGET_S
     if not MIN_BUDGET_S <= budget_s <= MAX_BUDGET_S:
         raise ConfigurationError(f"the budget must be {MIN_BUDGET_S:g} to {MAX_BUDGET_S:g} seconds, not {budget_s:g}")
-    given = tuple(sorted({parse_size(text) for text in _split(sizes)}))
+    given = tuple(sorted({parse_size(text) for text in split(sizes)}))
     if hosts and (len(hosts) != 2 or hosts[0] == hosts[1]):
         raise ConfigurationError("hosts must be two different Ray nodes, each given by id, address or host name")
     ends = (hosts[0], hosts[1]) if hosts else None
     return Options(chosen, devices, given or (_QUICK_SIZES if quick else published_sizes()), budget_s, ends)
 
 
-def _split(texts: Sequence[str]) -> list[str]:
+def split(texts: Sequence[str]) -> list[str]:
     return [part.strip() for text in texts for part in text.split(",") if part.strip()]
 
 

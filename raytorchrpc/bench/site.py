@@ -17,7 +17,7 @@ from raytorchrpc.topology import probe, rdma, sysfs
 from raytorchrpc.topology.endpoint import Endpoint
 
 #: Share of the free memory that may be used.
-_USABLE = 0.8
+USABLE = 0.8
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class MemoryLimits:
     def of(cls, site: Site, gpu_free: int) -> MemoryLimits:
         """``gpu_free``: bytes free on the fuller GPU after all actors have started."""
         host = min(site.a.free_bytes, site.b.free_bytes)
-        return cls(int(host * _USABLE), int(gpu_free * _USABLE), min(site.a.store_bytes, site.b.store_bytes))
+        return cls(int(host * USABLE), int(gpu_free * USABLE), min(site.a.store_bytes, site.b.store_bytes))
 
 
 def size_obstacle(row: Row, device: Device, size: int, limits: MemoryLimits) -> str | None:

@@ -58,6 +58,13 @@ def demo(
 
 @app.command()
 def bench(
+    pattern: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Measure patterns of use instead of sizes: quiet, paced, history, in-flight, busy-callee, all-to-all, "
+            "fan-in, idle (names or patterns, comma-separated), or all."
+        ),
+    ] = None,
     rows: Annotated[
         list[str] | None, typer.Option(help="Rows to measure: names or patterns (nccl-*), comma-separated.")
     ] = None,
@@ -83,11 +90,15 @@ def bench(
 ) -> None:
     """Time every transport between two actors: raytorchrpc's lanes, Ray's transports, bare libraries."""
     given = {name: value for name, value in locals().items() if value is not None}
-    from raytorchrpc.cli.bench import run
+    from raytorchrpc.cli import bench as sizes_command
+    from raytorchrpc.cli import bench_patterns
     from raytorchrpc.errors import RayTorchRpcError
 
     try:
-        run(**given)
+        if pattern or bench_patterns.has_patterns(results or []):
+            bench_patterns.run(**given)
+        else:
+            sizes_command.run(**given)
     except (RayTorchRpcError, ConnectionError) as error:
         typer.echo(f"raytorchrpc bench: {error}", err=True)
         raise typer.Exit(1) from error

@@ -59,14 +59,14 @@ def run(
         "rows": rows, "sizes": sizes, "device": device, "quick": quick, "budget": budget_s, "hosts": hosts,
         "address": address,
     }  # fmt: skip
-    _check_files([path for path in (csv, json, plot, markdown) if path is not None], plot)
+    check_files([path for path in (csv, json, plot, markdown) if path is not None], plot)
     if results:
         if json or any(value not in ((), None, False, "all") for value in asked.values()):
             raise ConfigurationError("--from shows existing results and measures nothing; combine it only with outputs")
         runs = [read_run(path) for path in results]
     else:
         options = make_options(rows=rows, sizes=sizes, device=device, quick=quick, budget_s=budget_s, hosts=hosts)
-        runs = [_measure(options, address, _command(asked))]
+        runs = [_measure(options, address, repeat_command(asked))]
     for result in runs:
         _show(result, against_published=against is not None)
     if json:
@@ -91,7 +91,7 @@ def _draw(runs: Sequence[Run], plot: Path, *, against_published: bool) -> list[P
     return pictures
 
 
-def _check_files(files: Sequence[Path], plot: Path | None) -> None:
+def check_files(files: Sequence[Path], plot: Path | None) -> None:
     """Fail before minutes of measuring, not after them."""
     for path in files:
         if path.is_dir() or not os.access(path.parent, os.W_OK):
@@ -104,7 +104,7 @@ def _check_files(files: Sequence[Path], plot: Path | None) -> None:
         plots.check_available()
 
 
-def _command(asked: Mapping[str, Any]) -> str:
+def repeat_command(asked: Mapping[str, Any]) -> str:
     """The command for the same run, without the outputs."""
     words = ["raytorchrpc", "bench"]
     for name, value in asked.items():
@@ -121,17 +121,25 @@ def _command(asked: Mapping[str, Any]) -> str:
 
 
 def _measure(options: Options, address: str | None, command: str) -> Run:
-    from raytorchrpc._ray_session import ray_session
     from raytorchrpc.bench.run import measure  # here: bad options are reported without loading Ray and torch
+
+    if options.hosts and address is None:
+        address = os.environ.get("RAY_ADDRESS", "auto")
+    with session(address) as (report, began):
+        return measure(options, command, report, began=began)
+
+
+@contextmanager
+def session(address: str | None) -> Iterator[tuple[Callable[[str, float], None], float]]:
+    """Start Ray, or connect to it; yields the function that reports progress, and when this began."""
+    from raytorchrpc._ray_session import ray_session
 
     began, cores = time.monotonic(), os.cpu_count() or 1
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(max(_STARTING_AT_ONCE, cores)))
-    if options.hosts and address is None:
-        address = os.environ.get("RAY_ADDRESS", "auto")
     with _errors_only(), _progress() as report:
         report("starting Ray" if address is None else f"connecting to {address}", 0.0)
         with ray_session(address, cpus=min(_CPUS, cores)):
-            return measure(options, command, report, began=began)
+            yield report, began
 
 
 @contextmanager
@@ -172,9 +180,9 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
 def _show(run: Run, *, against_published: bool) -> None:
     print("\n".join(("", *run.machine)))
     for device in run.devices():
-        _print_table(figures(run, device, against_published=against_published))
+        print_table(figures(run, device, against_published=against_published))
         if compared := choice(run, device):
-            _print_table(compared)
+            print_table(compared)
     if missing := not_measured(run):
         print("\n  ".join(("\nNot measured:", *missing)))
     if against_published:
@@ -182,7 +190,7 @@ def _show(run: Run, *, against_published: bool) -> None:
     print(f"\n{run.seconds:.0f} s; repeat with `{run.command}`.")
 
 
-def _print_table(table: Table) -> None:
+def print_table(table: Table) -> None:
     # rich wraps cells to fit a terminal; files and pipes get every column on one line.
     if not sys.stdout.isatty():
         print(f"\n{plain(table)}")
