@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.base import PeerAddress
+from raytorchrpc.lanes.cuda_ipc.in_message import MOST_BYTES
 from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
 from tests.conformance import peers
 from tests.conformance.peers import Process, TensorNode, same, tensors, wait_until
@@ -319,3 +321,68 @@ def _current_device_after_export_and_fetch() -> list[int]:
         seen.append(torch.cuda.current_device())
     lane.close()
     return seen
+
+
+# --- small tensors ---------------------------------------------------------------------------------------------------
+
+
+def _export(make: Callable[[], list[torch.Tensor]], busy: bool) -> tuple[Any, list[Any], int]:
+    """What is sent, and how many exports the sender keeps. ``busy``: the GPU still works on the tensors then."""
+    torch.cuda.synchronize()
+    made = make()
+    torch.cuda.synchronize()
+    if busy:
+        torch.cuda._sleep(200_000_000)
+        made = [tensor + 1 for tensor in made]
+    exported = tensors().lane.export(made, "b", {0: 0})
+    tensors().exports.append(exported)
+    return exported.descriptor, [(tensor.dtype, tuple(tensor.shape)) for tensor in made], _out()
+
+
+def _small() -> list[torch.Tensor]:
+    return [torch.full((3, 100), 7.0, device="cuda"), torch.arange(5, device="cuda"), torch.empty(0, device="cuda")]
+
+
+def _at_the_limit() -> list[torch.Tensor]:
+    return [torch.full((MOST_BYTES,), 7, dtype=torch.uint8, device="cuda")]
+
+
+def _above_it() -> list[torch.Tensor]:
+    return [torch.full((MOST_BYTES + 1,), 7, dtype=torch.uint8, device="cuda")]
+
+
+def _received(sent: Any, shapes: list[Any]) -> list[list[float]]:
+    into = [torch.zeros(shapes[0][1], dtype=shapes[0][0], device="cuda"), *[None] * (len(shapes) - 1)]
+    arrived = tensors().lane.fetch("a", sent, shapes, into)
+    assert [(tensor.dtype, tuple(tensor.shape)) for tensor in arrived] == shapes
+    return [tensor.flatten()[:3].tolist() for tensor in arrived]
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_small_tensors_travel_in_the_message_if_the_gpu_is_idle(pair: tuple[Process, Process], busy: bool) -> None:
+    """While it is busy, they would keep the sender waiting."""
+    a, b = pair
+    sent, shapes, kept = a.run(_export, _small, busy)
+    assert kept == busy
+    assert b.run(_received, sent, shapes) == [[7.0 + busy] * 3, [busy + 0, busy + 1, busy + 2], []]
+
+
+def test_larger_tensors_do_not_travel_in_the_message(pair: tuple[Process, Process]) -> None:
+    a, b = pair
+    for make, kept in ((_at_the_limit, 0), (_above_it, 1)):
+        sent, shapes, out = a.run(_export, make, False)
+        assert out == kept
+        assert b.run(_received, sent, shapes) == [[7, 7, 7]]
+
+
+def _refused(sent: Any, shapes: list[Any]) -> None:
+    data, target = sent
+    for wrong in ((data[:-1], target), (data, target + 1), (data,)):
+        with pytest.raises(LaneUnavailable, match="is invalid"):
+            tensors().lane.fetch("a", wrong, shapes)
+
+
+def test_a_message_with_too_little_data_or_for_another_gpu_is_refused(pair: tuple[Process, Process]) -> None:
+    a, b = pair
+    sent, shapes, _ = a.run(_export, _small, False)
+    b.run(_refused, sent, shapes)

@@ -14,8 +14,8 @@ from raytorchrpc.lanes.base import SMALL, Part
 from raytorchrpc.tensors.bounds import within
 from raytorchrpc.tensors.dtypes import UNCOPIED, Shape, as_copyable, view_at
 
-#: More tensors than _FEW, each smaller than _SMALL bytes, travel as one.
-_FEW, _SMALL = 4, 1 << 20
+#: More tensors than FEW, each smaller than _SMALL bytes, travel as one.
+FEW, _SMALL = 4, 1 << 20
 #: Two small parts with at most this between them are fetched together (bytes).
 _GAP = 64 << 10
 #: Tensors packed by size begin at multiples of this; larger ones than the second are alone, so that keeping one keeps
@@ -56,7 +56,7 @@ def unpack(
 
 def pieces(kinds: Sequence[tuple[torch.dtype, int]]) -> list[Piece]:
     """Group tensors of these (dtype, bytes) by index: many small ones of a dtype together, all others alone."""
-    if len(kinds) <= _FEW:
+    if len(kinds) <= FEW:
         return [(index,) for index in range(len(kinds))]
     if kinds[0][1] < _SMALL and kinds.count(kinds[0]) == len(kinds):
         return [tuple(range(len(kinds)))]
@@ -136,8 +136,8 @@ def together(parts: Sequence[Part], size: int) -> tuple[list[Part], list[list[Pa
         else:
             runs.append([part])
         end = max(end, part.offset + part.target.nbytes)
-    alone += [part for run in runs if len(run) <= _FEW for part in run]
-    return alone, [run for run in runs if len(run) > _FEW]
+    alone += [part for run in runs if len(run) <= FEW for part in run]
+    return alone, [run for run in runs if len(run) > FEW]
 
 
 def part_of(flat: torch.Tensor, offset: int, target: torch.Tensor) -> torch.Tensor:

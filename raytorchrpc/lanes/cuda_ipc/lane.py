@@ -4,6 +4,8 @@ The receiver maps the sender's allocation once and copies out of it, over NVLink
 will use the data. No CPU thread waits for a GPU: that stream waits for an interprocess event behind the sender's work,
 and the sender reuses its memory only after another event, behind the copy.
 
+Small tensors of a GPU that has nothing else to do travel in the message itself, through the CPU (see ``in_message``).
+
 ``share`` omits the copy, for two processes on one GPU: the receiver's tensors lie in the sender's memory (see
 ``mappings``), which the sender reuses only after the last of them is gone.
 
@@ -25,12 +27,14 @@ from raytorchrpc.lanes.base import Export, Part, PeerAddress, TensorCapabilities
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.exports import CallbackExport
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress
+from raytorchrpc.lanes.cuda_ipc import in_message
 from raytorchrpc.lanes.cuda_ipc.events import USES, SharedEvents, told
 from raytorchrpc.lanes.cuda_ipc.exports import COPIED, OUT, UNUSED, Exports
 from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, Mappings, span_of, tensor_over
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process.cuda_driver import driver
 from raytorchrpc.tensors.bounds import MALFORMED, checked, within
+from raytorchrpc.tensors.cuda_streams import nothing
 from raytorchrpc.tensors.dtypes import Shape
 
 #: Most allocations of peers kept mapped; beyond that, the least recently used is unmapped.
@@ -80,6 +84,8 @@ class CudaIpcLane(TensorLane):
     ) -> Export:
         self._exports.reap()
         source = packing.source_of(tensors, devices, self.name)
+        if not shared and in_message.suits(tensors, source):
+            return CallbackExport(in_message.descriptor(tensors, devices[source]), nothing, nothing)
         found: dict[int, tuple[int, bytes]] = {}
         with driver().on(source):
             if shared:
@@ -145,6 +151,8 @@ class CudaIpcLane(TensorLane):
     def fetch(
         self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
     ) -> list[torch.Tensor]:
+        if in_message.has(descriptor):
+            return in_message.received(descriptor, self._devices, shapes, into)
         number, target, _, places, shared, tag = told(descriptor, self._devices)
         device = torch.device("cuda", target)
         with driver().on(target):
@@ -169,9 +177,14 @@ class CudaIpcLane(TensorLane):
     def scatter_into(
         self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        left: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if in_message.has(descriptor):
+            flat = in_message.received(descriptor, self._devices, [(torch.uint8, (size,)) for size in sizes])
+            for tensor, its in zip(flat, parts, strict=True):
+                left += [(target, packing.part_of(tensor, offset, target)) for offset, target in its]
+            return left
         _, index, _, places, _, _ = told(descriptor, self._devices)
         copy = driver().copy
-        left: list[tuple[torch.Tensor, torch.Tensor]] = []
         with driver().on(index), self._reading(peer, descriptor) as (mapped, stream, raw):
             for mapping, (_, begin, _, piece) in zip(mapped, places, strict=True):
                 if mapping is None:
@@ -253,6 +266,8 @@ class CudaIpcLane(TensorLane):
         flags[number] = COPIED + self._events.record(index, returning, returning.cuda_stream)
 
     def used(self, peer: str, descriptor: Any) -> None:
+        if in_message.has(descriptor):
+            return
         number, target, _, _, shared, tag = descriptor
         if not shared:
             return
@@ -263,6 +278,8 @@ class CudaIpcLane(TensorLane):
 
     def discard(self, peer: str, descriptor: Any) -> None:
         with contextlib.suppress(LaneUnavailable, *MALFORMED):  # the peer is gone
+            if in_message.has(descriptor):
+                return
             number, *_, tag = told(descriptor, self._devices)
             self._events.page_of(peer, tag)[number] = UNUSED
 
