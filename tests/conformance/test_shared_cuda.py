@@ -328,12 +328,14 @@ def _current_device_after_export_and_fetch() -> list[int]:
 
 def _export(make: Callable[[], list[torch.Tensor]], busy: bool) -> tuple[Any, list[Any], int]:
     """What is sent, and how many exports the sender keeps. ``busy``: the GPU still works on the tensors then."""
-    torch.cuda.synchronize()
     made = make()
+    later = [tensor + 1 for tensor in made]  # loads the kernels, which waits for the GPU
     torch.cuda.synchronize()
     if busy:
         torch.cuda._sleep(200_000_000)
-        made = [tensor + 1 for tensor in made]
+        for tensor, target in zip(made, later, strict=True):
+            torch.add(tensor, 1, out=target)
+        made = later
     exported = tensors().lane.export(made, "b", {0: 0})
     tensors().exports.append(exported)
     return exported.descriptor, [(tensor.dtype, tuple(tensor.shape)) for tensor in made], _out()
