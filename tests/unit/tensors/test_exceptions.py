@@ -130,7 +130,11 @@ def test_the_packages_own_errors_survive_pickling(error: errors.RayTorchRpcError
 
 
 def test_all_of_the_packages_own_errors_have_one_base() -> None:
-    own = {value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)}
+    own = {
+        value
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, Exception) and not name.startswith("_")
+    }
     assert own == {type(error) for error in OWN_ERRORS}
 
 
