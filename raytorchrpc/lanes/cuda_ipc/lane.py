@@ -84,10 +84,11 @@ class CudaIpcLane(TensorLane):
     ) -> Export:
         self._exports.reap()
         source = packing.source_of(tensors, devices, self.name)
-        if not shared and in_message.suits(tensors, source):
-            return CallbackExport(in_message.descriptor(tensors, devices[source]), nothing, nothing)
         found: dict[int, tuple[int, bytes]] = {}
         with driver().on(source):
+            stream = self._events.current(source)[0]
+            if not shared and in_message.suits(tensors, stream):
+                return CallbackExport(in_message.descriptor(tensors, devices[source], stream), nothing, nothing)
             if shared:
                 own = [self._place(tensor, found) for tensor in tensors]
                 placed = [(*place, tuple(place[0].stride())) for place in own]
@@ -152,7 +153,7 @@ class CudaIpcLane(TensorLane):
         self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
     ) -> list[torch.Tensor]:
         if in_message.has(descriptor):
-            return in_message.received(descriptor, self._devices, shapes, into)
+            return in_message.received(descriptor, self._devices, self._events.current, shapes, into)
         number, target, _, places, shared, tag = told(descriptor, self._devices)
         device = torch.device("cuda", target)
         with driver().on(target):
@@ -179,7 +180,9 @@ class CudaIpcLane(TensorLane):
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         left: list[tuple[torch.Tensor, torch.Tensor]] = []
         if in_message.has(descriptor):
-            flat = in_message.received(descriptor, self._devices, [(torch.uint8, (size,)) for size in sizes])
+            flat = in_message.received(
+                descriptor, self._devices, self._events.current, [(torch.uint8, (size,)) for size in sizes]
+            )
             for tensor, its in zip(flat, parts, strict=True):
                 left += [(target, packing.part_of(tensor, offset, target)) for offset, target in its]
             return left
