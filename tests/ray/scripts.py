@@ -20,8 +20,9 @@ from tests.ray.returning import Returning
 
 faulthandler.dump_traceback_later(90, exit=True)
 
-def start(address="local"):
-    lighten()
+def start(address="local", light=True):
+    if light:
+        lighten()
     ray.init(
         address=address, include_dashboard=False, log_to_driver=False, configure_logging=False,
         **(dict(num_cpus=4, object_store_memory=100 << 20) if address == "local" else {}),

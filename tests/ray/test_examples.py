@@ -16,8 +16,6 @@ import pytest
 import ray
 
 from examples import async_actors, parameter_server, pipeline_training, ray_data, rl_collectors
-from tests.ray.actors import Peer
-from tests.ray.conftest import Spawn
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("async_actors", "kv_cache", "parameter_server", "pipeline_training", "ray_data", "rl_collectors")
@@ -68,9 +66,9 @@ def test_collectors_and_data_parallel_learners_raise_the_return() -> None:
     assert sum(result.returns[-4:]) > 1.5 * sum(result.returns[:4])
 
 
-def test_every_row_of_a_ray_data_pipeline_arrives_once(spawn: Spawn) -> None:
+@pytest.mark.usefixtures("cluster")
+def test_every_row_of_a_ray_data_pipeline_arrives_once() -> None:
     """In the Ray that RAY_ADDRESS names; Ray Data has warnings of its own."""
-    spawn(Peer, num_cpus=6)  # leaves two: Ray Data's workers are as many, and each imports pandas and pyarrow
     ran = script("ray_data", "--rows", "1000", "--batch", "100", RAY_ADDRESS=ray.get_runtime_context().gcs_address)
     assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout + ran.stderr
     assert re.search(r"batches with 2000 rows came from 2 feeders\nchecked: every row was seen once", ran.stdout)

@@ -10,7 +10,7 @@ CODE = """
 import urllib.request
 
 os.environ["RAY_metrics_report_interval_ms"] = "500"
-start()
+start(light=False)
 a, b = actors(2)
 config = rtr.GroupConfig(metrics_period_s=0.2)
 node = ray.nodes()[0]
