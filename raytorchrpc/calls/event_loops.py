@@ -26,11 +26,7 @@ def new_token() -> Token:
 
 def on_loop() -> bool:
     """Whether this thread is running an event loop."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+    return asyncio._get_running_loop() is not None  # get_running_loop would raise in most calls
 
 
 class _Start(NamedTuple):

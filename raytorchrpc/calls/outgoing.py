@@ -281,7 +281,7 @@ class OutgoingCalls:
             again = options._replace(timeout=seconds, caller_waits=False)
             return self._send(self.peers.route_for_call(target), method, args, kwargs, again)
 
-        budget = self._budget(label, options.timeout)
+        budget = self._budget(route.member.name, method, options.timeout)
         return RetriedCall(self.peers, self.workers, self.deadlines, target, label, send, budget, retries)
 
     def _send(
@@ -356,25 +356,26 @@ class OutgoingCalls:
         timeout: float | None,
         loop_token: Token | None,
     ) -> tuple[RequestHeader, Encoded]:
-        label = f"{route.member.name}.{method}"
-        budget = self._budget(label, timeout)
+        budget = self._budget(route.member.name, method, timeout)
         until = time.monotonic() + budget if route.same_clock else None
         keep_graph = torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT
         try:
             body = self.codec.encode((args, kwargs or {}) if args or kwargs else None, keep_graph=keep_graph, own=True)
         except SerializationError as error:
-            raise SerializationError(f"an argument of {label} cannot be pickled: {error}") from error
+            raise SerializationError(
+                f"an argument of {route.member.name}.{method} cannot be pickled: {error}"
+            ) from error
         path = current_scope.get().path
         if loop_token is not None:
             path = (*path, loop_token)
         return RequestHeader(kind, self._rank, route.token, method, path, budget, until), body
 
-    def _budget(self, label: str, timeout: float | None) -> float:
+    def _budget(self, peer: str, method: str, timeout: float | None) -> float:
         """Seconds until the deadline of a call that is made now."""
         budget = self._timeout_s if timeout is None else checked_timeout(timeout)
         deadline = current_scope.get().deadline
         if deadline is not None:
             budget = min(budget, deadline - time.monotonic())
         if budget <= 0:
-            raise RpcTimeout(f"no time left to call {label}: the deadline has passed")
+            raise RpcTimeout(f"no time left to call {peer}.{method}: the deadline has passed")
         return budget
