@@ -248,7 +248,7 @@ def test_without_keep_graph_nothing_leads_back_to_the_sender(codec: Codec) -> No
         lambda: torch.eye(4).to_sparse_bsr((2, 2)),
         lambda: torch.eye(4).to_sparse_bsc((2, 2)),
         lambda: torch.sparse_coo_tensor([[0, 0, 1], [0, 0, 1]], [1.0, 2.0, 3.0], (4, 4)),
-        lambda: torch.empty(4, 4).to_sparse().to(torch.bfloat16) * 0,
+        lambda: torch.zeros(4, 4).to_sparse().to(torch.bfloat16),
     ],
     ids=["coo", "csr", "csc", "bsr", "bsc", "not coalesced", "nothing in it"],
 )
