@@ -119,12 +119,15 @@ class PatternRunner:
         teams = self._open({row: cases for row, cases in able.items() if cases}, device)
         starting_s = self._actor_s * sum(actors.members for _, actors in later - self._teams.keys())
         stop_at = time.monotonic() + max(0.0, self._left() - starting_s) * len(block) / self._left_to_do
+        took = 0.0
         for repeat in range(self._options.repeats):
-            if repeat and time.monotonic() > stop_at:
+            began = time.monotonic()
+            if repeat and began + took > stop_at:
                 break
             for row, team in teams.items():
                 self._report(f"{device}, {block[0].pattern}: {row}", 1 - self._left_to_do / self._to_do)
                 self._turns(team, able[row], turns, reasons)
+            took = time.monotonic() - began
         for case in block:
             for row in self._options.rows:
                 found, reason = turns[row, case], reasons.get((row, case))
@@ -175,7 +178,7 @@ class PatternRunner:
                 try:
                     turns[team.row, case].append(team.turn(case, self._options.window_s, self._timeout()))
                 except Failed as failure:
-                    reasons[team.row, case] = str(failure)
+                    reasons[team.row, case] = str(failure) if self._left() > 0 else OUT_OF_TIME
                     if isinstance(failure, Stuck):
                         raise
             team.pause(self._timeout())

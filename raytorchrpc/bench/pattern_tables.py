@@ -80,14 +80,14 @@ def skipped(run: PatternRun) -> list[str]:
         if cell.median is None:
             key = cell.device, cell.row, cell.reason or "unknown"
             found.setdefault(key, {}).setdefault(cell.pattern, []).append(cell.label)
-    lines = []
+    lines: dict[tuple[Device, str, str], list[str]] = {}
     for (device, row, reason), patterns in found.items():
         names = []
         for pattern, labels in patterns.items():
             total = sum((cell.device, cell.row, cell.pattern) == (device, row, pattern) for cell in run.cells)
             names.append(pattern if len(labels) == total else f"{pattern} ({'; '.join(labels)})")
-        lines.append(f"{DEVICE_TEXT[device]}: {row}: {', '.join(names)}: {reason}")
-    return lines
+        lines.setdefault((device, ", ".join(names), reason), []).append(row)
+    return [f"{DEVICE_TEXT[dev]}: {', '.join(rows)}: {names}: {why}" for (dev, names, why), rows in lines.items()]
 
 
 def to_csv(run: PatternRun) -> str:
