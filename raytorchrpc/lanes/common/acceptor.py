@@ -1,7 +1,6 @@
 """Accepts and dials connections, and hands over only those whose two ends have authenticated each other.
 
-``PendingHandshakes`` and ``retry_if_hung_up`` serve every lane that makes its own connections. ``Acceptor`` and
-``dial`` apply them to Unix and TCP sockets, for the socket lane and for the control connections of the nccl lane.
+``Acceptor`` and ``dial`` serve the socket and nng lanes, and the control connections of the nccl lane.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.lanes.common import handshake
 from raytorchrpc.lanes.common.credentials import Credentials, Identity, Instance
-from raytorchrpc.lanes.common.protection import Protection, secure_accepted, secure_stream
+from raytorchrpc.lanes.common.protection import Protection, secure_accepted, secure_dialed
 from raytorchrpc.process import fork, threads
 
 logger = logging.getLogger(__name__)
@@ -33,102 +32,9 @@ _ATTEMPTS = 3
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
-class Closable(Protocol):
-    """A connection, hashable by identity."""
-
-    def close(self) -> None:
-        """Close it."""
-
-
-C = TypeVar("C", bound=Closable)
-T = TypeVar("T")
-#: Takes over an authenticated connection, on a thread of its own: the connection, its protection, the peer's identity.
-#: May raise RayTorchRpcError to refuse the connection, which is then closed.
-Admit = Callable[[C, Protection | None, Identity], None]
-#: Runs the accepting end of the handshake: returns the peer's identity and what protects the connection from then on.
-Secure = Callable[[C], tuple[Identity, Protection | None]]
-
-
-class PendingHandshakes(Generic[C]):
-    """Accepted connections whose other end has not authenticated itself yet. Thread-safe.
-
-    Each runs its handshake on a thread of its own. Beyond the limit the oldest is dropped, so that strangers which send
-    nothing cannot keep members out.
-    """
-
-    def __init__(
-        self, me: str, peers: Callable[[], int], hang_up: Callable[[C], None], admit: Admit[C], role: str = "handshake"
-    ) -> None:
-        """``me``: this member, for thread names and logs. ``peers``: returns how many members may connect at once.
-        ``hang_up``: wakes the thread that runs a connection's handshake. ``role``: the suffix of the threads' names;
-        they also run ``admit``.
-        """
-        self._me, self._thread_name = me, f"raytorchrpc-{me}-{role}"
-        self._peers, self._hang_up, self._admit = peers, hang_up, admit
-        self._lock = threading.Lock()
-        self._pending: dict[C, None] = {}  # oldest first
-        self._closed = False
-
-    def start(self, connection: C, secure: Secure[C]) -> bool:
-        """Authenticate a new connection on a thread of its own. Never blocks.
-
-        Returns False after ``close``. The connection is closed then, and also where this raises ThreadShortage.
-        """
-        oldest = None
-        with self._lock:
-            if self._closed:
-                connection.close()
-                return False
-            if len(self._pending) >= _HANDSHAKES + self._peers():
-                oldest = next(iter(self._pending))
-                del self._pending[oldest]
-            self._pending[connection] = None
-        if oldest is not None:
-            self._hang_up(oldest)
-        try:
-            threads.start(self._run, connection, secure, name=self._thread_name)
-        except BaseException:  # closing it informs the other end
-            self._forget(connection)
-            connection.close()
-            raise
-        return True
-
-    def _forget(self, connection: C) -> bool:
-        """Whether the connection was still pending."""
-        with self._lock:
-            return self._pending.pop(connection, True) is None
-
-    def _run(self, connection: C, secure: Secure[C]) -> None:
-        try:
-            peer, protection = secure(connection)
-            if not self._forget(connection):
-                raise handshake.Refused("its handshake took too long")
-            self._admit(connection, protection, peer)
-        except Exception as error:
-            self._forget(connection)
-            connection.close()
-            if not isinstance(error, (OSError, RayTorchRpcError)):
-                raise
-            logger.debug("%s refused a connection: %s", self._me, error)
-
-    def close(self) -> None:
-        """Drop all pending connections, and accept no more. Idempotent."""
-        with self._lock:
-            self._closed = True
-            pending = list(self._pending)
-        for connection in pending:
-            self._hang_up(connection)
-
-
-def retry_if_hung_up(connect: Callable[[], T]) -> T:
-    """Return what ``connect`` returns. If the other end hangs up, which a crowded one does, try three times in all."""
-    for _ in range(_ATTEMPTS - 1):
-        with contextlib.suppress(handshake.HungUp, ConnectionResetError, BrokenPipeError):
-            return connect()
-    return connect()
-
-
-# --- Unix and TCP sockets ------------------------------------------------------------------------------------------
+#: Takes over an authenticated connection, on a thread of its own: the socket, its protection, the peer's identity. May
+#: raise OSError or RayTorchRpcError to refuse the connection, which is then closed.
+Admit = Callable[[socket.socket, Protection | None, Identity], None]
 
 
 class SocketAddress(NamedTuple):
@@ -148,7 +54,11 @@ def listener_identity(service: str, credentials: Credentials, address: SocketAdd
 
 
 class Acceptor:
-    """The listening sockets of one lane. Thread-safe."""
+    """The listening sockets of one lane, and accepted connections whose other end has not authenticated itself yet.
+
+    Each of those runs its handshake on a thread of its own. Beyond a limit the oldest is dropped, so that strangers
+    which send nothing cannot keep members out. Thread-safe.
+    """
 
     def __init__(
         self,
@@ -156,12 +66,18 @@ class Acceptor:
         me: str,
         credentials: Credentials,
         peers: Callable[[], int],
-        admit: Admit[socket.socket],
+        admit: Admit,
         role: str = "handshake",
     ) -> None:
-        """``service``: names the lane in handshakes. The others: see PendingHandshakes."""
-        self._service, self._credentials = service, credentials
-        self._handshakes = PendingHandshakes(me, peers, _hang_up, admit, role)
+        """``service``: names the lane in handshakes. ``me``: this member, for thread names and logs. ``peers``: returns
+        how many members may connect at once. ``role``: the suffix of the threads' names; they also run ``admit``.
+        """
+        self._service, self._me, self._credentials = service, me, credentials
+        self._thread_name = f"raytorchrpc-{me}-{role}"
+        self._peers, self._admit = peers, admit
+        self._lock = threading.Lock()
+        self._pending: dict[socket.socket, None] = {}  # oldest first
+        self._closed = False
         self.listeners: dict[int, socket.socket] = {}
         """By descriptor. They do not block: poll them, and call ``accept`` when one is readable."""
         self.address = SocketAddress("", None, credentials.instance)
@@ -205,20 +121,54 @@ class Acceptor:
             sock, _ = listener.accept()
         except OSError as error:  # also if the other end has closed it already
             return error.errno not in _NO_ROOM
-        self._handshakes.start(sock, self._secure)
+        oldest = None
+        with self._lock:
+            if not (closed := self._closed):
+                if len(self._pending) >= _HANDSHAKES + self._peers():
+                    oldest = next(iter(self._pending))
+                    del self._pending[oldest]
+                self._pending[sock] = None
+        if closed:
+            sock.close()
+            return True
+        if oldest is not None:
+            _hang_up(oldest)
+        try:
+            threads.start(self._authenticate, sock, name=self._thread_name)
+        except BaseException:  # closing it informs the other end
+            self._forget(sock)
+            sock.close()
+            raise
         return True
 
-    def _secure(self, sock: socket.socket) -> tuple[Identity, Protection | None]:
-        handshake.check_user(sock, self._credentials)
-        me = listener_identity(self._service, self._credentials, self.address, sock.family)
-        exposed = sock.family != socket.AF_UNIX
-        return secure_accepted(sock, self._credentials, me, CONNECT_TIMEOUT_S, exposed=exposed)
+    def _forget(self, sock: socket.socket) -> bool:
+        """Whether the connection was still pending."""
+        with self._lock:
+            return self._pending.pop(sock, True) is None
+
+    def _authenticate(self, sock: socket.socket) -> None:
+        try:
+            me = listener_identity(self._service, self._credentials, self.address, sock.family)
+            peer, protection = secure_accepted(sock, self._credentials, me, CONNECT_TIMEOUT_S)
+            if not self._forget(sock):
+                raise handshake.Refused("its handshake took too long")
+            self._admit(sock, protection, peer)
+        except Exception as error:
+            self._forget(sock)
+            sock.close()
+            if not isinstance(error, (OSError, RayTorchRpcError)):
+                raise
+            logger.debug("%s refused a connection: %s", self._me, error)
 
     def close(self) -> None:
         """Stop listening, and drop pending handshakes. Idempotent."""
         for listener in self.listeners.values():
             listener.close()
-        self._handshakes.close()
+        with self._lock:
+            self._closed = True
+            pending = list(self._pending)
+        for sock in pending:
+            _hang_up(sock)
 
 
 def dial(
@@ -243,13 +193,15 @@ def dial(
             sock.connect(where)
             if by_tcp:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            handshake.check_user(sock, credentials)
-            return sock, secure_stream(sock, credentials, me, peer, left, exposed=by_tcp)
+            return sock, secure_dialed(sock, credentials, me, peer, left)
         except BaseException:
             sock.close()
             raise
 
-    return retry_if_hung_up(connect)
+    for _ in range(_ATTEMPTS - 1):  # a crowded listener hangs up
+        with contextlib.suppress(handshake.HungUp, ConnectionResetError, BrokenPipeError):
+            return connect()
+    return connect()
 
 
 def _family(host: str) -> int:

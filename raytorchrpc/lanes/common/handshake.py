@@ -108,16 +108,12 @@ def check_user(sock: socket.socket, credentials: Credentials) -> None:
     """Raise Refused if the other end of a Unix socket runs as another user than this process."""
     if sock.family == socket.AF_UNIX and not credentials.across_users:
         raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-        check_uid(_PEER_CREDENTIALS.unpack(raw)[1])
-
-
-def check_uid(uid: int) -> None:
-    """Raise Refused unless ``uid``, of the process at the other end, is this process's own."""
-    if uid != os.geteuid():
-        raise Refused(
-            f"the process at that address runs as another user (uid {uid}; this one has uid {os.geteuid()}); "
-            "GroupConfig(across_users=True) lets members of several users connect"
-        )
+        uid = _PEER_CREDENTIALS.unpack(raw)[1]
+        if uid != os.geteuid():
+            raise Refused(
+                f"the process at that address runs as another user (uid {uid}; this one has uid {os.geteuid()}); "
+                "GroupConfig(across_users=True) lets members of several users connect"
+            )
 
 
 def _mac(key: bytes, role: bytes, *parts: bytes) -> bytes:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import socket
 from collections.abc import Sequence
 from typing import Any
 
 from raytorchrpc.lanes.common import handshake
 from raytorchrpc.lanes.common.credentials import Credentials, Identity
-from raytorchrpc.lanes.common.handshake import SessionKeys, Stream
+from raytorchrpc.lanes.common.handshake import SessionKeys
 from raytorchrpc.lanes.common.tls import TlsSession
 
 TAG_BYTES = 16
@@ -88,31 +89,31 @@ class Tagged:
 Protection = Tagged | TlsSession
 
 
-def secure_stream(
-    stream: Stream, credentials: Credentials, me: Identity, peer: Identity, timeout_s: float, *, exposed: bool
+def secure_dialed(
+    sock: socket.socket, credentials: Credentials, me: Identity, peer: Identity, timeout_s: float
 ) -> Protection | None:
     """Authenticate the connecting end of a new connection as ``me``, and verify that the other end is ``peer``.
 
-    ``exposed``: processes other than the two ends can reach its bytes. Returns what protects the connection from now
-    on; None if it is not exposed. Blocks for at most ``timeout_s`` seconds. Raises Refused or OSError; close it then.
+    Returns what protects the connection from now on; None for a Unix socket, which other processes cannot reach. Blocks
+    for at most ``timeout_s`` seconds. Raises Refused or OSError; close it then.
     """
-    tls = _tls(stream, credentials, timeout_s, exposed, accepting=False)
-    keys = handshake.offer(tls or stream, credentials.secret, me, peer, timeout_s)
-    return tls or (Tagged(keys) if exposed else None)
+    tls = _tls(sock, credentials, timeout_s, accepting=False)
+    keys = handshake.offer(tls or sock, credentials.secret, me, peer, timeout_s)
+    return tls or (None if sock.family == socket.AF_UNIX else Tagged(keys))
 
 
 def secure_accepted(
-    stream: Stream, credentials: Credentials, me: Identity, timeout_s: float, *, exposed: bool
+    sock: socket.socket, credentials: Credentials, me: Identity, timeout_s: float
 ) -> tuple[Identity, Protection | None]:
     """Authenticate the accepting end likewise; also returns the verified identity of the other end."""
-    tls = _tls(stream, credentials, timeout_s, exposed, accepting=True)
-    peer, keys = handshake.accept(tls or stream, credentials.secret, me, timeout_s)
-    return peer, tls or (Tagged(keys) if exposed else None)
+    tls = _tls(sock, credentials, timeout_s, accepting=True)
+    peer, keys = handshake.accept(tls or sock, credentials.secret, me, timeout_s)
+    return peer, tls or (None if sock.family == socket.AF_UNIX else Tagged(keys))
 
 
-def _tls(
-    stream: Stream, credentials: Credentials, timeout_s: float, exposed: bool, *, accepting: bool
-) -> TlsSession | None:
-    if not exposed or credentials.tls is None:
+def _tls(sock: socket.socket, credentials: Credentials, timeout_s: float, *, accepting: bool) -> TlsSession | None:
+    """Begin TLS where the connection needs it. Raises Refused if the other end runs as another user, or OSError."""
+    handshake.check_user(sock, credentials)
+    if sock.family == socket.AF_UNIX or credentials.tls is None:
         return None
-    return TlsSession(stream, credentials.tls, accepting=accepting, timeout_s=timeout_s)
+    return TlsSession(sock, credentials.tls, accepting=accepting, timeout_s=timeout_s)

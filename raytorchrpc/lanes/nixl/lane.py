@@ -150,13 +150,8 @@ class NixlLane(TensorLane):
         for obstacle, whose in ((self._cuda_obstacle, "here"), (link.cuda_obstacle, "at the peer")):
             if obstacle is not None:
                 raise LaneUnavailable(self.name, f"no CUDA tensors {whose}: {obstacle}")
-        source = tensors[0].device.index
-        if any(tensor.device.index != source for tensor in tensors):
-            raise LaneUnavailable(self.name, "one message with tensors of several GPUs")
-        if source not in devices:
-            raise LaneUnavailable(self.name, f"cuda:{source} is not in the device map")
-        members = packing.pieces([(tensor.dtype, tensor.nbytes) for tensor in tensors])
-        kept = [packing.joined([tensors[index] for index in piece]) for piece in members]
+        source = packing.source_of(tensors, devices, self.name)
+        members, kept = packing.pack(tensors)
         places: list[Place] = []
         for tensor in kept:
             if tensor.nbytes:
@@ -298,11 +293,9 @@ class NixlLane(TensorLane):
                 spans.append(Span(room.data_ptr(), memory.number, place[2], place[0], place[3]))
         self._read(link, "cuda", spans, offer.number, rooms)
         stream = torch.cuda.current_stream(target)
-        arrived: dict[int, torch.Tensor] = {}
-        for piece, room in zip(offer.members, rooms, strict=True):
+        for room in rooms:
             room.record_stream(stream)
-            arrived.update(zip(piece, packing.split(room, [shapes[index] for index in piece]), strict=True))
-        return [arrived[index] for index in range(len(shapes))]
+        return packing.unpack(rooms, offer.members, shapes)
 
     def _room(self, shapes: Sequence[Shape], device: int) -> torch.Tensor:
         with torch.cuda.stream(self._landing[device]):
