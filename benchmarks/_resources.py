@@ -17,7 +17,7 @@ from benchmarks._process import smaps
 from raytorchrpc.calls import gates
 from raytorchrpc.calls.current import process_member
 
-_COUNTED_ELSEWHERE = ("_Deadline", "_Counter")
+_COUNTED_ELSEWHERE = ("_Deadline", "_Counter", "_Thread", "_Started", "_Boot")
 _MAPPED = "raytorchrpc.lanes.cuda_ipc.mappings.Mapped"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
