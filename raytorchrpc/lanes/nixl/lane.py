@@ -113,9 +113,8 @@ class NixlLane(TensorLane):
         return agent.name, agent.connection, self._cuda_obstacle
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
-        assert self._agent is not None
-        for peer in peers:
-            self._links[peer.peer] = Link(self._agent, *peer.address)
+        if (agent := self._agent) is not None:  # else the lane is closed
+            self._links.update((peer.peer, Link(agent, *peer.address)) for peer in peers)
 
     def _link(self, peer: str) -> Link:
         """Raises LaneUnavailable."""
@@ -174,9 +173,10 @@ class NixlLane(TensorLane):
 
     def reap(self) -> None:
         """Release what has been fetched or discarded."""
-        if self._agent is None or self._closed:
+        agent = self._agent  # ``close`` on another thread sets it to None
+        if agent is None or self._closed:
             return
-        for name, notices in self._agent.notices().items():
+        for name, notices in agent.notices().items():
             for notice in notices:
                 out = self._out.get(int(notice)) if notice.isdigit() else None
                 if out is not None and out.link.name == name:

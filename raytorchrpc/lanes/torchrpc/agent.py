@@ -144,7 +144,8 @@ class Fabric:
 
     def _have(self, spec: AgentSpec, renew: bool) -> str:
         with self._lock:
-            if self._spec is not None and (renew or not _fits(self._spec, spec)):
+            # An agent without a spec is one whose start failed halfway.
+            if self._agent is not None and (renew or self._spec is None or not _fits(self._spec, spec)):
                 logger.warning(
                     "restarting the torchrpc agent %s: the new group needs other devices, transports or another "
                     "interface; RRefs of this process no longer work, because torch uses the first agent for them",

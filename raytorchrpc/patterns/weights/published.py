@@ -164,7 +164,8 @@ class PublishedWeights(Readable):
     def publish(self, tensors: Mapping[str, torch.Tensor], version: int | None) -> int:
         """Copy the tensors and make them the newest version. Blocks for the copy, and never for readers."""
         with self._publishing:
-            newest = self._newest()
+            with self._lock:
+                newest = self._newest()
             if version is None:
                 version = newest + 1
             elif version <= newest:

@@ -157,9 +157,9 @@ class Snapshot:
 
     def tensors(self, places: Places) -> list[torch.Tensor]:
         """Return these tensors, for use on this thread. Each is converted to a dtype once."""
-        self.make_current()
         made: list[torch.Tensor] = []
         with self._converting:
+            self.make_current()  # not before: it also waits for what another thread has converted
             found = [self._tensor(place, dtype, made) for place, dtype in places]
             if made:
                 self._handoffs.append(handoff_streams(made))
@@ -175,7 +175,8 @@ class Snapshot:
         """
         if places:
             self.tensors(places)
-        self.make_current()
+        else:
+            self.make_current()
         names = dict.fromkeys(name for _, name in places) or (None,)
         memories = [self.memory if name is None else self.converted[DTYPES[name]] for name in names]
         wholes = [memory.whole for memory in memories]
