@@ -408,6 +408,7 @@ def test_a_listener_that_cannot_go_on_ends_its_connections(kind: str, monkeypatc
     monkeypatch.setattr(threads, "_HOPELESS_S", 0.1)
     pair = Pair(kind)
     try:
+        answer(pair.a.lane.call("b", Message(("work",), EMPTY), PATIENCE_S))  # a second listener waits from now on
         pending = pair.a.lane.call("b", Message(("hold",), EMPTY), PATIENCE_S)
         assert pair.b.arrived.acquire(timeout=PATIENCE_S)
         reader = getattr(pair.b.lane, "_listeners", pair.b.lane)
