@@ -494,6 +494,20 @@ def test_replies_are_read_after_their_timer_failed(monkeypatch: pytest.MonkeyPat
         pair.close()
 
 
+def test_replies_are_read_after_their_timer_could_not_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair("socket over unix")
+    try:
+        answer(pair.a.lane.call("b", Message(("echo",), EMPTY), PATIENCE_S, caller_waits=True))
+        fail_once(pair.a.lane._listeners._timer, "set", MemoryError(), monkeypatch)  # type: ignore[attr-defined]
+        with pytest.raises(MemoryError):
+            pair.a.lane.call("b", Message(("echo",), EMPTY), PATIENCE_S)
+        released = threading.Event()
+        pair.a.lane.call("b", Message(("echo",), EMPTY), PATIENCE_S, on_released=released.set)
+        assert released.wait(PATIENCE_S)  # nobody waits for the reply itself
+    finally:
+        pair.close()
+
+
 def test_a_listener_is_found_among_other_threads_if_none_can_be_started(
     shortage: Shortage, request: pytest.FixtureRequest
 ) -> None:
