@@ -107,14 +107,14 @@ class Codec:
         """
         if obj is None:  # as most methods return
             return NOTHING
-        if not keep_graph and (plain := plain_values.encoded(obj, own)) is not None:
-            return Encoded(*plain, (), 0)
-        file = io.BytesIO()
-        buffers: list[torch.Tensor] = []
-        pickler = self._pickler(file, protocol=5, buffer_callback=_buffer_lifter(buffers))
-        pickler.tensors, pickler.rrefs, pickler.keep_graph, pickler.own = [], [], keep_graph, own
-        simple = None if keep_graph else gathered(obj)
         try:
+            if not keep_graph and (plain := plain_values.encoded(obj, own)) is not None:
+                return Encoded(*plain, (), 0)
+            file = io.BytesIO()
+            buffers: list[torch.Tensor] = []
+            pickler = self._pickler(file, protocol=5, buffer_callback=_buffer_lifter(buffers))
+            pickler.tensors, pickler.rrefs, pickler.keep_graph, pickler.own = [], [], keep_graph, own
+            simple = None if keep_graph else gathered(obj)
             pickler.dump(obj if simple is None else simple)
         except RayTorchRpcError:
             raise

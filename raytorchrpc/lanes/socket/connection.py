@@ -107,8 +107,8 @@ class Connection:
         if self._callbacks:
             self._arm()
         elif not (self._armed or self._reading or self._watched):
-            self._watched = True
             self._listeners.watch(self)
+            self._watched = True
 
     def attend(self) -> bool:
         """See Readable."""
@@ -130,6 +130,7 @@ class Connection:
     def rearm(self) -> None:
         """See Readable."""
         with self._state:
+            self._watched = False
             if not self._reading and self._ended is None and (self.accepted or self._pending):
                 self._armed = True
                 self._listeners.arm(self.fd)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
@@ -72,8 +73,8 @@ class SocketLane(ConnectedLane[Connection]):
         if connection is None or connection.ended:
             connection = self._connection(peer, deadline)
         pending = SocketPending(connection, deadline, on_released)
-        connection.begin(pending, caller_waits)
         try:
+            connection.begin(pending, caller_waits)
             connection.send(frames.pack(frames.REQUEST, pending.call, message), deadline)
         except BaseException:
             connection.abandon(pending)
@@ -117,24 +118,28 @@ class SocketLane(ConnectedLane[Connection]):
 
     # --- serving ---------------------------------------------------------------------------------------------
 
-    def _read(self, connection: Connection) -> list[Work]:
-        """Read what has arrived, and return the work that it brought.
+    def _read(self, connection: Connection, tasks: deque[Work]) -> None:
+        """Read what has arrived, and add the work that it brought.
 
         Requests enter their queues in the order sent.
         """
         if not connection.acquire_read():
-            return []  # a caller reads it
-        tasks: list[Work] = []
+            return  # a caller reads it
         try:
             for frame in connection.read():
                 if (task := self._request(connection, frame)) is not None:
-                    tasks.append(partial(self._run, task, connection))
+                    self._add(task, connection, tasks)
         except BaseException as error:  # requests that have been accepted are served; the rest were not answered
             threads.report(error, f"{self._me} closes a connection")
             connection.end(f"a request could not be accepted: {error}")
         finally:
             connection.release_read()
-        return tasks
+
+    def _add(self, task: Work, connection: Connection, tasks: deque[Work]) -> None:
+        try:
+            tasks.append(partial(self._run, task, connection))
+        except MemoryError:  # its method may be admitted, and would keep others out for ever
+            self._run(task, connection)
 
     def _run(self, task: Work, connection: Connection) -> None:
         try:

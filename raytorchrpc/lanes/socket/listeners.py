@@ -18,18 +18,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from raytorchrpc.lanes.base import Spawn
+from raytorchrpc.lanes.socket.listener_threads import ListenerThreads
 from raytorchrpc.lanes.socket.spin import Spinner, Timer
-from raytorchrpc.process import threads
 from raytorchrpc.process.system_calls import AnyReadable
 
 #: A leader whose method takes longer is replaced. A reply that no caller comes to read is read after this time, or
 #: twice as long (seconds).
 ATTEND_S = 0.001
+#: After a method that took longer, so many others must have been brief until a leader keeps leading while it runs one.
+_BRIEF_METHODS = 32
 #: Callers do not spin for this time after a request was served (seconds).
 _SERVING_S = 0.001
-#: Idle threads kept beside the leader. More are started while many methods run at once.
-_SPARE_THREADS = 4
 #: Pause between attempts to accept while the process has no descriptor left (seconds).
 _ACCEPT_PAUSE_S = 0.05
 _MOST_EVENTS = 64
@@ -55,33 +54,32 @@ class Readable(Protocol):
 R = TypeVar("R", bound=Readable)
 
 
-class Listeners(Generic[R]):
+class Listeners(ListenerThreads, Generic[R]):
     """The listener threads of one lane, and what they poll. Thread-safe."""
 
     def __init__(
-        self, me: str, read: Callable[[R], list[Task]], accept: Callable[[int], bool], give_up: Callable[[], None]
+        self,
+        me: str,
+        read: Callable[[R, deque[Task]], None],
+        accept: Callable[[int], bool],
+        give_up: Callable[[], None],
     ) -> None:
-        """``read`` reads a readable connection and returns the methods to run. ``accept`` handles a readable listening
+        """``read`` reads a readable connection and adds the methods to run. ``accept`` handles a readable listening
         socket; it returns False if the process has no descriptor left. ``give_up`` is called if listeners fail without
         end.
         """
-        self._me, self._read, self._accept, self._give_up = me, read, accept, give_up
+        super().__init__(me, give_up)
+        self._read, self._accept = read, accept
         self.connections: dict[int, R] = {}
         """By descriptor."""
         self._listening: set[int] = set()
-        self._lock = threading.Lock()
-        self._idle = 0  # threads that lead or wait to
-        self._threads = 0
-        self._standing_in = False
-        self._spawn: Spawn | None = None
-        self.closed = False
         self._leader: object | None = None
         self._leading_thread = 0
         self._tasks: deque[Task] = deque()
         self._began = 0.0  # when the leader began the method that it runs; 0.0 if it runs none
         self._replacing = False  # the timer runs after which the leader may be replaced
-        self._brief = True
-        self._served = 0.0
+        self._brief = _BRIEF_METHODS  # how many methods in a row have been brief
+        self._served = self._polled = 0.0
         self._spinner = Spinner()
         self._epoll, self._bench = select.epoll(), select.epoll()
         self.fd = self._epoll.fileno()
@@ -99,11 +97,6 @@ class Listeners(Generic[R]):
 
     # --- what they poll --------------------------------------------------------------------------------------
 
-    def start(self, spawn: Spawn) -> None:
-        """Start the first threads. ``spawn``: runs work on a thread of the member. Raises ThreadShortage."""
-        self._spawn = spawn
-        self._add_thread()
-
     def listen_to(self, fd: int) -> None:
         """Poll a listening socket."""
         self._listening.add(fd)
@@ -113,8 +106,8 @@ class Listeners(Generic[R]):
         """Add a connection; accepted ones are polled from now on. Returns False after ``close``."""
         with self._lock:
             if not self.closed:
-                self.connections[connection.fd] = connection
                 self._epoll.register(connection.fd, _READ if connection.accepted else 0)
+                self.connections[connection.fd] = connection
             return not self.closed
 
     def remove(self, connection: R) -> None:
@@ -134,21 +127,16 @@ class Listeners(Generic[R]):
     def watch(self, connection: R) -> None:
         """Call the connection's ``attend`` soon."""
         with self._lock:
-            self._watched.append(connection)
-            if len(self._watched) == 1 and not self.closed:
+            if not self._watched and not self.closed:
                 self._timer.set()
+            self._watched.append(connection)
 
     def _attend(self) -> None:
         with self._lock:
             watched, self._watched = self._watched, []
             if not self.closed:
                 self._timer.clear()
-        try:
-            again = [connection for connection in watched if connection.attend()]
-        except BaseException:
-            with self._lock:
-                self._watched += watched
-            raise
+        again = [connection for connection in watched if connection.attend()]  # after a failure see _restore
         with self._lock:
             self._watched += again
             if self._watched and not self.closed:
@@ -188,40 +176,41 @@ class Listeners(Generic[R]):
 
     # --- one thread ------------------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        me = object()
-        threads.serve(
-            lambda: self._step(me),
-            f"a listener of {self._me}",
-            restore=lambda: self._restore(me),
-            give_up=self._give_up,
-        )
-
     def _step(self, me: object, patience_s: float = -1) -> bool:
-        """Lead, or wait to lead, until something has happened. Returns False if this thread is to end."""
-        if self.closed:
-            self.retire(1)
-            return False
-        with self._lock:
-            if self._leader is None:
-                self._lead(me)
-        if self._leader is not me:
-            return self._wait_to_lead(me, patience_s)
-        if not self._tasks:
-            self._poll(patience_s)
+        while not self.closed:
+            with self._lock:
+                if self._leader is None:
+                    self._lead(me)
+            if self._leader is me:
+                return self._serve(me, patience_s)
+            self._wait_to_lead(me, patience_s)
+            if patience_s >= 0:
+                return True
+        self.retire(1)
+        return False
+
+    def _serve(self, me: object, patience_s: float) -> bool:
+        """As the leader, poll and run methods. Returns False if this thread is to end."""
+        if not self._tasks or self._is_late():
+            self._poll(0 if self._tasks else patience_s)
         while self._leader is me and self._tasks:
-            self._run(me, self._tasks.popleft())
+            self._run_next(me)
+            if self._is_late():
+                break
         return self._leader is me or self._stays()
+
+    def _is_late(self) -> bool:
+        """Whether methods, however brief, have kept the leader from polling for so long that it polls next."""
+        return time.monotonic() - self._polled >= ATTEND_S
 
     def _lead(self, me: object) -> None:
         """Under the lock."""
         self._leader, self._leading_thread, self._began = me, threading.get_ident(), 0.0
 
-    def _wait_to_lead(self, me: object, patience_s: float) -> bool:
+    def _wait_to_lead(self, me: object, patience_s: float) -> None:
         with contextlib.suppress(InterruptedError):
             if any(fd == self._replacement.fd for fd, _ in self._bench.poll(patience_s, 1)):
                 self._replace(me)
-        return True
 
     def _replace(self, me: object) -> None:
         """Become the leader if the present one has been running a method for too long."""
@@ -236,7 +225,7 @@ class Listeners(Generic[R]):
                 self._replacement.set()
             if late:
                 self._lead(me)
-                self._brief = False
+                self._brief = 0
 
     def _poll(self, patience_s: float) -> None:
         events: list[tuple[int, int]] = []
@@ -254,40 +243,44 @@ class Listeners(Generic[R]):
             except InterruptedError:
                 return
             self._spinner.slept(time.perf_counter() - began)
+        self._polled = time.monotonic()
         for fd, _ in events:
             if (connection := self.connections.get(fd)) is not None:
-                self._tasks += self._read(connection)
+                self._read(connection, self._tasks)
             elif fd == self._timer.fd:
                 self._attend()
             elif fd in self._listening:
                 self._tasks.append(lambda fd=fd: self._accept_from(fd))  # type: ignore[misc]
 
-    def _run(self, me: object, task: Task) -> None:
-        """Run a method, during which another thread may become the leader."""
+    def _run_next(self, me: object) -> None:
+        """As the leader, run the next method, during which another thread may become the leader."""
         self._ensure_another()
         began = time.monotonic()
         with self._lock:
-            if self._leader is not me:
-                self._tasks.appendleft(task)
-                return
-            self._idle -= 1
-            if self._brief:
-                self._began = began
+            keeps = self._brief >= _BRIEF_METHODS
+            if keeps:
                 if not self._replacing:
-                    self._replacing = True
                     self._replacement.set()
+                    self._replacing = True
+                self._began = began
             else:
                 self._vacate()
+            alone = self._begin_work()
+            task = self._tasks.popleft()  # last, because a task that is taken must run: its method may be admitted
+        if alone:
+            self._have_stand_in()
         try:
             task()
         finally:
-            self._served = time.monotonic()
             with self._lock:
                 self._idle += 1
                 if self._leader is me:
                     self._began = 0.0
-                elif self._served - began < ATTEND_S:
-                    self._brief = True
+            self._served = time.monotonic()
+            if self._served - began < ATTEND_S:
+                self._brief += 1
+            elif not keeps:  # else _replace has noted it, unless the method stepped down
+                self._brief = 0
 
     def _vacate(self) -> None:
         """Under the lock: have an idle thread lead instead of this one."""
@@ -302,14 +295,10 @@ class Listeners(Generic[R]):
                 if self._began and self._leading_thread == threading.get_ident():
                     self._vacate()
 
-    def _stays(self) -> bool:
-        """Whether this thread, which is not the leader any more, is kept."""
+    def _step_aside(self, me: object) -> None:
         with self._lock:
-            if self._idle <= _SPARE_THREADS or self.closed:
-                return True
-            self._idle -= 1
-            self._threads -= 1
-            return False
+            if self._leader is me or self._leader is None:  # or this thread has woken to lead, and will not
+                self._vacate()
 
     def _accept_from(self, fd: int) -> None:
         try:
@@ -320,88 +309,14 @@ class Listeners(Generic[R]):
 
     def _restore(self, me: object) -> None:
         """After this thread failed, what it was handling may not be polled any more: poll everything."""
-        with self._lock:
-            if self._leader is me:
-                self._vacate()
+        self._step_aside(me)
         for fd in list(self._listening):
             self.arm(fd, _READ_ONCE)
         for connection in list(self.connections.values()):
             connection.rearm()
         with self._lock:
-            if self._watched and not self.closed:
-                self._timer.set()
-
-    # --- how many threads ------------------------------------------------------------------------------------
-
-    def _add_thread(self) -> None:
-        number = self._count_thread()
-        if not number:
-            return
-        try:
-            threads.start(self._listen, name=f"raytorchrpc-{self._me}-listener-{number}")
-        except threads.ThreadShortage:
-            self._discount_thread()
-            raise
-
-    def _count_thread(self) -> int:
-        with self._lock:
-            if self.closed:
-                return 0
-            self._threads += 1
-            self._idle += 1
-            return self._threads
-
-    def _discount_thread(self) -> None:
-        with self._lock:
-            self._idle -= 1
-        self.retire(1)
-
-    def _ensure_another(self) -> None:
-        """Have another thread wait to lead: the calling one is about to do something that may block."""
-        if self._idle > 1:
-            return
-        try:
-            self._add_thread()
-        except threads.ThreadShortage as error:
-            threads.report(error, f"{self._me} reads requests when a thread is free")
-            if not self._standing_in:
-                self._have_stand_in()
-
-    def _have_stand_in(self) -> None:
-        assert self._spawn is not None
-        try:
-            self._standing_in = True
-            self._spawn(self._stand_in)
-        except Exception as error:
-            self._standing_in = False
-            threads.report(error, f"{self._me} reads requests when its methods are done")
-
-    def _stand_in(self) -> None:
-        """Listen for a moment, on a thread that was started for other work, until a listener can be started."""
-        with contextlib.suppress(threads.ThreadShortage):
-            if self._idle == 0:
-                self._add_thread()
-        if self._idle > 0 or not self._count_thread():
-            self._standing_in = False
-            return
-        me = object()
-        try:
-            stays = self._step(me, threads.PAUSE_S)
-        except BaseException:
-            self._standing_in = False
-            self._restore(me)
-            self._discount_thread()
-            raise
-        with self._lock:
-            if self._leader is me:
-                self._vacate()
-        if stays:
-            self._discount_thread()
-        self._have_stand_in()
-
-    def retire(self, leaving: int) -> None:
-        """End so many threads. After ``close``, free the descriptors if none is left."""
-        with self._lock:
-            self._threads -= leaving
-            if self.closed and self._threads == 0:
-                self._free()
+            if not self.closed:
+                self._replacement.set()  # it may have been about to replace the leader
+                self._replacing = True
+                if self._watched:
+                    self._timer.set()

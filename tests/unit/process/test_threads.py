@@ -408,6 +408,7 @@ def test_a_listener_that_cannot_go_on_ends_its_connections(kind: str, monkeypatc
     monkeypatch.setattr(threads, "_HOPELESS_S", 0.1)
     pair = Pair(kind)
     try:
+        answer(pair.a.lane.call("b", Message(("work",), EMPTY), PATIENCE_S))  # a second listener waits from now on
         pending = pair.a.lane.call("b", Message(("hold",), EMPTY), PATIENCE_S)
         assert pair.b.arrived.acquire(timeout=PATIENCE_S)
         reader = getattr(pair.b.lane, "_listeners", pair.b.lane)
@@ -489,6 +490,20 @@ def test_replies_are_read_after_their_timer_failed(monkeypatch: pytest.MonkeyPat
         assert wait_until(lambda: not failing.errors, PATIENCE_S)
         pending.add_done_callback(done.set)  # nobody reads for it but a listener
         assert done.wait(PATIENCE_S)
+    finally:
+        pair.close()
+
+
+def test_replies_are_read_after_their_timer_could_not_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair("socket over unix")
+    try:
+        answer(pair.a.lane.call("b", Message(("echo",), EMPTY), PATIENCE_S, caller_waits=True))
+        fail_once(pair.a.lane._listeners._timer, "set", MemoryError(), monkeypatch)  # type: ignore[attr-defined]
+        with pytest.raises(MemoryError):
+            pair.a.lane.call("b", Message(("echo",), EMPTY), PATIENCE_S)
+        released = threading.Event()
+        pair.a.lane.call("b", Message(("echo",), EMPTY), PATIENCE_S, on_released=released.set)
+        assert released.wait(PATIENCE_S)  # nobody waits for the reply itself
     finally:
         pair.close()
 

@@ -524,6 +524,11 @@ def test_what_cannot_be_pickled_is_named(codec: Codec, obj: Any, names: str) -> 
     assert codec.decode(*codec.encode([torch.ones(1)]))[0] == 1  # and the codec goes on
 
 
+def test_a_tensor_without_memory_of_its_own_is_refused_like_any_other_object(codec: Codec) -> None:
+    with pytest.raises(SerializationError, match="data pointer"):
+        torch.func.vmap(codec.encode)(torch.ones(2, 2))
+
+
 def test_a_recursion_too_deep_is_an_error_not_a_crash(codec: Codec) -> None:
     nested: list[Any] = []
     for _ in range(100_000):
