@@ -145,7 +145,7 @@ def _holders(tensor: torch.Tensor) -> tuple[int, int]:
 
 @functools.cache
 def _holders_of_a_new_one() -> tuple[int, int]:
-    return _holders(torch.empty(1))
+    return _holders(torch.empty(1, device="cpu"))
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

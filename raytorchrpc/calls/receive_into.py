@@ -70,7 +70,7 @@ class Spread(Receiver):
         return body._replace(tensors=targets), value
 
 
-_EMPTY = torch.empty(0)
+_EMPTY = torch.empty(0, device="cpu")
 
 
 class Buffers(Receiver):

@@ -56,7 +56,7 @@ def tensor_in(memory: bytearray, offset: int, shape: Shape) -> torch.Tensor:
     dtype, extents = shape
     count = math.prod(extents)
     if not count:
-        return torch.empty(extents, dtype=dtype)
+        return torch.empty(extents, dtype=dtype, device="cpu")
     within(offset, count * dtype.itemsize, len(memory))
     flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
     return flat if len(extents) == 1 else flat.view(extents)

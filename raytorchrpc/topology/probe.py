@@ -132,7 +132,7 @@ def _huge_pages(root: Path) -> Literal["used", "unused", "forbidden"] | None:
     if not mode or not 0 < size <= _TRIAL_BYTES // 2:
         return None
     try:
-        tensor = torch.empty(_TRIAL_BYTES, dtype=torch.uint8)
+        tensor = torch.empty(_TRIAL_BYTES, dtype=torch.uint8, device="cpu")
     except RuntimeError:  # no room for it
         return None
     start = tensor.data_ptr() + -tensor.data_ptr() % size

@@ -180,6 +180,20 @@ def _private_body() -> None:
     assert second.tolist() == [0, 0, 0]
 
 
+def test_the_default_device_of_the_caller_has_no_effect(pair: Pair) -> None:
+    pair.run(_default_device_body)
+
+
+def _default_device_body() -> None:
+    large, empty = torch.arange(100_000), torch.empty(0, 3)
+    with torch.device("meta"):
+        for sent in (large, empty):
+            message = peers.Message(("echo", 0), peers.Encoded(b"", [sent], (), 0))
+            reply = answer(node().lane.call("b", message, peers.PATIENCE_S, caller_waits=True))
+            (arrived,) = reply.body.tensors
+            assert arrived.is_cpu and torch.equal(arrived, sent)
+
+
 def test_a_lane_that_copies_at_once_lets_go_of_the_tensors(pair: Pair) -> None:
     pair.run(_copies_at_once_body)
 

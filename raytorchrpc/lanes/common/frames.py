@@ -34,7 +34,7 @@ _ALIGN = 64
 _MAX_FRAME = 1 << 40
 
 _PADDING = bytes(_ALIGN)
-_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Frame(NamedTuple):
@@ -148,7 +148,7 @@ class FrameReader:
         if self._authenticator is not None:
             self._hash = self._authenticator.begin(size - TAG_BYTES)
         try:
-            self._large = torch.empty(size, dtype=torch.uint8)  # a bytearray would be zeroed first
+            self._large = torch.empty(size, dtype=torch.uint8, device="cpu")  # a bytearray would be zeroed
         except (MemoryError, RuntimeError):  # torch raises RuntimeError
             self._unread = Unread(size, self._hash, self._tag_bytes)
             self._skip(self._unread, memoryview(head))

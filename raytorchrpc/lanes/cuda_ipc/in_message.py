@@ -29,7 +29,7 @@ class _Room(threading.local):
 
     def address(self) -> int:
         if self.memory is None:
-            self.memory = torch.empty(MOST_BYTES, dtype=torch.uint8, pin_memory=True)
+            self.memory = torch.empty(MOST_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
         return self.memory.data_ptr()
 
 

@@ -276,10 +276,10 @@ class NixlLane(TensorLane):
             for block in blocks:
                 self._pool.give(block)
             raise
-        left = iter(blocks)
+        left, empty = iter(blocks), torch.empty(0, device="cpu")
         arrived: dict[int, torch.Tensor] = {}
         for place, group in zip(offer.places, offer.members, strict=True):
-            flat = self._pool.as_tensor(next(left), place[3], copy=crowded) if place[3] else torch.empty(0)
+            flat = self._pool.as_tensor(next(left), place[3], copy=crowded) if place[3] else empty
             arrived.update((index, view_at(flat, offset, shapes[index])) for index, offset in group)
         return [arrived[index] for index in range(len(shapes))]
 
