@@ -25,8 +25,6 @@ from raytorchrpc.process.system_calls import AnyReadable
 #: A leader whose method takes longer is replaced. A reply that no caller comes to read is read after this time, or
 #: twice as long (seconds).
 ATTEND_S = 0.001
-#: After a method that took longer, so many others must have been brief until a leader keeps leading while it runs one.
-_BRIEF_METHODS = 32
 #: Callers do not spin for this time after a request was served (seconds).
 _SERVING_S = 0.001
 #: Pause between attempts to accept while the process has no descriptor left (seconds).
@@ -78,7 +76,7 @@ class Listeners(ListenerThreads, Generic[R]):
         self._tasks: deque[Task] = deque()
         self._began = 0.0  # when the leader began the method that it runs; 0.0 if it runs none
         self._replacing = False  # the timer runs after which the leader may be replaced
-        self._brief = _BRIEF_METHODS  # how many methods in a row have been brief
+        self._brief = True  # whether the last method was; then a leader keeps leading while it runs one
         self._served = self._polled = 0.0
         self._spinner = Spinner()
         self._epoll, self._bench = select.epoll(), select.epoll()
@@ -225,7 +223,7 @@ class Listeners(ListenerThreads, Generic[R]):
                 self._replacement.set()
             if late:
                 self._lead(me)
-                self._brief = 0
+                self._brief = False
 
     def _poll(self, patience_s: float) -> None:
         events: list[tuple[int, int]] = []
@@ -257,7 +255,7 @@ class Listeners(ListenerThreads, Generic[R]):
         self._ensure_another()
         began = time.monotonic()
         with self._lock:
-            keeps = self._brief >= _BRIEF_METHODS
+            keeps = self._brief
             if keeps:
                 if not self._replacing:
                     self._replacement.set()
@@ -278,9 +276,9 @@ class Listeners(ListenerThreads, Generic[R]):
                     self._began = 0.0
             self._served = time.monotonic()
             if self._served - began < ATTEND_S:
-                self._brief += 1
+                self._brief = True
             elif not keeps:  # else _replace has noted it, unless the method stepped down
-                self._brief = 0
+                self._brief = False
 
     def _vacate(self) -> None:
         """Under the lock: have an idle thread lead instead of this one."""

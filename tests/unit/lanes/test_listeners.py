@@ -111,18 +111,6 @@ def test_many_brief_methods_do_not_keep_the_leader_from_polling(listeners: Liste
     assert other.left and other.left[0] > 0
 
 
-def test_after_a_slow_method_others_are_not_waited_for(
-    listeners: Listeners[Source], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not even if a brief one comes in between."""
-    meeting(listeners)
-    monkeypatch.setattr(listeners._replacement, "set", lambda: None)
-    done = threading.Event()
-    add(listeners, done.set).arrive()
-    assert done.wait(PATIENCE_S)
-    meeting(listeners)
-
-
 def test_a_leader_is_replaced_after_an_attempt_failed(
     listeners: Listeners[Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
