@@ -175,6 +175,7 @@ class Listeners(ListenerThreads, Generic[R]):
     # --- one thread ------------------------------------------------------------------------------------------
 
     def _step(self, me: object, patience_s: float = -1) -> bool:
+        polled = self._polled
         while not self.closed:
             with self._lock:
                 if self._leader is None:
@@ -182,7 +183,7 @@ class Listeners(ListenerThreads, Generic[R]):
             if self._leader is me:
                 return self._serve(me, patience_s)
             self._wait_to_lead(me, patience_s)
-            if patience_s >= 0:
+            if patience_s >= 0 or self._polled != polled:  # else another leader has failed, which is no success
                 return True
         self.retire(1)
         return False
@@ -241,7 +242,6 @@ class Listeners(ListenerThreads, Generic[R]):
             except InterruptedError:
                 return
             self._spinner.slept(time.perf_counter() - began)
-        self._polled = time.monotonic()
         for fd, _ in events:
             if (connection := self.connections.get(fd)) is not None:
                 self._read(connection, self._tasks)
@@ -249,6 +249,7 @@ class Listeners(ListenerThreads, Generic[R]):
                 self._attend()
             elif fd in self._listening:
                 self._tasks.append(lambda fd=fd: self._accept_from(fd))  # type: ignore[misc]
+        self._polled = time.monotonic()
 
     def _run_next(self, me: object) -> None:
         """As the leader, run the next method, during which another thread may become the leader."""
