@@ -11,6 +11,8 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 import ray
 
+from tests.ray.local_ray import local_ray
+
 
 @contextmanager
 def ray_here(among_hosts: bool = False) -> Iterator[None]:
@@ -25,18 +27,5 @@ def ray_here(among_hosts: bool = False) -> Iterator[None]:
         finally:
             ray.shutdown()
         return
-    ray.init(
-        address="local",
-        num_cpus=8,
-        object_store_memory=200 * 1024**2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        configure_logging=False,
-        # Ray kills workers when the machine runs short of memory, whoever uses it: here only the faults are to kill.
-        _system_config={"memory_monitor_refresh_ms": 0},
-    )
-    try:
+    with local_ray():
         yield
-    finally:
-        ray.shutdown()
