@@ -15,7 +15,10 @@ import torch
 from raytorchrpc.tensors.containers import MANY, is_ordinary
 
 #: Types that marshal restores exactly.
-_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
+_NUMBERS = frozenset({int, float, complex, bool, type(None)})
+_TEXTS = frozenset({str, bytes})
+#: Longer text is left to the pickler: marshal copies it several times, and refuses 2 GiB and more.
+MOST_TEXT = 16 * 1024
 #: How a pickle of protocol 2 or later begins; marshal never begins so.
 _PICKLE = 0x80
 #: What was encoded.
@@ -51,7 +54,8 @@ def _without_tensors(values: Iterable[Any], tensors: list[torch.Tensor]) -> list
     """Return the values with ``...`` in place of each tensor, which is added to ``tensors``."""
     simple: list[Any] = []
     for value in values:
-        if type(value) in _ATOMS:
+        kind = type(value)
+        if kind in _NUMBERS or (kind in _TEXTS and len(value) <= MOST_TEXT):
             simple.append(value)
         elif is_ordinary(value) and not any(value is other for other in tensors):
             tensors.append(value)
