@@ -204,7 +204,7 @@ class Unread:
         if self._hash is not None:
             self._hash.update(body)
         if len(self._head) < PREFIX_BYTES or len(self._head) < self._head_size():
-            self._head += bytes(body[:CHUNK])
+            self._head += bytes(body[: 2 * CHUNK])  # one read, and the rest of the one before
 
     def _head_size(self) -> int:
         header: int = _PREFIX.unpack_from(self._head)[3]

@@ -280,7 +280,7 @@ class Connection:
 
     def read_until(self, pending: SocketPending, deadline: float) -> None:
         """As the reading thread, read until this call is done or the deadline passes."""
-        if not self._listeners.busy and self._spinner.should_spin():
+        if self._spinner.should_spin() and not self._listeners.busy:
 
             def read_reply() -> bool:
                 if not self._readable():

@@ -545,14 +545,15 @@ def test_half_a_request_whose_rest_cannot_be_sent_ends_the_connection(
         pair.close()
 
 
-def test_a_frame_that_is_skipped_tells_what_it_was() -> None:
+@pytest.mark.parametrize("step", [10_000, 69_000, 300_000])
+def test_a_frame_that_is_skipped_tells_what_it_was(step: int) -> None:
     message = Message(
         (1, 2, "t", "method", ("x" * 70_000,)), EMPTY._replace(payload=bytes(200_000)), manifests=(("shm",),)
     )
     data = b"".join(bytes(part) for part in frames.pack(frames.REQUEST, 7, message))
     unread = frames.Unread(len(data))
-    for begin in range(0, len(data), 10_000):
-        unread.add(data[begin : begin + 10_000])
+    for begin in range(0, len(data), step):
+        unread.add(data[begin : begin + step])
     assert not unread.left
     frame = unread.frame()
     assert (frame.kind, frame.call) == (frames.REQUEST, 7)
