@@ -40,22 +40,32 @@ def make_options(
     hosts: Sequence[str] = (),
 ) -> Options:
     """Parse the user's options; items of lists may hold commas. Raises ConfigurationError with one line."""
-    if device not in (*DEVICES, "all"):
-        raise ConfigurationError(f"device {device!r} is not one of {', '.join(DEVICES)}, all")
+    devices = chosen_devices(device)
     names = split(rows)
     chosen = choose(names) if names else choose(QUICK) if quick else ROWS
-    devices = tuple(each for each in DEVICES if device in (each, "all"))
     if not any(set(row.devices) & set(devices) for row in chosen):
         raise ConfigurationError(f"none of the rows {', '.join(row.name for row in chosen)} carries {device} tensors")
-    if budget_s is None:
-        budget_s = QUICK_BUDGET_S if quick else BUDGET_S
-    if not MIN_BUDGET_S <= budget_s <= MAX_BUDGET_S:
-        raise ConfigurationError(f"the budget must be {MIN_BUDGET_S:g} to {MAX_BUDGET_S:g} seconds, not {budget_s:g}")
+    budget_s = checked_budget(budget_s, QUICK_BUDGET_S if quick else BUDGET_S)
     given = tuple(sorted({parse_size(text) for text in split(sizes)}))
     if hosts and (len(hosts) != 2 or hosts[0] == hosts[1]):
         raise ConfigurationError("hosts must be two different Ray nodes, each given by id, address or host name")
     ends = (hosts[0], hosts[1]) if hosts else None
     return Options(chosen, devices, given or (_QUICK_SIZES if quick else published_sizes()), budget_s, ends)
+
+
+def chosen_devices(device: str) -> tuple[Device, ...]:
+    """The devices that ``--device`` names. Raises ConfigurationError."""
+    if device not in (*DEVICES, "all"):
+        raise ConfigurationError(f"device {device!r} is not one of {', '.join(DEVICES)}, all")
+    return tuple(each for each in DEVICES if device in (each, "all"))
+
+
+def checked_budget(budget_s: float | None, default_s: float) -> float:
+    """The time for a whole run (seconds). Raises ConfigurationError."""
+    budget_s = default_s if budget_s is None else budget_s
+    if not MIN_BUDGET_S <= budget_s <= MAX_BUDGET_S:
+        raise ConfigurationError(f"the budget must be {MIN_BUDGET_S:g} to {MAX_BUDGET_S:g} seconds, not {budget_s:g}")
+    return budget_s
 
 
 def split(texts: Sequence[str]) -> list[str]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
-from raytorchrpc.bench.options import MAX_BUDGET_S, MIN_BUDGET_S, parse_size, show_size, split
-from raytorchrpc.bench.rows import DEVICES, Device
+from raytorchrpc.bench.options import checked_budget, chosen_devices, parse_size, show_size, split
+from raytorchrpc.bench.rows import Device
 from raytorchrpc.errors import ConfigurationError
 
 Unit = Literal["ms", "calls/s", "% of a core"]
@@ -192,17 +192,13 @@ def make_options(
     """Parse the user's options; items of lists may hold commas. Raises ConfigurationError with one line."""
     if hosts:
         raise ConfigurationError("--pattern measures within one host; leave out --hosts")
-    if device not in (*DEVICES, "all"):
-        raise ConfigurationError(f"device {device!r} is not one of {', '.join(DEVICES)}, all")
-    if budget_s is None:
-        budget_s = QUICK_BUDGET_S if quick else BUDGET_S
-    if not MIN_BUDGET_S <= budget_s <= MAX_BUDGET_S:
-        raise ConfigurationError(f"the budget must be {MIN_BUDGET_S:g} to {MAX_BUDGET_S:g} seconds, not {budget_s:g}")
+    devices = chosen_devices(device)
+    budget_s = checked_budget(budget_s, QUICK_BUDGET_S if quick else BUDGET_S)
     given = sorted({0 if text in ("0", "nothing") else parse_size(text) for text in split(sizes)})
     return PatternOptions(
         patterns=_chosen("pattern", ["*" if name == "all" else name for name in split(patterns)], PATTERNS),
         rows=_chosen("row", split(rows) or ["*"], tuple(ROWS)),
-        devices=DEVICES if device == "all" else tuple(d for d in DEVICES if d == device),
+        devices=devices,
         sizes=tuple(given) or (QUICK_SIZES if quick else SIZES),
         quick=quick,
         budget_s=budget_s,
