@@ -91,7 +91,7 @@ def _ignore_error(reference: Any) -> None:
 
 
 class RestartedActors:
-    """Used by the supervisor's thread."""
+    """Used by the supervisor's thread, and by whoever ends the group."""
 
     def __init__(self, generation: str) -> None:
         self._generation = generation
@@ -110,8 +110,8 @@ class RestartedActors:
                 record = Record(roster.name, actors, roster.owner, os.getpid(), node_id, roster.config.rpc_timeout_s)
             post_record(self._generation, record)
             if record is None:
-                for actor_id in self._asked:
-                    _clear(actor_id)
+                for process in list(self._asked.values()):  # the thread may be asking another
+                    _clear(process)
         except Exception as error:
             logger.warning(
                 "group of generation %s: restarted actors cannot find the group: %s", self._generation, error
@@ -125,7 +125,7 @@ class RestartedActors:
         before = self._asked.get(process.actor_id)
         if before != process:
             if before is not None:
-                _clear(process.actor_id, but=process)
+                _clear(before)
             self._asked[process.actor_id] = process
             try:
                 _ignore_error(handle.__ray_call__.remote(rejoin.begin))
@@ -136,63 +136,59 @@ class RestartedActors:
     def readmitted(self, handles: Mapping[str, Any]) -> None:
         """These are members again: their processes see that their answers are gone, and stop polling."""
         for handle in handles.values():
-            actor_id = ray_internals.actor_id_of(handle)
-            if actor_id in self._asked:
-                _clear(actor_id)
+            if (process := self._asked.get(ray_internals.actor_id_of(handle))) is not None:
+                _clear(process)
+
+    def call_all(
+        self,
+        handles: Mapping[str, Any],
+        function: Callable[..., Any],
+        arguments: Arguments,
+        deadline: float,
+        *,
+        fail_fast: bool = False,
+        retry_restarting: bool = False,
+    ) -> Answers:
+        """As the function ``call_all``, for restarted actors that listen: works while they run a method.
+
+        A process that has ended meanwhile is among the failures.
+        """
+        results: dict[str, Any] = {}
+        failures: dict[str, Exception] = {}
+        pending: dict[str, tuple[Process, str]] = {}
+        for member, args in arguments.items():
+            process, number = self._asked[ray_internals.actor_id_of(handles[member])], uuid.uuid4().hex
+            ray_internals.store(process.key(REQUESTS), packed((number, function, args)))
+            pending[member] = process, number
+        next_check = time.monotonic() + _ALIVE_S
+        while pending and not (fail_fast and failures):
+            now = time.monotonic()
+            check = now >= next_check
+            if check:
+                next_check = now + _ALIVE_S
+            for member, (process, number) in list(pending.items()):
+                answer = answer_of(process)
+                if answer is not None and answer[0] == number:
+                    _, is_result, value = answer
+                    (results if is_result else failures)[member] = value
+                elif now >= deadline:
+                    failures[member] = TimeoutError("no answer")
+                elif check and not process.is_current():
+                    failures[member] = BootstrapError("its process has ended")
+                    _clear(process)
+                else:
+                    continue
+                del pending[member]
+            if pending:
+                threading.Event().wait(_ANSWER_S)  # Ray's store offers nothing to wait on
+        return results, failures
 
 
 def _process(handle: Any, there: ray_internals.ActorState) -> Process:
     return Process(ray_internals.actor_id_of(handle), there.pid, there.node_id)
 
 
-def _clear(actor_id: str, but: Process | None = None) -> None:
-    """Remove the entries of this actor's processes from the store, except those of ``but``."""
+def _clear(process: Process) -> None:
+    """Remove what was posted to and by this process."""
     for kind in (REQUESTS, ANSWERS):
-        for key in ray_internals.stored_keys(f"{kind}{actor_id}/"):
-            if but is None or key != but.key(kind):
-                ray_internals.store(key, None)
-
-
-def call_all_restarted(
-    handles: Mapping[str, Any],
-    function: Callable[..., Any],
-    arguments: Arguments,
-    deadline: float,
-    *,
-    fail_fast: bool = False,
-    retry_restarting: bool = False,
-) -> Answers:
-    """As ``call_all``, for restarted actors: works while they run a method.
-
-    A process that has ended meanwhile is among the failures.
-    """
-    results: dict[str, Any] = {}
-    failures: dict[str, Exception] = {}
-    pending: dict[str, tuple[Process, str]] = {}
-    for member, args in arguments.items():
-        handle, number = handles[member], uuid.uuid4().hex
-        process = _process(handle, ray_internals.actor_state(ray_internals.actor_id_of(handle)))
-        ray_internals.store(process.key(REQUESTS), packed((number, function, args)))
-        pending[member] = process, number
-    next_check = time.monotonic() + _ALIVE_S
-    while pending and not (fail_fast and failures):
-        now = time.monotonic()
-        check = now >= next_check
-        if check:
-            next_check = now + _ALIVE_S
-        for member, (process, number) in list(pending.items()):
-            answer = answer_of(process)
-            if answer is not None and answer[0] == number:
-                _, is_result, value = answer
-                (results if is_result else failures)[member] = value
-            elif now >= deadline:
-                failures[member] = TimeoutError("no answer")
-            elif check and not process.is_current():
-                failures[member] = BootstrapError("its process has ended")
-                _clear(process.actor_id)
-            else:
-                continue
-            del pending[member]
-        if pending:
-            threading.Event().wait(_ANSWER_S)  # Ray's store offers nothing to wait on
-    return results, failures
+        ray_internals.store(process.key(kind), None)

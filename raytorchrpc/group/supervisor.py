@@ -255,6 +255,8 @@ class Supervisor:
             threads.serve(self._run_next, f"the supervisor of group {self.roster.name!r}")
         finally:
             self._drain()
+            if current_session() == self._session:
+                self._restarts.post(None)  # what it posted while the group ended
 
     def _run_next(self) -> bool:
         """Run the next task; False once the group has ended."""
@@ -347,7 +349,7 @@ class Supervisor:
         self, handles: dict[str, Any], deadline: float, timeout_s: float, kind: Literal["added", "back"]
     ) -> None:
         state, announcer = self._state, self._announcer
-        call_all = ray_calls.call_all_restarted if kind == "back" else ray_calls.call_all
+        call_all = self._restarts.call_all if kind == "back" else ray_calls.call_all
         formation = Formation(self.roster, handles, deadline, timeout_s, self._tried, call_all)
         formation.probe()
         others: list[str] = []
