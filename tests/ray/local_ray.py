@@ -7,6 +7,7 @@ Ray of its own, which is such a one.
 from __future__ import annotations
 
 import functools
+import os
 import runpy
 import sys
 from collections.abc import Iterator
@@ -14,13 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+#: For Ray's workers: each cluster of this machine gets one of so many parts.
+_PORTS, _CLUSTERS = range(10_000, 30_000), 40
+
 
 @functools.cache
 def lighten() -> None:
     """Apply this to every cluster that this process starts from now on.
 
     Workers start as forks (see ``warm_workers``). Without a log monitor, an autoscaler and a dashboard, which cost more
-    CPU time than Ray itself.
+    CPU time than Ray itself. Workers listen below the ports that the kernel gives out, as under ``ray start``: where a
+    worker of one cluster has ended, nobody's torchrpc listens before Ray's other processes have noticed.
     """
     from ray._private import services
     from ray._private.parameter import RayParams
@@ -31,6 +36,8 @@ def lighten() -> None:
         if "worker_path" in defaults:
             defaults["worker_path"] = str(Path(__file__).with_name("warm_workers.py"))
             params.include_log_monitor, params.no_monitor = False, True
+            params.min_worker_port = _PORTS.start + os.getpid() % _CLUSTERS * len(_PORTS) // _CLUSTERS
+            params.max_worker_port = params.min_worker_port + len(_PORTS) // _CLUSTERS - 1
         original(params, **defaults)
 
     RayParams.update_if_absent = update_if_absent
