@@ -153,6 +153,12 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
+def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate tensors of one dtype, each in the order of its elements."""
+    flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(list(tensors))
+    return flat
+
+
 def abort_process_groups() -> None:
     """End torch.distributed's default process group and all its subgroups, without waiting for other members.
 

@@ -291,12 +291,14 @@ def runs_of(tensors: Sequence[torch.Tensor]) -> Runs:
         shapes = list(map(_shape, tensors))
         if shapes.count(shapes[0]) == len(shapes):
             return ((DTYPE_NAMES[tensors[0].dtype], tuple(shapes[0]), len(shapes)),)
-    runs: list[list[Any]] = []
-    dtype, shape = None, None
-    for tensor in tensors:
-        if tensor.dtype is dtype and tensor.shape == shape:
-            runs[-1][2] += 1
+    if not tensors:
+        return ()
+    runs: list[tuple[str, tuple[int, ...], int]] = []
+    dtype, shape, count = tensors[0].dtype, tensors[0].shape, 0
+    for its, extents in zip(map(_dtype, tensors), map(_shape, tensors), strict=True):
+        if its is dtype and extents == shape:
+            count += 1
         else:
-            dtype, shape = tensor.dtype, tensor.shape
-            runs.append([DTYPE_NAMES[dtype], tuple(shape), 1])
-    return tuple((name, extents, count) for name, extents, count in runs)
+            runs.append((DTYPE_NAMES[dtype], tuple(shape), count))
+            dtype, shape, count = its, extents, 1
+    return (*runs, (DTYPE_NAMES[dtype], tuple(shape), count))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.base import SMALL, Part
 from raytorchrpc.tensors.bounds import within
@@ -98,7 +100,7 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     shapes = list(map(_shape, tensors))
     if shapes.count(shapes[0]) == len(shapes):  # one call instead of one for each tensor
         return torch.stack(list(tensors))
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return torch_internals.flattened(tensors)
 
 
 def room(shapes: Sequence[Shape], device: torch.device) -> torch.Tensor:
@@ -152,5 +154,20 @@ def split(tensor: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
     first = shapes[0]
     if shapes.count(first) == len(shapes):
         return list(tensor.view(len(shapes), *first[1]).unbind(0))
-    parts = tensor.split([math.prod(shape) for _, shape in shapes])  # type: ignore[no-untyped-call]
-    return [part.view(shape) for part, (_, shape) in zip(parts, shapes, strict=True)]
+    parts: list[torch.Tensor] = []
+    begin = 0
+    for _, shape in shapes:
+        strides, size = _layout(shape)
+        parts.append(tensor.as_strided(shape, strides, begin))  # takes half as long as a slice and a view
+        begin += size
+    return parts
+
+
+@functools.lru_cache(4096)
+def _layout(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """The strides of a contiguous tensor, and how many elements it has."""
+    strides, size = [0] * len(shape), 1
+    for dimension in reversed(range(len(shape))):
+        strides[dimension] = size
+        size *= shape[dimension]
+    return tuple(strides), size
