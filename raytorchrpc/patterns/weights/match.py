@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -12,16 +13,15 @@ import torch
 
 from raytorchrpc.errors import ConfigurationError, NotFound
 from raytorchrpc.lanes.base import Part
-from raytorchrpc.patterns.weights.published import Row, VersionLease
-from raytorchrpc.patterns.weights.snapshots import TensorSpec, converted_specs, lay_out
+from raytorchrpc.patterns.weights.plan import Row
+from raytorchrpc.patterns.weights.shards import shards_of
+from raytorchrpc.patterns.weights.snapshots import Region, TensorSpec, converted_specs, lay_out
+from raytorchrpc.patterns.weights.versions import VersionLease
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES
 
 #: Moves tensors by other means than the group's lanes, such as a collective: ``carry(version, tensors)`` sends them at
 #: the home, and fills them at the readers.
 Carry = Callable[[int, Sequence[torch.Tensor]], None]
-
-#: A module, or its tensors by name.
-Model = torch.nn.Module | Mapping[str, torch.Tensor]
 
 
 _CPU = torch.device("cpu")
@@ -46,10 +46,23 @@ class Selection(NamedTuple):
     places: list[tuple[int, str | None]]
     """Place in the layout, and the name of the dtype to convert to (None: unconverted)."""
     targets: list[torch.Tensor]  # where each of them goes
+    regions: list[Region] | None = None
+    """Of each of them, if not all are brought whole."""
 
     def as_relayed(self) -> Selection:
         """Return the same, of relayed weights: those are the selected tensors as converted."""
-        return self._replace(places=[(place, None) for place in range(len(self.targets))])
+        return Selection([(place, None) for place in range(len(self.targets))], self.targets)
+
+    def only(self, changed: Sequence[int] | None) -> Selection:
+        """Return what it has of the tensors at these places; None: all."""
+        if changed is None:
+            return self
+        wanted = set(changed)
+        return self._at([index for index, (place, _) in enumerate(self.places) if place in wanted])
+
+    def _at(self, indices: Sequence[int]) -> Selection:
+        regions = None if self.regions is None else [self.regions[index] for index in indices]
+        return Selection([self.places[index] for index in indices], [self.targets[index] for index in indices], regions)
 
     def messages(self, size: int) -> list[Selection]:
         """Divide into messages of at most ``size`` bytes; a larger tensor is a message of its own."""
@@ -57,14 +70,15 @@ class Selection(NamedTuple):
         begin = filled = 0
         for place, target in enumerate(self.targets):
             if place > begin and filled + target.nbytes > size:
-                found.append(Selection(self.places[begin:place], self.targets[begin:place]))
+                found.append(self._at(range(begin, place)))
                 begin, filled = place, 0
             filled += target.nbytes
-        return [*found, Selection(self.places[begin:], self.targets[begin:])]
+        return [*found, self._at(range(begin, len(self.targets)))]
 
     def rows(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows of the selected tensors, as converted. ``rows``: of the whole layout."""
-        return [(rows[place][0], name or rows[place][1], rows[place][2]) for place, name in self.places]
+        chosen = zip(self.places, self.targets, strict=True)
+        return [(rows[place][0], name or rows[place][1], tuple(target.shape), None) for (place, name), target in chosen]
 
     def specs(self, rows: Sequence[Row]) -> list[TensorSpec]:
         """Return the specs of the targets. ``rows``: of the whole layout."""
@@ -75,30 +89,39 @@ class Selection(NamedTuple):
         """Return which part of a snapshot's memory goes to each target, by piece; see ``Snapshot.pieces``."""
         offsets: dict[str | None, list[int]] = {None: known.offsets}
         parts: dict[str | None, list[Part]] = {}
-        for (place, name), target in zip(self.places, self.targets, strict=True):
+        for index, ((place, name), target) in enumerate(zip(self.places, self.targets, strict=True)):
             if name not in offsets:
                 offsets[name] = lay_out(converted_specs(_specs(known.rows), DTYPES[name]))[0]  # type: ignore[index]
-            parts.setdefault(name, []).append(Part(offsets[name][place], target))
+            begin, strides = offsets[name][place], None
+            if self.regions is not None:
+                first, _, strides = self.regions[index]
+                begin += first * target.itemsize
+            parts.setdefault(name, []).append(Part(begin, target, strides))
         return list(parts.values())
 
     def signature(self, layout: int) -> str:
         """Return a digest: equal for pulls of one version that bring the same to the same type of device."""
-        text = repr((layout, self.places, [target.device.type for target in self.targets]))
+        text = repr((layout, self.places, self.regions, [target.device.type for target in self.targets]))
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
 def _specs(rows: Sequence[Row]) -> list[TensorSpec]:
-    return [TensorSpec(DTYPES[dtype], shape, _CPU) for _, dtype, shape in rows]
+    return [TensorSpec(DTYPES[dtype], shape, _CPU) for _, dtype, shape, _ in rows]
 
 
-class ModelMatch:
-    """A model and the layout of the version that it is to have. The response to a lease request may fill the model."""
+class LayoutMatch(ABC):
+    """What one pull brings from one home. The response to a lease request may fill the targets."""
 
-    def __init__(self, store: str, model: Any, known: KnownLayout | None, convert: bool, strict: bool) -> None:
-        """``known``: the layout of the pull before. The model is examined when that is needed."""
-        self._store, self._model, self.converts, self._strict = store, model, convert, strict
-        self.known = known
-        self.filled = False  # the model has its tensors already
+    targets: Mapping[str, torch.Tensor]
+    device_type: str | None
+    """The type of the device that all targets are on, if a lane can write each of them in place; else None."""
+    converts = False
+    """Whether some tensors may have to be converted."""
+
+    def __init__(self, store: str, known: KnownLayout | None) -> None:
+        """``known``: the layout of the pull before."""
+        self._store, self.known = store, known
+        self.filled = False  # the targets have their tensors already
         self.lease: VersionLease | None = None  # as soon as the home has answered; it may have to be released
         self._matched: Selection | None = None  # all of ``known``
         self._parts: list[list[Part]] | None = None  # of ``_matched``
@@ -113,34 +136,17 @@ class ModelMatch:
         assert self.lease is not None
         return self.lease
 
-    @cached_property
-    def targets(self) -> dict[str, torch.Tensor]:
-        """The model's tensors. Raises ConfigurationError for anything that is not a model."""
-        return tensors_of(self._model, self._store)
-
-    @cached_property
-    def device_type(self) -> str | None:
-        """The type of the device that all tensors are on, if a lane can write each of them in place; else None."""
-        tensors = list(self.targets.values())
-        if len(set(map(torch.Tensor.get_device, tensors))) != 1 or not all(map(torch.Tensor.is_contiguous, tensors)):
-            return None
-        if any(map(torch.Tensor.is_neg, tensors)) or any(map(torch.Tensor.is_conj, tensors)):
-            return None
-        if any(not tensor.data_ptr() and tensor.numel() for tensor in tensors):
-            return None
-        return tensors[0].device.type
-
     @property
     def likely_device_type(self) -> str | None:
-        """``device_type``, or that of the pull before, which needs no look at the model."""
-        return self.device_type if self.known is None else self.known.device_type
+        """``device_type``, or what it probably is."""
+        return self.device_type
 
-    def match_ahead(self) -> None:
-        """Match the model with the known layout, while the home is asked whether that is still its layout."""
-        with suppress(ConfigurationError):  # raised by ``selection`` if the layout is the same
-            if self.known is not None and self.device_type is not None:
-                self._matched = self._match(self.known.rows, None)
-                self._parts = self._matched.parts(self.known)
+    def match_ahead(self) -> None:  # noqa: B027 - not all have anything to do
+        """Prepare for the answer of the home, which has been asked."""
+
+    @abstractmethod
+    def selection(self) -> Selection:
+        """Return what the pull brings. Raises ConfigurationError, which names every mismatch."""
 
     def set_lease(self, lease: VersionLease) -> None:
         """Take the answer of the home. Raises NotFound if it names an unknown layout."""
@@ -167,6 +173,37 @@ class ModelMatch:
         self.filled = True
         return selection.parts(self.layout) if self._parts is None else self._parts
 
+
+class ModelMatch(LayoutMatch):
+    """A model that gets whole tensors, and the layout of the version that it is to have."""
+
+    def __init__(self, store: str, model: Any, known: KnownLayout | None, convert: bool, strict: bool) -> None:
+        """The model is examined when that is needed."""
+        super().__init__(store, known)
+        self._model, self.converts, self._strict = model, convert, strict
+
+    @cached_property
+    def targets(self) -> Mapping[str, torch.Tensor]:  # type: ignore[override]
+        """The model's tensors. Raises ConfigurationError for anything that is not a model."""
+        return {name: shard.tensor for name, shard in shards_of(self._model, self._store).items()}
+
+    @cached_property
+    def device_type(self) -> str | None:  # type: ignore[override]
+        tensors = list(self.targets.values())
+        return writable_device_type(tensors) if all(map(torch.Tensor.is_contiguous, tensors)) else None
+
+    @property
+    def likely_device_type(self) -> str | None:
+        """``device_type``, or that of the pull before, which needs no look at the model."""
+        return self.device_type if self.known is None else self.known.device_type
+
+    def match_ahead(self) -> None:
+        """Match the model with the known layout, while the home is asked whether that is still its layout."""
+        with suppress(ConfigurationError):  # raised by ``selection`` if the layout is the same
+            if self.known is not None and self.device_type is not None:
+                self._matched = self._match(self.known.rows, None)
+                self._parts = self._matched.parts(self.known)
+
     def selection(self) -> Selection:
         """Return what the pull brings. Raises ConfigurationError, which names every mismatch."""
         if self._matched is None or self.leased.changed is not None:
@@ -192,7 +229,7 @@ class ModelMatch:
         wrong: list[str] = []
         selection = Selection([], [])
         moved = None if changed is None else set(changed)
-        for place, (name, dtype, shape) in enumerate(rows):
+        for place, (name, dtype, shape, _) in enumerate(rows):
             target = targets.get(name)
             if target is None:
                 if self._strict:
@@ -209,7 +246,7 @@ class ModelMatch:
                 selection.places.append((place, None if its == dtype else its))
                 selection.targets.append(target)
         if self._strict:
-            published = {name for name, _, _ in rows}
+            published = {name for name, *_ in rows}
             wrong += [f"{name!r} of the model was not published" for name in targets if name not in published]
         if wrong:
             shown = "; ".join(wrong[:10]) + (f"; and {len(wrong) - 10} more" if len(wrong) > 10 else "")
@@ -217,19 +254,12 @@ class ModelMatch:
         return selection
 
 
-def tensors_of(model: Any, store: str) -> dict[str, torch.Tensor]:
-    """Return a model's tensors by name, without autograd. Raises ConfigurationError."""
-    if isinstance(model, torch.nn.Module):
-        model = model.state_dict()
-    if not isinstance(model, Mapping):
-        raise ConfigurationError(f"weights must be a module or tensors by name, not a {type(model).__name__}")
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in model.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ConfigurationError(
-                f"{name!r} of the weights for {store!r} is a {type(tensor).__name__}, not a tensor: leave it out"
-            )
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
-            raise ConfigurationError(f"{name!r} of the weights for {store!r} is not a dense tensor with memory")
-        found[str(name)] = tensor.detach()
-    return found
+def writable_device_type(tensors: Sequence[torch.Tensor]) -> str | None:
+    """The type of the device that all tensors are on, if a lane can write each of them in place; else None."""
+    if len(set(map(torch.Tensor.get_device, tensors))) != 1:
+        return None
+    if any(map(torch.Tensor.is_neg, tensors)) or any(map(torch.Tensor.is_conj, tensors)):
+        return None
+    if any(not tensor.data_ptr() and tensor.numel() for tensor in tensors):
+        return None
+    return tensors[0].device.type

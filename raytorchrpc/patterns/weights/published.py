@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,7 +16,8 @@ from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotAMember, NotFound
-from raytorchrpc.patterns.handle import factories, give_up_at, register_methods
+from raytorchrpc.patterns.handle import give_up_at, register_methods
+from raytorchrpc.patterns.weights.plan import PlaceInWhole
 from raytorchrpc.patterns.weights.relays import HOME, RelayPlan
 from raytorchrpc.patterns.weights.snapshots import (
     Places,
@@ -27,8 +28,8 @@ from raytorchrpc.patterns.weights.snapshots import (
     copy_tensors,
     equal_bits,
 )
+from raytorchrpc.patterns.weights.versions import Layout, VersionLease, VersionWaits
 from raytorchrpc.process.identity import has_ended
-from raytorchrpc.tensors.dtypes import DTYPE_NAMES
 
 KIND, RELAYED = "weight store", "relayed weights"
 
@@ -41,36 +42,11 @@ LEASE_RELAYED = "raytorchrpc.weights.lease_relayed"
 TENSORS, PIECES = "raytorchrpc.weights.tensors", "raytorchrpc.weights.pieces"
 RELEASE = "raytorchrpc.weights.release"
 
-#: A tensor in a message: name, dtype's name, shape.
-Row = tuple[str, str, tuple[int, ...]]
-
 #: A lease outlasts the timeout of its pull by this much, so that a copy that began in time finds the same weights
 #: (seconds).
 LINGER_S = 60.0
 #: How often to check whether the process of a lost reader has ended: its sockets close earlier (seconds).
 _CHECK_S = 1.0
-
-
-class VersionLease(NamedTuple):
-    """What a home tells a reader before it pulls."""
-
-    version: int
-    lease: int  # keeps the version until it is released. 0: the reader has this version
-    layout: int
-    rows: list[Row] | None  # None: the reader knows this layout
-    changed: list[int] | None  # places of the tensors that differ from the version that the reader has; None: all
-
-
-class Layout(NamedTuple):
-    """The tensors that a version has."""
-
-    number: int
-    names: tuple[str, ...]
-    specs: tuple[TensorSpec, ...]
-
-    @property
-    def rows(self) -> list[Row]:
-        return [(name, DTYPE_NAMES[spec.dtype], spec.shape) for name, spec in zip(self.names, self.specs, strict=True)]
 
 
 def lease_is_valid_until(until: float) -> float:
@@ -143,26 +119,34 @@ class Readable:
         return pieces
 
 
-class PublishedWeights(Readable):
+class PublishedWeights(Readable, VersionWaits):
     """The versions that a home has published. Thread-safe."""
 
     def __init__(self, local: LocalMember, settings: tuple[int, bool]) -> None:
         """``settings``: how many versions can be pulled; whether changes of tensors are tracked."""
-        super().__init__(local)
+        Readable.__init__(self, local)
+        VersionWaits.__init__(self, local)
         self.settings = settings
         self._keep, self._track = settings
         self.relays = RelayPlan()
         self._publishing = threading.Lock()
-        self._lock = threading.Lock()
         self._layout: Layout | None = None
         self._versions: OrderedDict[int, tuple[Layout, Snapshot]] = OrderedDict()
-        self._waiting: list[tuple[int, DeferredReply]] = []
-        self._broken: Exception | None = None
 
     # --- publishing ----------------------------------------------------------------------------------------------
 
-    def publish(self, tensors: Mapping[str, torch.Tensor], version: int | None) -> int:
-        """Copy the tensors and make them the newest version. Blocks for the copy, and never for readers."""
+    def publish(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        version: int | None,
+        places: Mapping[str, PlaceInWhole] | None = None,
+        *,
+        staged: bool = False,
+    ) -> int:
+        """Copy the tensors and make them the newest version. Blocks for the copy, and never for readers.
+
+        ``places``: of those that are shards. ``staged``: older versions stay until ``retire_before``.
+        """
         with self._publishing:
             with self._lock:
                 newest = self._newest()
@@ -170,32 +154,43 @@ class PublishedWeights(Readable):
                 version = newest + 1
             elif version <= newest:
                 raise ConfigurationError(f"version {version} is not newer than {newest}, which is published already")
-            layout = self._layout_of(tensors)
+            layout = self._layout_of(tensors, places or {})
             sources = list(tensors.values())
             changed = self._changed(layout, sources, version)
             memory = self.writable_memory(layout.specs)
             self._write(memory, sources, changed)
             snapshot = Snapshot(version, layout.specs, memory, changed, self.pool)
             with self._lock:
-                if self._broken is not None:
-                    raise self._broken
+                self._check_open()
                 self._versions[version] = layout, snapshot
-                old = [self._versions.popitem(last=False)[1][1] for _ in range(len(self._versions) - self._keep)]
-                due = [reply for wanted, reply in self._waiting if wanted <= version]
-                self._waiting = [(wanted, reply) for wanted, reply in self._waiting if wanted > version]
+                surplus = 0 if staged else len(self._versions) - self._keep
+                old = [self._versions.popitem(last=False)[1][1] for _ in range(surplus)]
+                due = self._due(version)
             for snapshot in old:
                 self.pool.retire(snapshot)
         for reply in due:
             reply.settle(version)
         return version
 
-    def _layout_of(self, tensors: Mapping[str, torch.Tensor]) -> Layout:
-        names = tuple(tensors)
+    def retire_before(self, version: int) -> None:
+        """Retire the versions before this one."""
+        with self._lock:
+            old = [self._versions.pop(number)[1] for number in list(self._versions) if number < version]
+        for snapshot in old:
+            self.pool.retire(snapshot)
+
+    def newest(self) -> int:
+        """The newest version; 0 before the first."""
+        with self._lock:
+            return self._newest()
+
+    def _layout_of(self, tensors: Mapping[str, torch.Tensor], places: Mapping[str, PlaceInWhole]) -> Layout:
+        names, wholes = tuple(tensors), tuple(map(places.get, tensors))
         specs = tuple(TensorSpec(tensor.dtype, tuple(tensor.shape), tensor.device) for tensor in tensors.values())
         known = self._layout
-        if known is None or (known.names, known.specs) != (names, specs):
+        if known is None or known[1:] != (names, specs, wholes):
             self.pool.drop_spare_memory()
-            known = self._layout = Layout(1 if known is None else known.number + 1, names, specs)
+            known = self._layout = Layout(1 if known is None else known.number + 1, names, specs, wholes)
         return known
 
     def _changed(self, layout: Layout, sources: Sequence[torch.Tensor], version: int) -> list[int]:
@@ -225,26 +220,6 @@ class PublishedWeights(Readable):
     def _newest(self) -> int:
         """The newest version; 0 before the first."""
         return next(reversed(self._versions)) if self._versions else 0
-
-    def wait(self, version: int, until: float) -> int | DeferredReply:
-        """Return the newest version as soon as it is at least ``version``; 0 at ``until``."""
-        with self._lock:
-            if self._broken is not None:
-                raise self._broken
-            newest = self._newest()
-            if newest >= version or until <= time.monotonic():
-                return newest if newest >= version else 0
-            reply = DeferredReply()
-            waits = version, reply
-            self._waiting.append(waits)
-
-        def give_up() -> None:
-            with self._lock:
-                if waits in self._waiting:
-                    self._waiting.remove(waits)
-            reply.settle(0)
-
-        return give_up_at(self._local.deadlines, until, reply, give_up)
 
     def lease(
         self, rank: int, version: int | None, since: int | None, layout: int, seconds: float | None
@@ -316,12 +291,9 @@ class PublishedWeights(Readable):
 
     def close(self, error: Exception) -> None:
         self.relays.close(error)
+        VersionWaits.close(self, error)
         with self._lock:
-            self._broken = error
-            waiting, self._waiting = self._waiting, []
             self._versions.clear()
-        for _, reply in waiting:
-            reply.settle(0, error)
 
 
 class RelayedWeights(Readable):
@@ -362,7 +334,6 @@ class RelayedWeights(Readable):
             self.pool.drop_spare_memory()
 
 
-factories[KIND] = lambda local, name, settings: PublishedWeights(local, settings)
 register_methods(
     {
         WAIT: lambda weights, _, version, wait_s: weights.wait(version, time.monotonic() + wait_s),
@@ -370,7 +341,7 @@ register_methods(
         ADVISE: PublishedWeights.serve_advise,
         REPORT: PublishedWeights.serve_report,
         LEASE_RELAYED: RelayedWeights.lease,
-        TENSORS: lambda weights, _, lease, places: weights.pool.leased(lease).tensors(places),
+        TENSORS: lambda weights, _, lease, places, regions=None: weights.pool.leased(lease).tensors(places, regions),
         PIECES: Readable.serve_pieces,
         RELEASE: lambda weights, _, lease: weights.pool.release(lease),
     }

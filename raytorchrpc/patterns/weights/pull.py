@@ -1,4 +1,4 @@
-"""One pull: leases a version at the home, and brings its tensors from there or from a member of this host."""
+"""One pull from one home: leases a version there, and brings its tensors from there or from a member of this host."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from raytorchrpc.calls.receive_into import Spread
 from raytorchrpc.errors import LaneUnavailable, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights import published
-from raytorchrpc.patterns.weights.match import KnownLayout, ModelMatch, Selection
-from raytorchrpc.patterns.weights.published import RelayedWeights, VersionLease, lease_is_valid_until
+from raytorchrpc.patterns.weights.match import KnownLayout, LayoutMatch, Selection
+from raytorchrpc.patterns.weights.published import RelayedWeights, lease_is_valid_until
 from raytorchrpc.patterns.weights.relays import HOME, LEAD
+from raytorchrpc.patterns.weights.versions import VersionLease
 
 #: Most bytes of one message: tensors that lanes bring in memory of their own need this much of it.
 MESSAGE_BYTES = 256 << 20
@@ -31,7 +32,7 @@ Address = tuple[str, str, int | None]
 class Pull:
     """One pull of a version into a model, by the thread that uses it."""
 
-    def __init__(self, store: Handle, local: LocalMember, match: ModelMatch, until: float) -> None:
+    def __init__(self, store: Handle, local: LocalMember, match: LayoutMatch, until: float) -> None:
         """``store``: bound. ``until``: when the pull has to end (``time.monotonic``)."""
         self._store, self._local, self._match, self._until = store, local, match, until
         self._home, self._address = store.home, store._address
@@ -104,7 +105,7 @@ class Pull:
         lease, layout = self._match.leased, self._match.layout
         if self._is_home:
             snapshot = self._store._object(self._local).pool.leased(lease.lease)
-            snapshot.copy_into(selection.targets, selection.places)
+            snapshot.copy_into(selection.targets, selection.places, selection.regions)
             return
         if self._uses_relay(selection):
             left, what = self._left(0.001), (lease.version, selection.signature(lease.layout))
@@ -178,7 +179,7 @@ class Pull:
             if request(published.PIECES, selection.places, device_type, into=into):
                 return
         for message in selection.messages(MESSAGE_BYTES):  # each is copied out of the lane's memory before the next
-            request(published.TENSORS, message.places, into=message.targets)
+            request(published.TENSORS, message.places, message.regions, into=message.targets)
 
     # --- members -------------------------------------------------------------------------------------------------
 

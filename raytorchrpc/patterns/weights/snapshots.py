@@ -19,6 +19,7 @@ from raytorchrpc.errors import NotFound
 from raytorchrpc.lanes.base import SMALL
 from raytorchrpc.process.deadlines import Deadlines
 from raytorchrpc.tensors import host_device_copy
+from raytorchrpc.tensors.bounds import OutOfBounds, within
 from raytorchrpc.tensors.cuda_streams import handoff_streams, nothing
 from raytorchrpc.tensors.dtypes import DTYPES, as_copyable, view_at
 
@@ -31,6 +32,9 @@ _SPARE = 2
 
 #: Tensors of a snapshot: (place in the layout, name of the dtype to convert it to (None: unconverted)).
 Places = Sequence[tuple[int, str | None]]
+
+#: A region of a contiguous tensor: (first element, shape, strides in elements; None: contiguous).
+Region = tuple[int, tuple[int, ...], tuple[int, ...] | None]
 
 #: Allocates host memory that peers can read in place: (bytes) -> a flat uint8 tensor, or None if there is none.
 AllocateShared = Callable[[int], torch.Tensor | None]
@@ -58,6 +62,18 @@ def lay_out(specs: Sequence[TensorSpec]) -> tuple[list[int], dict[torch.device, 
         offsets[place] = sizes[device]
         sizes[device] += (bytes_of[place] + _ALIGN - 1) & -_ALIGN
     return offsets, sizes
+
+
+def cut(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """View a region of a contiguous tensor. Raises OutOfBounds."""
+    offset, shape, strides = region
+    if strides is None:
+        within(offset, math.prod(shape), tensor.numel())
+        return tensor.view(-1)[offset : offset + math.prod(shape)].view(shape)
+    last = offset + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+    if min((offset, *shape, *strides)) < 0 or (0 not in shape and last >= tensor.numel()):
+        raise OutOfBounds(f"a region of shape {shape} and strides {strides} from {offset} on")
+    return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
 
 def converted_specs(specs: Sequence[TensorSpec], dtype: torch.dtype) -> list[TensorSpec]:
@@ -155,8 +171,11 @@ class Snapshot:
         for handoff in tuple(self._handoffs):
             handoff()
 
-    def tensors(self, places: Places) -> list[torch.Tensor]:
-        """Return these tensors, for use on this thread. Each is converted to a dtype once."""
+    def tensors(self, places: Places, regions: Sequence[Region] | None = None) -> list[torch.Tensor]:
+        """Return these tensors, or a region of each, for use on this thread. Each is converted to a dtype once.
+
+        Raises OutOfBounds.
+        """
         made: list[torch.Tensor] = []
         with self._converting:
             self.make_current()  # not before: it also waits for what another thread has converted
@@ -164,7 +183,9 @@ class Snapshot:
             if made:
                 self._handoffs.append(handoff_streams(made))
                 self._note_own_reads()
-        return found
+        if regions is None:
+            return found
+        return [cut(tensor, region) for tensor, region in zip(found, regions, strict=True)]
 
     def pieces(self, device_type: str, places: Places) -> list[torch.Tensor]:
         """Return the memory that holds these tensors on this type of device: one flat tensor for each dtype name.
@@ -183,9 +204,11 @@ class Snapshot:
         found = [whole for whole in wholes if whole is not None and whole.device.type == device_type]
         return found if len(found) == len(memories) else []
 
-    def copy_into(self, targets: Sequence[torch.Tensor], places: Places) -> None:
-        """Copy these tensors into tensors of this process."""
-        copy_tensors(targets, self.tensors(places), self._pool.copy_bytes)
+    def copy_into(
+        self, targets: Sequence[torch.Tensor], places: Places, regions: Sequence[Region] | None = None
+    ) -> None:
+        """Copy these tensors, or a region of each, into tensors of this process."""
+        copy_tensors(targets, self.tensors(places, regions), self._pool.copy_bytes)
         self._note_own_reads()
 
     def _note_own_reads(self) -> None:

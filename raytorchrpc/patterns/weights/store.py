@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from raytorchrpc._compat import torch_internals
-from raytorchrpc.calls.current import process_member
+from raytorchrpc.calls.current import current_local, process_member
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound
 from raytorchrpc.patterns.handle import Handle, Steps, begin, checked_count, run
-from raytorchrpc.patterns.weights.match import Carry, KnownLayout, Model, ModelMatch, tensors_of
+from raytorchrpc.patterns.weights.match import Carry, KnownLayout, ModelMatch
+from raytorchrpc.patterns.weights.plan import PlaceInWhole, Renamed, Request
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
+from raytorchrpc.patterns.weights.publishers import LOOK, NEXT, SHARDS, STAGED, Committed, shards_name
 from raytorchrpc.patterns.weights.pull import Pull
+from raytorchrpc.patterns.weights.sharded import Planned, ShardedPull
+from raytorchrpc.patterns.weights.shards import Model, has_shards, shards_of
 from raytorchrpc.process import threads
 
 #: How many pulled versions a process remembers, the last ones.
@@ -54,8 +60,38 @@ class PulledVersions:
 _pulled = PulledVersions()
 
 
+def _names_of(members: Sequence[Any], home: Any) -> tuple[str, ...]:
+    """The names of publishers. Raises ConfigurationError."""
+    if home is not None:
+        raise ConfigurationError("pass home= or publishers=, not both: the first publisher is the home")
+    if isinstance(members, str) or not members:
+        raise ConfigurationError(f"publishers= is a list of members, such as ['left', 'right'], not {members!r}")
+    local = current_local()
+    names = [
+        local.peers.route(member).member.name if local is not None else getattr(member, "name", member)
+        for member in members
+    ]
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise ConfigurationError(
+            f"this process is in no group, so publishers= has to be the members' names, not {wrong[0]!r}"
+        )
+    if len(set(names)) < len(names):
+        raise ConfigurationError(f"publishers= names a member twice: {', '.join(names)}")
+    return tuple(names)
+
+
+class _Shards(Handle):
+    """The shards of one publisher."""
+
+    kind: ClassVar[str] = SHARDS
+
+
 class WeightStore(Handle):
-    """The weights of one model under ascending version numbers, in the member that publishes them: their home.
+    """The weights of one model under ascending version numbers, in the members that publish them.
+
+    One member publishes whole tensors: the store's home. Or several ``publishers`` publish shards, as DTensors or
+    ``Shard``, and a version exists once all of them have published it. Readers pull whole tensors or any other shards;
+    exactly the bytes that they need cross.
 
     ``publish`` copies the tensors into memory of the store, so training can continue at once. ``pull`` brings a version
     into the caller's tensors, in place. Within a host it reads CPU weights where they were published: one copy for each
@@ -75,40 +111,103 @@ class WeightStore(Handle):
 
     kind: ClassVar[str] = KIND
 
-    def __init__(self, name: str, *, home: Any = None, keep: int = 1, track: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        home: Any = None,
+        publishers: Sequence[Any] | None = None,
+        keep: int = 1,
+        track: bool = False,
+    ) -> None:
         """Refer to the store of this name, and create it if its home has none; see ``Queue``. Only the home publishes.
 
         Args:
             name: identifies the store in its home.
             home: a member's name, rank or handle, or a Member. None: this member.
+            publishers: several such members, instead of ``home``. The first one is the home. Each has to publish every
+                version; the same list, in the same order, in every process.
             keep: how many versions, the newest ones, can be pulled.
             track: find out which tensors change between versions, so that ``pull(since=...)`` brings only those.
                 ``publish`` then compares each tensor bit for bit with the version before, and copies only those that
                 differ. It sees every change, however the tensor was written.
         """
-        super().__init__(name, home, (checked_count("keep", keep), bool(track)))
+        settings: tuple[Any, ...] = (checked_count("keep", keep), bool(track))
+        if publishers is not None:
+            names = _names_of(publishers, home)
+            home, settings = names[0], (*settings, names)
+        super().__init__(name, home, settings)
 
     def _set_state(self, *state: Any) -> None:
         super()._set_state(*state)
         self._known_layout: KnownLayout | None = None
+        self._planned: Planned | None = None
+        self._publishers: tuple[str, ...] | None = self._settings[2] if len(self._settings) > 2 else None
+
+    @property
+    def publishers(self) -> tuple[str, ...]:
+        """The names of the members that publish."""
+        return self._publishers or (self._home,)
 
     # --- publishing ----------------------------------------------------------------------------------------------
 
     def publish(self, model: Model, version: int | None = None) -> int:
         """Copy the model's tensors and make them the newest version; returns its number.
 
-        Only at the home. Blocks while CPU tensors are copied. Copies on a GPU are queued on this thread's current
-        stream; with ``track`` it waits for the comparison. Never waits for readers.
+        Only at the home, or at each publisher. Blocks while CPU tensors are copied. Copies on a GPU are queued on this
+        thread's current stream; with ``track`` it waits for the comparison. Never waits for readers. A publisher that
+        is more than two versions ahead of another waits for it, at most ``rpc_timeout_s``.
 
         Args:
-            model: a module, or tensors by name.
-            version: a number higher than the last. None: the next number.
+            model: a module, or tensors by name: tensors, DTensors or Shards. Of a DTensor, its local shard.
+            version: a number higher than the last. None: the next number. If a publisher is restarted, the versions
+                that it had not published yet never exist, and the next number is higher than theirs.
 
         Raises:
-            ConfigurationError: this member is not the home, or something in the model is not a dense tensor.
+            ConfigurationError: this member does not publish to the store, or something in the model is not a dense
+                tensor.
+            RpcTimeout: another publisher has not published earlier versions.
         """
         local = process_member()
-        return self._at_home(local).publish(tensors_of(model, self._name), version)
+        shards = shards_of(model, self._name)
+        tensors = {name: shard.tensor for name, shard in shards.items()}
+        places = {name: (shard.global_shape, shard.offset) for name, shard in shards.items() if not shard.is_whole}
+        if self._publishers is not None:
+            return run(self._stage(local, tensors, places, version))
+        if places:
+            raise ConfigurationError(
+                f"{next(iter(places))!r} of the weights for {self._name!r} is a shard: name all members that have "
+                f"shards, as in WeightStore({self._name!r}, publishers=[...])"
+            )
+        return self._at_home(local).publish(tensors, version)
+
+    def _stage(
+        self, local: LocalMember, tensors: Mapping[str, Any], places: Mapping[str, PlaceInWhole], version: int | None
+    ) -> Steps[int]:
+        """Publish this member's shards of a version."""
+        if local.me.name not in self.publishers:
+            raise ConfigurationError(
+                f"{self.kind} {self._name!r} is published by {', '.join(self.publishers)}, not by {local.me.name!r}"
+            )
+        local, wait_s = yield from begin()
+        yield from self._bind(local, wait_s)
+        mine = self._shards_of(local.me.name, None)
+        yield from mine._bind(local)
+        weights: PublishedWeights = mine._object(local)
+        if version is None and not weights.newest():
+            version = yield from self._request(local, NEXT, self._address)
+        version = weights.publish(tensors, version, places, staged=True)
+        staged = (self.publishers.index(local.me.name), mine._instance_id, version, wait_s)
+        oldest = yield from self._request(local, STAGED, (*self._address, *staged), wait_s)
+        weights.retire_before(oldest)
+        for name in local.services.names(SHARDS):
+            if name != mine.name and name.rpartition(" ")[0] == self._name:  # of an earlier store of this name
+                local.services.get(SHARDS, name).retire_before(sys.maxsize)
+        return version
+
+    def _shards_of(self, publisher: str, instance: int | None) -> _Shards:
+        name = shards_name(self._name, self._instance_id)
+        return _Shards._restore(name, publisher, self._settings[:2], instance)
 
     def broadcast(self, carry: Carry, version: int | None = None) -> int:
         """Pass a version to ``carry``, while the members that pull it call theirs; returns its number.
@@ -121,6 +220,7 @@ class WeightStore(Handle):
             version: None: the newest.
         """
         local = process_member()
+        self._check_unsharded("broadcast")
         weights = self._at_home(local)
         lease = weights.lease(local.me.rank, version, None, 0, None)
         if lease is None:
@@ -175,6 +275,7 @@ class WeightStore(Handle):
         since: int | None = None,
         convert: bool = False,
         strict: bool = True,
+        mapping: Renamed | None = None,
         timeout: float | None = None,
         carry: Carry | None = None,
     ) -> int:
@@ -183,7 +284,8 @@ class WeightStore(Handle):
         Blocks until tensors on the CPU are filled. Copies to a GPU are queued on this thread's current stream.
 
         Args:
-            model: a module, or tensors by name, on any device. Their memory is written as by ``rpc_sync(into=...)``.
+            model: a module, or tensors by name, on any device: tensors, DTensors or Shards. Their memory is written as
+                by ``rpc_sync(into=...)``. A tensor wants all of its global tensor, a DTensor its local shard.
             version: None: the newest; if nothing is published yet, waits for the first version.
             since: the version that the model has, as an earlier pull of this process from this store returned it. If it
                 is still the newest, nothing is brought. In a store with ``track``, only tensors that have changed since
@@ -191,6 +293,8 @@ class WeightStore(Handle):
             convert: convert tensors whose floating dtype differs from the published one. The home does so once for each
                 version and dtype; bfloat16 needs half the bytes of float32. Without it, another dtype is an error.
             strict: the model must have exactly the published names. Otherwise the names that both have are pulled.
+            mapping: other names, by name in the model: the published name, or the names of the parts that a fused
+                parameter has along its first dimension, in order. A shard of it has the same share of every part.
             timeout: seconds for the whole pull; None: ``rpc_timeout_s``.
             carry: moves the tensors instead of the lanes, while the home calls ``broadcast``. ``since`` has no effect.
 
@@ -206,27 +310,75 @@ class WeightStore(Handle):
         instance_id = self._instance_id or 0
         if carry is not None or (since is not None and not _pulled.has(instance_id, since)):
             since = None
-        match = ModelMatch(self._name, model, self._known_layout, convert, strict)
+        # Weights have no history, whatever autograd context asks for them.
+        with torch_internals.autograd_context(torch_internals.NO_CONTEXT):
+            if self._publishers is not None or mapping or has_shards(model):
+                self._check_unsharded("carry=", carry)
+                request = Request(self._name, shards_of(model, self._name), mapping or {}, convert, strict)
+                pulled = self._pull_shards(local, request, version, since, until)
+            else:
+                match = ModelMatch(self._name, model, self._known_layout, convert, strict)
+                pulled = self._pull_whole(local, match, version, since, until, carry)
+        _pulled.add(instance_id, pulled)
+        return pulled
+
+    def _pull_whole(
+        self,
+        local: LocalMember,
+        match: ModelMatch,
+        version: int | None,
+        since: int | None,
+        until: float,
+        carry: Carry | None,
+    ) -> int:
         pull = Pull(self, local, match, until)
         try:
-            # Weights have no history, whatever autograd context asks for them.
-            with torch_internals.autograd_context(torch_internals.NO_CONTEXT):
-                lease = pull.lease(version, since, carry is None, self.wait)
-                if lease.lease:
-                    selection = match.selection()
-                    self._known_layout = match.layout_for_next()
-                    if carry is None:
-                        pull.bring(selection)
+            lease = pull.lease(version, since, carry is None, self.wait)
+            if lease.lease:
+                selection = match.selection()
+                self._known_layout = match.layout_for_next()
+                if carry is None:
+                    pull.bring(selection)
             if carry is not None:
                 match.carry_by(carry)
         except BaseException:
             if match.lease is not None:
-                _pulled.forget(instance_id)
+                _pulled.forget(self._instance_id or 0)
             raise
         finally:
             pull.release()
-        _pulled.add(instance_id, lease.version)
         return lease.version
+
+    def _pull_shards(
+        self, local: LocalMember, request: Request, version: int | None, since: int | None, until: float
+    ) -> int:
+        def look(wanted: int | None) -> Committed | None:
+            while self._publishers is not None:
+                left = max(0.0, until - time.monotonic())
+                found = run(self._request(local, LOOK, (*self._address, wanted), left))
+                if found is not None:
+                    return Committed(*found)
+                self.wait(1, left)
+            return None
+
+        def sources(committed: Committed | None) -> Sequence[Handle]:
+            if committed is None:
+                return (self,)
+            return list(map(self._shards_of, self.publishers, committed.instances))
+
+        pull = ShardedPull(local, request, until, look, sources, self.wait)
+        pull.planned = self._planned
+        try:
+            return pull.bring(version, since)
+        except BaseException:
+            _pulled.forget(self._instance_id or 0)
+            raise
+        finally:
+            self._planned = pull.planned
+
+    def _check_unsharded(self, what: str, given: Any = True) -> None:
+        if given is not None and self._publishers is not None:
+            raise ConfigurationError(f"{what} is for whole tensors of one home; {self._name!r} has several publishers")
 
     async def apull(self, model: Model, version: int | None = None, **options: Any) -> int:
         """Like ``pull``, for coroutines: on a thread, and there on the default stream of a GPU."""

@@ -1,0 +1,167 @@
+"""Shards: boxes of global tensors, as members hold them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from raytorchrpc.errors import ConfigurationError
+
+
+class Box(NamedTuple):
+    """Indices of a global tensor: ``shape`` elements from ``offset`` on, in each dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    def intersection(self, other: Box) -> Box | None:
+        """The indices in both; None if there are none."""
+        begin = tuple(map(max, self.offset, other.offset))
+        ends = map(min, self.end, other.end)
+        shape = tuple(end - first for first, end in zip(begin, ends, strict=True))
+        return Box(begin, shape) if all(extent > 0 for extent in shape) else None
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return tuple(begin + extent for begin, extent in zip(self.offset, self.shape, strict=True))
+
+    def without(self, part: Box) -> list[Box]:
+        """Boxes that have the other indices. ``part`` lies in this box."""
+        left: list[Box] = []
+        begin, end = list(self.offset), list(self.end)
+        for dimension, (first, last) in enumerate(zip(part.offset, part.end, strict=True)):
+            for low, high in ((begin[dimension], first), (last, end[dimension])):
+                if low < high:
+                    offset, shape = list(begin), [end[d] - begin[d] for d in range(len(begin))]
+                    offset[dimension], shape[dimension] = low, high - low
+                    left.append(Box(tuple(offset), tuple(shape)))
+            begin[dimension], end[dimension] = first, last
+        return left
+
+    def __str__(self) -> str:
+        ranges = zip(self.offset, self.end, strict=True)
+        return "[" + ", ".join(f"{first}:{last}" for first, last in ranges) + "]"
+
+
+class Shard(NamedTuple):
+    """A box of a global tensor, for ``WeightStore.publish`` and ``pull``.
+
+    For layouts that no DTensor describes: experts, stacked layers, views into a fused parameter.
+
+    Attributes:
+        tensor: the elements; dense, with any strides. A pull writes to its memory.
+        global_shape: the shape of the global tensor, which has as many dimensions as ``tensor``.
+        offset: the index of the first element in the global tensor.
+    """
+
+    tensor: torch.Tensor
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        """Which indices of the global tensor it has."""
+        return Box(self.offset, tuple(self.tensor.shape))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all of the global tensor."""
+        return tuple(self.tensor.shape) == self.global_shape
+
+
+#: A module, or its tensors by name: tensors, DTensors or Shards.
+Model = torch.nn.Module | Mapping[str, Any]
+
+
+def has_shards(model: Any) -> bool:
+    """Whether some tensor of a model may be a Shard or a DTensor. Quick where no DTensor exists."""
+    values: Iterable[Any] = model.values() if isinstance(model, Mapping) else ()
+    if any(type(value) is Shard for value in values):
+        return True
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    if isinstance(model, torch.nn.Module):
+        values = (*model.parameters(), *model.buffers())
+    return any(map(is_dtensor, values))
+
+
+def shards_of(model: Any, store: str) -> dict[str, Shard]:
+    """A model's tensors by name, without autograd. Raises ConfigurationError."""
+    if isinstance(model, torch.nn.Module):
+        model = model.state_dict()
+    if not isinstance(model, Mapping):
+        raise ConfigurationError(f"weights must be a module or tensors by name, not a {type(model).__name__}")
+    return {str(name): _shard_of(str(name), value, store) for name, value in model.items()}
+
+
+def _shard_of(name: str, value: Any, store: str) -> Shard:
+    if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
+        shape = tuple(value.shape)
+        return Shard(_dense(name, value, store), shape, (0,) * len(shape))
+    if isinstance(value, Shard):
+        return _checked(name, value, store)
+    if is_dtensor(value):
+        return Shard(_dense(name, value.to_local(), store), tuple(value.shape), _offset_of(name, value, store))
+    if isinstance(value, torch.Tensor):
+        shape = tuple(value.shape)
+        return Shard(_dense(name, value, store), shape, (0,) * len(shape))
+    raise ConfigurationError(
+        f"{name!r} of the weights for {store!r} is a {type(value).__name__}, not a tensor: leave it out"
+    )
+
+
+def _dense(name: str, tensor: torch.Tensor, store: str) -> torch.Tensor:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+        raise ConfigurationError(f"{name!r} of the weights for {store!r} is not a dense tensor with memory")
+    return tensor.detach()
+
+
+def _checked(name: str, shard: Shard, store: str) -> Shard:
+    given: Any = shard.tensor
+    if not isinstance(given, torch.Tensor) or is_dtensor(given):
+        raise ConfigurationError(
+            f"{name!r} of the weights for {store!r} is a Shard of a {type(given).__name__}, not of a tensor"
+        )
+    whole, offset = tuple(map(int, shard.global_shape)), tuple(map(int, shard.offset))
+    shape = tuple(shard.tensor.shape)
+    fits = len(shape) == len(whole) == len(offset) and all(
+        0 <= begin <= begin + extent <= most for begin, extent, most in zip(offset, shape, whole, strict=True)
+    )
+    if not fits:
+        raise ConfigurationError(
+            f"{name!r} of the weights for {store!r} is a Shard of shape {shape} at {offset}, "
+            f"which does not lie in a global tensor of shape {whole}"
+        )
+    return Shard(_dense(name, shard.tensor, store), whole, offset)
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether this is a DTensor; imports nothing."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def _offset_of(name: str, dtensor: Any, store: str) -> tuple[int, ...]:
+    if any(placement.is_partial() for placement in dtensor.placements):
+        raise ConfigurationError(
+            f"{name!r} of the weights for {store!r} has partial sums ({dtensor.placements}): "
+            f"redistribute() it to Shard or Replicate first"
+        )
+    return _offset(tuple(dtensor.shape), dtensor.device_mesh, tuple(dtensor.placements))
+
+
+@functools.lru_cache(4096)
+def _offset(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> tuple[int, ...]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return tuple(map(int, compute_local_shape_and_global_offset(shape, mesh, placements)[1]))

@@ -1,0 +1,92 @@
+"""Versions of weights: what readers are told of one, and waits for one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import NamedTuple
+
+from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.patterns.handle import give_up_at
+from raytorchrpc.patterns.weights.plan import PlaceInWhole, Row
+from raytorchrpc.patterns.weights.snapshots import TensorSpec
+from raytorchrpc.tensors.dtypes import DTYPE_NAMES
+
+
+class VersionLease(NamedTuple):
+    """What a home tells a reader before it pulls."""
+
+    version: int
+    lease: int  # keeps the version until it is released. 0: the reader has this version
+    layout: int
+    rows: list[Row] | None  # None: the reader knows this layout
+    changed: list[int] | None  # places of the tensors that differ from the version that the reader has; None: all
+
+
+class Layout(NamedTuple):
+    """The tensors that a version has."""
+
+    number: int
+    names: tuple[str, ...]
+    specs: tuple[TensorSpec, ...]
+    places: tuple[PlaceInWhole | None, ...]
+    """Of shards, in their global tensors."""
+
+    @property
+    def rows(self) -> list[Row]:
+        rows = zip(self.names, self.specs, self.places, strict=True)
+        return [(name, DTYPE_NAMES[spec.dtype], spec.shape, place) for name, spec, place in rows]
+
+
+class VersionWaits:
+    """Waits for versions. Thread-safe."""
+
+    instance_id: int
+
+    def __init__(self, local: LocalMember) -> None:
+        self._local = local
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[int, DeferredReply]] = []
+        self._broken: Exception | None = None
+
+    def _newest(self) -> int:
+        """The newest version; 0 before the first."""
+        raise NotImplementedError
+
+    def _check_open(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    def wait(self, version: int, until: float) -> int | DeferredReply:
+        """Return the newest version as soon as it is at least ``version``; 0 at ``until``."""
+        with self._lock:
+            self._check_open()
+            newest = self._newest()
+            if newest >= version or until <= time.monotonic():
+                return newest if newest >= version else 0
+            reply = DeferredReply()
+            waits = version, reply
+            self._waiting.append(waits)
+
+        def give_up() -> None:
+            with self._lock:
+                if waits in self._waiting:
+                    self._waiting.remove(waits)
+            reply.settle(0)
+
+        return give_up_at(self._local.deadlines, until, reply, give_up)
+
+    def _due(self, version: int) -> list[DeferredReply]:
+        """Take the waits that end with this version. The caller holds the lock, and settles them without it."""
+        due = [reply for wanted, reply in self._waiting if wanted <= version]
+        self._waiting = [(wanted, reply) for wanted, reply in self._waiting if wanted > version]
+        return due
+
+    def close(self, error: Exception) -> None:
+        """See ``Served``."""
+        with self._lock:
+            self._broken = error
+            waiting, self._waiting = self._waiting, []
+        for _, reply in waiting:
+            reply.settle(0, error)
