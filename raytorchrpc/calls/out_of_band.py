@@ -216,8 +216,10 @@ def snapshot(body: Encoded) -> Encoded:
 def scatter_into(tensors: Sequence[torch.Tensor], parts: Sequence[Sequence[Part]]) -> None:
     """Copy parts of flat uint8 tensors into their targets."""
     for tensor, its in zip(tensors, parts, strict=True):
-        views = [view_at(tensor, offset, (target.dtype, tuple(target.shape))) for offset, target in its]
-        copy_into([target for _, target in its], views)
+        views = [
+            view_at(tensor, offset, (target.dtype, tuple(target.shape)), strides) for offset, target, strides in its
+        ]
+        copy_into([part.target for part in its], views)
 
 
 def kinds(body: Encoded, pending: Sequence[PendingTensors]) -> list[Shape]:

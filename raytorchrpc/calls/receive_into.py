@@ -55,7 +55,7 @@ class Spread(Receiver):
             if parts is None:
                 pending.clear()
                 return body._replace(tensors=[]), value
-            targets = [target for its in parts for _, target in its]
+            targets = [part.target for its in parts for part in its]
             with _unrecorded(targets):
                 try:
                     for tensors in pending:  # at most one, which has them all

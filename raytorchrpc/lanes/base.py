@@ -191,6 +191,10 @@ class Part(NamedTuple):
     """Where the part begins, in bytes."""
     target: torch.Tensor
     """Without autograd; with any strides, on any device."""
+    strides: tuple[int, ...] | None = None
+    """Where the elements lie in the flat tensor, from ``offset`` on: a stride for each dimension of the target, in
+    elements of its dtype, not negative. None: contiguous.
+    """
 
 
 class Export(ABC):
@@ -279,7 +283,8 @@ class TensorLane(PeerLane):
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Like ``fetch`` with ``into``, for flat uint8 tensors of ``sizes`` bytes, but receive only parts of each.
 
-        Returns the parts that the caller must copy itself: (target, source).
+        A part outside of its flat tensor raises LaneUnavailable before any of it is copied. Returns the parts that the
+        caller must copy itself: (target, source), where the source may be strided.
         """
         raise NotImplementedError
 

@@ -16,7 +16,11 @@ HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _BUFFER_ID = 7
 _PORTABLE = 1
+_DEVICE_MEMORY = 2
+#: Largest CU_DEVICE_ATTRIBUTE_MAX_PITCH: from one row of a 2-D copy to the next (bytes).
+MAX_PITCH = (1 << 31) - 1
 _SUCCESS = 0
+_INVALID_VALUE = 1
 _CANNOT_SHARE = (
     "memory from expandable_segments:True or cudaMallocAsync, and memory that another process shared with this one, "
     "cannot be shared: set PYTORCH_CUDA_ALLOC_CONF without them, or send a clone()"
@@ -25,6 +29,24 @@ _CANNOT_SHARE = (
 
 class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D of cuda.h."""
+
+    _fields_ = [
+        (end + name, kind)
+        for end in ("src", "dst")
+        for name, kind in (
+            ("XInBytes", ctypes.c_size_t),
+            ("Y", ctypes.c_size_t),
+            ("MemoryType", ctypes.c_int),
+            ("Host", ctypes.c_void_p),
+            ("Device", ctypes.c_uint64),
+            ("Array", ctypes.c_void_p),
+            ("Pitch", ctypes.c_size_t),
+        )
+    ] + [("WidthInBytes", ctypes.c_size_t), ("Height", ctypes.c_size_t)]
 
 
 _ready = threading.local()
@@ -41,6 +63,7 @@ class Driver:
         self._cuda.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, _Handle, ctypes.c_uint]
         device, host, size = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t
         self._cuda.cuMemcpyDtoDAsync_v2.argtypes = [device, device, size, ctypes.c_void_p]
+        self._cuda.cuMemcpy2DAsync_v2.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self._cuda.cuMemcpyHtoDAsync_v2.argtypes = [device, host, size, ctypes.c_void_p]
         self._cuda.cuMemcpyDtoHAsync_v2.argtypes = [host, device, size, ctypes.c_void_p]
         self._cuda.cuMemHostRegister_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
@@ -115,6 +138,25 @@ class Driver:
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
         """Queue a copy on a stream."""
         self._check(self._cuda.cuMemcpyDtoDAsync_v2(target, source, size, stream), "cuMemcpyDtoDAsync")
+
+    def copy_rows(
+        self, target: int, source: int, width: int, rows: int, target_pitch: int, source_pitch: int, stream: int
+    ) -> None:
+        """Queue a copy of ``rows`` rows of ``width`` bytes. The pitches, at most MAX_PITCH, lead from row to row."""
+        if rows == 1:
+            self.copy(target, source, width, stream)
+            return
+        described = _Copy2D(
+            srcMemoryType=_DEVICE_MEMORY, srcDevice=source, srcPitch=source_pitch,
+            dstMemoryType=_DEVICE_MEMORY, dstDevice=target, dstPitch=target_pitch,
+            WidthInBytes=width, Height=rows,
+        )  # fmt: skip
+        code = self._cuda.cuMemcpy2DAsync_v2(ctypes.byref(described), stream)
+        if code == _INVALID_VALUE:  # within a GPU, CUDA guarantees it only for pitches of cuMemAllocPitch
+            for row in range(rows):
+                self.copy(target + row * target_pitch, source + row * source_pitch, width, stream)
+            return
+        self._check(code, "cuMemcpy2DAsync")
 
     def copy_in(self, target: int, source: int, size: int, stream: int) -> None:
         """Queue a copy from host memory to the GPU. Slow if the host memory is not registered."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from raytorchrpc.errors import LaneUnavailable, RayTorchRpcError
@@ -27,6 +27,25 @@ def within(offset: int, size: int, total: int) -> None:
     """Raise OutOfBounds unless ``size`` bytes at ``offset`` lie within ``total`` bytes. Hot path."""
     if offset < 0 or size < 0 or offset + size > total:
         raise OutOfBounds(f"{size} bytes at {offset} are not in {total} bytes")
+
+
+def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Count the elements from the first to the last of a strided tensor, inclusive; 0 if it is empty."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+
+
+def strided_within(offset: int, shape: Sequence[int], strides: Sequence[int], itemsize: int, total: int) -> int:
+    """Return the bytes from the first to the last of a strided region's elements, inclusive.
+
+    Raises OutOfBounds for a negative stride, or unless the region at byte ``offset`` lies within ``total`` bytes.
+    """
+    if any(stride < 0 for stride in strides):
+        raise OutOfBounds(f"a region has negative strides: {tuple(strides)}")
+    size = span_of(shape, strides) * itemsize
+    within(offset, size, total)
+    return size
 
 
 def checked(method: F) -> F:

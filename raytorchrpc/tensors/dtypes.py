@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 import torch
 
-from raytorchrpc.tensors.bounds import within
+from raytorchrpc.tensors.bounds import strided_within, within
 
 #: dtype and shape of a tensor to receive, which is contiguous.
 Shape = tuple[torch.dtype, tuple[int, ...]]
@@ -38,13 +39,17 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     return as_copyable(tensor).clone().view(tensor.dtype) if tensor.dtype in UNCOPIED else tensor.clone()
 
 
-def view_at(source: torch.Tensor, offset: int, shape: Shape) -> torch.Tensor:
+def view_at(source: torch.Tensor, offset: int, shape: Shape, strides: Sequence[int] | None = None) -> torch.Tensor:
     """View a flat uint8 tensor from byte ``offset``, which is aligned, as a tensor of that dtype and shape.
 
-    Raises OutOfBounds if the tensor would exceed it.
+    ``strides``: of the view, in elements; None: contiguous. Raises OutOfBounds if the tensor would exceed it.
     """
     dtype, extents = shape
     size = math.prod(extents) * dtype.itemsize
+    if strides is not None:
+        span = strided_within(offset, extents, strides, dtype.itemsize, source.numel())
+        if size:
+            return source[offset : offset + span].view(dtype).as_strided(extents, tuple(strides))
     if not size:
         return torch.empty(extents, dtype=dtype, device=source.device)
     within(offset, size, source.numel())

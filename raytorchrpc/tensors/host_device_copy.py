@@ -265,7 +265,8 @@ def copy_into(targets: Sequence[torch.Tensor | None], tensors: Sequence[torch.Te
 
 
 def _copy_into_gpu(target: torch.Tensor, tensor: torch.Tensor) -> None:
-    if not target.is_contiguous() or not tensor.is_contiguous():
+    tensor = tensor.contiguous()  # no copy, unless it is a strided part of a larger one
+    if not target.is_contiguous():
         target.copy_(_to_gpu([tensor], target.device)[0])  # the GPU arranges the strides
         return
     region = _regions.find(tensor.data_ptr(), tensor.nbytes)

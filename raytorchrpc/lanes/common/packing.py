@@ -13,7 +13,7 @@ import torch
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.base import SMALL, Part
-from raytorchrpc.tensors.bounds import within
+from raytorchrpc.tensors.bounds import strided_within, within
 from raytorchrpc.tensors.dtypes import UNCOPIED, Shape, as_copyable, view_at
 
 #: More tensors than FEW, each smaller than _SMALL bytes, travel as one.
@@ -123,12 +123,16 @@ def given(
 
 def together(parts: Sequence[Part], size: int) -> tuple[list[Part], list[list[Part]]]:
     """Divide parts of one flat tensor of ``size`` bytes into those to fetch alone and runs of many small neighbours,
-    each to fetch in one piece. Raises OutOfBounds.
+    each to fetch in one piece. Strided parts are fetched alone. Raises OutOfBounds.
     """
     alone: list[Part] = []
     runs: list[list[Part]] = []
     end = 0
     for part in sorted(parts, key=_offset):
+        if part.strides is not None:
+            strided_within(part.offset, part.target.shape, part.strides, part.target.itemsize, size)
+            alone.append(part)
+            continue
         within(part.offset, part.target.nbytes, size)
         if part.target.nbytes >= SMALL:
             alone.append(part)
@@ -142,9 +146,10 @@ def together(parts: Sequence[Part], size: int) -> tuple[list[Part], list[list[Pa
     return alone, [run for run in runs if len(run) > FEW]
 
 
-def part_of(flat: torch.Tensor, offset: int, target: torch.Tensor) -> torch.Tensor:
-    """Return the view of a flat tensor that a target is to receive."""
-    return view_at(flat, offset, (target.dtype, tuple(target.shape)))
+def part_of(flat: torch.Tensor, part: Part, begin: int = 0) -> torch.Tensor:
+    """Return the view that a part's target is to receive. ``flat``: the flat tensor, from byte ``begin`` on."""
+    offset, target, strides = part
+    return view_at(flat, offset - begin, (target.dtype, tuple(target.shape)), strides)
 
 
 def split(tensor: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
@@ -157,14 +162,14 @@ def split(tensor: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
     parts: list[torch.Tensor] = []
     begin = 0
     for _, shape in shapes:
-        strides, size = _layout(shape)
+        strides, size = layout(shape)
         parts.append(tensor.as_strided(shape, strides, begin))  # takes half as long as a slice and a view
         begin += size
     return parts
 
 
 @functools.lru_cache(4096)
-def _layout(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+def layout(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
     """The strides of a contiguous tensor, and how many elements it has."""
     strides, size = [0] * len(shape), 1
     for dimension in reversed(range(len(shape))):

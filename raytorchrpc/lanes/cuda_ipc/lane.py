@@ -30,10 +30,11 @@ from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress
 from raytorchrpc.lanes.cuda_ipc import in_message
 from raytorchrpc.lanes.cuda_ipc.events import USES, SharedEvents, told
 from raytorchrpc.lanes.cuda_ipc.exports import COPIED, OUT, UNUSED, Exports
-from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, Mappings, span_of, tensor_over
+from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, Mappings, tensor_over
+from raytorchrpc.lanes.cuda_ipc.regions import copy_region
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process.cuda_driver import driver
-from raytorchrpc.tensors.bounds import MALFORMED, checked, within
+from raytorchrpc.tensors.bounds import MALFORMED, checked, span_of, within
 from raytorchrpc.tensors.cuda_streams import nothing
 from raytorchrpc.tensors.dtypes import Shape
 
@@ -184,28 +185,29 @@ class CudaIpcLane(TensorLane):
                 descriptor, self._devices, self._events.current, [(torch.uint8, (size,)) for size in sizes]
             )
             for tensor, its in zip(flat, parts, strict=True):
-                left += [(target, packing.part_of(tensor, offset, target)) for offset, target in its]
+                left += [(part.target, packing.part_of(tensor, part)) for part in its]
             return left
         _, index, _, places, _, _ = told(descriptor, self._devices)
-        copy = driver().copy
-        with driver().on(index), self._reading(peer, descriptor) as (mapped, stream, raw):
+        cuda = driver()
+        copy = cuda.copy
+        with cuda.on(index), self._reading(peer, descriptor) as (mapped, stream, raw):
             for mapping, (_, begin, _, piece) in zip(mapped, places, strict=True):
                 if mapping is None:
                     continue
                 for number in piece:
                     source = mapping.at(begin, sizes[number])
                     alone, runs = packing.together(parts[number], sizes[number])
-                    for offset, target in alone:
-                        if target.get_device() != index or not target.is_contiguous():
-                            there, target = target, torch.empty(target.shape, dtype=target.dtype, device=stream.device)
-                            left.append((there, target))
-                        if size := target.nbytes:
+                    for part in alone:
+                        offset, target, strides = part
+                        if strides is not None or target.get_device() != index or not target.is_contiguous():
+                            left += copy_region(part, source, stream.device, cuda, raw)
+                        elif size := target.nbytes:
                             copy(target.data_ptr(), source + offset, size, raw)
                     for run in runs:
-                        first, last = run[0].offset, max(offset + target.nbytes for offset, target in run)
+                        first, last = run[0].offset, max(part.offset + part.target.nbytes for part in run)
                         joined = torch.empty(last - first, dtype=torch.uint8, device=stream.device)
                         copy(joined.data_ptr(), source + first, last - first, raw)
-                        left += [(target, packing.part_of(joined, offset - first, target)) for offset, target in run]
+                        left += [(part.target, packing.part_of(joined, part, first)) for part in run]
                     begin += sizes[number]
             self._copied_on(peer, descriptor, stream, raw)
         return left

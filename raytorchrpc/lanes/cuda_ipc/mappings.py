@@ -20,15 +20,8 @@ import torch
 
 from raytorchrpc.process import fork
 from raytorchrpc.process.cuda_driver import driver
-from raytorchrpc.tensors.bounds import OutOfBounds, within
+from raytorchrpc.tensors.bounds import strided_within, within
 from raytorchrpc.tensors.dtypes import Shape
-
-
-def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Count the elements from the first to the last of a strided tensor, inclusive; 0 if it is empty."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
 
 
 class Mapped:
@@ -117,9 +110,7 @@ def tensor_over(
     Raises OutOfBounds.
     """
     dtype, extents = shape
-    if any(stride < 0 for stride in strides):
-        raise OutOfBounds(f"strides {strides}")
-    within(0, span_of(extents, strides) * dtype.itemsize, size)
+    strided_within(0, extents, strides, dtype.itemsize, size)
     described = {"shape": (size,), "typestr": "|u1", "data": (mapped.at(offset, size), False), "version": 2}
     # The loan comes first, so that it is released before the mapping.
     window = SimpleNamespace(loan=loan, mapped=mapped, __cuda_array_interface__=described)

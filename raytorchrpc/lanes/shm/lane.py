@@ -205,9 +205,9 @@ class ShmLane(TensorLane):
             # A storage of its own, which any dtype can be viewed in. It keeps the slot.
             flat = torch.from_numpy(flats[number].numpy()[start : start + size])
             room = flat.data_ptr(), size
-            for offset, target in its:
-                if not self._copied_directly(target, room, offset):
-                    left.append((target, packing.part_of(flat, offset, target)))
+            for part in its:
+                if part.strides is not None or not self._copied_directly(part.target, room, part.offset):
+                    left.append((part.target, packing.part_of(flat, part)))
         return left
 
     def _copied_directly(self, target: torch.Tensor, room: tuple[int, int], offset: int) -> bool:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.cuda_ipc.mappings import Loan, span_of
+from raytorchrpc.lanes.cuda_ipc.mappings import Loan
 from raytorchrpc.tensors import host_device_copy
+from raytorchrpc.tensors.bounds import span_of
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.host_device_copy import PART, Region, Regions, pieces
 

@@ -1,0 +1,198 @@
+"""Strided parts: how a region is divided into copies of rows, and how cuda_ipc makes them (with the CPU as its GPU)."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes.base import SMALL, Part
+from raytorchrpc.lanes.common import packing, regions
+from raytorchrpc.lanes.common.regions import Dimension, Rows, collapse, copies
+from raytorchrpc.lanes.cuda_ipc.regions import copy_region
+from raytorchrpc.process.cuda_driver import Driver
+from raytorchrpc.tensors.bounds import OutOfBounds, span_of
+
+CPU = torch.device("cpu")
+MANY = 1 << 31
+
+
+class Memory(Driver):
+    """Copies this process's own memory, as a GPU copies its."""
+
+    def __init__(self) -> None:
+        """Needs no libcuda."""
+
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        ctypes.memmove(target, source, size)
+
+    def copy_rows(
+        self, target: int, source: int, width: int, rows: int, target_pitch: int, source_pitch: int, stream: int
+    ) -> None:
+        for row in range(rows):
+            ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
+
+
+def numbered(size: int) -> torch.Tensor:
+    return torch.arange(size, dtype=torch.int64).mul_(2654435761).bitwise_right_shift_(7).to(torch.uint8)
+
+
+def any_strides(chance: random.Random, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a slice of a permuted larger tensor, or any at all: elements of a source may share a place."""
+    if chance.random() < 0.2:
+        return tuple(chance.randrange(12) for _ in shape)
+    order = chance.sample(range(len(shape)), len(shape)) if chance.random() < 0.5 else range(len(shape))
+    strides, step = [0] * len(shape), 1
+    for dimension in reversed(order):
+        strides[dimension] = step
+        step *= max(1, shape[dimension]) + chance.choice([0, 0, 0, 1, 3])
+    return tuple(strides)
+
+
+def any_target(chance: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(All of its memory, the target): a slice of a permuted larger tensor."""
+    order = chance.sample(range(len(shape)), len(shape))
+    larger = [shape[dimension] + chance.choice([0, 0, 2]) for dimension in order]
+    whole = torch.zeros(larger, dtype=dtype)
+    cut = whole
+    for place, dimension in enumerate(order):
+        spare = larger[place] - shape[dimension]
+        cut = cut.narrow(place, chance.randint(0, spare), shape[dimension])
+    return whole, cut.permute([order.index(dimension) for dimension in range(len(shape))])
+
+
+@pytest.mark.parametrize("fast", ["rows alone", "as it decides", "a temporary"])
+def test_any_region_goes_into_any_target(monkeypatch: pytest.MonkeyPatch, fast: str) -> None:
+    if fast == "rows alone":
+        monkeypatch.setattr(regions, "_DENSE", 0)
+    elif fast == "a temporary":
+        monkeypatch.setattr(regions, "_DENSE", 1 << 40)
+    chance = random.Random(fast)
+    for _ in range(1500):
+        shape = tuple(chance.choice([0, 1, 1, 2, 3, 4, 5, 5]) for _ in range(chance.randrange(5)))
+        dtype = chance.choice([torch.uint8, torch.int16, torch.float32, torch.int64])
+        strides = any_strides(chance, shape)
+        offset, spare = (chance.randrange(3) * dtype.itemsize for _ in range(2))
+        flat = numbered(offset + span_of(shape, strides) * dtype.itemsize + spare)
+        whole, target = any_target(chance, shape, dtype)
+        wanted = whole.clone()
+        if target.numel():
+            source = flat[offset : flat.numel() - spare].clone().view(dtype)
+            goal = wanted.as_strided(shape, target.stride(), target.storage_offset())
+            goal.copy_(source.as_strided(shape, strides))
+        either = strides == packing.layout(shape)[0] and chance.random() < 0.5
+        part = Part(offset, target, None if either else strides)
+        elsewhere = chance.random() < 0.3
+        left = copy_region(part, flat.data_ptr(), torch.device("cpu", 0) if elsewhere else CPU, Memory(), 0)
+        assert len(left) <= 1
+        for given, rest in left:
+            assert given is target
+            given.copy_(rest)
+        assert torch.equal(whole.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8)), part
+
+
+@pytest.mark.parametrize("max_pitch", [1, 40, MANY])
+def test_rows_are_what_cuda_can_copy(monkeypatch: pytest.MonkeyPatch, max_pitch: int) -> None:
+    monkeypatch.setattr(regions, "_DENSE", 0)
+    chance = random.Random(max_pitch)
+    several = 0
+    for _ in range(500):
+        shape = tuple(chance.randint(1, 6) for _ in range(chance.randrange(5)))
+        strides, target = any_strides(chance, shape), any_target(chance, shape, torch.int32)[1]
+        found = copies(shape, 4, strides, target.stride(), max_pitch)
+        assert found is not None
+        assert sum(rows.width * rows.count for rows in found) == target.nbytes
+        for rows in found:
+            several += rows.count > 1
+            assert rows.count == 1 or all(
+                rows.width <= pitch <= max_pitch for pitch in (rows.source_pitch, rows.target_pitch)
+            )
+    assert bool(several) == (max_pitch > 4)
+
+
+def test_dimensions_that_are_contiguous_on_both_sides_become_one() -> None:
+    assert collapse((4, 5, 6), 2, (30, 6, 1), (30, 6, 1)) == (240, [])
+    assert collapse((4, 5, 6), 2, (60, 12, 1), (30, 6, 1)) == (12, [Dimension(20, 24, 12)])
+    assert collapse((4, 5, 6), 2, (60, 6, 1), (30, 6, 1)) == (60, [Dimension(4, 120, 60)])
+    assert collapse((4, 1, 6), 2, (6, 999, 1), (6, 77, 1)) == (48, [])
+    assert collapse((5, 4), 2, (1, 5), (1, 5)) == (40, []), "both are transposed"
+    assert collapse((5, 4), 2, (4, 1), (1, 5)) == (2, [Dimension(4, 2, 10), Dimension(5, 8, 2)])
+    assert collapse((), 8, (), ()) == (8, [])
+
+
+def test_a_column_shard_is_one_copy() -> None:
+    """Half of the columns of a matrix of 4096 x 4096, to a matrix of its own and into the other half of another."""
+    shape, strides = (4096, 2048), (4096, 1)
+    assert copies(shape, 2, strides, (2048, 1), MANY) == [Rows(0, 0, 4096, 4096, 8192, 4096)]
+    assert copies(shape, 2, strides, (4096, 1), MANY) == [Rows(0, 0, 4096, 4096, 8192, 8192)]
+    assert copies((2048, 4096), 2, strides, (4096, 1), MANY) == [Rows(0, 0, 1 << 24, 1, 1 << 24, 1 << 24)]
+
+
+def test_a_shard_of_a_stack_of_matrices_is_one_copy_for_each() -> None:
+    found = copies((8, 512, 1024), 2, (2048 * 2048, 2048, 1), (512 * 1024, 1024, 1), MANY)
+    each = (1 << 23, 1 << 20)
+    assert found == [Rows(i * each[0], i * each[1], 2048, 512, 4096, 2048) for i in range(8)]
+    # Many columns of few rows: the outermost dimension has the rows.
+    found = copies((8192, 2, 1024), 2, (4096, 2048, 1), (4096, 1024, 1), MANY)
+    assert found == [Rows(i * 4096, i * 2048, 2048, 8192, 8192, 8192) for i in range(2)]
+
+
+def test_a_temporary_is_used_only_where_little_lies_between() -> None:
+    transposed = copies((2048, 2048), 2, (1, 2048), (2048, 1), MANY)
+    assert transposed is None
+    one_column = copies((1 << 20, 1), 4, (1 << 10, 1), (1, 1), MANY)
+    assert one_column == [Rows(0, 0, 4, 1 << 20, 4096, 4)], "not with 4 GiB around it"
+    assert copies((64, 64, 64), 4, (10000, 128, 1), (64 * 64, 64, 1), MANY) is None, "64 small copies"
+
+
+def test_strided_parts_are_never_fetched_together() -> None:
+    near = [Part(64 * number, torch.empty(10, dtype=torch.uint8)) for number in range(9)]
+    strided = [Part(64 * number, torch.empty(5, 2, dtype=torch.uint8), (20, 1)) for number in range(9)]
+    alone, runs = packing.together([part for pair in zip(near, strided, strict=True) for part in pair], SMALL)
+    assert [id(part) for part in alone] == [id(part) for part in strided]
+    assert [[id(part) for part in run] for run in runs] == [[id(part) for part in near]]
+
+
+def test_strided_parts_for_a_gpu_lie_in_their_flat_tensor() -> None:
+    target = torch.zeros(3, 2, dtype=torch.int16)
+    fitting = Part(2, target, (8, 1))  # 2 + (2 * 8 + 1 + 1) * 2 bytes
+    assert packing.together([fitting], 38) == ([fitting], [])
+    for offset, strides in ((2, (-1, 1)), (4, (8, 1)), (2, (9, 1)), (2, (8, 2)), (-2, (8, 1)), (2, (1 << 62, 1))):
+        with pytest.raises(OutOfBounds):
+            packing.together([Part(offset, target, strides)], 38)
+    for wrong in ((1,), (8, 1, 1)):
+        with pytest.raises(ValueError, match="zip"):
+            packing.together([Part(0, target, wrong)], 38)
+
+
+def test_a_two_dimensional_copy_is_described_as_in_cuda_h() -> None:
+    seen: list[Any] = []
+
+    def copy_2d(described: Any, stream: int) -> int:
+        seen.append(struct.unpack("QQi4xQQQQ" * 2 + "QQ", bytes(described._obj)))
+        return codes.pop()
+
+    def copy(target: int, source: int, size: int, stream: int) -> int:
+        seen.append((target, source, size))
+        return 0
+
+    driver = object.__new__(Driver)
+    driver._cuda = SimpleNamespace(cuMemcpy2DAsync_v2=copy_2d, cuMemcpyDtoDAsync_v2=copy)  # type: ignore[assignment]
+    described = (0, 0, 2, 0, 2000, 0, 64, 0, 0, 2, 0, 1000, 0, 48, 32, 3)
+    codes = [0]
+    driver.copy_rows(1000, 2000, 32, 3, 48, 64, 7)
+    assert seen == [described]
+    driver.copy_rows(1000, 2000, 32, 1, 0, 0, 7)
+    assert seen.pop() == (1000, 2000, 32), "a single row has no pitch"
+    codes = [1]  # invalid value: not with these pitches
+    driver.copy_rows(1000, 2000, 32, 3, 48, 64, 7)
+    assert seen[2:] == [(1000, 2000, 32), (1048, 2064, 32), (1096, 2128, 32)]
+    codes = [700]
+    with pytest.raises(LaneUnavailable, match="cuMemcpy2DAsync failed with driver error 700"):
+        driver.copy_rows(1000, 2000, 32, 3, 48, 64, 7)
