@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.services import DeferredReply
-from raytorchrpc.errors import NotFound, RayTorchRpcError, RpcTimeout
+from raytorchrpc.errors import NotAMember, NotFound, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import factories, give_up_at, register_methods
 from raytorchrpc.patterns.weights.published import KIND, PublishedWeights
 from raytorchrpc.patterns.weights.versions import VersionWaits
@@ -44,6 +44,17 @@ def shards_name(store: str, instance: int | None) -> str:
     return f"{store} {instance}"
 
 
+class Publisher(NamedTuple):
+    """One process that publishes."""
+
+    number: int
+    """In the list of publishers."""
+    process: str
+    """The token of the process."""
+    instance: int
+    """Of its shards."""
+
+
 class _Behind(NamedTuple):
     """A publisher that waits for the others."""
 
@@ -61,7 +72,7 @@ class Coordinator(VersionWaits):
         self._name, self._keep, self._publishers = name, settings[0], settings[2]
         self._staged: dict[int, dict[int, int]] = {}
         """By version: which publishers have it, with the instances of their shards."""
-        self._instances: dict[int, int] = {}
+        self._present: dict[int, Publisher] = {}
         self._committed: OrderedDict[int, Committed] = OrderedDict()
         self._highest = self._void = 0
         """The highest version that anyone has staged; versions up to ``_void`` that do not exist never will."""
@@ -69,31 +80,28 @@ class Coordinator(VersionWaits):
 
     # --- publishers ----------------------------------------------------------------------------------------------
 
-    def next_version(self) -> int:
-        """The version that a publisher without any publishes first."""
+    def next_version(self, publisher: Publisher, newest: int) -> int:
+        """The number of a publisher's next version. ``newest``: its own newest; 0 before the first."""
         with self._lock:
-            return self._highest + 1
+            self._note(publisher)
+            return max(self._void, self._newest(), newest) + 1
 
-    def staged(self, publisher: int, instance: int, version: int, until: float) -> int | DeferredReply:
+    def staged(self, publisher: Publisher, version: int, until: float) -> int | DeferredReply:
         """Note that a publisher has its shards of a version; returns the oldest version that it has to keep.
 
         Answers later if the publisher is far ahead of the others.
         """
         with self._lock:
-            if self._instances.setdefault(publisher, instance) != instance:
-                # It was restarted. The others may have staged what it had lost: that would mix two states of it.
-                self._instances[publisher] = instance
-                self._staged.clear()
-                self._void = self._highest
+            self._note(publisher)
             self._highest = max(self._highest, version)
             if version <= max(self._void, self._newest()):
                 return self._oldest()
             having = self._staged.setdefault(version, {})
-            having[publisher] = instance
+            having[publisher.number] = publisher.instance
             complete = len(having) == len(self._publishers)
             if not complete:
-                mine = [number for number, others in self._staged.items() if publisher in others]
-                return self._await_others(publisher, version, until) if len(mine) > _AHEAD else self._oldest()
+                mine = [number for number, others in self._staged.items() if publisher.number in others]
+                return self._await_others(publisher.number, version, until) if len(mine) > _AHEAD else self._oldest()
             due, ahead = self._commit(version, having), self._behind
             self._behind = []
             oldest = self._oldest()
@@ -101,8 +109,19 @@ class Coordinator(VersionWaits):
             waiting.settle(version)
         for _, reply in ahead:
             reply.settle(oldest)
-        self._tell_publishers(oldest, but=publisher)
+        self._tell_publishers(oldest, but=publisher.number)
         return oldest
+
+    def _note(self, publisher: Publisher) -> None:
+        before = self._present.get(publisher.number)
+        self._present[publisher.number] = publisher
+        if before is not None and before != publisher:
+            self._drop_staged()
+
+    def _drop_staged(self) -> None:
+        """A publisher was restarted: what was staged with it must not be completed with its next state."""
+        self._staged.clear()
+        self._void = self._highest
 
     def _commit(self, version: int, having: dict[int, int]) -> list[DeferredReply]:
         instances = tuple(having[publisher] for publisher in range(len(self._publishers)))
@@ -144,12 +163,12 @@ class Coordinator(VersionWaits):
         """Have publishers free the memory of older versions. Does not wait for them."""
         shards = shards_name(self._name, self.instance_id)
         for number, name in enumerate(self._publishers):
-            if number != but and (instance := self._instances.get(number)) is not None:
+            if number != but and (there := self._present.get(number)) is not None:
                 with suppress(RayTorchRpcError):
                     if name == self._local.me.name:
-                        self._local.services.find(SHARDS, shards, instance, name).retire_before(oldest)
+                        self._local.services.find(SHARDS, shards, there.instance, name).retire_before(oldest)
                     else:
-                        request = (SHARDS, shards, instance, oldest)
+                        request = (SHARDS, shards, there.instance, oldest)
                         self._local.outgoing.call(name, RETIRE, request, {}, CallOptions(retry=0))
 
     # --- readers -------------------------------------------------------------------------------------------------
@@ -171,7 +190,14 @@ class Coordinator(VersionWaits):
         """See ``Served``. What a publisher has staged stays: it may only be away."""
 
     def keep_only(self, rank: int, process: str | None) -> None:
-        """See ``Served``."""
+        """See ``Served``. Noticed here, a restart separates the versions before it from those after it, for all."""
+        with suppress(NotAMember, ValueError):
+            number = self._publishers.index(self._local.peers.route(rank).member.name)
+            with self._lock:
+                there = self._present.get(number)
+                if there is not None and there.process != process:
+                    del self._present[number]
+                    self._drop_staged()
 
     def close(self, error: Exception) -> None:
         super().close(error)
@@ -189,11 +215,11 @@ factories[KIND] = _open
 factories[SHARDS] = lambda local, name, settings: PublishedWeights(local, settings)
 register_methods(
     {
-        STAGED: lambda store, _, publisher, instance, version, wait_s: store.staged(
-            publisher, instance, version, time.monotonic() + wait_s
+        STAGED: lambda store, _, publisher, version, wait_s: store.staged(
+            Publisher(*publisher), version, time.monotonic() + wait_s
         ),
         LOOK: lambda store, _, version: store.look(version),
-        NEXT: lambda store, _: store.next_version(),
+        NEXT: lambda store, _, publisher, newest: store.next_version(Publisher(*publisher), newest),
         RETIRE: lambda weights, _, oldest: weights.retire_before(oldest),
     }
 )

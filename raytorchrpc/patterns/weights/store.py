@@ -151,17 +151,18 @@ class WeightStore(Handle):
 
     # --- publishing ----------------------------------------------------------------------------------------------
 
-    def publish(self, model: Model, version: int | None = None) -> int:
+    def publish(self, model: Model, version: int | None = None, *, timeout: float | None = None) -> int:
         """Copy the model's tensors and make them the newest version; returns its number.
 
         Only at the home, or at each publisher. Blocks while CPU tensors are copied. Copies on a GPU are queued on this
         thread's current stream; with ``track`` it waits for the comparison. Never waits for readers. A publisher that
-        is more than two versions ahead of another waits for it, at most ``rpc_timeout_s``.
+        is more than two versions ahead of another waits for it.
 
         Args:
             model: a module, or tensors by name: tensors, DTensors or Shards. Of a DTensor, its local shard.
             version: a number higher than the last. None: the next number. If a publisher is restarted, the versions
                 that it had not published yet never exist, and the next number is higher than theirs.
+            timeout: seconds to wait for other publishers; None: ``rpc_timeout_s``.
 
         Raises:
             ConfigurationError: this member does not publish to the store, or something in the model is not a dense
@@ -173,7 +174,7 @@ class WeightStore(Handle):
         tensors = {name: shard.tensor for name, shard in shards.items()}
         places = {name: (shard.global_shape, shard.offset) for name, shard in shards.items() if not shard.is_whole}
         if self._publishers is not None:
-            return run(self._stage(local, tensors, places, version))
+            return run(self._stage(local, tensors, places, version, timeout))
         if places:
             raise ConfigurationError(
                 f"{next(iter(places))!r} of the weights for {self._name!r} is a shard: name all members that have "
@@ -182,23 +183,28 @@ class WeightStore(Handle):
         return self._at_home(local).publish(tensors, version)
 
     def _stage(
-        self, local: LocalMember, tensors: Mapping[str, Any], places: Mapping[str, PlaceInWhole], version: int | None
+        self,
+        local: LocalMember,
+        tensors: Mapping[str, Any],
+        places: Mapping[str, PlaceInWhole],
+        version: int | None,
+        timeout: float | None,
     ) -> Steps[int]:
         """Publish this member's shards of a version."""
         if local.me.name not in self.publishers:
             raise ConfigurationError(
                 f"{self.kind} {self._name!r} is published by {', '.join(self.publishers)}, not by {local.me.name!r}"
             )
-        local, wait_s = yield from begin()
+        local, wait_s = yield from begin(timeout)
         yield from self._bind(local, wait_s)
         mine = self._shards_of(local.me.name, None)
         yield from mine._bind(local)
         weights: PublishedWeights = mine._object(local)
-        if version is None and not weights.newest():
-            version = yield from self._request(local, NEXT, self._address)
+        me = (self.publishers.index(local.me.name), local.incoming.token, mine._instance_id)
+        if version is None:
+            version = yield from self._request(local, NEXT, (*self._address, me, weights.newest()), wait_s)
         version = weights.publish(tensors, version, places, staged=True)
-        staged = (self.publishers.index(local.me.name), mine._instance_id, version, wait_s)
-        oldest = yield from self._request(local, STAGED, (*self._address, *staged), wait_s)
+        oldest = yield from self._request(local, STAGED, (*self._address, me, version, wait_s), wait_s)
         weights.retire_before(oldest)
         for name in local.services.names(SHARDS):
             if name != mine.name and name.rpartition(" ")[0] == self._name:  # of an earlier store of this name

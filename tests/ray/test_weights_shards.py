@@ -1,0 +1,197 @@
+"""Weights that several actors publish in shards, and that others pull in other shards."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import raytorchrpc as rtr
+from tests.conformance.peers import wait_until
+from tests.ray.actors import Peer
+from tests.ray.conftest import Spawn
+
+#: The global tensors, by name. Some are larger than what travels in a message.
+SHAPES = {"matrix": (640, 768), "odd": (7, 5, 3), "vector": (11,), "scalar": (), "q": (8, 6), "k": (4, 6), "v": (4, 6)}
+PUBLISHERS = ("t0", "t1")
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> None:
+    """Here one group serves the tests."""
+
+
+@pytest.fixture(scope="module")
+def actors(spawn_for_module: Spawn) -> dict[str, Any]:
+    return {name: spawn_for_module(Peer, max_restarts=-1) for name in (*PUBLISHERS, "g0", "g1")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
+    with rtr.init_group(actors) as group:
+        yield group
+
+
+_names = itertools.count()
+
+
+@pytest.fixture
+def store() -> rtr.WeightStore:
+    return rtr.WeightStore(f"policy{next(_names)}", publishers=PUBLISHERS)
+
+
+def whole(name: str, version: int) -> torch.Tensor:
+    """Every element carries its place and its version."""
+    shape = SHAPES[name]
+    size = torch.Size(shape).numel()
+    return (torch.arange(size, dtype=torch.float64) * 1000 + version).view(shape)
+
+
+def shard(name: str, dimension: int, number: int, of: int, version: int | None = None) -> Any:
+    """Part ``number`` of ``of`` along a dimension, uneven if need be; empty (-1) without a version."""
+    shape = SHAPES[name]
+    if not shape:
+        return whole(name, version) if version is not None else torch.full((), -1.0, dtype=torch.float64)
+    dimension = min(dimension, len(shape) - 1)
+    step = -(-shape[dimension] // of)
+    first, last = min(number * step, shape[dimension]), min((number + 1) * step, shape[dimension])
+    offset = tuple(first if each == dimension else 0 for each in range(len(shape)))
+    if version is not None:
+        tensor = whole(name, version).narrow(dimension, first, last - first).clone()
+    else:
+        extents = tuple(last - first if each == dimension else extent for each, extent in enumerate(shape))
+        tensor = torch.full(extents, -1.0, dtype=torch.float64)
+    return rtr.Shard(tensor, shape, offset)
+
+
+def publish(store: rtr.WeightStore, number: int, version: int, dimension: int = 0) -> int:
+    return store.publish({name: shard(name, dimension, number, 2, version) for name in SHAPES}, version)
+
+
+def pulled(store: rtr.WeightStore, dimension: int, number: int, of: int, **options: Any) -> tuple[int, list[str]]:
+    """Pull a part of everything; returns the version, and the names of what is not as published."""
+    model = {name: shard(name, dimension, number, of) for name in SHAPES}
+    version = store.pull(model, **options)
+    right = {name: shard(name, dimension, number, of, version) for name in SHAPES}
+    return version, [name for name in SHAPES if not _same(model[name], right[name])]
+
+
+def _same(one: Any, other: Any) -> bool:
+    return torch.equal(*(value.tensor if isinstance(value, rtr.Shard) else value for value in (one, other)))
+
+
+def publish_all(actors: dict[str, Any], store: rtr.WeightStore, version: int, dimension: int = 0) -> None:
+    runs = [actors[name].run.remote(publish, store, at, version, dimension) for at, name in enumerate(PUBLISHERS)]
+    assert ray.get(runs, timeout=60) == [version, version]
+
+
+@pytest.mark.parametrize("published", [0, 1])
+@pytest.mark.parametrize(("dimension", "of"), [(0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 2)])
+def test_any_shards_from_any_shards(
+    actors: dict[str, Any], store: rtr.WeightStore, published: int, dimension: int, of: int
+) -> None:
+    for version in (1, 2):  # the second pull follows the plan of the first
+        publish_all(actors, store, version, published)
+        for number in range(of):
+            reader = actors[("g0", "g1")[number % 2]]
+            assert ray.get(reader.run.remote(pulled, store, dimension, number, of), timeout=60) == (version, [])
+    assert ray.get(actors["t1"].run.remote(pulled, store, dimension, 0, of), timeout=60) == (2, [])
+
+
+def test_a_version_is_there_once_all_have_published_it(actors: dict[str, Any], store: rtr.WeightStore) -> None:
+    publish_all(actors, store, 1)
+    assert ray.get(actors["t1"].run.remote(publish, store, 1, 2), timeout=60) == 2
+    assert ray.get(actors["g0"].run.remote(pulled, store, 1, 0, 2), timeout=60) == (1, [])
+    waiting = actors["g1"].run.remote(lambda store: store.wait(2, timeout=30), store)
+    assert ray.get(actors["t0"].run.remote(publish, store, 0, 2), timeout=60) == 2
+    assert ray.get(waiting, timeout=60) == 2
+    assert ray.get(actors["g0"].run.remote(pulled, store, 1, 0, 2), timeout=60) == (2, [])
+
+
+def test_a_publisher_does_not_run_away(actors: dict[str, Any], store: rtr.WeightStore) -> None:
+    def run_away(store: rtr.WeightStore) -> int:
+        for version in (1, 2):
+            publish(store, 0, version)
+        with pytest.raises(rtr.RpcTimeout, match="but t1 not even version 1"):
+            store.publish({"vector": shard("vector", 0, 0, 2, 3)}, 3, timeout=0.3)
+        return store.version()
+
+    assert ray.get(actors["t0"].run.remote(run_away, store), timeout=60) == 0
+
+
+def fuse(store: rtr.WeightStore, number: int, of: int) -> list[bool]:
+    """Pull into a fused parameter as merged layers have it: this member's share of each part, one after the other."""
+    rows = [SHAPES[name][0] // of for name in "qkv"]
+    fused = torch.full((sum(rows), 6), -1.0, dtype=torch.float64)
+    begins = (sum(rows) * number, 0)
+    version = store.pull({"qkv": rtr.Shard(fused, (16, 6), begins)}, mapping={"qkv": ["q", "k", "v"]}, strict=False)
+    parts = fused.split(rows)
+    return [
+        torch.equal(part, whole(name, version).narrow(0, number * size, size))
+        for part, name, size in zip(parts, "qkv", rows, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("of", [1, 2])
+def test_fused_parameters(actors: dict[str, Any], store: rtr.WeightStore, of: int) -> None:
+    publish_all(actors, store, 1)
+    for number in range(of):
+        assert ray.get(actors["g0"].run.remote(fuse, store, number, of), timeout=60) == [True] * 3
+
+
+def amiss(store: rtr.WeightStore, model: Any, **options: Any) -> str:
+    """Why a pull into this model is refused, which changes nothing."""
+    before = {name: value.tensor.clone() for name, value in model.items()}
+    with pytest.raises(rtr.ConfigurationError) as raised:
+        store.pull(model, strict=False, **options)
+    assert all(torch.equal(before[name], value.tensor) for name, value in model.items())
+    return str(raised.value)
+
+
+def test_what_does_not_fit_is_named_with_both_layouts(actors: dict[str, Any], store: rtr.WeightStore) -> None:
+    publish_all(actors, store, 1)
+    reader = actors["g0"]
+    other = {"matrix": rtr.Shard(torch.zeros(4, 768, dtype=torch.float64), (8, 768), (4, 0))}
+    assert "'matrix' is (640, 768) as published, and (8, 768)" in ray.get(reader.run.remote(amiss, store, other))
+    narrow = {"vector": rtr.Shard(torch.zeros(3), (11,), (0,))}
+    assert "'vector' is float64 as published, and float32" in ray.get(reader.run.remote(amiss, store, narrow))
+    odd = {"qkv": rtr.Shard(torch.zeros(3, 6, dtype=torch.float64), (16, 6), (0, 0))}
+    mapping = {"mapping": {"qkv": ["q", "k", "v"]}}
+    text = ray.get(reader.run.remote(lambda s, m: amiss(s, m, **mapping), store, odd))
+    assert "no whole number of rows of 'q'" in text
+    half = rtr.WeightStore("half", publishers=PUBLISHERS)
+    for name in PUBLISHERS:  # both have the first half
+        ray.get(actors[name].run.remote(lambda s: s.publish({"vector": shard("vector", 0, 0, 2, 1)}), half), timeout=60)
+    text = ray.get(reader.run.remote(amiss, half, {"vector": shard("vector", 0, 0, 1)}))
+    assert "[6:11] of (11,) were not published" in text and "[0:6] by publisher 0" in text, text
+
+
+def _pid(actor: Any) -> int | None:
+    try:
+        return int(ray.get(actor.run.remote(os.getpid), timeout=60))
+    except ray.exceptions.RayActorError:
+        return None
+
+
+def test_a_restarted_publisher_leaves_no_mixed_version(
+    actors: dict[str, Any], group: rtr.Group, store: rtr.WeightStore
+) -> None:
+    """What others had staged with a process that is gone never becomes a version."""
+    publish_all(actors, store, 1)
+    assert ray.get(actors["t0"].run.remote(publish, store, 0, 2), timeout=60) == 2
+    pid = ray.get(actors["t1"].run.remote(os.getpid))
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: _pid(actors["t1"]) not in (None, pid), 60)
+    group.wait_ready(60)
+    runs = [
+        actors[name].run.remote(lambda s, at: s.publish({n: shard(n, 0, at, 2, 3) for n in SHAPES}), store, at)
+        for at, name in enumerate(PUBLISHERS)
+    ]
+    assert ray.get(runs, timeout=60) == [3, 3]
+    assert ray.get(actors["g0"].run.remote(pulled, store, 1, 1, 2), timeout=60) == (3, [])
