@@ -24,13 +24,13 @@ class Dimension(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """One copy: ``count`` rows of ``width`` contiguous bytes."""
+    """One copy: ``number`` rows of ``width`` contiguous bytes."""
 
     source: int
     """Where the first row begins, in bytes from the begin of the region; ``target`` likewise."""
     target: int
     width: int
-    count: int
+    number: int
     source_pitch: int
     """Bytes from one row to the next, at least ``width``; ``target_pitch`` likewise."""
     target_pitch: int
@@ -80,8 +80,8 @@ def copies(
     if row.extent > 1:
         dimensions.remove(row)
     size = math.prod(shape) * itemsize
-    number = math.prod(dimension.extent for dimension in dimensions)
-    slow = (width < _NARROW and size >= SMALL) or (number > 1 and size < number * SMALL)
+    needed = math.prod(dimension.extent for dimension in dimensions)
+    slow = (width < _NARROW and size >= SMALL) or (needed > 1 and size < needed * SMALL)
     if slow and span_of(shape, source) * itemsize <= _DENSE * size:
         return None
     places = [(0, 0)]
