@@ -9,9 +9,9 @@ from typing import NamedTuple
 from raytorchrpc.lanes.base import SMALL
 from raytorchrpc.tensors.bounds import span_of
 
-#: Shorter rows take longer to copy one by one than with everything between them (bytes).
+#: Shorter rows are assumed to take longer to copy alone than with everything between them (bytes; not measured).
 _NARROW = 32
-#: A region whose span has at most this many times its bytes is cheap to copy with everything between its rows.
+#: Everything between the rows is only copied if the span of the region has at most this many times its bytes.
 _DENSE = 4
 
 
@@ -67,7 +67,7 @@ def copies(
     """Return the copies that bring a strided region to a strided target; none for an empty one.
 
     ``source``, ``target``: the strides, in elements of ``itemsize`` bytes. ``max_pitch``: largest for ``Rows``. Returns
-    None if it is faster to copy the whole span of the region to a temporary, and from there with a strided copy.
+    None if it is better to copy the whole span of the region to a temporary, and from there with a strided copy.
     """
     if 0 in shape:
         return []
