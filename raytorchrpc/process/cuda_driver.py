@@ -17,7 +17,7 @@ _LAZY_PEER_ACCESS = 1
 _BUFFER_ID = 7
 _PORTABLE = 1
 _DEVICE_MEMORY = 2
-#: Largest CU_DEVICE_ATTRIBUTE_MAX_PITCH: from one row of a 2-D copy to the next (bytes).
+#: Most bytes from one row of a 2-D copy to the next (CU_DEVICE_ATTRIBUTE_MAX_PITCH).
 MAX_PITCH = (1 << 31) - 1
 _SUCCESS = 0
 _INVALID_VALUE = 1

@@ -188,7 +188,7 @@ def _spread(sent: tuple[Any, list[Shape]], prepare: Callable[[Shape], torch.Tens
     left = tensors().lane.scatter_into("a", descriptor, [shape[0] for _, shape in shapes], parts)
     host_device_copy.copy_into([target for target, _ in left], [source for _, source in left])
     for whole, its in zip(_flat(False), parts, strict=True):
-        for offset, target in its:
+        for offset, target, _ in its:
             expected = view_at(whole, offset, (target.dtype, tuple(target.shape)))
             assert same(_brought(target), expected), (offset, target.dtype)
 

@@ -142,3 +142,56 @@ def test_parts_that_are_not_there_are_refused(shm: Pair, lend: bool) -> None:
         shm.b.run(_spread_refused, (pieces, ((number, offset),), *rest), FLAT, 0, MIB)
     shm.b.run(_spread_rightly, descriptor)
     assert len(places) == 1
+
+
+@pytest.fixture(params=["shm", *(kind for kind in GPU_KINDS if kind.values[0].startswith("cuda_ipc"))])
+def in_parts(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    pair = make_pair(request.param, 64 * MIB)
+    yield pair
+    pair.kill()
+
+
+def _send_on_its_device() -> Any:
+    return export([random((FLAT,), torch.uint8).to(tensors().device)])
+
+
+def _strided_refused(descriptor: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
+    part = Part(offset, torch.zeros(shape, dtype=torch.int16, device=tensors().device), strides)
+    with pytest.raises(LaneUnavailable) as error:
+        tensors().lane.scatter_into("a", descriptor, [FLAT], [[part]])
+    assert not part.target.any(), "nothing was written"
+    return str(error.value)
+
+
+def _strided_taken(descriptor: Any) -> None:
+    """The last bytes are the region's end."""
+    part = Part(MIB, torch.zeros(1024, 256, dtype=torch.int16, device=tensors().device), (512, 1))
+    end = Part(FLAT - 2 * (15 * 512 + 256), torch.zeros(16, 256, dtype=torch.int16, device=tensors().device), (512, 1))
+    left = tensors().lane.scatter_into("a", descriptor, [FLAT], [[part, end]])
+    for target, source in left:
+        target.copy_(source)
+    sent = random((FLAT,), torch.uint8).view(torch.int16)
+    for offset, target, strides in (part, end):
+        assert torch.equal(target.cpu(), sent[offset // 2 :].as_strided(target.shape, strides, offset // 2))
+
+
+def test_strided_parts_that_are_not_there_are_refused(in_parts: Pair) -> None:
+    outside = [
+        (MIB + 514, (1024, 256), (512, 1)),
+        (FLAT - 2 * (15 * 512 + 256) + 2, (16, 256), (512, 1)),
+        (MIB, (1024, 256), (513, 1)),
+        (MIB, (1024, 256), (512, 3)),
+        (MIB, (1024, 256), (-512, 1)),
+        (MIB, (1024, 256), (512, -1)),
+        (-2, (4, 4), (8, 1)),
+        (0, (2, 2), (1 << 61, 1)),
+        (1 << 40, (2, 2), (0, 0)),
+        (0, (4, 4), (8,)),
+        (0, (4, 4), (8, 1, 1)),
+    ]
+    for offset, shape, strides in outside:
+        descriptor, _ = in_parts.a.run(_send_on_its_device)  # which a refusal may release
+        text = in_parts.b.run(_strided_refused, descriptor, offset, shape, strides)
+        assert "member 'a'" in text and "is invalid" in text, text
+    descriptor, _ = in_parts.a.run(_send_on_its_device)
+    in_parts.b.run(_strided_taken, descriptor)

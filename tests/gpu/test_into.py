@@ -133,3 +133,27 @@ def mismatch() -> None:
     with pytest.raises(rtr.ConfigurationError, match="buffer 1 of into= is float32"):
         rtr.rpc_sync("b", into=buffers).filled("cuda", 1.0, LARGE, 4)
     assert not any(buffer.any() for buffer in buffers)
+
+
+def test_a_strided_tensor_in_registered_memory(actors: dict[str, Any]) -> None:
+    in_actor(actors["a"], bring_columns)
+
+
+def bring_columns() -> None:
+    """Into contiguous and strided tensors on the GPU, out of memory that the GPU accesses directly."""
+    import mmap
+
+    from raytorchrpc.tensors import host_device_copy
+
+    memory = mmap.mmap(-1, 4 << 20)
+    matrix = torch.frombuffer(memory, dtype=torch.float32).view(1024, 1024).copy_(torch.rand(1024, 1024))
+    host_device_copy.announce(matrix.data_ptr(), matrix.nbytes)
+    try:
+        wide = torch.zeros(1024, 512, device="cuda")
+        targets = [torch.zeros(1024, 300, device="cuda"), wide[:, 100:400]]
+        for target in targets:
+            host_device_copy.copy_into([target], [matrix[:, 7:307]])
+            assert torch.equal(target.cpu(), matrix[:, 7:307])
+        assert not wide[:, :100].any() and not wide[:, 400:].any()
+    finally:
+        host_device_copy.withdraw(matrix.data_ptr())

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from raytorchrpc.lanes.base import SMALL
 from raytorchrpc.tensors.bounds import span_of
 
-#: Shorter rows take longer to copy one by one than with everything between them (bytes).
+#: Shorter rows are assumed to take longer to copy alone than with everything between them (bytes; not measured).
 _NARROW = 32
-#: A region whose span has at most this many times its bytes is cheap to copy with everything between its rows.
+#: Everything between the rows is only copied if the span of the region has at most this many times its bytes.
 _DENSE = 4
 
 
@@ -24,13 +24,13 @@ class Dimension(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """One copy: ``count`` rows of ``width`` contiguous bytes."""
+    """One copy: ``number`` rows of ``width`` contiguous bytes."""
 
     source: int
     """Where the first row begins, in bytes from the begin of the region; ``target`` likewise."""
     target: int
     width: int
-    count: int
+    number: int
     source_pitch: int
     """Bytes from one row to the next, at least ``width``; ``target_pitch`` likewise."""
     target_pitch: int
@@ -67,7 +67,7 @@ def copies(
     """Return the copies that bring a strided region to a strided target; none for an empty one.
 
     ``source``, ``target``: the strides, in elements of ``itemsize`` bytes. ``max_pitch``: largest for ``Rows``. Returns
-    None if it is faster to copy the whole span of the region to a temporary, and from there with a strided copy.
+    None if it is better to copy the whole span of the region to a temporary, and from there with a strided copy.
     """
     if 0 in shape:
         return []
@@ -80,8 +80,8 @@ def copies(
     if row.extent > 1:
         dimensions.remove(row)
     size = math.prod(shape) * itemsize
-    number = math.prod(dimension.extent for dimension in dimensions)
-    slow = (width < _NARROW and size >= SMALL) or (number > 1 and size < number * SMALL)
+    needed = math.prod(dimension.extent for dimension in dimensions)
+    slow = (width < _NARROW and size >= SMALL) or (needed > 1 and size < needed * SMALL)
     if slow and span_of(shape, source) * itemsize <= _DENSE * size:
         return None
     places = [(0, 0)]

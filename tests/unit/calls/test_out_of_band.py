@@ -131,6 +131,16 @@ def test_a_lane_that_brings_no_parts_brings_the_whole() -> None:
         parcel.scatter_into([[], []])
 
 
+def test_a_lane_that_brings_no_parts_brings_strided_ones_out_of_the_whole() -> None:
+    depot = Depot()
+    splitter = PayloadSplitter({"depot": depot})
+    shipped = ship(splitter, body_of(torch.arange(256, dtype=torch.uint8)))
+    wide = torch.zeros(2, 5, dtype=torch.uint8)
+    (parcel,) = splitter.receive("a", shipped.manifests)
+    parcel.scatter_into([[base.Part(64, wide[:, 1:4], (100, 2)), base.Part(7, torch.zeros(1, dtype=torch.uint8))]])
+    assert wide.tolist() == [[0, 64, 66, 68, 0], [0, 164, 166, 168, 0]]
+
+
 def test_every_dtype_has_a_name_that_leads_back() -> None:
     for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
         assert dtypes.DTYPES[dtypes.DTYPE_NAMES[dtype]] is dtype

@@ -14,6 +14,7 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.receive_into import Buffers, Spread
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.lanes.base import Part
+from raytorchrpc.tensors.bounds import OutOfBounds
 from raytorchrpc.tensors.codec import Codec, Encoded, orders
 
 CODEC = Codec(ray_internals.cloudpickler())
@@ -212,6 +213,23 @@ def test_parts_of_flat_tensors_are_copied_to_where_they_belong() -> None:
     assert (one._version, other._version) != versions, "autograd notices"
     assert body.tensors[0] is one and len(body.tensors) == 2
     assert result is seen[0] and result[0] == 5 and [tensor.numel() for tensor in result[1]] == [0, 0, 0]
+
+
+def test_strided_parts_of_a_message_are_copied_to_where_they_belong() -> None:
+    matrix = torch.arange(48, dtype=torch.int32).view(6, 8)
+    wide = torch.zeros(6, 7, dtype=torch.int32)
+    target = wide[:, 2:5]
+    spread([matrix.view(-1).view(torch.uint8)], lambda result: [[Part(4 * 4, target, (8, 1))]])
+    assert torch.equal(target, matrix[:, 4:7])
+    assert not wide[:, :2].any() and not wide[:, 5:].any()
+
+
+@pytest.mark.parametrize(("offset", "strides"), [(0, (40, 1)), (0, (-8, 1)), (-4, (8, 1)), (20, (8, 1))])
+def test_strided_parts_outside_of_a_message_are_refused(offset: int, strides: tuple[int, ...]) -> None:
+    target = torch.zeros(6, 4, dtype=torch.int32)
+    with pytest.raises(OutOfBounds):
+        spread([torch.ones(192, dtype=torch.uint8)], lambda result: [[Part(offset, target, strides)]])
+    assert not target.any()
 
 
 def test_parts_that_nobody_wants_are_left() -> None:

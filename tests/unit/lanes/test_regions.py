@@ -107,10 +107,10 @@ def test_rows_are_what_cuda_can_copy(monkeypatch: pytest.MonkeyPatch, max_pitch:
         strides, target = any_strides(chance, shape), any_target(chance, shape, torch.int32)[1]
         found = copies(shape, 4, strides, target.stride(), max_pitch)
         assert found is not None
-        assert sum(rows.width * rows.count for rows in found) == target.nbytes
+        assert sum(rows.width * rows.number for rows in found) == target.nbytes
         for rows in found:
-            several += rows.count > 1
-            assert rows.count == 1 or all(
+            several += rows.number > 1
+            assert rows.number == 1 or all(
                 rows.width <= pitch <= max_pitch for pitch in (rows.source_pitch, rows.target_pitch)
             )
     assert bool(several) == (max_pitch > 4)

@@ -38,6 +38,17 @@ def test_a_view_outside_of_its_source_is_refused(offset: int) -> None:
         view_at(source, offset, FLOATS)
 
 
+def test_a_strided_view_outside_of_its_source_is_refused() -> None:
+    source = torch.arange(64, dtype=torch.uint8)
+    view = view_at(source, 8, FLOATS, (11, 1))  # its last element ends with the source
+    assert torch.equal(view, source.view(torch.float32).as_strided((2, 3), (11, 1), 2))
+    assert view.untyped_storage().data_ptr() == source.data_ptr()
+    assert view_at(source, 64, (torch.float32, (0, 3)), (5, 1)).shape == (0, 3)
+    for offset, strides in ((12, (11, 1)), (8, (12, 1)), (-4, (3, 1)), (8, (-1, 1)), (8, (1, 1 << 62)), (65, (0, 0))):
+        with pytest.raises(OutOfBounds):
+            view_at(source, offset, FLOATS, strides)
+
+
 class _Lane:
     name = "somewhat"
 
