@@ -64,25 +64,26 @@ _STRIDED_PARTS: list[list[_Strided]] = [
 @pytest.mark.parametrize("prepare", [into._plain, _column_slice, into._strided, into._turned, into._on_the_cpu])
 @pytest.mark.parametrize("lend", [False, True])
 def test_strided_parts_of_flat_tensors_go_where_they_belong(pair: Pair, lend: bool, prepare: Any) -> None:
-    pair.b.run(_spread_strided, pair.send(into._flat, lend), prepare, slice(None))
-    pair.b.run(
-        _spread_strided, pair.send(into._flat, lend), prepare, slice(1, 3)
-    )  # small enough for a message of cuda_ipc
+    for kept in (slice(None), slice(1, 3)):  # the latter are small enough for a message of cuda_ipc
+        pair.b.run(_spread_strided, pair.send(_flats, lend, kept), prepare, kept)
     if pair.a.run(into._is_shm):
         assert pair.used() == 0, "slots are back"
 
 
-def _spread_strided(sent: tuple[Any, list[Shape]], prepare: Callable[[Shape], torch.Tensor], wanted: slice) -> None:
+def _flats(lend: bool, kept: slice) -> list[torch.Tensor]:
+    return into._flat(lend)[kept]
+
+
+def _spread_strided(sent: tuple[Any, list[Shape]], prepare: Callable[[Shape], torch.Tensor], kept: slice) -> None:
     """As a member does: by ``scatter_into`` if the lane has it, and else out of the whole tensors."""
     descriptor, shapes = sent
-    chosen = set(range(len(shapes))[wanted])
-    described = [its if place in chosen else [] for place, its in enumerate(_STRIDED_PARTS)]
     parts = [
-        [Part(offset, prepare((dtype, shape)), strides) for offset, dtype, shape, strides in its] for its in described
+        [Part(offset, prepare((dtype, shape)), strides) for offset, dtype, shape, strides in its]
+        for its in _STRIDED_PARTS[kept]
     ]
     runs = tuple(("uint8", shape, 1) for _, shape in shapes)
     PendingTensors(tensors().lane, "a", ("", None, runs, descriptor)).scatter_into(parts)
-    for whole, its in zip(into._flat(False), parts, strict=True):
+    for whole, its in zip(_flats(False, kept), parts, strict=True):
         for offset, target, strides in its:
             count = (whole.numel() - offset) // target.itemsize * target.itemsize
             elements = whole[offset : offset + count].clone().view(target.dtype)
