@@ -113,6 +113,12 @@ def test_an_autograd_context_can_be_entered_on_another_thread(seen: dict[str, An
     assert seen["contexts"] == [none, True, none, True, none, True, [3.0, 3.0], none]
 
 
+def test_tensors_are_flattened_in_one_call() -> None:
+    """torch._C._nn.flatten_dense_tensors: without it every tensor that is packed takes a view."""
+    tensors = [torch.arange(6.0).view(2, 3).t(), torch.ones(2), torch.tensor(7.0), torch.empty(0, 2)]
+    assert torch_internals.flattened(tensors).tolist() == [0, 3, 1, 4, 2, 5, 1, 1, 7]
+
+
 def test_many_tensors_are_copied_by_one_call() -> None:
     """torch._foreach_copy_: without it every tensor of a result that is received into buffers takes a kernel."""
     targets = [torch.zeros(2, 3).T, torch.zeros(4, dtype=torch.int64)]
