@@ -1,0 +1,114 @@
+"""Which regions a pull of shards moves, by global indices alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.patterns.weights.plan import Move, Request, Row, plan, region_of, strides_of
+from raytorchrpc.patterns.weights.shards import Box, Shard, shards_of
+
+
+def divided(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:
+    """The boxes of a grid: ``cuts`` has the inner borders in each dimension."""
+    axes = [list(itertools.pairwise([0, *sorted(inner), extent])) for extent, inner in zip(shape, cuts, strict=True)]
+    return [
+        Box(tuple(first for first, _ in box), tuple(last - first for first, last in box))
+        for box in itertools.product(*axes)
+    ]
+
+
+def at(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[tuple(slice(first, last) for first, last in zip(box.offset, box.end, strict=True))]
+
+
+def rows(shape: tuple[int, ...], boxes: Sequence[Box]) -> list[list[Row]]:
+    """As if each box had a publisher of its own."""
+    return [[("w", "float64", box.shape, (shape, box.offset))] for box in boxes]
+
+
+def request(box: Box, shape: tuple[int, ...]) -> Request:
+    return Request(
+        "store", {"w": Shard(torch.full(box.shape, -1.0, dtype=torch.float64), shape, box.offset)}, {}, False, True
+    )
+
+
+def move(moves: list[list[Move]], whole: torch.Tensor, boxes: Sequence[Box], target: torch.Tensor) -> int:
+    """Make the moves; returns how many elements they have."""
+    moved = 0
+    for box, its in zip(boxes, moves, strict=True):
+        held = at(whole, box).clone(memory_format=torch.contiguous_format)
+        for one in its:
+            offset, strides = region_of(box.shape, one.source_begin, one.shape)
+            source = held.as_strided(one.shape, strides_of(one.shape) if strides is None else strides, offset)
+            at(target, Box(one.target_begin, one.shape)).copy_(source)
+            moved += math.prod(one.shape)
+    return moved
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_element_arrives_once_whatever_the_layouts(seed: int) -> None:
+    chance = random.Random(seed)
+    shape = tuple(chance.randint(1, 9) for _ in range(chance.randint(0, 3)))
+    whole = torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
+
+    def cuts() -> list[list[int]]:
+        return [[chance.randint(0, extent) for _ in range(chance.randint(0, 2))] for extent in shape]
+
+    boxes = [box for box in divided(shape, cuts()) for _ in range(chance.randint(1, 3))]  # some have several holders
+    for box in divided(shape, cuts()):
+        asked = request(box, shape)
+        moves = plan(asked, rows(shape, boxes), [chance.randint(0, 1) for _ in boxes], chance.randint(0, 9))
+        target = asked.targets["w"].tensor
+        assert move(moves, whole, boxes, target) == box.size
+        assert torch.equal(target, at(whole, box))
+
+
+def test_readers_spread_over_equal_holders_and_prefer_near_ones() -> None:
+    whole = Box((0,), (8,))
+
+    def sources(near: Sequence[int]) -> list[int]:
+        found = []
+        for turn in range(6):
+            moves = plan(request(whole, (8,)), rows((8,), [whole] * 3), near, turn)
+            found += [number for number, its in enumerate(moves) if its]
+        return found
+
+    assert sorted(sources([1, 1, 1])) == [0, 0, 1, 1, 2, 2]
+    assert set(sources([1, 0, 1])) == {1}
+
+
+def test_what_nobody_has_is_named() -> None:
+    boxes = [Box((0, 0), (2, 4)), Box((0, 0), (2, 4))]
+    with pytest.raises(ConfigurationError, match=r"'w': \[2:4, 0:4\] of \(4, 4\) were not published"):
+        plan(request(Box((0, 0), (4, 4)), (4, 4)), rows((4, 4), boxes), [0, 0], 0)
+
+
+def test_publishers_that_disagree_are_named() -> None:
+    layouts = [*rows((4,), [Box((0,), (2,))]), *rows((5,), [Box((2,), (3,))])]
+    with pytest.raises(ConfigurationError, match=r"'w' differs between publishers: .*\(4,\) \[0:2\] .*\(5,\) \[2:5\]"):
+        plan(request(Box((0,), (4,)), (4,)), layouts, [0, 0], 0)
+
+
+@pytest.mark.parametrize(
+    ("shard", "message"),
+    [
+        (
+            Shard(torch.ones(3), (4,), (2,)),
+            r"shape \(3,\) at \(2,\), which does not lie in a global tensor of shape \(4,\)",
+        ),
+        (Shard(torch.ones(3), (4, 4), (0,)), "does not lie in a global tensor"),
+        (Shard(torch.ones(3), (4,), (-1,)), "does not lie in a global tensor"),
+        (Shard("text", (4,), (0,)), "a Shard of a str, not of a tensor"),  # type: ignore[arg-type]
+        ("text", "is a str, not a tensor: leave it out"),
+    ],
+)
+def test_a_shard_lies_in_its_global_tensor(shard: Shard, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        shards_of({"w": shard}, "store")
