@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -61,16 +62,17 @@ def collapse(
     return merged.pop().extent, merged
 
 
+@functools.lru_cache(8192)
 def copies(
-    shape: Sequence[int], itemsize: int, source: Sequence[int], target: Sequence[int], max_pitch: int
-) -> list[Rows] | None:
+    shape: tuple[int, ...], itemsize: int, source: tuple[int, ...], target: tuple[int, ...], max_pitch: int
+) -> tuple[Rows, ...] | None:
     """Return the copies that bring a strided region to a strided target; none for an empty one.
 
     ``source``, ``target``: the strides, in elements of ``itemsize`` bytes. ``max_pitch``: largest for ``Rows``. Returns
     None if it is better to copy the whole span of the region to a temporary, and from there with a strided copy.
     """
     if 0 in shape:
-        return []
+        return ()
     width, dimensions = collapse(shape, itemsize, source, target)
     row = Dimension(1, width, width)
     for dimension in dimensions:
@@ -87,4 +89,4 @@ def copies(
     places = [(0, 0)]
     for extent, here, there in dimensions:
         places = [(begin + place * here, end + place * there) for begin, end in places for place in range(extent)]
-    return [Rows(begin, end, width, row.extent, row.source, row.target) for begin, end in places]
+    return tuple(Rows(begin, end, width, row.extent, row.source, row.target) for begin, end in places)
