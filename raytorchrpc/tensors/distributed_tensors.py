@@ -170,7 +170,7 @@ def reduced(tensor: torch.Tensor, keep_graph: bool = False) -> Reduced | None:
     if kind is torch_internals.async_collective_type():
         # Autograd records the clone; the wait it does not.
         waited = tensor.clone() if keep_graph and tensor.requires_grad else torch_internals.waited(tensor)
-        return _as_it_is, (waited, tensor.requires_grad), dict(vars(tensor))
+        return _as_it_is, (waited, tensor.requires_grad), vars(tensor)
     if kind is not torch_internals.dtensor_type():
         return None
     if keep_graph and tensor.requires_grad:
@@ -186,12 +186,11 @@ def reduced(tensor: torch.Tensor, keep_graph: bool = False) -> Reduced | None:
             "the DTensor's dimensions are sharded in an order of their own, which cannot be sent: redistribute() it, "
             f"{_OTHERWISE}"
         )
-    attributes = dict(vars(tensor))
-    is_parameter = attributes.pop("_is_param", False)
     local = torch_internals.local_tensor(distributed)
     local = local.detach() if local.requires_grad else local
     layout = (distributed.placements, tuple(distributed.shape), distributed.stride())
-    return _distributed, (place, *layout, local, tensor.requires_grad, is_parameter), attributes
+    # An attribute makes it a Parameter.
+    return _distributed, (place, *layout, local, tensor.requires_grad), vars(tensor)
 
 
 def _as_it_is(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
@@ -205,7 +204,6 @@ def _distributed(
     stride: tuple[int, ...],
     local: torch.Tensor,
     requires_grad: bool,
-    is_parameter: bool,
 ) -> torch.Tensor:
     """Put the local tensor on this process's mesh, without a copy. Raises SerializationError."""
     from torch.distributed.tensor import DTensor
@@ -222,6 +220,4 @@ def _distributed(
         tensor: torch.Tensor = DTensor.from_local(
             local.detach(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
         )
-    if is_parameter:
-        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     return tensor.requires_grad_() if requires_grad else tensor
