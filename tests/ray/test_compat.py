@@ -176,6 +176,24 @@ def test_an_owner_can_wait_until_it_knows_where_tensors_are(cluster: None) -> No
     assert [ray_internals.wait_for_transport_metadata(one, 5) for one in ref] == [True, True]
 
 
+class Reduced:
+    def __init__(self, value: str) -> None:
+        self.value = value
+
+
+def test_objects_can_be_reduced_where_ray_takes_tensors_out(cluster: None) -> None:
+    """ray.cloudpickle.CloudPickler.dispatch, and use_external_transport in the serialization context's _thread_local:
+    without them DTensors arrive with the sender's device mesh."""
+    rtr.rdt.enable()
+    assert ray_internals.reduce_for_transports(Reduced, lambda own: (Reduced, ("reduced",)))
+    try:
+        assert not ray_internals.reduce_for_transports(Reduced, lambda own: (Reduced, ("again",)))
+        assert ray.get(ray.put(Reduced("as it is"))).value == "as it is"
+        assert ray.get(ray.put(Reduced("as it is"), _tensor_transport=rtr.rdt.TRANSPORT)).value == "reduced"
+    finally:
+        del ray.cloudpickle.CloudPickler.dispatch[Reduced]
+
+
 def test_a_class_that_ray_brought_by_value_is_the_same_to_our_codec(spawn: Spawn) -> None:
     """ray.cloudpickle.CloudPickler: another cloudpickle's copy of the class would be a stranger to isinstance."""
 
