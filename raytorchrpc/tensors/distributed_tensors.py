@@ -104,9 +104,10 @@ def _world() -> Any | None:
 
 
 def _usable() -> list[DeviceMesh]:
+    """The registered meshes of torch's present process group in which this process has a place."""
     world = _world()
     found = [one.mesh() for one in list(_registered) if world is not None and one.world() is world]
-    return [mesh for mesh in found if mesh is not None]
+    return [mesh for mesh in found if mesh is not None and _place(mesh) is not None]
 
 
 def _place(mesh: DeviceMesh) -> MeshPlace | None:
@@ -149,7 +150,7 @@ def _arrival(*described: Any) -> _Arrival:
             f"different mesh_dim_names, {_OTHERWISE}"
         )
     if not found:
-        known = ", ".join(str(place) for place in map(_place, _usable()) if place is not None) or "none"
+        known = ", ".join(str(_place(mesh)) for mesh in _usable()) or "none"
         raise SerializationError(
             f"a DTensor of the device mesh {sender} arrived, and no such mesh is registered in this process "
             f"(registered: {known}): create it here with init_device_mesh{sender}, keep it, and call "

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 import raytorchrpc as rtr
 from raytorchrpc._compat import ray_internals
@@ -188,8 +189,9 @@ def test_objects_can_be_reduced_where_ray_takes_tensors_out(cluster: None) -> No
     assert ray_internals.reduce_for_transports(Reduced, lambda own: (Reduced, ("reduced",)))
     try:
         assert not ray_internals.reduce_for_transports(Reduced, lambda own: (Reduced, ("again",)))
-        assert ray.get(ray.put(Reduced("as it is"))).value == "as it is"
-        assert ray.get(ray.put(Reduced("as it is"), _tensor_transport=rtr.rdt.TRANSPORT)).value == "reduced"
+        value = Reduced("as it is"), torch.ones(1)  # Ray needs a tensor
+        assert ray.get(ray.put(value))[0].value == "as it is"
+        assert ray.get(ray.put(value, _tensor_transport=rtr.rdt.TRANSPORT))[0].value == "reduced"
     finally:
         del ray.cloudpickle.CloudPickler.dispatch[Reduced]
 

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import raytorchrpc as rtr
 from raytorchrpc.calls.receive_into import Buffers
 from raytorchrpc.errors import ConfigurationError, SerializationError
+from raytorchrpc.patterns.queues.items import decode_items, encode_items
 from raytorchrpc.tensors.codec import Codec, Encoded
 
 World = Callable[[int, int], None]
@@ -176,6 +177,17 @@ def test_no_such_mesh(world: World) -> None:
         arrived(encoded)
 
 
+def test_a_mesh_of_others_alone_is_not_used(world: World) -> None:
+    world(0, 2)
+    others = rtr.register_device_mesh(DeviceMesh("cpu", [[1]], mesh_dim_names=("role", "tp")))
+    own = DeviceMesh("cpu", [0], mesh_dim_names=("tp",))
+    encoded = Codec().encode(DTensor.from_local(torch.ones(3), own, [Shard(0)]))
+    with pytest.raises(SerializationError, match="registered: none"):
+        arrived(encoded)
+    rtr.register_device_mesh(own)
+    assert arrived(encoded).device_mesh is own is not others
+
+
 def test_a_mesh_that_is_dropped_is_forgotten(world: World) -> None:
     world(0, 2)
     encoded = Codec().encode(sharded(rtr.register_device_mesh(init_device_mesh("cpu", (2,)))))
@@ -228,6 +240,14 @@ def test_into_takes_the_local_tensor(world: World) -> None:
     _, (found, plain) = Buffers(buffers).receive(Codec(), body, [], "the call", False)
     assert torch.equal(target.to_local(), tensor.to_local())
     assert found.to_local().data_ptr() == buffers[0].data_ptr() and plain is buffers[1]
+
+
+def test_an_item_of_a_queue(world: World) -> None:
+    world(0, 2)
+    mesh = rtr.register_device_mesh(init_device_mesh("cpu", (2,)))
+    items = encode_items(Codec(), [sharded(mesh), {"weight": sharded(mesh)}], 1 << 20)
+    first, second = decode_items(Codec(), items)
+    assert first.device_mesh is mesh and torch.equal(second["weight"].to_local(), sharded(mesh).to_local())
 
 
 def test_what_an_asynchronous_collective_returns_is_waited_for() -> None:
