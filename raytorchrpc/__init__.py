@@ -39,6 +39,7 @@ from raytorchrpc.patterns.queues.topic import Subscription, Topic
 from raytorchrpc.patterns.weights.shards import Shard
 from raytorchrpc.patterns.weights.store import WeightStore
 from raytorchrpc.runtime_env import runtime_env
+from raytorchrpc.tensors.distributed_tensors import register_device_mesh
 from raytorchrpc.topology.device_map import DeviceMap
 
 __version__ = "0.1.0.dev0"
@@ -78,6 +79,7 @@ __all__ = [
     "process_group",
     "process_group_info",
     "rdt",
+    "register_device_mesh",
     "remote",
     "rpc_async",
     "rpc_sync",

@@ -93,7 +93,10 @@ def _gated(note: Exposed, objectref: bool) -> Callable[..., Any]:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if objectref:
             rdt.enable()  # Ray registers transports in a new actor, but not in a restarted one
-        return take_turn(note, self, args, kwargs)
+        result = take_turn(note, self, args, kwargs)
+        if objectref:
+            rdt.enable()  # again: the method may have been the first to import DTensors
+        return result
 
     return wrapper
 
@@ -103,6 +106,9 @@ def _gated_coroutine(note: Exposed, objectref: bool) -> Callable[..., Any]:
     async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if objectref:
             rdt.enable()
-        return await take_turn_on_loop(note, self, args, kwargs)
+        result = await take_turn_on_loop(note, self, args, kwargs)
+        if objectref:
+            rdt.enable()
+        return result
 
     return wrapper

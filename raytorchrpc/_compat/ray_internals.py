@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 
@@ -154,6 +154,25 @@ def register_transport(name: str, devices: Sequence[str], manager: type[Any], da
 
     if name not in util.transport_manager_info:
         util.register_tensor_transport(name, list(devices), manager, data_type)
+
+
+def reduce_for_transports(kind: type[Any], reduce: Callable[[Any], Any]) -> bool:
+    """Where Ray takes the tensors out of an object for a transport, pickle objects of ``kind`` by ``reduce``.
+
+    Everywhere else they are pickled as before. Returns False if Ray's pickler has a reducer for them already.
+    """
+    from ray import cloudpickle
+
+    if kind in cloudpickle.CloudPickler.dispatch:
+        return False
+
+    def reducer(obj: Any) -> Any:
+        context = _worker().get_serialization_context()
+        taking_out = getattr(context._thread_local, "use_external_transport", False)
+        return reduce(obj) if taking_out else obj.__reduce_ex__(5)
+
+    cloudpickle.CloudPickler.dispatch[kind] = reducer
+    return True
 
 
 def may_receive(actor: Any) -> bool:

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -21,6 +21,9 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch._C._distributed_rpc import PyRRef, TensorPipeAgent, WorkerInfo, _is_current_rpc_agent_set
 from torch.distributed import distributed_c10d
 from torch.distributed.rpc import api as rpc_api
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 DeviceDict = Mapping[int, int]
 #: The C++ base class of ``rpc.RRef``.
@@ -157,6 +160,33 @@ def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate tensors of one dtype, each in the order of its elements."""
     flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(list(tensors))
     return flat
+
+
+def dtensor_type() -> type[Any] | None:
+    """``DTensor``, if this process has imported it: that takes a second, and there are none before."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """The tensor object in a DTensor itself; ``to_local`` may return a view of it."""
+    return tensor._local_tensor
+
+
+def has_default_shard_order(tensor: DTensor) -> bool:
+    """Whether each dimension is sharded over its mesh dimensions in their order, as ``from_local`` assumes."""
+    orders = getattr(tensor._spec, "shard_order", None) or ()
+    return all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in orders)
+
+
+def async_collective_type() -> type[Any] | None:
+    """The type of the tensors that functional collectives return, if this process has imported them."""
+    return getattr(sys.modules.get("torch.distributed._functional_collectives"), "AsyncCollectiveTensor", None)
+
+
+def waited(tensor: Any) -> torch.Tensor:
+    """The plain tensor of such a type, once its collective has finished."""
+    finished: torch.Tensor = tensor.trigger_wait()
+    return finished.detach() if finished.requires_grad else finished
 
 
 def abort_process_groups() -> None:

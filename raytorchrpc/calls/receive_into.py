@@ -155,7 +155,8 @@ def _obstacle(buffer: Any) -> str | None:
         if not isinstance(buffer, torch.Tensor):
             return f"is a {kind.__name__}, not a tensor"
         if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            return f"is a {kind.__name__}, which has no memory of its own; give the tensor inside"
+            inside = "its to_local()" if kind is torch_internals.dtensor_type() else "the tensor inside"
+            return f"is a {kind.__name__}, which has no memory of its own; give {inside}"
     if buffer.layout is not torch.strided or buffer.is_quantized or buffer.is_nested or buffer.is_meta:
         return "is no dense tensor with memory"
     if buffer.is_conj() or buffer.is_neg():

@@ -20,6 +20,7 @@ from raytorchrpc import rdt
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.out_of_band import Runs, runs_of
 from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.rdt import distributed
 from raytorchrpc.rdt import pull as pulls
 from raytorchrpc.rdt import source as sources
 from raytorchrpc.rdt.source import Source
@@ -33,6 +34,7 @@ _DEVICES = ("cpu", "cuda")
 def register() -> None:
     """See ``rdt.enable``."""
     ray_internals.register_transport(rdt.TRANSPORT, _DEVICES, TorchRpcTransport, torch.Tensor)
+    distributed.reduce_for_transports()
 
 
 @dataclass
@@ -72,6 +74,7 @@ class TorchRpcTransport(TensorTransportManager):
 
     @staticmethod
     def is_one_sided() -> bool:
+        distributed.reduce_for_transports()  # Ray asks this before it pickles what ray.put was given
         return True
 
     @staticmethod
@@ -83,6 +86,7 @@ class TorchRpcTransport(TensorTransportManager):
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[torch.Tensor]) -> ObjectMeta:
         """In the source, on the thread that ran the method: keep the tensors."""
+        distributed.check(rdt_object)
         if not rdt_object:
             return ObjectMeta([])
         if strange := {tensor.device.type for tensor in rdt_object} - set(_DEVICES):

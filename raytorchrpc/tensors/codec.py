@@ -19,7 +19,7 @@ import torch
 
 from raytorchrpc._compat.torch_internals import RREF_TYPE
 from raytorchrpc.errors import RayTorchRpcError, SerializationError, shown
-from raytorchrpc.tensors import plain_values
+from raytorchrpc.tensors import distributed_tensors, plain_values
 from raytorchrpc.tensors.containers import Bulk, gathered
 
 #: Smaller buffers stay in the pickle: lifting one costs more than copying it (bytes).
@@ -191,7 +191,9 @@ def _lift(pickler: Any, tensor: torch.Tensor) -> Any:
     kind, attributes = type(tensor), vars(tensor)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         if not _is_plain(kind):
-            return NotImplemented  # its own __reduce__ leads back here for its parts
+            parts = distributed_tensors.reduced(tensor, pickler.keep_graph)
+            # Its own __reduce__ leads back here for its parts.
+            return NotImplemented if parts is None else with_attributes(*parts)
         tensor = tensor.as_subclass(torch.Tensor)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
         return NotImplemented  # likewise: sparse and nested tensors reduce to dense parts
@@ -214,6 +216,11 @@ def _lift(pickler: Any, tensor: torch.Tensor) -> Any:
         take, args = _take_as, (*args, order, kind)
     elif order is not None:
         args = (*args, order)
+    return with_attributes(take, args, attributes)
+
+
+def with_attributes(take: Any, args: tuple[Any, ...], attributes: dict[str, Any]) -> tuple[Any, ...]:
+    """The reduction of a tensor that ``take(*args)`` rebuilds, without these attributes."""
     return (take, args, dict(attributes), None, None, _set_attributes) if attributes else (take, args)
 
 

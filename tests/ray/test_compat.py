@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 import raytorchrpc as rtr
 from raytorchrpc._compat import ray_internals
@@ -174,6 +175,25 @@ def test_an_owner_can_wait_until_it_knows_where_tensors_are(cluster: None) -> No
     rtr.rdt.enable()
     ref = ray.put(b"no tensors"), ray.put([1], _tensor_transport=rtr.rdt.TRANSPORT)
     assert [ray_internals.wait_for_transport_metadata(one, 5) for one in ref] == [True, True]
+
+
+class Reduced:
+    def __init__(self, value: str) -> None:
+        self.value = value
+
+
+def test_objects_can_be_reduced_where_ray_takes_tensors_out(cluster: None) -> None:
+    """ray.cloudpickle.CloudPickler.dispatch, and use_external_transport in the serialization context's _thread_local:
+    without them DTensors arrive with the sender's device mesh."""
+    rtr.rdt.enable()
+    assert ray_internals.reduce_for_transports(Reduced, lambda own: (Reduced, ("reduced",)))
+    try:
+        assert not ray_internals.reduce_for_transports(Reduced, lambda own: (Reduced, ("again",)))
+        value = Reduced("as it is"), torch.ones(1)  # Ray needs a tensor
+        assert ray.get(ray.put(value))[0].value == "as it is"
+        assert ray.get(ray.put(value, _tensor_transport=rtr.rdt.TRANSPORT))[0].value == "reduced"
+    finally:
+        del ray.cloudpickle.CloudPickler.dispatch[Reduced]
 
 
 def test_a_class_that_ray_brought_by_value_is_the_same_to_our_codec(spawn: Spawn) -> None:

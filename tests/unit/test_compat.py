@@ -149,6 +149,28 @@ def test_a_tensor_that_nobody_else_holds_is_told_from_one_that_is_shared() -> No
     assert not torch_internals.is_sole_owner(from_array), "the array could still change it"
 
 
+def look_inside_distributed_tensors() -> None:
+    import torch.distributed._functional_collectives as collectives
+    from torch.distributed.tensor import DTensor, Replicate
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh, local = dist.init_device_mesh("cpu", (1,)), torch.ones(3)
+    tensor = DTensor(local, DTensor.from_local(local, mesh, [Replicate()])._spec, requires_grad=False)
+    assert torch_internals.dtensor_type() is DTensor
+    assert torch_internals.local_tensor(tensor) is local
+    assert torch_internals.has_default_shard_order(tensor)
+    pending = collectives.all_reduce(torch.ones(3), "sum", dist.group.WORLD)
+    assert type(pending) is torch_internals.async_collective_type()
+    assert type(torch_internals.waited(pending)) is torch.Tensor and pending.completed
+    dist.destroy_process_group()
+
+
+def test_a_distributed_tensor_has_its_local_tensor(process: Process) -> None:
+    """A DTensor's _local_tensor and _spec, and AsyncCollectiveTensor of torch.distributed._functional_collectives:
+    without them such tensors cannot be sent, or are sent before their collective has finished."""
+    process.run(look_inside_distributed_tensors)
+
+
 def test_backends_can_be_asked_for_by_name() -> None:
     """The options _transports and _channels again: they tell what this torch build has."""
     assert torch_internals.has_tensorpipe("transports", "uv")

@@ -40,7 +40,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.socket", "lanes.torchrpc.agent"),
         *("membership", "process", "routing", "tensors", "topology"),
     },
-    "__init__": {"calls", "config", "decorator", "group", "membership", "patterns", "rdt", "runtime_env", "topology"},
+    "__init__": {
+        *("calls", "config", "decorator", "group", "membership", "patterns", "rdt", "runtime_env"),
+        *("tensors.distributed_tensors", "topology"),
+    },
 }
 """Operators' tools (bench, cli, doctor, manifest) may import anything below them; nothing imports them."""
 TOOLS = {"bench": {"cli"}, "cli": set(), "doctor": {"bench", "cli", "manifest"}, "manifest": {"bench", "cli", "doctor"}}
