@@ -167,9 +167,17 @@ def dtensor_type() -> type[Any] | None:
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
-def local_tensor(tensor: DTensor) -> torch.Tensor:
+def local_tensor(tensor: Any) -> torch.Tensor:
     """The tensor object in a DTensor itself; ``to_local`` may return a view of it."""
-    return tensor._local_tensor
+    local: torch.Tensor = tensor._local_tensor
+    return local
+
+
+def offset_of_shard(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> tuple[int, ...]:
+    """Where the local tensor of a DTensor begins in the global tensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return tuple(map(int, compute_local_shape_and_global_offset(shape, mesh, placements)[1]))
 
 
 def has_default_shard_order(tensor: DTensor) -> bool:

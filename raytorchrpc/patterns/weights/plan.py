@@ -60,14 +60,27 @@ class Move(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Options(NamedTuple):
+    """See ``WeightStore.pull``."""
+
+    mapping: Mapping[str, tuple[str, ...]]
+    convert: bool
+    strict: bool
+
+    @staticmethod
+    def of(mapping: Renamed | None = None, convert: bool = False, strict: bool = True) -> Options:
+        """Of the arguments of a pull."""
+        given = (mapping or {}).items()
+        names = {name: (parts,) if isinstance(parts, str) else tuple(parts) for name, parts in given}
+        return Options(names, convert, strict)
+
+
 class Request(NamedTuple):
     """What a pull is to bring, and how."""
 
     store: str
     targets: Mapping[str, Shard]
-    mapping: Renamed
-    convert: bool
-    strict: bool
+    options: Options
 
 
 def plan(request: Request, layouts: Sequence[Sequence[Row]], near: Sequence[int], turn: int) -> list[list[Move]]:
@@ -87,7 +100,7 @@ def plan(request: Request, layouts: Sequence[Sequence[Row]], near: Sequence[int]
     for number, (name, wanted) in enumerate(_wanted(request, published, wrong)):
         used.add(name)
         held = published[name]
-        if (mismatch := _mismatch(name, wanted, held, request.convert)) is not None:
+        if (mismatch := _mismatch(name, wanted, held, request.options.convert)) is not None:
             wrong.append(mismatch)
             continue
         ranked = sorted(held, key=lambda one: (near[one.source], (one.source + turn + number) % len(layouts)))
@@ -97,7 +110,7 @@ def plan(request: Request, layouts: Sequence[Sequence[Row]], near: Sequence[int]
                 f"{name!r}: {' and '.join(map(str, missing[:3]))} of {wanted.global_shape} were not published "
                 f"(published: {_shown(held)}; the model wants {wanted.box})"
             )
-    if request.strict:
+    if request.options.strict:
         wrong += [f"the model has no {name!r}, which was published" for name in published if name not in used]
     if wrong:
         shown = "; ".join(wrong[:10]) + (f"; and {len(wrong) - 10} more" if len(wrong) > 10 else "")
@@ -118,12 +131,11 @@ def _wanted(request: Request, published: Mapping[str, list[Held]], wrong: list[s
     """The boxes that the model wants, by published name. Adds what is amiss to ``wrong``."""
     found: list[tuple[str, Wanted]] = []
     for target, shard in request.targets.items():
-        names = request.mapping.get(target, (target,))
-        names = (names,) if isinstance(names, str) else tuple(names)
+        names = request.options.mapping.get(target, (target,))
         unknown = [name for name in names if name not in published]
         if unknown:
-            if request.strict or len(unknown) < len(names):
-                what = f", which {target!r} is to be made of," if target in request.mapping else " of the model"
+            if request.options.strict or len(unknown) < len(names):
+                what = f", which {target!r} is to be made of," if target in request.options.mapping else " of the model"
                 wrong += [f"{name!r}{what} was not published" for name in unknown]
             continue
         dtype = DTYPE_NAMES[shard.tensor.dtype]
@@ -134,7 +146,7 @@ def _wanted(request: Request, published: Mapping[str, list[Held]], wrong: list[s
             found += _fused(target, shard, dtype, [(name, published[name][0].global_shape) for name in names], wrong)
     wrong += [
         f"mapping names {name!r}, which the model does not have"
-        for name in request.mapping
+        for name in request.options.mapping
         if name not in request.targets
     ]
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -11,12 +12,13 @@ import torch
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import ConfigurationError, NotFound, PeerLost
 from raytorchrpc.patterns.handle import Handle
-from raytorchrpc.patterns.weights.match import KnownLayout, LayoutMatch, Selection, writable_device_type
-from raytorchrpc.patterns.weights.plan import Request, Row, plan, region_of
+from raytorchrpc.patterns.weights.match import KnownLayout, LayoutMatch, Selection
+from raytorchrpc.patterns.weights.plan import Options, Request, Row, plan, region_of
 from raytorchrpc.patterns.weights.publishers import Committed
 from raytorchrpc.patterns.weights.pull import Pull
-from raytorchrpc.patterns.weights.shards import Shard
+from raytorchrpc.patterns.weights.shards import Shard, shards_of
 from raytorchrpc.patterns.weights.snapshots import Region
+from raytorchrpc.patterns.weights.targets import Filled, KnownTargets, values_of
 
 
 class _Bring(NamedTuple):
@@ -77,42 +79,48 @@ def _signature(request: Request) -> Any:
         (name, shard.tensor.dtype, shard.tensor.shape, shard.global_shape, shard.offset)
         for name, shard in request.targets.items()
     ]
-    return targets, {name: list(parts) for name, parts in request.mapping.items()}, request.convert, request.strict
+    return targets, request.options
 
 
 class _SourceMatch(LayoutMatch):
     """What a pull brings from one source, by a plan."""
 
-    def __init__(self, store: str, known: KnownLayout | None, planned: Selection | None) -> None:
-        super().__init__(store, known)
-        self.targets = {}
-        self.follow(planned)
+    targets: Mapping[str, torch.Tensor] = {}
 
-    def follow(self, planned: Selection | None) -> None:
+    def __init__(self, store: str, known: KnownLayout | None, filled: Filled | None) -> None:
+        super().__init__(store, known)
+        self.follow(filled)
+
+    def follow(self, filled: Filled | None) -> None:
         """Bring this; None: nothing is planned yet."""
-        self._planned = planned
-        self.device_type = writable_device_type(planned.targets) if planned is not None and planned.targets else None
+        self.planned = filled
+        self.device_type = None if filled is None else filled.device_type
+        self._parts = None if filled is None else filled.parts
 
     @property
     def likely_device_type(self) -> str | None:
         """None also if the response to the lease request cannot bring the tensors: they have to be converted first."""
-        planned = self._planned
-        if planned is None or any(name is not None for _, name in planned.places):
+        if self.planned is None or any(name is not None for _, name in self.planned.selection.places):
             return None
         return self.device_type
-
-    @property
-    def is_planned(self) -> bool:
-        return self._planned is not None
 
     def set_lease(self, lease: Any) -> None:
         super().set_lease(lease)
         if lease.rows is not None:  # the plan was for another layout
             self.follow(None)
+        elif lease.changed is not None:
+            self._parts = None
 
     def selection(self) -> Selection:
-        assert self._planned is not None
-        return self._planned.only(self.leased.changed)
+        assert self.planned is not None
+        return self.planned.selection.only(self.leased.changed)
+
+
+class Remembered(NamedTuple):
+    """What one pull leaves for the next."""
+
+    planned: Planned | None = None
+    targets: KnownTargets | None = None
 
 
 class ShardedPull:
@@ -121,33 +129,42 @@ class ShardedPull:
     def __init__(
         self,
         local: LocalMember,
-        request: Request,
+        store: str,
+        model: Any,
+        options: Options,
         until: float,
         look: Callable[[int | None], Committed | None],
         sources: Callable[[Committed | None], Sequence[Handle]],
         wait: Callable[[int, float], Any],
+        remembered: Remembered,
     ) -> None:
         """
         Args:
+            store: the name of the store.
             look: the version to pull; None if the home alone decides.
             sources: handles of the members that have it.
             wait: ``wait(version, seconds)`` blocks until that version or a newer one is there.
+            remembered: by the pull before.
         """
-        self._local, self._request, self._until = local, request, until
+        self._local, self._store, self._options, self._until = local, store, options, until
         self._look, self._sources, self._wait = look, sources, wait
-        self.planned: Planned | None = None
-        """The plan of the pull before, then of this one."""
+        self._values = values_of(model)
+        self.remembered = remembered
+        self._lost: dict[str, PeerLost] = {}
+
+    @cached_property
+    def _request(self) -> Request:
+        return Request(self._store, shards_of(self._values, self._store), self._options)
 
     def bring(self, version: int | None, since: int | None) -> int:
         """Bring a version into the model; returns its number. See ``WeightStore.pull``."""
-        lost: dict[str, PeerLost] = {}
         while True:
             committed = self._look(version)
             if committed is not None and committed.version == since:
                 return committed.version
             chosen = version if committed is None else committed.version
             try:
-                return self._bring(chosen, since, self._sources(committed), lost)
+                return self._bring(chosen, since, self._sources(committed))
             except NotFound:
                 left = self._until - time.monotonic()
                 if version is not None or committed is None or left <= 0:
@@ -155,26 +172,21 @@ class ShardedPull:
                 # A publisher has retired or lost it: only a newer one helps.
                 self._wait(committed.version + 1, left)
             except PeerLost as error:
-                if error.peer in lost:
+                if error.peer in self._lost:
                     raise
-                lost[error.peer] = error  # others may have the same
+                self._lost[error.peer] = error  # others may have the same
             since = None
 
-    def _bring(
-        self, version: int | None, since: int | None, sources: Sequence[Handle], lost: Mapping[str, PeerLost]
-    ) -> int:
-        near = tuple(self._distance(source, lost) for source in sources)
-        planned = self.planned
-        if planned is not None and (planned.near, planned.asked) != (near, _signature(self._request)):
-            planned = None
+    def _bring(self, version: int | None, since: int | None, sources: Sequence[Handle]) -> int:
+        near = tuple(map(self._distance, sources))
+        planned = self._fill_again(near)
         matches: list[_SourceMatch] = []
         pulls: list[tuple[int, Pull]] = []
         try:
             for number, source in enumerate(sources):
-                known = planned.layouts[number] if planned is not None else None
-                selection = planned.selection(number, self._request.targets) if planned is not None else None
-                matches.append(_SourceMatch(self._request.store, known, selection))
-                if near[number] < _LOST and (planned is None or planned.brings[number]):
+                known = None if planned is None else planned[0].layouts[number]
+                matches.append(_SourceMatch(self._store, known, None if planned is None else planned[1][number]))
+                if near[number] < _LOST and (planned is None or planned[0].brings[number]):
                     pulls.append((number, Pull(source, self._local, matches[number], self._until)))
             found = version or 0
             for _, pull in pulls:
@@ -182,11 +194,11 @@ class ShardedPull:
                 if version is None and found == since:
                     return found
                 version = found
-            if not all(match.is_planned for match in matches):
+            if any(match.planned is None for match in matches):
                 if planned is not None:  # some layout is another now; the others may be, too
-                    self.planned = None
-                    return self._bring(version, None, sources, lost)
-                self._plan_anew(matches, near, lost)
+                    self.remembered = Remembered()
+                    return self._bring(version, None, sources)
+                self._plan_anew(matches, near)
             for number, pull in pulls:
                 pull.bring(matches[number].selection())
             return found
@@ -194,21 +206,40 @@ class ShardedPull:
             for _, pull in pulls:
                 pull.release()
 
-    def _plan_anew(self, matches: Sequence[_SourceMatch], near: tuple[int, ...], lost: Mapping[str, PeerLost]) -> None:
+    def _fill_again(self, near: tuple[int, ...]) -> tuple[Planned, list[Filled]] | None:
+        """The plan of the pull before, and what it brings into this model; None if it does not apply."""
+        planned, targets = self.remembered
+        if planned is None or planned.near != near:
+            return None
+        if targets is not None and (filled := targets.filled) is not None and targets.are(self._values, self._options):
+            return planned, filled
+        if planned.asked != _signature(self._request):
+            return None
+        return planned, self._remember(planned)
+
+    def _remember(self, planned: Planned) -> list[Filled]:
+        filled = [
+            Filled.of(planned.selection(number, self._request.targets), layout)
+            for number, layout in enumerate(planned.layouts)
+        ]
+        self.remembered = Remembered(planned, KnownTargets(self._values, self._options, filled))
+        return filled
+
+    def _plan_anew(self, matches: Sequence[_SourceMatch], near: tuple[int, ...]) -> None:
         none = KnownLayout(0, [], [])
         layouts = [none if match.known is None or match.lease is None else match.known for match in matches]
         try:
-            self.planned = make_plan(self._request, layouts, near, self._local.me.rank)
+            planned = make_plan(self._request, layouts, near, self._local.me.rank)
         except ConfigurationError:
-            if lost:
-                raise next(iter(lost.values())) from None
+            if self._lost:
+                raise next(iter(self._lost.values())) from None
             raise
-        for number, match in enumerate(matches):
+        for match, filled in zip(matches, self._remember(planned), strict=True):
             match.filled = False
-            match.follow(self.planned.selection(number, self._request.targets))
+            match.follow(filled)
 
-    def _distance(self, source: Handle, lost: Mapping[str, PeerLost]) -> int:
-        if source.home in lost:
+    def _distance(self, source: Handle) -> int:
+        if source.home in self._lost:
             return _LOST
         route = self._local.peers.route(source.home)
         if route.member.rank == self._local.me.rank:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import ConfigurationError
 
 
@@ -88,11 +88,11 @@ def has_shards(model: Any) -> bool:
     values: Iterable[Any] = model.values() if isinstance(model, Mapping) else ()
     if any(type(value) is Shard for value in values):
         return True
-    if "torch.distributed.tensor" not in sys.modules:
+    if torch_internals.dtensor_type() is None:
         return False
     if isinstance(model, torch.nn.Module):
         values = (*model.parameters(), *model.buffers())
-    return any(map(is_dtensor, values))
+    return any(map(_is_dtensor, values))
 
 
 def shards_of(model: Any, store: str) -> dict[str, Shard]:
@@ -110,8 +110,8 @@ def _shard_of(name: str, value: Any, store: str) -> Shard:
         return Shard(_dense(name, value, store), shape, (0,) * len(shape))
     if isinstance(value, Shard):
         return _checked(name, value, store)
-    if is_dtensor(value):
-        return Shard(_dense(name, value.to_local(), store), tuple(value.shape), _offset_of(name, value, store))
+    if _is_dtensor(value):
+        return Shard(_dense(name, local_tensor(value), store), tuple(value.shape), _offset_of(name, value, store))
     if isinstance(value, torch.Tensor):
         shape = tuple(value.shape)
         return Shard(_dense(name, value, store), shape, (0,) * len(shape))
@@ -128,7 +128,7 @@ def _dense(name: str, tensor: torch.Tensor, store: str) -> torch.Tensor:
 
 def _checked(name: str, shard: Shard, store: str) -> Shard:
     given: Any = shard.tensor
-    if not isinstance(given, torch.Tensor) or is_dtensor(given):
+    if not isinstance(given, torch.Tensor) or _is_dtensor(given):
         raise ConfigurationError(
             f"{name!r} of the weights for {store!r} is a Shard of a {type(given).__name__}, not of a tensor"
         )
@@ -145,10 +145,14 @@ def _checked(name: str, shard: Shard, store: str) -> Shard:
     return Shard(_dense(name, shard.tensor, store), whole, offset)
 
 
-def is_dtensor(value: Any) -> bool:
-    """Whether this is a DTensor; imports nothing."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+def _is_dtensor(value: Any) -> bool:
+    kind = torch_internals.dtensor_type()
+    return kind is not None and isinstance(value, kind)
+
+
+def local_tensor(value: torch.Tensor) -> torch.Tensor:
+    """The memory that a tensor or a DTensor has in this process."""
+    return torch_internals.local_tensor(value) if _is_dtensor(value) else value
 
 
 def _offset_of(name: str, dtensor: Any, store: str) -> tuple[int, ...]:
@@ -160,8 +164,4 @@ def _offset_of(name: str, dtensor: Any, store: str) -> tuple[int, ...]:
     return _offset(tuple(dtensor.shape), dtensor.device_mesh, tuple(dtensor.placements))
 
 
-@functools.lru_cache(4096)
-def _offset(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> tuple[int, ...]:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    return tuple(map(int, compute_local_shape_and_global_offset(shape, mesh, placements)[1]))
+_offset = functools.lru_cache(4096)(torch_internals.offset_of_shard)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -15,47 +13,14 @@ from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound
 from raytorchrpc.patterns.handle import Handle, Steps, begin, checked_count, run
 from raytorchrpc.patterns.weights.match import Carry, KnownLayout, ModelMatch
-from raytorchrpc.patterns.weights.plan import PlaceInWhole, Renamed, Request
+from raytorchrpc.patterns.weights.plan import Options, PlaceInWhole, Renamed
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
 from raytorchrpc.patterns.weights.publishers import LOOK, NEXT, SHARDS, STAGED, Committed, shards_name
 from raytorchrpc.patterns.weights.pull import Pull
-from raytorchrpc.patterns.weights.sharded import Planned, ShardedPull
+from raytorchrpc.patterns.weights.sharded import Remembered, ShardedPull
 from raytorchrpc.patterns.weights.shards import Model, has_shards, shards_of
+from raytorchrpc.patterns.weights.versions import PulledVersions
 from raytorchrpc.process import threads
-
-#: How many pulled versions a process remembers, the last ones.
-_REMEMBERED = 1024
-
-
-class PulledVersions:
-    """The versions that this process has pulled, by the instance of their store. Thread-safe.
-
-    A version number alone does not identify weights: another store of the same name has the same numbers.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._versions: OrderedDict[tuple[int, int], None] = OrderedDict()
-
-    def add(self, instance_id: int, version: int) -> None:
-        """Note that a version has been pulled."""
-        with self._lock:
-            self._versions[instance_id, version] = None
-            self._versions.move_to_end((instance_id, version))
-            if len(self._versions) > _REMEMBERED:
-                self._versions.popitem(last=False)
-
-    def has(self, instance_id: int, version: int) -> bool:
-        """Whether a model of this process may have this version."""
-        with self._lock:
-            return (instance_id, version) in self._versions
-
-    def forget(self, instance_id: int) -> None:
-        """Forget a store's versions: a pull has failed and may have left a model with tensors of several versions."""
-        with self._lock:
-            for pulled in [pulled for pulled in self._versions if pulled[0] == instance_id]:
-                del self._versions[pulled]
-
 
 _pulled = PulledVersions()
 
@@ -141,7 +106,7 @@ class WeightStore(Handle):
     def _set_state(self, *state: Any) -> None:
         super()._set_state(*state)
         self._known_layout: KnownLayout | None = None
-        self._planned: Planned | None = None
+        self._remembered = Remembered()
         self._publishers: tuple[str, ...] | None = self._settings[2] if len(self._settings) > 2 else None
 
     @property
@@ -320,8 +285,8 @@ class WeightStore(Handle):
         with torch_internals.autograd_context(torch_internals.NO_CONTEXT):
             if self._publishers is not None or mapping or has_shards(model):
                 self._check_unsharded("carry=", carry)
-                request = Request(self._name, shards_of(model, self._name), mapping or {}, convert, strict)
-                pulled = self._pull_shards(local, request, version, since, until)
+                options = Options.of(mapping, convert, strict)
+                pulled = self._pull_shards(local, model, options, version, since, until)
             else:
                 match = ModelMatch(self._name, model, self._known_layout, convert, strict)
                 pulled = self._pull_whole(local, match, version, since, until, carry)
@@ -356,7 +321,7 @@ class WeightStore(Handle):
         return lease.version
 
     def _pull_shards(
-        self, local: LocalMember, request: Request, version: int | None, since: int | None, until: float
+        self, local: LocalMember, model: Model, options: Options, version: int | None, since: int | None, until: float
     ) -> int:
         def look(wanted: int | None) -> Committed | None:
             while self._publishers is not None:
@@ -372,15 +337,14 @@ class WeightStore(Handle):
                 return (self,)
             return list(map(self._shards_of, self.publishers, committed.instances))
 
-        pull = ShardedPull(local, request, until, look, sources, self.wait)
-        pull.planned = self._planned
+        pull = ShardedPull(local, self._name, model, options, until, look, sources, self.wait, self._remembered)
         try:
             return pull.bring(version, since)
         except BaseException:
             _pulled.forget(self._instance_id or 0)
             raise
         finally:
-            self._planned = pull.planned
+            self._remembered = pull.remembered
 
     def _check_unsharded(self, what: str, given: Any = True) -> None:
         if given is not None and self._publishers is not None:

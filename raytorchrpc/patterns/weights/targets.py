@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from raytorchrpc.lanes.base import Part
-from raytorchrpc.patterns.weights.match import Selection
+from raytorchrpc.patterns.weights.match import KnownLayout, Selection, writable_device_type
 from raytorchrpc.patterns.weights.shards import Shard, local_tensor
 
 
@@ -19,28 +19,40 @@ def values_of(model: Any) -> Any:
     return model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
 
 
+class Filled(NamedTuple):
+    """What comes from one source."""
+
+    selection: Selection
+    parts: list[list[Part]]
+    device_type: str | None
+    """See ``LayoutMatch.device_type``."""
+
+    @staticmethod
+    def of(selection: Selection, layout: KnownLayout) -> Filled:
+        device_type = writable_device_type(selection.targets) if selection.targets else None
+        return Filled(selection, selection.parts(layout), device_type)
+
+
 class KnownTargets:
     """What pulls bring into one model, as long as it has the same tensors in the same memory.
 
     Ends with the first of the tensors that dies, because what it holds keeps their memory.
     """
 
-    def __init__(self, values: Mapping[str, Any], asked: Any, selections: Sequence[Selection]) -> None:
-        """``asked``: the options of the pull. ``selections``: what comes from each source."""
+    def __init__(self, values: Mapping[str, Any], asked: Any, filled: list[Filled]) -> None:
+        """``asked``: the options of the pull. ``filled``: by source."""
         tensors = list(map(_tensor_of, values.values()))
-        self.selections: Sequence[Selection] | None = selections
-        self.parts: dict[int, list[list[Part]]] = {}
-        """Of each source, for the layout of the plan."""
+        self.filled: list[Filled] | None = filled
         self._asked, self._names, self._places = asked, list(values), list(map(_place_of, values.values()))
         self._pointers = list(map(_pointer_of, tensors))
         self._tensors = [weakref.ref(tensor, self._end) for tensor in tensors]
 
     def _end(self, _: object) -> None:
-        self.selections, self.parts = None, {}
+        self.filled = None
 
     def are(self, values: Any, asked: Any) -> bool:
         """Whether a pull with these options would bring the same to the same places."""
-        if self.selections is None or not isinstance(values, Mapping) or asked != self._asked:
+        if self.filled is None or not isinstance(values, Mapping) or asked != self._asked:
             return False
         if list(values) != self._names or list(map(_place_of, values.values())) != self._places:
             return False

@@ -1,9 +1,10 @@
-"""Versions of weights: what readers are told of one, and waits for one."""
+"""Versions of weights: what readers are told of one, waits for one, and which this process has pulled."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from typing import NamedTuple
 
 from raytorchrpc.calls.member import LocalMember
@@ -12,6 +13,9 @@ from raytorchrpc.patterns.handle import give_up_at
 from raytorchrpc.patterns.weights.plan import PlaceInWhole, Row
 from raytorchrpc.patterns.weights.snapshots import TensorSpec
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES
+
+#: How many pulled versions a process remembers, the last ones.
+_REMEMBERED = 1024
 
 
 class VersionLease(NamedTuple):
@@ -90,3 +94,33 @@ class VersionWaits:
             waiting, self._waiting = self._waiting, []
         for _, reply in waiting:
             reply.settle(0, error)
+
+
+class PulledVersions:
+    """The versions that this process has pulled, by the instance of their store. Thread-safe.
+
+    A version number alone does not identify weights: another store of the same name has the same numbers.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._versions: OrderedDict[tuple[int, int], None] = OrderedDict()
+
+    def add(self, instance_id: int, version: int) -> None:
+        """Note that a version has been pulled."""
+        with self._lock:
+            self._versions[instance_id, version] = None
+            self._versions.move_to_end((instance_id, version))
+            if len(self._versions) > _REMEMBERED:
+                self._versions.popitem(last=False)
+
+    def has(self, instance_id: int, version: int) -> bool:
+        """Whether a model of this process may have this version."""
+        with self._lock:
+            return (instance_id, version) in self._versions
+
+    def forget(self, instance_id: int) -> None:
+        """Forget a store's versions: a pull has failed and may have left a model with tensors of several versions."""
+        with self._lock:
+            for pulled in [pulled for pulled in self._versions if pulled[0] == instance_id]:
+                del self._versions[pulled]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.patterns.weights.plan import Move, Request, Row, plan, region_of, strides_of
+from raytorchrpc.patterns.weights.plan import Move, Options, Request, Row, plan, region_of, strides_of
 from raytorchrpc.patterns.weights.shards import Box, Shard, shards_of
 
 
@@ -34,9 +34,8 @@ def rows(shape: tuple[int, ...], boxes: Sequence[Box]) -> list[list[Row]]:
 
 
 def request(box: Box, shape: tuple[int, ...]) -> Request:
-    return Request(
-        "store", {"w": Shard(torch.full(box.shape, -1.0, dtype=torch.float64), shape, box.offset)}, {}, False, True
-    )
+    target = torch.full(box.shape, -1.0, dtype=torch.float64)
+    return Request("store", {"w": Shard(target, shape, box.offset)}, Options.of())
 
 
 def move(moves: list[list[Move]], whole: torch.Tensor, boxes: Sequence[Box], target: torch.Tensor) -> int:

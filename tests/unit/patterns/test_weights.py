@@ -20,7 +20,7 @@ from raytorchrpc.lanes.shm.read_only import Borrower, Lender
 from raytorchrpc.patterns.weights.published import PublishedWeights
 from raytorchrpc.patterns.weights.relays import HOME, LEAD, RelayPlan
 from raytorchrpc.patterns.weights.snapshots import copy_tensors, equal_bits
-from raytorchrpc.patterns.weights.store import PulledVersions
+from raytorchrpc.patterns.weights.versions import PulledVersions
 from raytorchrpc.process.deadlines import Deadlines
 from tests.conformance.peers import wait_until
 
