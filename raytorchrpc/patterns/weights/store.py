@@ -13,6 +13,9 @@ from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound
 from raytorchrpc.patterns.handle import Handle, Steps, begin, checked_count, run
 from raytorchrpc.patterns.weights.match import Carry, KnownLayout, Model, ModelMatch, tensors_of
+from raytorchrpc.patterns.weights.model_buffers import BuffersByModel
+from raytorchrpc.patterns.weights.prefetch import PullOptions, WeightPrefetch
+from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
 from raytorchrpc.patterns.weights.pull import Pull
 from raytorchrpc.process import threads
@@ -91,6 +94,7 @@ class WeightStore(Handle):
     def _set_state(self, *state: Any) -> None:
         super()._set_state(*state)
         self._known_layout: KnownLayout | None = None
+        self._prefetch_buffers = BuffersByModel()
 
     # --- publishing ----------------------------------------------------------------------------------------------
 
@@ -231,3 +235,40 @@ class WeightStore(Handle):
     async def apull(self, model: Model, version: int | None = None, **options: Any) -> int:
         """Like ``pull``, for coroutines: on a thread, and there on the default stream of a GPU."""
         return await threads.in_thread(self.pull, model, version, **options)
+
+    def prefetch(
+        self,
+        model: Model,
+        version: int | None = None,
+        *,
+        since: int | None = None,
+        convert: bool = False,
+        strict: bool = True,
+        timeout: float | None = None,
+    ) -> WeightPrefetch:
+        """Pull a version into buffers beside the model, on a thread; ``swap`` of the result has the model take it.
+
+        Returns at once, and leaves the model as it is. Copies to a GPU use a stream of their own. The buffers take as
+        much memory as the model. This handle keeps them for the next prefetches of the model, as long as the model
+        lives: use one handle for all of them. A model has one prefetch at a time.
+
+        Args:
+            model: a module, or tensors by name. The buffers are like its tensors.
+            version: see ``pull``.
+            since: the version that the model has, and holds until ``swap``; see ``pull``. If it is still the newest,
+                nothing is brought, and ``swap`` has no effect. In a store with ``track``, brings what differs from the
+                version in the buffers: the one that the model had before the last ``swap``, if that prefetch had
+                ``since``, or the one that ``swap(in_place=True)`` copied.
+            convert: see ``pull``.
+            strict: see ``pull``.
+            timeout: seconds for the whole pull; None: ``rpc_timeout_s``. The deadline of the call that this thread
+                serves does not count.
+
+        Raises:
+            ConfigurationError: this is not a model, or the model has a prefetch that was neither swapped nor cancelled.
+                Errors of the pull are raised by ``wait`` and ``swap`` of the result.
+        """
+        options = PullOptions(version, since, convert, strict, timeout)
+        return begin_prefetch(
+            self, self._prefetch_buffers, lambda known: _pulled.has(self._instance_id or 0, known), model, options
+        )

@@ -1,0 +1,256 @@
+"""Memory for one more version of a model, which the model's tensors can exchange with their own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.utils.weak import WeakIdKeyDictionary
+
+from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.patterns.weights.match import Model, tensors_of
+from raytorchrpc.tensors import host_device_copy
+from raytorchrpc.tensors.cuda_streams import handoff_streams, nothing
+
+_INSTEAD = "swap(in_place=True) copies into the tensors instead"
+
+
+class BufferSpec(NamedTuple):
+    """What the buffer of one tensor has to be like."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device: torch.device
+    pinned: bool
+    inference: bool  # made under inference mode
+    slot: int  # names whose tensors are the same memory have one slot, and share a buffer
+
+    @staticmethod
+    def of(tensor: torch.Tensor, slot: int) -> BufferSpec:
+        # The strides of a dense tensor are kept; a tensor with gaps gets a buffer without.
+        stride = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+        pinned = tensor.is_cpu and torch.cuda.is_initialized() and tensor.is_pinned()  # type: ignore[no-untyped-call]
+        return BufferSpec(
+            tensor.dtype, tuple(tensor.shape), tuple(stride), tensor.device, pinned, tensor.is_inference(), slot
+        )
+
+    def allocate(self) -> torch.Tensor:
+        with torch.inference_mode(self.inference):
+            return torch.empty_strided(
+                self.shape, self.stride, dtype=self.dtype, device=self.device, pin_memory=self.pinned
+            )
+
+
+class ModelTensors:
+    """A model's tensors by name, at one moment."""
+
+    def __init__(self, model: Model, store: str) -> None:
+        """Raises ConfigurationError for anything that is not a model. ``store``: its name, for errors."""
+        given = model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
+        self._model, self._store = model, store
+        self.detached = tensors_of(given, store)
+        self.own: dict[str, torch.Tensor] = {str(name): tensor for name, tensor in given.items()}
+        for name, tensor in self.own.items():
+            if not _is_plain(tensor):
+                raise ConfigurationError(
+                    f"{name!r} of the weights for {store!r} is a {type(tensor).__name__}, which prefetch() does not "
+                    f"support: pull() this model"
+                )
+        slots: dict[Any, int] = {}
+        self.specs = {
+            name: BufferSpec.of(tensor, slots.setdefault(_memory_of(name, tensor), len(slots)))
+            for name, tensor in self.own.items()
+        }
+
+    def check_unchanged(self, specs: dict[str, BufferSpec]) -> None:
+        """Raise ConfigurationError, which names a tensor, unless the model still has tensors of these specs."""
+        if self.specs == specs:
+            return
+        names = chain(specs, self.specs)
+        changed = next((name for name in names if specs.get(name) != self.specs.get(name)), "the order of tensors")
+        raise ConfigurationError(
+            f"the model has changed since its prefetch from {self._store!r}: {changed!r} is not what it was; "
+            f"cancel the prefetch, and prefetch again"
+        )
+
+    def check_replaceable(self, names: frozenset[str]) -> None:
+        """Raise ConfigurationError, which names a tensor, unless these can be given other memory."""
+        if not isinstance(self._model, torch.nn.Module):
+            raise ConfigurationError(
+                f"swap() cannot replace the memory of a {type(self._model).__name__} of tensors, because a module may "
+                f"use the same tensors: prefetch the module, or {_INSTEAD}"
+            )
+        module = self._model
+        registered = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
+        holders: dict[int, tuple[str, int]] = {}  # by the address of the storage
+        for name in (name for name in self.own if name in names and self.own[name].numel()):
+            tensor = self.own[name]
+            obstacle = _obstacle(tensor)
+            if obstacle is None and id(tensor) not in registered:
+                obstacle = "is made by state_dict(), and is not a parameter or buffer of the module"
+            if obstacle is None:
+                slot = self.specs[name].slot
+                holder = holders.setdefault(tensor.untyped_storage().data_ptr(), (name, slot))
+                if holder[1] != slot:
+                    obstacle = f"shares memory with {holder[0]!r}"
+            if obstacle is not None:
+                raise ConfigurationError(f"swap() cannot replace {name!r}, which {obstacle}: {_INSTEAD}")
+        moved = {id(self.own[name]) for name in names}
+        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+            if id(tensor) not in moved and tensor.numel() and _is_plain(tensor):
+                holder_of = holders.get(tensor.untyped_storage().data_ptr())
+                if holder_of is not None:
+                    raise ConfigurationError(
+                        f"swap() cannot replace {holder_of[0]!r}, which shares memory with {name!r}: {_INSTEAD}"
+                    )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own, and is not made of other tensors."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def _memory_of(name: str, tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are the same memory, seen in the same way."""
+    if not tensor.numel() or not tensor.data_ptr():
+        return name
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def _obstacle(tensor: torch.Tensor) -> str | None:
+    """Why a tensor cannot be given other memory; None if it can."""
+    storage = tensor.untyped_storage()
+    if tensor._is_view() or storage.nbytes() != tensor.nbytes:
+        return "is a view of a larger tensor, or of another"
+    if not storage.resizable():
+        return "lies in memory that torch did not allocate"
+    if tensor.is_cpu and storage.is_shared():
+        return "lies in memory that processes share"
+    return None
+
+
+def _unrecorded(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+    # Tensors made under inference mode can only be written under it.
+    return torch.inference_mode() if any(map(torch.Tensor.is_inference, tensors)) else torch.no_grad()
+
+
+class ModelBuffers:
+    """Memory for one more version of a model. Holds no reference to the model."""
+
+    def __init__(self) -> None:
+        self.writing = threading.Lock()
+        """Held by the thread that pulls into the buffers, or exchanges them."""
+        self.version: int | None = None
+        """The version that the buffers hold, bit for bit, if that is known."""
+        self.names: frozenset[str] = frozenset()
+        """Names of the tensors that the version has."""
+        self.specs: dict[str, BufferSpec] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.prefetch: Callable[[], Any] = lambda: None
+        """Returns the handle of the last prefetch into them, if it is still in use."""
+        self.reader: Any = None
+        """The handle that pulls into them."""
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._wait_for_pull = self._wait_for_readers = nothing
+
+    @contextmanager
+    def writable(self, specs: dict[str, BufferSpec]) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield tensors of these specs for a pull by this thread, on CUDA streams of their own.
+
+        Their version is unknown until the caller sets it. At the end, blocks until the GPUs have finished.
+        """
+        with ExitStack() as stack:
+            devices = {spec.device for spec in specs.values() if spec.device.type == "cuda"}
+            for device in devices:
+                if device not in self._streams:
+                    self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                stack.enter_context(torch.cuda.stream(self._streams[device]))
+            self.version = None
+            if specs != self.specs:
+                self._allocate(specs)
+            self._wait_for_readers()
+            self._wait_for_readers = nothing
+            yield self.tensors
+            self._wait_for_pull = handoff_streams(list(self.tensors.values()))
+            for device in devices:
+                arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                arrived.record(self._streams[device])
+                arrived.synchronize()
+
+    def _allocate(self, specs: dict[str, BufferSpec]) -> None:
+        self.tensors, self.specs = {}, {}  # free those first
+        self._wait_for_readers = nothing
+        made: dict[int, torch.Tensor] = {}
+        for spec in specs.values():
+            if spec.slot not in made:
+                made[spec.slot] = spec.allocate()
+        self.tensors = {name: made[spec.slot] for name, spec in specs.items()}
+        self.specs = specs
+
+    def exchange(self, model: ModelTensors, version: int | None) -> None:
+        """Give the model's tensors the memory of the buffers, and the buffers that of the model: all, or none.
+
+        ``version``: that the model holds, if that is known. Raises ConfigurationError. CUDA: the caller's current
+        streams wait for the pull, and the next pull waits for them.
+        """
+        model.check_unchanged(self.specs)
+        model.check_replaceable(self.names)
+        slots = {self.specs[name].slot for name in self.names}
+        moved = [name for name, spec in self.specs.items() if spec.slot in slots]
+        owners = [model.own[name] for name in moved]
+        self._wait_for_pull()
+        with _unrecorded(owners):
+            theirs = {self.specs[name].slot: model.own[name].data for name in moved}
+            before = [owner.data for owner in owners]
+            ours = dict(self.tensors)
+            try:
+                for name, owner in zip(moved, owners, strict=True):
+                    owner.data = ours[name]
+                self.tensors = {name: theirs.get(spec.slot, ours[name]) for name, spec in self.specs.items()}
+                self.version = version
+            except BaseException:
+                for owner, old in zip(owners, before, strict=True):
+                    owner.data = old
+                self.tensors, self.version = ours, None
+                raise
+        # A backward pass through a forward pass before the exchange raises torch's own error.
+        increment_version([owner for owner in owners if not owner.is_inference()])
+        self._wait_for_readers = handoff_streams(list(self.tensors.values()))
+
+    def copy_into(self, model: ModelTensors) -> None:
+        """Copy into the model's tensors. The buffers keep their version. Otherwise as ``exchange``."""
+        model.check_unchanged(self.specs)
+        by_slot = {self.specs[name].slot: name for name in self.names}
+        targets = [model.detached[name] for name in by_slot.values()]
+        for name, target in zip(by_slot.values(), targets, strict=True):
+            if target.numel() and not target.data_ptr():
+                raise ConfigurationError(f"swap() cannot write to {name!r}, which has no memory: its storage was freed")
+        self._wait_for_pull()
+        with _unrecorded(targets):
+            host_device_copy.copy_into(targets, [self.tensors[name] for name in by_slot.values()])
+        self._wait_for_readers = handoff_streams(list(self.tensors.values()))
+
+
+class BuffersByModel:
+    """The buffers of one store's handle. They live as long as their models. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._buffers = WeakIdKeyDictionary()
+
+    def of(self, model: Model, tensors: ModelTensors) -> ModelBuffers:
+        """Return the buffers of a model; those of a mapping live as long as its first tensor."""
+        key = model if isinstance(model, torch.nn.Module) else next(iter(tensors.own.values()), None)
+        if key is None:
+            return ModelBuffers()
+        with self._lock:
+            found: ModelBuffers | None = self._buffers.get(key)  # type: ignore[no-untyped-call]
+            if found is None:
+                found = self._buffers[key] = ModelBuffers()
+        return found
