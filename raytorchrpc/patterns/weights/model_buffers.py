@@ -160,10 +160,11 @@ class ModelBuffers:
         self._wait_for_pull = self._wait_for_readers = nothing
 
     @contextmanager
-    def writable(self, specs: dict[str, BufferSpec]) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield tensors of these specs for a pull by this thread, on CUDA streams of their own.
+    def writable(self, specs: dict[str, BufferSpec]) -> Iterator[int | None]:
+        """Make ``tensors`` those of these specs, for a pull by this thread on CUDA streams of their own.
 
-        Their version is unknown until the caller sets it. At the end, blocks until the GPUs have finished.
+        Yields the version that they hold, if that is known. It counts as unknown until the caller sets it again. At the
+        end, blocks until the GPUs have finished.
         """
         with ExitStack() as stack:
             devices = {spec.device for spec in specs.values() if spec.device.type == "cuda"}
@@ -171,12 +172,12 @@ class ModelBuffers:
                 if device not in self._streams:
                     self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                 stack.enter_context(torch.cuda.stream(self._streams[device]))
-            self.version = None
             if specs != self.specs:
                 self._allocate(specs)
+            held, self.version = self.version, None
             self._wait_for_readers()
             self._wait_for_readers = nothing
-            yield self.tensors
+            yield held
             self._wait_for_pull = handoff_streams(list(self.tensors.values()))
             for device in devices:
                 arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -184,7 +185,7 @@ class ModelBuffers:
                 arrived.synchronize()
 
     def _allocate(self, specs: dict[str, BufferSpec]) -> None:
-        self.tensors, self.specs = {}, {}  # free those first
+        self.tensors, self.specs, self.version = {}, {}, None  # free those first
         self._wait_for_readers = nothing
         made: dict[int, torch.Tensor] = {}
         for spec in specs.values():

@@ -10,7 +10,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from raytorchrpc.errors import ConfigurationError, RpcTimeout
 from raytorchrpc.patterns.handle import begin as begin_operation
@@ -19,8 +19,14 @@ from raytorchrpc.patterns.weights.match import Model
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel, BufferSpec, ModelBuffers, ModelTensors
 from raytorchrpc.process import fork, threads
 
-if TYPE_CHECKING:
-    from raytorchrpc.patterns.weights.store import WeightStore
+
+class Store(Protocol):
+    """What a prefetch uses of a ``WeightStore``, which can be copied."""
+
+    @property
+    def name(self) -> str: ...
+
+    def wait(self, version: int = 1, timeout: float | None = None) -> int: ...
 
 
 class PullOptions(NamedTuple):
@@ -38,7 +44,7 @@ class Transfer:
 
     def __init__(
         self,
-        store: WeightStore,
+        store: Store,
         has_pulled: Callable[[int], bool],
         options: PullOptions,
         buffers: ModelBuffers,
@@ -107,11 +113,12 @@ class Transfer:
                 return since
         if buffers.reader is None:
             buffers.reader = copy.copy(store)  # of its own, so that it knows the layout of the version it pulled
-        held, names = buffers.version, buffers.names
-        with buffers.writable(self._specs) as tensors:
-            pulled = int(
-                buffers.reader.pull(tensors, version, since=held, convert=convert, strict=strict, timeout=_left(until))
+        with buffers.writable(self._specs) as held:
+            tensors = buffers.tensors
+            pulled: int = buffers.reader.pull(
+                tensors, version, since=held, convert=convert, strict=strict, timeout=_left(until)
             )
+        names = buffers.names
         if pulled != held:
             names = frozenset(tensors) if strict else frozenset(tensors) & _names_of(buffers.reader)
         buffers.version, buffers.names = pulled, names
@@ -123,7 +130,7 @@ def _left(until: float) -> float:
     return max(0.0, until - time.monotonic())
 
 
-def _names_of(reader: WeightStore) -> frozenset[str]:
+def _names_of(reader: Any) -> frozenset[str]:
     """The names that the version has which the handle pulled last."""
     layout = reader._known_layout
     return frozenset() if layout is None else frozenset(name for name, _, _ in layout.rows)
@@ -246,7 +253,7 @@ _beginning = threading.Lock()
 
 
 def begin(
-    store: WeightStore,
+    store: Store,
     models: BuffersByModel,
     has_pulled: Callable[[int], bool],
     model: Model,

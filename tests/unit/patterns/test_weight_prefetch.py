@@ -254,6 +254,7 @@ def test_a_model_that_has_changed_since_is_refused(members: Members) -> None:
                 handle.swap(in_place=in_place)
         assert holds(model, -1.0)
         handle.cancel()
+        # The buffers had the version, and are others now.
         assert store_of(members).prefetch(model, convert=True).swap() == 1 and holds(model, 1.0)
 
 
@@ -283,7 +284,7 @@ def test_a_cancelled_prefetch_leaves_the_model_and_ends_its_lease(members: Membe
         lane.holds = lambda method: method == TENSORS
         handle = store.prefetch(model)
         assert wait_until(lambda: len(lane.held) == 1, LONG) and not handle.done()
-        with pytest.raises(rtr.RpcTimeout, match="have not arrived within 0.01 s"):
+        with pytest.raises(rtr.RpcTimeout, match=r"have not arrived within 0\.01 s"):
             handle.wait(0.01)
         handle.cancel()
         for _ in range(2):
@@ -487,7 +488,8 @@ def test_buffers_end_with_their_model(members: Members) -> None:
     publish(members, 1.0)
     with members.acting("a"):
         store = store_of(members)
-        for model in (Net(), dict(Net().state_dict())):
+        for make in (Net, lambda: dict(Net().state_dict())):
+            model = make()
             handle = store.prefetch(model)
             assert handle.swap(in_place=True) == 1
             buffers = weakref.ref(handle._buffers)
