@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -52,21 +52,34 @@ class ModelTensors:
 
     def __init__(self, model: Model, store: str) -> None:
         """Raises ConfigurationError for anything that is not a model. ``store``: its name, for errors."""
-        given = model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
         self._model, self._store = model, store
-        self.detached = tensors_of(given, store)
-        self.own: dict[str, torch.Tensor] = {str(name): tensor for name, tensor in given.items()}
+        self.own = _by_name(model)
+        self.detached = tensors_of(self.own if isinstance(model, torch.nn.Module) else model, store)
         for name, tensor in self.own.items():
             if not _is_plain(tensor):
                 raise ConfigurationError(
                     f"{name!r} of the weights for {store!r} is a {type(tensor).__name__}, which prefetch() does not "
                     f"support: pull() this model"
                 )
+        self._memory = [_memory_of(name, tensor) for name, tensor in self.own.items()]
+        self._writes = _writes(self.own)
         slots: dict[Any, int] = {}
         self.specs = {
-            name: BufferSpec.of(tensor, slots.setdefault(_memory_of(name, tensor), len(slots)))
-            for name, tensor in self.own.items()
+            name: BufferSpec.of(tensor, slots.setdefault(memory, len(slots)))
+            for (name, tensor), memory in zip(self.own.items(), self._memory, strict=True)
         }
+
+    def now(self) -> ModelTensors:
+        """Return the model's tensors as they are now. Raises ConfigurationError."""
+        now = _by_name(self._model)
+        is_same = list(map(id, now.values())) == list(map(id, self.own.values())) and list(now) == list(self.own)
+        if is_same and [_memory_of(name, tensor) for name, tensor in now.items()] == self._memory:
+            return self
+        return ModelTensors(self._model, self._store)
+
+    def was_written(self) -> bool:
+        """Whether torch has counted a write to the tensors since. It counts none through ``.data`` or numpy."""
+        return _writes(self.own) != self._writes
 
     def check_unchanged(self, specs: dict[str, BufferSpec]) -> None:
         """Raise ConfigurationError, which names a tensor, unless the model still has tensors of these specs."""
@@ -86,29 +99,41 @@ class ModelTensors:
                 f"swap() cannot replace the memory of a {type(self._model).__name__} of tensors, because a module may "
                 f"use the same tensors: prefetch the module, or {_INSTEAD}"
             )
-        module = self._model
-        registered = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
-        holders: dict[int, tuple[str, int]] = {}  # by the address of the storage
+        registered: dict[int, torch.Tensor] = {}
+        for module in self._model.modules():
+            for tensor in chain(module._parameters.values(), module._buffers.values()):
+                if tensor is not None:
+                    registered[id(tensor)] = tensor
+        slots: dict[int, int] = {}  # by the address of the storage
         for name in (name for name in self.own if name in names and self.own[name].numel()):
             tensor = self.own[name]
             obstacle = _obstacle(tensor)
             if obstacle is None and id(tensor) not in registered:
                 obstacle = "is made by state_dict(), and is not a parameter or buffer of the module"
-            if obstacle is None:
-                slot = self.specs[name].slot
-                holder = holders.setdefault(tensor.untyped_storage().data_ptr(), (name, slot))
-                if holder[1] != slot:
-                    obstacle = f"shares memory with {holder[0]!r}"
+            slot = self.specs[name].slot
+            if obstacle is None and slots.setdefault(tensor.untyped_storage().data_ptr(), slot) != slot:
+                obstacle = "shares memory with another tensor of the model"
             if obstacle is not None:
                 raise ConfigurationError(f"swap() cannot replace {name!r}, which {obstacle}: {_INSTEAD}")
-        moved = {id(self.own[name]) for name in names}
-        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-            if id(tensor) not in moved and tensor.numel() and _is_plain(tensor):
-                holder_of = holders.get(tensor.untyped_storage().data_ptr())
-                if holder_of is not None:
-                    raise ConfigurationError(
-                        f"swap() cannot replace {holder_of[0]!r}, which shares memory with {name!r}: {_INSTEAD}"
-                    )
+        for name in names:
+            registered.pop(id(self.own[name]), None)
+        for tensor in filter(_is_plain, registered.values()):
+            if tensor.numel() and (found := slots.get(tensor.untyped_storage().data_ptr())) is not None:
+                name = next(name for name in names if self.specs[name].slot == found)
+                raise ConfigurationError(
+                    f"swap() cannot replace {name!r}, which shares memory with another tensor of the model: {_INSTEAD}"
+                )
+
+
+def _by_name(model: Any) -> dict[str, torch.Tensor]:
+    """A model's tensors: those of a module are its own parameters and buffers."""
+    if isinstance(model, torch.nn.Module):
+        return dict(model.state_dict(keep_vars=True))
+    return {str(name): tensor for name, tensor in model.items()} if isinstance(model, Mapping) else {}
+
+
+def _writes(tensors: dict[str, torch.Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors.values()]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

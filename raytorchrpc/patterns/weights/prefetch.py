@@ -149,7 +149,7 @@ class WeightPrefetch:
     prefetch writes to them.
     """
 
-    def __init__(self, store: str, model: Model, buffers: ModelBuffers, transfer: Transfer) -> None:
+    def __init__(self, store: str, model: ModelTensors, buffers: ModelBuffers, transfer: Transfer) -> None:
         """Made by ``begin``."""
         self._store, self._model, self._buffers, self._transfer = store, model, buffers, transfer
         self._lock = threading.Lock()
@@ -227,11 +227,12 @@ class WeightPrefetch:
                 )
             if self._transfer.brought:
                 with self._buffers.writing:
-                    tensors = ModelTensors(self._model, self._store)
+                    tensors = self._model.now()
                     if in_place:
                         self._buffers.copy_into(tensors)
                     else:
-                        self._buffers.exchange(tensors, self._transfer.version_of_model())
+                        as_it_was = tensors is self._model and not tensors.was_written()
+                        self._buffers.exchange(tensors, self._transfer.version_of_model() if as_it_was else None)
             self._swapped = True
         return version
 
@@ -270,7 +271,7 @@ def begin(
                 f"a prefetch of this model from {store.name!r} was neither swapped nor cancelled: call swap() or "
                 f"cancel() on its handle first"
             )
-        handle = WeightPrefetch(store.name, model, buffers, transfer)
+        handle = WeightPrefetch(store.name, tensors, buffers, transfer)
         buffers.prefetch = transfer.handle = weakref.ref(handle)
     try:
         threads.start(transfer.run, name="raytorchrpc-prefetch")
