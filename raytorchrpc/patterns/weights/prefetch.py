@@ -205,7 +205,7 @@ class WeightPrefetch:
         Other tensors that refer to the model's old memory, such as ``parameter.detach()`` or a state dict, keep it, and
         see it overwritten by the next prefetch. A backward pass through an earlier forward pass raises torch's error.
 
-        CUDA: this thread's current streams wait for the pull, and the next pull for them. Nothing blocks.
+        CUDA: this thread's current streams wait for the pull, and the next pull for them. The CPU does not.
 
         Args:
             in_place: copy into the model's tensors, within their device. For tensors that have to stay where they are:
