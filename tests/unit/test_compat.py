@@ -159,6 +159,7 @@ def look_inside_distributed_tensors() -> None:
     assert torch_internals.dtensor_type() is DTensor
     assert torch_internals.local_tensor(tensor) is local
     assert torch_internals.has_default_shard_order(tensor)
+    assert torch_internals.offset_of_shard((3,), mesh, (Replicate(),)) == (0,)
     pending = collectives.all_reduce(torch.ones(3), "sum", dist.group.WORLD)
     assert type(pending) is torch_internals.async_collective_type()
     assert type(torch_internals.waited(pending)) is torch.Tensor and pending.completed
@@ -166,7 +167,8 @@ def look_inside_distributed_tensors() -> None:
 
 
 def test_a_distributed_tensor_has_its_local_tensor(process: Process) -> None:
-    """A DTensor's _local_tensor and _spec, and AsyncCollectiveTensor of torch.distributed._functional_collectives:
+    """A DTensor's _local_tensor and _spec, its offset by torch.distributed.tensor._utils, and AsyncCollectiveTensor of
+    torch.distributed._functional_collectives:
     without them such tensors cannot be sent, or are sent before their collective has finished."""
     process.run(look_inside_distributed_tensors)
 

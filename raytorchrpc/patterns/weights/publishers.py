@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from raytorchrpc.calls.current import current_local
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.services import DeferredReply
-from raytorchrpc.errors import NotAMember, NotFound, RayTorchRpcError, RpcTimeout
+from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import factories, give_up_at, register_methods
 from raytorchrpc.patterns.weights.published import KIND, PublishedWeights
 from raytorchrpc.patterns.weights.versions import VersionWaits
@@ -42,6 +44,26 @@ class Committed(NamedTuple):
 def shards_name(store: str, instance: int | None) -> str:
     """The name of each publisher's shards. A new store of the same name has new ones."""
     return f"{store} {instance}"
+
+
+def names_of(members: Sequence[Any], home: Any) -> tuple[str, ...]:
+    """The names of publishers. Raises ConfigurationError."""
+    if home is not None:
+        raise ConfigurationError("pass home= or publishers=, not both: the first publisher is the home")
+    if isinstance(members, str) or not members:
+        raise ConfigurationError(f"publishers= is a list of members, such as ['left', 'right'], not {members!r}")
+    local = current_local()
+    names = [
+        local.peers.route(member).member.name if local is not None else getattr(member, "name", member)
+        for member in members
+    ]
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise ConfigurationError(
+            f"this process is in no group, so publishers= has to be the members' names, not {wrong[0]!r}"
+        )
+    if len(set(names)) < len(names):
+        raise ConfigurationError(f"publishers= names a member twice: {', '.join(names)}")
+    return tuple(names)
 
 
 class Publisher(NamedTuple):

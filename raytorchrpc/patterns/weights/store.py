@@ -8,14 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from raytorchrpc._compat import torch_internals
-from raytorchrpc.calls.current import current_local, process_member
+from raytorchrpc.calls.current import process_member
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound
 from raytorchrpc.patterns.handle import Handle, Steps, begin, checked_count, run
 from raytorchrpc.patterns.weights.match import Carry, KnownLayout, ModelMatch
+from raytorchrpc.patterns.weights.model_buffers import BuffersByModel
 from raytorchrpc.patterns.weights.plan import Options, PlaceInWhole, Renamed
+from raytorchrpc.patterns.weights.prefetch import PullOptions, WeightPrefetch
+from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
-from raytorchrpc.patterns.weights.publishers import LOOK, NEXT, SHARDS, STAGED, Committed, shards_name
+from raytorchrpc.patterns.weights.publishers import LOOK, NEXT, SHARDS, STAGED, Committed, names_of, shards_name
 from raytorchrpc.patterns.weights.pull import Pull
 from raytorchrpc.patterns.weights.sharded import Remembered, ShardedPull
 from raytorchrpc.patterns.weights.shards import Model, has_shards, shards_of
@@ -23,26 +26,6 @@ from raytorchrpc.patterns.weights.versions import PulledVersions
 from raytorchrpc.process import threads
 
 _pulled = PulledVersions()
-
-
-def _names_of(members: Sequence[Any], home: Any) -> tuple[str, ...]:
-    """The names of publishers. Raises ConfigurationError."""
-    if home is not None:
-        raise ConfigurationError("pass home= or publishers=, not both: the first publisher is the home")
-    if isinstance(members, str) or not members:
-        raise ConfigurationError(f"publishers= is a list of members, such as ['left', 'right'], not {members!r}")
-    local = current_local()
-    names = [
-        local.peers.route(member).member.name if local is not None else getattr(member, "name", member)
-        for member in members
-    ]
-    if wrong := [name for name in names if not isinstance(name, str)]:
-        raise ConfigurationError(
-            f"this process is in no group, so publishers= has to be the members' names, not {wrong[0]!r}"
-        )
-    if len(set(names)) < len(names):
-        raise ConfigurationError(f"publishers= names a member twice: {', '.join(names)}")
-    return tuple(names)
 
 
 class _Shards(Handle):
@@ -99,7 +82,7 @@ class WeightStore(Handle):
         """
         settings: tuple[Any, ...] = (checked_count("keep", keep), bool(track))
         if publishers is not None:
-            names = _names_of(publishers, home)
+            names = names_of(publishers, home)
             home, settings = names[0], (*settings, names)
         super().__init__(name, home, settings)
 
@@ -107,6 +90,7 @@ class WeightStore(Handle):
         super()._set_state(*state)
         self._known_layout: KnownLayout | None = None
         self._remembered = Remembered()
+        self._prefetch_buffers = BuffersByModel()
         self._publishers: tuple[str, ...] | None = self._settings[2] if len(self._settings) > 2 else None
 
     @property
@@ -353,3 +337,47 @@ class WeightStore(Handle):
     async def apull(self, model: Model, version: int | None = None, **options: Any) -> int:
         """Like ``pull``, for coroutines: on a thread, and there on the default stream of a GPU."""
         return await threads.in_thread(self.pull, model, version, **options)
+
+    def _names_pulled(self) -> frozenset[str]:
+        """The names of the model's tensors that the last pull of this handle brought, if it was not ``strict``."""
+        if (planned := self._remembered.planned) is not None:
+            return frozenset(bring.target for brings in planned.brings for bring in brings)
+        return frozenset() if self._known_layout is None else frozenset(row[0] for row in self._known_layout.rows)
+
+    def prefetch(
+        self,
+        model: Model,
+        version: int | None = None,
+        *,
+        since: int | None = None,
+        convert: bool = False,
+        strict: bool = True,
+        mapping: Renamed | None = None,
+        timeout: float | None = None,
+    ) -> WeightPrefetch:
+        """Pull a version into buffers beside the model, on a thread; ``swap`` of the result has the model take it.
+
+        Returns at once, and leaves the model as it is. Copies to a GPU use a stream of their own. The buffers take as
+        much memory as the model. This handle keeps them for the next prefetches of the model, as long as the model
+        lives: use one handle for all of them. A model has one prefetch at a time.
+
+        Args:
+            model: a module, or tensors by name; see ``pull``. The buffers are like its tensors, or local shards.
+            version: see ``pull``.
+            since: the version that the model has, and holds until ``swap``; see ``pull``. If it is still the newest,
+                nothing is brought, and ``swap`` has no effect. In a store with ``track``, brings what differs from the
+                version in the buffers: the one that the model had before the last ``swap``, if that prefetch had
+                ``since``, or the one that ``swap(in_place=True)`` copied.
+            convert: see ``pull``.
+            strict, mapping: see ``pull``.
+            timeout: seconds for the whole pull; None: ``rpc_timeout_s``. The deadline of the call that this thread
+                serves does not count.
+
+        Raises:
+            ConfigurationError: this is not a model, or the model has a prefetch that was neither swapped nor cancelled.
+                Errors of the pull are raised by ``wait`` and ``swap`` of the result.
+        """
+        options = PullOptions(version, since, convert, strict, mapping, timeout)
+        return begin_prefetch(
+            self, self._prefetch_buffers, lambda known: _pulled.has(self._instance_id or 0, known), model, options
+        )

@@ -129,25 +129,25 @@ def test_dimensions_that_are_contiguous_on_both_sides_become_one() -> None:
 def test_a_column_shard_is_one_copy() -> None:
     """Half of the columns of a matrix of 4096 x 4096, to a matrix of its own and into the other half of another."""
     shape, strides = (4096, 2048), (4096, 1)
-    assert copies(shape, 2, strides, (2048, 1), MANY) == [Rows(0, 0, 4096, 4096, 8192, 4096)]
-    assert copies(shape, 2, strides, (4096, 1), MANY) == [Rows(0, 0, 4096, 4096, 8192, 8192)]
-    assert copies((2048, 4096), 2, strides, (4096, 1), MANY) == [Rows(0, 0, 1 << 24, 1, 1 << 24, 1 << 24)]
+    assert copies(shape, 2, strides, (2048, 1), MANY) == (Rows(0, 0, 4096, 4096, 8192, 4096),)
+    assert copies(shape, 2, strides, (4096, 1), MANY) == (Rows(0, 0, 4096, 4096, 8192, 8192),)
+    assert copies((2048, 4096), 2, strides, (4096, 1), MANY) == (Rows(0, 0, 1 << 24, 1, 1 << 24, 1 << 24),)
 
 
 def test_a_shard_of_a_stack_of_matrices_is_one_copy_for_each() -> None:
     found = copies((8, 512, 1024), 2, (2048 * 2048, 2048, 1), (512 * 1024, 1024, 1), MANY)
     each = (1 << 23, 1 << 20)
-    assert found == [Rows(i * each[0], i * each[1], 2048, 512, 4096, 2048) for i in range(8)]
+    assert found == tuple(Rows(i * each[0], i * each[1], 2048, 512, 4096, 2048) for i in range(8))
     # Many columns of few rows: the outermost dimension has the rows.
     found = copies((8192, 2, 1024), 2, (4096, 2048, 1), (4096, 1024, 1), MANY)
-    assert found == [Rows(i * 4096, i * 2048, 2048, 8192, 8192, 8192) for i in range(2)]
+    assert found == tuple(Rows(i * 4096, i * 2048, 2048, 8192, 8192, 8192) for i in range(2))
 
 
 def test_a_temporary_is_used_only_where_little_lies_between() -> None:
     transposed = copies((2048, 2048), 2, (1, 2048), (2048, 1), MANY)
     assert transposed is None
     one_column = copies((1 << 20, 1), 4, (1 << 10, 1), (1, 1), MANY)
-    assert one_column == [Rows(0, 0, 4, 1 << 20, 4096, 4)], "not with 4 GiB around it"
+    assert one_column == (Rows(0, 0, 4, 1 << 20, 4096, 4),), "not with 4 GiB around it"
     assert copies((64, 64, 64), 4, (10000, 128, 1), (64 * 64, 64, 1), MANY) is None, "64 small copies"
 
 

@@ -1,0 +1,304 @@
+"""Memory for one more version of a model, which the model's tensors can exchange with their own."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.utils.weak import WeakIdKeyDictionary
+
+from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.patterns.weights.plan import PlaceInWhole
+from raytorchrpc.patterns.weights.shards import Model, Shard, local_tensor, shards_of
+from raytorchrpc.tensors import host_device_copy
+from raytorchrpc.tensors.cuda_streams import handoff_streams, nothing
+
+_INSTEAD = "swap(in_place=True) copies into the tensors instead"
+
+
+class BufferSpec(NamedTuple):
+    """What the buffer of one tensor has to be like."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device: torch.device
+    pinned: bool
+    inference: bool  # made under inference mode
+    slot: int  # names whose tensors are the same memory have one slot, and share a buffer
+    place: PlaceInWhole | None  # of a shard
+
+    @staticmethod
+    def of(tensor: torch.Tensor, slot: int, place: PlaceInWhole | None) -> BufferSpec:
+        # The strides of a dense tensor are kept; a tensor with gaps gets a buffer without.
+        stride = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+        pinned = tensor.is_cpu and torch.cuda.is_initialized() and tensor.is_pinned()  # type: ignore[no-untyped-call]
+        layout = tuple(tensor.shape), tuple(stride), tensor.device
+        return BufferSpec(tensor.dtype, *layout, pinned, tensor.is_inference(), slot, place)
+
+    def allocate(self) -> torch.Tensor:
+        with torch.inference_mode(self.inference):
+            return torch.empty_strided(
+                self.shape, self.stride, dtype=self.dtype, device=self.device, pin_memory=self.pinned
+            )
+
+
+class ModelTensors:
+    """A model's tensors by name, at one moment."""
+
+    def __init__(self, model: Model, store: str) -> None:
+        """Raises ConfigurationError for anything that is not a model. ``store``: its name, for errors."""
+        self._model, self._store = model, store
+        self.own = _by_name(model)
+        shards = shards_of(self.own if isinstance(model, torch.nn.Module) else model, store)
+        self.detached = {name: shard.tensor for name, shard in shards.items()}
+        self.local = {name: local_tensor(tensor) for name, tensor in self.own.items()}
+        """The tensors that have memory: of a DTensor, its local shard."""
+        for name, tensor in self.local.items():
+            if not _is_plain(tensor):
+                raise ConfigurationError(
+                    f"{name!r} of the weights for {store!r} is a {type(tensor).__name__}, which prefetch() does not "
+                    f"support: pull() this model"
+                )
+        self._memory = [_memory_of(name, tensor) for name, tensor in self.local.items()]
+        self._writes = _writes(self.local)
+        places = {
+            name: None if shard.is_whole else (shard.global_shape, shard.offset) for name, shard in shards.items()
+        }
+        slots: dict[Any, int] = {}
+        self.specs = {
+            name: BufferSpec.of(tensor, slots.setdefault(memory, len(slots)), places[name])
+            for (name, tensor), memory in zip(self.local.items(), self._memory, strict=True)
+        }
+
+    def now(self) -> ModelTensors:
+        """Return the model's tensors as they are now. Raises ConfigurationError."""
+        now = _by_name(self._model)
+        is_same = list(map(id, now.values())) == list(map(id, self.own.values())) and list(now) == list(self.own)
+        if is_same and [_memory_of(name, local_tensor(tensor)) for name, tensor in now.items()] == self._memory:
+            return self
+        return ModelTensors(self._model, self._store)
+
+    def was_written(self) -> bool:
+        """Whether torch has counted a write to the tensors since. It counts none through ``.data`` or numpy."""
+        return _writes(self.local) != self._writes
+
+    def check_unchanged(self, specs: dict[str, BufferSpec]) -> None:
+        """Raise ConfigurationError, which names a tensor, unless the model still has tensors of these specs."""
+        if self.specs == specs:
+            return
+        names = chain(specs, self.specs)
+        changed = next((name for name in names if specs.get(name) != self.specs.get(name)), "the order of tensors")
+        raise ConfigurationError(
+            f"the model has changed since its prefetch from {self._store!r}: {changed!r} is not what it was; "
+            f"cancel the prefetch, and prefetch again"
+        )
+
+    def check_replaceable(self, names: frozenset[str]) -> None:
+        """Raise ConfigurationError, which names a tensor, unless these can be given other memory."""
+        if not isinstance(self._model, torch.nn.Module):
+            raise ConfigurationError(
+                f"swap() cannot replace the memory of a {type(self._model).__name__} of tensors, because a module may "
+                f"use the same tensors: prefetch the module, or {_INSTEAD}"
+            )
+        registered: dict[int, torch.Tensor] = {}
+        for module in self._model.modules():
+            for tensor in chain(module._parameters.values(), module._buffers.values()):
+                if tensor is not None:
+                    registered[id(tensor)] = tensor
+        slots: dict[int, int] = {}  # by the address of the storage
+        for name in (name for name in self.own if name in names and self.local[name].numel()):
+            tensor = self.local[name]
+            obstacle = _obstacle(tensor) if tensor is self.own[name] else _obstacle_of_shards(self._model)
+            if obstacle is None and id(self.own[name]) not in registered:
+                obstacle = "is made by state_dict(), and is not a parameter or buffer of the module"
+            slot = self.specs[name].slot
+            if obstacle is None and slots.setdefault(tensor.untyped_storage().data_ptr(), slot) != slot:
+                obstacle = "shares memory with another tensor of the model"
+            if obstacle is not None:
+                raise ConfigurationError(f"swap() cannot replace {name!r}, which {obstacle}: {_INSTEAD}")
+        for name in names:
+            registered.pop(id(self.own[name]), None)
+        for tensor in filter(_is_plain, map(local_tensor, registered.values())):
+            if tensor.numel() and (found := slots.get(tensor.untyped_storage().data_ptr())) is not None:
+                name = next(name for name in names if self.specs[name].slot == found)
+                raise ConfigurationError(
+                    f"swap() cannot replace {name!r}, which shares memory with another tensor of the model: {_INSTEAD}"
+                )
+
+
+def _by_name(model: Any) -> dict[str, torch.Tensor]:
+    """A model's tensors: those of a module are its own parameters and buffers."""
+    if isinstance(model, torch.nn.Module):
+        return dict(model.state_dict(keep_vars=True))
+    named = model.items() if isinstance(model, Mapping) else ()
+    return {str(name): value.tensor if isinstance(value, Shard) else value for name, value in named}
+
+
+def _writes(tensors: dict[str, torch.Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors.values()]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own, and is not made of other tensors."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def _memory_of(name: str, tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are the same memory, seen in the same way."""
+    if not tensor.numel() or not tensor.data_ptr():
+        return name
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def _obstacle_of_shards(model: torch.nn.Module) -> str | None:
+    """Why the local shards of a model's DTensors cannot be given other memory; None if they can."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if fsdp is not None and any(isinstance(module, fsdp) for module in model.modules()):
+        return "is sharded by FSDP, which has views of its memory"
+    return None
+
+
+def _obstacle(tensor: torch.Tensor) -> str | None:
+    """Why a tensor cannot be given other memory; None if it can."""
+    storage = tensor.untyped_storage()
+    if tensor._is_view() or storage.nbytes() != tensor.nbytes:
+        return "is a view of a larger tensor, or of another"
+    if not storage.resizable():
+        return "lies in memory that torch did not allocate"
+    if tensor.is_cpu and storage.is_shared():
+        return "lies in memory that processes share"
+    return None
+
+
+def _unrecorded(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+    # Tensors made under inference mode can only be written under it.
+    return torch.inference_mode() if any(map(torch.Tensor.is_inference, tensors)) else torch.no_grad()
+
+
+class ModelBuffers:
+    """Memory for one more version of a model. Holds no reference to the model."""
+
+    def __init__(self) -> None:
+        self.writing = threading.Lock()
+        """Held by the thread that pulls into the buffers, or exchanges them."""
+        self.version: int | None = None
+        """The version that the buffers hold, bit for bit, if that is known."""
+        self.names: frozenset[str] = frozenset()
+        """Names of the tensors that the version has."""
+        self.specs: dict[str, BufferSpec] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.prefetch: Callable[[], Any] = lambda: None
+        """Returns the handle of the last prefetch into them, if it is still in use."""
+        self.reader: Any = None
+        """The handle that pulls into them."""
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._wait_for_pull = self._wait_for_readers = nothing
+
+    def as_model(self) -> dict[str, Any]:
+        """The buffers by name, for a pull into them."""
+        places = [(name, self.tensors[name], spec.place) for name, spec in self.specs.items()]
+        return {name: tensor if place is None else Shard(tensor, *place) for name, tensor, place in places}
+
+    @contextmanager
+    def writable(self, specs: dict[str, BufferSpec]) -> Iterator[int | None]:
+        """Make ``tensors`` those of these specs, for a pull by this thread on CUDA streams of their own.
+
+        Yields the version that they hold, if that is known. It counts as unknown until the caller sets it again. At the
+        end, blocks until the GPUs have finished.
+        """
+        with ExitStack() as stack:
+            devices = {spec.device for spec in specs.values() if spec.device.type == "cuda"}
+            for device in devices:
+                if device not in self._streams:
+                    self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                stack.enter_context(torch.cuda.stream(self._streams[device]))
+            if specs != self.specs:
+                self._allocate(specs)
+            held, self.version = self.version, None
+            self._wait_for_readers()
+            self._wait_for_readers = nothing
+            yield held
+            self._wait_for_pull = handoff_streams(list(self.tensors.values()))
+            for device in devices:
+                arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                arrived.record(self._streams[device])
+                arrived.synchronize()
+
+    def _allocate(self, specs: dict[str, BufferSpec]) -> None:
+        self.tensors, self.specs, self.version = {}, {}, None  # free those first
+        self._wait_for_readers = nothing
+        made: dict[int, torch.Tensor] = {}
+        for spec in specs.values():
+            if spec.slot not in made:
+                made[spec.slot] = spec.allocate()
+        self.tensors = {name: made[spec.slot] for name, spec in specs.items()}
+        self.specs = specs
+
+    def exchange(self, model: ModelTensors, version: int | None) -> None:
+        """Give the model's tensors the memory of the buffers, and the buffers that of the model: all, or none.
+
+        ``version``: that the model holds, if that is known. Raises ConfigurationError. CUDA: the caller's current
+        streams wait for the pull, and the next pull waits for them.
+        """
+        model.check_unchanged(self.specs)
+        model.check_replaceable(self.names)
+        slots = {self.specs[name].slot for name in self.names}
+        moved = [name for name, spec in self.specs.items() if spec.slot in slots]
+        owners = [model.local[name] for name in moved]
+        self._wait_for_pull()
+        with _unrecorded(owners):
+            theirs = {self.specs[name].slot: model.local[name].data for name in moved}
+            before = [owner.data for owner in owners]
+            ours = dict(self.tensors)
+            try:
+                for name, owner in zip(moved, owners, strict=True):
+                    owner.data = ours[name]
+                self.tensors = {name: theirs.get(spec.slot, ours[name]) for name, spec in self.specs.items()}
+                self.version = version
+            except BaseException:
+                for owner, old in zip(owners, before, strict=True):
+                    owner.data = old
+                self.tensors, self.version = ours, None
+                raise
+        # A backward pass through a forward pass before the exchange raises torch's own error.
+        increment_version([owner for owner in owners if not owner.is_inference()])
+        self._wait_for_readers = handoff_streams(list(self.tensors.values()))
+
+    def copy_into(self, model: ModelTensors) -> None:
+        """Copy into the model's tensors. The buffers keep their version. Otherwise as ``exchange``."""
+        model.check_unchanged(self.specs)
+        by_slot = {self.specs[name].slot: name for name in self.names}
+        targets = [model.detached[name] for name in by_slot.values()]
+        for name, target in zip(by_slot.values(), targets, strict=True):
+            if target.numel() and not target.data_ptr():
+                raise ConfigurationError(f"swap() cannot write to {name!r}, which has no memory: its storage was freed")
+        self._wait_for_pull()
+        with _unrecorded(targets):
+            host_device_copy.copy_into(targets, [self.tensors[name] for name in by_slot.values()])
+        self._wait_for_readers = handoff_streams(list(self.tensors.values()))
+
+
+class BuffersByModel:
+    """The buffers of one store's handle. They live as long as their models. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._buffers = WeakIdKeyDictionary()
+
+    def of(self, model: Model, tensors: ModelTensors) -> ModelBuffers:
+        """Return the buffers of a model; those of a mapping live as long as its first tensor."""
+        key = model if isinstance(model, torch.nn.Module) else next(iter(tensors.own.values()), None)
+        if key is None:
+            return ModelBuffers()
+        with self._lock:
+            found: ModelBuffers | None = self._buffers.get(key)  # type: ignore[no-untyped-call]
+            if found is None:
+                found = self._buffers[key] = ModelBuffers()
+        return found

@@ -1,0 +1,277 @@
+"""Prefetched weights: a thread pulls a version into buffers beside a model, which then takes it in one step."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import copy
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple, Protocol
+
+from raytorchrpc.errors import ConfigurationError, RpcTimeout
+from raytorchrpc.patterns.handle import begin as begin_operation
+from raytorchrpc.patterns.handle import run
+from raytorchrpc.patterns.weights.model_buffers import BuffersByModel, BufferSpec, ModelBuffers, ModelTensors
+from raytorchrpc.patterns.weights.plan import Renamed
+from raytorchrpc.patterns.weights.shards import Model
+from raytorchrpc.process import fork, threads
+
+
+class Store(Protocol):
+    """What a prefetch uses of a ``WeightStore``, which can be copied."""
+
+    @property
+    def name(self) -> str: ...
+
+    def wait(self, version: int = 1, timeout: float | None = None) -> int: ...
+
+
+class PullOptions(NamedTuple):
+    """The arguments of ``WeightStore.prefetch``."""
+
+    version: int | None
+    since: int | None
+    convert: bool
+    strict: bool
+    mapping: Renamed | None
+    timeout: float | None
+
+
+class Transfer:
+    """One pull into buffers, by a thread of its own."""
+
+    def __init__(
+        self,
+        store: Store,
+        has_pulled: Callable[[int], bool],
+        options: PullOptions,
+        buffers: ModelBuffers,
+        specs: dict[str, BufferSpec],
+    ) -> None:
+        """``has_pulled(version)``: whether a model of this process may have that version of the store."""
+        self._store, self._has_pulled, self._options = store, has_pulled, options
+        self._buffers, self._specs = buffers, specs
+        self._settling = threading.Lock()
+        self.wanted = True
+        self.handle: Callable[[], object] = lambda: None
+        """Returns None once no handle refers to this."""
+        self.outcome: concurrent.futures.Future[int] = concurrent.futures.Future()
+        self.outcome.set_running_or_notify_cancel()  # a cancelled coroutine does not cancel it
+        self.brought = False
+        """Whether the buffers have the version; False if the model has it already."""
+
+    def run(self) -> None:
+        """Pull, and settle ``outcome``."""
+        try:
+            self.settle(self._pull())
+        except BaseException as error:
+            # The error holds these frames, and ``outcome`` the error: only the garbage collector could free them.
+            traceback.clear_frames(error.__traceback__)
+            self.settle(error=error)
+        finally:
+            del self
+
+    def settle(self, version: int = 0, error: BaseException | None = None) -> None:
+        """Set the outcome, unless it is set."""
+        with self._settling:
+            if self.outcome.done():
+                return
+            if error is None:
+                self.outcome.set_result(version)
+            else:
+                self.outcome.set_exception(error)
+
+    def version_of_model(self) -> int | None:
+        """The version that the model holds bit for bit, according to ``since``; None if that is not certain."""
+        since = self._options.since
+        return since if self._options.strict and since is not None and self._has_pulled(since) else None
+
+    def _pull(self) -> int:
+        local, wait_s = run(begin_operation(self._options.timeout))
+        until = time.monotonic() + wait_s
+        del local
+        if not self._buffers.writing.acquire(timeout=wait_s):
+            raise RpcTimeout(
+                f"a cancelled prefetch from {self._store.name!r} still writes to the buffers of this model after "
+                f"{wait_s:.3g} s"
+            )
+        try:
+            if not self.wanted or self.handle() is None:
+                raise _cancelled(self._store.name)
+            return self._pull_into_buffers(until)
+        finally:
+            self._buffers.writing.release()
+
+    def _pull_into_buffers(self, until: float) -> int:
+        version, since, convert, strict, mapping, _ = self._options
+        buffers, store = self._buffers, self._store
+        if since is not None or buffers.reader is None:
+            newest = store.wait(0, _left(until))  # binds the handle
+            if since is not None and self._has_pulled(since) and since == (newest if version is None else version):
+                return since
+        if buffers.reader is None:
+            buffers.reader = copy.copy(store)  # of its own, so that it knows the layout of the version it pulled
+        with buffers.writable(self._specs) as held:
+            tensors = buffers.as_model()
+            pulled: int = buffers.reader.pull(
+                tensors, version, since=held, convert=convert, strict=strict, mapping=mapping, timeout=_left(until)
+            )
+        names = buffers.names
+        if pulled != held:
+            names = frozenset(tensors) if strict else frozenset(tensors) & buffers.reader._names_pulled()
+        buffers.version, buffers.names = pulled, names
+        self.brought = True
+        return pulled
+
+
+def _left(until: float) -> float:
+    return max(0.0, until - time.monotonic())
+
+
+def _cancelled(store: str) -> ConfigurationError:
+    return ConfigurationError(f"this prefetch from {store!r} was cancelled")
+
+
+class WeightPrefetch:
+    """A version on its way into buffers beside a model. Made by ``WeightStore.prefetch``; awaitable. Thread-safe.
+
+    ``await prefetch`` returns the version once it has arrived, and raises what ``wait`` raises.
+
+    The buffers belong to the store's handle: after ``swap`` they are the memory that the model had, and the next
+    prefetch writes to them.
+    """
+
+    def __init__(self, store: str, model: ModelTensors, buffers: ModelBuffers, transfer: Transfer) -> None:
+        """Made by ``begin``."""
+        self._store, self._model, self._buffers, self._transfer = store, model, buffers, transfer
+        self._lock = threading.Lock()
+        self._swapped = self._is_cancelled = False
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return or raise at once. Never blocks."""
+        return self._transfer.outcome.done()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Block until the version has arrived, in the GPU's memory too; returns its number. The model is unchanged.
+
+        Args:
+            timeout: seconds. None: until the pull ends, which it does by its own timeout.
+
+        Raises:
+            RpcTimeout: after ``timeout``; the prefetch goes on. Or the pull has raised it.
+            PeerLost, NotFound, Empty, ConfigurationError: the pull has raised it; see ``WeightStore.pull``.
+            ConfigurationError: the prefetch was cancelled.
+        """
+        fork.check_process()
+        concurrent.futures.wait((self._transfer.outcome,), timeout)
+        if not self.done():
+            raise RpcTimeout(f"the weights of {self._store!r} have not arrived within {timeout:.3g} s; they still may")
+        if self._is_cancelled:
+            raise _cancelled(self._store)
+        return self._transfer.outcome.result()
+
+    def __await__(self) -> Generator[Any, None, int]:
+        version = yield from asyncio.wrap_future(self._transfer.outcome).__await__()
+        if self._is_cancelled:
+            raise _cancelled(self._store)
+        return version
+
+    def cancel(self) -> None:
+        """Leave the model as it is. Never blocks. No effect after ``swap``.
+
+        A pull that is under way continues to its end, and then releases its version. The next prefetch of this model
+        waits for it.
+        """
+        with self._lock:
+            if self._swapped:
+                return
+            self._is_cancelled = True
+        self._transfer.wanted = False
+        self._transfer.settle(error=_cancelled(self._store))
+
+    def swap(self, *, in_place: bool = False) -> int:
+        """Have the model take the version; returns its number. Blocks until the version has arrived.
+
+        By default, parameters and buffers of the module exchange their memory with the buffers, without a copy. They
+        remain the same objects, so optimizers and hooks continue to work. Names of one tensor continue to share it.
+        Other tensors that refer to the model's old memory, such as ``parameter.detach()`` or a state dict, keep it, and
+        see it overwritten by the next prefetch. A backward pass through an earlier forward pass raises torch's error.
+
+        CUDA: this thread's current streams wait for the pull, and the next pull for them. The CPU does not.
+
+        Args:
+            in_place: copy into the model's tensors, within their device. For tensors that have to stay where they are:
+                those of CUDA graphs, views of a flat tensor, or a mapping of tensors. Blocks until CPU tensors are
+                copied.
+
+        Raises:
+            ConfigurationError: a tensor cannot be replaced, the model has other tensors than at the prefetch, or this
+                prefetch was swapped or cancelled before. The model is unchanged.
+            Others: see ``wait``. The model is unchanged.
+        """
+        version = self.wait()
+        with self._lock:
+            if self._is_cancelled:
+                raise _cancelled(self._store)
+            if self._swapped:
+                raise ConfigurationError(
+                    f"this prefetch from {self._store!r} was swapped already: prefetch again for the next version"
+                )
+            if self._transfer.brought:
+                with self._buffers.writing:
+                    tensors = self._model.now()
+                    if in_place:
+                        self._buffers.copy_into(tensors)
+                    else:
+                        as_it_was = tensors is self._model and not tensors.was_written()
+                        self._buffers.exchange(tensors, self._transfer.version_of_model() if as_it_was else None)
+            self._swapped = True
+        return version
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the buffers are needed for ``swap``."""
+        if self._swapped or self._is_cancelled:
+            return False
+        outcome = self._transfer.outcome
+        return not outcome.done() or (outcome.exception() is None and self._transfer.brought)
+
+    def __repr__(self) -> str:
+        state = "arrived" if self.done() else "on its way"
+        state = "swapped" if self._swapped else "cancelled" if self._is_cancelled else state
+        return f"<raytorchrpc.WeightPrefetch from {self._store!r}: {state}>"
+
+
+_beginning = threading.Lock()
+
+
+def begin(
+    store: Store,
+    models: BuffersByModel,
+    has_pulled: Callable[[int], bool],
+    model: Model,
+    options: PullOptions,
+) -> WeightPrefetch:
+    """Start the thread that pulls; see ``WeightStore.prefetch``."""
+    tensors = ModelTensors(model, store.name)
+    buffers = models.of(model, tensors)
+    transfer = Transfer(store, has_pulled, options, buffers, tensors.specs)
+    with _beginning:
+        before = buffers.prefetch()
+        if before is not None and before._is_open:
+            raise ConfigurationError(
+                f"a prefetch of this model from {store.name!r} was neither swapped nor cancelled: call swap() or "
+                f"cancel() on its handle first"
+            )
+        handle = WeightPrefetch(store.name, tensors, buffers, transfer)
+        buffers.prefetch = transfer.handle = weakref.ref(handle)
+    try:
+        threads.start(transfer.run, name="raytorchrpc-prefetch")
+    except threads.ThreadShortage as shortage:
+        transfer.settle(error=shortage)
+        raise
+    return handle

@@ -1,0 +1,200 @@
+"""Weights that arrive beside a model of another actor while it trains, and that the model then takes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc.calls import current, member
+from tests.conformance.peers import wait_until
+from tests.ray.actors import AsyncPeer, Peer
+from tests.ray.conftest import Spawn
+from tests.ray.test_tensor_lanes import MIB, in_actor
+
+#: Width of the model: its largest tensor does not travel in a message.
+WIDTH = 600
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> None:
+    """Here one group serves the tests."""
+
+
+class AsyncReader(AsyncPeer):
+    async def arun(self, function: Any, *args: Any) -> Any:
+        """``await function(*args)`` on the loop."""
+        return await function(*args)
+
+
+@pytest.fixture(scope="module")
+def actors(spawn_for_module: Spawn) -> dict[str, Any]:
+    made = {name: spawn_for_module(Peer) for name in ("learner", "a")}
+    return {**made, "asynchronous": spawn_for_module(AsyncReader)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
+    with rtr.init_group(actors, config=rtr.GroupConfig(shm_bytes=64 * MIB)) as group:
+        yield group
+
+
+class Net(torch.nn.Module):
+    """Its first and last layer have one weight."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH), torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        )
+        self.layers[2].weight = self.layers[0].weight
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layers(x)
+
+
+def publish(store: rtr.WeightStore, *seeds: int) -> int:
+    return [store.publish(Net(seed)) for seed in seeds][-1]
+
+
+def is_net(model: torch.nn.Module, seed: int) -> bool:
+    expected = Net(seed).state_dict()
+    return all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.arange(4.0 * WIDTH).view(4, WIDTH)).square().mean().backward()
+    optimizer.step()
+
+
+def no_readers(store: rtr.WeightStore) -> bool:
+    pool = current.process_member().services.find(store.kind, store.name, None, "").pool
+    return wait_until(lambda: pool.readers == 0, 20)
+
+
+def test_a_model_trains_while_the_next_version_arrives(actors: dict[str, Any], request: Any) -> None:
+    store = rtr.WeightStore(request.node.name, home="learner", keep=3)
+
+    def train() -> None:
+        model, twin = Net(0), Net(0)
+        optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in (model, twin)]
+        for version in (1, 2, 3):
+            handle, steps = store.prefetch(model, version), 0
+            while not handle.done() or steps < 2:
+                for net, optimizer in zip((model, twin), optimizers, strict=True):
+                    step(net, optimizer)
+                steps += 1
+            trained, expected = model.state_dict(), twin.state_dict()
+            assert all(torch.equal(trained[name], expected[name]) for name in expected), "nothing came meanwhile"
+            assert handle.swap() == version and is_net(model, version)
+            assert model.layers[2].weight is model.layers[0].weight
+            twin.load_state_dict(model.state_dict())
+        for net, optimizer in zip((model, twin), optimizers, strict=True):
+            step(net, optimizer)
+        assert not is_net(model, 3)
+        trained, expected = model.state_dict(), twin.state_dict()
+        assert all(torch.equal(trained[name], expected[name]) for name in expected)
+
+    in_actor(actors["learner"], publish, store, 1, 2, 3)
+    in_actor(actors["a"], train)
+    assert in_actor(actors["learner"], no_readers, store)
+
+
+@pytest.mark.parametrize("reader", ["a", "learner"])
+def test_only_what_the_buffers_lack(actors: dict[str, Any], request: Any, reader: str) -> None:
+    store = rtr.WeightStore(request.node.name, home="learner", track=True)
+
+    def change(bias: float) -> int:
+        model = Net(1)
+        with torch.no_grad():
+            model.layers[0].bias.fill_(bias)
+        return store.publish(model)
+
+    def start() -> None:
+        model = Net(0)
+        assert store.prefetch(model).swap() == 1
+        assert store.prefetch(model, since=1).swap() == 1, "there is no other"
+        member.__dict__["kept"] = store, model, []
+
+    def follow(version: int, brings_weight: bool) -> None:
+        """The test writes to the weight in the buffers: whether it is brought shows in the model."""
+        its, model, old = member.__dict__["kept"]
+        for tensor in old:
+            tensor.fill_(-1.0)
+        old[:] = [model.layers[0].weight.data]
+        assert its.prefetch(model, since=version - 1).swap() == version
+        assert bool((model.layers[0].bias == version).all())
+        assert bool((model.layers[0].weight == -1.0).any()) is not brings_weight
+
+    in_actor(actors["learner"], change, 1.0)
+    in_actor(actors[reader], start)
+    for version, brings_weight in ((2, True), (3, False)):
+        in_actor(actors["learner"], change, float(version))
+        in_actor(actors[reader], follow, version, brings_weight)
+
+
+def test_a_coroutine_and_a_mapping(actors: dict[str, Any], request: Any) -> None:
+    store = rtr.WeightStore(request.node.name, home="learner")
+
+    async def follow() -> None:
+        model = Net(0)
+        handle = store.prefetch(dict(model.state_dict()))  # before anything is published
+        assert await handle == 1 and is_net(model, 0)
+        with pytest.raises(rtr.ConfigurationError, match="in_place=True"):
+            handle.swap()
+        assert handle.swap(in_place=True) == 1 and is_net(model, 1)
+
+    follows = actors["asynchronous"].arun.remote(follow)
+    in_actor(actors["learner"], publish, store, 1)
+    ray.get(follows, timeout=60)
+
+
+def test_a_cancelled_prefetch_and_errors(actors: dict[str, Any], request: Any) -> None:
+    store = rtr.WeightStore(request.node.name, home="learner")
+    in_actor(actors["learner"], publish, store, 1)
+
+    def follow() -> None:
+        model = Net(0)
+        cancelled = store.prefetch(model)
+        cancelled.cancel()
+        with pytest.raises(rtr.ConfigurationError, match="was cancelled"):
+            cancelled.swap()
+        with pytest.raises(rtr.NotFound, match="version 7"):
+            store.prefetch(model, version=7).swap()
+        with pytest.raises(rtr.ConfigurationError, match="in the model"):
+            store.prefetch(model.double()).swap()
+        assert is_net(model.float(), 0)
+        assert store.prefetch(model).swap() == 1 and is_net(model, 1)
+
+    in_actor(actors["a"], follow)
+    assert in_actor(actors["learner"], no_readers, store)
+
+
+def test_a_home_that_dies_during_a_prefetch(spawn: Spawn, actors: dict[str, Any], group: rtr.Group) -> None:
+    dying = spawn(Peer)
+    group.add({"dying": dying})
+    store = rtr.WeightStore("dying", home="dying")
+    in_actor(dying, publish, store, 1)
+    pid = in_actor(dying, os.getpid)
+
+    def follow() -> None:
+        model = Net(0)
+        assert store.version() == 1
+        os.kill(pid, signal.SIGSTOP)  # so that the prefetch is under way when its home dies
+        handle = store.prefetch(model)
+        with pytest.raises(rtr.RpcTimeout):
+            handle.wait(0.2)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(rtr.PeerLost, match="it is the home of weight store 'dying'"):
+            handle.swap()
+        assert is_net(model, 0)
+
+    in_actor(actors["a"], follow)

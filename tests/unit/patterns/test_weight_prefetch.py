@@ -1,0 +1,519 @@
+"""Prefetches between members of one process: what arrives beside a model, and how the model takes it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc.calls import current
+from raytorchrpc.errors import PeerLost
+from raytorchrpc.patterns.weights.published import LEASE, TENSORS
+from tests.conformance.peers import wait_until
+from tests.unit.members import Members
+
+LONG = 20.0
+
+
+@pytest.fixture
+def members() -> Iterator[Members]:
+    made = Members(rtr.GroupConfig(rpc_timeout_s=LONG))
+    try:
+        yield made
+    finally:
+        current.set_local(None)
+        made.close()
+
+
+class Net(torch.nn.Module):
+    """Two parameters, a buffer, and one tensor under two names."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, 3)
+        self.tied = torch.nn.Linear(3, 3, bias=False)
+        self.tied.weight = self.first.weight
+        self.register_buffer("steps", torch.tensor(0))
+        self.fill(value)
+
+    def fill(self, value: float) -> None:
+        with torch.no_grad():
+            for tensor in self.state_dict().values():
+                tensor.fill_(value)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.tied(self.first(x))
+
+
+def values(model: torch.nn.Module | dict[str, torch.Tensor]) -> list[float]:
+    """One for each tensor; it has no other."""
+    tensors = model.state_dict() if isinstance(model, torch.nn.Module) else model
+    found = [torch.unique(tensor) for tensor in tensors.values()]
+    assert all(len(value) == 1 for value in found)
+    return [float(value) for value in found]
+
+
+def holds(model: torch.nn.Module | dict[str, torch.Tensor], value: float) -> bool:
+    return set(values(model)) == {value}
+
+
+def publish(members: Members, *given: float, track: bool = False, keep: int = 1) -> int:
+    with members.acting("home"):
+        store = rtr.WeightStore("w", track=track, keep=keep)
+        return [store.publish(Net(value)) for value in given][-1]
+
+
+def addresses(model: torch.nn.Module) -> list[int]:
+    return [tensor.data_ptr() for tensor in model.state_dict().values()]
+
+
+def test_the_model_changes_at_swap_and_takes_turns_with_one_other_memory(members: Members) -> None:
+    model, seen = Net(-1.0), set()
+    parameters = list(model.parameters())
+    for value in (1.0, 2.0, 3.0, 4.0):
+        version = publish(members, value)
+        with members.acting("a"):
+            store = store_of(members)
+            before, place = values(model), addresses(model)
+            handle = store.prefetch(model)
+            assert handle.wait() == version and handle.done()
+            assert (values(model), addresses(model)) == (before, place)
+            assert handle.swap() == version
+        assert holds(model, value)
+        seen.add(tuple(addresses(model)))
+    assert len(seen) == 2, "the memory of the model, and that of the buffers"
+    assert list(map(id, model.parameters())) == list(map(id, parameters))
+    assert model.tied.weight is model.first.weight
+
+
+def store_of(members: Members) -> rtr.WeightStore:
+    """One handle for each test: it keeps the buffers."""
+    found = getattr(members, "store", None)
+    if found is None:
+        found = members.store = rtr.WeightStore.find("w")  # type: ignore[attr-defined]
+    return found
+
+
+def test_names_of_one_memory_keep_it_together(members: Members) -> None:
+    """Though they are parameters of their own."""
+    publish(members, 1.0)
+    model = Net()
+    model.tied.weight = torch.nn.Parameter(model.first.weight.data)
+    with members.acting("a"):
+        store_of(members).prefetch(model).swap()
+    assert holds(model, 1.0)
+    assert model.tied.weight is not model.first.weight
+    assert model.tied.weight.data_ptr() == model.first.weight.data_ptr()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_training_goes_on_after_a_swap(members: Members, in_place: bool) -> None:
+    publish(members, 0.5)
+    model, twin = Net(2.0), Net(0.5)
+    optimizers = [torch.optim.Adam(net.parameters()) for net in (model, twin)]
+
+    def step(net: Net, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        net(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+
+    with members.acting("a"):
+        store_of(members).prefetch(model).swap(in_place=in_place)
+    for net, optimizer in zip((model, twin), optimizers, strict=True):
+        step(net, optimizer)
+    assert all(torch.equal(mine, its) for mine, its in zip(model.parameters(), twin.parameters(), strict=True))
+    assert not holds(model, 0.5)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_backward_pass_through_weights_that_were_swapped_is_refused(members: Members, in_place: bool) -> None:
+    publish(members, 1.0)
+    model = Net(2.0)
+    loss = model(torch.ones(2, 3)).square().sum()
+    with members.acting("a"):
+        store_of(members).prefetch(model).swap(in_place=in_place)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_in_place_the_tensors_stay_where_they_are(members: Members) -> None:
+    publish(members, 1.0)
+    model = Net()
+    tensors = dict(model.state_dict())
+    for given in (model, tensors):
+        model.fill(-1.0)
+        place = addresses(model)
+        with members.acting("a"):
+            assert store_of(members).prefetch(given).swap(in_place=True) == 1
+        assert holds(model, 1.0) and addresses(model) == place
+
+
+def test_a_mapping_is_only_copied_into(members: Members) -> None:
+    publish(members, 1.0)
+    tensors = dict(Net(-1.0).state_dict())
+    with members.acting("a"):
+        handle = store_of(members).prefetch(tensors)
+        with pytest.raises(rtr.ConfigurationError, match=r"memory of a dict of tensors.*in_place=True"):
+            handle.swap()
+        assert holds(tensors, -1.0)
+        assert handle.swap(in_place=True) == 1 and holds(tensors, 1.0)
+
+
+def view(model: Net) -> None:
+    model.first.bias.data = torch.zeros(9)[3:6]
+
+
+def borrowed(model: Net) -> None:
+    model.first.bias.data = torch.from_numpy(numpy.zeros(3, numpy.float32))
+
+
+def shared(model: Net) -> None:
+    model.first.bias.data = torch.zeros(3).share_memory_()
+
+
+def transposed(model: Net) -> None:
+    model.tied.weight = torch.nn.Parameter(model.first.weight.data.t())
+
+
+def aliased(model: Net) -> None:
+    model.register_buffer("alias", model.first.bias.data, persistent=False)
+
+
+def made(model: Net) -> None:
+    def replace(module: Any, state: dict[str, torch.Tensor], prefix: str, metadata: Any) -> None:
+        state["first.bias"] = state["first.bias"].clone()
+
+    model.register_state_dict_post_hook(replace)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (view, r"'first.bias', which is a view"),
+        (borrowed, r"'first.bias', which lies in memory that torch did not allocate"),
+        (shared, r"'first.bias', which lies in memory that processes share"),
+        (transposed, r"'tied.weight', which shares memory with another"),
+        (aliased, r"'first.bias', which shares memory with another"),
+        (made, r"'first.bias', which is made by state_dict\(\)"),
+    ],
+)
+def test_tensors_that_cannot_be_replaced_are_named(
+    members: Members, prepare: Callable[[Net], None], reason: str
+) -> None:
+    publish(members, 1.0)
+    model = Net()
+    prepare(model)
+    model.fill(-1.0)
+    bias = model.first.bias
+    with members.acting("a"):
+        handle = store_of(members).prefetch(model)
+        with pytest.raises(rtr.ConfigurationError, match=reason + r".*swap\(in_place=True\)"):
+            handle.swap()
+        assert set(torch.cat([tensor.flatten() for tensor in model.parameters()]).tolist()) <= {-1.0, 0.0}
+        assert handle.swap(in_place=True) == 1
+    assert prepare is made or bool((bias == 1.0).all())
+
+
+def test_a_swap_that_fails_changes_nothing(members: Members) -> None:
+    class Stubborn(torch.nn.Parameter):
+        @property
+        def data(self) -> torch.Tensor:  # type: ignore[override]
+            return self.detach()
+
+        @data.setter
+        def data(self, value: torch.Tensor) -> None:
+            if bool((value == 1.0).all()):
+                raise RuntimeError("not this one")
+
+    publish(members, 1.0)
+    model = Net(-1.0)
+    model.first.bias = Stubborn(model.first.bias)
+    with members.acting("a"):
+        handle, place = store_of(members).prefetch(model), addresses(model)
+        with pytest.raises(RuntimeError, match="not this one"):
+            handle.swap()
+        assert holds(model, -1.0) and addresses(model) == place
+        assert handle.swap(in_place=True) == 1 and holds(model, 1.0)
+
+
+def test_a_model_that_has_changed_since_is_refused(members: Members) -> None:
+    publish(members, 1.0)
+    model = Net(-1.0)
+    with members.acting("a"):
+        handle = store_of(members).prefetch(model)
+        model.first.bias = torch.nn.Parameter(torch.full((3,), -1.0, dtype=torch.float64))
+        for in_place in (False, True):
+            with pytest.raises(rtr.ConfigurationError, match=r"has changed since its prefetch.*'first.bias'"):
+                handle.swap(in_place=in_place)
+        assert holds(model, -1.0)
+        handle.cancel()
+        # The buffers had the version, and are others now.
+        assert store_of(members).prefetch(model, convert=True).swap() == 1 and holds(model, 1.0)
+
+
+def test_each_prefetch_is_swapped_once_and_one_at_a_time(members: Members) -> None:
+    publish(members, 1.0)
+    model = Net()
+    with members.acting("a"):
+        handle = store_of(members).prefetch(model)
+        with pytest.raises(rtr.ConfigurationError, match="neither swapped nor cancelled"):
+            store_of(members).prefetch(model)
+        assert handle.swap() == 1
+        handle.cancel()  # too late
+        with pytest.raises(rtr.ConfigurationError, match="was swapped already"):
+            handle.swap()
+        assert holds(model, 1.0) and handle.wait() == 1
+        dropped = store_of(members).prefetch(model)
+        assert dropped.wait() == 1
+        del dropped
+        assert store_of(members).prefetch(model).swap() == 1
+
+
+def test_a_cancelled_prefetch_leaves_the_model_and_ends_its_lease(members: Members) -> None:
+    publish(members, 1.0)
+    model, lane = Net(-1.0), members.lanes["a"]
+    with members.acting("a"):
+        store = store_of(members)
+        lane.holds = lambda method: method == TENSORS
+        handle = store.prefetch(model)
+        assert wait_until(lambda: len(lane.held) == 1, LONG) and not handle.done()
+        with pytest.raises(rtr.RpcTimeout, match=r"have not arrived within 0\.01 s"):
+            handle.wait(0.01)
+        handle.cancel()
+        for _ in range(2):
+            with pytest.raises(rtr.ConfigurationError, match="was cancelled"):
+                handle.swap()
+        following = store.prefetch(model)
+        with pytest.raises(rtr.RpcTimeout):
+            following.wait(0.05)
+        pool = members.members["home"].services.find("weight store", "w", None, "home").pool
+        assert pool.readers == 1
+        lane.release()
+        assert following.wait() == 1 and holds(model, -1.0)
+        assert wait_until(lambda: pool.readers == 0, LONG)
+        assert following.swap() == 1 and holds(model, 1.0)
+
+
+def test_a_pull_that_fails_raises_its_error_and_leaves_the_model(members: Members) -> None:
+    publish(members, 1.0)
+    model, lane = Net(-1.0), members.lanes["a"]
+
+    def fails(method: str) -> bool:
+        if method == TENSORS:
+            raise PeerLost("home", "the test broke the connection", may_have_run=False)
+        return False
+
+    with members.acting("a"):
+        lane.holds = fails
+        handle = store_of(members).prefetch(model)
+        for ask in (handle.wait, handle.swap):
+            with pytest.raises(PeerLost, match="the test broke the connection"):
+                ask()
+        assert handle.done() and holds(model, -1.0)
+        lane.holds = lambda method: False
+        with pytest.raises(rtr.NotFound, match="version 9"):
+            store_of(members).prefetch(model, version=9).wait()
+        model.head = torch.nn.Linear(2, 2)
+        with pytest.raises(rtr.ConfigurationError, match=r"'head\.\w+' of the model was not published"):
+            store_of(members).prefetch(model).swap()
+        del model.head
+        with pytest.raises(rtr.ConfigurationError, match="must be a module or tensors by name"):
+            store_of(members).prefetch([])  # type: ignore[arg-type]
+        assert holds(model, -1.0)
+        assert store_of(members).prefetch(model).swap() == 1 and holds(model, 1.0)
+
+
+def test_nothing_published_in_time(members: Members) -> None:
+    with members.acting("home"):
+        rtr.WeightStore("w")
+    with members.acting("a"), pytest.raises(rtr.Empty):
+        store_of(members).prefetch(Net(), timeout=0.05).wait()
+
+
+def test_a_coroutine_awaits_it(members: Members) -> None:
+    publish(members, 1.0)
+    model, lane = Net(-1.0), members.lanes["a"]
+
+    async def follow() -> None:
+        assert await store_of(members).prefetch(model) == 1
+        lane.holds = lambda method: method == LEASE
+        handle = store_of(members).prefetch(model)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(handle, 0.05)
+        lane.release()
+        assert await handle == 1 and handle.swap() == 1
+        cancelled = store_of(members).prefetch(model)
+        cancelled.cancel()
+        with pytest.raises(rtr.ConfigurationError, match="was cancelled"):
+            await cancelled
+
+    with members.acting("a"):
+        asyncio.run(follow())
+    assert holds(model, 1.0)
+
+
+def publish_tracked(members: Members, weight: float, bias: float) -> int:
+    model = Net(weight)
+    with torch.no_grad():
+        model.first.bias.fill_(bias)
+    with members.acting("home"):
+        return rtr.WeightStore("w", track=True).publish(model)
+
+
+def test_since_brings_what_the_buffers_lack(members: Members) -> None:
+    """The test writes to the buffers, which shows what is brought."""
+    model = Net()
+    publish_tracked(members, 1.0, 1.0)
+    with members.acting("a"):
+        store = store_of(members)
+        assert store.pull(model) == 1
+    publish_tracked(members, 1.0, 2.0)
+    with members.acting("a"):
+        old = {name: tensor.data for name, tensor in model.named_parameters()}
+        assert store.prefetch(model, since=1).swap() == 2
+        assert (model.first.weight.unique().item(), model.first.bias.unique().item()) == (1.0, 2.0)
+        for tensor in old.values():  # the buffers, which hold version 1
+            tensor.fill_(-1.0)
+    publish_tracked(members, 1.0, 3.0)
+    with members.acting("a"):
+        old = {name: tensor.data for name, tensor in model.named_parameters()}
+        assert store.prefetch(model, since=2).swap() == 3
+        assert model.first.bias.unique().item() == 3.0
+        assert model.first.weight.unique().item() == -1.0, "it has not changed since version 1: not brought"
+        for tensor in old.values():
+            tensor.fill_(-1.0)
+        assert store.prefetch(model).swap() == 3
+        assert model.first.weight.unique().item() == -1.0, "not since version 2 either"
+        old = {name: tensor.data for name, tensor in model.named_parameters()}
+        assert store.prefetch(model).swap() == 3 and holds(model, 3.0) is False
+        assert model.first.weight.unique().item() == 1.0, "without since=, what the model held is not taken for granted"
+
+
+def test_a_model_that_was_trained_does_not_count_as_the_version_it_was(members: Members) -> None:
+    publish_tracked(members, 1.0, 1.0)
+    model = Net()
+    with members.acting("a"):
+        store = store_of(members)
+        assert store.pull(model) == 1
+    publish_tracked(members, 1.0, 2.0)
+    with members.acting("a"):
+        handle = store.prefetch(model, since=1)
+        handle.wait()
+        model.fill(9.0)
+        assert handle.swap() == 2
+    publish_tracked(members, 1.0, 3.0)
+    with members.acting("a"):
+        assert store.prefetch(model, since=2).swap() == 3
+    assert (model.first.weight.unique().item(), model.first.bias.unique().item()) == (1.0, 3.0)
+
+
+def test_since_the_newest_brings_nothing(members: Members) -> None:
+    publish(members, 1.0)
+    model = Net(-1.0)
+    with members.acting("a"):
+        store = store_of(members)
+        assert store.prefetch(model, since=1).swap() == 1, "this process has not pulled it yet"
+        assert holds(model, 1.0)
+        place = addresses(model)
+        for version in (None, 1):
+            handle = store.prefetch(model, version, since=1)
+            assert handle.wait() == 1
+            assert store.prefetch(model, since=1).swap() == 1, "what brought nothing needs no swap"
+            assert handle.swap() == 1 and addresses(model) == place
+
+
+def test_buffers_that_were_copied_keep_their_version(members: Members) -> None:
+    publish_tracked(members, 1.0, 1.0)
+    model = Net()
+    with members.acting("a"):
+        store = store_of(members)
+        handle = store.prefetch(model)
+        handle.swap(in_place=True)
+        handle._buffers.tensors["first.weight"].fill_(-1.0)
+    publish_tracked(members, 1.0, 2.0)
+    with members.acting("a"):
+        model.fill(9.0)  # trained meanwhile
+        assert store.prefetch(model).swap(in_place=True) == 2
+    assert (model.first.weight.unique().item(), model.first.bias.unique().item()) == (-1.0, 2.0)
+
+
+def test_a_failed_prefetch_leaves_no_version_in_the_buffers(members: Members) -> None:
+    publish_tracked(members, 1.0, 1.0)
+    model, lane = Net(), members.lanes["a"]
+
+    def fails(method: str) -> bool:
+        if method == TENSORS:
+            raise PeerLost("home", "the test broke the connection", may_have_run=False)
+        return False
+
+    with members.acting("a"):
+        store = store_of(members)
+        handle = store.prefetch(model)
+        handle.swap(in_place=True)
+    publish_tracked(members, 1.0, 2.0)
+    with members.acting("a"):
+        lane.holds = fails
+        with pytest.raises(PeerLost):
+            store.prefetch(model).wait()
+        lane.holds = lambda method: False
+        assert store.pull(Net(), version=None) == 2
+        handle._buffers.tensors["first.weight"].fill_(-1.0)
+        assert store.prefetch(model).swap() == 2
+    assert model.first.weight.unique().item() == 1.0
+
+
+def test_what_was_not_published_is_not_exchanged(members: Members) -> None:
+    publish(members, 1.0)
+    model = Net(-1.0)
+    model.head = torch.nn.Linear(2, 2)
+    model.fill(-1.0)
+    head = model.head.weight.data_ptr()
+    with members.acting("a"):
+        for _ in range(2):
+            assert store_of(members).prefetch(model, strict=False).swap() == 1
+            assert model.head.weight.data_ptr() == head and holds(model.head, -1.0)
+            del_head = {name: tensor for name, tensor in model.state_dict().items() if "head" not in name}
+            assert holds(del_head, 1.0)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_models_of_every_kind(members: Members, in_place: bool) -> None:
+    publish(members, 1.0)
+    with torch.inference_mode():
+        frozen = Net(-1.0)
+    half = Net(-1.0).bfloat16()
+    turned = Net(-1.0)
+    turned.first.weight.data = torch.full((3, 3), -1.0).t().contiguous().t()
+    with members.acting("a"):
+        for model in (frozen, half, turned):
+            strides = [tensor.stride() for tensor in model.state_dict().values()]
+            for _ in range(3):
+                assert store_of(members).prefetch(model, convert=True).swap(in_place=in_place) == 1
+                assert holds(model, 1.0)
+                model.state_dict() if model is frozen else model.fill(-1.0)
+            assert [tensor.stride() for tensor in model.state_dict().values()] == strides
+    assert half.first.weight.dtype is torch.bfloat16
+
+
+def test_buffers_end_with_their_model(members: Members) -> None:
+    publish(members, 1.0)
+    with members.acting("a"):
+        store = store_of(members)
+        for make in (Net, lambda: dict(Net().state_dict())):
+            model = make()
+            handle = store.prefetch(model)
+            assert handle.swap(in_place=True) == 1
+            buffers = weakref.ref(handle._buffers)
+            del handle
+            gc.collect()
+            assert buffers() is not None
+            del model
+            gc.collect()
+            assert buffers() is None
