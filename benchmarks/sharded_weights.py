@@ -91,6 +91,10 @@ class End:
         self.store.pull(self.model)
         self.synchronize()
 
+    def meet(self, store: rtr.WeightStore, number: int, trains: bool, device: str) -> None:
+        model = {"weight": _shard((1024, 1024), ROWS if trains else COLUMNS, number, device)}
+        (store.publish if trains else store.pull)(model)
+
     def copies(self, repeats: int) -> float:
         """Median seconds of copies of this end's shards within its device, one for each tensor."""
         others = [shard.tensor.clone() for shard in self.model.values()]
@@ -156,6 +160,7 @@ def _measure(model: Model, device: str, gpus: int, repeats: int) -> list[Row]:
             sizes = ray.get(loads)
             readers, trainers = [ends[name] for name in READERS], [ends[name] for name in PUBLISHERS]
             ray.get([end.publish.remote() for end in trainers])
+            _meet(ends, device)
             first = max(took[0] for took in ray.get([end.pull.remote(1) for end in readers]))
             _check(trainers, readers)
             warm = max(statistics.median(took) for took in ray.get([end.pull.remote(repeats) for end in readers]))
@@ -169,6 +174,12 @@ def _measure(model: Model, device: str, gpus: int, repeats: int) -> list[Row]:
                 gather = max(ray.get([end.gather.remote(min(repeats, 3)) for end in trainers]))
                 rows.append(Row(model.name, warm * 1e3, gather * 1e3, "ms", "gather to one trainer, broadcast", 0.2))
             return rows
+
+
+def _meet(ends: dict[str, Any], device: str) -> None:
+    """Have all ends exchange a small model once, so that the first pull of another finds its connections."""
+    store = rtr.WeightStore("first", publishers=PUBLISHERS)
+    ray.get([end.meet.remote(store, at % 2, at < 2, device) for at, end in enumerate(ends.values())])
 
 
 def _end(gpu: int | None) -> Any:

@@ -91,6 +91,11 @@ class GroupConfig(BaseModel, frozen=True, extra="forbid"):
     torchrpc_threads: Annotated[int, Field(ge=2, le=256)] = 4
     """Size of torchrpc's thread pool, which only carries messages; methods do not run there."""
 
+    switch_interval_s: Annotated[float, Field(ge=1e-5, le=0.1)] | None = None
+    """Python's switch interval in members, in seconds (``sys.setswitchinterval``), while they are in the group. None
+    leaves it as it is, at 5 ms unless the program has set it. A call to a member that runs Python code waits for one
+    interval, or for several if its tensors are on a GPU. Shorter ones cost programs with several threads some time."""
+
     metrics_period_s: Annotated[float, Field(ge=0.1, le=3600)] | None = None
     """Period, in seconds, at which members export their counters to Ray's metrics (and so to the node's Prometheus
     endpoint) and to ``raytorchrpc top``. None: never. It costs a thread per member, and a series per pair and lane in

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -95,6 +97,9 @@ def _start(instance: Any, spec: JoinSpec) -> LocalMember:
     methods = exposed_methods(instance)
     local = LocalMember(spec.group, spec.generation, me, spec.config, instance, methods, max_bytes)
     _preparing = spec, local  # from here on ``leave`` undoes it
+    if spec.config.switch_interval_s is not None:
+        local.at_end.append(partial(sys.setswitchinterval, sys.getswitchinterval()))
+        sys.setswitchinterval(spec.config.switch_interval_s)
     return local
 
 

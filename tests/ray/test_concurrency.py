@@ -243,6 +243,18 @@ def test_a_chain_by_torchrpc_alone_needs_no_more_than_two_of_its_threads(spawn: 
         assert ray.get(actors["a"].bounce.remote("b", 30), timeout=60) == ["a", "b"] * 15 + ["a"]
 
 
+def test_the_switch_interval_of_members_lasts_as_long_as_the_group(spawn: Spawn) -> None:
+    actor = spawn(Busy)
+
+    def interval(instance: Any) -> float:
+        return sys.getswitchinterval()
+
+    before = ray.get(actor.__ray_call__.remote(interval), timeout=60)
+    with rtr.init_group({"a": actor}, name="short", config=rtr.GroupConfig(switch_interval_s=0.0005)):
+        assert ray.get(actor.__ray_call__.remote(interval), timeout=60) == pytest.approx(0.0005)
+    assert ray.get(actor.__ray_call__.remote(interval), timeout=60) == before
+
+
 def test_a_chain_to_itself(members: Members) -> None:
     assert ray.get(members.handles["a"].bounce.remote("a", 5), timeout=60) == ["a"] * 6
 

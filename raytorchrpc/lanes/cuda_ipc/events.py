@@ -123,9 +123,11 @@ class SharedEvents:
         return page
 
     def opened(self, handle: bytes, device: int) -> torch.cuda.Event:
-        """Open a peer's event, for a device of this process."""
+        """Open a peer's event, for a device of this process. Raises ValueError for what is no handle."""
         event = self._opened.get(handle)
         if event is None:
+            if len(handle) != HANDLE_BYTES:
+                raise ValueError(f"an event's handle has {len(handle)} bytes")
             event = self._opened[handle] = torch.cuda.Event.from_ipc_handle(torch.device("cuda", device), handle)  # type: ignore[no-untyped-call]
         return event
 
