@@ -4,7 +4,7 @@
 #   make test TESTS=                  every test, the slow and the multi-host ones too
 #   make test JOBS=0                  one test file after another
 #   make env PYTHON=python3.12        another interpreter for a new environment
-#   make install-check TORCH=torch==2.15.0 EXTRAS=cli,demo,doctor,bench,jobs,data,atari,tls PACKAGE=dist/NAME.whl
+#   make install-check TORCH=torch==2.15.0 EXTRAS=cli,demo,doctor,bench,jobs,data,atari,llm,tls PACKAGE=dist/NAME.whl
 #                                     try another torch, more extras, or a wheel in an empty environment
 
 PYTHON ?= python3

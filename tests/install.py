@@ -35,6 +35,7 @@ TRIALS = {
     "jobs": ["from ray.job_submission import JobSubmissionClient"],
     "data": ["import ray.data"],
     "atari": ["import ale_py, gymnasium, matplotlib, numpy"],
+    "llm": ["from transformers import LlamaConfig, LlamaForCausalLM"],
     "tls": ["from raytorchrpc.lanes.common.tls import make_identity; assert make_identity('group')"],
     "nixl": ["from raytorchrpc._compat.nixl_package import nixl_package; assert nixl_package()"],
 }

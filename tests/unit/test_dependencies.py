@@ -34,6 +34,7 @@ NEEDS = {
     "raytorchrpc/manifest": "cli",
     "examples/atari_dqn": "atari",
     "examples/ray_data.py": "data",
+    "examples/rl_post_training.py": "llm",
 }
 #: Imports that a file does without, having looked for the package first.
 DONE_WITHOUT = {("raytorchrpc/doctor/command.py", "rich")}
