@@ -91,7 +91,7 @@ class CallCounters:
     def sent(self, peer: str, lane: str, size: int) -> None:
         """A call with ``size`` bytes was sent."""
         with self._lock:
-            counter = self._counter(peer, lane)
+            counter = self._counters.get((peer, lane)) or self._new_counter(peer, lane)
             counter.calls += 1
             counter.bytes_out += size
 
@@ -101,19 +101,19 @@ class CallCounters:
         """The outcome of a call over ``lane`` was taken; ``size`` bytes came back, over ``came_by``."""
         bucket = min(int(seconds * 1e6).bit_length(), _LAST)
         with self._lock:
-            counter = self._counter(peer, lane)
+            counter = self._counters.get((peer, lane)) or self._new_counter(peer, lane)
             counter.seconds += seconds
             counter.latency[bucket] += 1
             if error is not None:
                 counter.failures += 1
                 name = type(error).__name__
                 counter.errors[name] = counter.errors.get(name, 0) + 1
-            (counter if came_by == lane else self._counter(peer, came_by)).bytes_in += size
+            if came_by != lane:
+                counter = self._counters.get((peer, came_by)) or self._new_counter(peer, came_by)
+            counter.bytes_in += size
 
-    def _counter(self, peer: str, lane: str) -> _Counter:
-        counter = self._counters.get((peer, lane))
-        if counter is None:
-            counter = self._counters[peer, lane] = _Counter()
+    def _new_counter(self, peer: str, lane: str) -> _Counter:
+        counter = self._counters[peer, lane] = _Counter()
         return counter
 
     def rows(self, caller: str) -> list[PairStats]:

@@ -70,6 +70,22 @@ class Call(ABC):
         """Run a user's callback on a worker thread."""
 
 
+def result_of(call: Call) -> Any:
+    """The result of a call that no ``Future`` stands for; raises the call's error. Blocks until its deadline."""
+    fork.check_process()
+    outcome = None
+    try:
+        while outcome is None:  # once more if it was sent again
+            arrived = waiting.wait_serving(call, call.remaining())
+            if arrived or not call.remaining():
+                outcome = call.outcome() if arrived else call.expire()
+        if outcome[1] is None:
+            return outcome[0]
+        raise outcome[1]
+    finally:
+        del call, outcome  # see Future._get
+
+
 class Future(Generic[T]):
     """The result of a direct call that may not have arrived yet. Made by ``rpc_async``; awaitable.
 

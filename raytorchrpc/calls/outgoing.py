@@ -58,7 +58,8 @@ class OutgoingCall(Call):
         self._started, self._deadline = started, deadline
         self._payload, self._options = payload, options
         self.loop_token = loop_token
-        self._sent_by = payload.lane or lane.name
+        self.sent_by = payload.lane or lane.name
+        """The lane of its payload."""
         self._taken = False
         self._lock = threading.Lock()
         self._fetch: Pending | None = None
@@ -76,7 +77,7 @@ class OutgoingCall(Call):
         if not self._pending.wait(timeout_s):
             return False
         final = self._final()
-        return final is None or final.wait(max(0.0, until - time.monotonic()))
+        return final is None or final is self._pending or final.wait(max(0.0, until - time.monotonic()))
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         def arrived() -> None:
@@ -90,6 +91,9 @@ class OutgoingCall(Call):
 
     def _final(self) -> Pending | None:
         """The request whose reply is the result: the call or, sent here, the fetch that follows it; None: it failed."""
+        final = self._fetch
+        if final is not None:
+            return final
         with self._lock:
             if self._fetch is None and self._error is None:
                 try:
@@ -134,7 +138,7 @@ class OutgoingCall(Call):
         final = self._final()
         if final is None:
             return self._failed()
-        size, came_by, value = 0, self._sent_by, None
+        size, came_by, value = 0, self.sent_by, None
         error: BaseException | None = None
         try:
             message = final.take()
@@ -197,7 +201,7 @@ class OutgoingCall(Call):
 
     def expire(self) -> tuple[None, RpcTimeout]:
         late = self._late()
-        self._count(0, self._sent_by, late)
+        self._count(0, self.sent_by, late)
         return None, late
 
     def _late(self) -> RpcTimeout:
@@ -212,7 +216,7 @@ class OutgoingCall(Call):
         elif not isinstance(error, (RayTorchRpcError, MemoryError)):
             error = SerializationError(f"the answer of {self.label} cannot be read here: {shown(error)}")
         self.peer_was_lost = isinstance(error, PeerLost)
-        self._count(0, self._sent_by, error)
+        self._count(0, self.sent_by, error)
         return None, error
 
     def __del__(self) -> None:
@@ -229,7 +233,7 @@ class OutgoingCall(Call):
 
     def _count(self, size: int, came_by: str, error: BaseException | None) -> None:
         elapsed = time.monotonic() - self._started
-        self._calls.counters.finished(self._route.member.name, self._sent_by, came_by, size, elapsed, error)
+        self._calls.counters.finished(self._route.member.name, self.sent_by, came_by, size, elapsed, error)
         if self.span is not None:
             self.span.end(size, error)
 
@@ -316,9 +320,9 @@ class OutgoingCalls:
             if span is not None:
                 span.end(0, error)
             raise
-        self.counters.sent(peer, payload.lane or lane.name, size)
         deadline = started + header.seconds
         call = OutgoingCall(self, route, method, lane, pending, started, deadline, payload, options, loop_token)
+        self.counters.sent(peer, call.sent_by, size)
         if span is not None:
             span.sent(lane.name, payload.lane, size, started)
             call.span = span

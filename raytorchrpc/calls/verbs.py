@@ -10,7 +10,7 @@ import torch
 
 from raytorchrpc.calls import deferred
 from raytorchrpc.calls.current import current_local
-from raytorchrpc.calls.future import Call, Future
+from raytorchrpc.calls.future import Call, Future, result_of
 from raytorchrpc.calls.options import CallOptions, checked_retry
 
 #: Tensors to receive a result into: a list or a tuple.
@@ -45,7 +45,7 @@ class _Sync(_Proxy):
 
     def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
         # No variable for the call: it may hold the error, whose traceback holds this frame.
-        return Future(self._call(_name, args, kwargs)).wait()
+        return result_of(self._call(_name, args, kwargs))
 
 
 class _Async(_Proxy):
