@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import ray
 import torch
@@ -143,6 +146,25 @@ def test_fused_parameters(actors: dict[str, Any], store: rtr.WeightStore, of: in
     publish_all(actors, store, 1)
     for number in range(of):
         assert ray.get(actors["g0"].run.remote(fuse, store, number, of), timeout=60) == [True] * 3
+
+
+def is_let_go(store: rtr.WeightStore) -> bool:
+    """Whether memory that a model had at its pull is freed once the model has other memory."""
+    array = numpy.zeros(SHAPES["matrix"])
+    alive = weakref.ref(array)
+    tensor = torch.from_numpy(array)
+    del array
+    model = {"matrix": rtr.Shard(tensor, SHAPES["matrix"], (0, 0))}
+    for _ in range(2):
+        store.pull(model, strict=False)
+    tensor.data = torch.zeros(SHAPES["matrix"], dtype=torch.float64)
+    gc.collect()
+    return alive() is None and store.pull(model, strict=False) == 1 and torch.equal(tensor, whole("matrix", 1))
+
+
+def test_a_handle_keeps_no_memory_of_a_model(actors: dict[str, Any], store: rtr.WeightStore) -> None:
+    publish_all(actors, store, 1)
+    assert ray.get(actors["g0"].run.remote(is_let_go, store), timeout=60)
 
 
 def amiss(store: rtr.WeightStore, model: Any, **options: Any) -> str:

@@ -11,14 +11,15 @@ import torch
 
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import ConfigurationError, NotFound, PeerLost
+from raytorchrpc.lanes.base import Part
 from raytorchrpc.patterns.handle import Handle
-from raytorchrpc.patterns.weights.match import KnownLayout, LayoutMatch, Selection
+from raytorchrpc.patterns.weights.match import KnownLayout, LayoutMatch, Selection, writable_device_type
 from raytorchrpc.patterns.weights.plan import Options, Request, Row, plan, region_of
 from raytorchrpc.patterns.weights.publishers import Committed
 from raytorchrpc.patterns.weights.pull import Pull
 from raytorchrpc.patterns.weights.shards import Shard, shards_of
 from raytorchrpc.patterns.weights.snapshots import Region
-from raytorchrpc.patterns.weights.targets import Filled, KnownTargets, values_of
+from raytorchrpc.patterns.weights.targets import KnownTargets, values_of
 
 
 class _Bring(NamedTuple):
@@ -29,6 +30,15 @@ class _Bring(NamedTuple):
     target: str
     begin: tuple[int, ...] | None
     """In the model's tensor; None: it is all of it."""
+
+
+class Filled(NamedTuple):
+    """What comes from one source."""
+
+    selection: Selection
+    parts: list[list[Part]]
+    device_type: str | None
+    """See ``LayoutMatch.device_type``."""
 
 
 class Planned(NamedTuple):
@@ -42,11 +52,16 @@ class Planned(NamedTuple):
     brings: list[list[_Bring]]
     """From each source."""
 
-    def selection(self, source: int, targets: Mapping[str, Shard]) -> Selection:
-        """What comes from one source, into the model's tensors as they are now."""
+    def fill(self, targets: Mapping[str, torch.Tensor]) -> list[Filled]:
+        """What comes from each source, into the model's tensors as they are now."""
+        return [self._from(number, targets) for number in range(len(self.brings))]
+
+    def _from(self, source: int, targets: Mapping[str, torch.Tensor]) -> Filled:
         brings = self.brings[source]
-        views = [_view(targets[bring.target].tensor, bring) for bring in brings]
-        return Selection([bring.place for bring in brings], views, [bring.region for bring in brings])
+        views = [_view(targets[bring.target], bring) for bring in brings]
+        selection = Selection([bring.place for bring in brings], views, [bring.region for bring in brings])
+        device_type = writable_device_type(views) if views else None
+        return Filled(selection, selection.parts(self.layouts[source]), device_type)
 
 
 def _view(tensor: torch.Tensor, bring: _Bring) -> torch.Tensor:
@@ -208,22 +223,18 @@ class ShardedPull:
 
     def _fill_again(self, near: tuple[int, ...]) -> tuple[Planned, list[Filled]] | None:
         """The plan of the pull before, and what it brings into this model; None if it does not apply."""
-        planned, targets = self.remembered
+        planned, known = self.remembered
         if planned is None or planned.near != near:
             return None
-        if targets is not None and (filled := targets.filled) is not None and targets.are(self._values, self._options):
-            return planned, filled
-        if planned.asked != _signature(self._request):
-            return None
-        return planned, self._remember(planned)
+        tensors = None if known is None else known.found_in(self._values, self._options)
+        if tensors is not None:
+            return planned, planned.fill(tensors)
+        return (planned, self._follow(planned)) if planned.asked == _signature(self._request) else None
 
-    def _remember(self, planned: Planned) -> list[Filled]:
-        filled = [
-            Filled.of(planned.selection(number, self._request.targets), layout)
-            for number, layout in enumerate(planned.layouts)
-        ]
-        self.remembered = Remembered(planned, KnownTargets(self._values, self._options, filled))
-        return filled
+    def _follow(self, planned: Planned) -> list[Filled]:
+        """Remember the plan; returns what it brings into this model."""
+        self.remembered = Remembered(planned, KnownTargets(self._values, self._options))
+        return planned.fill({name: shard.tensor for name, shard in self._request.targets.items()})
 
     def _plan_anew(self, matches: Sequence[_SourceMatch], near: tuple[int, ...]) -> None:
         none = KnownLayout(0, [], [])
@@ -234,7 +245,7 @@ class ShardedPull:
             if self._lost:
                 raise next(iter(self._lost.values())) from None
             raise
-        for match, filled in zip(matches, self._remember(planned), strict=True):
+        for match, filled in zip(matches, self._follow(planned), strict=True):
             match.filled = False
             match.follow(filled)
 

@@ -1,16 +1,14 @@
-"""The tensors of a model that a pull fills, as the pull before found them."""
+"""The tensors of a model that pulls fill, one after the other."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from raytorchrpc.lanes.base import Part
-from raytorchrpc.patterns.weights.match import KnownLayout, Selection, writable_device_type
 from raytorchrpc.patterns.weights.shards import Shard, local_tensor
 
 
@@ -19,46 +17,31 @@ def values_of(model: Any) -> Any:
     return model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
 
 
-class Filled(NamedTuple):
-    """What comes from one source."""
-
-    selection: Selection
-    parts: list[list[Part]]
-    device_type: str | None
-    """See ``LayoutMatch.device_type``."""
-
-    @staticmethod
-    def of(selection: Selection, layout: KnownLayout) -> Filled:
-        device_type = writable_device_type(selection.targets) if selection.targets else None
-        return Filled(selection, selection.parts(layout), device_type)
-
-
 class KnownTargets:
-    """What pulls bring into one model, as long as it has the same tensors in the same memory.
+    """A model's tensors, as the plan of a pull found them. Keeps none of their memory."""
 
-    Ends with the first of the tensors that dies, because what it holds keeps their memory.
-    """
-
-    def __init__(self, values: Mapping[str, Any], asked: Any, filled: list[Filled]) -> None:
-        """``asked``: the options of the pull. ``filled``: by source."""
+    def __init__(self, values: Mapping[str, Any], asked: Any) -> None:
+        """``asked``: the options of the pull."""
         tensors = list(map(_tensor_of, values.values()))
-        self.filled: list[Filled] | None = filled
         self._asked, self._names, self._places = asked, list(values), list(map(_place_of, values.values()))
-        self._pointers = list(map(_pointer_of, tensors))
-        self._tensors = [weakref.ref(tensor, self._end) for tensor in tensors]
+        self._kinds = _kinds(map(local_tensor, tensors))
+        self._tensors = list(map(weakref.ref, tensors))
 
-    def _end(self, _: object) -> None:
-        self.filled = None
-
-    def are(self, values: Any, asked: Any) -> bool:
-        """Whether a pull with these options would bring the same to the same places."""
-        if self.filled is None or not isinstance(values, Mapping) or asked != self._asked:
-            return False
+    def found_in(self, values: Any, asked: Any) -> dict[str, torch.Tensor] | None:
+        """The tensors' present memory, by name, without autograd; None unless a pull would bring the same into them."""
+        if not isinstance(values, Mapping) or asked != self._asked:
+            return None
         if list(values) != self._names or list(map(_place_of, values.values())) != self._places:
-            return False
+            return None
         tensors = list(map(_tensor_of, values.values()))
-        same = all(map(is_, [known() for known in self._tensors], tensors))
-        return same and list(map(_pointer_of, tensors)) == self._pointers
+        if not all(map(is_, [known() for known in self._tensors], tensors)):
+            return None
+        local = [local_tensor(tensor).detach() for tensor in tensors]
+        return dict(zip(self._names, local, strict=True)) if _kinds(local) == self._kinds else None
+
+
+def _kinds(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    return [(tensor.dtype, tensor.shape) for tensor in tensors]
 
 
 def _tensor_of(value: Any) -> Any:
@@ -67,7 +50,3 @@ def _tensor_of(value: Any) -> Any:
 
 def _place_of(value: Any) -> Any:
     return value[1:] if type(value) is Shard else None
-
-
-def _pointer_of(tensor: Any) -> int:
-    return local_tensor(tensor).data_ptr() if isinstance(tensor, torch.Tensor) else 0
