@@ -128,6 +128,23 @@ def test_a_publisher_does_not_run_away(actors: dict[str, Any], store: rtr.Weight
     assert ray.get(actors["t0"].run.remote(run_away, store), timeout=60) == 0
 
 
+def converted(store: rtr.WeightStore) -> list[bool]:
+    """Pull columns as float32, and some as they are."""
+    model = {name: shard(name, 1, 1, 2) for name in SHAPES}
+    for name in ("matrix", "odd"):
+        model[name] = model[name]._replace(tensor=model[name].tensor.float())
+    version = store.pull(model, convert=True)
+    right = {name: shard(name, 1, 1, 2, version).tensor for name in SHAPES if SHAPES[name]}
+    return [torch.equal(model[name].tensor, right[name].to(model[name].tensor.dtype)) for name in right]
+
+
+def test_shards_are_converted(actors: dict[str, Any], store: rtr.WeightStore) -> None:
+    for version in (1, 2):
+        publish_all(actors, store, version)
+        for name in ("g0", "t1"):
+            assert all(ray.get(actors[name].run.remote(converted, store), timeout=60))
+
+
 def fuse(store: rtr.WeightStore, number: int, of: int) -> list[bool]:
     """Pull into a fused parameter as merged layers have it: this member's share of each part, one after the other."""
     rows = [SHAPES[name][0] // of for name in "qkv"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -46,10 +45,11 @@ def shards_name(store: str, instance: int | None) -> str:
     return f"{store} {instance}"
 
 
-def names_of(members: Sequence[Any], home: Any) -> tuple[str, ...]:
+def names_of(members: Any, home: Any) -> tuple[str, ...]:
     """The names of publishers. Raises ConfigurationError."""
     if home is not None:
         raise ConfigurationError("pass home= or publishers=, not both: the first publisher is the home")
+    members = getattr(members, "ranks", members)  # of a ProcessGroupInfo, the members' names in their order
     if isinstance(members, str) or not members:
         raise ConfigurationError(f"publishers= is a list of members, such as ['left', 'right'], not {members!r}")
     local = current_local()

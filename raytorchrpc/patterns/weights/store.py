@@ -64,7 +64,7 @@ class WeightStore(Handle):
         name: str,
         *,
         home: Any = None,
-        publishers: Sequence[Any] | None = None,
+        publishers: Any = None,
         keep: int = 1,
         track: bool = False,
     ) -> None:
@@ -73,8 +73,8 @@ class WeightStore(Handle):
         Args:
             name: identifies the store in its home.
             home: a member's name, rank or handle, or a Member. None: this member.
-            publishers: several such members, instead of ``home``. The first one is the home. Each has to publish every
-                version; the same list, in the same order, in every process.
+            publishers: several such members, or a ``ProcessGroupInfo`` for its members, instead of ``home``. The first
+                one is the home. Each has to publish every version; the same list, in the same order, everywhere.
             keep: how many versions, the newest ones, can be pulled.
             track: find out which tensors change between versions, so that ``pull(since=...)`` brings only those.
                 ``publish`` then compares each tensor bit for bit with the version before, and copies only those that

@@ -128,3 +128,20 @@ def test_what_does_not_fit_is_named_up_to_ten_tensors(members: Members) -> None:
         said = str(error.value)
         assert all(f"'layer{number}' is (100,) as published, and (3,)" in said for number in range(10))
         assert "and 2 more" in said and values(mine) == [0.0] * 12
+
+
+def test_publishers_are_members_names_outside_of_a_group() -> None:
+    group = rtr.ProcessGroupInfo("gloo", 1, {"left": 0, "right": 1}, 60.0)
+    for publishers in (["left", "right"], ("left", "right"), group):
+        store = rtr.WeightStore("policy", publishers=publishers)
+        assert (store.home, store.publishers) == ("left", ("left", "right"))
+    for wrong, message in (
+        ([], "is a list of members"),
+        ("left", "is a list of members"),
+        (["left", "left"], "names a member twice: left, left"),
+        ([0, 1], "has to be the members' names, not 0"),
+    ):
+        with pytest.raises(rtr.ConfigurationError, match=message):
+            rtr.WeightStore("policy", publishers=wrong)
+    with pytest.raises(rtr.ConfigurationError, match="not both"):
+        rtr.WeightStore("policy", publishers=["left"], home="left")
