@@ -88,8 +88,9 @@ class GroupConfig(BaseModel, frozen=True, extra="forbid"):
     channels: tuple[str, ...] | None = None
     """TensorPipe channels for every member. None: routing chooses."""
 
-    torchrpc_threads: Annotated[int, Field(ge=2, le=256)] = 4
-    """Size of torchrpc's thread pool, which only carries messages; methods do not run there."""
+    torchrpc_threads: Annotated[int, Field(ge=2, le=256)] = 16
+    """Size of torchrpc's thread pool; the default is torch's. Methods do not run there, but functions that members send
+    each other by torch's own RPC API do: with fewer threads, those that wait for each other can block them all."""
 
     switch_interval_s: Annotated[float, Field(ge=1e-5, le=0.1)] | None = None
     """Python's switch interval in members, in seconds (``sys.setswitchinterval``), while they are in the group. None

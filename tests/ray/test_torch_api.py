@@ -75,6 +75,25 @@ def test_rpc_sync_and_async_by_rpc_name(members: Members) -> None:
         members.in_a(check, members.names[member])
 
 
+_meeting = threading.Barrier(15)
+
+
+def meet() -> int:
+    """Returns once fifteen calls of it are under way in this process."""
+    return _meeting.wait(20)
+
+
+def test_as_many_functions_as_in_torch_may_wait_for_each_other(spawn: Spawn) -> None:
+    handles = {name: spawn(Stage, seed) for name, seed in (("left", 0), ("right", 1))}
+
+    def check(right: str) -> list[int]:
+        return sorted(future.wait() for future in [rpc.rpc_async(right, meet) for _ in range(15)])
+
+    with rtr.init_group(handles, name="sixteen") as group:
+        right = next(member.rpc_name for member in group.members if member.name == "right")
+        assert ray.get(handles["left"].run.remote(check, right), timeout=60) == list(range(15))
+
+
 def test_remote_objects_and_their_rrefs(members: Members) -> None:
     def check(b: str, c: str) -> None:
         rref = rpc.remote(b, Counter, args=(5,))
