@@ -1,0 +1,92 @@
+"""Stores with several publishers, between members of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc.calls import current
+from tests.unit.members import Members
+
+LONG = 20.0
+PUBLISHERS = ("home", "a")
+
+
+@pytest.fixture
+def members() -> Iterator[Members]:
+    made = Members(rtr.GroupConfig(rpc_timeout_s=LONG))
+    try:
+        yield made
+    finally:
+        current.set_local(None)
+        made.close()
+
+
+def store(**options: Any) -> rtr.WeightStore:
+    return rtr.WeightStore("w", publishers=PUBLISHERS, **options)
+
+
+def half(number: int, value: float) -> rtr.Shard:
+    return rtr.Shard(torch.full((3,), value), (6,), (3 * number,))
+
+
+def publish(members: Members, *values: float, **options: Any) -> None:
+    """One value for each publisher."""
+    for number, (name, value) in enumerate(zip(PUBLISHERS, values, strict=True)):
+        with members.acting(name):
+            store(**options).publish({"w": half(number, value)})
+
+
+def test_the_newest_versions_are_kept_by_all_publishers(members: Members) -> None:
+    for value in (1.0, 2.0, 3.0):
+        publish(members, value, value, keep=2)
+    with members.acting("b"):
+        model = torch.zeros(6)
+        assert store(keep=2).pull({"w": model}, 2) == 2
+        assert model.tolist() == [2.0] * 6
+        with pytest.raises(rtr.NotFound, match=r"version 1 .*\(there: 2, 3\)"):
+            store(keep=2).pull({"w": model}, 1)
+        assert model.tolist() == [2.0] * 6
+
+
+def test_since_brings_the_shards_that_have_changed(members: Members) -> None:
+    publish(members, 1.0, 1.0, track=True)
+    with members.acting("b"):
+        model, handle = torch.zeros(6), store(track=True)
+        version = handle.pull({"w": model})
+        model.fill_(-1.0)  # shows what is brought
+        assert handle.pull({"w": model}, since=version) == 1
+        assert model.tolist() == [-1.0] * 6
+    publish(members, 1.0, 2.0, track=True)
+    with members.acting("b"):
+        assert handle.pull({"w": model}, since=version) == 2
+    assert model.tolist() == [-1.0] * 3 + [2.0] * 3
+
+
+def test_shards_and_fused_parameters_of_a_store_with_one_home(members: Members) -> None:
+    with members.acting("home"):
+        rtr.WeightStore("w").publish({"q": torch.arange(8.0), "k": torch.arange(4.0)})
+    with members.acting("b"):
+        weights, fused = rtr.WeightStore("w", home="home"), torch.zeros(6)
+        weights.pull({"qk": rtr.Shard(fused, (12,), (6,))}, mapping={"qk": ["q", "k"]})
+    assert fused.tolist() == [4.0, 5.0, 6.0, 7.0, 2.0, 3.0]
+
+
+def test_what_several_publishers_do_not_support_is_refused(members: Members) -> None:
+    def carry(version: int, tensors: Any) -> None:
+        raise AssertionError
+
+    publish(members, 1.0, 1.0)
+    with members.acting("home"), pytest.raises(rtr.ConfigurationError, match="broadcast is for whole tensors"):
+        store().broadcast(carry)
+    with members.acting("b"):
+        with pytest.raises(rtr.ConfigurationError, match="carry= is for whole tensors"):
+            store().pull({"w": torch.zeros(6)}, carry=carry)
+        with pytest.raises(rtr.ConfigurationError, match="is published by home, a, not by 'b'"):
+            store().publish({"w": half(0, 1.0)})
+    with members.acting("a"), pytest.raises(rtr.ConfigurationError, match=r"'w' .* is a shard: name all members"):
+        rtr.WeightStore("one").publish({"w": half(0, 1.0)})
