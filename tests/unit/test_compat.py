@@ -173,6 +173,29 @@ def test_a_distributed_tensor_has_its_local_tensor(process: Process) -> None:
     process.run(look_inside_distributed_tensors)
 
 
+def look_at_a_mesh_of_two_dimensions() -> None:
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def begins(rank: int, *placements: Any) -> tuple[int, ...]:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        try:
+            return torch_internals.offset_of_shard((7, 6), dist.init_device_mesh("cpu", (2, 2)), placements)
+        finally:
+            dist.destroy_process_group()
+
+    assert [begins(rank, Shard(0), Shard(1)) for rank in range(4)] == [(0, 0), (0, 3), (4, 0), (4, 3)]
+    # Tensor parallelism divides the rows first, and FSDP divides each part.
+    fsdp = [begins(rank, _StridedShard(0, split_factor=2), Shard(0)) for rank in range(4)]
+    assert fsdp == [(0, 0), (4, 0), (2, 0), (6, 0)]
+
+
+def test_a_mesh_of_two_dimensions_has_shards_in_the_order_of_its_layout(process: Process) -> None:
+    """Without the order of _StridedShard, weights of FSDP over tensor parallelism would be mixed up."""
+    process.run(look_at_a_mesh_of_two_dimensions)
+
+
 def test_backends_can_be_asked_for_by_name() -> None:
     """The options _transports and _channels again: they tell what this torch build has."""
     assert torch_internals.has_tensorpipe("transports", "uv")

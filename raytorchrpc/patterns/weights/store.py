@@ -369,7 +369,8 @@ class WeightStore(Handle):
                 version in the buffers: the one that the model had before the last ``swap``, if that prefetch had
                 ``since``, or the one that ``swap(in_place=True)`` copied.
             convert: see ``pull``.
-            strict, mapping: see ``pull``.
+            strict: see ``pull``.
+            mapping: see ``pull``.
             timeout: seconds for the whole pull; None: ``rpc_timeout_s``. The deadline of the call that this thread
                 serves does not count.
 
