@@ -18,7 +18,13 @@ import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch._C._distributed_c10d import HashStore, Store
-from torch._C._distributed_rpc import PyRRef, TensorPipeAgent, WorkerInfo, _is_current_rpc_agent_set
+from torch._C._distributed_rpc import (
+    PyRRef,
+    TensorPipeAgent,
+    WorkerInfo,
+    _is_current_rpc_agent_set,
+    _set_profiler_node_id,
+)
 from torch.distributed import distributed_c10d
 from torch.distributed.rpc import api as rpc_api
 
@@ -77,6 +83,7 @@ def start_agent(
     store = HashStore()
     agent = TensorPipeAgent(store, name, worker_id, None, options, {}, _gpus(devices))
     rpc_api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
+    _set_profiler_node_id(worker_id)
     url: bytes = store.get("addrs/" + name)
     return agent, store, url.decode()
 
@@ -103,6 +110,7 @@ def add_peer(
     store.set("addrs/" + name, url)
     maps = {name: _devices(inverse_map)} if inverse_map else {}
     agent._update_group_membership(WorkerInfo(name, worker_id), _gpus(devices), maps, True)
+    rpc_api._ALL_WORKER_NAMES.add(name)  # torch's collectives among workers go by it
 
 
 def remove_peer(
@@ -116,6 +124,7 @@ def remove_peer(
     """
     maps = {peer: _devices(inverse_map) for peer, inverse_map in inverse_maps.items()}
     agent._update_group_membership(WorkerInfo(name, worker_id), _gpus(devices), maps, False)
+    rpc_api._ALL_WORKER_NAMES.discard(name)
 
 
 def stop_agent() -> None:

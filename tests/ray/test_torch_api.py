@@ -94,6 +94,35 @@ def test_as_many_functions_as_in_torch_may_wait_for_each_other(spawn: Spawn) -> 
         assert ray.get(handles["left"].run.remote(check, right), timeout=60) == list(range(15))
 
 
+def test_workers_gather_from_all_members(spawn: Spawn) -> None:
+    """What joins and leaves is seen by all."""
+
+    def gather() -> set[str]:
+        own = rpc.get_worker_info().name
+        gathered = rpc.api._all_gather(own, timeout=30)
+        assert all(name == value for name, value in gathered.items())
+        return set(gathered)
+
+    handles = {name: spawn(Stage, seed) for seed, name in enumerate(("left", "middle", "right"))}
+    with rtr.init_group({"left": handles["left"], "right": handles["right"]}, name="gathering") as group:
+        for change in (lambda: None, lambda: group.add({"middle": handles["middle"]}), lambda: group.remove(["right"])):
+            change()
+            names = {member.rpc_name for member in group.members}
+            there = [handles[member.name] for member in group.members]
+            assert ray.get([handle.run.remote(gather) for handle in there], timeout=60) == [names] * len(there)
+
+
+def test_a_profile_has_the_events_of_other_members(members: Members) -> None:
+    def profiled(name: str) -> tuple[set[int], set[int]]:
+        with torch.autograd.profiler_legacy.profile() as profile:  # the one that follows calls
+            rpc.rpc_sync(name, torch.add, args=(torch.ones(2), 1))
+        ids = {event.node_id for event in profile.function_events}
+        return ids, {rpc.get_worker_info().id, rpc.get_worker_info(name).id}
+
+    ids, right = members.in_a(profiled, members.names["b"])
+    assert ids == right
+
+
 def test_remote_objects_and_their_rrefs(members: Members) -> None:
     def check(b: str, c: str) -> None:
         rref = rpc.remote(b, Counter, args=(5,))

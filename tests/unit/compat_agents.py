@@ -79,6 +79,14 @@ def first(link: Any) -> dict[str, Any]:
     link.recv()
     b = agent.get_worker_info("b")
     step("call", lambda: torch_internals.invoke_async(b, operator.add, (1, 2), 20.0).wait())
+    step("names", lambda: sorted(rpc.api._ALL_WORKER_NAMES))
+
+    def node_ids() -> list[int]:
+        with torch.autograd.profiler_legacy.profile() as profile:
+            torch.ones(1)
+        return sorted({event.node_id for event in profile.function_events})
+
+    step("node ids", node_ids)
     step("call by name", lambda: rpc.rpc_sync("b", operator.add, args=(1, 2)))
 
     def answers_while_peers_come_and_go() -> int:
@@ -132,6 +140,7 @@ def first(link: Any) -> dict[str, Any]:
     step("contexts", contexts)
 
     torch_internals.remove_peer(agent, "b", 12, devices=[], inverse_maps={})
+    step("names without it", lambda: sorted(rpc.api._ALL_WORKER_NAMES))
     step("removed", lambda: _error(lambda: agent.get_worker_info("b")))
     link.send("end")
     torch_internals.stop_agent()

@@ -48,6 +48,13 @@ def test_a_users_own_agent_is_noticed(seen: dict[str, Any]) -> None:
     assert (seen["agent before"], seen["agent after"], seen["agent stopped"]) == (False, True, False)
 
 
+def test_torchs_collectives_and_profiles_know_the_workers(seen: dict[str, Any]) -> None:
+    """rpc.api._ALL_WORKER_NAMES and _set_profiler_node_id: without them _all_gather returns its own entry alone,
+    and profiles do not tell which member an event comes from."""
+    assert (seen["names"], seen["names without it"]) == (["a", "b"], ["a"])
+    assert seen["node ids"] == [11], "the agent's worker id"
+
+
 def test_an_agent_can_be_told_of_a_peer(seen: dict[str, Any]) -> None:
     """_update_group_membership and WorkerInfo: without them no member meets another."""
     assert seen["call"] == 3
