@@ -123,6 +123,27 @@ def test_a_profile_has_the_events_of_other_members(members: Members) -> None:
     assert ids == right
 
 
+def test_a_member_that_has_called_shutdown_says_so_and_works_in_the_next_group(spawn: Spawn) -> None:
+    handles = {name: spawn(Stage, seed) for name, seed in (("left", 0), ("right", 1))}
+
+    def shut_down() -> str:
+        rpc.shutdown(graceful=False)
+        with pytest.raises(rtr.LaneUnavailable) as raised:
+            rtr.remote("right").double(1)
+        assert rtr.rpc_sync("right").double(1) == 2, "other lanes go on"
+        return str(raised.value)
+
+    def call(name: str) -> Any:
+        return rpc.rpc_sync(name, abs, args=(-2,)), rtr.rpc_sync("right").double(3)
+
+    with rtr.init_group(handles, name="first") as group:
+        text = ray.get(handles["left"].run.remote(shut_down), timeout=60)
+        assert "torch.distributed.rpc.shutdown()" in text and "form the group again" in text
+    with rtr.init_group(handles, name="second") as group:
+        right = next(member.rpc_name for member in group.members if member.name == "right")
+        assert ray.get(handles["left"].run.remote(call, right), timeout=60) == (2, 6)
+
+
 def test_remote_objects_and_their_rrefs(members: Members) -> None:
     def check(b: str, c: str) -> None:
         rref = rpc.remote(b, Counter, args=(5,))

@@ -144,6 +144,12 @@ class Fabric:
 
     def _have(self, spec: AgentSpec, renew: bool) -> str:
         with self._lock:
+            if self._agent is not None and not torch_internals.agent_is_set():
+                logger.warning(
+                    "the program has called torch.distributed.rpc.shutdown(): starting another torchrpc agent; RRefs "
+                    "of this process no longer work, because torch uses the first agent for them"
+                )
+                self._forget_agent()
             # An agent without a spec is one whose start failed halfway.
             if self._agent is not None and (renew or self._spec is None or not _fits(self._spec, spec)):
                 logger.warning(
@@ -258,7 +264,16 @@ class Fabric:
             )
 
     def worker(self, name: str) -> Any:
-        """Return torch's WorkerInfo of a peer. Raises PeerLost, or LaneUnavailable if descriptors are short."""
+        """Return torch's WorkerInfo of a peer.
+
+        Raises PeerLost; or LaneUnavailable if descriptors are short, or the program has stopped the agent.
+        """
+        if self._agent is not None and not torch_internals.agent_is_set():
+            raise LaneUnavailable(
+                "torchrpc",
+                "this process has called torch.distributed.rpc.shutdown(), which a member must not do: leave that out, "
+                "and form the group again",
+            )
         known = self._peers.get(name)
         if known is None:
             if self._spec is not None and name == self._spec.name:
@@ -303,6 +318,9 @@ class Fabric:
         stopper.join(_STOP_TIMEOUT_S)
         if stopper.is_alive():
             logger.warning("torchrpc's agent did not stop within %.0f s; its threads keep running", _STOP_TIMEOUT_S)
+        self._forget_agent()
+
+    def _forget_agent(self) -> None:
         self._agent = self._store = self._spec = self._me = None
         for table in (self._listeners, self._peers, self._spoilt):
             table.clear()
