@@ -285,6 +285,11 @@ class Handle:
     # --- for subclasses ------------------------------------------------------------------------------------------
 
     @property
+    def _lives_with(self) -> tuple[str, ...]:
+        """The names of the members with which the object ends."""
+        return (self._home,)
+
+    @property
     def _address(self) -> tuple[str, str, int | None]:
         """The first arguments of requests to the object; complete after ``_bind``."""
         return self.kind, self._name, self._instance_id

@@ -218,16 +218,40 @@ def _pid(actor: Any) -> int | None:
         return None
 
 
+def remember(store: rtr.WeightStore) -> str:
+    """Pull twice, so that the next pull can bring tensors at once; keep the store and the model here."""
+    model = {name: shard(name, 1, 0, 2) for name in SHAPES}
+    assert [store.pull(model) for _ in range(2)] == [1, 1]
+    _kept[store.name] = store, model
+    return store.name
+
+
+_kept: dict[str, Any] = {}
+
+
+def lost_in_vain(name: str) -> str:
+    """Why a version that one publisher has lost cannot be pulled, which changes nothing."""
+    store, model = _kept.pop(name)
+    for value in model.values():
+        (value.tensor if isinstance(value, rtr.Shard) else value).fill_(-1.0)
+    with pytest.raises(rtr.errors.RayTorchRpcError) as raised:
+        store.pull(model, version=1)
+    assert all(_same(model[each], shard(each, 1, 0, 2)) for each in SHAPES), "something was written"
+    return type(raised.value).__name__
+
+
 def test_a_restarted_publisher_leaves_no_mixed_version(
     actors: dict[str, Any], group: rtr.Group, store: rtr.WeightStore
 ) -> None:
     """What others had staged with a process that is gone never becomes a version."""
     publish_all(actors, store, 1)
+    model = ray.get(actors["g1"].run.remote(remember, store), timeout=60)
     assert ray.get(actors["t0"].run.remote(publish, store, 0, 2), timeout=60) == 2
     pid = ray.get(actors["t1"].run.remote(os.getpid))
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: _pid(actors["t1"]) not in (None, pid), 60)
     group.wait_ready(60)
+    assert ray.get(actors["g1"].run.remote(lost_in_vain, model), timeout=60) == "NotFound"
     runs = [
         actors[name].run.remote(lambda s, at: s.publish({n: shard(n, 0, at, 2, 3) for n in SHAPES}), store, at)
         for at, name in enumerate(PUBLISHERS)

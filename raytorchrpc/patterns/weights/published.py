@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -132,6 +133,8 @@ class PublishedWeights(Readable, VersionWaits):
         self._publishing = threading.Lock()
         self._layout: Layout | None = None
         self._versions: OrderedDict[int, tuple[Layout, Snapshot]] = OrderedDict()
+        self._last = 0
+        """The highest number that was published, which is there no longer if it was retired."""
 
     # --- publishing ----------------------------------------------------------------------------------------------
 
@@ -145,15 +148,14 @@ class PublishedWeights(Readable, VersionWaits):
     ) -> int:
         """Copy the tensors and make them the newest version. Blocks for the copy, and never for readers.
 
-        ``places``: of those that are shards. ``staged``: older versions stay until ``retire_before``.
+        ``places``: of those that are shards. ``staged``: older versions stay.
         """
         with self._publishing:
-            with self._lock:
-                newest = self._newest()
+            last = self.last()
             if version is None:
-                version = newest + 1
-            elif version <= newest:
-                raise ConfigurationError(f"version {version} is not newer than {newest}, which is published already")
+                version = last + 1
+            elif version <= last:
+                raise ConfigurationError(f"version {version} is not newer than {last}, which is published already")
             layout = self._layout_of(tensors, places or {})
             sources = list(tensors.values())
             changed = self._changed(layout, sources, version)
@@ -162,7 +164,7 @@ class PublishedWeights(Readable, VersionWaits):
             snapshot = Snapshot(version, layout.specs, memory, changed, self.pool)
             with self._lock:
                 self._check_open()
-                self._versions[version] = layout, snapshot
+                self._versions[version], self._last = (layout, snapshot), version
                 surplus = 0 if staged else len(self._versions) - self._keep
                 old = [self._versions.popitem(last=False)[1][1] for _ in range(surplus)]
                 due = self._due(version)
@@ -172,17 +174,10 @@ class PublishedWeights(Readable, VersionWaits):
             reply.settle(version)
         return version
 
-    def retire_before(self, version: int) -> None:
-        """Retire the versions before this one."""
+    def last(self) -> int:
+        """The highest number that was published; 0 before the first."""
         with self._lock:
-            old = [self._versions.pop(number)[1] for number in list(self._versions) if number < version]
-        for snapshot in old:
-            self.pool.retire(snapshot)
-
-    def newest(self) -> int:
-        """The newest version; 0 before the first."""
-        with self._lock:
-            return self._newest()
+            return self._last
 
     def _layout_of(self, tensors: Mapping[str, torch.Tensor], places: Mapping[str, PlaceInWhole]) -> Layout:
         names, wholes = tuple(tensors), tuple(map(places.get, tensors))
@@ -190,7 +185,9 @@ class PublishedWeights(Readable, VersionWaits):
         known = self._layout
         if known is None or known[1:] != (names, specs, wholes):
             self.pool.drop_spare_memory()
-            known = self._layout = Layout(1 if known is None else known.number + 1, names, specs, wholes)
+            # Random, because readers remember numbers, and a restarted publisher may have another layout.
+            number = 1 + secrets.randbits(48) if known is None else known.number + 1
+            known = self._layout = Layout(number, names, specs, wholes)
         return known
 
     def _changed(self, layout: Layout, sources: Sequence[torch.Tensor], version: int) -> list[int]:
@@ -299,10 +296,10 @@ class PublishedWeights(Readable, VersionWaits):
 class RelayedWeights(Readable):
     """Weights of one store that this member has pulled and serves to other members of its node. Thread-safe."""
 
-    def __init__(self, local: LocalMember, home: int) -> None:
-        """``home``: the rank of the store's home."""
+    def __init__(self, local: LocalMember, homes: Collection[int]) -> None:
+        """``homes``: the ranks of the members without which nobody asks for these weights."""
         super().__init__(local)
-        self._home = home
+        self._homes = homes
         self._lock = threading.Lock()
         self._snapshots: dict[str, Snapshot] = {}  # the newest, by ``Selection.signature``
 
@@ -326,7 +323,7 @@ class RelayedWeights(Readable):
     def lose(self, rank: int) -> None:
         """See ``Served``. Without their home no member asks for these weights. They are pulled again if it returns."""
         super().lose(rank)
-        if rank == self._home:
+        if rank in self._homes:
             with self._lock:
                 snapshots, self._snapshots = list(self._snapshots.values()), {}
             for snapshot in snapshots:

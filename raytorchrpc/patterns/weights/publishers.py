@@ -6,9 +6,11 @@ staged, and readers ask it which version is the newest that all have.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from raytorchrpc.calls.current import current_local
@@ -77,11 +79,71 @@ class Publisher(NamedTuple):
     """Of its shards."""
 
 
+#: Publishers that wait no longer, and what each is told; see ``Coordinator.staged``.
+_Freed = list[tuple[DeferredReply, list[int]]]
+
+
 class _Behind(NamedTuple):
     """A publisher that waits for the others."""
 
+    publisher: int
     version: int
     reply: DeferredReply
+
+
+class PublishedShards(PublishedWeights):
+    """The shards of one publisher. Thread-safe."""
+
+    def __init__(self, local: LocalMember, settings: tuple[int, bool, str]) -> None:
+        """``settings``: see ``PublishedWeights``; the coordinator's name."""
+        super().__init__(local, settings[:2])
+        self.settings: Any = settings
+        coordinator = local.peers.route(settings[2])
+        self._coordinator, self._process = coordinator.member.rank, coordinator.token
+        self._unanswered: set[int] = set()
+        self.is_unsure = False
+        """Whether the coordinator may not have a version that is here, because it did not answer or did not take it."""
+
+    @contextmanager
+    def answering(self, *version: int) -> Iterator[list[int]]:
+        """While the coordinator is asked, and told of a version; yields those for which its answer will count."""
+        with self._lock:
+            settled = [number for number in self._versions if number not in self._unanswered] + list(version)
+            self._unanswered.update(version)
+        try:
+            yield settled
+            self.is_unsure = False
+        except BaseException as error:
+            self.is_unsure = True
+            if isinstance(error, NotFound):
+                self.end()
+            raise
+        finally:
+            with self._lock:
+                self._unanswered.difference_update(version)
+
+    def retire(self, versions: Iterable[int]) -> None:
+        """Retire these versions, those of them that are here."""
+        with self._lock:
+            old = [self._versions.pop(number)[1] for number in versions if number in self._versions]
+        for snapshot in old:
+            self.pool.retire(snapshot)
+
+    def retire_before(self, version: float) -> None:
+        """Retire the versions before this one."""
+        with self._lock:
+            old = [number for number in self._versions if number < version]
+        self.retire(old)
+
+    def end(self) -> None:
+        """The store has ended: free all memory, as soon as nobody reads it."""
+        self.retire_before(math.inf)
+        self.pool.drop_spare_memory()
+
+    def keep_only(self, rank: int, process: str | None) -> None:
+        """See ``Served``. A store ends with the process that coordinates it."""
+        if rank == self._coordinator and process != self._process:
+            self.end()
 
 
 class Coordinator(VersionWaits):
@@ -102,48 +164,69 @@ class Coordinator(VersionWaits):
 
     # --- publishers ----------------------------------------------------------------------------------------------
 
-    def next_version(self, publisher: Publisher, newest: int) -> int:
-        """The number of a publisher's next version. ``newest``: its own newest; 0 before the first."""
-        with self._lock:
-            self._note(publisher)
-            return max(self._void, self._newest(), newest) + 1
+    def next_version(self, publisher: Publisher, last: int) -> tuple[int, list[int]]:
+        """The number of a publisher's next version, and the versions that it has to keep.
 
-    def staged(self, publisher: Publisher, version: int, until: float) -> int | DeferredReply:
-        """Note that a publisher has its shards of a version; returns the oldest version that it has to keep.
+        ``last``: the highest number that it has used; 0 before the first.
+        """
+        with self._lock:
+            self._check_open()
+            freed = self._note(publisher)
+            found = max(self._void, self._newest(), last) + 1, self._kept(publisher.number)
+        _settle(freed)
+        return found
+
+    def staged(self, publisher: Publisher, version: int, until: float) -> list[int] | DeferredReply:
+        """Note that a publisher has its shards of a version; returns the versions that it has to keep.
 
         Answers later if the publisher is far ahead of the others.
         """
         with self._lock:
-            self._note(publisher)
+            self._check_open()
+            freed, due = self._note(publisher), list[DeferredReply]()
             self._highest = max(self._highest, version)
-            if version <= max(self._void, self._newest()):
-                return self._oldest()
-            having = self._staged.setdefault(version, {})
-            having[publisher.number] = publisher.instance
-            complete = len(having) == len(self._publishers)
-            if not complete:
-                mine = [number for number, others in self._staged.items() if publisher.number in others]
-                return self._await_others(publisher.number, version, until) if len(mine) > _AHEAD else self._oldest()
-            due, ahead = self._commit(version, having), self._behind
-            self._behind = []
+            is_complete = False
+            if version > max(self._void, self._newest()):
+                having = self._staged.setdefault(version, {})
+                having[publisher.number] = publisher.instance
+                is_complete = len(having) == len(self._publishers)
+            if is_complete:
+                due = self._commit(version, having)
+                freed += self._free()
+            mine = [number for number, others in self._staged.items() if publisher.number in others]
+            answer: list[int] | DeferredReply = self._kept(publisher.number)
+            if version in mine and len(mine) > _AHEAD:
+                answer = self._await_others(publisher.number, version, until)
             oldest = self._oldest()
         for waiting in due:
             waiting.settle(version)
-        for _, reply in ahead:
-            reply.settle(oldest)
-        self._tell_publishers(oldest, but=publisher.number)
-        return oldest
+        _settle(freed)
+        if is_complete:
+            self._tell_publishers(oldest, but=publisher.number)
+        return answer
 
-    def _note(self, publisher: Publisher) -> None:
+    def _note(self, publisher: Publisher) -> _Freed:
         before = self._present.get(publisher.number)
         self._present[publisher.number] = publisher
-        if before is not None and before != publisher:
-            self._drop_staged()
+        return self._drop_staged() if before is not None and before != publisher else []
 
-    def _drop_staged(self) -> None:
-        """A publisher was restarted: what was staged with it must not be completed with its next state."""
+    def _drop_staged(self) -> _Freed:
+        """A publisher was restarted: what was staged with it must not be completed with its next state.
+
+        Those that wait for it go on: the version that they have published will not exist.
+        """
         self._staged.clear()
         self._void = self._highest
+        return self._free()
+
+    def _free(self) -> _Freed:
+        """Take the publishers that wait, with what they are told. The caller settles them without the lock."""
+        behind, self._behind = self._behind, []
+        return [(one.reply, self._kept(one.publisher)) for one in behind]
+
+    def _kept(self, publisher: int) -> list[int]:
+        """The versions that a publisher has to keep."""
+        return [*self._committed, *(number for number, others in self._staged.items() if publisher in others)]
 
     def _commit(self, version: int, having: dict[int, int]) -> list[DeferredReply]:
         instances = tuple(having[publisher] for publisher in range(len(self._publishers)))
@@ -156,15 +239,16 @@ class Coordinator(VersionWaits):
 
     def _await_others(self, publisher: int, version: int, until: float) -> DeferredReply:
         reply = DeferredReply()
-        behind = _Behind(version, reply)
+        behind = _Behind(publisher, version, reply)
         self._behind.append(behind)
-        first = min(self._staged)
+        first = min(number for number, others in self._staged.items() if publisher in others)
         late = [name for number, name in enumerate(self._publishers) if number not in self._staged[first]]
 
         def give_up() -> None:
             with self._lock:
                 if behind in self._behind:
                     self._behind.remove(behind)
+                    self._staged[version].pop(publisher, None)  # else each one that is in vain takes memory
             reply.settle(
                 None,
                 RpcTimeout(
@@ -214,19 +298,25 @@ class Coordinator(VersionWaits):
     def keep_only(self, rank: int, process: str | None) -> None:
         """See ``Served``. Noticed here, a restart separates the versions before it from those after it, for all."""
         with suppress(NotAMember, ValueError):
-            number = self._publishers.index(self._local.peers.route(rank).member.name)
+            number, freed = self._publishers.index(self._local.peers.route(rank).member.name), _Freed()
             with self._lock:
                 there = self._present.get(number)
                 if there is not None and there.process != process:
                     del self._present[number]
-                    self._drop_staged()
+                    freed = self._drop_staged()
+            _settle(freed)
 
     def close(self, error: Exception) -> None:
         super().close(error)
         with self._lock:
             behind, self._behind = self._behind, []
-        for _, reply in behind:
-            reply.settle(None, error)
+        for one in behind:
+            one.reply.settle(None, error)
+
+
+def _settle(freed: _Freed) -> None:
+    for reply, kept in freed:
+        reply.settle(kept)
 
 
 def _open(local: LocalMember, name: str, settings: Any) -> PublishedWeights | Coordinator:
@@ -234,14 +324,14 @@ def _open(local: LocalMember, name: str, settings: Any) -> PublishedWeights | Co
 
 
 factories[KIND] = _open
-factories[SHARDS] = lambda local, name, settings: PublishedWeights(local, settings)
+factories[SHARDS] = lambda local, name, settings: PublishedShards(local, settings)
 register_methods(
     {
         STAGED: lambda store, _, publisher, version, wait_s: store.staged(
             Publisher(*publisher), version, time.monotonic() + wait_s
         ),
         LOOK: lambda store, _, version: store.look(version),
-        NEXT: lambda store, _, publisher, newest: store.next_version(Publisher(*publisher), newest),
+        NEXT: lambda store, _, publisher, last: store.next_version(Publisher(*publisher), last),
         RETIRE: lambda weights, _, oldest: weights.retire_before(oldest),
     }
 )

@@ -35,7 +35,7 @@ class Pull:
     def __init__(self, store: Handle, local: LocalMember, match: LayoutMatch, until: float) -> None:
         """``store``: bound. ``until``: when the pull has to end (``time.monotonic``)."""
         self._store, self._local, self._match, self._until = store, local, match, until
-        self._home, self._address = store.home, store._address
+        self.home, self._address = store.home, store._address
         self._is_home = store._is_home(local)
 
     def _left(self, least: float = 0.0) -> float:
@@ -61,7 +61,7 @@ class Pull:
             else:
                 device_type = None
                 if in_place and not match.converts:
-                    device_type = self._readable_in_place(self._home, match.likely_device_type)
+                    device_type = self._readable_in_place(self.home, match.likely_device_type)
                 answer = Spread(partial(match.parts_of_answer, device_type))
                 request = (*self._address, *args, left, device_type)
                 sent = self._store._send(self._local, published.LEASE, request, left, caller_waits=True, into=answer)
@@ -79,7 +79,7 @@ class Pull:
         if time.monotonic() > lease_is_valid_until(self._until):
             raise RpcTimeout(
                 f"a pull of {self._store.kind} {self._store.name!r} was suspended, or took much longer than its "
-                f"timeout, and {self._home!r} has ended its lease: the model may have tensors of two versions; "
+                f"timeout, and {self.home!r} has ended its lease: the model may have tensors of two versions; "
                 f"pull again"
             )
 
@@ -90,7 +90,7 @@ class Pull:
             if self._is_home:
                 self._store._object(self._local).pool.release(lease.lease)
             else:
-                self._notify(self._home, published.RELEASE, (*self._address, lease.lease))
+                self._notify(self.home, published.RELEASE, (*self._address, lease.lease))
 
     # --- moving tensors ------------------------------------------------------------------------------------------
 
@@ -115,31 +115,31 @@ class Pull:
                 return
             if advice != HOME and self._follow(advice, selection, what):
                 return
-        self._fetch_from(self._home, self._address, lease.lease, selection, layout)
+        self._fetch_from(self.home, self._address, lease.lease, selection, layout)
 
     def _uses_relay(self, selection: Selection) -> bool:
         """Whether other members of this host may pull the same from another host."""
-        if self._is_near(self._home) or sum(target.nbytes for target in selection.targets) < _WORTH_RELAYING:
+        if self._is_near(self.home) or sum(target.nbytes for target in selection.targets) < _WORTH_RELAYING:
             return False
         return sum(self._is_near(route.member.rank) for route in self._local.peers.routes) > 1
 
     def _lead(self, selection: Selection, what: tuple[int, str]) -> None:
         """Pull for all members of this host."""
         local, layout = self._local, self._match.layout
-        home = local.peers.route(self._home).member.rank
-        relayed = local.services.open(published.RELAYED, self._relayed_name, lambda: RelayedWeights(local, home))
+        homes = [local.peers.route(home).member.rank for home in self._store._lives_with]
+        relayed = local.services.open(published.RELAYED, self._relayed_name, lambda: RelayedWeights(local, homes))
         done = False
         try:
             specs = selection.specs(layout.rows)
             memory = relayed.writable_memory(specs)
             shared = selection._replace(targets=memory.tensors)
-            self._fetch_from(self._home, self._address, self._match.leased.lease, shared, layout)
+            self._fetch_from(self.home, self._address, self._match.leased.lease, shared, layout)
             self._check_lease()
             version, signature = what
             relayed.add(signature, version, specs, memory)
             done = True
         finally:
-            self._notify(self._home, published.REPORT, (*self._address, what, local.me.rank, done))
+            self._notify(self.home, published.REPORT, (*self._address, what, local.me.rank, done))
         lease = relayed.lease(local.me.rank, signature, version, None)
         try:
             relayed.pool.leased(lease).copy_into(selection.targets, selection.as_relayed().places)
@@ -161,7 +161,7 @@ class Pull:
             finally:
                 self._notify(leader, published.RELEASE, (*address, lease))
         except (PeerLost, NotFound, LaneUnavailable):
-            self._notify(self._home, published.REPORT, (*self._address, what, leader, False))
+            self._notify(self.home, published.REPORT, (*self._address, what, leader, False))
             return False
         return True
 

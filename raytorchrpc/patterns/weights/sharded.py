@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.errors import ConfigurationError, NotFound, PeerLost
+from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost
 from raytorchrpc.lanes.base import Part
 from raytorchrpc.patterns.handle import Handle
 from raytorchrpc.patterns.weights.match import KnownLayout, LayoutMatch, Selection, writable_device_type
@@ -173,6 +173,14 @@ class ShardedPull:
 
     def bring(self, version: int | None, since: int | None) -> int:
         """Bring a version into the model; returns its number. See ``WeightStore.pull``."""
+        try:
+            return self._bring_newest(version, since)
+        except (NotFound, Empty) as error:
+            if self._lost:  # it may have been lost in the middle, so other errors would be wrong: something was written
+                raise next(iter(self._lost.values())) from error
+            raise
+
+    def _bring_newest(self, version: int | None, since: int | None) -> int:
         while True:
             committed = self._look(version)
             if committed is not None and committed.version == since:
@@ -201,12 +209,15 @@ class ShardedPull:
             for number, source in enumerate(sources):
                 known = None if planned is None else planned[0].layouts[number]
                 matches.append(_SourceMatch(self._store, known, None if planned is None else planned[1][number]))
-                if near[number] < _LOST and (planned is None or planned[0].brings[number]):
+                is_needed = planned is None or len(sources) == 1 or planned[0].brings[number]
+                if near[number] < _LOST and is_needed:
                     pulls.append((number, Pull(source, self._local, matches[number], self._until)))
             found = version or 0
             for _, pull in pulls:
-                found = pull.lease(version, since, True, self._wait).version
-                if version is None and found == since:
+                # Others may refuse, and then nothing must have been written: only the last may bring tensors at once.
+                in_place = pull is pulls[-1][1] and all(match.planned is not None for match in matches)
+                found = pull.lease(version, since, in_place, self._wait).version
+                if found == since:
                     return found
                 version = found
             if any(match.planned is None for match in matches):
@@ -215,7 +226,10 @@ class ShardedPull:
                     return self._bring(version, None, sources)
                 self._plan_anew(matches, near)
             for number, pull in pulls:
-                pull.bring(matches[number].selection())
+                try:
+                    pull.bring(matches[number].selection())
+                except NotFound as error:
+                    raise PeerLost(pull.home, f"it has lost its shards of version {found}: {error}", True) from error
             return found
         finally:
             for _, pull in pulls:

@@ -244,17 +244,18 @@ class SnapshotPool:
         # Random, so that leases of an earlier process of this member, or of another object, are not valid here.
         self._numbers = itertools.count(1 + secrets.randbits(48))
         self._spare: dict[Hashable, list[VersionMemory]] = {}
+        """By the specs that have been asked for since unused memory was freed: of others, none is kept."""
 
     def memory(self, specs: Sequence[TensorSpec], dtype: torch.dtype | None = None) -> VersionMemory:
         """Return memory for tensors of these specs. ``dtype``: only for the floating ones, converted to it."""
         with self._lock:
-            spare = self._spare.get((tuple(specs), dtype))
+            spare = self._spare.setdefault((tuple(specs), dtype), [])
             if spare:
                 return spare.pop()
         return VersionMemory(specs if dtype is None else converted_specs(specs, dtype), self._allocate_shared)
 
     def drop_spare_memory(self) -> None:
-        """Free unused memory: the layout has changed."""
+        """Free unused memory, and what is in use once it is not: the layout has changed, or the store has ended."""
         with self._lock:
             self._spare.clear()
 
@@ -303,8 +304,8 @@ class SnapshotPool:
     def _reuse(self, snapshot: Snapshot) -> None:
         if snapshot.retired and not snapshot.readers:
             for dtype, memory in [(None, snapshot.memory), *snapshot.converted.items()]:
-                spare = self._spare.setdefault((tuple(snapshot.specs), dtype), [])
-                if len(spare) < _SPARE:
+                spare = self._spare.get((tuple(snapshot.specs), dtype))
+                if spare is not None and len(spare) < _SPARE:
                     spare.append(memory)
             snapshot.converted = {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -18,7 +17,16 @@ from raytorchrpc.patterns.weights.plan import Options, PlaceInWhole, Renamed
 from raytorchrpc.patterns.weights.prefetch import PullOptions, WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
-from raytorchrpc.patterns.weights.publishers import LOOK, NEXT, SHARDS, STAGED, Committed, names_of, shards_name
+from raytorchrpc.patterns.weights.publishers import (
+    LOOK,
+    NEXT,
+    SHARDS,
+    STAGED,
+    Committed,
+    PublishedShards,
+    names_of,
+    shards_name,
+)
 from raytorchrpc.patterns.weights.pull import Pull
 from raytorchrpc.patterns.weights.sharded import Remembered, ShardedPull
 from raytorchrpc.patterns.weights.shards import Model, has_shards, shards_of
@@ -32,6 +40,10 @@ class _Shards(Handle):
     """The shards of one publisher."""
 
     kind: ClassVar[str] = SHARDS
+
+    @property
+    def _lives_with(self) -> tuple[str, ...]:
+        return self._home, self._settings[2]
 
 
 class WeightStore(Handle):
@@ -116,7 +128,7 @@ class WeightStore(Handle):
         Raises:
             ConfigurationError: this member does not publish to the store, or something in the model is not a dense
                 tensor.
-            RpcTimeout: another publisher has not published earlier versions.
+            RpcTimeout: another publisher has not published earlier versions. This one may never exist.
         """
         local = process_member()
         shards = shards_of(model, self._name)
@@ -148,21 +160,23 @@ class WeightStore(Handle):
         yield from self._bind(local, wait_s)
         mine = self._shards_of(local.me.name, None)
         yield from mine._bind(local)
-        weights: PublishedWeights = mine._object(local)
+        weights: PublishedShards = mine._object(local)
         me = (self.publishers.index(local.me.name), local.incoming.token, mine._instance_id)
-        if version is None:
-            version = yield from self._request(local, NEXT, (*self._address, me, weights.newest()), wait_s)
-        version = weights.publish(tensors, version, places, staged=True)
-        oldest = yield from self._request(local, STAGED, (*self._address, me, version, wait_s), wait_s)
-        weights.retire_before(oldest)
-        for name in local.services.names(SHARDS):
-            if name != mine.name and name.rpartition(" ")[0] == self._name:  # of an earlier store of this name
-                local.services.get(SHARDS, name).retire_before(sys.maxsize)
+        if version is None or weights.is_unsure:
+            with weights.answering() as settled:
+                asked = (*self._address, me, weights.last())
+                number, kept = yield from self._request(local, NEXT, asked, wait_s)
+            weights.retire(set(settled).difference(kept))
+            version = number if version is None else version
+        with weights.answering(version) as settled:
+            weights.publish(tensors, version, places, staged=True)
+            kept = yield from self._request(local, STAGED, (*self._address, me, version, wait_s), wait_s)
+        weights.retire(set(settled).difference(kept))
         return version
 
     def _shards_of(self, publisher: str, instance: int | None) -> _Shards:
         name = shards_name(self._name, self._instance_id)
-        return _Shards._restore(name, publisher, self._settings[:2], instance)
+        return _Shards._restore(name, publisher, (*self._settings[:2], self._home), instance)
 
     def broadcast(self, carry: Carry, version: int | None = None) -> int:
         """Pass a version to ``carry``, while the members that pull it call theirs; returns its number.

@@ -1,0 +1,255 @@
+"""Stores with several publishers: which versions exist, what is kept of them, and what readers remember of them."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc.calls import current
+from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.patterns.weights.publishers import SHARDS, Coordinator, Publisher
+from raytorchrpc.process.deadlines import Deadlines
+from tests.unit.members import Members
+
+LONG = 20.0
+BOTH = ("home", "a")
+
+
+@pytest.fixture
+def members() -> Iterator[Members]:
+    made = Members(rtr.GroupConfig(rpc_timeout_s=LONG))
+    try:
+        yield made
+    finally:
+        current.set_local(None)
+        made.close()
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    deadlines = Deadlines("test")
+    peers = SimpleNamespace(route=lambda rank: SimpleNamespace(member=SimpleNamespace(name=BOTH[rank])))
+    local: Any = SimpleNamespace(deadlines=deadlines, peers=peers, me=SimpleNamespace(name="nobody"))
+    local.outgoing = SimpleNamespace(call=lambda *_: None)
+    local.services = SimpleNamespace(find=lambda *_: SimpleNamespace(retire_before=lambda _: None))
+    made = Coordinator(local, "w", (1, False, BOTH))
+    made.instance_id = 7
+    yield made
+    deadlines.stop()
+
+
+def until() -> float:
+    return time.monotonic() + LONG
+
+
+HOME, A = Publisher(0, "home", 1), Publisher(1, "a", 2)
+
+
+@pytest.mark.parametrize("notice", ["group", "publisher"])
+def test_a_publisher_that_waits_for_one_that_restarts_goes_on(coordinator: Coordinator, notice: str) -> None:
+    coordinator.staged(A, 1, until())
+    assert coordinator.staged(HOME, 1, until()) == [1]
+    for version in (2, 3):
+        coordinator.staged(HOME, version, until())
+    waiting = coordinator.staged(HOME, 4, until())
+    assert isinstance(waiting, DeferredReply) and not waiting.done()
+    if notice == "group":
+        coordinator.keep_only(1, "a again")
+    else:
+        coordinator.next_version(A._replace(process="a again"), 0)
+    assert waiting.result(0) == [1], "what was staged is void, and need not be kept"
+    assert coordinator.next_version(HOME, 4) == (5, [1])
+
+
+def test_after_the_end_nobody_waits(coordinator: Coordinator) -> None:
+    error = rtr.NotAMember("left")
+    coordinator.close(error)
+    with pytest.raises(rtr.NotAMember):
+        coordinator.staged(HOME, 1, until())
+
+
+# --- with members --------------------------------------------------------------------------------------------
+
+
+def store(members: Members, name: str, publishers: tuple[str, ...] = BOTH, **options: Any) -> rtr.WeightStore:
+    with members.acting(name):
+        return rtr.WeightStore("w", publishers=publishers, **options)
+
+
+def half(number: int, value: float, rows: int = 8, extra: float | None = None) -> dict[str, Any]:
+    """One publisher's rows; ``extra``: a tensor of its own, before them."""
+    shard = rtr.Shard(torch.full((rows // 2, 4), value), (rows, 4), (number * rows // 2, 0))
+    return ({} if extra is None else {f"extra{number}": torch.full((3,), extra)}) | {"matrix": shard}
+
+
+def publish(members: Members, version: int | None, value: float, **options: Any) -> list[int]:
+    found = []
+    for number, name in enumerate(BOTH):
+        with members.acting(name):
+            found.append(rtr.WeightStore("w", publishers=BOTH, **options).publish(half(number, value), version))
+    return found
+
+
+def shards(members: Members, name: str) -> list[Any]:
+    services = members.members[name].services
+    return [services.get(SHARDS, each) for each in services.names(SHARDS)]
+
+
+def restart(members: Members, name: str) -> None:
+    """Its shards are gone, as with its process."""
+    served = members.members[name].services._served
+    for key in [key for key in served if key[0] == SHARDS]:
+        del served[key]
+
+
+def test_versions_in_vain_do_not_pile_up(members: Members) -> None:
+    mine = store(members, "home")
+    with members.acting("home"):
+        for version in (1, 2):
+            mine.publish(half(0, 1.0), version)
+        for version in range(3, 9):
+            with pytest.raises(rtr.RpcTimeout, match="but a not even version 1"):
+                mine.publish(half(0, 1.0), version, timeout=0.01)
+        assert len(shards(members, "home")[0]._versions) <= 3
+    with members.acting("a"):
+        other = rtr.WeightStore("w", publishers=BOTH)
+        assert [other.publish(half(1, 1.0)) for _ in range(2)] == [1, 2]
+    assert publish(members, None, 3.0) != [3, 3], "that number is used"
+    assert publish(members, 20, 3.0) == [20, 20]
+    assert list(shards(members, "home")[0]._versions) == [20]
+
+
+def test_publishers_that_restart_again_and_again_cost_no_memory(members: Members) -> None:
+    publish(members, None, 1.0)
+    for _ in range(5):
+        with members.acting("home"):
+            for _ in range(2):
+                rtr.WeightStore("w", publishers=BOTH).publish(half(0, 2.0))
+        restart(members, "a")
+        with members.acting("a"):
+            rtr.WeightStore("w", publishers=BOTH).publish(half(1, 2.0))
+    assert len(shards(members, "home")[0]._versions) <= 3
+
+
+def pulled(members: Members, mine: rtr.WeightStore, model: dict[str, Any], **options: Any) -> int:
+    with members.acting("b"):
+        return mine.pull(model, **options)
+
+
+def test_a_plan_does_not_outlive_the_layout_of_a_publisher_that_restarted(members: Members) -> None:
+    publish(members, 1, 1.0)
+    mine, matrix = store(members, "b"), torch.zeros(8, 4)
+    assert pulled(members, mine, {"matrix": matrix}) == 1
+    restart(members, "a")
+    for number, name in ((1, "a"), (0, "home")):
+        with members.acting(name):
+            extra = 99.0 if name == "a" else None
+            rtr.WeightStore("w", publishers=BOTH).publish(half(number, 5.0, extra=extra), 5)
+    assert pulled(members, mine, {"matrix": matrix}, strict=False) == 5
+    assert matrix.unique().tolist() == [5.0]
+
+
+def test_since_counts_no_version_that_never_was(members: Members) -> None:
+    """A restarted publisher publishes a number again; its next version is compared with it."""
+    for version in (1, 2):
+        publish(members, version, float(version), track=True)
+    mine, matrix = store(members, "b", track=True), torch.zeros(8, 4)
+    assert pulled(members, mine, {"matrix": matrix}) == 2
+    restart(members, "a")
+    with members.acting("a"):
+        rtr.WeightStore("w", publishers=BOTH, track=True).publish(half(1, 3.0), 2)
+    publish(members, 3, 3.0, track=True)
+    assert pulled(members, mine, {"matrix": matrix}, since=2) == 3
+    assert matrix.unique().tolist() == [3.0]
+
+
+@pytest.mark.parametrize("changes", [(), (0,), (1,), (0, 1)])
+def test_since_brings_what_changed_at_any_publisher(members: Members, changes: tuple[int, ...]) -> None:
+    publish(members, 1, 1.0, track=True)
+    mine, matrix = store(members, "b", track=True), torch.zeros(8, 4)
+    pulled(members, mine, {"matrix": matrix})
+    for number, name in enumerate(BOTH):
+        with members.acting(name):
+            value = 2.0 if number in changes else 1.0
+            rtr.WeightStore("w", publishers=BOTH, track=True).publish(half(number, value), 7)
+    assert pulled(members, mine, {"matrix": matrix}, since=1) == 7
+    assert [float(matrix[4 * number, 0]) for number in (0, 1)] == [2.0 if n in changes else 1.0 for n in (0, 1)]
+
+
+def test_stores_of_one_name_with_other_homes_leave_each_other_alone(members: Members) -> None:
+    for publishers, value in ((BOTH, 1.0), (BOTH[::-1], 2.0)):
+        for number, name in enumerate(publishers):
+            with members.acting(name):
+                rtr.WeightStore("w", publishers=publishers).publish(half(number, value))
+    for publishers, value in ((BOTH, 1.0), (BOTH[::-1], 2.0)):
+        matrix = torch.zeros(8, 4)
+        assert pulled(members, store(members, "b", publishers), {"matrix": matrix}, timeout=1.0) == 1
+        assert matrix.unique().tolist() == [value]
+
+
+def test_the_memory_of_shards_ends_with_the_process_of_the_first_publisher(members: Members) -> None:
+    publish(members, 1, 1.0)
+    publish(members, 2, 1.0)
+    (mine,) = shards(members, "a")
+    memory = weakref.ref(next(iter(mine._versions.values()))[1].memory)
+    mine.keep_only(0, members.members["a"].peers.route("home").token)
+    assert memory() is not None, "it was only away"
+    mine.keep_only(0, "home again")
+    gc.collect()
+    assert memory() is None and not any(mine.pool._spare.values())
+
+
+def test_a_handle_of_a_store_that_has_ended_keeps_nothing(members: Members) -> None:
+    publish(members, 1, 1.0)
+    mine = store(members, "a")
+    with members.acting("a"):
+        mine.publish(half(1, 1.0), 2)
+        members.members["home"].services._served.clear()
+        with pytest.raises(rtr.NotFound):
+            mine.publish(half(1, 1.0), 3)
+    assert [len(each._versions) for each in shards(members, "a")] == [0]
+
+
+def test_memory_of_another_layout_is_freed(members: Members) -> None:
+    with members.acting("home"):
+        mine = rtr.WeightStore("w")
+        mine.publish({"matrix": torch.zeros(1000)})
+        weights: Any = mine._object(members.members["home"])
+        memory = weakref.ref(next(iter(weights._versions.values()))[1].memory)
+        mine.publish({"matrix": torch.zeros(2000)})
+    gc.collect()
+    assert memory() is None
+
+
+def test_a_shard_of_the_version_that_is_there(members: Members) -> None:
+    """Of whole tensors of one home."""
+    with members.acting("home"):
+        rtr.WeightStore("w").publish({"matrix": torch.full((8, 4), 3.0)}, 3)
+    with members.acting("b"):
+        mine = rtr.WeightStore.find("w")
+        model = {"matrix": rtr.Shard(torch.zeros(2, 4), (8, 4), (2, 0))}
+        for since in (None, 3):
+            assert mine.pull(model, 3, since=since) == 3
+        assert model["matrix"].tensor.unique().tolist() == [3.0]
+        empty = {"matrix": rtr.Shard(torch.zeros(0, 4), (8, 4), (2, 0))}
+        assert [mine.pull(empty) for _ in range(2)] == [3, 3]
+
+
+def test_a_tensor_that_was_transposed_in_place_is_filled_by_its_indices(members: Members) -> None:
+    with members.acting("home"):
+        rtr.WeightStore("w").publish({"matrix": torch.arange(16.0).view(4, 4)})
+    with members.acting("b"):
+        mine, matrix = rtr.WeightStore.find("w"), torch.zeros(4, 4)
+        model = {"matrix": matrix}
+        for _ in range(2):
+            mine.pull(model, mapping={"matrix": "matrix"})
+            assert torch.equal(matrix, torch.arange(16.0).view(4, 4))
+            matrix.t_()
