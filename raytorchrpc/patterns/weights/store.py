@@ -276,7 +276,7 @@ class WeightStore(Handle):
         local, wait_s = run(begin(timeout))
         until = time.monotonic() + wait_s
         run(self._bind(local, wait_s))
-        instance_id = self._instance_id or 0
+        instance_id, failures = self._instance_id or 0, _pulled.failures
         if carry is not None or (since is not None and not _pulled.has(instance_id, since)):
             since = None
         # Weights have no history, whatever autograd context asks for them.
@@ -288,7 +288,7 @@ class WeightStore(Handle):
             else:
                 match = ModelMatch(self._name, model, self._known_layout, convert, strict)
                 pulled = self._pull_whole(local, match, version, since, until, carry)
-        _pulled.add(instance_id, pulled)
+        _pulled.add(instance_id, pulled, failures)
         return pulled
 
     def _pull_whole(

@@ -105,10 +105,17 @@ class PulledVersions:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._versions: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self.failures = 0
+        """How many pulls have failed and may have left a model with tensors of several versions."""
 
-    def add(self, instance_id: int, version: int) -> None:
-        """Note that a version has been pulled."""
+    def add(self, instance_id: int, version: int, failures: int) -> None:
+        """Note that a version has been pulled. ``failures``: when the pull began; no effect if there are more now.
+
+        Otherwise it would count for the model of another thread, whose pull has failed meanwhile.
+        """
         with self._lock:
+            if failures != self.failures:
+                return
             self._versions[instance_id, version] = None
             self._versions.move_to_end((instance_id, version))
             if len(self._versions) > _REMEMBERED:
@@ -122,5 +129,6 @@ class PulledVersions:
     def forget(self, instance_id: int) -> None:
         """Forget a store's versions: a pull has failed and may have left a model with tensors of several versions."""
         with self._lock:
+            self.failures += 1
             for pulled in [pulled for pulled in self._versions if pulled[0] == instance_id]:
                 del self._versions[pulled]

@@ -129,13 +129,13 @@ def test_versions_in_vain_do_not_pile_up(members: Members) -> None:
 
 def test_publishers_that_restart_again_and_again_cost_no_memory(members: Members) -> None:
     publish(members, None, 1.0)
-    for _ in range(5):
+    for turn in range(1, 6):  # no version is completed
         with members.acting("home"):
             for _ in range(2):
                 rtr.WeightStore("w", publishers=BOTH).publish(half(0, 2.0))
         restart(members, "a")
         with members.acting("a"):
-            rtr.WeightStore("w", publishers=BOTH).publish(half(1, 2.0))
+            rtr.WeightStore("w", publishers=BOTH).publish(half(1, 2.0), 1000 * turn)
     assert len(shards(members, "home")[0]._versions) <= 3
 
 
@@ -147,7 +147,7 @@ def pulled(members: Members, mine: rtr.WeightStore, model: dict[str, Any], **opt
 def test_a_plan_does_not_outlive_the_layout_of_a_publisher_that_restarted(members: Members) -> None:
     publish(members, 1, 1.0)
     mine, matrix = store(members, "b"), torch.zeros(8, 4)
-    assert pulled(members, mine, {"matrix": matrix}) == 1
+    assert pulled(members, mine, {"matrix": matrix}, strict=False) == 1
     restart(members, "a")
     for number, name in ((1, "a"), (0, "home")):
         with members.acting(name):

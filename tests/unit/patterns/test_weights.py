@@ -161,12 +161,14 @@ def test_numbers_of_leases_are_of_one_process(deadlines: Deadlines) -> None:
 
 def test_versions_that_were_pulled_are_known_by_the_life_of_their_store() -> None:
     pulled = PulledVersions()
-    pulled.add(1, 5)
+    pulled.add(1, 5, 0)
     assert pulled.has(1, 5) and not pulled.has(2, 5) and not pulled.has(1, 4)
     pulled.forget(1)
     assert not pulled.has(1, 5)
+    pulled.add(1, 5, 0)
+    assert not pulled.has(1, 5), "that pull began before another failed, which may have left a torn model"
     for version in range(2000):
-        pulled.add(version % 100, version)
+        pulled.add(version % 100, version, pulled.failures)
     assert pulled.has(99, 1999) and not pulled.has(0, 0), "the last are remembered"
 
 
