@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from raytorchrpc.errors import ConfigurationError, RpcTimeout
 from raytorchrpc.patterns.handle import begin as begin_operation
 from raytorchrpc.patterns.handle import run
+from raytorchrpc.patterns.weights.conversions import Convert
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel, BufferSpec, ModelBuffers, ModelTensors
 from raytorchrpc.patterns.weights.plan import Renamed
 from raytorchrpc.patterns.weights.shards import Model
@@ -35,7 +36,7 @@ class PullOptions(NamedTuple):
 
     version: int | None
     since: int | None
-    convert: bool
+    convert: Convert
     strict: bool
     mapping: Renamed | None
     timeout: float | None

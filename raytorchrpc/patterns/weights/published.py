@@ -69,23 +69,16 @@ class Readable:
     def __init__(self, local: LocalMember) -> None:
         self._local = local
         moves = [lane.move for lane in local.tensor_lanes.values() if lane.capabilities.parallel_move]
-        self.pool = SnapshotPool(self._allocate_shared, local.deadlines, *moves[:1])
+        self.pool = SnapshotPool(self._allocate_shared, local.deadlines, self._fence, *moves[:1])
 
     def _allocate_shared(self, size: int) -> torch.Tensor | None:
         """Allocate memory that peers on this host read in place, if a lane offers any."""
         offers = (lane.lend(size) for lane in self._local.tensor_lanes.values())
         return next((shared for shared in offers if shared is not None), None)
 
-    def writable_memory(self, specs: Sequence[TensorSpec]) -> VersionMemory:
-        """Return memory that this thread may write to, once reads by GPUs have ended."""
-        memory = self.pool.memory(specs)
-        for index in {tensor.device.index for tensor in memory.tensors if tensor.is_cuda}:
-            for lane in self._local.tensor_lanes.values():
-                lane.fence(index)  # peers may still be reading it with their GPUs
-        own_reads, memory.own_reads = memory.own_reads, []
-        for wait_for_read in own_reads:
-            wait_for_read()
-        return memory
+    def _fence(self, device: int) -> None:
+        for lane in self._local.tensor_lanes.values():
+            lane.fence(device)
 
     def lose(self, rank: int) -> None:
         """See ``Served``. A process that lives, out of reach, may go on reading until its leases end."""
@@ -157,7 +150,7 @@ class PublishedWeights(Readable, VersionWaits):
             layout = self._layout_of(tensors, places or {})
             sources = list(tensors.values())
             changed = self._changed(layout, sources, version)
-            memory = self.writable_memory(layout.specs)
+            memory = self.pool.memory(layout.specs)
             self._write(memory, sources, changed)
             snapshot = Snapshot(version, layout.specs, memory, changed, self.pool)
             with self._lock:

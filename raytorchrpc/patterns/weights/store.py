@@ -12,6 +12,7 @@ from raytorchrpc.calls.current import process_member
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound
 from raytorchrpc.patterns.handle import Handle, Steps, begin, checked_count, run
+from raytorchrpc.patterns.weights.conversions import Convert, converts_blocks
 from raytorchrpc.patterns.weights.match import Carry, KnownLayout, ModelMatch
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel
 from raytorchrpc.patterns.weights.plan import Options, PlaceInWhole, Renamed
@@ -228,7 +229,7 @@ class WeightStore(Handle):
         version: int | None = None,
         *,
         since: int | None = None,
-        convert: bool = False,
+        convert: Convert = False,
         strict: bool = True,
         mapping: Renamed | None = None,
         timeout: float | None = None,
@@ -267,12 +268,12 @@ class WeightStore(Handle):
             since = None
         # Weights have no history, whatever autograd context asks for them.
         with torch_internals.autograd_context(torch_internals.NO_CONTEXT):
-            if self._publishers is not None or mapping or has_shards(model):
+            if self._publishers is not None or mapping or converts_blocks(convert) or has_shards(model):
                 self._check_unsharded("carry=", carry)
                 options = Options.of(mapping, convert, strict)
                 pulled = self._pull_shards(local, model, options, version, since, until)
             else:
-                match = ModelMatch(self._name, model, self._known_layout, convert, strict)
+                match = ModelMatch(self._name, model, self._known_layout, bool(convert), strict)
                 pulled = self._pull_whole(local, match, version, since, until, carry)
         _pulled.add(instance_id, pulled)
         return pulled
@@ -350,7 +351,7 @@ class WeightStore(Handle):
         version: int | None = None,
         *,
         since: int | None = None,
-        convert: bool = False,
+        convert: Convert = False,
         strict: bool = True,
         mapping: Renamed | None = None,
         timeout: float | None = None,
