@@ -154,3 +154,31 @@ def test_shards_are_quantized_where_they_are(actors: dict[str, Any]) -> None:
     assert ray.get(published, timeout=60) == [3, 3]
     pulls = [actors["a"].run.remote(pull_columns, 0, 640), actors["b"].run.remote(pull_columns, 640, 1100)]
     assert ray.get(pulls, timeout=60) == [True, True]
+
+
+def test_only_a_part_crosses(actors: dict[str, Any]) -> None:
+    """Whole versions, of which only what was published anew is brought."""
+    store = rtr.WeightStore("part", home="learner")
+
+    def publish_norm(version: int) -> int:
+        return store.publish({**given(version), "norm": torch.full((1100,), float(version))}, version, only="norm")
+
+    def pull_since(since: int | None, only: str | None) -> tuple[int, bool, int]:
+        model = member.__dict__.setdefault("model", {name: torch.zeros_like(value) for name, value in given(1).items()})
+        before = bytes_in()["learner"]
+        version = store.pull(model, since=since, only=only)
+        came = bytes_in()["learner"] - before
+        right = all(torch.equal(model[name], weight(name, 1)) for name in SHAPES)
+        return version, right and bool((model["norm"] == version).all()), came
+
+    assert ray.get(actors["learner"].run.remote(publish, store, 1), timeout=60) == 1
+    assert ray.get(actors["a"].run.remote(pull_since, None, None), timeout=60)[:2] == (1, True)
+    for version, only in ((2, None), (3, "norm"), (4, "no*")):
+        assert ray.get(actors["learner"].run.remote(publish_norm, version), timeout=60) == version
+        # By a plan the first version of a model has no ``since``: it brings the whole part, which is one tensor.
+        since = version - 1 if only is None else None
+        found = ray.get(actors["a"].run.remote(pull_since, since, only), timeout=60)
+        assert found[:2] == (version, True) and 0 < found[2] < 50_000, found
+    fp8 = ray.get(actors["b"].run.remote(lambda: (model := quantized(), store.pull(model, convert=rtr.BlockFp8()))[0]))
+    assert all(fits(fp8[name], fp8[f"{name}_scale_inv"], weight(name, 1)) for name in SHAPES)
+    assert bool((fp8["norm"] == 4).all())

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.patterns.weights.conversions import FP8, SOURCES, BlockFp8, Convert, blocks_in, scales_of
+from raytorchrpc.patterns.weights.names import Only, globs_of, selected, selects
 from raytorchrpc.patterns.weights.shards import Box, Shard
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES
 
@@ -70,13 +71,17 @@ class Options(NamedTuple):
     mapping: Mapping[str, tuple[str, ...]]
     convert: Convert
     strict: bool
+    only: tuple[str, ...] = ()
+    """Globs; none for all."""
 
     @staticmethod
-    def of(mapping: Renamed | None = None, convert: Convert = False, strict: bool = True) -> Options:
+    def of(
+        mapping: Renamed | None = None, convert: Convert = False, strict: bool = True, only: Only | None = None
+    ) -> Options:
         """Of the arguments of a pull."""
         given = (mapping or {}).items()
         names = {name: (parts,) if isinstance(parts, str) else tuple(parts) for name, parts in given}
-        return Options(names, convert, strict)
+        return Options(names, convert, strict, globs_of(only))
 
 
 class Request(NamedTuple):
@@ -85,6 +90,18 @@ class Request(NamedTuple):
     store: str
     targets: Mapping[str, Shard]
     options: Options
+
+    @staticmethod
+    def of(store: str, model: Mapping[str, Shard], options: Options) -> Request:
+        """For the tensors of a model that ``options.only`` selects, with their scales. Raises ConfigurationError."""
+        if not options.only:
+            return Request(store, model, options)
+        names = set(selected(options.only, model, store))
+        if isinstance(options.convert, BlockFp8):
+            names |= {name + options.convert.suffix for name in names}
+        mapping = {name: parts for name, parts in options.mapping.items() if name in names or name not in model}
+        targets = {name: shard for name, shard in model.items() if name in names}
+        return Request(store, targets, options._replace(mapping=mapping))
 
 
 def plan(request: Request, layouts: Sequence[Sequence[Row]], near: Sequence[int], turn: int) -> list[list[Move]]:
@@ -117,7 +134,8 @@ def plan(request: Request, layouts: Sequence[Sequence[Row]], near: Sequence[int]
                 f"(published: {_shown(held)}; the model wants {wanted.box})"
             )
     if request.options.strict:
-        wrong += [f"the model has no {name!r}, which was published" for name in published if name not in used]
+        lacking = [name for name in published if name not in used and selects(request.options.only, name)]
+        wrong += [f"the model has no {name!r}, which was published" for name in lacking]
     _check(request.store, wrong)
     return moves
 

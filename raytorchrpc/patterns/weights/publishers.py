@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from raytorchrpc.calls.current import current_local
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, RayTorchRpcError, RpcTimeout
-from raytorchrpc.patterns.handle import factories, give_up_at, register_methods
+from raytorchrpc.patterns.handle import Handle, factories, give_up_at, register_methods
 from raytorchrpc.patterns.weights.published import KIND, PublishedWeights
 from raytorchrpc.patterns.weights.versions import VersionWaits
 
@@ -38,6 +38,12 @@ class Committed(NamedTuple):
     version: int
     instances: tuple[int, ...]
     """Of each publisher's shards: a restarted publisher has lost them."""
+
+
+class Shards(Handle):
+    """The shards of one publisher."""
+
+    kind: ClassVar[str] = SHARDS
 
 
 def shards_name(store: str, instance: int | None) -> str:

@@ -172,7 +172,7 @@ class ShardedPull:
 
     @cached_property
     def _request(self) -> Request:
-        return Request(self._store, shards_of(self._values, self._store), self._options)
+        return Request.of(self._store, shards_of(self._values, self._store), self._options)
 
     def bring(self, version: int | None, since: int | None) -> int:
         """Bring a version into the model; returns its number. See ``WeightStore.pull``."""

@@ -182,7 +182,7 @@ class Snapshot:
             found = [self._tensor(place, dtype, made) for place, dtype in places]
             if made:
                 self._handoffs.append(handoff_streams(made))
-                self._note_own_reads()
+                self.note_own_reads()
         if regions is None:
             return found
         return [cut(tensor, region) for tensor, region in zip(found, regions, strict=True)]
@@ -209,9 +209,10 @@ class Snapshot:
     ) -> None:
         """Copy these tensors, or a region of each, into tensors of this process."""
         copy_tensors(targets, self.tensors(places, regions), self._pool.copy_bytes)
-        self._note_own_reads()
+        self.note_own_reads()
 
-    def _note_own_reads(self) -> None:
+    def note_own_reads(self) -> None:
+        """Have the thread that writes to this memory next wait for what this thread's CUDA streams read of it."""
         if any(piece.is_cuda for piece in self.memory.pieces):
             for memory in (self.memory, *tuple(self.converted.values())):
                 memory.own_reads.append(handoff_streams(memory.pieces))

@@ -104,20 +104,21 @@ class PulledVersions:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._versions: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._versions: OrderedDict[tuple[int, int, tuple[str, ...]], None] = OrderedDict()
 
-    def add(self, instance_id: int, version: int) -> None:
-        """Note that a version has been pulled."""
+    def add(self, instance_id: int, version: int, only: tuple[str, ...] = ()) -> None:
+        """Note that a version has been pulled. ``only``: the globs of its tensors; none for all."""
         with self._lock:
-            self._versions[instance_id, version] = None
-            self._versions.move_to_end((instance_id, version))
+            self._versions[instance_id, version, only] = None
+            self._versions.move_to_end((instance_id, version, only))
             if len(self._versions) > _REMEMBERED:
                 self._versions.popitem(last=False)
 
-    def has(self, instance_id: int, version: int) -> bool:
-        """Whether a model of this process may have this version."""
+    def has(self, instance_id: int, version: int, only: tuple[str, ...] = ()) -> bool:
+        """Whether a model of this process may have this version, or these tensors of it."""
         with self._lock:
-            return (instance_id, version) in self._versions
+            pulled = self._versions
+            return (instance_id, version, ()) in pulled or (instance_id, version, only) in pulled
 
     def forget(self, instance_id: int) -> None:
         """Forget a store's versions: a pull has failed and may have left a model with tensors of several versions."""
