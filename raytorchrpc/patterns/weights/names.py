@@ -36,7 +36,7 @@ def _pattern(globs: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(fnmatch.translate, globs)))
 
 
-def selected(globs: tuple[str, ...], names: Collection[str], store: str, *, may_be_none: bool = False) -> list[str]:
+def selected(globs: tuple[str, ...], names: Collection[str], store: str, may_be_none: bool = False) -> list[str]:
     """Return the names that match. Raises ConfigurationError, which names the nearest, if there are none."""
     found = [name for name in names if selects(globs, name)]
     if not found and not may_be_none:

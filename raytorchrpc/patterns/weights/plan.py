@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.patterns.weights.conversions import FP8, SOURCES, BlockFp8, Convert, blocks_in, scales_of
-from raytorchrpc.patterns.weights.names import Only, globs_of, selected, selects
+from raytorchrpc.patterns.weights.names import selected, selects
 from raytorchrpc.patterns.weights.shards import Box, Shard
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES
 
@@ -76,12 +76,12 @@ class Options(NamedTuple):
 
     @staticmethod
     def of(
-        mapping: Renamed | None = None, convert: Convert = False, strict: bool = True, only: Only | None = None
+        mapping: Renamed | None = None, convert: Convert = False, strict: bool = True, only: tuple[str, ...] = ()
     ) -> Options:
         """Of the arguments of a pull."""
         given = (mapping or {}).items()
         names = {name: (parts,) if isinstance(parts, str) else tuple(parts) for name, parts in given}
-        return Options(names, convert, strict, globs_of(only))
+        return Options(names, convert, strict, only)
 
 
 class Request(NamedTuple):

@@ -121,8 +121,7 @@ class WeightStore(Handle):
         local = process_member()
         globs, shards = globs_of(only), shards_of(model, self._name)
         if globs:
-            names = selected(globs, shards, self._name, may_be_none=self._publishers is not None)
-            shards = {name: shards[name] for name in names}
+            shards = {name: shards[name] for name in selected(globs, shards, self._name, self._publishers is not None)}
         tensors = {name: shard.tensor for name, shard in shards.items()}
         places = {name: (shard.global_shape, shard.offset) for name, shard in shards.items() if not shard.is_whole}
         if self._publishers is not None:
@@ -270,22 +269,23 @@ class WeightStore(Handle):
         local, wait_s = run(begin(timeout))
         until = time.monotonic() + wait_s
         run(self._bind(local, wait_s))
-        instance_id, options = self._instance_id or 0, Options.of(mapping, convert, strict, only)
-        if carry is not None or (since is not None and not _pulled.has(instance_id, since, options.only)):
+        instance_id, globs = self._instance_id or 0, globs_of(only)
+        if carry is not None or (since is not None and not _pulled.has(instance_id, since, globs)):
             since = None
-        by_plan = self._publishers is not None or mapping or options.only or converts_blocks(convert)
+        by_plan = bool(self._publishers or mapping or globs or converts_blocks(convert))
         # Weights have no history, whatever autograd context asks for them.
         with torch_internals.autograd_context(torch_internals.NO_CONTEXT):
-            self._by_plan = bool(by_plan) or has_shards(model)
+            self._by_plan = by_plan or has_shards(model)
             if self._by_plan:
                 self._check_unsharded("carry=", carry)
                 if carry is not None:
                     raise ConfigurationError("carry= brings whole tensors as published: leave out the other options")
+                options = Options.of(mapping, convert, strict, globs)
                 pulled = self._pull_shards(local, model, options, version, since, until)
             else:
                 match = ModelMatch(self._name, model, self._known_layout, bool(convert), strict)
                 pulled = self._pull_whole(local, match, version, since, until, carry)
-        _pulled.add(instance_id, pulled, options.only)
+        _pulled.add(instance_id, pulled, globs)
         return pulled
 
     def _pull_whole(
