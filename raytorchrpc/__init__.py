@@ -36,6 +36,7 @@ from raytorchrpc.group.process_groups import process_group, process_group_info
 from raytorchrpc.membership.process_group import ProcessGroupInfo
 from raytorchrpc.patterns.queues.queue import Queue
 from raytorchrpc.patterns.queues.topic import Subscription, Topic
+from raytorchrpc.patterns.weights.conversions import BlockFp8
 from raytorchrpc.patterns.weights.shards import Shard
 from raytorchrpc.patterns.weights.store import WeightStore
 from raytorchrpc.runtime_env import runtime_env
@@ -45,6 +46,7 @@ from raytorchrpc.topology.device_map import DeviceMap
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "BlockFp8",
     "BootstrapError",
     "Closed",
     "ConfigurationError",

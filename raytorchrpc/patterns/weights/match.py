@@ -44,7 +44,7 @@ class Selection(NamedTuple):
     """The tensors that a pull brings."""
 
     places: list[tuple[int, str | None]]
-    """Place in the layout, and the name of the dtype to convert to (None: unconverted)."""
+    """Place in the layout, and the name of the conversion (None: unconverted); see ``conversions``."""
     targets: list[torch.Tensor]  # where each of them goes
     regions: list[Region] | None = None
     """Of each of them, if not all are brought whole."""
@@ -78,7 +78,7 @@ class Selection(NamedTuple):
     def rows(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows of the selected tensors, as converted. ``rows``: of the whole layout."""
         chosen = zip(self.places, self.targets, strict=True)
-        return [(rows[place][0], name or rows[place][1], tuple(target.shape), None) for (place, name), target in chosen]
+        return [(rows[place][0], DTYPE_NAMES[target.dtype], tuple(target.shape), None) for (place, _), target in chosen]
 
     def specs(self, rows: Sequence[Row]) -> list[TensorSpec]:
         """Return the specs of the targets. ``rows``: of the whole layout."""
@@ -91,7 +91,7 @@ class Selection(NamedTuple):
         parts: dict[str | None, list[Part]] = {}
         for index, ((place, name), target) in enumerate(zip(self.places, self.targets, strict=True)):
             if name not in offsets:
-                offsets[name] = lay_out(converted_specs(_specs(known.rows), DTYPES[name]))[0]  # type: ignore[index]
+                offsets[name] = lay_out(converted_specs(_specs(known.rows), name or ""))[0]
             begin, strides = offsets[name][place], None
             if self.regions is not None:
                 first, _, strides = self.regions[index]

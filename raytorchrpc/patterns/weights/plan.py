@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.patterns.weights.conversions import FP8, SOURCES, BlockFp8, Convert, blocks_in, scales_of
+from raytorchrpc.patterns.weights.names import selected, selects
 from raytorchrpc.patterns.weights.shards import Box, Shard
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES
 
@@ -29,8 +31,11 @@ class Held(NamedTuple):
     place: int
     """In its layout."""
     dtype: str
+    """As published, or after ``conversion``."""
     global_shape: tuple[int, ...]
     box: Box
+    conversion: str | None = None
+    """That its publisher makes before, if it is not the one to the model's dtype; see ``conversions``."""
 
 
 class Wanted(NamedTuple):
@@ -50,8 +55,8 @@ class Move(NamedTuple):
 
     place: int
     """In the publisher's layout."""
-    dtype: str | None
-    """Converted to it before (None: as published)."""
+    conversion: str | None
+    """Made before (None: as published)."""
     source_begin: tuple[int, ...]
     """In the publisher's tensor."""
     target: str
@@ -64,15 +69,19 @@ class Options(NamedTuple):
     """See ``WeightStore.pull``."""
 
     mapping: Mapping[str, tuple[str, ...]]
-    convert: bool
+    convert: Convert
     strict: bool
+    only: tuple[str, ...] = ()
+    """Globs; none for all."""
 
     @staticmethod
-    def of(mapping: Renamed | None = None, convert: bool = False, strict: bool = True) -> Options:
+    def of(
+        mapping: Renamed | None = None, convert: Convert = False, strict: bool = True, only: tuple[str, ...] = ()
+    ) -> Options:
         """Of the arguments of a pull."""
         given = (mapping or {}).items()
         names = {name: (parts,) if isinstance(parts, str) else tuple(parts) for name, parts in given}
-        return Options(names, convert, strict)
+        return Options(names, convert, strict, only)
 
 
 class Request(NamedTuple):
@@ -81,6 +90,18 @@ class Request(NamedTuple):
     store: str
     targets: Mapping[str, Shard]
     options: Options
+
+    @staticmethod
+    def of(store: str, model: Mapping[str, Shard], options: Options) -> Request:
+        """For the tensors of a model that ``options.only`` selects, with their scales. Raises ConfigurationError."""
+        if not options.only:
+            return Request(store, model, options)
+        names = set(selected(options.only, model, store))
+        if isinstance(options.convert, BlockFp8):
+            names |= {name + options.convert.suffix for name in names}
+        mapping = {name: parts for name, parts in options.mapping.items() if name in names or name not in model}
+        targets = {name: shard for name, shard in model.items() if name in names}
+        return Request(store, targets, options._replace(mapping=mapping))
 
 
 def plan(request: Request, layouts: Sequence[Sequence[Row]], near: Sequence[int], turn: int) -> list[list[Move]]:
@@ -95,6 +116,8 @@ def plan(request: Request, layouts: Sequence[Sequence[Row]], near: Sequence[int]
     """
     published = _published(layouts)
     wrong: list[str] = []
+    if isinstance(request.options.convert, BlockFp8):
+        request = _quantize(request, request.options.convert, published)
     moves: list[list[Move]] = [[] for _ in layouts]
     used: set[str] = set()
     for number, (name, wanted) in enumerate(_wanted(request, published, wrong)):
@@ -111,11 +134,16 @@ def plan(request: Request, layouts: Sequence[Sequence[Row]], near: Sequence[int]
                 f"(published: {_shown(held)}; the model wants {wanted.box})"
             )
     if request.options.strict:
-        wrong += [f"the model has no {name!r}, which was published" for name in published if name not in used]
+        lacking = [name for name in published if name not in used and selects(request.options.only, name)]
+        wrong += [f"the model has no {name!r}, which was published" for name in lacking]
+    _check(request.store, wrong)
+    return moves
+
+
+def _check(store: str, wrong: Sequence[str]) -> None:
     if wrong:
         shown = "; ".join(wrong[:10]) + (f"; and {len(wrong) - 10} more" if len(wrong) > 10 else "")
-        raise ConfigurationError(f"the weights of {request.store!r} do not fit: {shown}")
-    return moves
+        raise ConfigurationError(f"the weights of {store!r} do not fit: {shown}")
 
 
 def _published(layouts: Sequence[Sequence[Row]]) -> dict[str, list[Held]]:
@@ -152,6 +180,81 @@ def _wanted(request: Request, published: Mapping[str, list[Held]], wrong: list[s
     return found
 
 
+def _quantize(request: Request, fp8: BlockFp8, published: dict[str, list[Held]]) -> Request:
+    """Replace what publishers convert to fp8 by what they have then: the values, and the scales under their names.
+
+    Returns the request for both. Raises ConfigurationError.
+    """
+    mapping, wrong = dict(request.options.mapping), list[str]()
+    made: dict[str, list[Held]] = {}
+    for target, shard in request.targets.items():
+        names = mapping.get(target, (target,))
+        if shard.tensor.dtype is not FP8 or any(name not in published for name in names):
+            continue
+        parts = {name: published[name] for name in names}
+        if all(one.dtype == DTYPE_NAMES[FP8] for held in parts.values() for one in held):
+            continue  # published in fp8
+        obstacles = [text for name, held in parts.items() for text in _unquantizable(name, held, fp8)]
+        wrong += obstacles or _misfits_of_scales(target, request.targets, parts, fp8)
+        mapping[target + fp8.suffix] = tuple(name + fp8.suffix for name in names)
+        for name, held in parts.items():
+            if name + fp8.suffix in published:
+                wrong.append(f"{name + fp8.suffix!r} was published, but convert=BlockFp8 makes it of {name!r}")
+            elif not obstacles:
+                made[name] = [one._replace(dtype=DTYPE_NAMES[FP8], conversion=fp8.values) for one in held]
+                made[name + fp8.suffix] = [_scales_held(one, fp8) for one in held]
+    _check(request.store, wrong)
+    published.update(made)
+    return request._replace(options=request.options._replace(mapping=mapping))
+
+
+def _scales_held(held: Held, fp8: BlockFp8) -> Held:
+    box = scales_of(held.box, held.global_shape, fp8.block)
+    assert box is not None  # see _unquantizable
+    return Held(held.source, held.place, "float32", blocks_in(held.global_shape, fp8.block), box, fp8.scales)
+
+
+def _unquantizable(name: str, held: Sequence[Held], fp8: BlockFp8) -> list[str]:
+    """Why publishers cannot convert a tensor to fp8."""
+    dtype, shape = held[0].dtype, held[0].global_shape
+    if len({(one.global_shape, one.dtype) for one in held}) > 1:
+        return [f"{name!r} differs between publishers: {_shown(held)}"]
+    if dtype not in SOURCES:
+        return [f"{name!r} is {dtype} as published, and BlockFp8 converts {', '.join(sorted(SOURCES))}"]
+    if len(shape) != 2:
+        return [f"{name!r} has shape {shape}, and BlockFp8 converts matrices, which have two dimensions"]
+    return [
+        f"{name!r}: the shard {one.box} of {shape} by publisher {one.source} cuts a block of {fp8}: publish shards "
+        f"that begin at multiples of a block and end there, or with the tensor"
+        for one in held
+        if scales_of(one.box, one.global_shape, fp8.block) is None
+    ]
+
+
+def _misfits_of_scales(
+    target: str, targets: Mapping[str, Shard], parts: Mapping[str, Sequence[Held]], fp8: BlockFp8
+) -> list[str]:
+    """What is amiss with the scales that the model has for one of its tensors."""
+    shard, scales, name = targets[target], targets.get(target + fp8.suffix), target + fp8.suffix
+    if len(shard.global_shape) != 2:
+        return []  # another shape than the published one
+    *others, last = ((part, held[0].global_shape[0]) for part, held in parts.items())
+    for part, rows in others if shard.is_whole else (*others, last) if others else ():
+        if rows % fp8.block[0]:
+            return [f"{target!r} is made of {part!r}, whose {rows} rows are not a multiple of a block of {fp8}"]
+    box, whole = scales_of(shard.box, shard.global_shape, fp8.block), blocks_in(shard.global_shape, fp8.block)
+    if box is None:
+        return [f"{target!r}: the model's shard {shard.box} of {shard.global_shape} cuts a block of {fp8}"]
+    needed = f"float32 {box.shape}" + ("" if shard.is_whole else f" at {box.offset} of {whole}")
+    if scales is None:
+        return [f"the model has no {name!r} for the scales of {target!r}: {needed}, one for each block of {fp8}"]
+    its = f"{DTYPE_NAMES[scales.tensor.dtype]} {tuple(scales.tensor.shape)}"
+    if scales.tensor.dtype is not DTYPES["float32"] or scales.global_shape != whole or scales.box != box:
+        shown = its if scales.is_whole else f"{its} at {scales.offset} of {scales.global_shape}"
+        return [f"{name!r} is {shown} in the model, and the scales of {target!r} are {needed}"]
+    return []
+
+
 def _fused(
     target: str, shard: Shard, dtype: str, parts: Sequence[tuple[str, tuple[int, ...]]], wrong: list[str]
 ) -> list[tuple[str, Wanted]]:
@@ -180,12 +283,16 @@ def _fused(
     return found
 
 
-def _mismatch(name: str, wanted: Wanted, held: Sequence[Held], convert: bool) -> str | None:
+def _mismatch(name: str, wanted: Wanted, held: Sequence[Held], convert: Convert) -> str | None:
     if len({(one.global_shape, one.dtype) for one in held}) > 1:
         return f"{name!r} differs between publishers: {_shown(held)}"
     shape, dtype = held[0].global_shape, held[0].dtype
     if shape != wanted.global_shape:
         return f"{name!r} is {shape} as published, and {wanted.global_shape} in the model"
+    if held[0].conversion is not None and dtype != wanted.dtype:
+        return (
+            f"{name!r} is {wanted.dtype} in one tensor of the model, and {dtype} in another: BlockFp8 makes one of them"
+        )
     may_convert = convert and DTYPES[dtype].is_floating_point and DTYPES[wanted.dtype].is_floating_point
     if dtype != wanted.dtype and not may_convert:
         remedy = "" if convert else " (convert=True converts floating dtypes)"
@@ -219,8 +326,8 @@ def _move(wanted: Wanted, held: Held, box: Box) -> Move:
     source = tuple(at - first for at, first in zip(box.offset, held.box.offset, strict=True))
     steps = zip(wanted.begin, box.offset, wanted.box.offset, strict=True)
     target = tuple(begin + at - first for begin, at, first in steps)
-    dtype = None if held.dtype == wanted.dtype else wanted.dtype
-    return Move(held.place, dtype, source, wanted.target, target, box.shape)
+    conversion = held.conversion or (None if held.dtype == wanted.dtype else wanted.dtype)
+    return Move(held.place, conversion, source, wanted.target, target, box.shape)
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:

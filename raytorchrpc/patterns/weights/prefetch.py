@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from raytorchrpc.errors import ConfigurationError, RpcTimeout
 from raytorchrpc.patterns.handle import begin as begin_operation
 from raytorchrpc.patterns.handle import run
+from raytorchrpc.patterns.weights.conversions import Convert
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel, BufferSpec, ModelBuffers, ModelTensors
 from raytorchrpc.patterns.weights.plan import Renamed
 from raytorchrpc.patterns.weights.shards import Model
@@ -35,9 +36,11 @@ class PullOptions(NamedTuple):
 
     version: int | None
     since: int | None
-    convert: bool
+    convert: Convert
     strict: bool
     mapping: Renamed | None
+    only: tuple[str, ...]
+    """Globs; none for all names."""
     timeout: float | None
 
 
@@ -87,8 +90,8 @@ class Transfer:
 
     def version_of_model(self) -> int | None:
         """The version that the model holds bit for bit, according to ``since``; None if that is not certain."""
-        since = self._options.since
-        return since if self._options.strict and since is not None and self._has_pulled(since) else None
+        since, has_all = self._options.since, self._options.strict and not self._options.only
+        return since if has_all and since is not None and self._has_pulled(since) else None
 
     def _pull(self) -> int:
         local, wait_s = run(begin_operation(self._options.timeout))
@@ -107,7 +110,7 @@ class Transfer:
             self._buffers.writing.release()
 
     def _pull_into_buffers(self, until: float) -> int:
-        version, since, convert, strict, mapping, _ = self._options
+        version, since, convert, strict, mapping, only, _ = self._options
         buffers, store = self._buffers, self._store
         if since is not None or buffers.reader is None:
             newest = store.wait(0, _left(until))  # binds the handle
@@ -116,14 +119,22 @@ class Transfer:
         if buffers.reader is None:
             buffers.reader = copy.copy(store)  # of its own, so that it knows the layout of the version it pulled
         with buffers.writable(self._specs) as held:
-            tensors = buffers.as_model()
+            tensors, held = buffers.as_model(), None if only else held
             pulled: int = buffers.reader.pull(
-                tensors, version, since=held, convert=convert, strict=strict, mapping=mapping, timeout=_left(until)
+                tensors,
+                version,
+                since=held,
+                convert=convert,
+                strict=strict,
+                mapping=mapping,
+                only=only or None,
+                timeout=_left(until),
             )
         names = buffers.names
         if pulled != held:
-            names = frozenset(tensors) if strict else frozenset(tensors) & buffers.reader._names_pulled()
-        buffers.version, buffers.names = pulled, names
+            brings_all = strict and not only
+            names = frozenset(tensors) if brings_all else frozenset(tensors) & buffers.reader._names_pulled()
+        buffers.version, buffers.names = None if only else pulled, names
         self.brought = True
         return pulled
 

@@ -18,6 +18,7 @@ from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotAMember, NotFound
 from raytorchrpc.patterns.handle import give_up_at, register_methods
+from raytorchrpc.patterns.weights.partial import complete
 from raytorchrpc.patterns.weights.plan import PlaceInWhole
 from raytorchrpc.patterns.weights.relays import HOME, RelayPlan
 from raytorchrpc.patterns.weights.snapshots import (
@@ -70,23 +71,16 @@ class Readable:
     def __init__(self, local: LocalMember) -> None:
         self._local = local
         moves = [lane.move for lane in local.tensor_lanes.values() if lane.capabilities.parallel_move]
-        self.pool = SnapshotPool(self._allocate_shared, local.deadlines, *moves[:1])
+        self.pool = SnapshotPool(self._allocate_shared, local.deadlines, self._fence, *moves[:1])
 
     def _allocate_shared(self, size: int) -> torch.Tensor | None:
         """Allocate memory that peers on this host read in place, if a lane offers any."""
         offers = (lane.lend(size) for lane in self._local.tensor_lanes.values())
         return next((shared for shared in offers if shared is not None), None)
 
-    def writable_memory(self, specs: Sequence[TensorSpec]) -> VersionMemory:
-        """Return memory that this thread may write to, once reads by GPUs have ended."""
-        memory = self.pool.memory(specs)
-        for index in {tensor.device.index for tensor in memory.tensors if tensor.is_cuda}:
-            for lane in self._local.tensor_lanes.values():
-                lane.fence(index)  # peers may still be reading it with their GPUs
-        own_reads, memory.own_reads = memory.own_reads, []
-        for wait_for_read in own_reads:
-            wait_for_read()
-        return memory
+    def _fence(self, device: int) -> None:
+        for lane in self._local.tensor_lanes.values():
+            lane.fence(device)
 
     def lose(self, rank: int) -> None:
         """See ``Served``. A process that lives, out of reach, may go on reading until its leases end."""
@@ -129,6 +123,7 @@ class PublishedWeights(Readable, VersionWaits):
         VersionWaits.__init__(self, local)
         self.settings = settings
         self._keep, self._track = settings
+        self._partial = False  # whether some version has tensors of the version before
         self.relays = RelayPlan()
         self._publishing = threading.Lock()
         self._layout: Layout | None = None
@@ -145,10 +140,16 @@ class PublishedWeights(Readable, VersionWaits):
         places: Mapping[str, PlaceInWhole] | None = None,
         *,
         staged: bool = False,
+        partial: bool = False,
     ) -> int:
         """Copy the tensors and make them the newest version. Blocks for the copy, and never for readers.
 
-        ``places``: of those that are shards. ``staged``: older versions stay.
+        Args:
+            tensors: by name.
+            version: None: the next number.
+            places: of those that are shards.
+            staged: older versions stay.
+            partial: all other tensors are those of the version before.
         """
         with self._publishing:
             last = self.last()
@@ -156,11 +157,20 @@ class PublishedWeights(Readable, VersionWaits):
                 version = last + 1
             elif version <= last:
                 raise ConfigurationError(f"version {version} is not newer than {last}, which is published already")
+            with self._lock:
+                self._check_open()
+                before = next(reversed(self._versions.values()), None)
+            carried: frozenset[int] = frozenset()
+            if partial:
+                tensors, places, carried = complete(tensors, places or {}, before)
+                self._partial = True
             layout = self._layout_of(tensors, places or {})
             sources = list(tensors.values())
-            changed = self._changed(layout, sources, version)
-            memory = self.writable_memory(layout.specs)
+            changed = self._changed(layout, sources, version, before, carried)
+            memory = self.pool.memory(layout.specs)
             self._write(memory, sources, changed)
+            if before is not None and carried:
+                before[1].note_own_reads()
             snapshot = Snapshot(version, layout.specs, memory, changed, self.pool)
             with self._lock:
                 self._check_open()
@@ -190,19 +200,27 @@ class PublishedWeights(Readable, VersionWaits):
             known = self._layout = Layout(number, names, specs, wholes)
         return known
 
-    def _changed(self, layout: Layout, sources: Sequence[torch.Tensor], version: int) -> list[int]:
-        """Return, for each tensor, the version that its content was new in.
+    def _changed(
+        self,
+        layout: Layout,
+        sources: Sequence[torch.Tensor],
+        version: int,
+        before: tuple[Layout, Snapshot] | None,
+        carried: frozenset[int],
+    ) -> list[int]:
+        """Return, for each tensor, the version that its content was new in. ``carried``: are of the version before.
 
         Compares every bit with the version before: torch counts no writes through ``.data``, numpy or another process.
         """
-        with self._lock:
-            before = next(reversed(self._versions.values())) if self._versions else None
-        if not self._track or before is None or before[0] is not layout:
+        if before is None or before[0] is not layout or not (self._track or carried):
             return [version] * len(sources)
         snapshot = before[1]
         snapshot.make_current()
-        equal = equal_bits(sources, snapshot.memory.tensors)
-        return [old if same else version for old, same in zip(snapshot.changed, equal, strict=True)]
+        compared = [place for place in range(len(sources)) if place not in carried] if self._track else []
+        held = snapshot.memory.tensors
+        equal = equal_bits([sources[place] for place in compared], [held[place] for place in compared])
+        same = carried | {place for place, is_equal in zip(compared, equal, strict=True) if is_equal}
+        return [old if place in same else version for place, old in enumerate(snapshot.changed)]
 
     def _write(self, memory: VersionMemory, sources: Sequence[torch.Tensor], changed: Sequence[int]) -> None:
         stale = [place for place, held in enumerate(memory.changed) if held != changed[place]]
@@ -245,7 +263,8 @@ class PublishedWeights(Readable, VersionWaits):
                 return VersionLease(chosen, 0, its_layout.number, None, None)
             number = self.pool.lease(snapshot, rank, _lease_end(seconds))
         changed = None
-        if self._track and since is not None and since < chosen and its_layout is self._layout:
+        knows_changes = self._track or self._partial
+        if knows_changes and since is not None and since < chosen and its_layout is self._layout:
             changed = [place for place, new in enumerate(snapshot.changed) if new > since]
         rows = None if its_layout.number == layout else its_layout.rows
         return VersionLease(chosen, number, its_layout.number, rows, changed)

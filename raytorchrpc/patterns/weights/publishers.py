@@ -9,16 +9,19 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+
+import torch
 
 from raytorchrpc.calls.current import current_local
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, RayTorchRpcError, RpcTimeout
-from raytorchrpc.patterns.handle import factories, give_up_at, register_methods
+from raytorchrpc.patterns.handle import Handle, Steps, begin, factories, give_up_at, register_methods
+from raytorchrpc.patterns.weights.plan import PlaceInWhole
 from raytorchrpc.patterns.weights.published import KIND, PublishedWeights
 from raytorchrpc.patterns.weights.versions import VersionWaits
 
@@ -42,9 +45,57 @@ class Committed(NamedTuple):
     """Of each publisher's shards: a restarted publisher has lost them."""
 
 
+class Shards(Handle):
+    """The shards of one publisher."""
+
+    kind: ClassVar[str] = SHARDS
+
+    @property
+    def _lives_with(self) -> tuple[str, ...]:
+        return self._home, self._settings[2]
+
+
 def shards_name(store: str, instance: int | None) -> str:
     """The name of each publisher's shards. A new store of the same name has new ones."""
     return f"{store} {instance}"
+
+
+def shards_of_publisher(store: Handle, publisher: str, instance: int | None) -> Shards:
+    """The handle of one publisher's shards of a store. ``instance`` None: of its present process."""
+    name = shards_name(store.name, store._instance_id)
+    return Shards._restore(name, publisher, (*store._settings[:2], store.home), instance)
+
+
+def stage(
+    store: Handle,
+    publishers: Sequence[str],
+    tensors: Mapping[str, torch.Tensor],
+    places: Mapping[str, PlaceInWhole],
+    version: int | None,
+    timeout: float | None,
+    partial: bool,
+) -> Steps[int]:
+    """Publish this member's shards of a version; see ``WeightStore.publish``."""
+    local, wait_s = yield from begin(timeout)
+    if local.me.name not in publishers:
+        raise ConfigurationError(
+            f"{store.kind} {store.name!r} is published by {', '.join(publishers)}, not by {local.me.name!r}"
+        )
+    yield from store._bind(local, wait_s)
+    mine = shards_of_publisher(store, local.me.name, None)
+    yield from mine._bind(local)
+    weights: PublishedShards = mine._object(local)
+    me = (publishers.index(local.me.name), local.incoming.token, mine._instance_id)
+    if version is None or weights.is_unsure:
+        with weights.answering() as settled:
+            number, kept = yield from store._request(local, NEXT, (*store._address, me, weights.last()), wait_s)
+        weights.retire(set(settled).difference(kept))
+        version = number if version is None else version
+    with weights.answering(version) as settled:
+        weights.publish(tensors, version, places, staged=True, partial=partial)
+        kept = yield from store._request(local, STAGED, (*store._address, me, version, wait_s), wait_s)
+    weights.retire(set(settled).difference(kept))
+    return version
 
 
 def names_of(members: Any, home: Any) -> tuple[str, ...]:

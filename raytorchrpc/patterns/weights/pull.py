@@ -131,7 +131,7 @@ class Pull:
         done = False
         try:
             specs = selection.specs(layout.rows)
-            memory = relayed.writable_memory(specs)
+            memory = relayed.pool.memory(specs)
             shared = selection._replace(targets=memory.tensors)
             self._fetch_from(self.home, self._address, self._match.leased.lease, shared, layout)
             self._check_lease()

@@ -13,13 +13,15 @@ from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost
 from raytorchrpc.lanes.base import Part
 from raytorchrpc.patterns.handle import Handle
+from raytorchrpc.patterns.weights.conversions import converted
 from raytorchrpc.patterns.weights.match import KnownLayout, LayoutMatch, Selection, writable_device_type
-from raytorchrpc.patterns.weights.plan import Options, Request, Row, plan, region_of
+from raytorchrpc.patterns.weights.plan import Move, Options, Request, Row, plan, region_of
 from raytorchrpc.patterns.weights.publishers import Committed
 from raytorchrpc.patterns.weights.pull import Pull
 from raytorchrpc.patterns.weights.shards import Shard, shards_of
 from raytorchrpc.patterns.weights.snapshots import Region
 from raytorchrpc.patterns.weights.targets import KnownTargets, values_of
+from raytorchrpc.tensors.dtypes import DTYPES
 
 
 class _Bring(NamedTuple):
@@ -83,10 +85,11 @@ def make_plan(request: Request, layouts: Sequence[KnownLayout], near: Sequence[i
     return Planned(_signature(request), tuple(near), tuple(layouts), brings)
 
 
-def _bring(move: Any, row: Row, target: Shard) -> _Bring:
-    offset, strides = region_of(row[2], move.source_begin, move.shape)
+def _bring(move: Move, row: Row, target: Shard) -> _Bring:
+    shape = row[2] if move.conversion is None else converted(DTYPES[row[1]], row[2], move.conversion)[1]
+    offset, strides = region_of(shape, move.source_begin, move.shape)
     begin = None if move.shape == tuple(target.tensor.shape) else move.target_begin
-    return _Bring((move.place, move.dtype), (offset, move.shape, strides), move.target, begin)
+    return _Bring((move.place, move.conversion), (offset, move.shape, strides), move.target, begin)
 
 
 def _signature(request: Request) -> Any:
@@ -169,7 +172,7 @@ class ShardedPull:
 
     @cached_property
     def _request(self) -> Request:
-        return Request(self._store, shards_of(self._values, self._store), self._options)
+        return Request.of(self._store, shards_of(self._values, self._store), self._options)
 
     def bring(self, version: int | None, since: int | None) -> int:
         """Bring a version into the model; returns its number. See ``WeightStore.pull``."""

@@ -17,6 +17,7 @@ import torch
 
 from raytorchrpc.errors import NotFound
 from raytorchrpc.lanes.base import SMALL
+from raytorchrpc.patterns.weights import conversions
 from raytorchrpc.process.deadlines import Deadlines
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.bounds import OutOfBounds, within
@@ -30,7 +31,7 @@ _LARGE = 8 << 20
 #: Unused memory of one layout that is kept for the next snapshots.
 _SPARE = 2
 
-#: Tensors of a snapshot: (place in the layout, name of the dtype to convert it to (None: unconverted)).
+#: Tensors of a snapshot: (place in the layout, name of the conversion (None: unconverted); see ``conversions``).
 Places = Sequence[tuple[int, str | None]]
 
 #: A region of a contiguous tensor: (first element, shape, strides in elements; None: contiguous).
@@ -76,10 +77,9 @@ def cut(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
 
-def converted_specs(specs: Sequence[TensorSpec], dtype: torch.dtype) -> list[TensorSpec]:
-    """Return the specs with floating tensors as ``dtype``; all others become empty."""
-    specs = [spec._replace(dtype=dtype) if spec.dtype.is_floating_point else spec for spec in specs]
-    return [spec if spec.dtype is dtype else spec._replace(shape=(0,)) for spec in specs]
+def converted_specs(specs: Sequence[TensorSpec], name: str) -> list[TensorSpec]:
+    """Return the specs of the tensors after a conversion; those to which it does not apply become empty."""
+    return [TensorSpec(*conversions.converted(spec.dtype, spec.shape, name), spec.device) for spec in specs]
 
 
 class VersionMemory:
@@ -163,7 +163,7 @@ class Snapshot:
         self.retired = False
         self._pool = pool
         self._converting = threading.Lock()
-        self.converted: dict[torch.dtype, VersionMemory] = {}
+        self.converted: dict[str, VersionMemory] = {}
         self._handoffs = [handoff_streams(memory.pieces)]
 
     def make_current(self) -> None:
@@ -172,7 +172,7 @@ class Snapshot:
             handoff()
 
     def tensors(self, places: Places, regions: Sequence[Region] | None = None) -> list[torch.Tensor]:
-        """Return these tensors, or a region of each, for use on this thread. Each is converted to a dtype once.
+        """Return these tensors, or a region of each, for use on this thread. Each conversion is made once.
 
         Raises OutOfBounds.
         """
@@ -182,13 +182,13 @@ class Snapshot:
             found = [self._tensor(place, dtype, made) for place, dtype in places]
             if made:
                 self._handoffs.append(handoff_streams(made))
-                self._note_own_reads()
+                self.note_own_reads()
         if regions is None:
             return found
         return [cut(tensor, region) for tensor, region in zip(found, regions, strict=True)]
 
     def pieces(self, device_type: str, places: Places) -> list[torch.Tensor]:
-        """Return the memory that holds these tensors on this type of device: one flat tensor for each dtype name.
+        """Return the memory that holds these tensors on this type of device: one flat tensor for each conversion.
 
         The names (None: unconverted) count in the order in which they first appear in ``places``; without places, all
         tensors are meant, unconverted. Empty if the memory of any of them is not one piece that peers can read in
@@ -199,7 +199,7 @@ class Snapshot:
         else:
             self.make_current()
         names = dict.fromkeys(name for _, name in places) or (None,)
-        memories = [self.memory if name is None else self.converted[DTYPES[name]] for name in names]
+        memories = [self.memory if name is None else self.converted[name] for name in names]
         wholes = [memory.whole for memory in memories]
         found = [whole for whole in wholes if whole is not None and whole.device.type == device_type]
         return found if len(found) == len(memories) else []
@@ -209,36 +209,48 @@ class Snapshot:
     ) -> None:
         """Copy these tensors, or a region of each, into tensors of this process."""
         copy_tensors(targets, self.tensors(places, regions), self._pool.copy_bytes)
-        self._note_own_reads()
+        self.note_own_reads()
 
-    def _note_own_reads(self) -> None:
+    def note_own_reads(self) -> None:
+        """Have the thread that writes to this memory next wait for what this thread's CUDA streams read of it."""
         if any(piece.is_cuda for piece in self.memory.pieces):
-            self.memory.own_reads.append(handoff_streams(self.memory.pieces))
+            for memory in (self.memory, *tuple(self.converted.values())):
+                memory.own_reads.append(handoff_streams(memory.pieces))
 
     def _tensor(self, place: int, name: str | None, made: list[torch.Tensor]) -> torch.Tensor:
         tensor = self.memory.tensors[place]
-        if name is None or DTYPES[name] is tensor.dtype:
+        if name is None or DTYPES.get(name) is tensor.dtype:
             return tensor
-        dtype = DTYPES[name]
-        memory = self.converted.get(dtype)
-        if memory is None:
-            memory = self.converted[dtype] = self._pool.memory(self.specs, dtype)
-        target = memory.tensors[place]
+        memory = self._converted(name)
         if memory.changed[place] != self.changed[place]:
-            with torch.inference_mode(False), torch.no_grad():
-                target.copy_(tensor)
-            memory.changed[place] = self.changed[place]
-            made.append(target)
-        return target
+            memories = list(map(self._converted, conversions.made_together(name)))
+            targets = [each.tensors[place] for each in memories]
+            conversions.convert(name, tensor, targets)
+            for each in memories:
+                each.changed[place] = self.changed[place]
+            made += targets
+        return memory.tensors[place]
+
+    def _converted(self, name: str) -> VersionMemory:
+        memory = self.converted.get(name)
+        if memory is None:
+            memory = self.converted[name] = self._pool.memory(self.specs, name)
+        return memory
 
 
 class SnapshotPool:
     """Leases on snapshots, and the memory of snapshots that nothing uses any more. Thread-safe."""
 
     def __init__(
-        self, allocate_shared: AllocateShared, deadlines: Deadlines, copy_bytes: CopyBytes = ctypes.memmove
+        self,
+        allocate_shared: AllocateShared,
+        deadlines: Deadlines,
+        fence: Callable[[int], None],
+        copy_bytes: CopyBytes = ctypes.memmove,
     ) -> None:
+        """``fence(device)``: orders this thread's CUDA work after the reads by peers of memory of that GPU."""
         self._allocate_shared, self._deadlines, self.copy_bytes = allocate_shared, deadlines, copy_bytes
+        self._fence = fence
         self._lock = threading.Lock()
         self._leases: dict[int, tuple[Snapshot, int, Callable[[], None]]] = {}
         # Random, so that leases of an earlier process of this member, or of another object, are not valid here.
@@ -246,13 +258,26 @@ class SnapshotPool:
         self._spare: dict[Hashable, list[VersionMemory]] = {}
         """By the specs that have been asked for since unused memory was freed: of others, none is kept."""
 
-    def memory(self, specs: Sequence[TensorSpec], dtype: torch.dtype | None = None) -> VersionMemory:
-        """Return memory for tensors of these specs. ``dtype``: only for the floating ones, converted to it."""
+    def memory(self, specs: Sequence[TensorSpec], name: str | None = None) -> VersionMemory:
+        """Return memory that this thread may write to, once reads by GPUs have ended.
+
+        For tensors of these specs, or for the results of a conversion (``name``) of them.
+        """
+        memory = self._spare_memory((tuple(specs), name))
+        if memory is None:
+            specs = specs if name is None else converted_specs(specs, name)
+            memory = VersionMemory(specs, self._allocate_shared)
+        for index in {tensor.device.index for tensor in memory.tensors if tensor.is_cuda}:
+            self._fence(index)  # peers may still be reading it with their GPUs
+        own_reads, memory.own_reads = memory.own_reads, []
+        for wait_for_read in own_reads:
+            wait_for_read()
+        return memory
+
+    def _spare_memory(self, kind: Hashable) -> VersionMemory | None:
         with self._lock:
-            spare = self._spare.setdefault((tuple(specs), dtype), [])
-            if spare:
-                return spare.pop()
-        return VersionMemory(specs if dtype is None else converted_specs(specs, dtype), self._allocate_shared)
+            spare = self._spare.setdefault(kind, [])
+            return spare.pop() if spare else None
 
     def drop_spare_memory(self) -> None:
         """Free unused memory, and what is in use once it is not: the layout has changed, or the store has ended."""
@@ -303,8 +328,8 @@ class SnapshotPool:
 
     def _reuse(self, snapshot: Snapshot) -> None:
         if snapshot.retired and not snapshot.readers:
-            for dtype, memory in [(None, snapshot.memory), *snapshot.converted.items()]:
-                spare = self._spare.get((tuple(snapshot.specs), dtype))
+            for name, memory in [(None, snapshot.memory), *snapshot.converted.items()]:
+                spare = self._spare.get((tuple(snapshot.specs), name))
                 if spare is not None and len(spare) < _SPARE:
                     spare.append(memory)
             snapshot.converted = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from raytorchrpc._compat import torch_internals
@@ -11,22 +11,15 @@ from raytorchrpc.calls.current import process_member
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound
 from raytorchrpc.patterns.handle import Handle, Steps, begin, checked_count, run
+from raytorchrpc.patterns.weights.conversions import Convert, converts_blocks
 from raytorchrpc.patterns.weights.match import Carry, KnownLayout, ModelMatch
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel
-from raytorchrpc.patterns.weights.plan import Options, PlaceInWhole, Renamed
+from raytorchrpc.patterns.weights.names import Only, globs_of, selected
+from raytorchrpc.patterns.weights.plan import Options, Renamed
 from raytorchrpc.patterns.weights.prefetch import PullOptions, WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
-from raytorchrpc.patterns.weights.publishers import (
-    LOOK,
-    NEXT,
-    SHARDS,
-    STAGED,
-    Committed,
-    PublishedShards,
-    names_of,
-    shards_name,
-)
+from raytorchrpc.patterns.weights.publishers import LOOK, Committed, names_of, shards_of_publisher, stage
 from raytorchrpc.patterns.weights.pull import Pull
 from raytorchrpc.patterns.weights.sharded import Remembered, ShardedPull
 from raytorchrpc.patterns.weights.shards import Model, has_shards, shards_of
@@ -34,16 +27,6 @@ from raytorchrpc.patterns.weights.versions import PulledVersions
 from raytorchrpc.process import threads
 
 _pulled = PulledVersions()
-
-
-class _Shards(Handle):
-    """The shards of one publisher."""
-
-    kind: ClassVar[str] = SHARDS
-
-    @property
-    def _lives_with(self) -> tuple[str, ...]:
-        return self._home, self._settings[2]
 
 
 class WeightStore(Handle):
@@ -101,7 +84,7 @@ class WeightStore(Handle):
     def _set_state(self, *state: Any) -> None:
         super()._set_state(*state)
         self._known_layout: KnownLayout | None = None
-        self._remembered = Remembered()
+        self._remembered, self._by_plan = Remembered(), False  # whether the last pull was by a plan
         self._prefetch_buffers = BuffersByModel()
         self._publishers: tuple[str, ...] | None = self._settings[2] if len(self._settings) > 2 else None
 
@@ -112,7 +95,9 @@ class WeightStore(Handle):
 
     # --- publishing ----------------------------------------------------------------------------------------------
 
-    def publish(self, model: Model, version: int | None = None, *, timeout: float | None = None) -> int:
+    def publish(
+        self, model: Model, version: int | None = None, *, only: Only | None = None, timeout: float | None = None
+    ) -> int:
         """Copy the model's tensors and make them the newest version; returns its number.
 
         Only at the home, or at each publisher. Blocks while CPU tensors are copied. Copies on a GPU are queued on this
@@ -123,6 +108,8 @@ class WeightStore(Handle):
             model: a module, or tensors by name: tensors, DTensors or Shards. Of a DTensor, its local shard.
             version: a number higher than the last. None: the next number. If a publisher is restarted, the versions
                 that it had not published yet never exist, and the next number is higher than theirs.
+            only: a glob of names, or several. Copies these tensors; all others are those of the version before, which
+                must have them all. Every publisher has to give the same; some may have none of these tensors.
             timeout: seconds to wait for other publishers; None: ``rpc_timeout_s``.
 
         Raises:
@@ -131,52 +118,19 @@ class WeightStore(Handle):
             RpcTimeout: another publisher has not published earlier versions. This one may never exist.
         """
         local = process_member()
-        shards = shards_of(model, self._name)
+        globs, shards = globs_of(only), shards_of(model, self._name)
+        if globs:
+            shards = {name: shards[name] for name in selected(globs, shards, self._name, self._publishers is not None)}
         tensors = {name: shard.tensor for name, shard in shards.items()}
         places = {name: (shard.global_shape, shard.offset) for name, shard in shards.items() if not shard.is_whole}
         if self._publishers is not None:
-            return run(self._stage(local, tensors, places, version, timeout))
+            return run(stage(self, self.publishers, tensors, places, version, timeout, bool(globs)))
         if places:
             raise ConfigurationError(
                 f"{next(iter(places))!r} of the weights for {self._name!r} is a shard: name all members that have "
                 f"shards, as in WeightStore({self._name!r}, publishers=[...])"
             )
-        return self._at_home(local).publish(tensors, version)
-
-    def _stage(
-        self,
-        local: LocalMember,
-        tensors: Mapping[str, Any],
-        places: Mapping[str, PlaceInWhole],
-        version: int | None,
-        timeout: float | None,
-    ) -> Steps[int]:
-        """Publish this member's shards of a version."""
-        if local.me.name not in self.publishers:
-            raise ConfigurationError(
-                f"{self.kind} {self._name!r} is published by {', '.join(self.publishers)}, not by {local.me.name!r}"
-            )
-        local, wait_s = yield from begin(timeout)
-        yield from self._bind(local, wait_s)
-        mine = self._shards_of(local.me.name, None)
-        yield from mine._bind(local)
-        weights: PublishedShards = mine._object(local)
-        me = (self.publishers.index(local.me.name), local.incoming.token, mine._instance_id)
-        if version is None or weights.is_unsure:
-            with weights.answering() as settled:
-                asked = (*self._address, me, weights.last())
-                number, kept = yield from self._request(local, NEXT, asked, wait_s)
-            weights.retire(set(settled).difference(kept))
-            version = number if version is None else version
-        with weights.answering(version) as settled:
-            weights.publish(tensors, version, places, staged=True)
-            kept = yield from self._request(local, STAGED, (*self._address, me, version, wait_s), wait_s)
-        weights.retire(set(settled).difference(kept))
-        return version
-
-    def _shards_of(self, publisher: str, instance: int | None) -> _Shards:
-        name = shards_name(self._name, self._instance_id)
-        return _Shards._restore(name, publisher, (*self._settings[:2], self._home), instance)
+        return self._at_home(local).publish(tensors, version, partial=bool(globs))
 
     def broadcast(self, carry: Carry, version: int | None = None) -> int:
         """Pass a version to ``carry``, while the members that pull it call theirs; returns its number.
@@ -242,9 +196,10 @@ class WeightStore(Handle):
         version: int | None = None,
         *,
         since: int | None = None,
-        convert: bool = False,
+        convert: Convert = False,
         strict: bool = True,
         mapping: Renamed | None = None,
+        only: Only | None = None,
         timeout: float | None = None,
         carry: Carry | None = None,
     ) -> int:
@@ -261,9 +216,12 @@ class WeightStore(Handle):
                 are brought. Any other number has no effect: everything is brought.
             convert: convert tensors whose floating dtype differs from the published one. The home does so once for each
                 version and dtype; bfloat16 needs half the bytes of float32. Without it, another dtype is an error.
+                ``BlockFp8()`` converts matrices to fp8, with a scale for each block.
             strict: the model must have exactly the published names. Otherwise the names that both have are pulled.
             mapping: other names, by name in the model: the published name, or the names of the parts that a fused
                 parameter has along its first dimension, in order. A shard of it has the same share of every part.
+            only: a glob of the model's names, or several. Brings these tensors; ``strict`` applies to them. The version
+                that it returns is a ``since`` for the same ``only``.
             timeout: seconds for the whole pull; None: ``rpc_timeout_s``.
             carry: moves the tensors instead of the lanes, while the home calls ``broadcast``. ``since`` has no effect.
 
@@ -276,19 +234,23 @@ class WeightStore(Handle):
         local, wait_s = run(begin(timeout))
         until = time.monotonic() + wait_s
         run(self._bind(local, wait_s))
-        instance_id, failures = self._instance_id or 0, _pulled.failures
-        if carry is not None or (since is not None and not _pulled.has(instance_id, since)):
+        instance_id, failures, globs = self._instance_id or 0, _pulled.failures, globs_of(only)
+        if carry is not None or (since is not None and not _pulled.has(instance_id, since, globs)):
             since = None
+        by_plan = bool(self._publishers or mapping or globs or converts_blocks(convert))
         # Weights have no history, whatever autograd context asks for them.
         with torch_internals.autograd_context(torch_internals.NO_CONTEXT):
-            if self._publishers is not None or mapping or has_shards(model):
+            self._by_plan = by_plan or has_shards(model)
+            if self._by_plan:
                 self._check_unsharded("carry=", carry)
-                options = Options.of(mapping, convert, strict)
+                if carry is not None:
+                    raise ConfigurationError("carry= brings whole tensors as published: leave out the other options")
+                options = Options.of(mapping, convert, strict, globs)
                 pulled = self._pull_shards(local, model, options, version, since, until)
             else:
-                match = ModelMatch(self._name, model, self._known_layout, convert, strict)
+                match = ModelMatch(self._name, model, self._known_layout, bool(convert), strict)
                 pulled = self._pull_whole(local, match, version, since, until, carry)
-        _pulled.add(instance_id, pulled, failures)
+        _pulled.add(instance_id, pulled, failures, globs)
         return pulled
 
     def _pull_whole(
@@ -333,7 +295,8 @@ class WeightStore(Handle):
         def sources(committed: Committed | None) -> Sequence[Handle]:
             if committed is None:
                 return (self,)
-            return list(map(self._shards_of, self.publishers, committed.instances))
+            there = zip(self.publishers, committed.instances, strict=True)
+            return [shards_of_publisher(self, name, instance) for name, instance in there]
 
         pull = ShardedPull(local, self._name, model, options, until, look, sources, self.wait, self._remembered)
         try:
@@ -354,7 +317,7 @@ class WeightStore(Handle):
 
     def _names_pulled(self) -> frozenset[str]:
         """The names of the model's tensors that the last pull of this handle brought, if it was not ``strict``."""
-        if (planned := self._remembered.planned) is not None:
+        if self._by_plan and (planned := self._remembered.planned) is not None:
             return frozenset(bring.target for brings in planned.brings for bring in brings)
         return frozenset() if self._known_layout is None else frozenset(row[0] for row in self._known_layout.rows)
 
@@ -364,9 +327,10 @@ class WeightStore(Handle):
         version: int | None = None,
         *,
         since: int | None = None,
-        convert: bool = False,
+        convert: Convert = False,
         strict: bool = True,
         mapping: Renamed | None = None,
+        only: Only | None = None,
         timeout: float | None = None,
     ) -> WeightPrefetch:
         """Pull a version into buffers beside the model, on a thread; ``swap`` of the result has the model take it.
@@ -385,6 +349,7 @@ class WeightStore(Handle):
             convert: see ``pull``.
             strict: see ``pull``.
             mapping: see ``pull``.
+            only: see ``pull``. ``swap`` leaves the other tensors as they are.
             timeout: seconds for the whole pull; None: ``rpc_timeout_s``. The deadline of the call that this thread
                 serves does not count.
 
@@ -392,7 +357,9 @@ class WeightStore(Handle):
             ConfigurationError: this is not a model, or the model has a prefetch that was neither swapped nor cancelled.
                 Errors of the pull are raised by ``wait`` and ``swap`` of the result.
         """
-        options = PullOptions(version, since, convert, strict, mapping, timeout)
-        return begin_prefetch(
-            self, self._prefetch_buffers, lambda known: _pulled.has(self._instance_id or 0, known), model, options
-        )
+        options = PullOptions(version, since, convert, strict, mapping, globs_of(only), timeout)
+
+        def has_pulled(known: int) -> bool:
+            return _pulled.has(self._instance_id or 0, known, options.only)
+
+        return begin_prefetch(self, self._prefetch_buffers, has_pulled, model, options)

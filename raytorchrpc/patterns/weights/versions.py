@@ -104,27 +104,31 @@ class PulledVersions:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._versions: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._versions: OrderedDict[tuple[int, int, tuple[str, ...]], None] = OrderedDict()
         self.failures = 0
         """How many pulls have failed and may have left a model with tensors of several versions."""
 
-    def add(self, instance_id: int, version: int, failures: int) -> None:
-        """Note that a version has been pulled. ``failures``: when the pull began; no effect if there are more now.
+    def add(self, instance_id: int, version: int, failures: int, only: tuple[str, ...] = ()) -> None:
+        """Note that a version has been pulled.
 
-        Otherwise it would count for the model of another thread, whose pull has failed meanwhile.
+        Args:
+            failures: when the pull began; no effect if there are more now. Otherwise it would count for the model of
+                another thread, whose pull has failed meanwhile.
+            only: the globs of its tensors; none for all.
         """
         with self._lock:
             if failures != self.failures:
                 return
-            self._versions[instance_id, version] = None
-            self._versions.move_to_end((instance_id, version))
+            self._versions[instance_id, version, only] = None
+            self._versions.move_to_end((instance_id, version, only))
             if len(self._versions) > _REMEMBERED:
                 self._versions.popitem(last=False)
 
-    def has(self, instance_id: int, version: int) -> bool:
-        """Whether a model of this process may have this version."""
+    def has(self, instance_id: int, version: int, only: tuple[str, ...] = ()) -> bool:
+        """Whether a model of this process may have this version, or these tensors of it."""
         with self._lock:
-            return (instance_id, version) in self._versions
+            pulled = self._versions
+            return (instance_id, version, ()) in pulled or (instance_id, version, only) in pulled
 
     def forget(self, instance_id: int) -> None:
         """Forget a store's versions: a pull has failed and may have left a model with tensors of several versions."""
