@@ -256,6 +256,8 @@ class ShardedPull:
     def _plan_anew(self, matches: Sequence[_SourceMatch], near: tuple[int, ...]) -> None:
         none = KnownLayout(0, [], [])
         layouts = [none if match.known is None or match.lease is None else match.known for match in matches]
+        if self._lost and not self._options.strict:  # what the lost ones alone have would be left out unseen
+            raise next(iter(self._lost.values()))
         try:
             planned = make_plan(self._request, layouts, near, self._local.me.rank)
         except ConfigurationError:
