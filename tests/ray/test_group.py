@@ -15,6 +15,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import raytorchrpc as rtr
+from raytorchrpc.process.identity import has_ended
+from tests.conformance.peers import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.plain import Plain, PlainAsync
@@ -135,6 +137,7 @@ def test_an_actor_that_is_restarting_is_waited_for(kinds: Kinds, peers: list[Any
     restarting = kinds["restartable"]
     pid = ray.get(restarting.run.remote(os.getpid))
     ray.kill(restarting, no_restart=False)
+    wait_until(lambda: has_ended(pid), 30)  # Ray kills it a moment later
     try:
         with rtr.init_group({"r": restarting, "peer": peers[0]}) as group:
             assert group.members[0].pid != pid

@@ -49,7 +49,9 @@ def pack(tensors: Sequence[torch.Tensor]) -> tuple[list[Piece], list[torch.Tenso
 def unpack(
     arrived: Sequence[torch.Tensor], grouped: Sequence[Sequence[int]], shapes: Sequence[Shape]
 ) -> list[torch.Tensor]:
-    """Return the tensors of a message whose pieces have arrived."""
+    """Return the tensors of a message whose pieces have arrived. Raises ValueError or KeyError unless they fit."""
+    if sum(map(len, grouped)) != len(shapes):
+        raise ValueError(f"pieces {grouped} of {len(shapes)} tensors")
     found: dict[int, torch.Tensor] = {}
     for tensor, piece in zip(arrived, grouped, strict=True):
         found.update(zip(piece, split(tensor, [shapes[index] for index in piece]), strict=True))
@@ -153,9 +155,11 @@ def part_of(flat: torch.Tensor, part: Part, begin: int = 0) -> torch.Tensor:
 
 
 def split(tensor: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
-    """Return the tensors of one piece."""
+    """Return the tensors of one piece. Raises ValueError if they have another dtype."""
     if len(shapes) == 1:
         return [tensor]
+    if any(dtype is not tensor.dtype for dtype, _ in shapes):
+        raise ValueError(f"a piece of {tensor.dtype} for tensors of another dtype")
     first = shapes[0]
     if shapes.count(first) == len(shapes):
         return list(tensor.view(len(shapes), *first[1]).unbind(0))

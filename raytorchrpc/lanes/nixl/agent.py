@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from operator import index
 from typing import Any, Literal, NamedTuple
 
 from raytorchrpc._compat import nixl_package
@@ -199,10 +200,10 @@ class Agent:
     def read(self, name: str, kind: Kind, its_kind: Kind, spans: Sequence[Span], notice: bytes) -> Read:
         """Begin to copy spans from an agent's memory. It receives ``notice`` once all are done. Raises Lost."""
         nixl = self._nixl
-        mine = nixl.nixlXferDList(self._types[kind], [(span.address, span.size, span.number) for span in spans])
-        its = nixl.nixlXferDList(
-            self._types[its_kind], [(span.its_address, span.size, span.its_number) for span in spans]
-        )
+        here = [(span.address, index(span.size), span.number) for span in spans]
+        there = [(index(span.its_address), span.size, index(span.its_number)) for span in spans]
+        mine = nixl.nixlXferDList(self._types[kind], here)
+        its = nixl.nixlXferDList(self._types[its_kind], there)
         try:
             handle = self._agent.createXferReq(nixl.NIXL_READ, mine, its, name, notice, self._ucx)
         except Exception as error:
