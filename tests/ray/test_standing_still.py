@@ -18,7 +18,8 @@ import raytorchrpc as rtr
 from raytorchrpc.calls import current, member
 from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.patterns.weights import published
-from raytorchrpc.patterns.weights.published import KIND, RELAYED
+from raytorchrpc.patterns.weights.feeds import KIND as RELAYED
+from raytorchrpc.patterns.weights.published import KIND
 from tests.conformance.peers import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
@@ -127,7 +128,7 @@ def test_a_pull_that_outlasts_its_lease_fails(actors: dict[str, Any], group: rtr
             assert in_actor(actors["leader"], pull)
         os.kill(pids["reader"], signal.SIGCONT)
         error, values = ray.get(reads, timeout=60)
-        assert len(values) == 2, "it did read tensors of two versions"
+        assert {1.0, 5.0} <= values, "it did read tensors of two versions"
         assert "was suspended" in error and "pull again" in error
         assert in_actor(actors["reader"], pull)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -49,10 +50,6 @@ class Selection(NamedTuple):
     regions: list[Region] | None = None
     """Of each of them, if not all are brought whole."""
 
-    def as_relayed(self) -> Selection:
-        """Return the same, of relayed weights: those are the selected tensors as converted."""
-        return Selection([(place, None) for place in range(len(self.targets))], self.targets)
-
     def only(self, changed: Sequence[int] | None) -> Selection:
         """Return what it has of the tensors at these places; None: all."""
         if changed is None:
@@ -75,15 +72,26 @@ class Selection(NamedTuple):
             filled += target.nbytes
         return [*found, self._at(range(begin, len(self.targets)))]
 
-    def rows(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows of the selected tensors, as converted. ``rows``: of the whole layout."""
-        chosen = zip(self.places, self.targets, strict=True)
-        return [(rows[place][0], DTYPE_NAMES[target.dtype], tuple(target.shape), None) for (place, _), target in chosen]
-
-    def specs(self, rows: Sequence[Row]) -> list[TensorSpec]:
-        """Return the specs of the targets. ``rows``: of the whole layout."""
-        specs = zip(_specs(self.rows(rows)), self.targets, strict=True)
-        return [spec._replace(device=target.device) for spec, target in specs]
+    def in_slices(self, size: int) -> Selection:
+        """Return the same, with each tensor of more than ``size`` bytes divided along its first dimension."""
+        found = Selection([], [], [])
+        assert found.regions is not None
+        for index, (place, target) in enumerate(zip(self.places, self.targets, strict=True)):
+            first, shape, strides = (0, tuple(target.shape), None) if self.regions is None else self.regions[index]
+            along = next((dimension for dimension, extent in enumerate(shape) if extent > 1), None)
+            extent = 1 if along is None else shape[along]
+            step = max(1, extent * size // max(1, target.nbytes))
+            for begin in range(0, extent, step):
+                found.places.append(place)
+                if along is None or step >= extent:
+                    found.targets.append(target)
+                    found.regions.append((first, shape, strides))
+                    continue
+                many = min(step, extent - begin)
+                stride = math.prod(shape[along + 1 :]) if strides is None else strides[along]
+                found.targets.append(target.narrow(along, begin, many))
+                found.regions.append((first + begin * stride, (*shape[:along], many, *shape[along + 1 :]), strides))
+        return found
 
     def parts(self, known: KnownLayout) -> list[list[Part]]:
         """Return which part of a snapshot's memory goes to each target, by piece; see ``Snapshot.pieces``."""

@@ -1,4 +1,4 @@
-"""Weights at the members that have them: the versions of a store at its home, and copies that other members relay."""
+"""The versions of a store, at its home."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -15,12 +15,11 @@ import torch
 
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.peers import Member
-from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotAMember, NotFound
-from raytorchrpc.patterns.handle import give_up_at, register_methods
+from raytorchrpc.patterns.handle import register_methods
 from raytorchrpc.patterns.weights.partial import complete
 from raytorchrpc.patterns.weights.plan import PlaceInWhole
-from raytorchrpc.patterns.weights.relays import HOME, RelayPlan
+from raytorchrpc.patterns.weights.relays import RelayPlan
 from raytorchrpc.patterns.weights.snapshots import (
     Places,
     Snapshot,
@@ -33,15 +32,13 @@ from raytorchrpc.patterns.weights.snapshots import (
 from raytorchrpc.patterns.weights.versions import Layout, VersionLease, VersionWaits
 from raytorchrpc.process.identity import has_ended
 
-KIND, RELAYED = "weight store", "relayed weights"
+KIND = "weight store"
 
 #: Services of a home.
 WAIT, LEASE = "raytorchrpc.weights.wait", "raytorchrpc.weights.lease"
 ADVISE, REPORT = "raytorchrpc.weights.advise", "raytorchrpc.weights.report"
-#: Of a member that relays.
-LEASE_RELAYED = "raytorchrpc.weights.lease_relayed"
-#: Of both.
 TENSORS, PIECES = "raytorchrpc.weights.tensors", "raytorchrpc.weights.pieces"
+#: Also of a member that relays.
 RELEASE = "raytorchrpc.weights.release"
 
 #: A lease outlasts the timeout of its pull by this much, so that a copy that began in time finds the same weights
@@ -59,7 +56,8 @@ def lease_is_valid_until(until: float) -> float:
     return until + 0.75 * LINGER_S
 
 
-def _lease_end(seconds: float | None) -> float | None:
+def lease_end(seconds: float | None) -> float | None:
+    """Return until when to keep a lease for a pull that may take ``seconds``; None: without a limit."""
     return None if seconds is None else time.monotonic() + seconds + LINGER_S
 
 
@@ -261,7 +259,7 @@ class PublishedWeights(Readable, VersionWaits):
             its_layout, snapshot = found
             if chosen == since:
                 return VersionLease(chosen, 0, its_layout.number, None, None)
-            number = self.pool.lease(snapshot, rank, _lease_end(seconds))
+            number = self.pool.lease(snapshot, rank, lease_end(seconds))
         changed = None
         knows_changes = self._track or self._partial
         if knows_changes and since is not None and since < chosen and its_layout is self._layout:
@@ -282,20 +280,13 @@ class PublishedWeights(Readable, VersionWaits):
 
     # --- relays --------------------------------------------------------------------------------------------------
 
-    def serve_advise(self, caller: int, what: tuple[Any, ...], wait_s: float) -> Any:
-        """Return from where the caller pulls ``what``; see ``relays``. After ``wait_s``, from the home."""
-        advice = self.relays.ask(what, self._node(caller), caller)
-        if not isinstance(advice, DeferredReply):
-            return advice
+    def serve_advise(self, caller: int, what: tuple[Any, ...], pieces: int) -> tuple[int | bool | None, ...]:
+        """Return from where the caller pulls ``what``; see ``RelayPlan.ask``."""
+        return tuple(self.relays.ask(what, self._node(caller), caller, pieces))
 
-        def pull_from_home() -> None:
-            advice.settle(HOME)
-
-        return give_up_at(self._local.deadlines, time.monotonic() + wait_s, advice, pull_from_home)
-
-    def serve_report(self, _: int, what: tuple[Any, ...], leader: int, done: bool) -> None:
-        """Note whether the leader has pulled ``what`` for its node. A reader reports a leader that has lost it."""
-        (self.relays.done if done else self.relays.failed)(what, self._node(leader), leader)
+    def serve_report(self, _: int, what: tuple[Any, ...], leader: int) -> None:
+        """Note that a leader could not pull ``what``. A reader reports a leader that has lost it."""
+        self.relays.failed(what, leader)
 
     def _node(self, rank: int) -> str:
         routes = self._local.peers.routes
@@ -306,48 +297,9 @@ class PublishedWeights(Readable, VersionWaits):
         self.relays.lose(rank)
 
     def close(self, error: Exception) -> None:
-        self.relays.close(error)
         VersionWaits.close(self, error)
         with self._lock:
             self._versions.clear()
-
-
-class RelayedWeights(Readable):
-    """Weights of one store that this member has pulled and serves to other members of its node. Thread-safe."""
-
-    def __init__(self, local: LocalMember, homes: Collection[int]) -> None:
-        """``homes``: the ranks of the members without which nobody asks for these weights."""
-        super().__init__(local)
-        self._homes = homes
-        self._lock = threading.Lock()
-        self._snapshots: dict[str, Snapshot] = {}  # the newest, by ``Selection.signature``
-
-    def add(self, signature: str, version: int, specs: Sequence[TensorSpec], memory: VersionMemory) -> None:
-        """Serve what was pulled from now on. The thread that wrote ``memory`` calls this."""
-        snapshot = Snapshot(version, specs, memory, [version] * len(specs), self.pool)
-        with self._lock:
-            old = self._snapshots.pop(signature, None)
-            self._snapshots[signature] = snapshot
-        if old is not None:
-            self.pool.retire(old)
-
-    def lease(self, rank: int, signature: str, version: int, seconds: float | None) -> int:
-        """Lease this version to a reader; 0 if it is not here. ``seconds``: see ``PublishedWeights.lease``."""
-        with self._lock:
-            snapshot = self._snapshots.get(signature)
-            if snapshot is None or snapshot.version != version:
-                return 0
-            return self.pool.lease(snapshot, rank, _lease_end(seconds))
-
-    def lose(self, rank: int) -> None:
-        """See ``Served``. Without their home no member asks for these weights. They are pulled again if it returns."""
-        super().lose(rank)
-        if rank in self._homes:
-            with self._lock:
-                snapshots, self._snapshots = list(self._snapshots.values()), {}
-            for snapshot in snapshots:
-                self.pool.retire(snapshot)
-            self.pool.drop_spare_memory()
 
 
 register_methods(
@@ -356,7 +308,6 @@ register_methods(
         LEASE: PublishedWeights.serve_lease,
         ADVISE: PublishedWeights.serve_advise,
         REPORT: PublishedWeights.serve_report,
-        LEASE_RELAYED: RelayedWeights.lease,
         TENSORS: lambda weights, _, lease, places, regions=None: weights.pool.leased(lease).tensors(places, regions),
         PIECES: Readable.serve_pieces,
         RELEASE: lambda weights, _, lease: weights.pool.release(lease),

@@ -1,4 +1,7 @@
-"""Decides from where members pull weights: one member of each other host pulls from the home, the others from it.
+"""Decides from where members of other hosts pull weights, so that their home sends them once.
+
+One member of each host leads: it pulls for its host, and feeds one or two leaders of other hosts while it receives. The
+other members of its host pull from it.
 
 Pure bookkeeping of ranks and nodes; sends nothing.
 """
@@ -7,26 +10,20 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-
-from raytorchrpc.calls.services import DeferredReply
-
-#: Answers besides the rank of the member to pull from: pull from the home; or pull for this node and report it.
-HOME, LEAD = "home", "lead"
-Advice = str | int
+from collections.abc import Hashable
+from typing import NamedTuple
 
 #: How many rounds are remembered, the newest ones.
 _REMEMBERED = 256
 
 
-@dataclass
-class _Round:
-    """One pull that members of one node make alike."""
+class Advice(NamedTuple):
+    """What a reader is to do."""
 
-    leader: int
-    ready: bool = False  # the leader has pulled it, and others can pull it from there
-    waiting: list[tuple[int, DeferredReply]] = field(default_factory=list)
+    source: int | None
+    """The rank of the member to pull from; None: the home."""
+    leads: bool
+    """It feeds others."""
 
 
 class RelayPlan:
@@ -34,71 +31,42 @@ class RelayPlan:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rounds: OrderedDict[tuple[Hashable, str], _Round] = OrderedDict()
+        self._rounds: OrderedDict[Hashable, dict[str, int]] = OrderedDict()
+        """For what members pull alike: the leaders by node, in the order in which they came."""
 
-    def ask(self, what: Hashable, node: str, rank: int) -> Advice | DeferredReply:
-        """Return where ``rank``, on ``node``, pulls ``what`` from; a reply while the node's leader is pulling it."""
-        key, expired = (what, node), []
+    def ask(self, what: Hashable, node: str, rank: int, pieces: int) -> Advice:
+        """Return where ``rank``, on ``node``, pulls ``what`` from. A leader that asks again pulls from the home.
+
+        ``pieces``: in how many it comes. Leaders feed one another in a line, which takes the time of one transfer and
+        of one piece for each leader. Where there are more leaders than pieces, each feeds two.
+        """
         with self._lock:
-            found = self._rounds.get(key)
-            if found is not None and found.leader != rank:
-                if found.ready:
-                    return found.leader
-                reply = DeferredReply()
-                found.waiting.append((rank, reply))
-                return reply
-            if found is not None:  # the leader pulls it again
-                expired = found.waiting
-            self._rounds[key] = _Round(rank)
+            leaders = self._rounds.setdefault(what, {})
             if len(self._rounds) > _REMEMBERED:
-                expired = [*expired, *self._rounds.popitem(last=False)[1].waiting]
-        for _, waiting in expired:
-            waiting.settle(HOME)
-        return LEAD
+                self._rounds.popitem(last=False)
+            leader = leaders.get(node)
+            if leader is not None and leader != rank:
+                return Advice(leader, False)
+            before = list(leaders.values())
+            leaders[node] = rank
+            if leader == rank or not before:  # those that it feeds may be waiting for it: none of them can feed it
+                return Advice(None, True)
+            place = len(before)
+            return Advice(before[place - 1 if place < pieces else (place - 1) // 2], True)
 
-    def done(self, what: Hashable, node: str, rank: int) -> None:
-        """Note that the leader has pulled it: others can pull it from there."""
+    def failed(self, what: Hashable, rank: int) -> None:
+        """Note that a leader could not pull it, or does not have it any more."""
         with self._lock:
-            found = self._rounds.get((what, node))
-            if found is None or found.leader != rank:
-                return
-            found.ready, waiting, found.waiting = True, found.waiting, []
-        for _, reply in waiting:
-            reply.settle(rank)
-
-    def failed(self, what: Hashable, node: str, rank: int) -> None:
-        """Note that the leader could not pull it, or does not have it any more: the next in line leads."""
-        self._promote_next([(what, node)], rank)
+            if leaders := self._rounds.get(what):
+                _remove(leaders, rank)
 
     def lose(self, rank: int) -> None:
-        """Note that a member is lost: the next in line leads."""
+        """Note that a member is lost."""
         with self._lock:
-            for found in self._rounds.values():
-                found.waiting = [(waiting, reply) for waiting, reply in found.waiting if waiting != rank]
-            rounds = list(self._rounds)
-        self._promote_next(rounds, rank)
+            for leaders in self._rounds.values():
+                _remove(leaders, rank)
 
-    def _promote_next(self, rounds: Sequence[tuple[Hashable, str]], rank: int) -> None:
-        """In those of the rounds that ``rank`` leads, let the next waiting member lead."""
-        promoted: list[DeferredReply] = []
-        with self._lock:
-            for key in rounds:
-                found = self._rounds.get(key)
-                if found is None or found.leader != rank:
-                    continue
-                found.waiting = [(waiting, reply) for waiting, reply in found.waiting if not reply.done()]
-                if found.waiting:
-                    (found.leader, reply), found.ready = found.waiting.pop(0), False
-                    promoted.append(reply)
-                else:
-                    del self._rounds[key]
-        for reply in promoted:
-            reply.settle(LEAD)
 
-    def close(self, error: Exception) -> None:
-        """End every wait with this error."""
-        with self._lock:
-            waiting = [reply for found in self._rounds.values() for _, reply in found.waiting]
-            self._rounds.clear()
-        for reply in waiting:
-            reply.settle(None, error)
+def _remove(leaders: dict[str, int], rank: int) -> None:
+    for node in [node for node, leader in leaders.items() if leader == rank]:
+        del leaders[node]

@@ -215,19 +215,16 @@ class ShardedPull:
                 is_needed = planned is None or len(sources) == 1 or planned[0].brings[number]
                 if near[number] < _LOST and is_needed:
                     pulls.append((number, Pull(source, self._local, matches[number], self._until)))
-            found = version or 0
-            for _, pull in pulls:
-                # Others may refuse, and then nothing must have been written: only the last may bring tensors at once.
-                in_place = pull is pulls[-1][1] and all(match.planned is not None for match in matches)
-                found = pull.lease(version, since, in_place, self._wait).version
-                if found == since:
-                    return found
-                version = found
+            found = self._lease(pulls, version, since, matches)
+            if found == since:
+                return found
             if any(match.planned is None for match in matches):
                 if planned is not None:  # some layout is another now; the others may be, too
                     self.remembered = Remembered()
                     return self._bring(version, None, sources)
                 self._plan_anew(matches, near)
+            for number, pull in pulls:
+                pull.begin(matches[number].selection())
             for number, pull in pulls:
                 try:
                     pull.bring(matches[number].selection())
@@ -237,6 +234,22 @@ class ShardedPull:
         finally:
             for _, pull in pulls:
                 pull.release()
+
+    def _lease(
+        self,
+        pulls: Sequence[tuple[int, Pull]],
+        version: int | None,
+        since: int | None,
+        matches: Sequence[_SourceMatch],
+    ) -> int:
+        """Lease a version at each source. Nothing is written before all have agreed. Returns the version."""
+        if len(pulls) == 1:  # then the same request may bring the tensors
+            is_planned = all(match.planned is not None for match in matches)
+            return pulls[0][1].lease(version, since, is_planned, self._wait).version
+        for _, pull in pulls:
+            pull.ask(version, since)
+        answers = [pull.answer() for _, pull in pulls]
+        return next((answer.version for answer in answers if answer is not None), version or 0)
 
     def _fill_again(self, near: tuple[int, ...]) -> tuple[Planned, list[Filled]] | None:
         """The plan of the pull before, and what it brings into this model; None if it does not apply."""

@@ -18,7 +18,7 @@ from raytorchrpc.lanes.common.shared_memory import SharedAddress
 from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.lanes.shm.read_only import Borrower, Lender
 from raytorchrpc.patterns.weights.published import PublishedWeights
-from raytorchrpc.patterns.weights.relays import HOME, LEAD, RelayPlan
+from raytorchrpc.patterns.weights.relays import Advice, RelayPlan
 from raytorchrpc.patterns.weights.snapshots import copy_tensors, equal_bits
 from raytorchrpc.patterns.weights.versions import PulledVersions
 from raytorchrpc.process.deadlines import Deadlines
@@ -252,46 +252,49 @@ def test_waiting_for_a_version(deadlines: Deadlines) -> None:
 # --- between hosts -------------------------------------------------------------------------------------------
 
 
-def test_one_of_each_host_pulls_and_the_others_from_it() -> None:
+def test_one_of_each_host_leads_and_leaders_feed_one_another() -> None:
     relays = RelayPlan()
-    assert relays.ask("v1", "x", 1) == LEAD
-    waiting = [relays.ask("v1", "x", rank) for rank in (2, 3)]
-    assert relays.ask("v1", "y", 4) == LEAD, "another host"
-    assert relays.ask("v2", "x", 2) == LEAD, "another version"
-    assert not any(later.done() for later in waiting if isinstance(later, DeferredReply))
-    relays.done("v1", "x", 1)
-    assert [later.result(0) for later in waiting if isinstance(later, DeferredReply)] == [1, 1]
-    assert relays.ask("v1", "x", 5) == 1
+    assert relays.ask("v1", "x", 1, 16) == Advice(None, leads=True)
+    assert [relays.ask("v1", "x", rank, 16) for rank in (2, 3)] == [Advice(1, leads=False)] * 2
+    assert relays.ask("v1", "y", 4, 16) == Advice(1, leads=True), "another host"
+    assert relays.ask("v1", "z", 5, 16) == Advice(4, leads=True), "it feeds the next"
+    assert relays.ask("v2", "x", 2, 16) == Advice(None, leads=True), "another version"
 
 
-def test_when_the_one_that_pulls_is_gone_the_next_does() -> None:
+def test_many_leaders_of_few_pieces_stand_in_a_tree() -> None:
     relays = RelayPlan()
-    relays.ask("v1", "x", 1)
-    second, third = (relays.ask("v1", "x", rank) for rank in (2, 3))
-    assert isinstance(second, DeferredReply) and isinstance(third, DeferredReply)
+    feeders = {rank: relays.ask("v1", f"node {rank}", rank, 1).source for rank in range(100)}
+    steps = dict.fromkeys([0], 0)
+    for rank in range(1, 100):
+        steps[rank] = steps[feeders[rank]] + 1
+    assert max(steps.values()) == 6, "doubles with each step"
+    assert max(list(feeders.values()).count(rank) for rank in range(100)) == 2
+
+
+def test_when_a_leader_is_gone_the_next_that_asks_leads() -> None:
+    relays = RelayPlan()
+    relays.ask("v1", "x", 1, 16)
+    relays.ask("v1", "y", 2, 16)
     relays.lose(1)
-    assert second.result(0) == LEAD and not third.done()
-    relays.failed("v1", "x", 1)
-    assert not third.done(), "it leads no longer"
-    relays.failed("v1", "x", 2)
-    assert third.result(0) == LEAD
-    relays.done("v1", "x", 3)
-    relays.failed("v1", "x", 3)
-    assert relays.ask("v1", "x", 4) == LEAD
-    fifth = relays.ask("v1", "x", 5)
-    assert isinstance(fifth, DeferredReply)
-    relays.lose(5)
-    assert relays.ask("v1", "x", 4) == LEAD, "it pulls the same again"
+    assert relays.ask("v1", "x", 3, 16) == Advice(2, leads=True)
+    relays.failed("v1", 1)
+    assert relays.ask("v1", "x", 4, 16) == Advice(3, leads=False), "another leads by now"
+    relays.failed("v1", 3)
+    assert relays.ask("v1", "x", 4, 16).leads
 
 
-def test_what_is_remembered_is_bounded_and_nobody_waits_for_what_is_forgotten() -> None:
+def test_a_leader_that_asks_again_is_not_fed_by_those_that_it_feeds() -> None:
     relays = RelayPlan()
-    relays.ask(0, "x", 1)
-    waiting = relays.ask(0, "x", 2)
-    for what in range(1, 1000):
-        relays.ask(what, "x", 1)
+    for rank in (1, 2, 3):
+        relays.ask("v1", f"node {rank}", rank, 16)
+    assert relays.ask("v1", "node 1", 1, 16) == Advice(None, leads=True)
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    relays = RelayPlan()
+    for what in range(1000):
+        relays.ask(what, "x", 1, 16)
     assert len(relays._rounds) < 500
-    assert isinstance(waiting, DeferredReply) and waiting.result(0) == HOME
 
 
 # --- memory that is lent ------------------------------------------------------------------------------------------

@@ -1,0 +1,191 @@
+"""Weights that a member pulls for others: it feeds them piece by piece, while it receives."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+
+from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.errors import NotFound
+from raytorchrpc.patterns.handle import give_up_at, register_methods
+from raytorchrpc.patterns.weights.published import Readable, lease_end
+from raytorchrpc.patterns.weights.snapshots import Snapshot, SnapshotPool, TensorSpec, VersionMemory
+from raytorchrpc.tensors.cuda_streams import handoff_streams
+
+KIND = "relayed weights"
+
+#: Services of a member that feeds others.
+LEASE, PIECE = "raytorchrpc.weights.lease_relayed", "raytorchrpc.weights.piece"
+
+#: The tensors of a piece.
+_Piece = Sequence[torch.Tensor]
+
+
+class Feed(Snapshot):
+    """What one pull brings, in pieces that others can read as soon as they are here. Thread-safe.
+
+    Like each snapshot it keeps its memory as long as it has readers.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        specs: Sequence[TensorSpec],
+        memory: VersionMemory,
+        pool: SnapshotPool,
+        pieces: Sequence[_Piece],
+    ) -> None:
+        """``pieces``: of the memory, in the order in which they will come."""
+        super().__init__(version, specs, memory, [version] * len(specs), pool)
+        self._pieces = pieces
+        self._changing = threading.Lock()
+        self._here: list[Callable[[], None]] = []
+        """For each piece that is here: what makes it current for the streams of a thread."""
+        self._waiting: list[tuple[int, DeferredReply]] = []
+        self._has_failed = False
+
+    def add(self) -> None:
+        """Note that the next piece is here. The thread that has written it calls this."""
+        number = len(self._here)
+        here = handoff_streams(self._pieces[number])
+        with self._changing:
+            self._here.append(here)
+            due = [reply for wanted, reply in self._waiting if wanted == number]
+            self._waiting = [(wanted, reply) for wanted, reply in self._waiting if wanted != number]
+        for reply in due:
+            reply.settle(number)
+
+    def fail(self) -> None:
+        """No more pieces come."""
+        with self._changing:
+            self._has_failed = True
+            waiting, self._waiting = self._waiting, []
+        for _, reply in waiting:
+            reply.settle(None, self._gone())
+
+    def piece(self, number: int, until: float, local: LocalMember) -> _Piece | DeferredReply:
+        """A piece, for use on this thread, at once or as soon as it is here. Raises NotFound."""
+        with self._changing:
+            if number >= len(self._pieces) or (self._has_failed and number >= len(self._here)):
+                raise self._gone()
+            if number >= len(self._here):
+                reply = DeferredReply()
+                reply.convert = self._current
+                self._waiting.append((number, reply))
+                return give_up_at(local.deadlines, until, reply, lambda: self._give_up(reply))
+        return self._current(number)
+
+    def _give_up(self, reply: DeferredReply) -> None:
+        with self._changing:
+            self._waiting = [one for one in self._waiting if one[1] is not reply]
+        reply.settle(None, self._gone())
+
+    def _current(self, number: int) -> _Piece:
+        self._here[number]()
+        return self._pieces[number]
+
+    def _gone(self) -> NotFound:
+        return NotFound(f"version {self.version} of the weights does not come any further here")
+
+
+class Feeds(Readable):
+    """What this member has pulled of one store, and pulls now, for other members. Thread-safe."""
+
+    def __init__(self, local: LocalMember, homes: Collection[int]) -> None:
+        """``homes``: the ranks of the members without which nobody asks for these weights."""
+        super().__init__(local)
+        self._homes = homes
+        self._lock = threading.Lock()
+        self._feeds: dict[str, Feed] = {}
+        """The newest, by ``Selection.signature``."""
+        self._waiting: list[tuple[str, int, DeferredReply]] = []
+        """For the feed of a version."""
+
+    def open(self, signature: str, feed: Feed) -> int:
+        """Begin to feed others. Returns a lease for the caller, which writes the memory."""
+        with self._lock:
+            old = self._feeds.get(signature)
+            self._feeds[signature] = feed
+            lease = self.pool.lease(feed, self._local.me.rank, None)
+            due = self._take_waiting(signature, feed.version)
+        if old is not None:
+            self.pool.retire(old)
+        for reply in due:
+            reply.settle(feed)
+        return lease
+
+    def fail(self, signature: str, version: int, feed: Feed | None) -> None:
+        """The pull has failed: whoever is fed by it has to look elsewhere. ``feed`` None: it was not even opened."""
+        with self._lock:
+            due = self._take_waiting(signature, version)
+            is_newest = feed is not None and self._feeds.get(signature) is feed
+            if is_newest:
+                del self._feeds[signature]
+        for reply in due:
+            reply.settle(None)
+        if feed is not None:
+            feed.fail()
+            if is_newest:
+                self.pool.retire(feed)
+
+    def _take_waiting(self, signature: str, version: int) -> list[DeferredReply]:
+        due = [reply for key, wanted, reply in self._waiting if (key, wanted) == (signature, version)]
+        self._waiting = [one for one in self._waiting if one[:2] != (signature, version)]
+        return due
+
+    def serve_lease(self, caller: int, signature: str, version: int, seconds: float, wait_s: float) -> Any:
+        """Lease the feed of a version to a reader, for its pull of ``seconds``; 0 if none begins within ``wait_s``."""
+
+        def lease(feed: Feed | None) -> int:
+            with self._lock:
+                is_here = feed is not None and self._feeds.get(signature) is feed
+                return self.pool.lease(feed, caller, lease_end(seconds)) if feed is not None and is_here else 0
+
+        reply = DeferredReply()
+        reply.convert = lease
+        waits = signature, version, reply
+        with self._lock:
+            feed = self._feeds.get(signature)
+            if is_early := feed is None or feed.version < version:
+                self._waiting.append(waits)
+        if not is_early:
+            return lease(feed if feed is not None and feed.version == version else None)
+
+        def give_up() -> None:
+            with self._lock:
+                if waits in self._waiting:
+                    self._waiting.remove(waits)
+            reply.settle(None)
+
+        return give_up_at(self._local.deadlines, time.monotonic() + wait_s, reply, give_up)
+
+    def serve_piece(self, _: int, lease: int, number: int, wait_s: float) -> Any:
+        """A piece of a leased feed, as soon as it is here. Raises NotFound."""
+        feed = self.pool.leased(lease)
+        assert isinstance(feed, Feed)
+        return feed.piece(number, time.monotonic() + wait_s, self._local)
+
+    def lose(self, rank: int) -> None:
+        """See ``Served``. Without their home no member asks for these weights. They are pulled again if it returns."""
+        super().lose(rank)
+        if rank in self._homes:
+            with self._lock:
+                feeds, self._feeds = list(self._feeds.values()), {}
+            for feed in feeds:
+                self.pool.retire(feed)
+            self.pool.drop_spare_memory()
+
+    def close(self, error: Exception) -> None:
+        """See ``Served``."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for *_, reply in waiting:
+            reply.settle(None, error)
+
+
+register_methods({LEASE: Feeds.serve_lease, PIECE: Feeds.serve_piece})

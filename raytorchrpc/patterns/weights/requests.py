@@ -1,0 +1,58 @@
+"""The requests that a pull sends to other members."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from raytorchrpc.calls.future import Future
+from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.options import CallOptions
+from raytorchrpc.errors import RayTorchRpcError
+
+#: The address of the object that serves tensors: a store's, or that of a member's relayed weights.
+Address = tuple[str, str, int | None]
+#: Requests that are sent before the first of them has to be answered.
+_AHEAD = 2
+
+
+class Requests:
+    """Requests of one pull, by the thread that uses it."""
+
+    def __init__(self, local: LocalMember, until: float) -> None:
+        """``until``: when the pull has to end (``time.monotonic``)."""
+        self.local, self.until = local, until
+
+    def left(self, least: float = 0.0) -> float:
+        """Seconds until the pull has to end."""
+        return max(least, self.until - time.monotonic())
+
+    def call(
+        self, target: Any, service: str, args: tuple[Any, ...], timeout: float | None, **options: Any
+    ) -> Future[Any]:
+        """Send a request. Raises PeerLost."""
+        return Future(self.local.outgoing.call(target, service, args, {}, CallOptions(timeout, retry=0, **options)))
+
+    def notify(self, target: Any, service: str, args: tuple[Any, ...]) -> None:
+        """Send a request without waiting for its answer; ignores errors."""
+        with suppress(RayTorchRpcError):
+            self.call(target, service, args, None)
+
+    def is_near(self, member: Any) -> bool:
+        """Whether a member is on this node."""
+        peers = self.local.peers
+        return bool(peers.route(member).member.node_id == peers.route(self.local.me.rank).member.node_id)
+
+
+def stream(requests: Iterable[Callable[[], Future[Any]]]) -> Iterable[Any]:
+    """Send requests, a few ahead, and yield their answers in order. Raises the error of the first that fails."""
+    sent: deque[Future[Any]] = deque()
+    for request in requests:
+        sent.append(request())
+        if len(sent) > _AHEAD:
+            yield sent.popleft().wait()
+    while sent:
+        yield sent.popleft().wait()
