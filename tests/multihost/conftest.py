@@ -106,6 +106,13 @@ def three_hosts() -> Iterator[tuple[Host, ...]]:
         yield built
 
 
+@pytest.fixture(scope="module")
+def eight_hosts() -> Iterator[tuple[Host, ...]]:
+    """As ``three_hosts``, eight of them."""
+    with given(8, failures=100, cpus=1, store_bytes=100_000_000) as built:
+        yield built
+
+
 @pytest.fixture
 def doomed_three() -> Iterator[tuple[Host, ...]]:
     """As ``doomed_hosts``, three of them."""

@@ -1,10 +1,12 @@
-"""Weights between hosts: what the host of their publishers sends."""
+"""Weights between hosts: what the host of their publishers sends, and how long many hosts take."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from tests.multihost.rig import Host
+from tests.multihost.rig import Host, Unavailable
 from tests.multihost.session import driver
 
 pytestmark = [pytest.mark.multihost, pytest.mark.timeout(240)]
@@ -12,18 +14,42 @@ pytestmark = [pytest.mark.multihost, pytest.mark.timeout(240)]
 BYTES = 64 << 20
 #: Frames, acknowledgements and requests, by the share of the payload.
 OVERHEAD = 1.15
+#: Slow enough that wires, and not the one machine that all hosts are, take the time (megabits per second).
+RATE = 300
 
 
 @pytest.mark.parametrize("publishers", [1, 2])
-def test_each_other_host_gets_the_weights_once(three_hosts: tuple[Host, ...], publishers: int) -> None:
-    """By all of its readers together: two want all, or each another half."""
+def test_the_other_hosts_get_the_weights_once(three_hosts: tuple[Host, ...], publishers: int) -> None:
+    """By all of their readers together: two want all, or each another half."""
     source = three_hosts[0]
-    with driver(source, "serve", module="weights") as asked:
+    with driver(source, "2", module="weights") as asked:
         assert asked.answer() == 6
         for version, halves in ((1, False), (2, True)):
             assert asked.ask("publish", publishers, version) == [version] * publishers
             before = source.sent_bytes()
-            assert asked.ask("pull", publishers, halves) == [[version, float(version)]] * 4
+            pulled = asked.ask("pull", publishers, halves, None)
+            assert [found for *found, _ in pulled] == [[version, float(version)]] * 4
             sent = source.sent_bytes() - before
             print(f"{publishers} publishers, {'halves' if halves else 'all'}: {sent / BYTES:.3f} times the weights")
-            assert 2 * BYTES <= sent < 2 * BYTES * OVERHEAD
+            assert BYTES <= sent < BYTES * OVERHEAD
+
+
+def test_many_hosts_feed_one_another(eight_hosts: tuple[Host, ...]) -> None:
+    source = eight_hosts[0]
+    try:
+        for host in eight_hosts:
+            host.limit_rate(RATE)
+    except Unavailable as unavailable:
+        pytest.skip(str(unavailable))
+    took: dict[int, float] = {}
+    with driver(source, "1", module="weights") as asked:
+        assert asked.answer() == 9
+        for version, readers in enumerate((1, 1, 2, 4, 7), 1):  # the first time connections are made
+            assert asked.ask("publish", 1, version) == [version]
+            before = source.sent_bytes()
+            pulled = asked.ask("pull", 1, False, readers)
+            assert [found for *found, _ in pulled] == [[version, float(version)]] * readers
+            sent, took[readers] = source.sent_bytes() - before, max(found[-1] for found in pulled)
+            print(f"{readers} readers: {sent / BYTES:.3f} times the weights, {took[readers]:.2f} s")
+            assert sent < 1.2 * BYTES
+    assert all(seconds < took[1] * (1 + math.log2(readers)) for readers, seconds in took.items() if readers > 1), took

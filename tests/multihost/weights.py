@@ -1,6 +1,7 @@
-"""Weights of 64 MB that members of the first host publish, and that two members of each other host pull.
+"""Weights of 64 MB that members of the first host publish, and that members of other hosts pull.
 
-``python -m tests.multihost.weights serve``: each line of stdin is a task, each line of stdout what came of it.
+``python -m tests.multihost.weights 2``, with two members on each other host: each line of stdin is a task, each line of
+stdout what came of it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import time
+from functools import partial
 from typing import Any
 
 import ray
@@ -30,18 +33,21 @@ def publish(publishers: tuple[str, ...], version: int) -> int:
 
 
 def pull(publishers: tuple[str, ...], half: int | None) -> list[float]:
-    """What the version is, and what came: all, or half of the columns."""
+    """What the version is, and what came: all, or half of the columns; and how long it took."""
     columns = SHAPE[1] if half is None else SHAPE[1] // 2
     tensor = torch.zeros(SHAPE[0], columns)
     shard = rtr.Shard(tensor, SHAPE, (0, columns * (half or 0)))
+    began = time.monotonic()
     version = rtr.WeightStore(f"of {len(publishers)}", publishers=publishers).pull({"matrix": shard})
-    return [version, *tensor.unique().tolist()]
+    return [version, *tensor.unique().tolist(), time.monotonic() - began]
 
 
-def serve() -> None:
+def serve(of_each: int) -> None:
     here = ray.get_runtime_context().get_node_id()
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
-    places = dict.fromkeys(PUBLISHERS, here) | {f"g{number}": nodes[number // 2] for number in range(2 * len(nodes))}
+    places = dict.fromkeys(PUBLISHERS, here) | {
+        f"g{number}": nodes[number // of_each] for number in range(of_each * len(nodes))
+    }
     actors: dict[str, Any] = {
         name: Peer.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
         for name, node in places.items()
@@ -55,11 +61,16 @@ def serve() -> None:
             if task == "publish":
                 runs = [actors[name].run.remote(publish, publishers, *args) for name in publishers]
             else:
-                halves = [number % 2 if args[0] else None for number in range(len(readers))]
-                runs = [reader.run.remote(pull, publishers, half) for reader, half in zip(readers, halves, strict=True)]
+                by_halves, many = args
+                halves = [number % 2 if by_halves else None for number in range(many or len(readers))]
+                runs = [
+                    reader.run.remote(pull, publishers, half)
+                    for reader, half in zip(readers[: len(halves)], halves, strict=True)
+                ]
             drivers._say(ray.get(runs, timeout=TIMEOUT_S))
 
 
 if __name__ == "__main__":
-    drivers.serve_weights = importlib.import_module("tests.multihost.weights").serve  # type: ignore[attr-defined]
+    here = importlib.import_module("tests.multihost.weights")
+    drivers.serve_weights = partial(here.serve, int(sys.argv[1]))  # type: ignore[attr-defined]
     drivers.main("serve_weights")
