@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.services import DeferredReply
-from raytorchrpc.errors import NotFound
+from raytorchrpc.errors import LaneUnavailable, NotFound
 from raytorchrpc.patterns.handle import give_up_at, register_methods
 from raytorchrpc.patterns.weights.published import Readable, lease_end
 from raytorchrpc.patterns.weights.snapshots import Snapshot, SnapshotPool, TensorSpec, VersionMemory
@@ -21,6 +22,7 @@ KIND = "relayed weights"
 
 #: Services of a member that feeds others.
 LEASE, PIECE = "raytorchrpc.weights.lease_relayed", "raytorchrpc.weights.piece"
+CONFIRM = "raytorchrpc.weights.confirm"
 
 #: The tensors of a piece.
 _Piece = Sequence[torch.Tensor]
@@ -48,6 +50,24 @@ class Feed(Snapshot):
         """For each piece that is here: what makes it current for the streams of a thread."""
         self._waiting: list[tuple[int, DeferredReply]] = []
         self._has_failed = False
+        self.is_lasting = True
+        """The memory is kept while it has readers."""
+        self._unread = threading.Event()
+        self._unread.set()
+        self.ended = DeferredReply()
+        """Of a feed that is not lasting: settled with whether everything that came was sound."""
+
+    @classmethod
+    def of_model(cls, version: int, pool: SnapshotPool, pieces: Sequence[_Piece]) -> Feed:
+        """A feed from tensors that the program will use when the pull has ended."""
+        feed = cls(version, (), VersionMemory((), lambda size: None), pool, pieces)
+        feed.is_lasting = False
+        return feed
+
+    @property
+    def takes_readers(self) -> bool:
+        """Whether a reader that begins now can keep up; one that is late would delay the pull that feeds it."""
+        return self.is_lasting or (not self.ended.done() and 2 * len(self._here) <= len(self._pieces))
 
     def add(self) -> None:
         """Note that the next piece is here. The thread that has written it calls this."""
@@ -60,8 +80,20 @@ class Feed(Snapshot):
         for reply in due:
             reply.settle(number)
 
+    def set_read(self) -> None:
+        """A reader has begun."""
+        self._unread.clear()
+
+    def set_unread(self) -> None:
+        self._unread.set()
+
+    def wait_for_readers(self, seconds: float) -> None:
+        """Block until no reader is left, but not longer."""
+        self._unread.wait(seconds)
+
     def fail(self) -> None:
         """No more pieces come."""
+        self.ended.settle(False)
         with self._changing:
             self._has_failed = True
             waiting, self._waiting = self._waiting, []
@@ -85,6 +117,23 @@ class Feed(Snapshot):
             self._waiting = [one for one in self._waiting if one[1] is not reply]
         reply.settle(None, self._gone())
 
+    @property
+    def devices(self) -> set[int]:
+        """The GPUs that its pieces are on."""
+        return {tensor.get_device() for piece in self._pieces for tensor in piece if tensor.is_cuda}
+
+    @property
+    def largest(self) -> torch.Tensor:
+        return max((tensor for piece in self._pieces for tensor in piece), key=lambda tensor: tensor.nbytes)
+
+    def await_end(self, until: float, local: LocalMember) -> bool | DeferredReply:
+        """Whether everything that came was sound, as soon as that is known."""
+        if self.is_lasting or self.ended.done():
+            return self.is_lasting or bool(self.ended.result(0))
+        reply = DeferredReply()
+        self.ended.add_done_callback(lambda ended: reply.settle(ended.result(0)))
+        return give_up_at(local.deadlines, until, reply, lambda: _refuse(reply))
+
     def _current(self, number: int) -> _Piece:
         self._here[number]()
         return self._pieces[number]
@@ -93,13 +142,17 @@ class Feed(Snapshot):
         return NotFound(f"version {self.version} of the weights does not come any further here")
 
 
+def _refuse(reply: DeferredReply) -> None:
+    reply.settle(False)
+
+
 class Feeds(Readable):
     """What this member has pulled of one store, and pulls now, for other members. Thread-safe."""
 
-    def __init__(self, local: LocalMember, homes: Collection[int]) -> None:
+    def __init__(self, local: LocalMember, name: str, homes: Collection[int]) -> None:
         """``homes``: the ranks of the members without which nobody asks for these weights."""
         super().__init__(local)
-        self._homes = homes
+        self.name, self._homes = name, homes
         self._lock = threading.Lock()
         self._feeds: dict[str, Feed] = {}
         """The newest, by ``Selection.signature``."""
@@ -133,6 +186,20 @@ class Feeds(Readable):
             if is_newest:
                 self.pool.retire(feed)
 
+    def end(self, signature: str, feed: Feed, patience_s: float) -> None:
+        """Take a model's tensors back from a feed that has everything. Blocks while it is read, up to ``patience_s``.
+
+        What this thread queues on its streams from now on follows the reads. Readers that take longer are refused.
+        """
+        with self._lock:  # no reader begins any more
+            if self._feeds.get(signature) is feed:
+                del self._feeds[signature]
+        feed.ended.settle(True)
+        feed.wait_for_readers(patience_s)
+        self.pool.revoke(feed)
+        for device in feed.devices:
+            self._fence(device)
+
     def _take_waiting(self, signature: str, version: int) -> list[DeferredReply]:
         due = [reply for key, wanted, reply in self._waiting if (key, wanted) == (signature, version)]
         self._waiting = [one for one in self._waiting if one[:2] != (signature, version)]
@@ -143,8 +210,13 @@ class Feeds(Readable):
 
         def lease(feed: Feed | None) -> int:
             with self._lock:
-                is_here = feed is not None and self._feeds.get(signature) is feed
-                return self.pool.lease(feed, caller, lease_end(seconds)) if feed is not None and is_here else 0
+                if feed is None or self._feeds.get(signature) is not feed or not feed.takes_readers:
+                    return 0
+                if not (feed.is_lasting or self._can_send(feed, caller)):
+                    return 0
+                number = self.pool.lease(feed, caller, lease_end(seconds))
+                feed.set_read()
+                return number
 
         reply = DeferredReply()
         reply.convert = lease
@@ -164,11 +236,32 @@ class Feeds(Readable):
 
         return give_up_at(self._local.deadlines, time.monotonic() + wait_s, reply, give_up)
 
+    def _can_send(self, feed: Feed, caller: int) -> bool:
+        """Whether a lane can send the program's own tensors out of the memory that they are in."""
+        route = self._local.peers.route_back(caller)
+        lane = self._local.tensor_lanes.get(route.beside.get(feed.largest.device.type, ""))
+        if lane is None:
+            return False
+        try:
+            lane.export([feed.largest], route.member.name, route.devices_back).cancel()
+        except LaneUnavailable:
+            return False
+        return True
+
     def serve_piece(self, _: int, lease: int, number: int, wait_s: float) -> Any:
         """A piece of a leased feed, as soon as it is here. Raises NotFound."""
         feed = self.pool.leased(lease)
         assert isinstance(feed, Feed)
         return feed.piece(number, time.monotonic() + wait_s, self._local)
+
+    def serve_confirm(self, _: int, lease: int, wait_s: float) -> Any:
+        """End a lease; whether what was read under it is sound, as soon as that is known."""
+        with suppress(NotFound):
+            feed = self.pool.leased(lease)
+            assert isinstance(feed, Feed)
+            if self.pool.release(lease):
+                return feed.await_end(time.monotonic() + wait_s, self._local)
+        return False
 
     def lose(self, rank: int) -> None:
         """See ``Served``. Without their home no member asks for these weights. They are pulled again if it returns."""
@@ -188,4 +281,14 @@ class Feeds(Readable):
             reply.settle(None, error)
 
 
-register_methods({LEASE: Feeds.serve_lease, PIECE: Feeds.serve_piece})
+def feeds_of(local: LocalMember, homes: Sequence[str], address: tuple[str, str, int | None]) -> Feeds:
+    """The feeds of this member for the weights at an address. ``homes``: the members without which nobody pulls them.
+
+    To be called before the home hears of a pull that might feed others: they come at once.
+    """
+    name = f"{address[1]} {address[2]}"  # of this instance of the store
+    ranks = [local.peers.route(home).member.rank for home in homes]
+    return local.services.open(KIND, name, lambda: Feeds(local, name, ranks))
+
+
+register_methods({LEASE: Feeds.serve_lease, PIECE: Feeds.serve_piece, CONFIRM: Feeds.serve_confirm})

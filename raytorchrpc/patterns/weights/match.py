@@ -25,7 +25,19 @@ from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES
 Carry = Callable[[int, Sequence[torch.Tensor]], None]
 
 
+#: Devices between which readers of one host feed one another, and the least bytes of a pull for which they do.
+IN_TURN, WORTH_A_TURN = {"cuda"}, 256 << 20
+
 _CPU = torch.device("cpu")
+
+
+class Alike(NamedTuple):
+    """What several GPUs of a host may pull, each for itself."""
+
+    signature: str
+    device_type: str
+    places: list[tuple[int, str | None]]
+    regions: list[Region] | None
 
 
 class KnownLayout(NamedTuple):
@@ -35,6 +47,8 @@ class KnownLayout(NamedTuple):
     rows: list[Row]
     offsets: list[int]  # of each tensor, in the memory of a snapshot that has all tensors on one device
     device_type: str | None = None  # see ``ModelMatch.device_type``; of the last pull
+    alike: Alike | None = None
+    """What the last pull brought, if other GPUs of the host may pull the same."""
 
     @staticmethod
     def of(number: int, rows: list[Row]) -> KnownLayout:
@@ -93,9 +107,24 @@ class Selection(NamedTuple):
                 found.regions.append((first + begin * stride, (*shape[:along], many, *shape[along + 1 :]), strides))
         return found
 
-    def parts(self, known: KnownLayout) -> list[list[Part]]:
-        """Return which part of a snapshot's memory goes to each target, by piece; see ``Snapshot.pieces``."""
-        offsets: dict[str | None, list[int]] = {None: known.offsets}
+    def alike(self, known: KnownLayout) -> Alike | None:
+        """Return what readers on other GPUs may pull, too; None if this is too little, or not on one GPU."""
+        if sum(target.nbytes for target in self.targets) < WORTH_A_TURN:
+            return None
+        types = {target.device.type for target in self.targets}
+        if len(types) > 1 or not types <= IN_TURN:
+            return None
+        if (last := known.alike) is not None and (last.places, last.regions) == (self.places, self.regions):
+            return last
+        return Alike(self.signature(known.number), types.pop(), self.places, self.regions)
+
+    def parts(self, known: KnownLayout, offsets: dict[str | None, list[int]] | None = None) -> list[list[Part]]:
+        """Return which part of a snapshot's memory goes to each target, by piece; see ``Snapshot.pieces``.
+
+        ``offsets``: of the results of conversions; keeps them for the next message.
+        """
+        offsets = {} if offsets is None else offsets
+        offsets[None] = known.offsets
         parts: dict[str | None, list[Part]] = {}
         for index, ((place, name), target) in enumerate(zip(self.places, self.targets, strict=True)):
             if name not in offsets:
@@ -220,7 +249,9 @@ class ModelMatch(LayoutMatch):
 
     def layout_for_next(self) -> KnownLayout | None:
         """Return the layout to remember for the next pull."""
-        return self.known and self.known._replace(device_type=self.device_type)
+        if self.known is None or self._matched is None or self.leased.changed is not None:
+            return self.known and self.known._replace(device_type=self.device_type)
+        return self.known._replace(device_type=self.device_type, alike=self._matched.alike(self.known))
 
     def carry_by(self, carry: Carry) -> None:
         """Have ``carry`` fill the model. Raises ConfigurationError unless the model has all tensors as published."""

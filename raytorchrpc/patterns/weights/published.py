@@ -268,12 +268,28 @@ class PublishedWeights(Readable, VersionWaits):
         return VersionLease(chosen, number, its_layout.number, rows, changed)
 
     def serve_lease(
-        self, caller: int, version: int | None, since: int | None, layout: int, seconds: float, device_type: str | None
+        self,
+        caller: int,
+        version: int | None,
+        since: int | None,
+        layout: int,
+        seconds: float,
+        device_type: str | None,
+        signature: str | None,
     ) -> tuple[tuple[Any, ...], list[torch.Tensor]] | None:
-        """``device_type``: if the caller can read all tensors in place on such a device, also returns their memory."""
+        """Lease a version to a peer.
+
+        Args:
+            device_type: if the caller can read all tensors in place on such a device, also returns their memory.
+            signature: of what the caller would bring if the layout is the one that it knows, and is worth a turn.
+        """
         lease = self.lease(caller, version, since, layout, seconds)
         if lease is None:
             return None
+        if signature is not None and lease.lease and lease.rows is None and lease.changed is None:
+            turn = self.relays.take_turn(lease.version, signature, caller)
+            if turn is not None:
+                return tuple(lease._replace(turn=(turn.source, turn.leads))), []
         if not lease.lease or device_type is None:
             return tuple(lease), []
         return tuple(lease), self.serve_pieces(caller, lease.lease, (), device_type)

@@ -8,15 +8,19 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import torch
+
 from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.receive_into import Spread
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights import published
+from raytorchrpc.patterns.weights.feeds import feeds_of
 from raytorchrpc.patterns.weights.match import LayoutMatch, Selection
 from raytorchrpc.patterns.weights.published import lease_is_valid_until
-from raytorchrpc.patterns.weights.relayed import RelayedPull
+from raytorchrpc.patterns.weights.relayed import Origin, PullInTurn, RelayedPull
+from raytorchrpc.patterns.weights.relays import Advice
 from raytorchrpc.patterns.weights.requests import Requests
 from raytorchrpc.patterns.weights.versions import VersionLease
 
@@ -36,6 +40,7 @@ class Pull:
         self._is_home = store._is_home(local)
         self._asked: Future[Any] | None = None  # for the lease
         self._sent: Future[Any] | None = None  # for memory to copy from
+        self._had_turn = False
 
     # --- the lease -----------------------------------------------------------------------------------------------
 
@@ -66,7 +71,11 @@ class Pull:
         if in_place and not match.converts:
             device_type = self._readable_in_place(self.home, match.likely_device_type)
         answer = Spread(partial(match.parts_of_answer, device_type))
-        request = (*self._address, *args, left, device_type)
+        alike, signature = None if match.known is None else match.known.alike, None
+        if alike is not None and self._readable_in_place(self.home, alike.device_type) is not None:
+            signature = alike.signature
+            feeds_of(self._local, *self._origin[1:])
+        request = (*self._address, *args, left, device_type, signature)
         self._asked = self._store._send(
             self._local, published.LEASE, request, left, caller_waits=caller_waits, into=answer
         )
@@ -98,6 +107,7 @@ class Pull:
                 self.answer()
         lease = self._match.lease
         if lease is not None and lease.lease:
+            self._give_turn_back()
             if self._is_home:
                 self._store._object(self._local).pool.release(lease.lease)
             else:
@@ -109,11 +119,11 @@ class Pull:
         """Ask the home for what ``bring`` will need, without waiting for the answer."""
         if not selection.targets or self._match.filled or self._is_home or self._uses_relay(selection):
             return
+        if self._has_turn:
+            return
         device_type = self._readable_in_place(self.home, self._match.device_type)
         if device_type is not None:
-            parts = selection.parts(self._match.layout)
-            into = Spread(lambda pieces: parts if pieces else None)
-            self._sent = self._request(published.PIECES, selection.places, device_type, into=into)
+            self._sent = self._request_pieces(device_type, {}, selection)
 
     def bring(self, selection: Selection) -> None:
         """Bring these tensors into the model, unless the lease request has brought them."""
@@ -130,12 +140,22 @@ class Pull:
         if self._uses_relay(selection):
             self._relayed(selection).bring()
             return
+        if self._has_turn and self._take_turn(selection):
+            return
         if self._sent is None:
             self.begin(selection)
         sent, self._sent = self._sent, None
         if sent is None or not sent.wait():
             for message in selection.messages(MESSAGE_BYTES):  # copied out of the lane's memory before the next
                 self._request_message(message).wait()
+
+    def _request_pieces(
+        self, device_type: str, offsets: dict[str | None, list[int]], message: Selection
+    ) -> Future[list[torch.Tensor]]:
+        """Ask the home for its memory, to copy from when the answer is taken; no pieces if that cannot be read."""
+        parts = message.parts(self._match.layout, offsets)
+        into = Spread(lambda pieces: parts if pieces else None)
+        return self._request(published.PIECES, message.places, device_type, into=into)
 
     def _request_message(self, message: Selection) -> Future[Any]:
         return self._request(published.TENSORS, message.places, message.regions, into=message.targets)
@@ -144,9 +164,11 @@ class Pull:
         request = (*self._address, self._match.leased.lease, *args)
         return self._requests.call(self.home, service, request, self._requests.left(0.001), into=into)
 
+    # --- by way of others ----------------------------------------------------------------------------------------
+
     def _uses_relay(self, selection: Selection) -> bool:
         """Whether other members that are not on the home's host may pull the same."""
-        peers, requests = self._requests.local.peers, self._requests
+        peers, requests = self._local.peers, self._requests
         if requests.is_near(self.home) or sum(target.nbytes for target in selection.targets) < _WORTH_RELAYING:
             return False
         its_node = peers.route(self.home).member.node_id
@@ -154,9 +176,38 @@ class Pull:
 
     def _relayed(self, selection: Selection) -> RelayedPull:
         lease = self._match.leased
-        what, homes = (lease.version, selection.signature(lease.layout)), self._store._lives_with
-        send = self._request_message
-        return RelayedPull(self._requests, self.home, homes, self._address, what, selection, send, self._check_lease)
+        what = lease.version, selection.signature(lease.layout)
+        send, check = self._request_message, self._check_lease
+        return RelayedPull(self._requests, self._origin, what, selection, send, check)
+
+    @property
+    def _origin(self) -> Origin:
+        return Origin(self.home, self._store._lives_with, self._address)
+
+    @property
+    def _has_turn(self) -> bool:
+        """Whether other GPUs of this host pull the same, and the home has told this member from which it copies."""
+        return self._match.leased.turn is not None and not self._had_turn
+
+    def _take_turn(self, selection: Selection) -> bool:
+        """Copy from the one that is before this member; False if that is not possible."""
+        lease, layout = self._match.leased, self._match.layout
+        alike = selection.alike(layout)
+        if alike is None or alike is not layout.alike:  # this model is another
+            self._give_turn_back()
+            return False
+        assert lease.turn is not None
+        self._had_turn, what = True, (lease.version, alike.signature)
+        send, check = partial(self._request_pieces, alike.device_type, {}), self._check_lease
+        return PullInTurn(self._requests, self._origin, what, selection, send, check).bring(Advice(*lease.turn).source)
+
+    def _give_turn_back(self) -> None:
+        """Tell those that would be fed by this member that they have to look elsewhere."""
+        if self._has_turn and (alike := self._match.layout.alike) is not None:
+            self._had_turn, version = True, self._match.leased.version
+            feeds_of(self._local, *self._origin[1:]).fail(alike.signature, version, None)
+            report = (*self._address, (version, alike.signature), self._local.me.rank)
+            self._requests.notify(self.home, published.REPORT, report)
 
     def _readable_in_place(self, source: Any, device_type: str | None) -> str | None:
         """Return ``device_type`` if a lane can read parts of the source's memory on such devices in place."""

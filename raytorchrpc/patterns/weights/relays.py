@@ -1,13 +1,14 @@
-"""Decides from where members of other hosts pull weights, so that their home sends them once.
+"""Decides from where members pull weights, so that their home sends them once.
 
-One member of each host leads: it pulls for its host, and feeds one or two leaders of other hosts while it receives. The
-other members of its host pull from it.
+One member of each other host leads: it pulls for its host, and feeds one or two leaders of other hosts while it
+receives. The other members of its host pull from it. On the home's own host, readers on GPUs copy one from the other.
 
 Pure bookkeeping of ranks and nodes; sends nothing.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -33,6 +34,8 @@ class RelayPlan:
         self._lock = threading.Lock()
         self._rounds: OrderedDict[Hashable, dict[str, int]] = OrderedDict()
         """For what members pull alike: the leaders by node, in the order in which they came."""
+        self._readers: OrderedDict[str, set[int]] = OrderedDict()
+        """Who has pulled with the same signature; see ``Selection.signature``."""
 
     def ask(self, what: Hashable, node: str, rank: int, pieces: int) -> Advice:
         """Return where ``rank``, on ``node``, pulls ``what`` from. A leader that asks again pulls from the home.
@@ -54,6 +57,17 @@ class RelayPlan:
             place = len(before)
             return Advice(before[place - 1 if place < pieces else (place - 1) // 2], True)
 
+    def take_turn(self, version: int, signature: str, rank: int) -> Advice | None:
+        """On one host: return where ``rank`` pulls a version from; None if it alone pulls what the signature names."""
+        with self._lock:
+            readers = self._readers.setdefault(signature, set())
+            readers.add(rank)
+            if len(self._readers) > _REMEMBERED:
+                self._readers.popitem(last=False)
+            if len(readers) == 1:
+                return None
+        return self.ask((version, signature), f"{rank}", rank, sys.maxsize)
+
     def failed(self, what: Hashable, rank: int) -> None:
         """Note that a leader could not pull it, or does not have it any more."""
         with self._lock:
@@ -65,6 +79,8 @@ class RelayPlan:
         with self._lock:
             for leaders in self._rounds.values():
                 _remove(leaders, rank)
+            for readers in self._readers.values():
+                readers.discard(rank)
 
 
 def _remove(leaders: dict[str, int], rank: int) -> None:

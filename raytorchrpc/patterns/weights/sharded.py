@@ -263,8 +263,11 @@ class ShardedPull:
 
     def _follow(self, planned: Planned) -> list[Filled]:
         """Remember the plan; returns what it brings into this model."""
-        self.remembered = Remembered(planned, KnownTargets(self._values, self._options))
-        return planned.fill({name: shard.tensor for name, shard in self._request.targets.items()})
+        filled = planned.fill({name: shard.tensor for name, shard in self._request.targets.items()})
+        known = zip(planned.layouts, filled, strict=True)
+        layouts = tuple(layout._replace(alike=its.selection.alike(layout)) for layout, its in known)
+        self.remembered = Remembered(planned._replace(layouts=layouts), KnownTargets(self._values, self._options))
+        return filled
 
     def _plan_anew(self, matches: Sequence[_SourceMatch], near: tuple[int, ...]) -> None:
         none = KnownLayout(0, [], [])

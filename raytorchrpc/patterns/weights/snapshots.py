@@ -211,6 +211,9 @@ class Snapshot:
         copy_tensors(targets, self.tensors(places, regions), self._pool.copy_bytes)
         self.note_own_reads()
 
+    def set_unread(self) -> None:
+        """Called when its last lease has ended. Quick: the pool holds its lock."""
+
     def note_own_reads(self) -> None:
         """Have the thread that writes to this memory next wait for what this thread's CUDA streams read of it."""
         if any(piece.is_cuda for piece in self.memory.pieces):
@@ -295,7 +298,7 @@ class SnapshotPool:
         with self._lock:
             number = next(self._numbers)
             snapshot.readers += 1
-            cancel = nothing if until is None else self._deadlines.at(until, lambda: self.release(number))
+            cancel = nothing if until is None else self._deadlines.at(until, lambda: self._expire(number))
             self._leases[number] = (snapshot, rank, cancel)
         return number
 
@@ -309,16 +312,27 @@ class SnapshotPool:
             raise NotFound("the lease of this pull has ended: the weights were kept for it until its time was over")
         return lease[0]
 
-    def release(self, number: int) -> None:
-        """End a lease. Idempotent."""
+    def release(self, number: int) -> bool:
+        """End a lease; whether it had not ended before."""
         with self._lock:
             lease = self._leases.pop(number, None)
             if lease is None:
-                return
+                return False
             snapshot, _, cancel_deadline = lease
             snapshot.readers -= 1
+            if not snapshot.readers:
+                snapshot.set_unread()
             self._reuse(snapshot)
         cancel_deadline()
+        return True
+
+    def _expire(self, number: int) -> None:
+        self.release(number)
+
+    def revoke(self, snapshot: Snapshot) -> None:
+        """End all leases on a snapshot."""
+        for number in [number for number, lease in list(self._leases.items()) if lease[0] is snapshot]:
+            self.release(number)
 
     def retire(self, snapshot: Snapshot) -> None:
         """Take back a snapshot's memory once its last lease ends. No lease on it begins any more."""

@@ -26,6 +26,7 @@ class VersionLease(NamedTuple):
     layout: int
     rows: list[Row] | None  # None: the reader knows this layout
     changed: list[int] | None  # places of the tensors that differ from the version that the reader has; None: all
+    turn: tuple[int | None, bool] | None = None  # others of its host pull the same: see ``RelayPlan.ask``
 
 
 class Layout(NamedTuple):

@@ -1,0 +1,127 @@
+"""Readers of one host that pull the same and feed one another, as GPUs do. Here with CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc.patterns.weights import match, relayed
+from tests.ray.actors import Peer
+from tests.ray.conftest import Spawn
+from tests.ray.test_tensor_lanes import in_actor
+from tests.ray.test_weights import came_from
+
+READERS = ("a", "b", "c")
+SIZE = 1 << 20
+BYTES = 4 * 4 * SIZE
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> None:
+    """Here one group serves the tests."""
+
+
+def take_turns(patience_s: float = 5.0) -> None:
+    match.IN_TURN, match.WORTH_A_TURN = {"cpu"}, 1
+    relayed.PullInTurn.piece_bytes = 1 << 20
+    relayed._PATIENCE_S = patience_s
+
+
+@pytest.fixture(scope="module")
+def actors(spawn_for_module: Spawn) -> dict[str, Any]:
+    return {name: spawn_for_module(Peer) for name in ("home", *READERS)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
+    with rtr.init_group(actors) as group:
+        for actor in actors.values():
+            in_actor(actor, take_turns)
+        yield group
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {name: torch.full((SIZE,), value) for name in ("a", "b", "c", "d")}
+
+
+def publish(store: rtr.WeightStore, value: int) -> int:
+    return store.publish(weights(float(value)), value)
+
+
+def pull(store: rtr.WeightStore, kept: dict[str, Any] = {}) -> list[float]:  # noqa: B006 - per process
+    """The version, and every value that came."""
+    mine, model = kept.setdefault(store.name, (store, weights(-1.0)))
+    version = mine.pull(model)
+    return [version, *{value for tensor in model.values() for value in tensor.unique().tolist()}]
+
+
+def pull_all(actors: dict[str, Any], store: rtr.WeightStore, value: int) -> None:
+    in_actor(actors["home"], publish, store, value)
+    pulls = [actors[name].run.remote(pull, store) for name in READERS]
+    assert ray.get(pulls, timeout=60) == [[value, float(value)]] * len(READERS)
+
+
+def test_readers_feed_one_another(actors: dict[str, Any]) -> None:
+    store = rtr.WeightStore("in turn", home="home")
+    for value in (1, 2):  # they get to know one another
+        pull_all(actors, store, value)
+    before = {name: in_actor(actors[name], came_from) for name in READERS}
+    pull_all(actors, store, 3)
+    pull_all(actors, store, 4)
+    after = {name: in_actor(actors[name], came_from) for name in READERS}
+    came = {name: {peer: size - before[name].get(peer, 0) for peer, size in after[name].items()} for name in READERS}
+    from_home = sum(peers.get("home", 0) for peers in came.values())
+    fed = sum(size for name in READERS for peer, size in came[name].items() if peer in READERS)
+    assert fed >= BYTES, came
+    assert from_home + fed >= 2 * len(READERS) * BYTES, came
+    assert from_home <= 2 * 2 * BYTES, "a reader that comes too late pulls from the home"
+
+
+def test_nobody_waits_for_a_reader_that_is_slow(actors: dict[str, Any]) -> None:
+    """It pulls again, from the home."""
+    store = rtr.WeightStore("impatient", home="home")
+    for name in READERS:
+        in_actor(actors[name], take_turns, 0.0)
+    try:
+        for value in range(1, 8):
+            pull_all(actors, store, value)
+    finally:
+        for name in READERS:
+            in_actor(actors[name], take_turns)
+
+
+def test_another_model_takes_no_turn(actors: dict[str, Any]) -> None:
+    store = rtr.WeightStore("other model", home="home")
+    for value in (1, 2):
+        pull_all(actors, store, value)
+
+    def pull_part(store: rtr.WeightStore) -> list[float]:
+        model = {"a": torch.zeros(SIZE)}
+        store.pull(weights(0.0))
+        version = store.pull(model, strict=False)
+        return [version, *model["a"].unique().tolist()]
+
+    assert in_actor(actors["a"], pull_part, store) == [2, 2.0]
+    assert ray.get([actors[name].run.remote(pull_part, store) for name in READERS], timeout=60) == [[2, 2.0]] * 3
+    pull_all(actors, store, 3)
+
+
+def test_readers_that_die_change_nothing_for_the_others(spawn: Spawn, actors: dict[str, Any], group: rtr.Group) -> None:
+    store, doomed = rtr.WeightStore("mortal", home="home"), spawn(Peer)
+    group.add({"doomed": doomed})
+    in_actor(doomed, take_turns)
+    for value in (1, 2):
+        in_actor(actors["home"], publish, store, value)
+        pulls = [actor.run.remote(pull, store) for actor in (doomed, *(actors[name] for name in READERS))]
+        assert ray.get(pulls, timeout=60) == [[value, float(value)]] * 4
+    in_actor(actors["home"], publish, store, 3)
+    doomed.run.remote(pull, store)
+    pulls = [actors[name].run.remote(pull, store) for name in READERS]
+    ray.kill(doomed)
+    assert ray.get(pulls, timeout=60) == [[3, 3.0]] * 3
+    pull_all(actors, store, 4)

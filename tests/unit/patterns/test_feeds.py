@@ -1,0 +1,177 @@
+"""What a pull feeds to others: pieces as they arrive, and memory that ends with the pull. Without members."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.errors import LaneUnavailable, NotFound
+from raytorchrpc.patterns.weights.feeds import Feed, Feeds
+from raytorchrpc.patterns.weights.match import Selection
+from raytorchrpc.patterns.weights.snapshots import TensorSpec
+from raytorchrpc.process.deadlines import Deadlines
+from tests.conformance.peers import wait_until
+
+LONG = 20.0
+PIECES = 4
+
+
+class Lane:
+    """Exports what it can."""
+
+    can = True
+
+    def export(self, *_: Any) -> Any:
+        if not self.can:
+            raise LaneUnavailable("lane", "this memory cannot be exported")
+        return SimpleNamespace(cancel=lambda: None)
+
+
+@pytest.fixture
+def feeds() -> Iterator[Feeds]:
+    deadlines = Deadlines("test")
+    route = SimpleNamespace(member=SimpleNamespace(name="reader"), beside={"cpu": "lane"}, devices_back={})
+    lane = Lane()
+    lane.capabilities = SimpleNamespace(parallel_move=False)  # type: ignore[attr-defined]
+    lane.lend = lambda size: None  # type: ignore[attr-defined]
+    peers = SimpleNamespace(route_back=lambda rank: route)
+    local: Any = SimpleNamespace(
+        tensor_lanes={"lane": lane}, deadlines=deadlines, peers=peers, me=SimpleNamespace(rank=0)
+    )
+    yield Feeds(local, "store 1", [9])
+    deadlines.stop()
+
+
+def lasting(feeds: Feeds, version: int = 1) -> Feed:
+    specs = [TensorSpec(torch.float32, (PIECES, 3), torch.device("cpu"))]
+    memory = feeds.pool.memory(specs)
+    return Feed(version, specs, memory, feeds.pool, [[row] for row in memory.tensors[0]])
+
+
+def of_model(feeds: Feeds, version: int = 1) -> Feed:
+    return Feed.of_model(version, feeds.pool, [[row] for row in torch.zeros(PIECES, 3)])
+
+
+def lease(feeds: Feeds, rank: int = 1, version: int = 1) -> Any:
+    return feeds.serve_lease(rank, "same", version, LONG, LONG)
+
+
+def test_pieces_come_as_soon_as_they_are_here(feeds: Feeds) -> None:
+    early = lease(feeds)
+    feed = lasting(feeds)
+    own = feeds.open("same", feed)
+    assert isinstance(early, DeferredReply)
+    number = early.outcome()
+    feed.add()
+    assert len(feeds.serve_piece(1, number, 0, LONG)) == 1
+    second = feeds.serve_piece(1, number, 1, LONG)
+    assert isinstance(second, DeferredReply) and not second.done()
+    feed.add()
+    assert len(second.outcome()) == 1
+    feeds.pool.release(own)
+    assert feeds.serve_confirm(1, number, LONG) is True
+    assert feeds.pool.readers == 0
+
+
+def test_who_is_fed_hears_that_no_more_comes(feeds: Feeds) -> None:
+    feed = lasting(feeds)
+    feeds.open("same", feed)
+    number = lease(feeds)
+    feed.add()
+    second = feeds.serve_piece(1, number, 1, LONG)
+    feeds.fail("same", 1, feed)
+    assert isinstance(second.exception(0), NotFound)
+    assert len(feeds.serve_piece(1, number, 0, LONG)) == 1, "what came is sound"
+    with pytest.raises(NotFound):
+        feeds.serve_piece(1, number, 1, LONG)
+    waits = lease(feeds)
+    feeds.fail("same", 1, None)
+    assert waits.outcome() == 0, "a pull that does not even begin"
+
+
+def test_waits_end(feeds: Feeds) -> None:
+    assert feeds.serve_lease(1, "same", 1, LONG, 0.02).result(LONG) is None
+    feed = lasting(feeds)
+    feeds.open("same", feed)
+    number = lease(feeds)
+    assert isinstance(feeds.serve_piece(1, number, 0, 0.02).exception(LONG), NotFound)
+    assert not feeds._waiting and not feed._waiting
+
+
+def test_an_older_version_is_not_waited_for(feeds: Feeds) -> None:
+    feeds.open("same", lasting(feeds, 2))
+    assert lease(feeds, version=1) == 0
+    assert isinstance(lease(feeds, version=3), DeferredReply)
+
+
+def test_a_model_is_taken_back_once_it_is_read(feeds: Feeds) -> None:
+    feed = of_model(feeds)
+    feeds.pool.release(feeds.open("same", feed))
+    number = lease(feeds)
+    for _ in range(PIECES):
+        feed.add()
+    assert lease(feeds, rank=2) == 0, "too late: it would delay the pull"
+    ending = threading.Thread(target=feeds.end, args=("same", feed, LONG))
+    ending.start()
+    assert wait_until(feed.ended.done, LONG) and ending.is_alive()
+    assert feeds.serve_confirm(1, number, LONG) is True
+    ending.join(LONG)
+    assert not ending.is_alive()
+
+
+def test_a_reader_that_takes_too_long_is_told_so(feeds: Feeds) -> None:
+    feed = of_model(feeds)
+    feeds.pool.release(feeds.open("same", feed))
+    number = lease(feeds)
+    feed.add()
+    feeds.end("same", feed, 0.01)
+    with pytest.raises(NotFound):
+        feeds.serve_piece(1, number, 0, LONG)
+    assert feeds.serve_confirm(1, number, LONG) is False
+
+
+def test_a_reader_that_is_done_hears_whether_its_feeder_was_sound(feeds: Feeds) -> None:
+    for outcome in (True, False):
+        feed = of_model(feeds)
+        feeds.pool.release(feeds.open("same", feed))
+        reply = feeds.serve_confirm(1, lease(feeds), LONG)
+        assert isinstance(reply, DeferredReply) and not reply.done()
+        if outcome:
+            feeds.end("same", feed, LONG)
+        else:
+            feeds.fail("same", 1, feed)
+        assert reply.outcome() is outcome
+
+
+def test_memory_that_no_lane_exports_is_not_offered(feeds: Feeds) -> None:
+    feeds.pool.release(feeds.open("same", of_model(feeds)))
+    feeds._local.tensor_lanes["lane"].can = False  # type: ignore[attr-defined]
+    assert lease(feeds) == 0
+
+
+@pytest.mark.parametrize("shape", [(10, 6), (1, 60), (60,), ()])
+def test_slices_bring_the_same_as_the_whole(shape: tuple[int, ...]) -> None:
+    source, target = torch.arange(60.0)[: torch.Size(shape).numel()].view(shape), torch.zeros(shape)
+    sliced = Selection([(0, None)], [target]).in_slices(48)
+    assert len(sliced.targets) == (1 if shape == () else 5)
+    assert sliced.regions is not None
+    for piece, (first, extents, strides) in zip(sliced.targets, sliced.regions, strict=True):
+        assert piece.nbytes <= 48 and strides is None
+        piece.copy_(source.view(-1)[first : first + piece.numel()].view(extents))
+    assert torch.equal(source, target)
+
+
+def test_slices_of_strided_regions() -> None:
+    source, target = torch.arange(60.0).view(10, 6), torch.zeros(10, 2)
+    sliced = Selection([(0, None)], [target], [(3, (10, 2), (6, 1))]).in_slices(24)
+    assert sliced.regions is not None
+    for piece, (first, extents, strides) in zip(sliced.targets, sliced.regions, strict=True):
+        assert strides is not None
+        piece.copy_(source.as_strided(extents, strides, first))
+    assert torch.equal(source[:, 3:5], target)
