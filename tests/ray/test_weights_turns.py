@@ -28,7 +28,7 @@ def no_group_is_left() -> None:
 
 def take_turns(patience_s: float = 5.0) -> None:
     match.IN_TURN, match.WORTH_A_TURN = {"cpu"}, 1
-    relayed.PullInTurn.piece_bytes = 1 << 20
+    relayed.PullInTurn.piece_bytes, relayed.PullInTurn.pieces = 1 << 20, 64
     relayed._PATIENCE_S = patience_s
 
 

@@ -13,7 +13,7 @@ from raytorchrpc.patterns.weights import feeds, published
 from raytorchrpc.patterns.weights.feeds import Feed, feeds_of
 from raytorchrpc.patterns.weights.match import Selection
 from raytorchrpc.patterns.weights.relays import Advice
-from raytorchrpc.patterns.weights.requests import Address, Requests, stream
+from raytorchrpc.patterns.weights.requests import AHEAD, Address, Requests, stream
 from raytorchrpc.patterns.weights.snapshots import TensorSpec
 from raytorchrpc.tensors.cuda_streams import nothing
 
@@ -45,8 +45,8 @@ class Origin(NamedTuple):
 class FedPull:
     """One pull that others may feed, and that may feed others. By the thread that uses it."""
 
-    #: The least bytes of a piece.
-    piece_bytes = _PIECE_BYTES
+    #: The least bytes of a piece, the most pieces, and how many are asked for at once.
+    piece_bytes, pieces, ahead = _PIECE_BYTES, _PIECES, AHEAD
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class FedPull:
         self._requests, self._home, self._address = requests, origin.home, origin.address
         self._what, self._selection = what, selection
         self._fetch, self._check_lease = fetch, check_lease
-        self._size = max(self.piece_bytes, sum(target.nbytes for target in selection.targets) // _PIECES)
+        self._size = max(self.piece_bytes, sum(target.nbytes for target in selection.targets) // self.pieces)
         self._mine = feeds_of(requests.local, *origin[1:])
 
     def _pieces(self, selection: Selection) -> list[Selection]:
         return selection.in_slices(self._size).messages(self._size)
 
     def _from_home(self, pieces: Sequence[Selection], arrived: Callable[[], None]) -> None:
-        for answer in stream(partial(self._fetch, piece) for piece in pieces):
+        for answer in stream((partial(self._fetch, piece) for piece in pieces), self.ahead):
             if not answer:
                 raise _NotReadable
             self._check_lease()
@@ -97,7 +97,8 @@ class FedPull:
             if lease:
                 try:
                     fed = enumerate(piece.targets for piece in pieces)
-                    for _ in stream(partial(request, feeds.PIECE, lease, place, into=into) for place, into in fed):
+                    asks = (partial(request, feeds.PIECE, lease, place, into=into) for place, into in fed)
+                    for _ in stream(asks, self.ahead):
                         self._check_lease()
                         arrived()
                         brought += 1
@@ -163,7 +164,8 @@ class PullInTurn(FedPull):
     It feeds the next from the model's own tensors, so only for as long as the pull takes.
     """
 
-    piece_bytes = 64 << 20
+    # A piece takes the GPUs about as long to copy as it takes the members to ask for it and to answer.
+    piece_bytes, pieces, ahead = 64 << 20, 12, 12
 
     def bring(self, source: int | None) -> bool:
         """Bring the tensors; False if they cannot be copied from the home's memory. Raises as requests to the home do.

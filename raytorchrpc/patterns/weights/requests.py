@@ -15,8 +15,8 @@ from raytorchrpc.errors import RayTorchRpcError
 
 #: The address of the object that serves tensors: a store's, or that of a member's relayed weights.
 Address = tuple[str, str, int | None]
-#: Requests that are sent before the first of them has to be answered.
-_AHEAD = 2
+#: Requests for large messages that are sent before the first of them has to be answered.
+AHEAD = 2
 
 
 class Requests:
@@ -47,12 +47,12 @@ class Requests:
         return bool(peers.route(member).member.node_id == peers.route(self.local.me.rank).member.node_id)
 
 
-def stream(requests: Iterable[Callable[[], Future[Any]]]) -> Iterable[Any]:
-    """Send requests, a few ahead, and yield their answers in order. Raises the error of the first that fails."""
+def stream(requests: Iterable[Callable[[], Future[Any]]], ahead: int) -> Iterable[Any]:
+    """Send requests, so many ahead, and yield their answers in order. Raises the error of the first that fails."""
     sent: deque[Future[Any]] = deque()
     for request in requests:
         sent.append(request())
-        if len(sent) > _AHEAD:
+        if len(sent) > ahead:
             yield sent.popleft().wait()
     while sent:
         yield sent.popleft().wait()
