@@ -35,7 +35,7 @@ class Alike(NamedTuple):
     """What several GPUs of a host may pull, each for itself."""
 
     signature: str
-    device_type: str
+    device: torch.device
     places: list[tuple[int, str | None]]
     regions: list[Region] | None
 
@@ -111,12 +111,13 @@ class Selection(NamedTuple):
         """Return what readers on other GPUs may pull, too; None if this is too little, or not on one GPU."""
         if sum(target.nbytes for target in self.targets) < WORTH_A_TURN:
             return None
-        types = {target.device.type for target in self.targets}
-        if len(types) > 1 or not types <= IN_TURN:
+        devices = {target.device for target in self.targets}
+        if len(devices) > 1 or not {device.type for device in devices} <= IN_TURN:
             return None
-        if (last := known.alike) is not None and (last.places, last.regions) == (self.places, self.regions):
+        device = devices.pop()
+        if (last := known.alike) is not None and last[1:] == (device, self.places, self.regions):
             return last
-        return Alike(self.signature(known.number), types.pop(), self.places, self.regions)
+        return Alike(self.signature(known.number), device, self.places, self.regions)
 
     def parts(self, known: KnownLayout, offsets: dict[str | None, list[int]] | None = None) -> list[list[Part]]:
         """Return which part of a snapshot's memory goes to each target, by piece; see ``Snapshot.pieces``.

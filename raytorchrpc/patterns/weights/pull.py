@@ -72,7 +72,7 @@ class Pull:
             device_type = self._readable_in_place(self.home, match.likely_device_type)
         answer = Spread(partial(match.parts_of_answer, device_type))
         alike, signature = None if match.known is None else match.known.alike, None
-        if alike is not None and self._readable_in_place(self.home, alike.device_type) is not None:
+        if alike is not None and self._takes_turns(alike.device):
             signature = alike.signature
             feeds_of(self._local, *self._origin[1:])
         request = (*self._address, *args, left, device_type, signature)
@@ -184,6 +184,12 @@ class Pull:
     def _origin(self) -> Origin:
         return Origin(self.home, self._store._lives_with, self._address)
 
+    def _takes_turns(self, device: torch.device) -> bool:
+        """Whether other GPUs of this host may be nearer than the home: not for a reader on the home's own."""
+        if self._readable_in_place(self.home, device.type) is None:
+            return False
+        return device.index not in {mine for mine, _ in self._local.peers.route(self.home).same_gpus}
+
     @property
     def _has_turn(self) -> bool:
         """Whether other GPUs of this host pull the same, and the home has told this member from which it copies."""
@@ -198,7 +204,7 @@ class Pull:
             return False
         assert lease.turn is not None
         self._had_turn, what = True, (lease.version, alike.signature)
-        send, check = partial(self._request_pieces, alike.device_type, {}), self._check_lease
+        send, check = partial(self._request_pieces, alike.device.type, {}), self._check_lease
         return PullInTurn(self._requests, self._origin, what, selection, send, check).bring(Advice(*lease.turn).source)
 
     def _give_turn_back(self) -> None:

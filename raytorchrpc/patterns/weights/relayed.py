@@ -164,8 +164,8 @@ class PullInTurn(FedPull):
     It feeds the next from the model's own tensors, so only for as long as the pull takes.
     """
 
-    # A piece takes the GPUs about as long to copy as it takes the members to ask for it and to answer.
-    piece_bytes, pieces, ahead = 64 << 20, 12, 12
+    # Members take about a millisecond to ask for a piece and to answer, and GPUs two to copy a sixth of 4 GB.
+    piece_bytes, pieces, ahead = 64 << 20, 6, 6
 
     def bring(self, source: int | None) -> bool:
         """Bring the tensors; False if they cannot be copied from the home's memory. Raises as requests to the home do.
