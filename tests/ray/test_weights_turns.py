@@ -10,7 +10,10 @@ import ray
 import torch
 
 import raytorchrpc as rtr
+from raytorchrpc.calls import current
 from raytorchrpc.patterns.weights import match, relayed
+from raytorchrpc.patterns.weights.published import KIND
+from tests.conformance.peers import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import in_actor
@@ -66,20 +69,40 @@ def pull_all(actors: dict[str, Any], store: rtr.WeightStore, value: int) -> None
     assert ray.get(pulls, timeout=60) == [[value, float(value)]] * len(READERS)
 
 
+def pull_once_read(store: rtr.WeightStore) -> list[float]:
+    """As ``pull``, but begin to receive only when another has begun to read."""
+    from_home = relayed.PullInTurn._from_home
+
+    def wait_for_a_reader(self: relayed.PullInTurn, *args: Any) -> None:
+        assert wait_until(lambda: self._mine.pool.readers > 0, 20)
+        from_home(self, *args)
+
+    relayed.PullInTurn._from_home = wait_for_a_reader  # type: ignore[method-assign]
+    try:
+        return pull(store)
+    finally:
+        relayed.PullInTurn._from_home = from_home  # type: ignore[method-assign]
+
+
+def has_a_leader(version: int) -> bool:
+    """At the home: whether a reader pulls a version for others."""
+    services = current.process_member().services
+    (relays,) = (services.get(KIND, name).relays for name in services.names(KIND) if name == "in turn")
+    return wait_until(lambda: any(what[0] == version and found for what, found in relays._rounds.items()), 20)
+
+
 def test_readers_feed_one_another(actors: dict[str, Any]) -> None:
     store = rtr.WeightStore("in turn", home="home")
     for value in (1, 2):  # they get to know one another
         pull_all(actors, store, value)
-    before = {name: in_actor(actors[name], came_from) for name in READERS}
-    pull_all(actors, store, 3)
-    pull_all(actors, store, 4)
-    after = {name: in_actor(actors[name], came_from) for name in READERS}
-    came = {name: {peer: size - before[name].get(peer, 0) for peer, size in after[name].items()} for name in READERS}
-    from_home = sum(peers.get("home", 0) for peers in came.values())
-    fed = sum(size for name in READERS for peer, size in came[name].items() if peer in READERS)
-    assert fed >= BYTES, came
-    assert from_home + fed >= 2 * len(READERS) * BYTES, came
-    assert from_home <= 2 * 2 * BYTES, "a reader that comes too late pulls from the home"
+    in_actor(actors["home"], publish, store, 3)
+    before = in_actor(actors["b"], came_from)
+    leads = actors["a"].run.remote(pull_once_read, store)
+    assert in_actor(actors["home"], has_a_leader, 3)
+    assert in_actor(actors["b"], pull, store) == [3, 3.0]
+    assert ray.get(leads, timeout=60) == [3, 3.0]
+    came = {peer: size - before.get(peer, 0) for peer, size in in_actor(actors["b"], came_from).items()}
+    assert came["a"] >= BYTES and came["home"] < BYTES / 10, came
 
 
 def test_nobody_waits_for_a_reader_that_is_slow(actors: dict[str, Any]) -> None:

@@ -209,6 +209,10 @@ class LayoutMatch(ABC):
         if not selection.targets or any(name is not None for _, name in selection.places):
             return None
         self.filled = True
+        return self.parts_of(selection)
+
+    def parts_of(self, selection: Selection) -> list[list[Part]]:
+        """Return which part of the home's memory goes to each target. ``selection``: see there."""
         return selection.parts(self.layout) if self._parts is None else self._parts
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.receive_into import Spread
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
+from raytorchrpc.lanes.base import Part
 from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights import published
 from raytorchrpc.patterns.weights.feeds import feeds_of
@@ -22,6 +23,7 @@ from raytorchrpc.patterns.weights.published import lease_is_valid_until
 from raytorchrpc.patterns.weights.relayed import Origin, PullInTurn, RelayedPull
 from raytorchrpc.patterns.weights.relays import Advice
 from raytorchrpc.patterns.weights.requests import Requests
+from raytorchrpc.patterns.weights.snapshots import Places
 from raytorchrpc.patterns.weights.versions import VersionLease
 
 #: Most bytes of one message: tensors that lanes bring in memory of their own need this much of it.
@@ -115,7 +117,7 @@ class Pull:
 
     # --- moving tensors ------------------------------------------------------------------------------------------
 
-    def begin(self, selection: Selection) -> None:
+    def begin(self, selection: Selection, caller_waits: bool = False) -> None:
         """Ask the home for what ``bring`` will need, without waiting for the answer."""
         if not selection.targets or self._match.filled or self._is_home or self._uses_relay(selection):
             return
@@ -123,7 +125,8 @@ class Pull:
             return
         device_type = self._readable_in_place(self.home, self._match.device_type)
         if device_type is not None:
-            self._sent = self._request_pieces(device_type, {}, selection)
+            parts = self._match.parts_of(selection)
+            self._sent = self._request_pieces(device_type, parts, selection.places, caller_waits)
 
     def bring(self, selection: Selection) -> None:
         """Bring these tensors into the model, unless the lease request has brought them."""
@@ -143,26 +146,25 @@ class Pull:
         if self._has_turn and self._take_turn(selection):
             return
         if self._sent is None:
-            self.begin(selection)
+            self.begin(selection, caller_waits=True)
         sent, self._sent = self._sent, None
         if sent is None or not sent.wait():
             for message in selection.messages(MESSAGE_BYTES):  # copied out of the lane's memory before the next
                 self._request_message(message).wait()
 
     def _request_pieces(
-        self, device_type: str, offsets: dict[str | None, list[int]], message: Selection
+        self, device_type: str, parts: Sequence[Sequence[Part]], places: Places, caller_waits: bool = False
     ) -> Future[list[torch.Tensor]]:
         """Ask the home for its memory, to copy from when the answer is taken; no pieces if that cannot be read."""
-        parts = message.parts(self._match.layout, offsets)
         into = Spread(lambda pieces: parts if pieces else None)
-        return self._request(published.PIECES, message.places, device_type, into=into)
+        return self._request(published.PIECES, places, device_type, into=into, caller_waits=caller_waits)
 
     def _request_message(self, message: Selection) -> Future[Any]:
         return self._request(published.TENSORS, message.places, message.regions, into=message.targets)
 
-    def _request(self, service: str, *args: Any, into: Any) -> Future[Any]:
+    def _request(self, service: str, *args: Any, **options: Any) -> Future[Any]:
         request = (*self._address, self._match.leased.lease, *args)
-        return self._requests.call(self.home, service, request, self._requests.left(0.001), into=into)
+        return self._requests.call(self.home, service, request, self._requests.left(0.001), **options)
 
     # --- by way of others ----------------------------------------------------------------------------------------
 
@@ -204,8 +206,14 @@ class Pull:
             return False
         assert lease.turn is not None
         self._had_turn, what = True, (lease.version, alike.signature)
-        send, check = partial(self._request_pieces, alike.device.type, {}), self._check_lease
-        return PullInTurn(self._requests, self._origin, what, selection, send, check).bring(Advice(*lease.turn).source)
+        offsets: dict[str | None, list[int]] = {}
+
+        def send(message: Selection) -> Future[Any]:
+            return self._request_pieces(alike.device.type, message.parts(layout, offsets), message.places)
+
+        return PullInTurn(self._requests, self._origin, what, selection, send, self._check_lease).bring(
+            Advice(*lease.turn).source
+        )
 
     def _give_turn_back(self) -> None:
         """Tell those that would be fed by this member that they have to look elsewhere."""

@@ -223,8 +223,8 @@ class ShardedPull:
                     self.remembered = Remembered()
                     return self._bring(version, None, sources)
                 self._plan_anew(matches, near)
-            for number, pull in pulls:
-                pull.begin(matches[number].selection())
+            for at, (number, pull) in enumerate(pulls):
+                pull.begin(matches[number].selection(), caller_waits=not at)
             for number, pull in pulls:
                 try:
                     pull.bring(matches[number].selection())
@@ -246,8 +246,8 @@ class ShardedPull:
         if len(pulls) == 1:  # then the same request may bring the tensors
             is_planned = all(match.planned is not None for match in matches)
             return pulls[0][1].lease(version, since, is_planned, self._wait).version
-        for _, pull in pulls:
-            pull.ask(version, since)
+        for at, (_, pull) in enumerate(pulls):
+            pull.ask(version, since, caller_waits=not at)  # this thread waits for the first
         answers = [pull.answer() for _, pull in pulls]
         return next((answer.version for answer in answers if answer is not None), version or 0)
 
