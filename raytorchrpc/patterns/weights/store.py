@@ -44,8 +44,8 @@ class WeightStore(Handle):
     to memory that no reader uses. The store has memory for two versions, and for as many more as are being read or
     kept.
 
-    If several members of another host pull the same version, one of them pulls it from the home into memory that it
-    keeps, and the others pull it from there.
+    Members that pull the same feed one another: one member of each other host pulls into memory that it keeps for its
+    host, and these, like readers on several GPUs of the home's host, stand in a line. The home sends each byte once.
 
     Members serve weights on threads of their own, beside their actor's methods. Operations raise PeerLost if the home
     is lost. They raise NotFound if this store has ended: the home was restarted, or the group formed again, since this
