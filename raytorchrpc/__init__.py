@@ -7,6 +7,7 @@ in an actor that Ray has restarted it lets the actor's group take it back.
 
 from raytorchrpc import rdt
 from raytorchrpc.calls import rejoin
+from raytorchrpc.calls.combined import gather, wait
 from raytorchrpc.calls.current import current_member
 from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.peers import Member
@@ -15,6 +16,7 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.decorator import method
 from raytorchrpc.errors import (
     BootstrapError,
+    CancelledError,
     Closed,
     ConfigurationError,
     Empty,
@@ -48,6 +50,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "BlockFp8",
     "BootstrapError",
+    "CancelledError",
     "Closed",
     "ConfigurationError",
     "DeviceMap",
@@ -75,6 +78,7 @@ __all__ = [
     "TransferFailed",
     "WeightStore",
     "current_member",
+    "gather",
     "get_group",
     "init_group",
     "method",
@@ -86,6 +90,7 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "runtime_env",
+    "wait",
 ]
 
 rejoin.begin()

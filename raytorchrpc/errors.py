@@ -1,7 +1,8 @@
 """The errors that this package raises.
 
 Two families: errors that the caller can fix before trying again (``ConfigurationError``, ``BootstrapError``,
-``NotAMember``), and errors of a call in flight (``LaneUnavailable``, ``PeerLost``, ``RpcTimeout``, ``RemoteError``).
+``NotAMember``), and errors of a call in flight (``LaneUnavailable``, ``PeerLost``, ``RpcTimeout``,
+``CancelledError``, ``RemoteError``).
 Messages say what failed and what to do.
 
 All of them can be pickled, so an actor can raise one to its driver through Ray.
@@ -9,6 +10,7 @@ All of them can be pickled, so an actor can raise one to its driver through Ray.
 
 from __future__ import annotations
 
+import concurrent.futures
 import queue
 from typing import Any
 
@@ -101,6 +103,10 @@ class PeerBusy(RayTorchRpcError):
 
 class RpcTimeout(RayTorchRpcError, TimeoutError):
     """A call's deadline passed before its result arrived. The method may still be running."""
+
+
+class CancelledError(RayTorchRpcError, concurrent.futures.CancelledError):
+    """The call was cancelled by ``Future.cancel``. An ``await`` raises ``asyncio.CancelledError`` instead."""
 
 
 class NotFound(RayTorchRpcError, LookupError):

@@ -17,7 +17,7 @@ from raytorchrpc.calls.event_loops import on_loop
 from raytorchrpc.calls.future import Call, call_back
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.services import DeferredReply
-from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
+from raytorchrpc.errors import CancelledError, RayTorchRpcError, RpcTimeout
 from raytorchrpc.process import threads
 from raytorchrpc.process.deadlines import Deadlines
 
@@ -50,6 +50,8 @@ class DeferredCall(Call):
 
     It is sent by the event loop that it was made on, or by a thread that waits for it, whichever comes first.
     """
+
+    cancellable = True
 
     def __init__(self, label: str, send: Callable[[Any, float | None], Call], timeout: float | None) -> None:
         self._label, self._send, self._timeout = label, send, timeout
@@ -119,6 +121,17 @@ class DeferredCall(Call):
     def outcome(self) -> tuple[Any, BaseException | None] | None:
         call = self._call
         return (None, self._sent.exception(0)) if call is None else call.outcome()
+
+    def cancel(self) -> None:
+        if self._sending.acquire(blocking=False):  # never to be sent
+            self._sent.settle(None, CancelledError(f"the call of {self._label} was cancelled"))
+            return
+
+        def follow(_: object) -> None:
+            if (call := self._call) is not None:
+                call.cancel()
+
+        self._sent.add_done_callback(follow)
 
     def expire(self) -> tuple[None, RpcTimeout]:
         call = self._call

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from raytorchrpc.calls import waiting
 from raytorchrpc.calls.event_loops import Token
-from raytorchrpc.errors import PeerLost, RpcTimeout
+from raytorchrpc.errors import CancelledError, ConfigurationError, PeerLost, RpcTimeout
 from raytorchrpc.process import fork
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,8 @@ class Call(ABC):
     """In the path of the call, if it was made on an event loop."""
     peer_was_lost = False
     """After ``outcome``: the error is the loss of the peer, and not an exception of the method."""
+    cancellable = False
+    """Whether ``cancel`` reaches the callee."""
 
     @property
     @abstractmethod
@@ -62,6 +64,12 @@ class Call(ABC):
         return None
 
     @abstractmethod
+    def cancel(self) -> None:
+        """Have the callee drop or stop the call, as far as it can. The outcome is not taken any more, also if the call
+        is not ``cancellable``. Waits end when the callee has answered.
+        """
+
+    @abstractmethod
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call ``callback``, which is short, when the deadline passes; returns what prevents it."""
 
@@ -94,14 +102,51 @@ class Future(Generic[T]):
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._lock = threading.Lock()
+        self._taking = threading.Lock()
+        """Held while the outcome is decided: taken from the call, or cancelled."""
         self._outcome: tuple[Any, BaseException | None] | None = None
+        self._cancelled = False
+        self._lock = threading.Lock()
+        """Guards what follows."""
+        self._watchers: set[Callable[[], None]] = set()
+        self._follows = False
+        """Whether the call will notify the watchers."""
 
     def done(self) -> bool:
         """Whether ``result`` would return or raise at once. Never blocks."""
         if self._outcome is not None or fork.forked():
             return True
         return self._call.wait(0) or self._call.remaining() == 0
+
+    def cancelled(self) -> bool:
+        """Whether ``cancel`` has cancelled the call."""
+        return self._cancelled
+
+    def cancel(self) -> bool:
+        """Cancel the call. Returns whether it is cancelled: False if it was done before, and keeps its result.
+
+        From now on ``result``, ``wait`` and ``exception`` raise CancelledError, and ``await`` raises
+        ``asyncio.CancelledError``. A thread that waits already is woken when the target has confirmed.
+
+        At the target, a coroutine is cancelled (``asyncio.CancelledError`` is raised in it), and a method that has not
+        begun will not run. A method that runs on a thread continues; its result is dropped. The target's confirmation
+        also frees the call's part of ``GroupConfig.max_calls_in_flight`` and ``max_bytes_in_flight``.
+
+        A task that is cancelled while it awaits this future cancels the call too; ``asyncio.shield`` prevents that.
+        """
+        fork.check_process()
+        if not self._taking.acquire(blocking=False):  # another thread takes the result, or cancels
+            return self._cancelled
+        try:
+            if self._cancelled or self.done():
+                return self._cancelled
+            self._cancelled = True  # first: who sees the outcome sees this too
+            self._outcome = None, CancelledError(f"the call of {self._call.label} was cancelled")
+        finally:
+            self._taking.release()
+        self._call.cancel()
+        self._notify()
+        return True
 
     def wait(self) -> T:
         """Block until the result has arrived or the call's deadline has passed; return it or raise the call's error."""
@@ -119,19 +164,26 @@ class Future(Generic[T]):
             del self  # see _get
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The error of the call, or None if it returned. Blocks like ``result`` and raises RpcTimeout like it."""
+        """The error of the call, or None if it returned. Blocks like ``result``, and raises RpcTimeout and
+        CancelledError like it.
+        """
         remaining = self._call.remaining()
         self._settle(remaining if timeout is None else min(timeout, remaining))
         assert self._outcome is not None
-        return self._outcome[1]
+        error = self._outcome[1]
+        if self._cancelled and error is not None:
+            raise error
+        return error
 
     def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
         """Call ``callback(self)`` on a thread of the member's own once the call is done, or at once if it is done.
 
-        A call is done, too, when its deadline has passed. The callback may block and may make calls. An exception
-        from it is logged.
+        A call is done, too, when its deadline has passed, or when it is cancelled. The callback may block and may make
+        calls. An exception from it is logged.
         """
         fork.check_process()
+        if getattr(callback, "__module__", None) == asyncio.wait.__module__:  # it would be called on another thread
+            raise ConfigurationError("asyncio.wait takes tasks: pass it asyncio.ensure_future(future)")
         first = threading.Lock()
 
         def run() -> None:
@@ -144,11 +196,18 @@ class Future(Generic[T]):
             prevent()
             run()
 
-        self._call.add_done_callback(arrived)
+        self._watch(arrived)
 
     def __await__(self) -> Generator[Any, None, T]:
-        while not (self.done() and self._settled(0)):
-            yield from _until_done(self._call)
+        try:
+            while not (self.done() and self._settled(0)):
+                yield from _until_done(self, self._call.remaining())
+        except asyncio.CancelledError:
+            if self._call.cancellable:
+                self.cancel()
+            raise
+        if self._cancelled:
+            raise asyncio.CancelledError(f"the call of {self._call.label} was cancelled")
         try:
             return self._get(0)
         finally:
@@ -180,20 +239,46 @@ class Future(Generic[T]):
             return True
         fork.check_process()  # the reply comes to the parent
         arrived = waiting.wait_serving(self._call, timeout_s)
-        if not arrived and self._call.remaining() > 0:
+        if not arrived and not self._cancelled and self._call.remaining() > 0:
             return False
-        with self._lock:
+        with self._taking:
             if self._outcome is None:
                 self._outcome = self._call.outcome() if arrived else self._call.expire()
             return self._outcome is not None
 
+    # --- for several futures -----------------------------------------------------------------------------------------
+
+    def _watch(self, watcher: Callable[[], None]) -> None:
+        """Call ``watcher``, which is short, on any thread, when the outcome can be taken or the call is cancelled.
+
+        Perhaps at once. The deadline does not count.
+        """
+        with self._lock:
+            self._watchers.add(watcher)
+            followed, self._follows = self._follows, True
+        if self._cancelled:
+            self._notify()
+        elif not followed:
+            self._call.add_done_callback(self._notify)
+
+    def _unwatch(self, watcher: Callable[[], None]) -> None:
+        with self._lock:
+            self._watchers.discard(watcher)
+
+    def _notify(self) -> None:
+        with self._lock:
+            watchers, self._watchers = self._watchers, set()
+            self._follows = False  # a call that is sent again has to be followed again
+        for watcher in watchers:
+            watcher()
+
     def __repr__(self) -> str:
-        state = "done" if self.done() else "pending"
+        state = "cancelled" if self._cancelled else "done" if self.done() else "pending"
         return f"<raytorchrpc.Future {self._call.label} {state}>"
 
 
-def _until_done(call: Call) -> Generator[Any, None, None]:
-    """For ``__await__``: yield until the outcome can be taken, or the deadline has passed."""
+def _until_done(future: Future[Any], timeout_s: float) -> Generator[Any, None, None]:
+    """For ``await``: yield until the outcome can be taken, or the time has passed."""
     loop = asyncio.get_running_loop()
     woken = loop.create_future()
 
@@ -205,12 +290,13 @@ def _until_done(call: Call) -> Generator[Any, None, None]:
         with suppress(RuntimeError):  # the loop was closed meanwhile: nothing waits any more
             loop.call_soon_threadsafe(wake)
 
-    call.add_done_callback(arrived)
-    deadline = loop.call_later(call.remaining(), wake)  # a peer that is stuck sends nothing
+    future._watch(arrived)
+    deadline = loop.call_later(timeout_s, wake)  # a peer that is stuck sends nothing
     try:
         yield from woken
     finally:
         deadline.cancel()
+        future._unwatch(arrived)
 
 
 def call_back(callback: Callable[[Any], object], argument: Any) -> None:

@@ -211,6 +211,15 @@ class Gate:
                 admission._changed.notify_all()
             return True
 
+    def withdraw(self, job: Job) -> bool:
+        """Remove a job that waits for an admission, or for the thread that holds one; False if there is none."""
+        with self.lock:
+            for waiting in (self._queue, *(admission.inbox for admission in self._admitted.values())):
+                if job in waiting:
+                    waiting.remove(job)
+                    return True
+        return False
+
     def leave(self, admission: Admission) -> None:
         """Give the admission up; the next in the queue starts on a thread of its own."""
         following = self.pass_on(admission)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from raytorchrpc.calls import gates, protocol
+from raytorchrpc.calls.cancellation import CancellableCalls, CancellableJob
 from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.gates import Work
 from raytorchrpc.calls.job import Callee, Job
@@ -14,7 +16,7 @@ from raytorchrpc.calls.peer_table import PeerTable
 from raytorchrpc.calls.protocol import ControlHeader, RequestHeader
 from raytorchrpc.calls.services import builtin_services
 from raytorchrpc.calls.spans import Tracer
-from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost
+from raytorchrpc.errors import CancelledError, LaneUnavailable, NotAMember, PeerLost
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.tensors.codec import NOTHING
 
@@ -30,6 +32,7 @@ class IncomingCalls:
     def __init__(self, token: str, methods: Mapping[str, Exposed], callee: Callee, peers: PeerTable) -> None:
         """``token``: of this process; see ``peers.process_token``. ``methods``: by name."""
         self.token, self.methods, self.callee, self._peers = token, methods, callee, peers
+        self._cancellable = CancellableCalls()
 
     def serve(self, lane: MessageLane, message: Message, reply: Reply) -> Work | None:
         """Take a request; returns the work that it needs a thread for, if any.
@@ -53,9 +56,11 @@ class IncomingCalls:
                 header = RequestHeader._make(message.header)
                 exposed = self._exposed(header.method)
                 route = self._peers.route_back(caller)
-                return self._dispatch(
-                    Job(self.callee, lane, route, exposed, header, message, pending, reply, self.tracer)
-                )
+                made: Any = CancellableJob if header.number else Job
+                job = made(self.callee, lane, route, exposed, header, message, pending, reply, self.tracer)
+                if header.number:
+                    self._cancellable.add(header.number, job)
+                return self._dispatch(job)
             return self._control(ControlHeader(*message.header), message, reply)
         except Exception as error:
             # Encoded here: the error itself leads to this frame, and by it to the tensors of the request.
@@ -69,7 +74,16 @@ class IncomingCalls:
             kept = self.callee.replies.take(header.number)
             kept.make_current()
             return partial(self.callee.replies.send, reply, lambda: kept)
+        if header.kind == protocol.CANCEL:
+            return partial(self._answer_cancelled, self._cancellable.cancel(header.number), reply)
         return partial(self._ask, message, reply) if header.kind == protocol.ASK else None
+
+    def _answer_cancelled(self, to_call: Reply | None, reply: Reply) -> None:
+        """Reply to a cancelled call, which frees what its caller keeps for it, and to the cancellation."""
+        replies = self.callee.replies
+        if to_call is not None:
+            replies.refuse(protocol.CALL, CancelledError("the call was cancelled"), to_call)
+        replies.send(reply, lambda: _ALIVE)
 
     def _pending(self, caller: int, message: Message) -> list[PendingTensors]:
         try:

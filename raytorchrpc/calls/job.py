@@ -238,7 +238,7 @@ class Job:
                 raise
             why = errors.shown(error)
             raise SerializationError(f"an argument of {self.label} cannot be unpickled there: {why}") from error
-        self.message = _EMPTY  # only the method holds its arguments now
+        self.message = NO_MESSAGE  # only the method holds its arguments now
         return args, kwargs
 
     def _encoded(self, result: Any) -> Encoded:
@@ -278,7 +278,7 @@ class Job:
         self.callee.replies.refuse(self.kind, error, self.reply)
 
 
-_EMPTY = Message((), NOTHING)
+NO_MESSAGE = Message((), NOTHING)
 
 
 class _InContext:

@@ -26,6 +26,8 @@ class CallOptions(NamedTuple):
     """How often the call may be sent again; None: as often as the method allows."""
     caller_waits: bool = False
     """The caller waits for the call at once, on this thread."""
+    cancellable: bool = False
+    """``Call.cancel`` reaches the callee."""
 
 
 DEFAULTS = CallOptions()

@@ -23,6 +23,8 @@ WATCH = 4
 """Never answered: the caller's lane fails the request when this process ends."""
 ASK = 5
 """Run a function of this package on a worker thread. The body holds (function, arguments)."""
+CANCEL = 6
+"""Cancel the call of that number."""
 
 # Kinds of reply.
 OK = 0
@@ -48,6 +50,8 @@ class RequestHeader(NamedTuple):
     """By ``time.monotonic``, if both processes share that clock."""
     mark: int | None = None
     """Links the call to its method in a trace."""
+    number: int = 0
+    """Names the call in a CANCEL; 0: it cannot be cancelled."""
 
 
 class ControlHeader(NamedTuple):
@@ -57,7 +61,7 @@ class ControlHeader(NamedTuple):
     caller: int
     token: str
     number: int = 0
-    """For FETCH: of the kept result."""
+    """For FETCH: of the kept result. For CANCEL: of the call."""
 
 
 class ReplyHeader(NamedTuple):

@@ -41,6 +41,7 @@ class RetriedCall(Call):
         self._lock = threading.Lock()
         self._current: Call | None = None
         self._lost: RayTorchRpcError | None = None
+        self._cancelled = False
         self._may_have_run = False
         """In any attempt."""
         self._sent_to = -1
@@ -93,6 +94,8 @@ class RetriedCall(Call):
                         self._attempt()
                     except RayTorchRpcError as final:  # not sent again, for another reason
                         self._current, self._lost, self._retries = None, final.with_traceback(None), 0
+                    if self._cancelled and self._current is not None:  # meanwhile
+                        self._current.cancel()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """As ``Call.add_done_callback``; also when the deadline has passed."""
@@ -120,6 +123,12 @@ class RetriedCall(Call):
         if isinstance(error, PeerLost) and self._may_have_run and not error.may_have_run:
             error = PeerLost(error.peer, error.cause)  # in an earlier attempt
         return value, error
+
+    def cancel(self) -> None:
+        self._cancelled, self._retries = True, 0
+        current = self._current
+        if current is not None:
+            current.cancel()
 
     def expire(self) -> tuple[None, RpcTimeout]:
         current, lost = self._current, self._lost

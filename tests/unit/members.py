@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
 from raytorchrpc.calls import current
+from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.peer_table import Absence
 from raytorchrpc.calls.peers import Member, PeerRoute, process_token
@@ -134,9 +135,10 @@ class DirectLane(MessageLane):
 class Members:
     """``home`` (rank 0), ``a`` (1) and ``b`` (2); each has a lane to all others."""
 
-    def __init__(self, config: GroupConfig) -> None:
+    def __init__(self, config: GroupConfig, methods: Mapping[str, Exposed] | None = None) -> None:
+        """``methods``: of each member; they get None for their actor."""
         self.members = {
-            name: LocalMember("group", GENERATION, _member(name, rank), config, None, {}, 1 << 30)
+            name: LocalMember("group", GENERATION, _member(name, rank), config, None, methods or {}, 1 << 30)
             for rank, name in enumerate(("home", "a", "b"))
         }
         self.lanes = {name: DirectLane() for name in self.members}

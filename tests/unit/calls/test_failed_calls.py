@@ -17,7 +17,7 @@ from raytorchrpc.calls.counters import CallCounters
 from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.out_of_band import Payload, PayloadSplitter
-from raytorchrpc.calls.outgoing import OutgoingCall
+from raytorchrpc.calls.outgoing_call import OutgoingCall
 from raytorchrpc.calls.payload import PayloadStep
 from raytorchrpc.errors import PeerLost, RpcTimeout
 from raytorchrpc.lanes.base import Message, Pending

@@ -15,7 +15,7 @@ from raytorchrpc.calls.counters import CallCounters
 from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.out_of_band import Payload
-from raytorchrpc.calls.outgoing import OutgoingCall
+from raytorchrpc.calls.outgoing_call import OutgoingCall
 from raytorchrpc.calls.protocol import CALL, KEPT, OK, RAISED, ReplyHeader, RequestHeader
 from raytorchrpc.calls.retry import RetriedCall
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerBusy, PeerLost, RayTorchRpcError

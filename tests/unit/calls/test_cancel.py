@@ -1,0 +1,467 @@
+"""Cancelled calls: what becomes of the method, of the future, and of what the caller kept for the call."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls import current, deferred, gates, rejoin
+from raytorchrpc.calls.event_loops import on_loop
+from raytorchrpc.calls.exposed import Exposed
+from raytorchrpc.calls.future import Future
+from raytorchrpc.calls.options import CallOptions
+from raytorchrpc.calls.services import DeferredReply
+from tests.conformance.peers import wait_until
+from tests.unit.members import Members, in_thread
+
+LONG = 20.0
+
+
+class Actor:
+    """The methods of all members, and what became of them. ``home`` has a gate that admits one at a time."""
+
+    def __init__(self) -> None:
+        self.began, self.go = threading.Event(), threading.Event()
+        self.log: list[str] = []
+
+    def hold(self, _: None, value: Any = None) -> Any:
+        self.began.set()
+        self.go.wait(LONG)
+        self.log.append("held")
+        return value
+
+    def note(self, _: None, what: Any) -> Any:
+        self.log.append("noted")
+        return what
+
+    async def stay(self, _: None) -> str:
+        self.began.set()
+        try:
+            await asyncio.sleep(LONG)
+        except asyncio.CancelledError as error:
+            self.log.append(str(error))
+            raise
+        finally:
+            self.log.append("left")
+        return "stayed"
+
+    async def pass_on(self, _: None, target: str) -> Any:
+        return await rtr.rpc_async(target).stay()
+
+    async def insist(self, _: None) -> str:
+        self.began.set()
+        try:
+            await asyncio.sleep(LONG)
+        except asyncio.CancelledError:
+            self.log.append("ignored")
+        return "insisted"
+
+    def methods(self) -> dict[str, Exposed]:
+        coroutines = {name: getattr(self, name) for name in ("stay", "pass_on", "insist")}
+        return {
+            "hold": Exposed(self.hold, False, None, False, False, False),
+            "hold_beside": Exposed(self.hold, True, None, False, False, False),
+            "note": Exposed(self.note, False, None, False, False, False),
+            **{name: Exposed(function, False, None, True, False, False) for name, function in coroutines.items()},
+        }
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """That of the actors."""
+    made = asyncio.new_event_loop()
+    thread = threading.Thread(target=made.run_forever, daemon=True)
+    thread.start()
+    yield made
+    made.call_soon_threadsafe(made.stop)
+    thread.join(LONG)
+    made.close()
+
+
+@pytest.fixture
+def actor(loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch) -> Iterator[Actor]:
+    gate = gates.Gate(1)
+    monkeypatch.setattr(gates, "gate_of", lambda instance, group: gate)
+    monkeypatch.setattr(ray_internals, "actor_event_loop", lambda group: loop)
+    made = Actor()
+    yield made
+    made.go.set()
+
+
+@pytest.fixture
+def members(actor: Actor) -> Iterator[Members]:
+    made = Members(rtr.GroupConfig(rpc_timeout_s=LONG), actor.methods())
+    try:
+        with made.acting("a"):
+            yield made
+    finally:
+        actor.go.set()
+        current.set_local(None)
+        made.close()
+
+
+def in_flight(members: Members) -> tuple[int, int]:
+    return members.members["a"].outgoing.in_flight()["home"]
+
+
+def is_cancelled(future: Future[Any]) -> None:
+    assert future.cancelled() and future.done() and "cancelled" in repr(future)
+    for ask in (future.result, future.wait, future.exception):
+        with pytest.raises(rtr.CancelledError, match="home"):
+            ask()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result(0)
+
+
+# --- the method ----------------------------------------------------------------------------------------------
+
+
+def test_a_queued_call_never_runs(members: Members, actor: Actor) -> None:
+    running = rtr.rpc_async("home").hold("running")
+    assert actor.began.wait(LONG)
+    queued, last = rtr.rpc_async("home").note(1), rtr.rpc_async("home").note(2)
+    assert in_flight(members)[0] == 3 and queued.cancel()
+    is_cancelled(queued)
+    assert wait_until(lambda: in_flight(members)[0] == 2, LONG), "it takes part in flow control no more"
+    actor.go.set()
+    assert running.result() == "running" and last.result() == 2
+    assert actor.log == ["held", "noted"]
+
+
+def test_a_running_sync_method_is_left_alone(members: Members, actor: Actor) -> None:
+    running = rtr.rpc_async("home").hold("result")
+    assert actor.began.wait(LONG) and running.cancel()
+    is_cancelled(running)
+    assert wait_until(lambda: in_flight(members) == (0, 0), LONG), "though the method still runs"
+    following = rtr.rpc_async("home").note(1)
+    assert not following.done() and actor.log == []
+    actor.go.set()
+    assert following.result() == 1 and actor.log == ["held", "noted"]
+    is_cancelled(running)
+
+
+def test_a_coroutine_is_cancelled(members: Members, actor: Actor) -> None:
+    running = rtr.rpc_async("home").stay()
+    assert actor.began.wait(LONG)
+    following = rtr.rpc_async("home").note(1)
+    assert running.cancel()
+    is_cancelled(running)
+    assert following.result() == 1, "it has given its admission back"
+    assert actor.log == ["the caller of home.stay cancelled it", "left", "noted"]
+    assert in_flight(members) == (0, 0)
+
+
+def test_a_coroutine_that_ignores_it_runs_on(members: Members, actor: Actor) -> None:
+    running = rtr.rpc_async("home").insist()
+    assert actor.began.wait(LONG) and running.cancel()
+    assert wait_until(lambda: actor.log == ["ignored"], LONG)
+    is_cancelled(running)
+    assert rtr.rpc_sync("home").note(1) == 1
+
+
+def test_a_coroutine_that_waits_for_its_turn_never_begins(members: Members, actor: Actor) -> None:
+    running = rtr.rpc_async("home").hold()
+    assert actor.began.wait(LONG)
+    actor.began.clear()
+    queued = rtr.rpc_async("home").stay()
+    assert queued.cancel()
+    actor.go.set()
+    running.wait()
+    assert rtr.rpc_sync("home").note(1) == 1 and not actor.began.is_set() and actor.log == ["held", "noted"]
+
+
+def test_a_coroutine_whose_first_step_has_not_come_never_begins(
+    members: Members, actor: Actor, loop: asyncio.AbstractEventLoop
+) -> None:
+    blocked = threading.Event()
+    loop.call_soon_threadsafe(blocked.wait, LONG)
+    admitted = rtr.rpc_async("home").stay()
+    assert admitted.cancel() and wait_until(lambda: in_flight(members) == (0, 0), LONG)
+    blocked.set()
+    assert rtr.rpc_sync("home").note(1) == 1, "it has given its admission back"
+    assert not actor.began.is_set() and actor.log == ["noted"]
+
+
+def test_it_goes_along_a_chain_of_coroutines(members: Members, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gates, "gate_of", lambda instance, group: gates.Gate(1))
+    running = rtr.rpc_async("home").pass_on("b")
+    assert actor.began.wait(LONG) and running.cancel()
+    assert wait_until(lambda: actor.log == ["the caller of b.stay cancelled it", "left"], LONG)
+
+
+def test_a_cancellation_that_overtakes_its_call_stops_it(members: Members, actor: Actor) -> None:
+    lane = members.lanes["a"]
+    lane.holds = lambda method: method == "note"
+    held = rtr.rpc_async("home").note(1)
+    assert held.cancel()
+    lane.release()
+    assert wait_until(lambda: in_flight(members) == (0, 0), LONG)
+    assert rtr.rpc_sync("home").note(2) == 2 and actor.log == ["noted"]
+
+
+def test_arguments_of_a_queued_call_are_freed_at_once(members: Members, actor: Actor) -> None:
+    running = rtr.rpc_async("home").hold()
+    assert actor.began.wait(LONG)
+    tensor = torch.ones(8)
+    freed = weakref.ref(tensor)
+    queued = rtr.rpc_async("home").note([tensor, {"nested": tensor}])
+    del tensor
+    gc.collect()
+    assert freed() is not None, "the callee has it, in this test"
+    queued.cancel()
+    assert wait_until(lambda: gc.collect() >= 0 and freed() is None, LONG) and not running.done()
+
+
+# --- races ---------------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_is_done_keeps_its_result(members: Members) -> None:
+    done = rtr.rpc_async("home").note(1)
+    assert wait_until(done.done, LONG) and not done.cancel() and not done.cancelled()
+    assert done.result() == 1 and not done.cancel()
+
+
+def test_a_call_whose_deadline_has_passed_is_done(members: Members, actor: Actor) -> None:
+    late = rtr.rpc_async("home", timeout=0.01).hold()
+    assert wait_until(late.done, LONG) and not late.cancel()
+    with pytest.raises(rtr.RpcTimeout):
+        late.result()
+
+
+def test_twice_is_as_once(members: Members, actor: Actor) -> None:
+    running = rtr.rpc_async("home").hold()
+    assert running.cancel() and running.cancel()
+    is_cancelled(running)
+    assert dict(members.members["a"].counters.rows("a")[0].errors) == {"CancelledError": 1}
+
+
+def test_the_call_or_its_cancellation_wins_and_that_stays(members: Members, actor: Actor) -> None:
+    actor.go.set()
+    won = {True: 0, False: 0}
+    for number in range(300):
+        future = rtr.rpc_async("home").note(number)
+        if number % 2:
+            time.sleep(0.0001)
+        cancelled = future.cancel()
+        won[cancelled] += 1
+        assert future.cancelled() is cancelled
+        if cancelled:
+            is_cancelled(future)
+        else:
+            assert future.result() == number
+    assert wait_until(lambda: in_flight(members) == (0, 0), LONG)
+    assert not members.members["home"].incoming._cancellable._jobs, "nothing is left of them"
+
+
+def test_replies_to_cancelled_calls_are_read_to_free_what_comes_with_them(members: Members, actor: Actor) -> None:
+    lane = members.lanes["a"]
+    lane.delays = lambda kind: True
+    discarded: list[Any] = []
+    payloads: Any = members.members["a"].payloads
+    payloads.discard_reply = lambda route, pending: discarded.append(pending)
+    answered = rtr.rpc_async("home").note(1)
+    assert wait_until(lambda: len(lane.answers) == 1, LONG), "its reply is on its way"
+    assert answered.cancel()
+    lane.deliver_answers()
+    assert len(discarded) == 1 and wait_until(lambda: discarded[0].done, LONG)
+    is_cancelled(answered)
+
+
+# --- whoever waits -------------------------------------------------------------------------------------------
+
+
+def test_a_waiting_thread_is_woken(members: Members, actor: Actor) -> None:
+    running = rtr.rpc_async("home").hold()
+
+    def wait_for_it() -> type[BaseException] | None:
+        try:
+            running.result()
+        except BaseException as error:
+            return type(error)
+        return None
+
+    waiting = in_thread(wait_for_it)
+    assert actor.began.wait(LONG) and running.cancel()
+    assert waiting() is rtr.CancelledError and not actor.go.is_set()
+
+
+def test_callbacks_run(members: Members, actor: Actor) -> None:
+    running = rtr.rpc_async("home").hold()
+    called: list[bool] = []
+    running.add_done_callback(lambda future: called.append(future.cancelled()))
+    running.cancel()
+    assert wait_until(lambda: called == [True], LONG)
+    running.add_done_callback(lambda future: called.append(future.cancelled()))
+    assert wait_until(lambda: called == [True, True], LONG)
+
+
+def test_awaits_raise_the_error_of_asyncio(members: Members, actor: Actor) -> None:
+    async def run() -> None:
+        running = rtr.rpc_async("home").hold()
+        waiting = asyncio.ensure_future(running)
+        await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError, match=r"home\.hold"):
+            await asyncio.wait_for(waiting, LONG)
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert waiting.cancelled()
+
+    asyncio.run(run())
+
+
+# --- asyncio -------------------------------------------------------------------------------------------------
+
+
+def test_cancelling_a_task_cancels_the_call_that_it_awaits(members: Members, actor: Actor) -> None:
+    async def run() -> None:
+        running = rtr.rpc_async("home").stay()
+        task = asyncio.ensure_future(running)
+        assert await asyncio.to_thread(actor.began.wait, LONG)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert running.cancelled()
+
+    asyncio.run(run())
+    assert wait_until(lambda: "left" in actor.log, LONG)
+
+
+def test_shield_keeps_the_call(members: Members, actor: Actor) -> None:
+    async def run() -> None:
+        running = rtr.rpc_async("home").hold("result")
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(running), 0.05)
+        assert not running.done()
+        actor.go.set()
+        assert await running == "result"
+
+    asyncio.run(run())
+
+
+def test_wait_for_cancels_the_call_at_its_timeout(members: Members, actor: Actor) -> None:
+    async def run() -> None:
+        running = rtr.rpc_async("home").stay()
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(running, 0.05)
+        assert running.cancelled()
+        assert await asyncio.wait_for(rtr.rpc_async("b").note(1), LONG) == 1
+
+    asyncio.run(run())
+
+
+def test_gather_cancels_all_its_calls(members: Members, actor: Actor) -> None:
+    async def run() -> None:
+        calls = [rtr.rpc_async("home").hold(), rtr.rpc_async("home").note(1)]
+        together = asyncio.gather(*calls)
+        await asyncio.sleep(0)
+        together.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await together
+        assert all(call.cancelled() for call in calls)
+
+    asyncio.run(run())
+
+
+def test_gather_returns_results_and_errors(members: Members, actor: Actor) -> None:
+    async def run() -> None:
+        calls = [rtr.rpc_async("home").note(number) for number in range(3)]
+        assert await asyncio.gather(*calls) == [0, 1, 2]
+        outcomes = await asyncio.gather(
+            rtr.rpc_async("home").note(), rtr.rpc_async("home").note(1), return_exceptions=True
+        )
+        assert isinstance(outcomes[0], TypeError) and outcomes[1] == 1
+
+    asyncio.run(run())
+
+
+def test_wait_takes_ensured_futures(members: Members, actor: Actor) -> None:
+    async def run() -> None:
+        held, noted = rtr.rpc_async("home").hold_beside(), rtr.rpc_async("home").note(1)
+        tasks = [asyncio.ensure_future(held), asyncio.ensure_future(noted)]
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=LONG)
+        assert done == {tasks[1]} and tasks[1].result() == 1 and pending == {tasks[0]}
+        tasks[0].cancel()
+        assert (await asyncio.wait(tasks, timeout=LONG))[1] == set() and held.cancelled()
+
+    asyncio.run(run())
+
+
+@pytest.mark.skipif("sys.version_info < (3, 11)", reason="asyncio.wait wraps awaitables itself")
+def test_wait_refuses_a_bare_future_with_the_remedy(members: Members) -> None:
+    async def run() -> None:
+        with pytest.raises(rtr.ConfigurationError, match=r"asyncio\.ensure_future"):
+            await asyncio.wait([rtr.rpc_async("home").note(1)])
+
+    asyncio.run(run())
+
+
+@pytest.mark.skipif("sys.version_info < (3, 11)", reason="has no TaskGroup")
+def test_a_task_group_cancels_the_calls_of_its_tasks(members: Members, actor: Actor) -> None:
+    async def call(method: str, *args: Any) -> Any:
+        return await getattr(rtr.rpc_async("home"), method)(*args)
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(call("note", 1))
+        assert first.result() == 1
+        with pytest.raises(Exception, match="unhandled errors") as failed:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(call("stay"))
+                assert await asyncio.to_thread(actor.began.wait, LONG)
+                raise ValueError("on purpose")
+        raised: Any = failed.value
+        assert [type(error) for error in raised.exceptions] == [ValueError]
+
+    asyncio.run(run())
+    assert wait_until(lambda: "left" in actor.log, LONG)
+
+
+# --- calls that are sent again, or not yet -------------------------------------------------------------------
+
+
+def test_a_call_that_is_sent_again_is_not_any_more(members: Members, actor: Actor) -> None:
+    running = rtr.rpc_async("home", retry=3).hold()
+    assert actor.began.wait(LONG) and running.cancel()
+    is_cancelled(running)
+    assert wait_until(lambda: in_flight(members) == (0, 0), LONG)
+    lost = rtr.rpc_async("home", retry=3).hold()
+    members.lanes["a"].break_connection()
+    called = threading.Event()
+    lost.add_done_callback(lambda _: called.set())
+    assert lost.cancel() and called.wait(LONG)
+    is_cancelled(lost)
+
+
+def test_a_call_before_its_process_is_a_member_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    member, sent = DeferredReply(), []
+    monkeypatch.setattr(rejoin, "awaited", lambda timeout: member)
+    monkeypatch.setattr(rejoin, "patience", lambda timeout: LONG)
+
+    async def run() -> None:
+        assert on_loop()
+        local = SimpleNamespace(outgoing=SimpleNamespace(call=lambda *args: sent.append(args)))
+        future: Future[Any] = Future(deferred.call("home", "note", (1,), {}, CallOptions(cancellable=True)))
+        waiting = asyncio.ensure_future(future)
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert future.cancelled()
+        member.settle(local)
+        await asyncio.sleep(0)
+        assert not sent
+
+    asyncio.run(run())
