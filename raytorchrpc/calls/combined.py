@@ -118,6 +118,7 @@ class _Arrivals:
     def __exit__(self, *_: object) -> None:
         for future, watcher in self._watchers:
             future._unwatch(watcher)
+        self._watchers.clear()  # they lead back here; without them, the futures can be freed
 
     def watch(self, future: Future[Any]) -> None:
         """Collect the future once."""
