@@ -11,6 +11,7 @@ from raytorchrpc.calls.combined import gather, wait
 from raytorchrpc.calls.current import current_member
 from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.peers import Member
+from raytorchrpc.calls.stream import Stream
 from raytorchrpc.calls.verbs import remote, rpc_async, rpc_sync
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.decorator import method
@@ -73,6 +74,7 @@ __all__ = [
     "RpcTimeout",
     "SerializationError",
     "Shard",
+    "Stream",
     "Subscription",
     "Topic",
     "TransferFailed",

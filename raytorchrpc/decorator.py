@@ -9,11 +9,22 @@ from typing import Any, TypeVar, overload
 
 from raytorchrpc import rdt
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.exposed import MARK, Exposed, take_turn, take_turn_on_loop
+from raytorchrpc.calls.exposed import (
+    MARK,
+    Exposed,
+    generate_in_turn,
+    generate_in_turn_on_loop,
+    take_turn,
+    take_turn_on_loop,
+)
 from raytorchrpc.calls.options import checked_retry
+from raytorchrpc.calls.served_streams import StreamJob
 from raytorchrpc.errors import ConfigurationError
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+#: How many items the callers of a generator ask for ahead, by default.
+_AHEAD = 4
 
 
 @overload
@@ -22,7 +33,13 @@ def method(function: F, /) -> F: ...
 
 @overload
 def method(
-    *, concurrent: bool = False, share: bool = False, keep: bool = False, objectref: bool = False, retry: int = 0
+    *,
+    concurrent: bool = False,
+    share: bool = False,
+    keep: bool = False,
+    objectref: bool = False,
+    retry: int = 0,
+    ahead: int | None = None,
 ) -> Callable[[F], F]: ...
 
 
@@ -35,6 +52,7 @@ def method(
     keep: bool = False,
     objectref: bool = False,
     retry: int = 0,
+    ahead: int | None = None,
 ) -> Any:
     """Let the other members of a group call this actor method directly.
 
@@ -43,7 +61,11 @@ def method(
     that is called directly runs on a thread of the member's own. A coroutine, and every method of an async actor, runs
     on the actor's event loop.
 
-    Raises ConfigurationError for a generator, which cannot be called directly, and for a bad ``retry``.
+    A generator method, sync or async, returns a ``Stream`` to a direct call: an iterator that brings its items one by
+    one. It runs only as its caller takes items, and counts as running, towards the actor's concurrency, until it ends
+    or the stream is closed.
+
+    Raises ConfigurationError for arguments that do not fit.
 
     Args:
         concurrent: run without waiting for the actor's other methods. The method must be thread-safe.
@@ -62,22 +84,25 @@ def method(
             calls.
         retry: how often a direct call may be sent again if this member is lost, for a method that is safe to run more
             than once (idempotent). Each time the call waits, within its deadline, for the restarted actor. With 0 the
-            caller gets PeerLost. No effect on ``.remote()``, which has Ray's own ``max_task_retries``.
+            caller gets PeerLost. No effect on ``.remote()``, which has Ray's own ``max_task_retries``. A generator is
+            not repeated once its stream is open.
+        ahead: for a generator, how many items it may produce before the caller takes them, 4 by default. They wait at
+            the caller, or in shared memory.
     """
     if function is None:
         options = {"concurrent": concurrent, "share": share, "keep": keep, "objectref": objectref, "retry": retry}
-        return functools.partial(method, **options)
+        return functools.partial(method, **options, ahead=ahead)
     if not inspect.isfunction(function):
         raise ConfigurationError(f"@raytorchrpc.method decorates functions in a class body, not {function!r}")
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ConfigurationError(
-            f"{function.__qualname__} is a generator; direct calls return one result: return a list, or keep "
-            f"the generator for Ray's own streaming (.remote) without @raytorchrpc.method"
-        )
-    is_coroutine = inspect.iscoroutinefunction(function)
+    streams = _checked_stream(function, objectref, ahead)
+    on_loop = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
     group = ray_internals.concurrency_group_of(function)
-    note = Exposed(function, concurrent, group, is_coroutine, share, keep, retry=checked_retry(retry))
-    wrapper: Any = (_gated_coroutine if is_coroutine else _gated)(note, objectref)
+    note = Exposed(function, concurrent, group, on_loop, share, keep, retry=checked_retry(retry))
+    if streams:
+        note = note._replace(ahead=_AHEAD if ahead is None else ahead, job=StreamJob)
+        wrapper: Any = (_gated_async_generator if on_loop else _gated_generator)(note)
+    else:
+        wrapper = (_gated_coroutine if on_loop else _gated)(note, objectref)
     # Ray unwraps a method to read the attributes that ray.method set; applied after ours, they are on the wrapper.
     wrapper.__signature__ = inspect.signature(function)
     del wrapper.__wrapped__
@@ -85,6 +110,41 @@ def method(
     if objectref:
         rdt.enable()  # Ray reads the known transports when it decorates the class
         wrapper = ray_internals.returns_by(wrapper, rdt.TRANSPORT)
+    return wrapper
+
+
+def _checked_stream(function: Any, objectref: bool, ahead: Any) -> bool:
+    """Whether the method is a generator. Raises ConfigurationError for arguments that do not fit."""
+    streams = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+    if streams and objectref:
+        raise ConfigurationError(f"{function.__qualname__} is a generator: objectref= needs one result")
+    if ahead is None:
+        return streams
+    if not streams:
+        raise ConfigurationError(f"ahead= is for generators, and {function.__qualname__} is none")
+    if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 1:
+        raise ConfigurationError(f"ahead= must be a whole number of at least 1, not {ahead!r}")
+    return True
+
+
+def _gated_generator(note: Exposed) -> Callable[..., Any]:
+    @functools.wraps(note.function)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (yield from generate_in_turn(note, self, args, kwargs))
+
+    return wrapper
+
+
+def _gated_async_generator(note: Exposed) -> Callable[..., Any]:
+    @functools.wraps(note.function)
+    async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generator = generate_in_turn_on_loop(note, self, args, kwargs)
+        try:
+            async for item in generator:
+                yield item
+        finally:
+            await generator.aclose()
+
     return wrapper
 
 

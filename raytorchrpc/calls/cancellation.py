@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -29,12 +30,16 @@ class CancellableJob(Job):
         """Do not run the job, or cancel its coroutine; a method that runs on a thread continues. Quick."""
         self._cancelled = True
         if self._task is not None:
-            with suppress(RuntimeError):  # the loop is closed
-                self._task.get_loop().call_soon_threadsafe(self._task.cancel, self._why())
+            self._on_its_loop(self._task.cancel, self._why())
         elif not self.exposed.concurrent:
             gate = gates.gate_of(self.callee.instance, self.exposed.concurrency_group)
             if gate is not None and gate.withdraw(self):
                 self.message, self.pending = NO_MESSAGE, ()  # discards the out-of-band arguments
+
+    def _on_its_loop(self, function: Callable[..., object], *args: Any) -> None:
+        if self._task is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._task.get_loop().call_soon_threadsafe(function, *args)
 
     def _why(self) -> str:
         return f"the caller of {self.label} cancelled it"

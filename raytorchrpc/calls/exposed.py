@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, NamedTuple
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import gates
 from raytorchrpc.calls.event_loops import on_loop
-from raytorchrpc.calls.scope import current_scope
+from raytorchrpc.calls.scope import Scope, current_scope
 from raytorchrpc.errors import RayTorchRpcError
 
 MARK = "__raytorchrpc_method__"
@@ -29,6 +29,10 @@ class Exposed(NamedTuple):
     service: bool = False
     """For a method of the package's own: it is called with the member and the caller's rank instead of the actor, and
     may return a ``services.DeferredReply``."""
+    ahead: int = 0
+    """Of a generator: how many items its callers ask for ahead."""
+    job: Any = None
+    """The class of its jobs, if it is a special one."""
 
 
 def exposed(function: Any) -> Exposed | None:
@@ -54,15 +58,9 @@ def take_turn(note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict[
     gate = _gate_for(note, instance)
     if gate is None:
         return note.function(instance, *args, **kwargs)
-    scope, looping = current_scope.get(), on_loop()
-    if not looping and gate.held(scope.path):
-        raise RayTorchRpcError(
-            f"{note.function.__qualname__} was called by a concurrent method, on behalf of a call whose chain is "
-            f"inside this actor already and waits: it would wait for itself; make it concurrent=True as well"
-        )
-    admission = gate.enter_now() if looping else gate.enter()
+    scope = current_scope.get()
+    admission = _enter(note, gate, scope)
     if admission is None:
-        # Waiting would block the loop that the holder needs; nothing else runs on it meanwhile anyway.
         return note.function(instance, *args, **kwargs)
     before = current_scope.set(scope.inside(admission))
     try:
@@ -70,6 +68,67 @@ def take_turn(note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict[
     finally:
         current_scope.reset(before)
         gate.leave(admission)
+
+
+def _enter(note: Exposed, gate: gates.Gate, scope: Scope) -> gates.Admission | None:
+    """Block until admitted. None on an event loop where no admission is free.
+
+    Waiting would block the loop that the holder needs; nothing else runs on it meanwhile anyway.
+    """
+    looping = on_loop()
+    if not looping and gate.held(scope.path):
+        raise RayTorchRpcError(
+            f"{note.function.__qualname__} was called by a concurrent method, on behalf of a call whose chain is "
+            f"inside this actor already and waits: it would wait for itself; make it concurrent=True as well"
+        )
+    return gate.enter_now() if looping else gate.enter()
+
+
+def generate_in_turn(
+    note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Generator[Any, Any, Any]:
+    """As ``take_turn``, for a generator: it keeps its turn until it ends."""
+    gate, scope = _gate_for(note, instance), current_scope.get()
+    admission = None if gate is None else _enter(note, gate, scope)
+    generator = note.function(instance, *args, **kwargs)
+    if admission is None:
+        return (yield from generator)
+    try:
+        while True:
+            before = current_scope.set(scope.inside(admission))
+            try:
+                item = next(generator)
+            except StopIteration as stop:
+                return stop.value
+            finally:
+                current_scope.reset(before)
+            yield item
+    finally:
+        generator.close()
+        admission.gate.leave(admission)
+
+
+async def generate_in_turn_on_loop(
+    note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> AsyncGenerator[Any, None]:
+    """As ``generate_in_turn``, for an async generator."""
+    gate, scope = _gate_for(note, instance), current_scope.get()
+    admission = None if gate is None or gate.held(scope.path) else await gate.enter_on_loop()
+    generator = note.function(instance, *args, **kwargs)
+    try:
+        while True:
+            before = current_scope.set(scope if admission is None else scope.inside(admission))
+            try:
+                item = await generator.__anext__()
+            except StopAsyncIteration:
+                return
+            finally:
+                current_scope.reset(before)
+            yield item
+    finally:
+        await generator.aclose()
+        if admission is not None:
+            admission.gate.leave(admission)
 
 
 async def take_turn_on_loop(note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

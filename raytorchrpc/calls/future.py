@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import suppress
@@ -201,7 +202,7 @@ class Future(Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         try:
             while not (self.done() and self._settled(0)):
-                yield from _until_done(self, self._call.remaining())
+                yield from until_done(self, self._call.remaining())
         except asyncio.CancelledError:
             if self._call.cancellable:
                 self.cancel()
@@ -277,8 +278,9 @@ class Future(Generic[T]):
         return f"<raytorchrpc.Future {self._call.label} {state}>"
 
 
-def _until_done(future: Future[Any], timeout_s: float) -> Generator[Any, None, None]:
-    """For ``await``: yield until the outcome can be taken, or the time has passed."""
+@types.coroutine
+def until_done(future: Future[Any], timeout_s: float) -> Generator[Any, None, None]:
+    """Wait on an event loop until the outcome can be taken, or the time has passed."""
     loop = asyncio.get_running_loop()
     woken = loop.create_future()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from raytorchrpc.calls import gates, protocol
 from raytorchrpc.calls.cancellation import CancellableCalls, CancellableJob
@@ -56,7 +55,7 @@ class IncomingCalls:
                 header = RequestHeader._make(message.header)
                 exposed = self._exposed(header.method)
                 route = self._peers.route_back(caller)
-                made: Any = CancellableJob if header.number else Job
+                made = exposed.job or (CancellableJob if header.number else Job)
                 job = made(self.callee, lane, route, exposed, header, message, pending, reply, self.tracer)
                 if header.number:
                     self._cancellable.add(header.number, job)
@@ -76,6 +75,9 @@ class IncomingCalls:
             return partial(self.callee.replies.send, reply, lambda: kept)
         if header.kind == protocol.CANCEL:
             return partial(self._answer_cancelled, self._cancellable.cancel(header.number), reply)
+        if header.kind == protocol.CLOSE:
+            self.callee.streams.end(header.number)
+            return partial(self.callee.replies.send, reply, lambda: _ALIVE)
         return partial(self._ask, message, reply) if header.kind == protocol.ASK else None
 
     def _answer_cancelled(self, to_call: Reply | None, reply: Reply) -> None:

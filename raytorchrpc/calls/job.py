@@ -22,6 +22,7 @@ from raytorchrpc.calls.replies import Replies
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.calls.spans import ServedSpan, Tracer
+from raytorchrpc.calls.stream_table import StreamTable
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.process import threads
@@ -49,6 +50,7 @@ class Callee:
         self.is_async = instance is not None and ray_internals.actor_is_async()
         self.tasks: set[asyncio.Task[None]] = set()
         """The jobs on event loops."""
+        self.streams = StreamTable()
 
 
 class Job:

@@ -78,6 +78,7 @@ class LocalMember:
         token = process_token(generation, me.rank, me.incarnation)
         callee = Callee(me.name, instance, self, self.codec, self.payloads, self.replies, self.workers)
         self.incoming = IncomingCalls(token, methods, callee, self.peers)
+        self.services.open("stream", "", lambda: callee.streams)
 
     @property
     def tracer(self) -> Tracer | None:

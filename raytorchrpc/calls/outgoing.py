@@ -82,21 +82,22 @@ class OutgoingCalls:
         route = self.peers.route_for_call(target)
         retries = route.retries.get(method, 0) if options.retry is None else options.retry
         if not retries:
-            return self._send(route, method, args, kwargs, options)
+            return self.send(route, method, args, kwargs, options)
         label = f"{route.member.name}.{method}"
 
         def send(seconds: float) -> Call:
             again = options._replace(timeout=seconds, caller_waits=False)
-            return self._send(self.peers.route_for_call(target), method, args, kwargs, again)
+            return self.send(self.peers.route_for_call(target), method, args, kwargs, again)
 
-        budget = self._budget(route.member.name, method, options.timeout)
+        budget = self.budget(route.member.name, method, options.timeout)
         call = RetriedCall(self.peers, self.workers, self.deadlines, target, label, send, budget, retries)
         call.cancellable = options.cancellable
         return call
 
-    def _send(
+    def send(
         self, route: PeerRoute, method: str, args: tuple[Any, ...], kwargs: Any, options: CallOptions
     ) -> OutgoingCall:
+        """As ``call``, once, by this route."""
         self.peers.check_present(route)
         peer, tracer = route.member.name, self.tracer
         span = None if tracer is None else tracer.call(f"{peer}.{method}", options.caller_waits)
@@ -153,12 +154,15 @@ class OutgoingCalls:
         header = ControlHeader(kind, self._rank, route.token, number)
         return lane.call(route.member.name, Message(tuple(header), NOTHING), timeout_s)
 
-    def notify(self, route: PeerRoute, lane: MessageLane, kind: int, number: int) -> None:
+    def notify(self, route: PeerRoute, lane: MessageLane, kind: int, number: int, *, later: bool = False) -> None:
         """As ``control``, but wait for no reply and ignore errors: a peer that is lost has nothing to stop.
 
         On an event loop a worker thread sends it: the connection may be busy for as long as a large message takes.
+        ``later``: for finalizers, which may take no lock.
         """
-        if on_loop():
+        if later:
+            self.payloads.cleanup.leave(self._notify, route, lane, kind, number)
+        elif on_loop():
             self.workers.submit(self._notify, route, lane, kind, number)
         else:
             self._notify(route, lane, kind, number)
@@ -182,7 +186,7 @@ class OutgoingCalls:
         loop_token: Token | None,
         number: int = 0,
     ) -> tuple[RequestHeader, Encoded]:
-        budget = self._budget(route.member.name, method, timeout)
+        budget = self.budget(route.member.name, method, timeout)
         until = time.monotonic() + budget if route.same_clock else None
         keep_graph = torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT
         try:
@@ -196,7 +200,7 @@ class OutgoingCalls:
             path = (*path, loop_token)
         return RequestHeader(kind, self._rank, route.token, method, path, budget, until, None, number), body
 
-    def _budget(self, peer: str, method: str, timeout: float | None) -> float:
+    def budget(self, peer: str, method: str, timeout: float | None) -> float:
         """Seconds until the deadline of a call that is made now."""
         budget = self._timeout_s if timeout is None else checked_timeout(timeout)
         deadline = current_scope.get().deadline

@@ -6,22 +6,22 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from raytorchrpc.calls import protocol
-from raytorchrpc.calls.counters import CallCounters
 from raytorchrpc.calls.event_loops import Token
 from raytorchrpc.calls.future import Call, call_back
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.out_of_band import Payload
-from raytorchrpc.calls.payload import PayloadStep
-from raytorchrpc.calls.peer_table import PeerTable
 from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.calls.protocol import ReplyHeader
 from raytorchrpc.calls.receive_into import Receiver, receiver
+from raytorchrpc.calls.sender import Sender
 from raytorchrpc.calls.spans import CallSpan
+from raytorchrpc.calls.stream import Stream
 from raytorchrpc.errors import (
     CancelledError,
+    ConfigurationError,
     LaneUnavailable,
     PeerLost,
     RayTorchRpcError,
@@ -31,29 +31,10 @@ from raytorchrpc.errors import (
 )
 from raytorchrpc.lanes.base import Message, MessageLane, Pending
 from raytorchrpc.process import fork
-from raytorchrpc.process.deadlines import Deadlines
-from raytorchrpc.process.workers import Workers
-from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded, body_bytes
+from raytorchrpc.tensors.codec import NOTHING, Encoded, body_bytes
 from raytorchrpc.tensors.exceptions import decode_exception
 
 _NO_PAYLOAD = Payload(NOTHING)
-
-
-class Sender(Protocol):
-    """What a call needs of the member that sent it; see ``outgoing.OutgoingCalls``."""
-
-    peers: PeerTable
-    payloads: PayloadStep
-    codec: Codec
-    counters: CallCounters
-    workers: Workers
-    deadlines: Deadlines
-
-    def control(self, route: PeerRoute, lane: MessageLane, kind: int, timeout_s: float, number: int = 0) -> Pending:
-        """Send a request without a body."""
-
-    def notify(self, route: PeerRoute, lane: MessageLane, kind: int, number: int) -> None:
-        """As ``control``, but wait for no reply and ignore errors."""
 
 
 class OutgoingCall(Call):
@@ -183,8 +164,10 @@ class OutgoingCall(Call):
                 came_by = self._lane.name
             if message.manifests:
                 came_by = message.manifests[0][0]
-            raised = ReplyHeader(*message.header).kind == protocol.RAISED
-            into = None if raised or self._options.into is None else receiver(self._options.into)
+            header = ReplyHeader(*message.header)
+            raised = header.kind == protocol.RAISED
+            wanted = self._options.into if header.kind == protocol.OK else None
+            into = None if wanted is None else receiver(wanted)
             body, value = self._body(message, came_by, into)
             size = body_bytes(body)
             if raised:
@@ -192,7 +175,9 @@ class OutgoingCall(Call):
             else:
                 if self._lane is not self._route.calls and not message.body.tensors:
                     self._route.heavy_results.discard(self._method)
-                if into is None:
+                if header.kind == protocol.STREAM:
+                    value = self._stream(header)
+                elif into is None:
                     value = self._calls.codec.decode(*body)
         except RpcTimeout:
             error = self._late()
@@ -222,6 +207,14 @@ class OutgoingCall(Call):
         if span is not None:
             span.fetched(came_by)
         return body, value
+
+    def _stream(self, header: ReplyHeader) -> Stream[Any]:
+        """The stream that the call has opened."""
+        stream: Stream[Any] = Stream(self._calls, self._route, self._method, header.number, header.ahead, self._options)
+        if self._options.into is not None:
+            stream.close()
+            raise ConfigurationError(f"{self.label} is a generator: into= needs a method that returns its result")
+        return stream
 
     def _raised(self, body: Encoded, fetched: bool) -> BaseException:
         """The exception in a reply."""

@@ -25,7 +25,7 @@ class PayloadStep:
 
     def __init__(self, rank: int, splitter: PayloadSplitter, cleanup: DeferredCleanup) -> None:
         """``rank``: of this member. ``cleanup``: discards what nobody takes."""
-        self._rank, self._splitter, self._cleanup = rank, splitter, cleanup
+        self._rank, self._splitter, self.cleanup = rank, splitter, cleanup
 
     def pack_request(self, route: PeerRoute, method: str, body: Encoded, share: bool) -> tuple[MessageLane, Payload]:
         """The lane for a request, and its payload. Raises LaneUnavailable. Blocks while tensors are copied.
@@ -85,7 +85,7 @@ class PayloadStep:
 
     def discard_reply(self, route: PeerRoute, pending: Pending) -> None:
         """Discard the out-of-band tensors of a reply that nobody takes, once it arrives. For finalizers: no lock."""
-        self._cleanup.leave(_discard_when_done, self._splitter, route.member.name, pending)
+        self.cleanup.leave(_discard_when_done, self._splitter, route.member.name, pending)
 
     def unpack(
         self, message: Message, pending: Sequence[PendingTensors], *, arrives_on: Device | None = None, keep: bool

@@ -25,12 +25,16 @@ ASK = 5
 """Run a function of this package on a worker thread. The body holds (function, arguments)."""
 CANCEL = 6
 """Cancel the call of that number."""
+CLOSE = 7
+"""Close the stream of that number."""
 
 # Kinds of reply.
 OK = 0
 RAISED = 1
 KEPT = 2
 """The lane cannot carry the result's tensors: fetch the result of that number over another lane."""
+STREAM = 3
+"""The method is a generator: ask for its items, in the stream of that number."""
 
 
 class RequestHeader(NamedTuple):
@@ -61,7 +65,7 @@ class ControlHeader(NamedTuple):
     caller: int
     token: str
     number: int = 0
-    """For FETCH: of the kept result. For CANCEL: of the call."""
+    """For FETCH: of the kept result. For CANCEL: of the call. For CLOSE: of the stream."""
 
 
 class ReplyHeader(NamedTuple):
@@ -69,4 +73,6 @@ class ReplyHeader(NamedTuple):
 
     kind: int
     number: int = 0
-    """For KEPT: of the result to fetch."""
+    """For KEPT: of the result to fetch. For STREAM: of the stream."""
+    ahead: int = 0
+    """For STREAM: how many items to ask for ahead."""

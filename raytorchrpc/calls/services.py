@@ -10,6 +10,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol, TypeVar
 
 from raytorchrpc.errors import NotAMember, NotFound
@@ -44,6 +45,25 @@ class DeferredReply(Future[Any]):
     def outcome(self) -> Any:
         """The converted value, or raises the error; only once it is done."""
         return self.convert(self.result(0))
+
+
+class WaitableReply:
+    """Adapts a DeferredReply to ``waiting.Waitable``."""
+
+    loop_token = None
+
+    def __init__(self, reply: DeferredReply) -> None:
+        self._reply = reply
+
+    def wait(self, timeout_s: float) -> bool:
+        try:
+            self._reply.exception(timeout_s)  # returns the error, if there is one
+        except FutureTimeoutError:
+            return False
+        return True
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        self._reply.add_done_callback(lambda _: callback())
 
 
 class Served(Protocol):

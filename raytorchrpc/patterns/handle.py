@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import itertools
 import threading
@@ -21,7 +20,7 @@ from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.scope import current_scope
-from raytorchrpc.calls.services import DeferredReply, builtin_services
+from raytorchrpc.calls.services import DeferredReply, WaitableReply, builtin_services
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, PeerLost, RpcTimeout
 from raytorchrpc.process.deadlines import Deadlines
 
@@ -68,25 +67,6 @@ def _of_object(function: Callable[..., Any]) -> Callable[..., Any]:
 # --- running operations --------------------------------------------------------------------------------------
 
 
-class _WaitableReply:
-    """Adapts a DeferredReply to the ``Waitable`` of ``wait_serving``."""
-
-    loop_token = None
-
-    def __init__(self, reply: DeferredReply) -> None:
-        self._reply = reply
-
-    def wait(self, timeout_s: float) -> bool:
-        try:
-            self._reply.exception(timeout_s)  # returns the error, if there is one
-        except concurrent.futures.TimeoutError:
-            return False
-        return True
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        self._reply.add_done_callback(lambda _: callback())
-
-
 def run(steps: Steps[T]) -> T:
     """Run an operation on this thread. Blocks; meanwhile the thread serves nested calls that come back to its actor."""
     try:
@@ -109,7 +89,7 @@ def _wait(pending: Future[Any] | DeferredReply) -> Any:
             return pending.wait()
         finally:
             del pending
-    _waiting.wait_serving(_WaitableReply(pending), MAX_TIMEOUT_S)  # its deadline settles it
+    _waiting.wait_serving(WaitableReply(pending), MAX_TIMEOUT_S)  # its deadline settles it
     return pending.outcome()
 
 

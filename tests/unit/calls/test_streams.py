@@ -1,0 +1,423 @@
+"""Streams: the items of generator methods, how far ahead they are made, and what ends the generator."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls import current, gates
+from raytorchrpc.calls.exposed import Exposed, generate_in_turn, generate_in_turn_on_loop
+from raytorchrpc.calls.served_streams import StreamJob
+from tests.conformance.peers import wait_until
+from tests.unit.members import Members, in_thread
+
+LONG = 20.0
+AHEAD = 3
+
+
+class Actor:
+    """The methods of all members. They share a gate that admits one at a time."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.log: list[str] = []
+        self.go = threading.Event()
+        self.go.set()
+        self.started = threading.Event()
+
+    def count(self, _: None, end: int, fail: type[BaseException] | None = None) -> Iterator[dict[str, Any]]:
+        try:
+            for number in range(end):
+                self.go.wait(LONG)
+                self.made += 1
+                yield {"number": number, "tensor": torch.full((4,), number)}
+            if fail is not None:
+                raise fail("on purpose")
+        finally:
+            self.log.append("closed")
+
+    async def acount(self, _: None, end: int, fail: type[BaseException] | None = None) -> AsyncIterator[dict[str, Any]]:
+        try:
+            for number in range(end):
+                await asyncio.sleep(0)
+                self.made += 1
+                yield {"number": number, "tensor": torch.full((4,), number)}
+            if fail is not None:
+                raise fail("on purpose")
+        finally:
+            self.log.append("closed")
+
+    async def stall(self, _: None) -> AsyncIterator[int]:
+        yield 0
+        try:
+            self.started.set()
+            await asyncio.sleep(LONG)
+        except asyncio.CancelledError:
+            self.log.append("cancelled")
+            raise
+
+    def bad(self, _: None) -> Iterator[Any]:
+        try:
+            yield 1
+            yield threading.Lock()
+        finally:
+            self.log.append("closed")
+
+    def nest(self, _: None, target: str) -> Iterator[Any]:
+        """Takes longer than the call's timeout in all, but not for an item."""
+        for number in range(3):
+            time.sleep(0.2)
+            yield rtr.rpc_sync(target).note(number)
+
+    def note(self, _: None, what: Any = None) -> Any:
+        return what
+
+    def methods(self) -> dict[str, Exposed]:
+        plain = Exposed(self.note, False, None, False, False, False)
+        made = {"note": plain, "note_beside": plain._replace(concurrent=True)}
+        for name in ("count", "bad", "nest", "acount", "stall"):
+            function = getattr(self, name)
+            on_loop = name in ("acount", "stall")
+            made[name] = Exposed(function, False, None, on_loop, False, False, ahead=AHEAD, job=StreamJob)
+        made["nest"] = made["nest"]._replace(concurrent=True)
+        return made
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> gates.Gate:
+    made = gates.Gate(1)
+    monkeypatch.setattr(gates, "gate_of", lambda instance, group: made)
+    return made
+
+
+@pytest.fixture
+def actor(gate: gates.Gate, monkeypatch: pytest.MonkeyPatch) -> Iterator[Actor]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    monkeypatch.setattr(ray_internals, "actor_event_loop", lambda group: loop)
+    made = Actor()
+    yield made
+    made.go.set()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(LONG)
+    loop.close()
+
+
+@pytest.fixture
+def members(actor: Actor) -> Iterator[Members]:
+    made = Members(rtr.GroupConfig(rpc_timeout_s=LONG, max_calls_in_flight=1, when_full="reject"), actor.methods())
+    try:
+        with made.acting("a"):
+            yield made
+    finally:
+        actor.go.set()
+        current.set_local(None)
+        made.close()
+
+
+BOTH = pytest.mark.parametrize("method", ["count", "acount"])
+
+
+def opened(method: str, *args: Any, **options: Any) -> rtr.Stream[Any]:
+    stream: rtr.Stream[Any] = getattr(rtr.rpc_sync("home", **options), method)(*args)
+    assert isinstance(stream, rtr.Stream) and "open" in repr(stream)
+    return stream
+
+
+def numbers(stream: rtr.Stream[Any]) -> list[int]:
+    return [item["number"] for item in stream]
+
+
+def is_closed(members: Members, actor: Actor, gate: gates.Gate) -> None:
+    """The generator, and nothing is left of it."""
+    assert wait_until(lambda: actor.log == ["closed"], LONG)
+    assert wait_until(lambda: not gate._admitted, LONG), "other methods may run"
+    assert wait_until(lambda: not members.members["home"].incoming.callee.streams._streams, LONG)
+
+
+# --- items ---------------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("end", [0, 1, AHEAD, 20])
+def test_items_arrive_in_order(members: Members, actor: Actor, gate: gates.Gate, method: str, end: int) -> None:
+    items = list(opened(method, end))
+    assert [item["number"] for item in items] == list(range(end))
+    assert all(item["tensor"].eq(item["number"]).all() for item in items)
+    is_closed(members, actor, gate)
+
+
+@BOTH
+def test_items_arrive_in_coroutines(members: Members, actor: Actor, gate: gates.Gate, method: str) -> None:
+    async def run() -> list[int]:
+        stream = await getattr(rtr.rpc_async("home"), method)(20)
+        return [item["number"] async for item in stream]
+
+    assert asyncio.run(run()) == list(range(20))
+    is_closed(members, actor, gate)
+
+
+@BOTH
+def test_the_generator_is_a_bounded_number_of_items_ahead(members: Members, actor: Actor, method: str) -> None:
+    stream = opened(method, 100)
+    for taken in range(5):
+        assert wait_until(lambda taken=taken: actor.made == taken + AHEAD, LONG)  # type: ignore[misc]
+        time.sleep(0.02)
+        assert actor.made == taken + AHEAD
+        assert next(stream)["number"] == taken
+    stream.close()
+
+
+def test_a_stream_does_not_count_as_a_call_in_flight(members: Members) -> None:
+    stream = opened("count", 100)
+    assert members.members["a"].outgoing.in_flight()["home"] == (0, 0)
+    assert rtr.rpc_sync("home").note_beside(1) == 1 and next(stream)["number"] == 0
+    stream.close()
+
+
+@BOTH
+def test_a_generator_keeps_its_turn_until_it_ends(members: Members, method: str) -> None:
+    stream = opened(method, 5)
+    with members.acting("b"):
+        waiting = rtr.rpc_async("home").note("its turn")
+    assert next(stream)["number"] == 0 and not waiting.done()
+    assert numbers(stream) == [1, 2, 3, 4]
+    assert waiting.result() == "its turn"
+
+
+# --- errors --------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_an_error_comes_after_the_items_before_it(
+    members: Members, actor: Actor, gate: gates.Gate, method: str
+) -> None:
+    stream, seen = opened(method, 7, KeyError), []
+    with pytest.raises(KeyError, match="on purpose") as raised:
+        for item in stream:
+            seen.append(item["number"])
+    assert seen == list(range(7)) and "count" in str(raised.value.__cause__)
+    assert list(stream) == [], "it is over"
+    is_closed(members, actor, gate)
+
+
+def test_an_item_that_cannot_be_pickled_ends_the_stream(members: Members, actor: Actor, gate: gates.Gate) -> None:
+    stream = opened("bad")
+    assert next(stream) == 1
+    with pytest.raises(rtr.SerializationError, match=r"home\.bad"):
+        next(stream)
+    is_closed(members, actor, gate)
+
+
+def test_buffers_for_the_result_are_refused(members: Members, actor: Actor, gate: gates.Gate) -> None:
+    with pytest.raises(rtr.ConfigurationError, match="is a generator: into="):
+        rtr.rpc_sync("home", into=[torch.zeros(4)]).count(3)
+    assert wait_until(lambda: not gate._admitted, LONG) and actor.made == 0
+
+
+def test_one_reader_at_a_time(members: Members, actor: Actor) -> None:
+    actor.go.clear()
+    stream = opened("count", 3)
+    reading = in_thread(lambda: next(stream)["number"])
+    assert wait_until(stream._reading.locked, LONG)
+    with pytest.raises(rtr.RayTorchRpcError, match="another thread or task"):
+        next(stream)
+    actor.go.set()
+    assert reading() == 0 and numbers(stream) == [1, 2]
+
+
+# --- deadlines -----------------------------------------------------------------------------------------------
+
+
+def test_a_late_item_raises_and_can_be_awaited_again(members: Members, actor: Actor) -> None:
+    actor.go.clear()
+    stream = opened("count", 2, timeout=0.1)
+    for _ in range(2):
+        with pytest.raises(rtr.RpcTimeout, match=r"not yielded the next item within 0\.1 s"):
+            next(stream)
+    actor.go.set()
+    assert wait_until(lambda: actor.made == 2, LONG) and numbers(stream) == [0, 1]
+
+
+def test_a_late_item_raises_and_can_be_awaited_again_in_a_coroutine(members: Members, actor: Actor) -> None:
+    async def run() -> None:
+        stream = await rtr.rpc_async("home", timeout=0.1).count(2)
+        with pytest.raises(rtr.RpcTimeout, match="not yielded the next item"):
+            await stream.__anext__()
+        actor.go.set()
+        assert [item["number"] async for item in stream] == [0, 1]
+
+    actor.go.clear()
+    asyncio.run(run())
+
+
+@BOTH
+def test_a_stream_that_is_not_read_by_the_deadline_is_closed(
+    members: Members, actor: Actor, gate: gates.Gate, method: str
+) -> None:
+    future = getattr(rtr.rpc_async("home", timeout=0.1), method)(3)
+    assert wait_until(future.done, LONG)
+    assert wait_until(lambda: not gate._admitted, LONG), "nobody took the result"
+    with pytest.raises(rtr.RpcTimeout, match="did not begin to read it by the deadline"):
+        next(future.result())
+    assert actor.made == 0
+
+
+def test_each_item_has_the_whole_timeout(members: Members) -> None:
+    assert list(opened("nest", "b", timeout=0.5)) == [0, 1, 2]
+
+
+# --- what ends the generator ---------------------------------------------------------------------------------
+
+
+@BOTH
+def test_closing_the_stream_closes_the_generator(members: Members, actor: Actor, gate: gates.Gate, method: str) -> None:
+    stream = opened(method, 100)
+    assert next(stream)["number"] == 0
+    stream.close()
+    stream.close()
+    assert "ended" in repr(stream) and list(stream) == []
+    is_closed(members, actor, gate)
+
+
+@BOTH
+def test_dropping_the_stream_closes_the_generator(
+    members: Members, actor: Actor, gate: gates.Gate, method: str
+) -> None:
+    for item in opened(method, 100):
+        assert item["number"] == 0
+        break
+    gc.collect()
+    is_closed(members, actor, gate)
+
+
+def test_closing_the_stream_cancels_a_generator_that_awaits(members: Members, actor: Actor) -> None:
+    stream = opened("stall")
+    assert next(stream) == 0 and actor.started.wait(LONG)
+    stream.close()
+    assert wait_until(lambda: actor.log == ["cancelled"], LONG)
+    assert rtr.rpc_sync("home").note(1) == 1
+
+
+@BOTH
+def test_losing_the_caller_closes_the_generator(members: Members, actor: Actor, gate: gates.Gate, method: str) -> None:
+    stream = opened(method, 100)
+    assert next(stream)["number"] == 0
+    members.part("a")
+    is_closed(members, actor, gate)
+
+
+@BOTH
+def test_losing_the_callee_raises_after_the_items_that_have_arrived(
+    members: Members, actor: Actor, method: str
+) -> None:
+    stream = opened(method, 100)
+    assert next(stream)["number"] == 0
+    assert wait_until(lambda: actor.made == 1 + AHEAD, LONG)
+    members.lanes["a"].break_connection()
+    assert [next(stream)["number"] for _ in range(AHEAD)] == [1, 2, 3]
+    with pytest.raises(rtr.PeerLost):
+        next(stream)
+    assert list(stream) == []
+
+
+def test_cancelling_the_task_that_reads_closes_the_generator(members: Members, actor: Actor, gate: gates.Gate) -> None:
+    async def read() -> None:
+        async for _ in await rtr.rpc_async("home").acount(2):
+            await asyncio.sleep(LONG)
+
+    async def run() -> None:
+        task = asyncio.create_task(read())
+        assert await asyncio.to_thread(wait_until, lambda: actor.made == 2, LONG)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    gc.collect()
+    is_closed(members, actor, gate)
+
+
+def test_a_generator_that_waits_for_its_turn_can_be_cancelled(members: Members, actor: Actor) -> None:
+    actor.go.clear()
+    first = opened("count", 1)
+    queued = rtr.rpc_async("home").count(5)
+    assert queued.cancel()
+    actor.go.set()
+    assert numbers(first) == [0] and rtr.rpc_sync("home").note(1) == 1 and actor.made == 1
+
+
+def test_a_member_that_leaves_closes_its_generators(members: Members, actor: Actor, gate: gates.Gate) -> None:
+    stream = opened("count", 100)
+    assert next(stream)["number"] == 0
+    members.members["home"].leave()
+    assert wait_until(lambda: actor.log == ["closed"] and not gate._admitted, LONG)
+
+
+# --- called through Ray, or by another method of the actor ---------------------------------------------------
+
+
+def test_a_generator_called_by_other_ways_keeps_its_turn_too(actor: Actor, gate: gates.Gate) -> None:
+    note = actor.methods()["count"]
+    items = generate_in_turn(note, None, (3,), {})
+    assert not gate._admitted
+    assert next(items)["number"] == 0 and len(gate._admitted) == 1
+    assert [item["number"] for item in items] == [1, 2] and not gate._admitted
+    items = generate_in_turn(note, None, (3,), {})
+    next(items)
+    items.close()
+    assert not gate._admitted and actor.log == ["closed", "closed"]
+
+
+def test_an_async_generator_called_by_other_ways_keeps_its_turn_too(actor: Actor, gate: gates.Gate) -> None:
+    async def run() -> None:
+        items = generate_in_turn_on_loop(actor.methods()["acount"], None, (3,), {})
+        assert (await items.__anext__())["number"] == 0 and len(gate._admitted) == 1
+        assert [item["number"] async for item in items] == [1, 2] and not gate._admitted
+
+    asyncio.run(run())
+
+
+class Decorated:
+    @rtr.method(ahead=2)
+    def count(self, end: int) -> Iterator[int]:
+        yield from range(end)
+
+    @rtr.method
+    async def acount(self, end: int) -> AsyncIterator[int]:
+        for number in range(end):
+            yield number
+
+
+def test_the_decorator_keeps_generators_generators() -> None:
+    assert inspect.isgeneratorfunction(Decorated.count) and inspect.isasyncgenfunction(Decorated.acount)
+    assert list(Decorated().count(3)) == [0, 1, 2]
+
+    async def run() -> list[int]:
+        return [number async for number in Decorated().acount(3)]
+
+    assert asyncio.run(run()) == [0, 1, 2]
+
+
+def test_the_decorator_refuses_what_does_not_fit() -> None:
+    def generator(self: Any) -> Iterator[int]:
+        yield 1
+
+    with pytest.raises(rtr.ConfigurationError, match="objectref= needs one result"):
+        rtr.method(objectref=True)(generator)
+    for wrong in (0, -1, True, 1.5):
+        with pytest.raises(rtr.ConfigurationError, match="whole number of at least 1"):
+            rtr.method(ahead=wrong)(generator)  # type: ignore[arg-type]
+    with pytest.raises(rtr.ConfigurationError, match="is for generators"):
+        rtr.method(ahead=2)(lambda self: None)
