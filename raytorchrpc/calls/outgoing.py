@@ -8,6 +8,8 @@ import secrets
 import time
 from typing import Any
 
+from ray import ObjectRef
+
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.counters import CallCounters
@@ -189,6 +191,8 @@ class OutgoingCalls:
         budget = self.budget(route.member.name, method, timeout)
         until = time.monotonic() + budget if route.same_clock else None
         keep_graph = torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT
+        if (args and ObjectRef in map(type, args)) or (kwargs and ObjectRef in map(type, kwargs.values())):
+            raise _object_ref(f"{route.member.name}.{method}", args, kwargs or {})
         try:
             body = self.codec.encode((args, kwargs or {}) if args or kwargs else None, keep_graph=keep_graph, own=True)
         except SerializationError as error:
@@ -209,3 +213,13 @@ class OutgoingCalls:
         if budget <= 0:
             raise RpcTimeout(f"no time left to call {peer}.{method}: the deadline has passed")
         return budget
+
+
+def _object_ref(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SerializationError:
+    """The error for an argument that is an ObjectRef: Ray would pass its value, and we would pass the reference."""
+    named = [*((f"argument {place}", value) for place, value in enumerate(args)), *kwargs.items()]
+    which = next(name for name, value in named if type(value) is ObjectRef)
+    return SerializationError(
+        f"{which} of {label} is an ObjectRef, which direct calls do not resolve: pass ray.get(ref), or its method call "
+        f"as .remote(ref); to pass the reference itself, put it in a list: [ref]"
+    )

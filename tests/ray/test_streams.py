@@ -1,0 +1,148 @@
+"""Streams and cancelled calls between actors: over the real lanes, with real event loops, and when an actor ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+
+import raytorchrpc as rtr
+from tests.conformance.peers import wait_until
+from tests.ray.conftest import Spawn
+from tests.ray.stream_actors import AsyncProducer, Producer
+
+LONG = 20.0
+#: Elements: in float32 above what travels in a message.
+LARGE = 300_000
+
+
+@pytest.fixture(scope="module")
+def handles(spawn_for_module: Spawn) -> dict[str, Any]:
+    return {
+        "plain": spawn_for_module(Producer),
+        "looping": spawn_for_module(AsyncProducer),
+        "other": spawn_for_module(AsyncProducer),
+    }
+
+
+@pytest.fixture
+def group(handles: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    with rtr.init_group(handles, include_driver=True):
+        yield handles
+        for name in handles:
+            rtr.rpc_sync(name).taken_log()
+
+
+def log_of(name: str) -> list[str]:
+    log: list[str] = []
+
+    def look() -> bool:
+        log.extend(rtr.rpc_sync(name).taken_log())
+        return bool(log)
+
+    assert wait_until(look, LONG)
+    return log
+
+
+STREAMS = [("plain", "tensors"), ("looping", "tensors"), ("looping", "plain_tensors")]
+
+
+def test_items_arrive_as_they_were_when_they_were_yielded(group: dict[str, Any]) -> None:
+    for name, method in STREAMS:
+        for numel in (10, LARGE):
+            numbers = []
+            for item in getattr(rtr.rpc_sync(name), method)(12, numel):
+                assert item["tensor"].shape == (numel,) and item["tensor"].eq(item["number"]).all()
+                numbers.append(item["number"])
+            assert numbers == list(range(12)), (name, method, numel)
+
+
+def test_a_coroutine_reads_a_stream_of_another_actor(group: dict[str, Any]) -> None:
+    for target in ("plain", "looping", "other"):
+        assert rtr.rpc_sync("other").total(target, 10, LARGE) == 45 * LARGE, target
+
+
+def test_rays_own_streaming_works_as_before(group: dict[str, Any]) -> None:
+    for name, method in STREAMS:
+        refs = getattr(group[name], method).remote(3, 10)
+        assert [ray.get(ref)["number"] for ref in refs] == [0, 1, 2], (name, method)
+    assert rtr.rpc_sync("plain").double(2) == 4
+
+
+def test_an_error_and_an_early_end_leave_the_actor_free(group: dict[str, Any]) -> None:
+    stream, numbers = rtr.rpc_sync("plain").fail(6), []
+    with pytest.raises(KeyError, match="on purpose"):
+        for number in stream:
+            numbers.append(number)
+    assert numbers == list(range(6))
+    for name in ("plain", "looping"):
+        stream = rtr.rpc_sync(name).tensors(1000, LARGE)
+        assert next(stream)["number"] == 0
+        stream.close()
+        assert rtr.rpc_sync(name, timeout=10).double(2) == 4 and log_of(name) == ["closed"]
+
+
+def test_a_generator_cannot_be_called_with_remote(group: dict[str, Any]) -> None:
+    with pytest.raises(Exception, match="is a generator: call it with rpc_sync or rpc_async"):
+        rtr.remote("plain").tensors(3, 10).to_here()
+
+
+def test_the_end_of_either_side_ends_the_stream(group: dict[str, Any], spawn: Spawn) -> None:
+    reader, producer = spawn(AsyncProducer), spawn(Producer)
+    rtr.get_group().add({"reader": reader, "producer": producer})
+    assert rtr.rpc_sync("reader").read_one("plain") == 0
+    ray.kill(reader)
+    assert rtr.rpc_sync("plain", timeout=LONG).double(2) == 4, "it is free"
+    assert log_of("plain") == ["closed"]
+    stream = rtr.rpc_sync("producer").tensors(1000, 10)
+    assert next(stream)["number"] == 0
+    ray.kill(producer)
+    with pytest.raises(rtr.PeerLost, match="producer"):
+        list(stream)
+    rtr.get_group().remove(["reader", "producer"])
+
+
+# --- cancellation --------------------------------------------------------------------------------------------
+
+
+def test_a_queued_call_is_dropped_and_a_running_one_left_alone(group: dict[str, Any]) -> None:
+    running = rtr.rpc_async("plain").wait()
+    queued = rtr.rpc_async("plain").note("queued")
+    assert queued.cancel() and running.cancel()
+    for future in (running, queued):
+        with pytest.raises(rtr.CancelledError):
+            future.result()
+    last = rtr.rpc_async("plain").note("last")
+    rtr.rpc_sync("plain").release()
+    last.wait()
+    assert log_of("plain") == ["waited", "last"]
+
+
+def test_a_coroutine_is_cancelled_along_its_chain(group: dict[str, Any]) -> None:
+    running = rtr.rpc_async("other").stay_at("looping")
+    rtr.rpc_sync("looping").begun()
+    assert running.cancel() and log_of("looping") == ["left"]
+
+
+def test_wait_and_gather(group: dict[str, Any]) -> None:
+    slow, quick = rtr.rpc_async("looping").stay(), rtr.rpc_async("other").double(2)
+    assert rtr.wait([slow, quick]) == ([quick], [slow])
+    rtr.rpc_sync("looping").begun()
+    slow.cancel()
+    assert rtr.gather(quick, rtr.rpc_async("other").double(3)) == [4, 6]
+    assert log_of("looping") == ["left"]
+
+
+# --- ObjectRefs ----------------------------------------------------------------------------------------------
+
+
+def test_an_argument_that_is_an_object_ref_is_refused_with_the_remedy(group: dict[str, Any]) -> None:
+    ref = ray.put(21)
+    with pytest.raises(rtr.SerializationError, match=r"argument 0 of plain\.double is an ObjectRef.*ray\.get\(ref\)"):
+        rtr.rpc_sync("plain").double(ref)
+    with pytest.raises(rtr.SerializationError, match=r"x of plain\.double is an ObjectRef"):
+        rtr.rpc_async("plain").double(x=ref)
+    assert rtr.rpc_sync("plain").double(ray.get(ref)) == 42
+    assert ray.get(rtr.rpc_sync("plain").double([ref])) == [21, 21], "a nested one stays a reference"
