@@ -63,9 +63,15 @@ class Service:
 
     @rtr.method
     async def work(self, job: str) -> None:
-        """Runs until ``stop`` ends the job."""
+        """Runs until ``stop`` ends the job, or until its caller cancels the call."""
         self.jobs[job] = asyncio.create_task(asyncio.Event().wait())
+        await self.jobs[job]
+
+    @rtr.method
+    async def ended(self, job: str) -> bool:
+        """Waits for the end of a job. Returns whether it was cancelled."""
         await asyncio.wait([self.jobs[job]])
+        return self.jobs.pop(job).cancelled()
 
     @rtr.method
     async def stop(self, job: str) -> bool:
@@ -101,17 +107,17 @@ class Client:
         try:
             await rtr.rpc_async(service, timeout=timeout_s).work("too long")
         except rtr.RpcTimeout:
-            return time.perf_counter() - start  # the method continues: see cancel()
+            return time.perf_counter() - start  # the method continues: see cancel() below
         raise AssertionError("work() has no end")
 
     async def cancel(self, service: Any) -> bool:
-        """Cancels a task here, which ends only the wait, and stops the job at the service."""
+        """Cancels a task here, which cancels the method at the service. Stops the job whose deadline passed."""
         waiting = asyncio.ensure_future(rtr.rpc_async(service).work("cancelled"))
         await rtr.rpc_async(service).quick(0)  # sent after the job, which is therefore running
         waiting.cancel()
         await asyncio.wait([waiting])
-        stopped = [await rtr.rpc_async(service).stop(job) for job in ("too long", "cancelled")]
-        return waiting.cancelled() and stopped == [True, True]
+        cancelled = await rtr.rpc_async(service).ended("cancelled")
+        return waiting.cancelled() and cancelled and await rtr.rpc_async(service).stop("too long")
 
 
 def main(arguments: list[str] | None = None) -> Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from raytorchrpc.calls import gates, protocol
 from raytorchrpc.calls.cancellation import CancellableCalls, CancellableJob
@@ -55,7 +56,7 @@ class IncomingCalls:
                 header = RequestHeader._make(message.header)
                 exposed = self._exposed(header.method)
                 route = self._peers.route_back(caller)
-                made = exposed.job or (CancellableJob if header.number else Job)
+                made: Any = exposed.job or (CancellableJob if header.number else Job)
                 job = made(self.callee, lane, route, exposed, header, message, pending, reply, self.tracer)
                 if header.number:
                     self._cancellable.add(header.number, job)

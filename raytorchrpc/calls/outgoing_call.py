@@ -210,7 +210,8 @@ class OutgoingCall(Call):
 
     def _stream(self, header: ReplyHeader) -> Stream[Any]:
         """The stream that the call has opened."""
-        stream: Stream[Any] = Stream(self._calls, self._route, self._method, header.number, header.ahead, self._options)
+        ahead = header.ahead if self._options.into is None else 0
+        stream: Stream[Any] = Stream(self._calls, self._route, self._method, header.number, ahead, self._options)
         if self._options.into is not None:
             stream.close()
             raise ConfigurationError(f"{self.label} is a generator: into= needs a method that returns its result")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Served(Protocol):
@@ -12,6 +12,9 @@ class Served(Protocol):
     @property
     def caller(self) -> int:
         """The caller's rank."""
+
+    def request(self, position: int, request: Any) -> bool:
+        """Take a request for an item; False if the stream is closed."""
 
     def close(self) -> None:
         """End the stream. Quick."""

@@ -19,7 +19,7 @@ class Producer(Peer):
     def __init__(self) -> None:
         super().__init__()
         self.log: list[str] = []
-        self.go = threading.Event()
+        self.began, self.go = threading.Event(), threading.Event()
 
     @rtr.method
     def tensors(self, count: int, numel: int) -> Iterator[dict[str, Any]]:
@@ -39,6 +39,7 @@ class Producer(Peer):
 
     @rtr.method
     def wait(self) -> str:
+        self.began.set()
         self.go.wait(30)
         self.log.append("waited")
         return "waited"
@@ -46,6 +47,10 @@ class Producer(Peer):
     @rtr.method
     def note(self, what: str) -> None:
         self.log.append(what)
+
+    @rtr.method(concurrent=True)
+    def begun(self) -> bool:
+        return self.began.wait(30)
 
     @rtr.method(concurrent=True)
     def release(self) -> None:
@@ -77,8 +82,7 @@ class AsyncProducer(AsyncPeer):
 
     @rtr.method
     def plain_tensors(self, count: int, numel: int) -> Iterator[dict[str, Any]]:
-        """Not a coroutine, on the event loop."""
-        asyncio.get_running_loop()
+        """No coroutine, in an async actor."""
         for number in range(count):
             yield {"number": number, "tensor": torch.full((numel,), number)}
 

@@ -109,6 +109,7 @@ def test_the_end_of_either_side_ends_the_stream(group: dict[str, Any], spawn: Sp
 
 def test_a_queued_call_is_dropped_and_a_running_one_left_alone(group: dict[str, Any]) -> None:
     running = rtr.rpc_async("plain").wait()
+    assert rtr.rpc_sync("plain").begun()
     queued = rtr.rpc_async("plain").note("queued")
     assert queued.cancel() and running.cancel()
     for future in (running, queued):

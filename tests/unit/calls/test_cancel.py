@@ -160,7 +160,7 @@ def test_a_coroutine_is_cancelled(members: Members, actor: Actor) -> None:
     is_cancelled(running)
     assert following.result() == 1, "it has given its admission back"
     assert actor.log == ["the caller of home.stay cancelled it", "left", "noted"]
-    assert in_flight(members) == (0, 0)
+    assert wait_until(lambda: in_flight(members) == (0, 0), LONG)
 
 
 def test_a_coroutine_that_ignores_it_runs_on(members: Members, actor: Actor) -> None:
