@@ -101,7 +101,6 @@ def test_the_end_of_either_side_ends_the_stream(group: dict[str, Any], spawn: Sp
     ray.kill(producer)
     with pytest.raises(rtr.PeerLost, match="producer"):
         list(stream)
-    rtr.get_group().remove(["reader", "producer"])
 
 
 # --- cancellation --------------------------------------------------------------------------------------------
