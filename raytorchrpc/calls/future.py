@@ -95,23 +95,49 @@ def result_of(call: Call) -> Any:
         del call, outcome  # see Future._get
 
 
+class _Watchers:
+    """Callbacks of one future, called once and together. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._callbacks: set[Callable[[], None]] = set()
+        self._follows = False
+
+    def add(self, callback: Callable[[], None]) -> bool:
+        """Returns whether the call is to be asked for ``notify``: it has not been since the last time."""
+        with self._lock:
+            self._callbacks.add(callback)
+            follows, self._follows = self._follows, True
+        return not follows
+
+    def discard(self, callback: Callable[[], None]) -> None:
+        """Call it no more, if it has not been called."""
+        with self._lock:
+            self._callbacks.discard(callback)
+
+    def notify(self) -> None:
+        """Call all of them."""
+        with self._lock:
+            callbacks, self._callbacks = self._callbacks, set()
+            self._follows = False
+        for callback in callbacks:
+            callback()
+
+
 class Future(Generic[T]):
     """The result of a direct call that may not have arrived yet. Made by ``rpc_async``; awaitable.
 
     The result is unpickled once, by the thread that asks first (and on its CUDA stream). Thread-safe.
     """
 
+    _cancelled = False
+    _watchers: _Watchers | None = None
+
     def __init__(self, call: Call) -> None:
         self._call = call
         self._taking = threading.Lock()
         """Held while the outcome is decided: taken from the call, or cancelled."""
         self._outcome: tuple[Any, BaseException | None] | None = None
-        self._cancelled = False
-        self._lock = threading.Lock()
-        """Guards what follows."""
-        self._watchers: set[Callable[[], None]] = set()
-        self._follows = False
-        """Whether the call will notify the watchers."""
 
     def done(self) -> bool:
         """Whether ``result`` would return or raise at once. Never blocks."""
@@ -146,7 +172,8 @@ class Future(Generic[T]):
         finally:
             self._taking.release()
         self._call.cancel()
-        self._notify()
+        if self._watchers is not None:
+            self._watchers.notify()
         return True
 
     def wait(self) -> T:
@@ -254,24 +281,18 @@ class Future(Generic[T]):
 
         Perhaps at once. The deadline does not count.
         """
-        with self._lock:
-            self._watchers.add(watcher)
-            followed, self._follows = self._follows, True
+        watchers = (
+            self._watchers if self._watchers is not None else vars(self).setdefault("_watchers", _Watchers())
+        )  # one, whichever thread is first
+        follow = watchers.add(watcher)
         if self._cancelled:
-            self._notify()
-        elif not followed:
-            self._call.add_done_callback(self._notify)
+            watchers.notify()
+        elif follow:
+            self._call.add_done_callback(watchers.notify)
 
     def _unwatch(self, watcher: Callable[[], None]) -> None:
-        with self._lock:
+        if self._watchers is not None:
             self._watchers.discard(watcher)
-
-    def _notify(self) -> None:
-        with self._lock:
-            watchers, self._watchers = self._watchers, set()
-            self._follows = False  # a call that is sent again has to be followed again
-        for watcher in watchers:
-            watcher()
 
     def __repr__(self) -> str:
         state = "cancelled" if self._cancelled else "done" if self.done() else "pending"

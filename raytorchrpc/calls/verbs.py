@@ -140,7 +140,7 @@ def rpc_async(
     (on an event loop, PeerBusy is raised instead).
     """
     retries = None if retry is None else checked_retry(retry)
-    return _Async(target, CallOptions(timeout, share, keep, into, retries, cancellable=True))
+    return _Async(target, CallOptions(timeout, share, keep, into, retries, False, True))
 
 
 def remote(target: Target, *, timeout: float | None = None) -> Any:
