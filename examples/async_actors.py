@@ -70,16 +70,14 @@ class Service:
     @rtr.method
     async def ended(self, job: str) -> bool:
         """Waits for the end of a job. Returns whether it was cancelled."""
-        await asyncio.wait([self.jobs[job]])
-        return self.jobs.pop(job).cancelled()
+        done, _ = await asyncio.wait([self.jobs.pop(job)])
+        return done.pop().cancelled()
 
     @rtr.method
     async def stop(self, job: str) -> bool:
         """Stops a running job. Returns whether it was cancelled."""
-        task = self.jobs.pop(job)
-        task.cancel()
-        await asyncio.wait([task])
-        return task.cancelled()
+        self.jobs[job].cancel()
+        return await self.ended(job)
 
 
 @ray.remote
@@ -116,8 +114,8 @@ class Client:
         await rtr.rpc_async(service).quick(0)  # sent after the job, which is therefore running
         waiting.cancel()
         await asyncio.wait([waiting])
-        cancelled = await rtr.rpc_async(service).ended("cancelled")
-        return waiting.cancelled() and cancelled and await rtr.rpc_async(service).stop("too long")
+        ended = await asyncio.gather(rtr.rpc_async(service).ended("cancelled"), rtr.rpc_async(service).stop("too long"))
+        return waiting.cancelled() and ended == [True, True]
 
 
 def main(arguments: list[str] | None = None) -> Result:

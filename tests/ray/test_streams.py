@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 import raytorchrpc as rtr
+from raytorchrpc.calls.current import process_member
 from tests.conformance.peers import wait_until
 from tests.ray.conftest import Spawn
 from tests.ray.stream_actors import AsyncProducer, Producer
@@ -71,6 +73,14 @@ def test_rays_own_streaming_works_as_before(group: dict[str, Any]) -> None:
     assert rtr.rpc_sync("plain").double(2) == 4
 
 
+def test_many_streams_at_once(group: dict[str, Any]) -> None:
+    streams = [rtr.rpc_sync("plain").beside(5) for _ in range(40)]
+    for number in range(5):
+        assert [next(stream) for stream in streams] == [number] * len(streams)
+        assert rtr.rpc_sync("plain", timeout=LONG).double(number) == 2 * number
+    assert [list(stream) for stream in streams] == [[]] * len(streams)
+
+
 def test_an_error_and_an_early_end_leave_the_actor_free(group: dict[str, Any]) -> None:
     stream, numbers = rtr.rpc_sync("plain").fail(6), []
     with pytest.raises(KeyError, match="on purpose"):
@@ -109,8 +119,11 @@ def test_the_end_of_either_side_ends_the_stream(group: dict[str, Any], spawn: Sp
 def test_a_queued_call_is_dropped_and_a_running_one_left_alone(group: dict[str, Any]) -> None:
     running = rtr.rpc_async("plain").wait()
     assert rtr.rpc_sync("plain").begun()
-    queued = rtr.rpc_async("plain").note("queued")
+    in_flight = process_member().outgoing.in_flight
+    queued = rtr.rpc_async("plain").note(torch.ones(LARGE))
+    assert in_flight()["plain"][1] > 4 * LARGE
     assert queued.cancel() and running.cancel()
+    assert wait_until(lambda: in_flight()["plain"] == (0, 0), LONG)
     for future in (running, queued):
         with pytest.raises(rtr.CancelledError):
             future.result()

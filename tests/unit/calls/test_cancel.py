@@ -395,6 +395,8 @@ def test_wait_takes_ensured_futures(members: Members, actor: Actor) -> None:
         assert done == {tasks[1]} and tasks[1].result() == 1 and pending == {tasks[0]}
         tasks[0].cancel()
         assert (await asyncio.wait(tasks, timeout=LONG))[1] == set() and held.cancelled()
+        calls = [rtr.rpc_async("home").note(number) for number in range(3)]
+        assert {await done for done in asyncio.as_completed(calls, timeout=LONG)} == {0, 1, 2}
 
     asyncio.run(run())
 
