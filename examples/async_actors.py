@@ -63,21 +63,17 @@ class Service:
 
     @rtr.method
     async def work(self, job: str) -> None:
-        """Runs until ``stop`` ends the job, or until its caller cancels the call."""
+        """Runs until ``end`` stops the job, or until its caller cancels the call."""
         self.jobs[job] = asyncio.create_task(asyncio.Event().wait())
         await self.jobs[job]
 
     @rtr.method
-    async def ended(self, job: str) -> bool:
-        """Waits for the end of a job. Returns whether it was cancelled."""
+    async def end(self, job: str, stop: bool) -> bool:
+        """Waits for the end of a job, which it may stop first. Returns whether it was cancelled."""
+        if stop:
+            self.jobs[job].cancel()
         done, _ = await asyncio.wait([self.jobs.pop(job)])
         return done.pop().cancelled()
-
-    @rtr.method
-    async def stop(self, job: str) -> bool:
-        """Stops a running job. Returns whether it was cancelled."""
-        self.jobs[job].cancel()
-        return await self.ended(job)
 
 
 @ray.remote
@@ -114,8 +110,8 @@ class Client:
         await rtr.rpc_async(service).quick(0)  # sent after the job, which is therefore running
         waiting.cancel()
         await asyncio.wait([waiting])
-        ended = await asyncio.gather(rtr.rpc_async(service).ended("cancelled"), rtr.rpc_async(service).stop("too long"))
-        return waiting.cancelled() and ended == [True, True]
+        ended = [rtr.rpc_async(service).end("cancelled", False), rtr.rpc_async(service).end("too long", True)]
+        return waiting.cancelled() and await asyncio.gather(*ended) == [True, True]
 
 
 def main(arguments: list[str] | None = None) -> Result:
