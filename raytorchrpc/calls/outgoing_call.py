@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from raytorchrpc.calls import protocol
@@ -132,7 +133,7 @@ class OutgoingCall(Call):
     def cancel(self) -> None:
         self._count(0, self.sent_by, CancelledError())
         self._taken, self._payload = True, _NO_PAYLOAD
-        self._calls.payloads.discard_reply(self._route, self._fetch or self._pending)
+        self._discard(self._fetch or self._pending)
         if self._number:
             self._calls.notify(self._route, self._lane, protocol.CANCEL, self._number)
 
@@ -250,7 +251,13 @@ class OutgoingCall(Call):
         # Nobody took the result, or not in time: out-of-band tensors that arrive with it have to be discarded.
         if not self._taken and self._error is None and not fork.forked():  # in a fork the call is the parent's
             with contextlib.suppress(Exception):
-                self._calls.payloads.discard_reply(self._route, self._pending)
+                self._discard(self._pending)
+
+    def _discard(self, pending: Pending) -> None:
+        calls, route = self._calls, self._route
+        calls.payloads.discard_reply(
+            route, pending, partial(calls.notify, route, route.calls, protocol.CLOSE, later=True)
+        )
 
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
         return self._calls.deadlines.at(self._deadline, callback)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.out_of_band import Payload, PayloadSplitter, PendingTensors, joined, owned, snapshot
 from raytorchrpc.calls.peers import PeerRoute
+from raytorchrpc.calls.protocol import STREAM, ReplyHeader
 from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.lanes.base import Message, MessageLane, Pending
 from raytorchrpc.process.deferred_cleanup import DeferredCleanup
@@ -83,9 +84,11 @@ class PayloadStep:
         """
         return self._splitter.receive(route.member.name, message.manifests)
 
-    def discard_reply(self, route: PeerRoute, pending: Pending) -> None:
-        """Discard the out-of-band tensors of a reply that nobody takes, once it arrives. For finalizers: no lock."""
-        self.cleanup.leave(_discard_when_done, self._splitter, route.member.name, pending)
+    def discard_reply(self, route: PeerRoute, pending: Pending, close_stream: Callable[[int], None]) -> None:
+        """Discard the out-of-band tensors of a reply that nobody takes, once it arrives, and close the stream that it
+        opens. For finalizers: no lock. ``close_stream(number)``: likewise.
+        """
+        self.cleanup.leave(_discard_when_done, self._splitter, route.member.name, pending, close_stream)
 
     def unpack(
         self, message: Message, pending: Sequence[PendingTensors], *, arrives_on: Device | None = None, keep: bool
@@ -118,16 +121,21 @@ class PayloadStep:
         return self._splitter.split(body, route.member.name, route.beside, devices, in_band, share)
 
 
-def _discard_when_done(splitter: PayloadSplitter, peer: str, pending: Pending) -> None:
-    pending.add_done_callback(lambda: _discard(splitter, peer, pending))
+def _discard_when_done(
+    splitter: PayloadSplitter, peer: str, pending: Pending, close_stream: Callable[[int], None]
+) -> None:
+    pending.add_done_callback(lambda: _discard(splitter, peer, pending, close_stream))
 
 
-def _discard(splitter: PayloadSplitter, peer: str, pending: Pending) -> None:
+def _discard(splitter: PayloadSplitter, peer: str, pending: Pending, close_stream: Callable[[int], None]) -> None:
     try:
         message = pending.take()
     except RayTorchRpcError as error:  # the call failed: nothing came
         error.__traceback__ = None  # nothing else has seen it; its frames lead to the call, which leads to it
         return
+    header = ReplyHeader(*message.header)
+    if header.kind == STREAM:
+        close_stream(header.number)
     with suppress(RayTorchRpcError):
         splitter.receive(peer, message.manifests).clear()
 

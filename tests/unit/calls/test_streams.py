@@ -302,6 +302,24 @@ def test_dropping_the_stream_closes_the_generator(
     is_closed(members, actor, gate)
 
 
+@BOTH
+@pytest.mark.parametrize("cancels", [False, True])
+def test_a_stream_that_nobody_takes_is_closed(
+    members: Members, actor: Actor, gate: gates.Gate, method: str, cancels: bool
+) -> None:
+    lane = members.lanes["a"]
+    lane.delays = lambda kind: True
+    future = getattr(rtr.rpc_async("home"), method)(3)
+    assert wait_until(lambda: len(lane.answers) == 1, LONG) and gate._admitted, "its reply is on its way"
+    if cancels:
+        assert future.cancel()
+    else:
+        del future
+        gc.collect()
+    lane.deliver_answers()
+    assert wait_until(lambda: not gate._admitted, LONG / 2) and actor.made == 0
+
+
 def test_closing_the_stream_cancels_a_generator_that_awaits(members: Members, actor: Actor) -> None:
     stream = opened("stall")
     assert next(stream) == 0 and actor.started.wait(LONG)
