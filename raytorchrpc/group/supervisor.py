@@ -11,12 +11,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from raytorchrpc.calls.counters import GroupStats
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
-from raytorchrpc.group import ray_calls
+from raytorchrpc.group import ray_calls, worker_ids
 from raytorchrpc.group.announcements import Announcer
 from raytorchrpc.group.changes import Change, EventBus, RequestedChange
 from raytorchrpc.group.control_connections import ControlConnections
@@ -45,7 +46,8 @@ _STOP_S = 2.0
 def form(name: str, config: GroupConfig, participants: dict[str, Any], timeout_s: float) -> Supervisor:
     """Form a group and supervise it in this process. Leaves nothing behind if it fails."""
     tls = make_identity(name) if config.tls else None
-    roster = Roster(name, config, current_owner(), local_setup.endpoint("supervisor"), tls=tls)
+    highest, watcher = worker_ids.highest_of_others(participants.values()), local_setup.endpoint("supervisor")
+    roster = Roster(name, config, current_owner(), watcher, tls=tls, highest_id=highest)
     return form_group(roster, participants, timeout_s, Supervisor)
 
 
@@ -70,6 +72,7 @@ class Supervisor:
         self._tracing = Tracing(self._connections)
         self._threads: list[threading.Thread] = []
         self._no_more_posts = threading.Event()
+        worker_ids.record(info.members)
         try:
             self._restarts.post(roster)
             self._detector.watch([name for name, handle in roster.handles.items() if handle is not None])
@@ -368,8 +371,10 @@ class Supervisor:
             announcer.mark_behind(others)  # they may know of an arrival that did not happen
             records = formation.roster.records
             self._tried.update((name, records[name].member.incarnation) for name in handles if name in records)
+            state.roster = replace(state.roster, highest_id=formation.roster.highest_id)  # and may know its id
             raise
         state.roster, state.info, state.prepared = roster, info, prepared
+        worker_ids.record(info.members)
         for name in handles:
             state.dead.pop(name, None)
         self._restarts.post(roster)
