@@ -26,7 +26,7 @@ from torch.distributed import rpc
 
 import raytorchrpc as rtr
 
-STEPS = 30
+STEPS = 20
 
 
 class Game:
@@ -52,13 +52,14 @@ class Observer:
         self.rank = rtr.current_member().rank
         self.game = Game(self.rank)
 
-    def play(self, agent: rpc.RRef[Agent]) -> None:
-        """Plays one episode, with the actions that the agent chooses."""
-        state = self.game.reset()
+    def play(self, agent: rpc.RRef[Agent]) -> list[float]:
+        """Plays one episode with the actions that the agent chooses. Returns the rewards."""
+        state, rewards = self.game.reset(), []
         for _ in range(STEPS):
             action = agent.rpc_sync().choose(self.rank, state)
             state, reward = self.game.step(action)
-            agent.rpc_sync().report(self.rank, reward)
+            rewards.append(reward)
+        return rewards
 
 
 class Agent:
@@ -71,31 +72,26 @@ class Agent:
         self.me = rpc.RRef(self)
         self.observers = [rpc.remote(observer, Observer) for observer in observers]  # by rank
         self.chosen: dict[int, list[Tensor]] = {observer: [] for observer in observers}
-        self.rewards: dict[int, list[float]] = {observer: [] for observer in observers}
 
     def choose(self, observer: int, state: Tensor) -> int:
-        """Called by observers, on threads of torch's pool: each has its own lists."""
+        """Called by observers, on threads of torch's pool: each has a list of its own."""
         distribution = torch.distributions.Categorical(logits=self.policy(state))
         action = distribution.sample()
         self.chosen[observer].append(distribution.log_prob(action))
         return int(action)
 
-    def report(self, observer: int, reward: float) -> None:
-        self.rewards[observer].append(reward)
-
     def run_episode(self) -> float:
         """Has every observer play, and learns from it. Returns the mean return."""
-        torch.futures.wait_all([observer.rpc_async().play(self.me) for observer in self.observers])
-        rewards = torch.tensor(list(self.rewards.values()))
+        playing = [observer.rpc_async().play(self.me) for observer in self.observers]
+        rewards = torch.tensor(torch.futures.wait_all(playing))
         ahead = rewards.flip(1).cumsum(1).flip(1)
         advantage = (ahead - ahead.mean()) / ahead.std()
         chosen = torch.stack([torch.stack(each) for each in self.chosen.values()])
         self.optimizer.zero_grad()
         (-chosen * advantage).mean().backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
-        for lists in (self.chosen, self.rewards):
-            for each in lists.values():
-                each.clear()
+        for each in self.chosen.values():
+            each.clear()
         return float(rewards.sum(1).mean())
 
 

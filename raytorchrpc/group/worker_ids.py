@@ -46,7 +46,7 @@ def highest_of_others(handles: Iterable[Any]) -> int:
     for number, actor in others:
         if number <= own:
             break
-        if not ray_internals.actor_is_dead(actor):
+        if ray_internals.actor_state(actor).state != "DEAD":
             return number
         with _lock:
             _known.pop(actor, None)

@@ -81,11 +81,14 @@ def _worker_of_rank(rank: int) -> str | None:
     Raises ConfigurationError if the number is another member's worker id.
     """
     local = current_local()
-    members = [route.member for route in local.peers.routes] if local else []
-    found = next((member for member in members if member.rank == rank), None)
-    if found is None or found.worker_id == rank:
+    try:
+        found = None if local is None else local.peers.route(rank).member
+    except NotAMember:
+        found = None
+    if local is None or found is None or found.worker_id == rank:
         return found and found.rpc_name
-    other = next((member for member in members if member.worker_id == rank), None)
+    others = (route.member for route in local.peers.routes)
+    other = next((member for member in others if member.worker_id == rank), None)
     if other is not None:
         raise ConfigurationError(
             f"{rank} is the rank of {found.name!r} and the worker id of {other.name!r}: pass the rpc_name of the Member"

@@ -18,7 +18,11 @@ import tempfile
 import time
 import traceback
 import unittest
+import uuid
 from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,13 +33,18 @@ import torch.distributed.rpc as rpc
 from ray.exceptions import RayError
 
 import raytorchrpc as rtr
-from raytorchrpc._compat import torch_internals
-from raytorchrpc.group import roster
+from raytorchrpc._compat import ray_internals, torch_internals
+from raytorchrpc.group import roster, worker_ids
 
 DEADLINE_S = 90
+#: Most tests wait more than they compute.
+GROUPS_AT_ONCE = 4
+TESTS_PER_GROUP = 40
 #: They test init_rpc or shutdown, which a member does not call.
 NOT_FOR_MEMBERS = {
     *("test_cannot_infer_backend_from_options", "test_duplicate_name", "test_duplicate_name_2"),
+    *("test_dynamic_and_static_init_rpc_together", "test_dynamic_rpc_existing_rank_can_communicate_with_new_rank"),
+    "test_dynamic_rpc_new_rank_can_communicated_with_existing_rank",
     *("test_ignore_rref_leak", "test_infer_backend_from_options", "test_init_rpc_twice"),
     *("test_mismatched_type_for_options", "test_pg_init_no_rpc_init"),
     *("test_register_rpc_backend_and_set_and_start_rpc_backend", "test_reinit", "test_rref_leak"),
@@ -48,8 +57,10 @@ PASSED = "passed"
 class Worker:
     """The actor: one of the suite's processes."""
 
-    def __init__(self, rank: int, world_size: int, faults: Any, folder: str) -> None:
+    def __init__(self, rank: int, world_size: int, faults: Any, folder: str, port: int) -> None:
         from tests.ray import torch_tests
+
+        self.store, self.meetings = dist.TCPStore("127.0.0.1", port, is_master=False), 0
 
         self.tests, self.rank, self.world_size = torch_tests, rank, world_size
         self.shutdown, self.ended, self.begun = rpc.shutdown, False, False
@@ -88,7 +99,7 @@ class Worker:
         self.begun = True
         if rpc_backend_options is not None:
             rpc._set_rpc_timeout(rpc_backend_options.rpc_timeout)
-        rpc.api._wait_all_workers(DEADLINE_S)
+        self.meet()
 
     def barrier_or_shutdown(self, graceful: bool = True, timeout: float = DEADLINE_S) -> None:
         self.begun = False
@@ -98,12 +109,20 @@ class Worker:
             return
         rpc.api._wait_all_workers(timeout or DEADLINE_S)
         rpc.api._delete_all_user_and_unforked_owner_rrefs()
-        rpc.api._wait_all_workers(timeout or DEADLINE_S)
+        self.meet()
         until = time.monotonic() + 10
         while self.owned() and time.monotonic() < until:
             time.sleep(0.01)
         if self.owned():
             raise RuntimeError(f"Leaking RRefs: {self.owned()}")
+
+    def meet(self) -> None:
+        """Wait for the other workers, without RPC: messages may be late or fail."""
+        self.meetings += 1
+        name = f"meeting-{self.meetings}"
+        if self.store.add(name, 1) == self.world_size:
+            self.store.set(f"{name}-complete", "")
+        self.store.wait([f"{name}-complete"], timedelta(seconds=DEADLINE_S))
 
     def owned(self) -> int:
         return int(rpc._rref_context_get_debug_info()["num_owner_rrefs"])
@@ -145,44 +164,53 @@ class Result(NamedTuple):
     seconds: float
 
 
+_names: dict[str, str] = {}
+"""torch's names of the actors, as the suite has them."""
+
+
 class Group:
     """Actors that are members of a group, as long as no test spoils them."""
 
     def __init__(self, world_size: int, faults: Any, folder: Path) -> None:
-        self.key = world_size, faults
         self.tests = 0
         folder.mkdir(parents=True)
-        make = ray.remote(Worker).options(num_cpus=0)
-        self.actors: list[Any] = [make.remote(rank, world_size, faults, str(folder)) for rank in range(world_size)]
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        make, port = ray.remote(Worker).options(num_cpus=0), self.store.port
+        self.actors: list[Any] = [
+            make.remote(rank, world_size, faults, str(folder), port) for rank in range(world_size)
+        ]
+        _names.update({ray_internals.actor_id_of(actor): f"worker{rank}" for rank, actor in enumerate(self.actors)})
         self.group: Any = None
-        names = {actor._actor_id.hex(): f"worker{rank}" for rank, actor in enumerate(self.actors)}
-        given = roster._rpc_name
-        roster._rpc_name = lambda actor_id, probe: names[actor_id]  # type: ignore[assignment, index]
         try:
             self.group = rtr.init_group(self.actors, name=folder.name)
             self.ask("join")
         except BaseException:
             self.end()
             raise
-        finally:
-            roster._rpc_name = given
 
     def ask(self, method: str, *args: Any, timeout: float = DEADLINE_S) -> list[Any]:
         return ray.get([getattr(actor, method).remote(*args) for actor in self.actors], timeout=timeout)  # type: ignore[no-any-return]
 
     def run(self, case: str, method: str, file_name: str) -> tuple[str, bool]:
+        """The outcome, and whether the group can serve another test."""
         self.tests += 1
+        until, clean, skipped = time.monotonic() + DEADLINE_S, True, ""
         try:
             self.ask("reset")
-            answers = self.ask("run", case, method, file_name)
-        except TimeoutError:
-            return f"did not end within {DEADLINE_S} s", False
-        except RayError as error:
+            running = [actor.run.remote(case, method, file_name) for actor in self.actors]
+            while running:
+                done, running = ray.wait(running, timeout=max(0.0, until - time.monotonic()))
+                if not done:
+                    return f"did not end within {DEADLINE_S} s", False
+                outcome, clean_there = ray.get(done[0])
+                clean &= clean_there
+                if outcome.startswith("skipped"):
+                    skipped = outcome
+                elif outcome != PASSED:
+                    return outcome, False  # the other workers wait for this one
+        except (RayError, TimeoutError) as error:
             return f"ended a process: {error}", False
-        outcomes = [outcome for outcome, _ in answers]
-        failed = next((each for each in outcomes if each != PASSED and not each.startswith("skipped")), None)
-        skipped = next((each for each in outcomes if each.startswith("skipped")), None)
-        return failed or skipped or PASSED, all(clean for _, clean in answers)
+        return skipped or PASSED, clean
 
     def end(self) -> None:
         for actor in self.actors:
@@ -191,37 +219,51 @@ class Group:
             self.group.shutdown(timeout_s=1)
 
 
-def run(patterns: list[str], folder: Path, report: Any) -> list[Result]:
+Tests = list[tuple[str, str]]
+
+
+def chunks(patterns: list[str]) -> Iterator[tuple[int, Any, Tests]]:
+    """Tests that share a group: its size, the faults of its agents, and the tests."""
     from tests.ray import torch_tests
 
-    chosen = [
-        test for test in torch_tests.tests() if not patterns or any(each in ".".join(test[:2]) for each in patterns)
-    ]
-    results: list[Result] = []
+    shared: dict[int, Tests] = {}
+    for case, method, world_size, faults in torch_tests.tests():
+        if patterns and not any(pattern in f"{case}.{method}" for pattern in patterns):
+            continue
+        if faults is None:
+            shared.setdefault(world_size, []).append((case, method))
+        else:  # messages that were lost leave something behind
+            yield world_size, faults, [(case, method)]
+    for world_size, tests in shared.items():
+        for start in range(0, len(tests), TESTS_PER_GROUP):
+            yield world_size, None, tests[start : start + TESTS_PER_GROUP]
+
+
+def run(world_size: int, faults: Any, tests: Tests, folder: Path, report: Callable[[Result], None]) -> None:
     group: Group | None = None
-    groups = 0
-    for case, method, world_size, faults in sorted(chosen, key=lambda test: (test[2], str(test[3]))):
+    for case, method in tests:
         name, start = f"{case}.{method}", time.monotonic()
         outcome = "skipped: it tests init_rpc or shutdown itself"
         while method not in NOT_FOR_MEMBERS:
-            if group is None or group.key != (world_size, faults):
-                if group is not None:
-                    group.end()
-                groups += 1
-                group = Group(world_size, faults, folder / f"group-{groups}")
+            if group is None:
+                try:
+                    group = Group(world_size, faults, folder / f"group-{uuid.uuid4().hex}")
+                except (rtr.RayTorchRpcError, RayError) as error:
+                    outcome = f"no group: {error}"
+                    break
             used = group.tests > 0
-            outcome, clean = group.run(case, method, str(folder / f"{groups}-{name}"))
+            outcome, clean = group.run(case, method, str(folder / uuid.uuid4().hex))
+            if used and not clean and outcome != PASSED:
+                print(f"{name} in a used group: {outcome}", file=sys.stderr, flush=True)
             if not clean:
                 group.end()
                 group = None
             if outcome == PASSED or outcome.startswith("skipped") or not used:
                 break
         what, _, detail = outcome.partition(":")
-        results.append(Result(name, what, detail.strip(), time.monotonic() - start))
-        report(results[-1])
+        report(Result(name, what, detail.strip(), time.monotonic() - start))
     if group is not None:
         group.end()
-    return results
 
 
 def main(patterns: list[str]) -> int:
@@ -229,9 +271,19 @@ def main(patterns: list[str]) -> int:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     from tests.ray.local_ray import local_ray
 
+    roster._rpc_name = lambda actor_id, probe: _names[str(actor_id)]
+    worker_ids.record = lambda members: None  # several groups at a time; no two are joined later
     start = time.monotonic()
-    with local_ray(), tempfile.TemporaryDirectory() as folder:
-        results = run(patterns, Path(folder), lambda result: print(json.dumps(result), flush=True))
+    results: list[Result] = []
+
+    def report(result: Result) -> None:
+        results.append(result)
+        sys.stdout.write(json.dumps(result) + "\n")  # one write: threads report at the same time
+        sys.stdout.flush()
+
+    with local_ray(), tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(GROUPS_AT_ONCE) as pool:
+        for done in [pool.submit(run, *chunk, Path(folder), report) for chunk in chunks(patterns)]:
+            done.result()
     kinds = Counter(result.outcome if result.outcome in (PASSED, "skipped") else "failed" for result in results)
     counts = ", ".join(f"{kinds[kind]} {kind}" for kind in (PASSED, "failed", "skipped"))
     print(f"{counts} in {time.monotonic() - start:.0f} s")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from raytorchrpc._compat.ray_internals import ActorState
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.errors import BootstrapError
 from raytorchrpc.group import worker_ids
@@ -66,8 +67,9 @@ def test_more_members_than_ids() -> None:
 @pytest.fixture
 def dead(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     ended: set[str] = set()
+    states = [ActorState(state, 1, "node", "") for state in ("ALIVE", "DEAD")]
     monkeypatch.setattr(worker_ids, "_known", {})
-    monkeypatch.setattr(worker_ids.ray_internals, "actor_is_dead", ended.__contains__)
+    monkeypatch.setattr(worker_ids.ray_internals, "actor_state", lambda actor: states[actor in ended])
     monkeypatch.setattr(worker_ids.ray_internals, "actor_id_of", str)
     return ended
 
