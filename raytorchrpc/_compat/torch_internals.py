@@ -146,7 +146,8 @@ def adapt_rpc(pickler: type[Any], refusal: str) -> None:
         if isinstance(to, int):
             name = _find_worker(to)
             to = to if name is None else name
-        return _to_worker_info(to)
+        info: WorkerInfo = _to_worker_info(to)  # type: ignore[no-untyped-call]
+        return info
 
     rpc_internal._pickler = pickler
     rpc_api._to_worker_info = to_worker_info
@@ -266,7 +267,7 @@ def autograd_id() -> int | None:
     if _autograd_id is not None:
         return _autograd_id
     try:
-        return dist_autograd._get_max_id() >> 48  # type: ignore[attr-defined, no-any-return]
+        return dist_autograd._get_max_id() >> 48  # type: ignore[attr-defined]
     except RuntimeError:
         return None
 

@@ -80,13 +80,14 @@ def _worker_of_rank(rank: int) -> str | None:
 
     Raises ConfigurationError if the number is another member's worker id.
     """
-    local = current_local()
+    if (local := current_local()) is None:
+        return None
     try:
-        found = None if local is None else local.peers.route(rank).member
+        found = local.peers.route(rank).member
     except NotAMember:
-        found = None
-    if local is None or found is None or found.worker_id == rank:
-        return found and found.rpc_name
+        return None
+    if found.worker_id == rank:
+        return found.rpc_name
     others = (route.member for route in local.peers.routes)
     other = next((member for member in others if member.worker_id == rank), None)
     if other is not None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-#: Most tests that may be left out: those of init_rpc and shutdown, and of workers beside the group's.
-MOST_SKIPPED = 45
+#: Tests of init_rpc and shutdown, of groups beside the members', of GPUs, and those that torch leaves out itself.
+MOST_SKIPPED = 28
 
 
 @pytest.mark.slow
@@ -26,5 +26,5 @@ def test_torchs_rpc_suite_passes_between_members() -> None:
     skipped = {name: detail for name, what, detail, _ in results if what == "skipped"}
     assert not failed, "\n".join(f"{name}: {what}: {detail}" for name, (what, detail) in failed.items())
     assert len(skipped) <= MOST_SKIPPED, skipped
-    assert len(results) - len(skipped) >= 400
+    assert len(results) - len(skipped) >= 424
     assert ran.returncode == 0, ran.stderr

@@ -61,7 +61,6 @@ class Worker:
         from tests.ray import torch_tests
 
         self.store, self.meetings = dist.TCPStore("127.0.0.1", port, is_master=False), 0
-
         self.tests, self.rank, self.world_size = torch_tests, rank, world_size
         self.shutdown, self.ended, self.begun = rpc.shutdown, False, False
         if faults is not None:
