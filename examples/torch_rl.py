@@ -5,7 +5,7 @@ the other processes (``rpc.remote``), keeps RRefs to them, and gives each an RRe
 script. The task is to keep a moving point near zero.
 
     python examples/torch_rl.py               # sixty episodes, about ten seconds
-    python examples/torch_rl.py --episodes 30 # the short form
+    python examples/torch_rl.py --episodes 20 # the short form
 
 The last line reports how the mean return rose. If it did not rise, the exit status is 1.
 """

@@ -220,7 +220,14 @@ print("fine")
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("code", [IDS, AGAIN, MAIN], ids=["ids", "ids again", "main"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(IDS, id="ids"),
+        pytest.param(AGAIN, id="ids again", marks=pytest.mark.slow),
+        pytest.param(MAIN, id="main"),
+    ],
+)
 def test_a_driver(code: str) -> None:
     script = Script(START + code, ray.get_runtime_context().gcs_address)
     try:
@@ -234,8 +241,10 @@ def test_a_driver(code: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "last"),
     [
-        ("torch_parameter_server", ("--steps", "60"), "checked: accuracy 9"),
-        ("torch_rl", ("--episodes", "30"), "checked: the mean return rose"),
+        pytest.param("torch_parameter_server", ("--steps", "60"), "checked: accuracy 9", id="torch_parameter_server"),
+        pytest.param(
+            "torch_rl", ("--episodes", "20"), "checked: the mean return rose", marks=pytest.mark.slow, id="torch_rl"
+        ),
     ],
 )
 def test_torchs_tutorials_run_as_single_scripts(name: str, options: tuple[str, ...], last: str) -> None:
