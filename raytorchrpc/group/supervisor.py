@@ -46,8 +46,7 @@ _STOP_S = 2.0
 def form(name: str, config: GroupConfig, participants: dict[str, Any], timeout_s: float) -> Supervisor:
     """Form a group and supervise it in this process. Leaves nothing behind if it fails."""
     tls = make_identity(name) if config.tls else None
-    highest, watcher = worker_ids.highest_of_others(participants.values()), local_setup.endpoint("supervisor")
-    roster = Roster(name, config, current_owner(), watcher, tls=tls, highest_id=highest)
+    roster = Roster(name, config, current_owner(), local_setup.endpoint("supervisor"), tls=tls)
     return form_group(roster, participants, timeout_s, Supervisor)
 
 

@@ -53,7 +53,7 @@ assert ids(group) == [0, 1, 2]
 assert [do(each, ids_there) for each in (a, b, c)] == [(0, 0), (1, 1), (2, 2)]
 assert do(c, pids, 0, 1, 2) == [member.pid for member in group.members]
 
-d, e, f, g, h, i, j = actors(7)
+d, e, f, g, h, i, j, late = actors(8)
 group.add([d])
 assert ids(group) == [0, 1, 2, 3] and do(a, pids, 3) == [pid_of(group, 3)]
 
@@ -84,10 +84,12 @@ assert [do(x, value, y) for x in (c, a, e) for y in range(3)] == [8] * 9
 other = rtr.init_group([f, g], name="other")
 assert ids(other) == [6, 7]
 assert do(f, pids, 0, 1) == [pid_of(other, 0), pid_of(other, 1)]
+group.add([late])
+assert ids(group) == [2, 0, 5, 8]
 group.shutdown(); other.shutdown()
-with rtr.init_group([a, f, c, g]) as group:
-    assert ids(group) == [0, 6, 2, 7]
-    assert [do(x, value, y) for x in (a, f, c, g) for y in range(4)] == [8] * 16
+with rtr.init_group([a, f, c, g, late]) as group:
+    assert ids(group) == [0, 6, 2, 7, 8]
+    assert [do(x, value, y) for x in (a, f, c, g, late) for y in range(5)] == [8] * 25
 
 # Two groups whose forming processes do not know of each other, and then one of both.
 from raytorchrpc.group import worker_ids
