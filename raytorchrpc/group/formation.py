@@ -116,9 +116,11 @@ class Formation:
         found = self._ask("could not be probed", join.probe, arguments, retry_restarting=True)
         probes: dict[str, Probe] = {member: found[member] for member in self.participants}
         self._refuse_taken(probes)
-        elsewhere = worker_ids.highest_of_others([*self.roster.handles.values(), *self.participants.values()])
+        elsewhere = worker_ids.highest_elsewhere([*self.roster.handles.values(), *self.participants.values()])
         roster = replace(self.roster, highest_id=max(self.roster.highest_id, elsewhere))
         self.roster = roster.admit(self.participants, probes, self._tried)
+        records = [self.roster.records[name] for name in self.participants]
+        worker_ids.record(each.member for each in records if each.probe.agent is None or each.renew_agent)
 
     def _refuse_taken(self, probes: Mapping[str, Probe]) -> None:
         taken = {member: probe for member, probe in probes.items() if probe.group is not None}

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from raytorchrpc.calls.counters import GroupStats
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
-from raytorchrpc.group import ray_calls, worker_ids
+from raytorchrpc.group import ray_calls
 from raytorchrpc.group.announcements import Announcer
 from raytorchrpc.group.changes import Change, EventBus, RequestedChange
 from raytorchrpc.group.control_connections import ControlConnections
@@ -71,7 +71,6 @@ class Supervisor:
         self._tracing = Tracing(self._connections)
         self._threads: list[threading.Thread] = []
         self._no_more_posts = threading.Event()
-        worker_ids.record(info.members)
         try:
             self._restarts.post(roster)
             self._detector.watch([name for name, handle in roster.handles.items() if handle is not None])
@@ -373,7 +372,6 @@ class Supervisor:
             state.roster = replace(state.roster, highest_id=formation.roster.highest_id)  # and may know its id
             raise
         state.roster, state.info, state.prepared = roster, info, prepared
-        worker_ids.record(info.members)
         for name in handles:
             state.dead.pop(name, None)
         self._restarts.post(roster)

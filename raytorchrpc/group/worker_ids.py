@@ -2,55 +2,84 @@
 
 torch never forgets an id. An agent keeps the connection that it opened under one, RRefs hold the ids of their owners,
 and distributed autograd keeps a process's first id for life. So an agent that goes on to another group keeps its id,
-and newcomers get ids above all that any agent of the group has known. The actors that this process has put into groups
-may be joined into one group later. So while they live, other groups get other ids.
+and newcomers get ids above all that any agent of the group has known. Actors of several groups may be joined into one
+group later, so newcomers also get ids above those of all other living actors of the job. Ray's key-value store holds
+these, because several processes of a job may form groups.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import random
-import threading
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
+
+import ray
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.errors import BootstrapError
-from raytorchrpc.lanes.torchrpc.agent import OWN_NUMBERS, process_fabric
+from raytorchrpc.lanes.torchrpc.agent import OWN_NUMBERS
 from raytorchrpc.membership.messages import Probe
+
+logger = logging.getLogger(__name__)
 
 #: torchrpc ids are 16-bit and signed.
 _IDS = range(OWN_NUMBERS.start)
+#: Keys are ``worker-ids/<job>/<id>/<actor>``; each holds the actors that got their ids together, and the highest id.
+_PREFIX = "worker-ids/"
+#: In place of an actor: the driver, which lives as long as its job.
+_DRIVER = "driver"
 
-_known: dict[str, int] = {}
-"""By actor that this process has put into a group: the id of its agent."""
-_lock = threading.Lock()
+
+def highest_elsewhere(handles: Iterable[Any]) -> int:
+    """The highest id of living processes that this job has put into groups, but for these (None: this process);
+    -1 if there are none.
+    """
+    here = {_own_name() if handle is None else ray_internals.actor_id_of(handle) for handle in handles}
+    job = ray.get_runtime_context().get_job_id()
+    try:
+        _drop_ended_jobs(job)
+        for key in sorted(ray_internals.stored_keys(f"{_PREFIX}{job}/"), reverse=True):
+            actors = set((ray_internals.stored(key) or b"").decode().split())
+            if any(actor == _DRIVER or ray_internals.actor_state(actor).state != "DEAD" for actor in actors - here):
+                return int(key.split("/")[2])
+            if not actors & here:
+                ray_internals.store(key, None)
+    except Exception as error:  # Ray's control store does not answer
+        logger.warning("torchrpc ids of other groups are not known, and may be given again: %s", error)
+    return -1
 
 
 def record(members: Iterable[Member]) -> None:
-    """Note the members of a group that this process has formed or changed."""
-    with _lock:
-        _known.update((member.actor_id, member.worker_id) for member in members if member.actor_id is not None)
+    """Note the ids that these members get."""
+    names = {member.worker_id: member.actor_id or _own_name() for member in members}
+    if not names:
+        return
+    highest, job = max(names), ray.get_runtime_context().get_job_id()
+    key, actors = f"{_PREFIX}{job}/{highest:05}/{names[highest]}", " ".join(sorted(names.values())).encode()
+    try:
+        for earlier in ray_internals.stored_keys(f"{_PREFIX}{job}/"):
+            # The same actor after a restart.
+            if earlier.endswith(f"/{names[highest]}") and ray_internals.stored(earlier) == actors:
+                ray_internals.store(earlier, None)
+        ray_internals.store(key, actors)
+    except Exception as error:
+        logger.warning("torchrpc ids could not be noted, and may be given again: %s", error)
 
 
-def highest_of_others(handles: Iterable[Any]) -> int:
-    """The highest id of this process and of living actors that it has put into groups, but for these; -1 if none.
+def _own_name() -> str:
+    return ray.get_runtime_context().get_actor_id() or _DRIVER
 
-    Asks Ray, from the highest id down to the first actor that lives.
-    """
-    actors = {ray_internals.actor_id_of(handle) for handle in handles if handle is not None}
-    identity = process_fabric().identity
-    own = -1 if identity is None else identity.worker_id
-    with _lock:
-        others = sorted(((number, actor) for actor, number in _known.items() if actor not in actors), reverse=True)
-    for number, actor in others:
-        if number <= own:
-            break
-        if ray_internals.actor_state(actor).state != "DEAD":
-            return number
-        with _lock:
-            _known.pop(actor, None)
-    return own
+
+@functools.cache
+def _drop_ended_jobs(job: str) -> None:
+    """Drop what jobs left that have ended; once for each job of this process."""
+    ended = ray_internals.dead_jobs()
+    for key in ray_internals.stored_keys(_PREFIX):
+        if key.split("/")[1] in ended:
+            ray_internals.store(key, None)
 
 
 def highest_known(highest: int, probes: Mapping[str, Probe]) -> int:

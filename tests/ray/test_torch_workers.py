@@ -81,23 +81,31 @@ assert "0 is the rank of 'peer_0' and the worker id of 'peer_1'" in do(e, doubtf
 assert [do(x, value, y) for x in (c, a, e) for y in range(3)] == [8] * 9
 
 # A group of others meanwhile, and then one of all: no id is there twice, so everything works as before.
-other = rtr.init_group([f, g], name="other")
-assert ids(other) == [6, 7]
+@ray.remote
+class Former:
+    def form(self, actors):
+        self.group = rtr.init_group(actors, name="other", include_driver=True)
+        return self.group
+
+    def end(self):
+        self.group.shutdown()
+
+former = Former.remote()
+other = ray.get(former.form.remote([f, g]))
+assert ids(other) == [6, 7, 8]
 assert do(f, pids, 0, 1) == [pid_of(other, 0), pid_of(other, 1)]
 group.add([late])
-assert ids(group) == [2, 0, 5, 8]
-group.shutdown(); other.shutdown()
+assert ids(group) == [2, 0, 5, 9]
+group.shutdown(); ray.get(former.end.remote())
 with rtr.init_group([a, f, c, g, late]) as group:
-    assert ids(group) == [0, 6, 2, 7, 8]
+    assert ids(group) == [0, 6, 2, 7, 9]
     assert [do(x, value, y) for x in (a, f, c, g, late) for y in range(5)] == [8] * 25
 
-# Two groups whose forming processes do not know of each other, and then one of both.
+# Two groups that do not know of each other, as of two jobs, and then one of both.
 from raytorchrpc.group import worker_ids
-worker_ids._known.clear()
-with rtr.init_group([h], name="h"):
-    worker_ids._known.clear()
-    with rtr.init_group([i], name="i") as group:
-        assert ids(group) == [0]
+worker_ids.highest_elsewhere = lambda handles: -1
+with rtr.init_group([h], name="h"), rtr.init_group([i], name="i") as group:
+    assert ids(group) == [0]
 def refused(target):
     found = []
     try:
@@ -120,7 +128,6 @@ with rtr.init_group([h, i, j], config=rtr.GroupConfig(lanes=("torchrpc",))) as g
 
 # An agent that has known a process never takes another for it, even where all ids were given.
 worker_ids.highest_known = lambda highest, probes: 9
-worker_ids._known.clear()
 k, l = actors(2)
 with rtr.init_group([h, k], config=rtr.GroupConfig(lanes=("torchrpc",))) as group:
     assert ids(group) == [0, 10] and do(h, pids, 1) == [pid_of(group, 1)]

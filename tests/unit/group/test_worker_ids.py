@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,25 +68,70 @@ def test_more_members_than_ids() -> None:
 
 
 @pytest.fixture
-def dead(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def dead(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """The actors that have ended; handles are their ids."""
     ended: set[str] = set()
     states = [ActorState(state, 1, "node", "") for state in ("ALIVE", "DEAD")]
-    monkeypatch.setattr(worker_ids, "_known", {})
-    monkeypatch.setattr(worker_ids.ray_internals, "actor_state", lambda actor: states[actor in ended])
-    monkeypatch.setattr(worker_ids.ray_internals, "actor_id_of", str)
-    return ended
+    stored = {"worker-ids/gone/00007/x": b"x"}
+    internals = worker_ids.ray_internals
+
+    def store(key: str, value: bytes | None) -> None:
+        stored.pop(key, None)
+        if value is not None:
+            stored[key] = value
+
+    monkeypatch.setattr(internals, "store", store)
+    monkeypatch.setattr(internals, "stored", stored.get)
+    monkeypatch.setattr(internals, "stored_keys", lambda prefix: [key for key in stored if key.startswith(prefix)])
+    monkeypatch.setattr(internals, "actor_state", lambda actor: states[actor in ended])
+    monkeypatch.setattr(internals, "actor_id_of", str)
+    monkeypatch.setattr(internals, "dead_jobs", lambda: frozenset({"gone"}))
+    job = uuid.uuid4().hex
+    context = SimpleNamespace(get_job_id=lambda: job, get_actor_id=lambda: None)
+    monkeypatch.setattr(worker_ids.ray, "get_runtime_context", lambda: context)
+    yield ended
+    assert "worker-ids/gone/00007/x" not in stored, "what an ended job has left"
+
+
+def member(actor: str | None, worker_id: int) -> Member:
+    return Member(0, "m", actor, "node", 1, "name", worker_id)
 
 
 def test_ids_of_other_living_actors_are_left_to_them(dead: set[str]) -> None:
-    def member(actor: str | None, worker_id: int) -> Member:
-        return Member(0, "m", actor, "node", 1, "name", worker_id)
+    assert worker_ids.highest_elsewhere([]) == -1
+    worker_ids.record([member("a", 0)])
+    worker_ids.record([member("b", 1), member("c", 2)])
+    assert worker_ids.highest_elsewhere([]) == 2
+    assert worker_ids.highest_elsewhere(["c"]) == 2, "b lives"
+    assert worker_ids.highest_elsewhere(["b", "c"]) == 0, "both take part, and tell what they know"
+    dead.update("bc")
+    assert worker_ids.highest_elsewhere([]) == 0
+    dead.add("a")
+    assert worker_ids.highest_elsewhere([]) == -1
+    assert worker_ids.ray_internals.stored_keys("worker-ids/") == []
 
-    handles: list[Any] = ["c", None]
-    assert worker_ids.highest_of_others(handles) == -1
-    worker_ids.record([member("a", 0), member("b", 1), member("c", 2), member(None, 3)])
-    assert worker_ids.highest_of_others([]) == 2
-    assert worker_ids.highest_of_others(handles) == 1, "c itself takes part, and tells what it knows"
-    dead.add("b")
-    assert worker_ids.highest_of_others(handles) == 0
-    dead.update("ac")
-    assert worker_ids.highest_of_others([]) == -1
+
+def test_a_restarted_actor_has_one_entry(dead: set[str]) -> None:
+    for number in range(3):
+        worker_ids.record([member("a", number)])
+    assert worker_ids.highest_elsewhere([]) == 2
+    assert len(worker_ids.ray_internals.stored_keys("worker-ids/")) == 1
+
+
+def test_the_driver_lives_as_long_as_its_job(dead: set[str]) -> None:
+    worker_ids.record([member("a", 0), member(None, 1)])
+    dead.add("a")
+    assert worker_ids.highest_elsewhere([]) == 1
+    assert worker_ids.highest_elsewhere([None]) == -1
+
+
+def test_groups_form_while_the_store_does_not_answer(dead: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert worker_ids.highest_elsewhere([]) == -1
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_ids.ray_internals, "stored_keys", fail)
+        worker_ids.record([member("a", 0)])
+        assert worker_ids.highest_elsewhere([]) == -1
