@@ -27,6 +27,7 @@ from torch._C._distributed_rpc import (
 )
 from torch.distributed import distributed_c10d
 from torch.distributed.rpc import api as rpc_api
+from torch.distributed.rpc import internal as rpc_internal
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -116,7 +117,7 @@ def add_peer(
 def remove_peer(
     agent: TensorPipeAgent, name: str, worker_id: int, *, devices: Sequence[int], inverse_maps: Mapping[str, DeviceDict]
 ) -> None:
-    """Remove a peer. The agent keeps its broken pipe under its id, so the id must never be used again.
+    """Remove a peer. The agent keeps its pipe under its id, so no other process may have the id later.
 
     ``devices``, ``inverse_maps`` (none of them empty): those of the remaining peers; the agent drops the rest. It takes
     no lock for that and copies the maps with every answer, so dropping a map meanwhile crashes the process: peers
@@ -125,6 +126,38 @@ def remove_peer(
     maps = {peer: _devices(inverse_map) for peer, inverse_map in inverse_maps.items()}
     agent._update_group_membership(WorkerInfo(name, worker_id), _gpus(devices), maps, False)
     rpc_api._ALL_WORKER_NAMES.discard(name)
+
+
+_find_worker: Callable[[int], str | None] = lambda number: None  # noqa: E731
+_init_rpc, _to_worker_info = rpc.init_rpc, rpc_api._to_worker_info
+
+
+def adapt_rpc(pickler: type[Any], refusal: str) -> None:
+    """Have torch's own API pickle with ``pickler``, take ranks for workers, and raise ``refusal`` from ``init_rpc``.
+
+    For the rest of the process, because its agent stays as long.
+    """
+
+    @functools.wraps(_init_rpc)
+    def init_rpc(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(refusal)
+
+    def to_worker_info(to: Any) -> WorkerInfo:
+        if isinstance(to, int):
+            name = _find_worker(to)
+            to = to if name is None else name
+        info: WorkerInfo = _to_worker_info(to)  # type: ignore[no-untyped-call]
+        return info
+
+    rpc_internal._pickler = pickler
+    rpc_api._to_worker_info = to_worker_info
+    rpc.init_rpc = init_rpc
+
+
+def find_workers_by(find: Callable[[int], str | None]) -> None:
+    """Have torch's own API look up an integer with ``find``: the name of a worker, or None for a worker id."""
+    global _find_worker
+    _find_worker = find
 
 
 def stop_agent() -> None:
@@ -230,8 +263,13 @@ def init_autograd(worker_id: int) -> int:
 
 
 def autograd_id() -> int | None:
-    """Distributed autograd's id in this process, or None before the first group."""
-    return _autograd_id
+    """Distributed autograd's id in this process, or None before the first group or ``init_rpc``."""
+    if _autograd_id is not None:
+        return _autograd_id
+    try:
+        return dist_autograd._get_max_id() >> 48  # type: ignore[attr-defined]
+    except RuntimeError:
+        return None
 
 
 @functools.cache

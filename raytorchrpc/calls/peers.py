@@ -22,7 +22,7 @@ class Member:
     rpc_name: str
     """Its name in torch's own API: ``torch.distributed.rpc.rpc_sync(member.rpc_name, ...)``."""
     worker_id: int
-    """Its torchrpc id; unique in the group, never used again for another process."""
+    """Its torchrpc id: its rank in a group of new actors. Unique in the group, never used again for another process."""
     incarnation: int = 0
     """How often its actor has come back into the group after a restart."""
 

@@ -6,6 +6,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
@@ -15,7 +16,7 @@ from ray.exceptions import ActorUnavailableError
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.mailbox import Owner
 from raytorchrpc.errors import BootstrapError, ConfigurationError
-from raytorchrpc.group import ray_calls
+from raytorchrpc.group import ray_calls, worker_ids
 from raytorchrpc.group.control_connections import Answers, Arguments
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.lanes import registry
@@ -115,7 +116,11 @@ class Formation:
         found = self._ask("could not be probed", join.probe, arguments, retry_restarting=True)
         probes: dict[str, Probe] = {member: found[member] for member in self.participants}
         self._refuse_taken(probes)
-        self.roster = self.roster.admit(self.participants, probes, self._tried)
+        elsewhere = worker_ids.highest_elsewhere([*self.roster.handles.values(), *self.participants.values()])
+        roster = replace(self.roster, highest_id=max(self.roster.highest_id, elsewhere))
+        self.roster = roster.admit(self.participants, probes, self._tried)
+        records = [self.roster.records[name] for name in self.participants]
+        worker_ids.record(each.member for each in records if each.probe.agent is None or each.renew_agent)
 
     def _refuse_taken(self, probes: Mapping[str, Probe]) -> None:
         taken = {member: probe for member, probe in probes.items() if probe.group is not None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import itertools
 import secrets
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,17 +14,15 @@ from raytorchrpc.calls.mailbox import Owner
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError, NotAMember
+from raytorchrpc.group import worker_ids
 from raytorchrpc.lanes.common.credentials import Credentials
-from raytorchrpc.lanes.torchrpc.agent import OWN_NUMBERS, AgentSpec
+from raytorchrpc.lanes.torchrpc.agent import AgentSpec
 from raytorchrpc.membership.messages import DeviceMaps, GroupInfo, JoinSpec, Prepared, Probe, Table
 from raytorchrpc.membership.updates import Arrival
 from raytorchrpc.routing import planner, routes
 from raytorchrpc.topology import device_map
 from raytorchrpc.topology.device_map import DeviceMap
 from raytorchrpc.topology.endpoint import Endpoint
-
-#: torchrpc ids are 16-bit and signed.
-_WORKER_IDS = range(1, OWN_NUMBERS.start)
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,8 @@ class Roster:
     maps: Mapping[str, DeviceMap] = field(default_factory=dict)
     devices: Mapping[str, set[int]] = field(default_factory=dict)
     """By member: its GPUs that any device map names."""
-    used_ids: frozenset[int] = frozenset()
-    """torchrpc ids that are, or were, in use: peers keep the broken pipe of an agent that has ended under its id."""
+    highest_id: int = -1
+    """The highest torchrpc id that a member has, or had, or that is in use elsewhere; see ``worker_ids``."""
     next_rank: int = 0
 
     def admit(
@@ -68,14 +66,16 @@ class Roster:
         """The roster with these members, new or restarted. ``tried``: their incarnations that were not admitted, but
         that some member may know. Raises ConfigurationError, BootstrapError.
         """
-        records, used, rank = dict(self.records), self.used_ids, self.next_rank
-        used |= {probe.autograd_id for probe in probes.values() if probe.autograd_id is not None}
-        ids, renew = _worker_ids(probes, used, {record.member.worker_id for record in records.values()})
+        records, fresh = dict(self.records), itertools.count(self.next_rank)
+        ranks = {name: records[name].member.rank if name in records else next(fresh) for name in probes}
+        taken = {record.member.worker_id for record in records.values()}
+        highest = worker_ids.highest_known(self.highest_id, probes)
+        ids, renew = worker_ids.assign(ranks, probes, taken, highest)
         for name, probe in probes.items():
             before = records[name].member if name in records else None
             actor_id = None if handles[name] is None else ray_internals.actor_id_of(handles[name])
             member = Member(
-                rank=rank if before is None else before.rank,
+                rank=ranks[name],
                 name=name,
                 actor_id=actor_id,
                 node_id=probe.node_id,
@@ -84,10 +84,8 @@ class Roster:
                 worker_id=ids[name],
                 incarnation=max(before.incarnation if before else -1, (tried or {}).get(name, -1)) + 1,
             )
-            if before is None:
-                rank += 1
             records[name] = MemberRecord(member, handles[name], probe, name in renew)
-        admitted = replace(self, records=records, used_ids=used | set(ids.values()), next_rank=rank)
+        admitted = replace(self, records=records, highest_id=max(highest, *ids.values()), next_rank=next(fresh))
         return admitted._decided(self)
 
     @property
@@ -257,24 +255,3 @@ def _of(member: str, maps: DeviceMaps, others: Iterable[str]) -> DeviceMaps:
     found = {other: {member: maps[other][member]} for other in others if member in maps[other]}
     found[member] = {other: maps[member][other] for other in (member, *others) if other in maps[member]}
     return found
-
-
-def _worker_ids(probes: Mapping[str, Probe], used: frozenset[int], taken: set[int]) -> tuple[dict[str, int], set[str]]:
-    """A torchrpc id for each member, unique in the group; and the members whose running agent must be replaced.
-
-    Running agents keep their ids. The others get random ones: distributed autograd keeps a process's first id for life,
-    and no later group may give it to another process.
-    """
-    ids: dict[str, int] = {}
-    renew: set[str] = set()
-    for member, probe in probes.items():
-        if probe.agent is None:
-            continue
-        if probe.agent.worker_id in ids.values() or probe.agent.worker_id in taken:
-            renew.add(member)
-        else:
-            ids[member] = probe.agent.worker_id
-    free = sorted(set(_WORKER_IDS).difference(used, taken, ids.values()))
-    missing = [member for member in probes if member not in ids]
-    ids.update(zip(missing, random.SystemRandom().sample(free, len(missing)), strict=True))
-    return ids, renew

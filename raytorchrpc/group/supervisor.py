@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from raytorchrpc.calls.counters import GroupStats
@@ -368,6 +369,7 @@ class Supervisor:
             announcer.mark_behind(others)  # they may know of an arrival that did not happen
             records = formation.roster.records
             self._tried.update((name, records[name].member.incarnation) for name in handles if name in records)
+            state.roster = replace(state.roster, highest_id=formation.roster.highest_id)  # and may know its id
             raise
         state.roster, state.info, state.prepared = roster, info, prepared
         for name in handles:

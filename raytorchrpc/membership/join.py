@@ -27,7 +27,7 @@ from raytorchrpc.calls.current import current_local, set_local
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.peer_table import Absence
 from raytorchrpc.calls.peers import Member, PeerRoute, process_token
-from raytorchrpc.errors import BootstrapError, NotAMember, RayTorchRpcError
+from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, RayTorchRpcError
 from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import PeerAddress, PeerLane, Pending
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, process_fabric
@@ -75,6 +75,28 @@ def prepare(instance: Any, spec: JoinSpec) -> Prepared:
         return Prepared(AgentIdentity(local.me.rpc_name, local.me.worker_id), addresses, retries)
 
 
+def _worker_of_rank(rank: int) -> str | None:
+    """torch's name of the member of this rank, for torch's own API; None if there is none.
+
+    Raises ConfigurationError if the number is another member's worker id.
+    """
+    if (local := current_local()) is None:
+        return None
+    try:
+        found = local.peers.route(rank).member
+    except NotAMember:
+        return None
+    if found.worker_id == rank:
+        return found.rpc_name
+    others = (route.member for route in local.peers.routes)
+    other = next((member for member in others if member.worker_id == rank), None)
+    if other is not None:
+        raise ConfigurationError(
+            f"{rank} is the rank of {found.name!r} and the worker id of {other.name!r}: pass the rpc_name of the Member"
+        )
+    return found.rpc_name
+
+
 def _start(instance: Any, spec: JoinSpec) -> LocalMember:
     """The member, without lanes; ends what this process was a part of before."""
     global _preparing
@@ -92,6 +114,7 @@ def _start(instance: Any, spec: JoinSpec) -> LocalMember:
     identity = fabric.identity
     if identity is None:
         raise BootstrapError(f"the torchrpc agent of {spec.name!r} was stopped while it joined")
+    torch_internals.find_workers_by(_worker_of_rank)
     me = replace(spec.member, rpc_name=identity.name, worker_id=identity.worker_id)
     max_bytes = spec.config.max_bytes_in_flight or default_capacity()
     methods = exposed_methods(instance)

@@ -20,7 +20,7 @@ from examples import async_actors, parameter_server, pipeline_training, ray_data
 ROOT = Path(__file__).parents[2]
 NAMES = (
     *("async_actors", "kv_cache", "parameter_server", "pipeline_training", "ray_data"),
-    *("rl_collectors", "rl_post_training"),
+    *("rl_collectors", "rl_post_training", "torch_parameter_server", "torch_rl"),
 )
 
 
@@ -84,6 +84,7 @@ def test_help_and_bad_options(name: str, capsys: pytest.CaptureFixture[str]) -> 
         main(["--help"])
     assert shown.value.code == 0 and "--" in capsys.readouterr().out
     count = {"async_actors": "--calls", "ray_data": "--rows", "kv_cache": "--tokens", "rl_collectors": "--updates"}
+    count["torch_rl"] = "--episodes"
     with pytest.raises(SystemExit) as refused:
         main([count.get(name, "--steps"), "0"])
     assert refused.value.code == 2 and "must be at least" in capsys.readouterr().err

@@ -87,7 +87,8 @@ def _serve(listener: socket.socket, raylet: int) -> None:
     raylet_ended = os.pidfd_open(raylet)
     # Threads do not survive a fork.
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    for module in _IMPORTED:
+    more = filter(None, os.environ.get("WARM_WORKERS_IMPORT", "").split(","))
+    for module in (*_IMPORTED, *more):
         import_module(module)
     gc.freeze()  # so that no collection in a fork touches, and thereby copies, the pages of these objects
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import operator
+import pickle
 import threading
 import time
 import traceback
@@ -88,6 +89,22 @@ def first(link: Any) -> dict[str, Any]:
 
     step("node ids", node_ids)
     step("call by name", lambda: rpc.rpc_sync("b", operator.add, args=(1, 2)))
+
+    def adapted() -> list[Any]:
+        pickled: list[Any] = []
+
+        class Pickler(pickle.Pickler):
+            def reducer_override(self, obj: Any) -> Any:
+                pickled.append(obj)
+                return NotImplemented
+
+        torch_internals.adapt_rpc(Pickler, "no init_rpc here")
+        torch_internals.find_workers_by({7: "b"}.get)
+        by_rank = rpc.rpc_sync(7, operator.add, args=(1, 2)), rpc.remote(7, operator.add, args=(1, 2)).to_here()
+        by_id = rpc.rpc_sync(12, operator.add, args=(1, 2))
+        return [*by_rank, by_id, operator.add in pickled, _error(lambda: rpc.init_rpc("a", rank=0, world_size=1))]
+
+    step("adapted", adapted)
 
     def answers_while_peers_come_and_go() -> int:
         """For each answer the agent copies its maps of all peers."""

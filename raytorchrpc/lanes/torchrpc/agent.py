@@ -12,18 +12,16 @@ import atexit
 import ctypes
 import logging
 import os
-import resource
-import socket
-import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import BootstrapError, LaneUnavailable, PeerLost
+from raytorchrpc.lanes.torchrpc.network import check_can_open, host_of, listening_on
+from raytorchrpc.lanes.torchrpc.pickler import RpcPickler
 from raytorchrpc.process import fork, socket_filter, threads
 
 logger = logging.getLogger(__name__)
@@ -33,10 +31,12 @@ _STOP_TIMEOUT_S = 2.0
 
 #: Worker ids that no member of a group has; each process assigns them locally (torch's worker ids have 16 bits).
 OWN_NUMBERS = range(3 << 13, 1 << 15)
-#: Most descriptors for one TensorPipe connection to another host, with a margin: the channels used here took 19.
-_CONNECTION_FDS = 32
-
-_INTERFACE = "TP_SOCKET_IFNAME"
+#: What init_rpc raises in a member.
+_NO_INIT_RPC = (
+    "init_rpc: raytorchrpc runs the torchrpc agent of this process, for the groups that it joins, and torch allows one "
+    "agent per process. Leave out init_rpc and rpc.shutdown(): rpc.rpc_sync(member.rpc_name, ...) and "
+    "rpc.rpc_sync(rank, ...) reach the members of the group. Workers outside the group need processes of their own"
+)
 
 DeviceDict = Mapping[int, int]
 
@@ -47,7 +47,7 @@ class AgentSpec(NamedTuple):
     name: str
     """torchrpc's name of this process (``Member.rpc_name``). It belongs to the actor, so a restart keeps it."""
     worker_id: int
-    """Never used before in the group: peers keep the broken pipe of a former agent under its id."""
+    """Above all ids that its peers' agents have known: they keep the pipe of a former agent under its id."""
     interface: str | None
     transports: tuple[str, ...]
     channels: tuple[str, ...]
@@ -75,6 +75,8 @@ class AgentIdentity(NamedTuple):
 
     name: str
     worker_id: int
+    highest_id: int = -1
+    """The highest worker id that this process has known, its own included."""
 
 
 @dataclass(eq=False)
@@ -107,13 +109,18 @@ class Fabric:
         self._numbers = iter(OWN_NUMBERS)
         self._spoilt: set[int] = set()
         """Worker ids under which the agent keeps a broken connection."""
+        self._urls: dict[int, str] = {}
+        """By worker id: the one peer that the agent connects to under it."""
+        self._highest_id = -1
+        self.shares_autograd_id = False
+        """Another member may have the same id in distributed autograd, which has one id for the life of a process."""
         self._listeners: socket_filter.Listeners = {}
         self._agents_started = 0
 
     @property
     def identity(self) -> AgentIdentity | None:
         """Identity of the running agent, idle or not."""
-        return AgentIdentity(self._spec.name, self._spec.worker_id) if self._spec else None
+        return AgentIdentity(self._spec.name, self._spec.worker_id, self._highest_id) if self._spec else None
 
     @property
     def address(self) -> FabricPeer:
@@ -153,10 +160,12 @@ class Fabric:
             # An agent without a spec is one whose start failed halfway.
             if self._agent is not None and (renew or self._spec is None or not _fits(self._spec, spec)):
                 logger.warning(
-                    "restarting the torchrpc agent %s: the new group needs other devices, transports or another "
-                    "interface; RRefs of this process no longer work, because torch uses the first agent for them",
+                    "restarting the torchrpc agent %s: the new group needs %s; RRefs of this process no longer work, "
+                    "because torch uses the first agent for them",
                     spec.name,
+                    "another worker id" if renew else "other devices, transports or another interface",
                 )
+                self.shares_autograd_id |= renew
                 self._stop()
             if self._agent is None:
                 self._start(spec)
@@ -171,7 +180,7 @@ class Fabric:
             )
         before = socket_filter.listening()
         try:
-            with _listening_on(spec.interface):
+            with listening_on(spec.interface):
                 self._agent, self._store, self._url = torch_internals.start_agent(
                     spec.name,
                     spec.worker_id,
@@ -186,10 +195,13 @@ class Fabric:
             raise BootstrapError(f"torchrpc could not start its agent: {error}") from error
         hosts = {host for host, _ in fork.addresses_in(self._url)}
         now = socket_filter.listening()
-        self._listeners = {inode: fd for inode, fd in now.items() if inode not in before and _host_of(fd) in hosts}
+        self._listeners = {inode: fd for inode, fd in now.items() if inode not in before and host_of(fd) in hosts}
         socket_filter.notice_silence(self._listeners)
-        if torch_internals.init_autograd(spec.worker_id) != spec.worker_id and self._agents_started == 0:
+        if torch_internals.autograd_id() is not None and self._agents_started == 0:
             self._agents_started = 1  # the program had its own agent before, which RRefs stay with
+        torch_internals.init_autograd(spec.worker_id)
+        torch_internals.adapt_rpc(RpcPickler, _NO_INIT_RPC)
+        self._highest_id = max(self._highest_id, spec.worker_id)
         self._spec, self._devices = spec, spec.devices
         self._me = self._agent.get_worker_info()
         self._agents_started += 1
@@ -217,6 +229,10 @@ class Fabric:
                 self._add_peer(peer, renew=peer.worker_id in self._spoilt)
 
     def _add_peer(self, peer: FabricPeer, *, renew: bool) -> None:
+        if peer.worker_id not in OWN_NUMBERS:
+            self._highest_id = max(self._highest_id, peer.worker_id)
+        # torch would send to the process that it has connected to under this id before.
+        renew |= self._urls.setdefault(peer.worker_id, peer.url) != peer.url
         if renew:
             if (fresh := next(self._numbers, None)) is None:
                 text = "%s: its connections broke %d times; they cannot be renewed again"
@@ -280,7 +296,7 @@ class Fabric:
                 return self._me
             raise PeerLost(name, "it is not a peer of this process", may_have_run=False)
         if not known.opened:
-            _check_can_open(name, known.peer.url)
+            check_can_open(name, known.peer.url)
             known.opened = True
         return known.worker
 
@@ -322,54 +338,8 @@ class Fabric:
 
     def _forget_agent(self) -> None:
         self._agent = self._store = self._spec = self._me = None
-        for table in (self._listeners, self._peers, self._spoilt):
+        for table in (self._listeners, self._peers, self._spoilt, self._urls):
             table.clear()
-
-
-def _check_can_open(name: str, url: str) -> None:
-    """Raise LaneUnavailable or PeerLost if a connection cannot be opened, where TensorPipe would abort the process."""
-    try:
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        limit = sys.maxsize if limit == resource.RLIM_INFINITY else limit
-        left = limit - sum(int(fd) < limit for fd in os.listdir("/proc/self/fd"))
-    except OSError:
-        left = 0  # not even to list them
-    if left < _CONNECTION_FDS:
-        needed = f"a connection to {name} takes up to {_CONNECTION_FDS} descriptors"
-        raise LaneUnavailable("torchrpc", f"{needed} and this process has {left} left; raise its limit (ulimit -n)")
-    for host, port in fork.addresses_in(url):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((host, port))  # sends nothing, but fails if the kernel has no route
-        except OSError as error:
-            raise PeerLost(name, f"there is no route to it at {host}: {error}", may_have_run=False) from error
-
-
-def _host_of(fd: int) -> str:
-    sock = socket.socket(fileno=fd)
-    try:
-        return str(sock.getsockname()[0])
-    finally:
-        sock.detach()
-
-
-@contextmanager
-def _listening_on(interface: str | None) -> Iterator[None]:
-    """Set TensorPipe's interface in the environment, where it reads it when an agent starts.
-
-    By default it takes the address of the host name, which is often 127.0.x.x.
-    """
-    before = os.environ.get(_INTERFACE)
-    if interface is not None:
-        os.environ[_INTERFACE] = interface
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ[_INTERFACE] = before
-        elif interface is not None:
-            del os.environ[_INTERFACE]
 
 
 def _fits(running: AgentSpec, wanted: AgentSpec) -> bool:

@@ -90,7 +90,7 @@ class TorchRpcLane(MessageLane):
             raise LaneUnavailable(
                 "torchrpc",
                 "torch's RRefs only work with the first agent of a process, and this process restarted its agent for "
-                "another group (other devices, transports or interface); restart the actor",
+                "another group (other devices, transports, interface or worker id); restart the actor",
             )
         worker = self._worker(peer, message.body.tensors)
         if self._fabric.is_renewed(self._rpc_names.get(peer, "")):
@@ -106,6 +106,12 @@ class TorchRpcLane(MessageLane):
 
     def _worker(self, peer: str, tensors: Sequence[torch.Tensor]) -> Any:
         check_mapped(tensors, peer, self._maps.get(peer, {}), self.name)
+        if self._fabric.shares_autograd_id and torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT:
+            raise LaneUnavailable(
+                self.name,
+                "distributed autograd keeps the id of a process for life, and another member may have the same; "
+                "restart this actor",
+            )
         name = self._rpc_names.get(peer)
         if name is None:  # lost while this message was prepared
             raise PeerLost(peer, "it is not in the group (any more)", may_have_run=False)
