@@ -1,7 +1,8 @@
 """The errors that this package raises.
 
 Two families: errors that the caller can fix before trying again (``ConfigurationError``, ``BootstrapError``,
-``NotAMember``), and errors of a call in flight (``LaneUnavailable``, ``PeerLost``, ``RpcTimeout``, ``RemoteError``).
+``NotAMember``, ``NoSuchMethod``), and errors of a call in flight (``LaneUnavailable``, ``PeerLost``, ``RpcTimeout``,
+``RemoteError``).
 Messages say what failed and what to do.
 
 All of them can be pickled, so an actor can raise one to its driver through Ray.
@@ -44,6 +45,13 @@ class BootstrapError(RayTorchRpcError):
 
 class NotAMember(RayTorchRpcError):
     """This process, or the target of a call, is not a member of the group, or no longer."""
+
+
+class NoSuchMethod(RayTorchRpcError, AttributeError):
+    """The target's class has no method of that name, or the method is not decorated with ``@raytorchrpc.method``.
+
+    Nothing ran. The message names the methods that may be called.
+    """
 
 
 class SerializationError(RayTorchRpcError, TypeError):
