@@ -6,10 +6,11 @@ import ipaddress
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator
 
+from raytorchrpc._settings_text import did_you_mean, explain, nearest, read_bytes
 from raytorchrpc.errors import ConfigurationError
 
 ENV_PREFIX = "RAYTORCHRPC_"
@@ -18,6 +19,10 @@ ENV_PREFIX = "RAYTORCHRPC_"
 #: Whether there is a lane of this name, and the names of all lanes. The lane registry sets it, as settings lie below
 #: lanes; until then any name is accepted.
 lane_names: tuple[Callable[[str], bool], Callable[[], Iterable[str]]] = (lambda _name: True, list)
+
+
+#: A number of bytes, or text with a unit, such as "512MiB".
+_Bytes = Annotated[int, BeforeValidator(read_bytes)]
 
 
 class GroupConfig(BaseModel, frozen=True, extra="forbid"):
@@ -43,9 +48,10 @@ class GroupConfig(BaseModel, frozen=True, extra="forbid"):
     local_devices: tuple[int, ...] | None = None
     """Local CUDA indices that generated device maps may use. None: all visible devices."""
 
-    shm_bytes: Annotated[int, Field(ge=1 << 20)] | None = None
-    """The most memory that a member uses for CPU tensors in transit, in bytes, for shm and for nixl each. None: a
-    quarter of the memory that the process may use. It is allocated when needed and kept until the group ends."""
+    shm_bytes: Annotated[_Bytes, Field(ge=1 << 20)] | None = None
+    """The most memory that a member uses for CPU tensors in transit, for shm and for nixl each: a number of bytes, or
+    text with a unit, such as ``"4GiB"`` (powers of 1024) or ``"4GB"`` (powers of 1000). None: a quarter of the memory
+    that the process may use. It is allocated when needed and kept until the group ends."""
 
     copy_threads: Annotated[int, Field(ge=1, le=64)] | None = None
     """Threads that copy a large CPU tensor together. None: half the cores, 2 to 4."""
@@ -53,9 +59,9 @@ class GroupConfig(BaseModel, frozen=True, extra="forbid"):
     max_calls_in_flight: Annotated[int, Field(ge=1)] = 10_000
     """Calls that a member may have in flight to one peer. ``when_full`` says what happens to further calls."""
 
-    max_bytes_in_flight: Annotated[int, Field(ge=1)] | None = None
-    """Bytes of arguments in flight to one peer. None: a quarter of the memory that the process may use. A larger call
-    is sent when nothing else is in flight."""
+    max_bytes_in_flight: Annotated[_Bytes, Field(ge=1)] | None = None
+    """Bytes of arguments in flight to one peer: a number, or text such as ``"64MiB"``. None: a quarter of the memory
+    that the process may use. A larger call is sent when nothing else is in flight."""
 
     when_full: Literal["block", "reject"] = "block"
     """``block``: the caller's thread blocks until a call has been answered, at most until the deadline; on an event
@@ -108,7 +114,9 @@ class GroupConfig(BaseModel, frozen=True, extra="forbid"):
         is_known, names = lane_names
         for lane in lanes or ():
             if not is_known(lane.removeprefix("-")):
-                raise ValueError(f"unknown lane {lane!r}; known lanes: {', '.join(names())}")
+                known = [*names()]
+                meant = did_you_mean(lane.removeprefix("-"), known)
+                raise ValueError(f"unknown lane {lane!r}{meant}; known lanes: {', '.join(known)}")
             if not lane.startswith("-") and f"-{lane}" in (lanes or ()):
                 raise ValueError(f"lane {lane!r} is both asked for and forbidden")
         return lanes
@@ -136,8 +144,12 @@ class GroupConfig(BaseModel, frozen=True, extra="forbid"):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            problems = (f"{'.'.join(map(str, item['loc'])) or 'config'}: {item['msg']}" for item in error.errors())
-            raise ConfigurationError(f"GroupConfig: {'; '.join(problems)}") from error
+            raise ConfigurationError(f"GroupConfig: {explain(error, type(self).model_fields)}") from error
+
+    if not TYPE_CHECKING:  # so that an assignment stays an error for type checkers
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise ConfigurationError(f"GroupConfig is frozen: create another one with {name}={value!r}")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ, **overrides: Any) -> GroupConfig:
@@ -147,15 +159,27 @@ class GroupConfig(BaseModel, frozen=True, extra="forbid"):
         setting must not be ignored.
         """
         values: dict[str, Any] = {}
+        given: dict[str, str] = {}
         for variable, text in environ.items():
             if not variable.startswith(ENV_PREFIX):
                 continue
             field = variable.removeprefix(ENV_PREFIX).lower()
             if field not in cls.model_fields:
+                similar = nearest(field, cls.model_fields)
                 known = ", ".join(ENV_PREFIX + name.upper() for name in cls.model_fields)
-                raise ConfigurationError(f"{variable} is not a setting; known: {known}")
+                hint = f"; known: {known}" if similar is None else f" (did you mean {ENV_PREFIX}{similar.upper()}?)"
+                raise ConfigurationError(f"{variable} is not a setting{hint}")
             values[field] = _parse(variable, field, text)
-        return cls(**{**values, **overrides})
+            given[field] = f"{variable}={text!r}"
+        values |= overrides
+        try:
+            return cls(**values)
+        except ConfigurationError as error:
+            if not isinstance(error.__cause__, ValidationError):
+                raise
+            for field in overrides:
+                given.pop(field, None)
+            raise ConfigurationError(f"GroupConfig: {explain(error.__cause__, cls.model_fields, given)}") from error
 
 
 _LIST_FIELDS = {"lanes", "local_devices", "transports", "channels", "torchrpc_from"}

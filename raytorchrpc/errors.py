@@ -1,7 +1,7 @@
 """The errors that this package raises.
 
 Two families: errors that the caller can fix before trying again (``ConfigurationError``, ``BootstrapError``,
-``NotAMember``), and errors of a call in flight (``LaneUnavailable``, ``PeerLost``, ``RpcTimeout``,
+``NotAMember``, ``NoSuchMethod``), and errors of a call in flight (``LaneUnavailable``, ``PeerLost``, ``RpcTimeout``,
 ``CancelledError``, ``RemoteError``).
 Messages say what failed and what to do.
 
@@ -46,6 +46,13 @@ class BootstrapError(RayTorchRpcError):
 
 class NotAMember(RayTorchRpcError):
     """This process, or the target of a call, is not a member of the group, or no longer."""
+
+
+class NoSuchMethod(RayTorchRpcError, AttributeError):
+    """The target's class has no method of that name, or the method is not decorated with ``@raytorchrpc.method``.
+
+    Nothing ran. The message names the methods that may be called.
+    """
 
 
 class SerializationError(RayTorchRpcError, TypeError):

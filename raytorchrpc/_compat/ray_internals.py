@@ -25,6 +25,13 @@ def actor_instance() -> Any | None:
     return instances.get(_worker().core_worker.get_actor_id()) if instances else None
 
 
+def runs_tasks() -> bool:
+    """Whether Ray started this process to run tasks or an actor; False in a driver or outside Ray."""
+    from ray import WORKER_MODE
+
+    return bool(_worker().mode == WORKER_MODE)
+
+
 def actor_max_concurrency() -> int:
     """``max_concurrency`` of the actor in this process (1000 unless set, for an async actor)."""
     return int(_worker().core_worker.current_actor_max_concurrency())

@@ -19,13 +19,15 @@ Every transport between two actors, timed side by side.
   acknowledgement leaves when all bytes of the tensor are at the receiver, which verifies the first tensor of each size.
 - **Figures** are medians in milliseconds, ± half the interquartile range. `per op` and `bandwidth` are the line
   `time = per_op + bytes / bandwidth` through the medians of a row, fitted by least squares on the relative error. The
-  last column is the largest deviation of a median from that line.
+  last column, `line within`, is the largest deviation of a median from that line.
 - **Rows** alternate in blocks of ten samples, so that drift of the machine affects all of them. A block of fast samples
   begins with one to ten that are not counted (about 5 ms), because the other rows have displaced the caches. Sizes that
   do not fit into memory for all rows at once are measured row by row.
 - **`auto`** is raytorchrpc's own choice; its other rows are forced. Rows of Ray Direct Transport are timed by the
   driver, the only place where it can be requested, and cost two actor calls. All others are timed in the sending actor.
-  The limits make no call."""
+  The limits make no call.
+- **`auto / it`** is the time of `auto` divided by that of the row to the left: below 1, `auto` is faster. Forced rows
+  are raytorchrpc with one lane; peers are the rows for comparison, such as Ray's own transports."""
 
 
 def document(runs: Sequence[Run], plots: Sequence[str | None]) -> str:

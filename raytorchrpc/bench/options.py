@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from raytorchrpc._settings_text import size_in_bytes
 from raytorchrpc.bench.results import published_sizes
 from raytorchrpc.bench.rows import DEVICES, QUICK, ROWS, Device, Row, choose
 from raytorchrpc.errors import ConfigurationError
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 MAX_SIZE = 64 * 10**9
 #: Default limits of a whole run (seconds); ``--budget`` overrides them.
 BUDGET_S, QUICK_BUDGET_S = 300.0, 50.0
@@ -74,9 +73,8 @@ def split(texts: Sequence[str]) -> list[str]:
 
 def parse_size(text: str) -> int:
     """Bytes of ``1250``, ``1.25KB``, ``2.5 GB`` (powers of 1000) or ``8MiB`` (of 1024). Raises ConfigurationError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B|)\s*", text, re.IGNORECASE)
-    size = round(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
-    if not 1 <= size <= MAX_SIZE:
+    size = size_in_bytes(text)
+    if size is None or not 1 <= size <= MAX_SIZE:
         raise ConfigurationError(f"size {text!r} is not a number of bytes up to {show_size(MAX_SIZE)}, such as 1.25MB")
     return size
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from typing import Any
 
 from raytorchrpc.bench import plots
 from raytorchrpc.bench.markdown import grid
@@ -32,7 +33,8 @@ def figures(run: PatternRun, device: Device, pattern: str) -> Table:
         table.append((label, *cells, *(_ratio(line.get(OURS), line.get(row)) for row in rivals)))
     what = _WHAT_ALL if pattern == "all-to-all" else _WHAT[next(iter(lines[0].values())).unit]
     title = f"{pattern}, {DEVICE_TEXT[device]}: {what}, median (range of the repeats)"
-    return Table(title, ("case", *rows, *(f"{OURS} / {row}" for row in rivals)), tuple(table))
+    notes = tuple(f"{OURS} / {row}: the figure of {OURS} divided by that of {row}." for row in rivals)
+    return Table(title, ("case", *rows, *(f"{OURS} / {row}" for row in rivals)), tuple(table), notes)
 
 
 def costs(run: PatternRun, device: Device, pattern: str) -> Table | None:
@@ -44,7 +46,7 @@ def costs(run: PatternRun, device: Device, pattern: str) -> Table | None:
     if all(text == "-" for line in table for text in line[1:]):
         return None
     sides = "per call and side" if pattern == "all-to-all" else "per call, caller + callee"
-    heads = ("case", *(head for row in rows for head in (f"{row} switches", "CPU µs")))
+    heads = ("case", *(head for row in rows for head in (f"{row} switches", f"{row} CPU µs")))
     return Table(f"{pattern}, {DEVICE_TEXT[device]}: context switches and CPU time {sides}", heads, tuple(table))
 
 
@@ -122,11 +124,17 @@ def document(run: PatternRun, picture: str | None) -> str:
 
 def draw(run: PatternRun) -> bytes:
     """Draw a PNG with a panel for each device and pattern, and a line for each row (at most five)."""
+    return plots.png(figure_of(run))
+
+
+def figure_of(run: PatternRun) -> Any:
+    """The matplotlib figure that ``draw`` writes."""
     plots.check_available()
     from matplotlib.figure import Figure  # not pyplot, which needs a window system and keeps global state
 
     shown = run.tables()
     figure = Figure(figsize=(14, 4.5 * -(-len(shown) // 2)), layout="constrained")
+    figure.suptitle(plots.heading(run.version, run.started, run.machine), fontsize="medium")
     panels = figure.subplots(-(-len(shown) // 2), 2, squeeze=False).flat
     for (device, pattern), panel in zip(shown, panels, strict=False):
         lines = run.lines(device, pattern)
@@ -142,6 +150,4 @@ def draw(run: PatternRun) -> bytes:
         panel.legend(fontsize="small")
     for panel in panels:
         panel.set_visible(False)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=110, metadata={"Software": None})
-    return out.getvalue()
+    return figure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,13 +20,30 @@ def check_available() -> None:
         raise ConfigurationError("--plot needs matplotlib: pip install 'raytorchrpc[bench]'")
 
 
+def heading(version: str, started: str, machine: Sequence[str]) -> str:
+    """What a picture says above its panels: the library, when it was measured, and the machine."""
+    return "\n".join((f"raytorchrpc {version}, {started[:10]}; {'; '.join(machine[:1])}", "; ".join(machine[1:])))
+
+
 def draw(run: Run, *, against_published: bool = False) -> bytes:
     """Draw a PNG with one row of two panels for each device that has figures."""
+    return png(figure_of(run, against_published=against_published))
+
+
+def png(figure: Any) -> bytes:
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=110, metadata={"Software": None})
+    return out.getvalue()
+
+
+def figure_of(run: Run, *, against_published: bool) -> Any:
+    """The matplotlib figure that ``draw`` writes."""
     check_available()
     from matplotlib.figure import Figure  # not pyplot, which needs a window system and keeps global state
 
     devices = run.devices()
     figure = Figure(figsize=(15, 6.5 * max(1, len(devices))), layout="constrained")
+    figure.suptitle(heading(run.version, run.started, run.machine), fontsize="medium")
     panels = figure.subplots(max(1, len(devices)), 2, squeeze=False)
     for (left, right), device in zip(panels, devices, strict=False):
         for number, row in enumerate(run.measured(device)):
@@ -43,9 +61,7 @@ def draw(run: Run, *, against_published: bool = False) -> bytes:
             panel.set(title=title, xlabel="bytes", ylabel=unit, xscale="log", yscale="log")
             panel.grid(True, which="major", alpha=0.3)
         right.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize="small")
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=110, metadata={"Software": None})
-    return out.getvalue()
+    return figure
 
 
 def _curve(left: Any, right: Any, points: list[tuple[int, float]], **style: object) -> None:

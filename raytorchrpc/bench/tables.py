@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from raytorchrpc._text_table import paragraph
 from raytorchrpc.bench.fit import fit
 from raytorchrpc.bench.options import show_size
 from raytorchrpc.bench.results import Cell, RowResult, Run, published_curve
@@ -17,12 +18,25 @@ AUTO = "auto"
 _RIVALS = ("raytorchrpc", "for comparison")
 
 
+#: What column names mean, for below the tables that have them.
+LINE_NOTE = (
+    "per op, bandwidth: the line `time = per op + size / bandwidth` through the medians of the row.",
+    "line within: the largest deviation of a median from that line.",
+)
+CHOICE_NOTE = (
+    "auto / it: the time of auto divided by that of the row to the left; below 1, auto is faster. Forced rows are "
+    "raytorchrpc with one lane; peers are the rows for comparison, such as Ray's own transports.",
+)
+
+
 class Table(NamedTuple):
     """Cells of text; the first column names the row."""
 
     title: str
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+    """What column names mean, one line each; to be shown once for all tables."""
 
 
 def figures(run: Run, device: Device, *, against_published: bool = False) -> Table:
@@ -42,7 +56,7 @@ def figures(run: Run, device: Device, *, against_published: bool = False) -> Tab
             cells = [show_ms(curve[size]) if size in curve else "" for size in run.sizes]
             rows.append((f"  published, {row.published[0]}", *cells, "", "", ""))
     title = f"{DEVICE_TEXT[device]}, {run.scope}: milliseconds one way plus acknowledgement, median ± half the IQR"
-    return Table(title, heads, tuple(rows))
+    return Table(title, heads, tuple(rows), LINE_NOTE)
 
 
 def _figure(cell: Cell | None) -> str:
@@ -70,7 +84,7 @@ def choice(run: Run, device: Device) -> Table | None:
             against = *_compared(cell.median_s, own), *_compared(cell.median_s, peer)
             rows.append((show_size(size), cell.via or "?", *against))
     heads = ("size", "auto uses", "fastest forced row", "auto / it", "fastest peer", "auto / it")
-    return Table(f"{DEVICE_TEXT[device]}: what auto chose", heads, tuple(rows)) if rows else None
+    return Table(f"{DEVICE_TEXT[device]}: what auto chose", heads, tuple(rows), CHOICE_NOTE) if rows else None
 
 
 def _compared(seconds: float, rival: tuple[str, float] | None) -> tuple[str, str]:
@@ -115,11 +129,21 @@ def to_csv(runs: Sequence[Run]) -> str:
     return out.getvalue()
 
 
-def plain(table: Table) -> str:
-    """The table as lines of text, for logs and for terminals without rich."""
+def plain(table: Table, width: int | None = None) -> str:
+    """The table as lines of text. With ``width``, columns that do not fit follow below, each time behind the first."""
     widths = [max(map(len, column)) for column in zip(table.heads, *table.rows, strict=True)]
-    lines = [table.title]
-    for first, *others in (table.heads, ["-" * width for width in widths], *table.rows):
-        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    blocks, used = [[0]], widths[0]
+    for column, its_width in enumerate(widths[1:], 1):
+        used += 2 + its_width
+        if width is not None and used > width and len(blocks[-1]) > 1:
+            blocks.append([0])
+            used = widths[0] + 2 + its_width
+        blocks[-1].append(column)
+    text = "\n\n".join("\n".join(_lines(table, widths, columns)) for columns in blocks)
+    return f"{table.title if width is None else paragraph('', table.title, width)}\n{text}"
+
+
+def _lines(table: Table, widths: Sequence[int], columns: Sequence[int]) -> Iterator[str]:
+    for row in (table.heads, ["-" * width for width in widths], *table.rows):
+        cells = (row[column].rjust(widths[column]) if column else row[0].ljust(widths[0]) for column in columns)
+        yield "  ".join(cells).rstrip()

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from raytorchrpc import _text_table
+
 
 @dataclass(frozen=True)
 class PairStats:
@@ -57,18 +59,22 @@ class GroupStats(tuple[PairStats, ...]):
         return tuple(self), self.missing
 
     def __str__(self) -> str:
-        lines = [
-            f"{'caller':<16}{'peer':<16}{'lane':<12}{'calls':>9}{'failed':>8}{'MB out':>11}{'MB in':>11}{'ms/call':>10}"
-        ]
-        for row in self:
-            per_call = 1000 * row.seconds / row.calls if row.calls else 0.0
-            lines.append(
-                f"{row.caller:<16}{row.peer:<16}{row.lane:<12}{row.calls:>9}{row.failures:>8}"
-                f"{row.bytes_out / 1e6:>11.3f}{row.bytes_in / 1e6:>11.3f}{per_call:>10.3f}"
+        return self.table()
+
+    def table(self, width: int | None = None) -> str:
+        """The rows as text. ``width``: columns that are available; None: those of the terminal, or 120 without one."""
+        width = _text_table.terminal_columns() if width is None else width
+        rows = [
+            (
+                *(row.caller, row.peer, row.lane, str(row.calls), str(row.failures)),
+                *(f"{row.bytes_out / 1e6:.3f}", f"{row.bytes_in / 1e6:.3f}"),
+                f"{1000 * row.seconds / row.calls if row.calls else 0.0:.3f}",
             )
-        if self.missing:
-            lines.append(f"no answer from: {', '.join(self.missing)} (busy or gone)")
-        return "\n".join(lines)
+            for row in self
+        ]
+        heads = ("caller", "peer", "lane", "calls", "failed", "MB out", "MB in", "ms/call")
+        text = _text_table.table(heads, rows, width=width, right=5)
+        return f"{text}\nno answer from: {', '.join(self.missing)} (busy or gone)" if self.missing else text
 
 
 class _Counter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from raytorchrpc.calls.peer_table import PeerTable
 from raytorchrpc.calls.protocol import ControlHeader, RequestHeader
 from raytorchrpc.calls.services import builtin_services
 from raytorchrpc.calls.spans import Tracer
-from raytorchrpc.errors import CancelledError, LaneUnavailable, NotAMember, PeerLost
+from raytorchrpc.errors import CancelledError, LaneUnavailable, NoSuchMethod, NotAMember, PeerLost
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.tensors.codec import NOTHING
 
@@ -104,18 +105,23 @@ class IncomingCalls:
 
     def _exposed(self, name: str) -> Exposed:
         exposed = self.methods.get(name) or builtin_services.get(name)
-        if exposed is not None:
-            return exposed
+        if exposed is None:
+            raise NoSuchMethod(self._why_not(name))
+        return exposed
+
+    def _why_not(self, name: str) -> str:
+        """Why this member does not serve a method of that name."""
         if self.callee.instance is None:
-            raise NotAMember(f"{self.callee.name!r} is a driver: it exposes no methods")
-        offered = ", ".join(sorted(self.methods)) or "none"
-        cls = type(self.callee.instance).__name__
-        if callable(getattr(type(self.callee.instance), name, None)):
-            raise NotAMember(
-                f"{cls}.{name} is not exposed: decorate it with @raytorchrpc.method, or call {name}.remote() "
+            return f"{self.callee.name!r} is a driver: it exposes no methods"
+        offered, cls = ", ".join(sorted(self.methods)) or "none", type(self.callee.instance)
+        if callable(getattr(cls, name, None)):
+            return (
+                f"{cls.__name__}.{name} is not exposed: decorate it with @raytorchrpc.method, or call {name}.remote() "
                 f"(exposed: {offered})"
             )
-        raise NotAMember(f"{cls} has no method {name!r} (exposed: {offered})")
+        similar = difflib.get_close_matches(name, self.methods, 1)
+        meant = f"; did you mean {similar[0]!r}?" if similar else ""
+        return f"{cls.__name__} has no method {name!r} (exposed: {offered}){meant}"
 
     def _dispatch(self, job: Job) -> Work | None:
         if job.exposed.concurrent:

@@ -27,7 +27,7 @@ from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout, Serializa
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.process import threads
 from raytorchrpc.process.workers import Workers
-from raytorchrpc.tensors import host_device_copy
+from raytorchrpc.tensors import host_device_copy, unpicklable
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 
 
@@ -250,7 +250,8 @@ class Job:
             keep_graph = self.context != torch_internals.NO_CONTEXT
             return self.callee.codec.encode(result, keep_graph=keep_graph, own=self.exposed.frozen)
         except SerializationError as error:
-            raise SerializationError(f"the result of {self.label} cannot be pickled: {error}") from error
+            what = f"the result of {self.label}"
+            raise SerializationError(unpicklable.explain(self.callee.codec, what, result, error)) from error
 
     def _answer(self, body: Encoded, result: Any) -> None:
         for tensors in self.pending:

@@ -35,7 +35,7 @@ from raytorchrpc.errors import (
 from raytorchrpc.lanes.base import Message, MessageLane, Pending
 from raytorchrpc.process.deadlines import Deadlines
 from raytorchrpc.process.workers import Workers
-from raytorchrpc.tensors import host_device_copy
+from raytorchrpc.tensors import host_device_copy, unpicklable
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded, body_bytes
 
 #: A request that nobody waits for blocks at most this long, on a busy connection (seconds).
@@ -196,9 +196,8 @@ class OutgoingCalls:
         try:
             body = self.codec.encode((args, kwargs or {}) if args or kwargs else None, keep_graph=keep_graph, own=True)
         except SerializationError as error:
-            raise SerializationError(
-                f"an argument of {route.member.name}.{method} cannot be pickled: {error}"
-            ) from error
+            label = f"{route.member.name}.{method}"
+            raise SerializationError(unpicklable.argument(self.codec, label, args, kwargs or {}, error)) from error
         path = current_scope.get().path
         if loop_token is not None:
             path = (*path, loop_token)

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, NamedTuple
 
@@ -38,10 +39,8 @@ _GRACE_S = 1.0
 #: The id of the task that creates an actor is this and the actor's id.
 _INIT_TASK = "f" * 16
 
-_NO_GROUP = (
-    "this process is in no group: call raytorchrpc.init_group([...]) with this actor first; a driver takes part with "
-    "init_group(..., include_driver=True)"
-)
+#: The groups that this process has formed and not ended, and whether each is detached. ``group.group`` sets it.
+groups_formed_here: Callable[[], Mapping[str, bool]] = dict
 
 
 class _Waiter(NamedTuple):
@@ -71,7 +70,7 @@ class Rejoin:
     def after_fork(self) -> tuple[()]:
         """See fork.ForkAware."""
         if not self.over:
-            self._refusal = NotAMember(_NO_GROUP)
+            self._refusal = NotAMember(_no_group(self._actor_id))
             fork.forked_from("a restarted actor")
         return ()
 
@@ -138,7 +137,7 @@ class Rejoin:
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        refusal = NotAMember(_NO_GROUP)
+        refusal = NotAMember(_no_group(self._actor_id))
         try:
             self._serve_group()
         except Exception as error:
@@ -225,8 +224,10 @@ def awaited(timeout_s: float | None) -> DeferredReply:
     fork.check_process()
     actor_id = _actor_here()
     left = _was_member and (_current is None or _current.over)
-    if actor_id is None or left or _runs_init(actor_id) or not _was_restarted(actor_id):
-        raise NotAMember(_NO_GROUP)
+    if actor_id is not None and _runs_init(actor_id):
+        raise NotAMember("this process is in no group: an actor can join one only when its __init__ has ended")
+    if actor_id is None or left or not _was_restarted(actor_id):
+        raise NotAMember(_no_group(actor_id))
     return _begin(actor_id).member(_number(timeout_s))
 
 
@@ -269,6 +270,29 @@ def _number(timeout_s: Any) -> float | None:
 def _actor_here() -> str | None:
     """Hex id of the actor in this process, or of the one it is about to create; None if there is none."""
     return ray.get_runtime_context().get_actor_id() if ray.is_initialized() else None
+
+
+def _no_group(actor_id: str | None) -> str:
+    """Why this process, which holds that actor or none, cannot call members, and what to do."""
+    formed = groups_formed_here()
+    if actor_id is not None and _was_member:
+        return "this process is in no group any more: its group has ended, or this actor was removed from it"
+    if formed:
+        name, detached = list(formed.items())[-1]
+        if detached:
+            return (
+                f"this process is in no group: it formed the detached group {name!r}, which a driver cannot join; call "
+                f"the actors through Ray, handle.method.remote()"
+            )
+        return (
+            f"this process is in no group: it formed group {name!r} without joining it. To call members from here, "
+            f"pass include_driver=True to init_group, or call them through Ray, handle.method.remote()"
+        )
+    if actor_id is not None:
+        return "this process is in no group: call raytorchrpc.init_group([...]) with this actor first"
+    if ray_internals.runs_tasks():
+        return "this process is in no group: a Ray task cannot join one; make the call in an actor that is a member"
+    return "this process is in no group: form one with raytorchrpc.init_group([...], include_driver=True)"
 
 
 def _runs_init(actor_id: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,6 +22,7 @@ class _Proxy:
     """``proxy.method(...)`` sends the call; the subclass is the verb."""
 
     __slots__ = ("_options", "_target")
+    _verb: ClassVar[str]
 
     def __init__(self, target: Target, options: CallOptions) -> None:
         self._target, self._options = target, options
@@ -39,9 +40,16 @@ class _Proxy:
     def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"{self._verb}(target)(...) names no method: write {self._verb}(target).method(...)")
+
+    def __repr__(self) -> str:
+        return f"<{self._verb}({self._target!r}): call a method of it>"
+
 
 class _Sync(_Proxy):
     __slots__ = ()
+    _verb = "rpc_sync"
 
     def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
         # No variable for the call: it may hold the error, whose traceback holds this frame.
@@ -50,6 +58,7 @@ class _Sync(_Proxy):
 
 class _Async(_Proxy):
     __slots__ = ()
+    _verb = "rpc_async"
 
     def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
         return Future(self._call(_name, args, kwargs))
@@ -57,6 +66,7 @@ class _Async(_Proxy):
 
 class _Remote(_Proxy):
     __slots__ = ()
+    _verb = "remote"
 
     def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
         local = current_local()

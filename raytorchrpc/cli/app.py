@@ -9,12 +9,15 @@ import typer
 
 from raytorchrpc import __version__
 from raytorchrpc.cli import manifest
+from raytorchrpc.cli.plain_help import Command, Group
 
 _AddressOrLocal = Annotated[
-    str | None, typer.Option(help="Address of a running Ray cluster; default: start a local one.")
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Address of a running Ray cluster; default: start a local one."),
 ]
 _Address = Annotated[
-    str | None, typer.Option(help="The cluster's address; default: RAY_ADDRESS, or the one on this machine.")
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="The cluster's address; default: RAY_ADDRESS, or the one on this machine."),
 ]
 
 app = typer.Typer(
@@ -22,6 +25,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    cls=Group,
 )
 
 
@@ -40,12 +44,12 @@ def options(
     """Direct calls between Ray actors; tensors take the fastest available transport."""
 
 
-@app.command()
+@app.command(cls=Command)
 def demo(
-    workers: Annotated[int, typer.Option(min=1, help="Number of worker actors.")] = 2,
-    target: Annotated[float, typer.Option(min=0.0, max=1.0, help="Test accuracy to reach.")] = 0.95,
-    max_steps: Annotated[int, typer.Option(min=1, help="Fail after that many steps.")] = 5000,
-    seed: Annotated[int, typer.Option(help="Seed of the data split, the model and the batches.")] = 0,
+    workers: Annotated[int, typer.Option(metavar="N", min=1, help="Number of worker actors.")] = 2,
+    target: Annotated[float, typer.Option(metavar="SHARE", min=0.0, max=1.0, help="Test accuracy to reach.")] = 0.95,
+    max_steps: Annotated[int, typer.Option(metavar="N", min=1, help="Fail after that many steps.")] = 5000,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the data split, the model and the batches.")] = 0,
     address: _AddressOrLocal = None,
     quick: Annotated[bool, typer.Option("--quick", help="Time fewer exchanges.")] = False,
 ) -> None:
@@ -56,43 +60,58 @@ def demo(
     run(**given, exchanges=50 if quick else 200)
 
 
-@app.command()
+@app.command(cls=Command)
 def bench(
     pattern: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="NAMES",
             help="Measure patterns of use instead of sizes: quiet, paced, history, in-flight, busy-callee, all-to-all, "
-            "fan-in, idle (names or patterns, comma-separated), or all."
+            "fan-in, idle (names or patterns, comma-separated), or all.",
         ),
     ] = None,
     rows: Annotated[
-        list[str] | None, typer.Option(help="Rows to measure: names or patterns (nccl-*), comma-separated.")
+        list[str] | None,
+        typer.Option(metavar="NAMES", help="Rows to measure: names or patterns (nccl-*), comma-separated."),
     ] = None,
     sizes: Annotated[
-        list[str] | None, typer.Option(help="Sizes, such as 20KB,1.25MB; default: the published ones.")
+        list[str] | None,
+        typer.Option(metavar="SIZES", help="Sizes, such as 20KB,1.25MB; default: the published ones."),
     ] = None,
-    device: Annotated[str, typer.Option(help="Device of the tensors: cpu, cuda or all.")] = "all",
+    device: Annotated[str, typer.Option(metavar="NAME", help="Device of the tensors: cpu, cuda or all.")] = "all",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rows and sizes, under a minute.")] = False,
-    budget_s: Annotated[float | None, typer.Option("--budget", help="Time limit of the whole run in seconds.")] = None,
+    budget_s: Annotated[
+        float | None, typer.Option("--budget", metavar="SECONDS", help="Time limit of the whole run.")
+    ] = None,
     hosts: Annotated[
         tuple[str, str] | None,
-        typer.Option(help="Measure between these two Ray nodes (id, address or host name)."),
+        typer.Option(metavar="NODE NODE", help="Measure between these two Ray nodes (id, address or host name)."),
     ] = None,
     address: _AddressOrLocal = None,
-    against: Annotated[str | None, typer.Option(help="'published': also show the field's published figures.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write all figures, one per line.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the whole result, as input for --from.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw latency and bandwidth by size (PNG).")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write a report: tables, how to reproduce them, gaps.")] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="published", help="Also show the field's published figures.")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all figures, one per line.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the whole result, as input for --from.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw latency and bandwidth by size (PNG).")] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a report: tables, how to reproduce them, gaps.")
+    ] = None,
     results: Annotated[
-        list[Path] | None, typer.Option("--from", help="Show results of --json instead of measuring; repeatable.")
+        list[Path] | None,
+        typer.Option("--from", metavar="FILE", help="Show results of --json instead of measuring; repeatable."),
     ] = None,
 ) -> None:
-    """Time every transport between two actors: raytorchrpc's lanes, Ray's transports, bare libraries."""
+    """Time every transport between two actors: raytorchrpc's lanes, Ray's transports, bare libraries.
+
+    Exits with 0, with 2 for options that cannot work, or with 1 if the run fails.
+    """
     given = {name: value for name, value in locals().items() if value is not None}
     from raytorchrpc.cli import bench as sizes_command
     from raytorchrpc.cli import bench_patterns
-    from raytorchrpc.errors import RayTorchRpcError
+    from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
     try:
         if pattern or bench_patterns.has_patterns(results or []):
@@ -101,22 +120,29 @@ def bench(
             sizes_command.run(**given)
     except (RayTorchRpcError, ConnectionError) as error:
         typer.echo(f"raytorchrpc bench: {error}", err=True)
-        raise typer.Exit(1) from error
+        bad_input = isinstance(error, ConfigurationError) or not isinstance(error, RayTorchRpcError)
+        raise typer.Exit(2 if bad_input else 1) from error
 
 
-@app.command()
+@app.command(cls=Command)
 def doctor(
     cluster: Annotated[bool, typer.Option("--cluster", help="Examine every node of a Ray cluster.")] = False,
     address: _Address = None,
     actors: Annotated[
-        str | None, typer.Option(help="Examine these actors from inside: NAME or NAMESPACE/NAME, comma-separated.")
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="Examine these actors from inside: NAME or NAMESPACE/NAME, comma-separated."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the whole report, as JSON.")] = False,
     sysfs_root: Annotated[
-        Path | None, typer.Option(help="Examine a tree with proc, sys and dev instead of this machine.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Examine a tree with proc, sys and dev instead of this machine."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Count warnings as problems.")] = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for nodes and actors.")] = 60.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", help="How long to wait for nodes and actors.")
+    ] = 60.0,
 ) -> None:
     """Report what this machine's GPUs, adapters, limits and software mean for the lanes, and what to do."""
     given = dict(locals())
@@ -125,11 +151,11 @@ def doctor(
     raise typer.Exit(run(**given))
 
 
-@app.command()
+@app.command(cls=Command)
 def top(
     address: _Address = None,
-    group: Annotated[str | None, typer.Option(help="Show only groups of this name.")] = None,
-    interval_s: Annotated[float, typer.Option("--interval", help="Seconds between two updates.")] = 1.0,
+    group: Annotated[str | None, typer.Option(metavar="NAME", help="Show only groups of this name.")] = None,
+    interval_s: Annotated[float, typer.Option("--interval", metavar="SECONDS", help="Time between two updates.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one table, covering one interval.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only one line of JSON per update.")] = False,
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,12 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from raytorchrpc._text_table import paragraph
 from raytorchrpc.bench import plots
 from raytorchrpc.bench.markdown import document
 from raytorchrpc.bench.options import Options, make_options
 from raytorchrpc.bench.results import Run, published, read_run, write_file
 from raytorchrpc.bench.tables import Table, choice, figures, not_measured, plain, to_csv
-from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
 #: Least number of processes that Ray may start at once; the actors request no CPU.
 _STARTING_AT_ONCE = 8
@@ -49,9 +51,9 @@ def run(
     """Measure, or read ``results`` of earlier runs; print tables and write files.
 
     Raises:
-        ConfigurationError: an option is invalid, before anything starts; or no row produced a figure.
+        ConfigurationError: an option is invalid, before anything starts, or names a host that Ray does not have.
         ConnectionError: no Ray cluster at ``address``.
-        RayTorchRpcError: the run failed.
+        RayTorchRpcError: the run failed, or no row produced a figure.
     """
     if against not in (None, "published"):
         raise ConfigurationError(f"--against {against!r} is unknown; known: published")
@@ -78,7 +80,7 @@ def run(
         names = [os.path.relpath(picture, markdown.parent) for picture in pictures]
         write_file(markdown, document(runs, names or [None] * len(runs)))
     if not any(result.devices() for result in runs):
-        raise ConfigurationError("no row produced a figure; the reasons are above")
+        raise RayTorchRpcError("no row produced a figure; the reasons are above")
 
 
 def _draw(runs: Sequence[Run], plot: Path, *, against_published: bool) -> list[Path]:
@@ -179,10 +181,10 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
 
 def _show(run: Run, *, against_published: bool) -> None:
     print("\n".join(("", *run.machine)))
+    tables = []
     for device in run.devices():
-        print_table(figures(run, device, against_published=against_published))
-        if compared := choice(run, device):
-            print_table(compared)
+        tables += [figures(run, device, against_published=against_published), choice(run, device)]
+    print_tables(tables)
     if missing := not_measured(run):
         print("\n  ".join(("\nNot measured:", *missing)))
     if against_published:
@@ -190,17 +192,13 @@ def _show(run: Run, *, against_published: bool) -> None:
     print(f"\n{run.seconds:.0f} s; repeat with `{run.command}`.")
 
 
-def print_table(table: Table) -> None:
-    # rich wraps cells to fit a terminal; files and pipes get every column on one line.
-    if not sys.stdout.isatty():
-        print(f"\n{plain(table)}")
-        return
-    from rich.console import Console
-    from rich.table import Column
-    from rich.table import Table as RichTable
-
-    columns = [Column(head, justify="right" if i else "left", no_wrap=i == 0) for i, head in enumerate(table.heads)]
-    drawn = RichTable(*columns, title=table.title, title_justify="left")
-    for row in table.rows:
-        drawn.add_row(*row, style="bold" if row[0] == "auto" else None)
-    Console().print("", drawn, sep="\n")
+def print_tables(tables: Sequence[Table | None]) -> None:
+    """Print the tables, then what their columns mean. On a terminal, columns that do not fit follow below; files and
+    pipes get every column on one line.
+    """
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    shown = [table for table in tables if table is not None]
+    for table in shown:
+        print(f"\n{plain(table, width)}")
+    notes = dict.fromkeys(note for table in shown for note in table.notes)
+    print("".join(f"\n{note if width is None else paragraph('', note, width)}" for note in notes))

@@ -10,8 +10,8 @@ from raytorchrpc.bench.pattern_results import PatternRun, read_pattern_run
 from raytorchrpc.bench.pattern_tables import costs, document, draw, figures, skipped, to_csv
 from raytorchrpc.bench.patterns import PatternOptions, make_options
 from raytorchrpc.bench.results import write_file
-from raytorchrpc.cli.bench import check_files, print_table, repeat_command, session
-from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.cli.bench import check_files, print_tables, repeat_command, session
+from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
 
 def has_patterns(results: Sequence[Path]) -> bool:
@@ -60,7 +60,7 @@ def run(
     if markdown:
         write_file(markdown, document(shown, None if plot is None else os.path.relpath(plot, markdown.parent)))
     if not shown.tables():
-        raise ConfigurationError("no row produced a figure; the reasons are above")
+        raise RayTorchRpcError("no row produced a figure; the reasons are above")
 
 
 def _measure(options: PatternOptions, address: str | None, command: str) -> PatternRun:
@@ -72,10 +72,7 @@ def _measure(options: PatternOptions, address: str | None, command: str) -> Patt
 
 def _show(run: PatternRun) -> None:
     print("\n".join(("", *run.machine)))
-    for device, pattern in run.tables():
-        print_table(figures(run, device, pattern))
-        if cost := costs(run, device, pattern):
-            print_table(cost)
+    print_tables([table(run, device, pattern) for device, pattern in run.tables() for table in (figures, costs)])
     if missing := skipped(run):
         print("\n  ".join(("\nNot measured:", *missing)))
     print(f"\n{run.seconds:.0f} s; repeat with `{run.command}`.")

@@ -8,39 +8,48 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(help="Write Kubernetes manifests for KubeRay.", no_args_is_help=True)
+from raytorchrpc.cli.plain_help import Command, Group
+
+app = typer.Typer(help="Write Kubernetes manifests for KubeRay.", no_args_is_help=True, cls=Group)
 
 
-@app.command()
+@app.command(cls=Command)
 def raycluster(
-    image: Annotated[str, typer.Option(help="Container image with raytorchrpc, torch and Ray.")],
-    name: Annotated[str, typer.Option(help="Name of the job or cluster.")] = "raytorchrpc",
-    namespace: Annotated[str, typer.Option(help="Kubernetes namespace.")] = "default",
+    image: Annotated[str, typer.Option(metavar="IMAGE", help="Container image with raytorchrpc, torch and Ray.")],
+    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the job or cluster.")] = "raytorchrpc",
+    namespace: Annotated[str, typer.Option(metavar="NAME", help="Kubernetes namespace.")] = "default",
     ray_version: Annotated[
-        str | None, typer.Option(help="Ray's version in the image; default: the installed one.")
+        str | None, typer.Option(metavar="VERSION", help="Ray's version in the image; default: the installed one.")
     ] = None,
-    workers: Annotated[int, typer.Option(help="Number of worker pods, besides the head.")] = 2,
-    gpus: Annotated[int, typer.Option(help="GPUs per worker.")] = 0,
-    cpus: Annotated[int, typer.Option(help="CPUs per worker.")] = 8,
-    memory: Annotated[str, typer.Option(help="Memory per worker, including /dev/shm.")] = "32Gi",
-    shm: Annotated[str, typer.Option(help="Size of /dev/shm per worker; counts as its memory.")] = "8Gi",
+    workers: Annotated[int, typer.Option(metavar="N", help="Number of worker pods, besides the head.")] = 2,
+    gpus: Annotated[int, typer.Option(metavar="N", help="GPUs per worker.")] = 0,
+    cpus: Annotated[int, typer.Option(metavar="N", help="CPUs per worker.")] = 8,
+    memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory per worker, including /dev/shm.")] = "32Gi",
+    shm: Annotated[
+        str, typer.Option(metavar="SIZE", help="Size of /dev/shm per worker; counts as its memory.")
+    ] = "8Gi",
     rdma_resource: Annotated[
-        str | None, typer.Option(help="The cluster's RDMA resource, such as rdma/hca_shared_devices_a.")
+        str | None, typer.Option(metavar="NAME", help="The cluster's RDMA resource, such as rdma/hca_shared_devices_a.")
     ] = None,
-    rdma_count: Annotated[int, typer.Option(help="RDMA resources per worker.")] = 1,
+    rdma_count: Annotated[int, typer.Option(metavar="N", help="RDMA resources per worker.")] = 1,
     host_network: Annotated[bool, typer.Option("--host-network", help="Workers use the node's network.")] = False,
     non_root: Annotated[
-        bool, typer.Option("--non-root", help="With RDMA: keep the image's user (see the docs).")
+        bool, typer.Option("--non-root", help="With RDMA: keep the image's user; see docs/kubernetes.md.")
     ] = False,
-    auth: Annotated[str, typer.Option(help="Ray's authentication: token or disabled.")] = "token",
-    env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for every pod; repeatable.")] = None,
-    output: Annotated[Path | None, typer.Option(help="File to write; default: print it.")] = None,
+    auth: Annotated[str, typer.Option(metavar="NAME", help="Ray's authentication: token or disabled.")] = "token",
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Variable for every pod; repeatable.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write; default: print it.")] = None,
 ) -> None:
     """Write a RayCluster, to which jobs are submitted."""
     _write("raycluster", dict(locals()))
 
 
-def rayjob(entrypoint: Annotated[str, typer.Option(help="The command, as for `ray job submit`.")], **more: Any) -> None:
+def rayjob(
+    entrypoint: Annotated[str, typer.Option(metavar="COMMAND", help="The command, as for `ray job submit`.")],
+    **more: Any,
+) -> None:
     """Write a RayJob: one command on a cluster of its own, which ends with it."""
     _write("rayjob", {"entrypoint": entrypoint, **more})
 
@@ -51,7 +60,7 @@ _image, *_others = _cluster.parameters.values()
 rayjob.__signature__ = _cluster.replace(  # type: ignore[attr-defined]
     parameters=[_image, _own.parameters["entrypoint"], *_others]
 )
-app.command()(rayjob)
+app.command(cls=Command)(rayjob)
 
 
 def _write(kind: str, values: dict[str, Any]) -> None:
@@ -76,4 +85,4 @@ def _write(kind: str, values: dict[str, Any]) -> None:
             output.write_text(text)
     except (ConfigurationError, OSError) as error:
         typer.echo(f"raytorchrpc manifest {kind}: {error}", err=True)
-        raise typer.Exit(1) from error
+        raise typer.Exit(2 if isinstance(error, ConfigurationError) else 1) from error

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from raytorchrpc import _text_table
 from raytorchrpc.calls.counters import PairStats
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
@@ -51,8 +52,8 @@ def run(*, address: str | None, group: str | None, interval_s: float, once: bool
 
 
 def _show(name: str | None, interval_s: float, once: bool, as_json: bool) -> None:
-    from rich.console import Console
     from rich.live import Live
+    from rich.text import Text
 
     from raytorchrpc.group.detached import cluster_status
 
@@ -63,9 +64,8 @@ def _show(name: str | None, interval_s: float, once: bool, as_json: bool) -> Non
             f"GroupConfig(metrics_period_s=...)"
         )
     known: dict[str, tuple[GroupStatus, list[Rate]]] = {status.generation: (status, []) for status in first}
-    console = Console()
     period_s = max([interval_s, *(status.period_s * 1.5 for status in first)]) if once else interval_s
-    live = None if once or as_json else Live(tables(list(known.values())), console=console, auto_refresh=False)
+    live = None if once or as_json else Live(Text(tables(list(known.values()))), auto_refresh=False)
     with live or nullcontext():
         while True:
             time.sleep(period_s)
@@ -79,9 +79,9 @@ def _show(name: str | None, interval_s: float, once: bool, as_json: bool) -> Non
             if as_json:
                 print(json.dumps([as_data(*each) for each in shown]), flush=True)
             elif live is None:
-                console.print(tables(shown))
+                print(tables(shown), flush=True)
             else:
-                live.update(tables(shown), refresh=True)
+                live.update(Text(tables(shown)), refresh=True)
             if once:
                 return
 
@@ -121,37 +121,33 @@ def as_data(status: GroupStatus, found: Sequence[Rate]) -> dict[str, Any]:
     }
 
 
-def tables(shown: Sequence[tuple[GroupStatus, Sequence[Rate]]]) -> Any:
-    """One table per group, busiest pairs first."""
-    from rich.console import Group
-    from rich.table import Column, Table
-
+def tables(shown: Sequence[tuple[GroupStatus, Sequence[Rate]]], width: int | None = None) -> str:
+    """One table per group, busiest pairs first. ``width``: columns that are available; None: those of the terminal."""
     if not shown:
         return "no group is visible: top shows detached groups and groups formed with GroupConfig(metrics_period_s=...)"
-    made = []
-    for status, found in shown:
-        missing = [f"away: {name} ({cause})" for name, cause in status.away.items()]
-        missing += [f"no answer: {name}" for name in status.silent]
-        heads = ("calls/s", "MB/s", "mean ms", "in flight", "failed", "failed/s")
-        numbers = [Column(head, justify="right") for head in heads]
-        table = Table(
-            *("caller", "peer", "lane"),
-            *numbers,
-            title=f"group {status.group}, {len(status.members)} members",
-            caption="\n".join(missing) or None,
-            title_justify="left",
-            caption_justify="left",
+    width = _text_table.terminal_columns() if width is None else width
+    return "\n\n".join(_table(status, found, width) for status, found in shown)
+
+
+def _table(status: GroupStatus, found: Sequence[Rate], width: int) -> str:
+    in_flight = {(one.caller, one.peer): one.calls for one in status.under_way}
+    heads = ("caller", "peer", "lane", "calls\n/s", "MB\n/s", "mean\nms", "in\nflight", "failed", "failed\n/s")
+    rows = [
+        (
+            *(rate.caller, rate.peer, rate.lane, _number(rate.calls_per_s), _number(rate.mb_per_s)),
+            "-" if rate.mean_ms is None else _number(rate.mean_ms),
+            str(in_flight.get((rate.caller, rate.peer), 0)),
+            *(str(rate.failures), _number(rate.failures_per_s)),
         )
-        under_way = {(one.caller, one.peer): one.calls for one in status.under_way}
-        for rate in sorted(found, key=lambda rate: -rate.calls_per_s):
-            table.add_row(
-                *(rate.caller, rate.peer, rate.lane),
-                f"{rate.calls_per_s:,.1f}",
-                f"{rate.mb_per_s:,.3f}",
-                "-" if rate.mean_ms is None else f"{rate.mean_ms:,.3f}",
-                str(under_way.get((rate.caller, rate.peer), 0)),
-                str(rate.failures),
-                f"{rate.failures_per_s:,.1f}",
-            )
-        made.append(table)
-    return Group(*made)
+        for rate in sorted(found, key=lambda rate: -rate.calls_per_s)
+    ]
+    missing = [_text_table.paragraph(f"away: {name} ", f"({cause})", width) for name, cause in status.away.items()]
+    missing += [f"no answer: {name}" for name in status.silent]
+    title = f"group {status.group}, {len(status.members)} members"
+    return "\n".join((title, _text_table.table(heads, rows, width=width, right=6), *missing))
+
+
+def _number(value: float) -> str:
+    """At least three figures, in few columns."""
+    decimals = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 or not value else 3
+    return f"{value:,.{decimals}f}"

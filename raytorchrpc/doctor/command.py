@@ -125,16 +125,23 @@ def _draw_plain(title: str, findings: Sequence[Finding]) -> None:
 
 def _draw_rich(title: str, findings: Sequence[Finding]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table("", "finding", "lanes", "what it is, what it means, what to do", title=title, title_justify="left")
+    heads = (
+        Column(""),
+        Column("finding, lanes", max_width=26, overflow="fold"),
+        Column("what it is, what it means, what to do", overflow="fold"),
+    )
+    table = Table(*heads, title=title, title_justify="left")
     for finding in findings:
         text = Text(finding.seen)
         if finding.meaning:
             text.append(f"\n{finding.meaning}", style="dim")
         if finding.remedy:
             text.append(f"\n-> {finding.remedy}")
-        level = Text(finding.level, style=_COLOURS[finding.level])
-        table.add_row(level, Text(finding.id), Text(", ".join(finding.lanes)), text)
+        name = Text(finding.id)
+        if finding.lanes:
+            name.append(f"\n{', '.join(finding.lanes)}", style="dim")
+        table.add_row(Text(finding.level, style=_COLOURS[finding.level]), name, text)
     Console().print("", table, sep="\n")

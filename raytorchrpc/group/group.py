@@ -14,6 +14,7 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.counters import GroupStats
 from raytorchrpc.calls.current import current_local, process_member
 from raytorchrpc.calls.options import MAX_TIMEOUT_S
@@ -292,6 +293,7 @@ class Group:
 
 
 _groups: dict[str, Group] = {}  # formed by this process and not shut down
+rejoin.groups_formed_here = lambda: {name: isinstance(group._host, DetachedHost) for name, group in _groups.items()}
 
 
 def get_group(name: str = "default") -> Group:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic.functional_validators import AfterValidator
 
+from raytorchrpc._settings_text import explain
 from raytorchrpc.errors import ConfigurationError
 
 _LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
@@ -100,8 +101,7 @@ class ClusterOptions(BaseModel, frozen=True, extra="forbid"):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            problems = (f"{'.'.join(map(str, item['loc'])) or 'options'}: {_text(item)}" for item in error.errors())
-            raise ConfigurationError("; ".join(problems)) from error
+            raise ConfigurationError(explain(error, type(self).model_fields)) from error
 
     @field_validator("ray_version")
     @classmethod
@@ -145,8 +145,3 @@ class JobOptions(ClusterOptions, frozen=True):
     """The command, as for ``ray job submit``; it runs on the head."""
     ttl_s: Annotated[int, Field(ge=0)] = 600
     """Seconds from the end of the job to the deletion of the cluster."""
-
-
-def _text(item: Any) -> str:
-    text = str(item["msg"]).removeprefix("Value error, ")
-    return text if item["type"] == "value_error" else f"{text}, not {item['input']!r}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
+from raytorchrpc import _text_table
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.lanes.registry import FABRIC, TRAFFIC, TRAFFIC_TEXT, Traffic
 from raytorchrpc.lanes.torchrpc.backends import AgentPlan, name_range
@@ -150,20 +151,26 @@ class RoutePlan:
         lines += [_agent_text(name, self.agents[name]) for name in (a, b)]
         return "\n".join(lines)
 
-    def table(self) -> str:
-        """A plain-text table: from, to, calls, cpu tensors, cuda tensors, why.
+    def table(self, width: int | None = None) -> str:
+        """A plain-text table with the lane of each pair for calls, CPU tensors and CUDA tensors. A number behind a lane
+        leads to a line below the table: what the lane runs over, and why it was chosen.
 
         A group of more than eight members gets one line per kind of route, with the members it connects.
+
+        Args:
+            width: columns that are available; None: those of the terminal, or 120 where the output is no terminal.
         """
+        width = _text_table.terminal_columns() if width is None else width
         if len(self.agents) > _TABLE_LIMIT:
             rows = _merged_rows(self)
         else:
-            rows = [(a, b, *_cells(route)) for (a, b), route in self.routes.items()]
+            rows = [(a, b, _firsts(route)) for (a, b), route in self.routes.items()]
         if not rows:
             return "one member, no routes"
-        return _format([("from", "to", "calls", "cpu tensors", "cuda tensors", "why"), *rows])
+        return _format(rows, width)
 
-    __str__ = table
+    def __str__(self) -> str:
+        return self.table()
 
     def _known(self, name: str) -> None:
         if name not in self.agents:
@@ -178,49 +185,52 @@ def _agent_text(name: str, agent: AgentPlan) -> str:
     return "\n".join([head, *(f"    {note}" for note in agent.notes)])
 
 
-def _cells(route: PairRoute) -> tuple[str, str, str, str]:
-    first = {traffic: next(iter(route.lanes(traffic)), None) for traffic in TRAFFIC}
-    calls, cpu, cuda = (
-        f"{choice.lane} ({choice.how.removeprefix(f'{choice.lane} over ')})" if choice else "-"
-        for choice in first.values()
+#: For each kind of traffic, the lane that is used first, what it runs over, and why; None: no lane carries it.
+_Firsts = tuple[tuple[str, str, str] | None, ...]
+
+
+def _firsts(route: PairRoute) -> _Firsts:
+    first = (next(iter(route.lanes(traffic)), None) for traffic in TRAFFIC)
+    return tuple(
+        None if choice is None else (choice.lane, choice.how.removeprefix(f"{choice.lane} over "), choice.reason)
+        for choice in first
     )
-    return calls, cpu, cuda, "; ".join(f"{choice.traffic}: {choice.reason}" for choice in first.values() if choice)
 
 
-def _merged_rows(plan: RoutePlan) -> list[tuple[str, ...]]:
+def _merged_rows(plan: RoutePlan) -> list[tuple[str, str, _Firsts]]:
     """One row per kind of route. ``|`` separates sets of members whose routes are alike."""
     sets = _alike(plan)
-    within: dict[tuple[str, ...], list[int]] = {}
-    between: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    within: dict[_Firsts, list[int]] = {}
+    between: dict[_Firsts, list[tuple[int, int]]] = {}
     for i, names in enumerate(sets):
         if len(names) > 1:
-            within.setdefault(_cells(plan.route(*names[:2])), []).append(i)
+            within.setdefault(_firsts(plan.route(*names[:2])), []).append(i)
         for j in range(i + 1, len(sets)):
-            between.setdefault(_cells(plan.route(names[0], sets[j][0])), []).append((i, j))
+            between.setdefault(_firsts(plan.route(names[0], sets[j][0])), []).append((i, j))
     label = [name_range(names) for names in sets]
-    rows = [(" | ".join(label[i] for i in of), "each other", *cells) for cells, of in within.items()]
-    for cells, pairs in between.items():
+    rows = [(" | ".join(label[i] for i in of), "each other", firsts) for firsts, of in within.items()]
+    for firsts, pairs in between.items():
         joined = sorted({i for pair in pairs for i in pair})
         if len(joined) > 2 and len(pairs) == len(joined) * (len(joined) - 1) // 2:
-            rows.append((" | ".join(label[i] for i in joined), "across |", *cells))
+            rows.append((" | ".join(label[i] for i in joined), "across |", firsts))
         else:
-            rows.extend((label[i], label[j], *cells) for i, j in pairs)
+            rows.extend((label[i], label[j], firsts) for i, j in pairs)
     return rows
 
 
 def _alike(plan: RoutePlan) -> list[list[str]]:
-    """Group the members into sets such that the table's cells depend only on the two members' sets.
+    """Group the members into sets such that what the table shows of a route depends only on the two members' sets.
 
-    Two members are alike if their routes to every third member have the same cells. This is an equivalence, so all
-    routes within a set have the same cells, and so have all routes between two sets.
+    Two members are alike if their routes to every third member show the same. This is an equivalence, so all routes
+    within a set show the same, and so do all routes between two sets.
     """
-    cells = {pair: _cells(route) for pair, route in plan.routes.items()}
-    cells.update({(b, a): each for (a, b), each in cells.items()})
+    shown = {pair: _firsts(route) for pair, route in plan.routes.items()}
+    shown.update({(b, a): each for (a, b), each in shown.items()})
     sets: list[list[str]] = []
     for name in plan.members:
         for alike in sets:
             other = alike[0]
-            if all(cells[name, m] == cells[other, m] for m in plan.members if m not in (name, other)):
+            if all(shown[name, m] == shown[other, m] for m in plan.members if m not in (name, other)):
                 alike.append(name)
                 break
         else:
@@ -228,9 +238,22 @@ def _alike(plan: RoutePlan) -> list[list[str]]:
     return sets
 
 
-def _format(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
-    lines = ["  ".join(cells).rstrip() for cells in padded]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+def _format(rows: list[tuple[str, str, _Firsts]], width: int) -> str:
+    numbers: dict[tuple[str, str, str], int] = {}
+    lanes = [
+        [f"{first[0]} [{numbers.setdefault(first, len(numbers) + 1)}]" if first else "-" for first in firsts]
+        for _, _, firsts in rows
+    ]
+    heads = ("from", "to", "calls", "CPU tensors", "CUDA tensors")
+    widths = [max(map(len, column)) for column in zip(heads[2:], *lanes, strict=True)]
+    free = width - sum(widths) - 2 * len(widths) - 2
+    room = [free - min(free // 2, max(len(row[other]) for row in rows)) for other in (1, 0)]
+    table = [
+        (_text_table.list_cell(a, room[0]), _text_table.list_cell(b, room[1]), *cells)
+        for (a, b, _), cells in zip(rows, lanes, strict=True)
+    ]
+    notes = (
+        _text_table.paragraph(f"[{number}] ", f"{lane} ({how}): {reason}", width)
+        for (lane, how, reason), number in numbers.items()
+    )
+    return "\n".join((_text_table.table(heads, table, width=width), "", *notes))

@@ -53,7 +53,7 @@ def test_every_end_of_a_call_makes_room_for_the_next(
     a, _ = pair(lanes=lanes, max_calls_in_flight=1, max_restarts=-1)
     ends = ray.get(a.outcomes.remote(latch()), timeout=60)
     assert ends == [
-        *("returned", "ValueError", "NotAMember", "SerializationError", "returned"),
+        *("returned", "ValueError", "NoSuchMethod", "SerializationError", "returned"),
         *("RpcTimeout", "returned", "returned", "returned"),
     ]
     assert ray.get(a.under_way.remote()) == (0, 0)

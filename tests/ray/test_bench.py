@@ -88,7 +88,7 @@ def test_a_host_that_is_none_of_rays_is_one_line(bench: Command, cluster: Any) -
 
     address = ray.get_runtime_context().gcs_address
     code, out, err = bench.run("--address", address, "--hosts", "nowhere", "elsewhere", "--sizes", "1KB")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     last = err.splitlines()[-1]
     assert last.startswith("raytorchrpc bench: no Ray node 'nowhere'; nodes: ")
 

@@ -26,19 +26,52 @@ def test_is_immutable_and_survives_a_pickle() -> None:
     [
         ({"rpc_timeout_s": 0}, "rpc_timeout_s.*greater than 0"),
         ({"rpc_timeout_s": "soon"}, "rpc_timeout_s.*number"),
-        ({"torchrpc_threads": 1}, "torchrpc_threads.*greater than or equal to 2"),
+        ({"rpc_timeout_s": "30s"}, "rpc_timeout_s='30s' must be a number of seconds$"),
+        ({"torchrpc_threads": 1}, "torchrpc_threads=1 must be at least 2"),
+        ({"copy_threads": 1.5}, "copy_threads=1.5 must be a whole number"),
+        ({"tls": "maybe"}, "tls='maybe' must be True or False"),
+        ({"when_full": "drop"}, "when_full='drop' must be 'block' or 'reject'"),
+        ({"device_maps": "1_0_0"}, "device_maps='1_0_0' must be a dict"),
+        ({"device_maps": {1: "1_0_0"}}, "the key 1 in device_maps must be text"),
+        ({"lanes": "-shm"}, r"lanes='-shm' must be a list: write lanes=\[\"-shm\"\]"),
+        ({"lanes": "socket, shm"}, r"write lanes=\[\"socket\", \"shm\"\]"),
+        ({"lanes": [1]}, r"lanes\[0\]=1 must be text"),
+        ({"lanes": ["-smh"]}, r"unknown lane '-smh' \(did you mean 'shm'\?\); known lanes: socket, "),
         ({"lanes": ("carrier-pigeon",)}, "unknown lane 'carrier-pigeon'; known lanes: .*torchrpc"),
         ({"lanes": ("-pigeon",)}, "unknown lane '-pigeon'"),
         ({"lanes": ("socket", "-socket")}, "'socket' is both asked for and forbidden"),
         ({"local_devices": (0, -1)}, "-1 is not a CUDA device index"),
-        ({"local_devices": ("gpu",)}, "local_devices.*integer"),
-        ({"timeout": 3}, "timeout.*not permitted"),
+        ({"local_devices": ("gpu",)}, r"local_devices\[0\]='gpu' must be a whole number"),
+        ({"local_devices": "0,1"}, r"write local_devices=\[0, 1\]"),
+        ({"local_devices": 0}, r"write local_devices=\[0\]"),
+        ({"timeout": 3}, r"no setting is named 'timeout' \(did you mean 'rpc_timeout_s'\?\)$"),
+        ({"shm": 3, "lane": 1}, r"'shm' \(did you mean 'shm_bytes'\?\); .*'lane' \(did you mean 'lanes'\?\)"),
+        ({"zzz": 3}, "no setting is named 'zzz'; known: rpc_timeout_s, lanes, "),
+        ({"shm_bytes": "lots"}, "shm_bytes='lots' must be a number of bytes, or text with a unit, such as '512MiB'"),
+        ({"shm_bytes": "1KB"}, "shm_bytes='1KB' must be at least 1048576"),
     ],
 )
 def test_bad_values_name_the_field_and_the_problem(values: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said) as caught:
         GroupConfig(**values)
     assert isinstance(caught.value, RayTorchRpcError) and isinstance(caught.value, ValueError)
+    assert "Input should" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1GiB", 1 << 30), ("1.5 gib", 3 << 29), ("4GB", 4 * 10**9), ("512M", 512 * 10**6), ("2097152", 2 << 20)],
+)
+def test_sizes_may_have_units(text: str, size: int) -> None:
+    assert GroupConfig(shm_bytes=text, max_bytes_in_flight=text) == GroupConfig(
+        shm_bytes=size, max_bytes_in_flight=size
+    )
+    assert GroupConfig.from_env({"RAYTORCHRPC_SHM_BYTES": text}).shm_bytes == size
+
+
+def test_an_assignment_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigurationError, match=r"GroupConfig is frozen: create another one with tls=True$"):
+        GroupConfig().tls = True  # type: ignore[misc]
 
 
 def test_from_env_reads_every_form() -> None:
@@ -77,11 +110,13 @@ def test_code_wins_over_the_environment() -> None:
     [
         (
             {"RAYTORCHRPC_TIMEOUT": "3"},
-            "RAYTORCHRPC_TIMEOUT is not a setting; known: .*RAYTORCHRPC_RPC_TIMEOUT_S",
+            r"RAYTORCHRPC_TIMEOUT is not a setting \(did you mean RAYTORCHRPC_RPC_TIMEOUT_S\?\)",
         ),
+        ({"RAYTORCHRPC_SHM": "1GiB"}, r"did you mean RAYTORCHRPC_SHM_BYTES\?"),
+        ({"RAYTORCHRPC_ZZZ": "3"}, "RAYTORCHRPC_ZZZ is not a setting; known: .*RAYTORCHRPC_RPC_TIMEOUT_S"),
         ({"RAYTORCHRPC_DEVICE_MAPS": "1_0_1"}, "RAYTORCHRPC_DEVICE_MAPS is not JSON"),
-        ({"RAYTORCHRPC_LOCAL_DEVICES": "0;1"}, "local_devices"),
-        ({"RAYTORCHRPC_RPC_TIMEOUT_S": "never"}, "rpc_timeout_s"),
+        ({"RAYTORCHRPC_LOCAL_DEVICES": "0;1"}, "RAYTORCHRPC_LOCAL_DEVICES='0;1': item '0;1' must be a whole number"),
+        ({"RAYTORCHRPC_RPC_TIMEOUT_S": "never"}, "RAYTORCHRPC_RPC_TIMEOUT_S='never' must be a number of seconds"),
     ],
 )
 def test_bad_environment_is_refused(environ: dict[str, str], said: str) -> None:

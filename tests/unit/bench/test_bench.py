@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def test_a_run_covers_everything_unless_told_otherwise() -> None:
 def test_bad_options_are_one_line(arguments: list[str], says: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     ran = CliRunner().invoke(app, ["bench", *arguments])
-    assert ran.exit_code == 1, ran.output
+    assert ran.exit_code == 2, ran.output
     assert ran.stderr.startswith("raytorchrpc bench: ")
     assert says in ran.stderr
     assert ran.stderr.count("\n") == 1
@@ -120,14 +121,14 @@ def test_bad_options_are_one_line(arguments: list[str], says: str, tmp_path: Pat
 def test_hosts_without_a_cluster_is_one_line(monkeypatch: Any) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     ran = CliRunner().invoke(app, ["bench", "--hosts", "a", "b"])
-    assert (ran.exit_code, ran.stdout) == (1, "")
+    assert (ran.exit_code, ran.stdout) == (2, "")
     assert "no Ray cluster answers at 127.0.0.1:1" in ran.stderr
 
 
 def test_a_plot_without_matplotlib_is_one_line(monkeypatch: Any) -> None:
     monkeypatch.setattr("raytorchrpc.bench.plots.find_spec", lambda name: None)
     ran = CliRunner().invoke(app, ["bench", "--plot", "x.png"])
-    assert ran.exit_code == 1
+    assert ran.exit_code == 2
     assert ran.stderr == "raytorchrpc bench: --plot needs matplotlib: pip install 'raytorchrpc[bench]'\n"
 
 
@@ -533,8 +534,30 @@ def test_tables_show_figures_and_only_figures() -> None:
     assert shm is not None
     assert by_row["  published, intranode"][:2] == (f"{shm[1250]:.3g}", f"{shm[40_000_000]:.3g}")
     assert len({len(row) for row in (table.heads, *table.rows)}) == 1
-    widths = {len(line.rstrip()) for line in plain(table).splitlines()[2:3]}
-    assert max(widths) > 40
+    rule = plain(table).splitlines()[2]
+    assert set(rule) == {"-", " "} and len(rule.split()) == len(table.heads)
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_tables_fit_a_terminal_and_lose_no_column(width: int) -> None:
+    sizes = published_sizes()
+    cells = [cell.model_copy(update={"bytes": size}) for cell in result().cells[:1] for size in sizes]
+    table = figures(result().model_copy(update={"sizes": sizes, "cells": tuple(cells)}), "cpu")
+    lines = plain(table, width).splitlines()
+    assert max(map(len, lines)) <= width < max(map(len, plain(table).splitlines()))
+    columns = [re.split(r" {2,}", line) for line in lines if line.startswith("row ")]
+    assert len(columns) > 1 and [head for heads in columns for head in heads[1:]] == list(table.heads[1:])
+
+
+def test_columns_whose_names_do_not_explain_themselves_are_explained_once(tmp_path: Path) -> None:
+    both = result().model_copy(
+        update={"rows": result().rows + result("cuda").rows, "cells": result().cells + result("cuda").cells}
+    )
+    write_file(tmp_path / "both.json", both.model_dump_json())
+    ran = CliRunner().invoke(app, ["bench", "--from", str(tmp_path / "both.json")])
+    assert ran.stdout.count("what auto chose") == 2
+    for name in ("line within", "auto / it"):
+        assert name in ran.stdout and ran.stdout.count(f"\n{name}: ") == 1
 
 
 def test_auto_is_compared_to_forced_rows_and_peers_but_to_no_limit() -> None:
@@ -571,6 +594,14 @@ def test_a_plot_is_a_picture() -> None:
 
     picture = draw(result(), against_published=True)
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+
+
+def test_a_plot_names_the_library_and_the_machine() -> None:
+    pytest.importorskip("matplotlib")
+    from raytorchrpc.bench.plots import figure_of
+
+    title = figure_of(result(), against_published=False).get_suptitle()
+    assert title == "raytorchrpc 1, 2026-01-01; 2 cores, somewhere\nRDMA adapters: none"
 
 
 def test_results_can_be_shown_again(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_patterns_rows_and_payloads_are_chosen_by_name() -> None:
 def test_bad_options_are_one_line(arguments: list[str], says: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     ran = CliRunner().invoke(app, ["bench", *arguments])
-    assert ran.exit_code == 1, ran.output
+    assert ran.exit_code == 2, ran.output
     assert ran.stderr.startswith("raytorchrpc bench: ")
     assert says in ran.stderr
     assert (ran.stderr.count("\n"), ran.stdout) == (1, "")

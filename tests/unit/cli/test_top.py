@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from io import StringIO
+import re
 
 import pytest
-from rich.console import Console
 
 from raytorchrpc.calls.counters import BUCKETS, CallCounters, PairStats
-from raytorchrpc.cli.top import as_data, rates, run, tables
+from raytorchrpc.cli.top import Rate, as_data, rates, run, tables
 from raytorchrpc.group.status import GroupStatus, UnderWay, from_json
 
 
@@ -71,15 +70,23 @@ def test_the_table_says_who_is_away_and_what_is_in_flight() -> None:
     call(counters, 5)
     now = look(counters, 2.0, under_way=(UnderWay("a", "b", 31, 9),), away={"c": "it died"}, silent=("d",))
     found = rates(before, now)
-    console = Console(file=StringIO(), width=120)
-    console.print(tables([(now, found)]))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    for said in ("group g", "shm", "5.0", "2.000", "31", "away: c (it died)", "no answer: d"):
+    text = tables([(now, found)], 120)
+    for said in ("group g", "shm", "5.00", "2.00", "31", "away: c (it died)", "no answer: d"):
         assert said in text
     assert "metrics_period_s" in tables([])
     data = as_data(now, found)
     assert data["in_flight"] == [{"caller": "a", "peer": "b", "calls": 31, "bytes": 9}]
     assert data["pairs"][0]["calls_per_s"] == 5
+
+
+@pytest.mark.parametrize("name", ["collector_1", "a-member-with-a-name-of-forty-two-characters"])
+def test_large_figures_and_names_fit_80_columns_and_never_touch(name: str) -> None:
+    seen = GroupStatus("learners", "g1", 2.0, (name, "learner_0"), (), under_way=(), away={}, silent=())
+    found = [Rate(name, "learner_0", "cuda_ipc", 123456.7, 12345.6, 12345.6, 123456, 99999.9)]
+    text = tables([(seen, found)], 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert re.search(r"cuda_ipc +123,457 +12,346 +12,346 +0 +123456 +100,000$", text, re.MULTILINE), text
+    assert name in "".join(line.partition(" ")[0] for line in text.splitlines())
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from raytorchrpc.lanes.registry import LANES, Traffic
 from raytorchrpc.lanes.rules import Pair
 from raytorchrpc.routing import planner
 from raytorchrpc.routing.planner import plan
-from raytorchrpc.routing.routes import PairRoute, RoutePlan
+from raytorchrpc.routing.routes import _TABLE_LIMIT, PairRoute, RoutePlan
 from tests.unit import clusters
 from tests.unit.clusters import (
     CPU_CHANNELS,
@@ -1029,7 +1029,7 @@ def test_explain_itself_and_strangers() -> None:
 
 
 def table_rows(routes: RoutePlan) -> list[list[str]]:
-    header, rule, *lines = routes.table().splitlines()
+    header, rule, *lines = routes.table(200).partition("\n\n")[0].splitlines()
     assert header.split("  ")[0] == "from" and set(rule) <= {"-", " "}
     starts = [0] + [i + 2 for i in range(len(rule) - 1) if rule[i : i + 2] == "  "]
     ends = [*(start - 2 for start in starts[1:]), None]
@@ -1038,26 +1038,41 @@ def table_rows(routes: RoutePlan) -> list[list[str]]:
 
 def test_table_of_a_small_group_has_one_line_per_pair() -> None:
     routes = plan(group(member(0), member(1), member(2, host=1)), GroupConfig())
-    near = ["socket (unix socket)", "shm (shared memory)", "-"]
-    far = ["socket (tcp socket)", "torchrpc (uv, channel mpt_uv)", "-"]
-    rows = table_rows(routes)
-    assert [row[:5] for row in rows] == [
+    near, far = ["socket [1]", "shm [2]", "-"], ["socket [3]", "torchrpc [4]", "-"]
+    assert table_rows(routes) == [
         ["worker_0", "worker_1", *near],
         ["worker_0", "worker_2", *far],
         ["worker_1", "worker_2", *far],
     ]
-    assert "different hosts" in rows[1][5] and "same host" in rows[0][5]
+    assert routes.table(100).partition("\n\n")[2].splitlines() == [
+        "[1] socket (unix socket): same host and network namespace",
+        "[2] shm (shared memory): same host: one copy, then a view of the memory it arrived in",
+        "[3] socket (tcp socket): different hosts",
+        "[4] torchrpc (uv, channel mpt_uv): different networks: several TCP streams",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("name", ["worker", "evaluation_collector", "a-member-with-a-name-of-40-characters-here"])
+def test_the_table_fits_a_terminal_and_names_each_reason_once(width: int, name: str) -> None:
+    endpoints = [
+        member(n, host=n // 2).model_copy(update={"name": f"{name}_{n}"}) for n in range(_TABLE_LIMIT)
+    ]  # the most members with a line for each pair
+    for plans in (plan(group(*endpoints), GroupConfig()), plan(clusters.hosts_of(4, 8), GroupConfig())):
+        text = plans.table(width)
+        assert max(map(len, text.splitlines())) <= width
+        assert text.count("one copy, then") == text.count("different hosts") == 1
 
 
 def test_table_of_a_big_group_has_one_line_per_kind() -> None:
     rows = table_rows(plan(clusters.one_host(32), GroupConfig()))
-    assert [row[:3] for row in rows] == [["worker_0..worker_31", "each other", "socket (unix socket)"]]
+    assert [row[:3] for row in rows] == [["worker_0..worker_31", "each other", "socket [1]"]]
 
     rows = table_rows(plan(clusters.hosts_of(4, 8), GroupConfig()))
     ranges = "worker_0..worker_7 | worker_8..worker_15 | worker_16..worker_23 | worker_24..worker_31"
     assert [row[:3] for row in rows] == [
-        [ranges, "each other", "socket (unix socket)"],
-        [ranges, "across |", "socket (tcp socket)"],
+        [ranges, "each other", "socket [1]"],
+        [ranges, "across |", "socket [3]"],
     ]
 
 
@@ -1065,8 +1080,8 @@ def test_table_of_a_big_group_tells_two_kinds_of_members_apart() -> None:
     learner = member(0, host=9).model_copy(update={"name": "learner"})
     rows = table_rows(plan(group(learner, *(member(n) for n in range(1, 12))), GroupConfig()))
     assert [row[:3] for row in rows] == [
-        ["worker_1..worker_11", "each other", "socket (unix socket)"],
-        ["learner", "worker_1..worker_11", "socket (tcp socket)"],
+        ["worker_1..worker_11", "each other", "socket [1]"],
+        ["learner", "worker_1..worker_11", "socket [3]"],
     ]
 
 

@@ -107,6 +107,7 @@ OWN_ERRORS: list[errors.RayTorchRpcError] = [
     errors.ConfigurationError("x"),
     errors.BootstrapError("x", ("a", "b")),
     errors.NotAMember("x"),
+    errors.NoSuchMethod("x"),
     errors.SerializationError("x"),
     errors.LaneUnavailable("shm", "x"),
     errors.PeerLost("a", "x", may_have_run=False),

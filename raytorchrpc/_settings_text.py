@@ -1,0 +1,110 @@
+"""Settings as text: reads sizes with units, and explains in one line why settings are invalid."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import reprlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
+_UNITS["TI"] = 1 << 40
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", re.IGNORECASE)
+
+#: By pydantic's type of an error: what the value must be. The braces are filled in from the error.
+_MUST = {
+    "string_type": "be text",
+    "int_type": "be a whole number",
+    "int_parsing": "be a whole number",
+    "int_from_float": "be a whole number",
+    "float_type": "be a number",
+    "float_parsing": "be a number",
+    "finite_number": "be a finite number",
+    "bool_type": "be True or False",
+    "bool_parsing": "be True or False",
+    "dict_type": "be a dict",
+    "greater_than": "be greater than {gt}",
+    "greater_than_equal": "be at least {ge}",
+    "less_than": "be less than {lt}",
+    "less_than_equal": "be at most {le}",
+    "literal_error": "be {expected}",
+}
+
+
+def size_in_bytes(text: str) -> int | None:
+    """Bytes of ``1250``, ``1.25KB``, ``2.5 GB`` (powers of 1000) or ``8MiB`` (of 1024); None for any other text."""
+    match = _SIZE.fullmatch(text)
+    return None if match is None else round(float(match[1]) * _UNITS[(match[2] or "").upper()])
+
+
+def read_bytes(value: Any) -> Any:
+    """Validator for a number of bytes that may be given as text with a unit."""
+    if not isinstance(value, str):
+        return value
+    size = size_in_bytes(value)
+    if size is None:
+        raise ValueError("must be a number of bytes, or text with a unit, such as '512MiB' or '4GB'")
+    return size
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like this one; None if none is."""
+    names = list(known)
+    similar = difflib.get_close_matches(name, names, 1, 0.5) or [each for each in names if name and name in each]
+    return similar[0] if similar else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean ...?)``; empty if no known name is like it."""
+    similar = nearest(name, known)
+    return f" (did you mean {similar!r}?)" if similar else ""
+
+
+def explain(error: ValidationError, known: Iterable[str], given: Mapping[str, str] | None = None) -> str:
+    """Every problem with the settings of a model, in one line.
+
+    Args:
+        known: the model's fields.
+        given: by field, the text and the name by which the user gave it, if not as an argument of that name.
+    """
+    return "; ".join(_problem(item, list(known), given or {}) for item in error.errors())
+
+
+def _problem(item: Any, known: list[str], given: Mapping[str, str]) -> str:
+    kind, (field, *inside) = item["type"], [*map(str, item["loc"]), ""][: max(1, len(item["loc"]))]
+    if kind == "extra_forbidden":
+        return f"no setting is named {field!r}{did_you_mean(field, known) or '; known: ' + ', '.join(known)}"
+    if kind == "missing":
+        return f"{field} is required"
+    value = reprlib.repr(item["input"])
+    what = f"{field}{''.join(f'[{step}]' for step in inside)}={value}"
+    if inside[-1:] == ["[key]"]:
+        what = f"the key {value} in {field}"
+    if field in given:
+        what = given[field] + (f": item {value}" if inside else "")
+    if kind in ("tuple_type", "list_type"):
+        return f"{what} must be a list{_as_list(field, item['input'])}"
+    if kind == "value_error":
+        text = str(item["ctx"]["error"])
+        return f"{what} {text}" if text.startswith("must ") else f"{field}: {text}" if field else text
+    if kind not in _MUST:
+        return f"{what} is not valid: {item['msg']}"
+    bounds = {name: _number(bound) for name, bound in item.get("ctx", {}).items()}
+    unit = " of seconds" if field.endswith("_s") and kind.startswith("float") else ""
+    return f"{what} must {_MUST[kind].format(**bounds)}{unit}"
+
+
+def _as_list(field: str, value: Any) -> str:
+    """The list that the user seems to mean."""
+    if not isinstance(value, (str, int)):
+        return ""
+    parts = [part.strip() for part in str(value).split(",") if part.strip()]
+    return f": write {field}={json.dumps([int(part) if part.lstrip('-').isdigit() else part for part in parts])}"
+
+
+def _number(bound: Any) -> Any:
+    return int(bound) if isinstance(bound, float) and bound.is_integer() else bound
