@@ -7,7 +7,7 @@ in an actor that Ray has restarted it lets the actor's group take it back.
 
 from raytorchrpc import rdt
 from raytorchrpc.calls import rejoin
-from raytorchrpc.calls.current import current_member
+from raytorchrpc.calls.current import await_membership, current_member
 from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.verbs import remote, rpc_async, rpc_sync
@@ -31,6 +31,7 @@ from raytorchrpc.errors import (
     SerializationError,
     TransferFailed,
 )
+from raytorchrpc.group.changes import Change
 from raytorchrpc.group.group import Group, get_group, init_group
 from raytorchrpc.group.process_groups import process_group, process_group_info
 from raytorchrpc.membership.process_group import ProcessGroupInfo
@@ -48,6 +49,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "BlockFp8",
     "BootstrapError",
+    "Change",
     "Closed",
     "ConfigurationError",
     "DeviceMap",
@@ -74,6 +76,7 @@ __all__ = [
     "Topic",
     "TransferFailed",
     "WeightStore",
+    "await_membership",
     "current_member",
     "get_group",
     "init_group",

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import Closed, Empty
-from raytorchrpc.patterns.handle import Steps, arun, checked_count, factories, run
+from raytorchrpc.patterns.handle import Steps, arun, checked_count, run
+from raytorchrpc.patterns.home import factories, setting_names
 from raytorchrpc.patterns.queues.buffer import Buffer
 from raytorchrpc.patterns.queues.channel import Channel, Consumer
 from raytorchrpc.patterns.queues.services import HomeStore
@@ -137,3 +138,4 @@ def _create(local: LocalMember, name: str, settings: Any) -> HomeStore:
 
 
 factories[Queue.kind] = _create
+setting_names[Queue.kind] = ("maxsize", "max_bytes", "producers")
