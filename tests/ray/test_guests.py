@@ -111,7 +111,6 @@ def test_two_groups_with_the_same_names(spawn: Spawn) -> None:
             rtr.Queue("q", home="home").put(1)
         rtr.Queue("q", home="b").put(1)
         assert rtr.Queue.find("q").get(5) == 1
-        rtr.Queue("q2", home=other).put(2)
 
 
 def test_a_home_that_restarts_and_members_that_come_and_go(
