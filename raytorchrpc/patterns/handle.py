@@ -118,7 +118,14 @@ def begin(timeout: float | None = None, home: str | None = None) -> Steps[tuple[
     if local is not None:
         return local, _wait_limit(local, timeout)
     asked = _answer_timeout(timeout) if isinstance(timeout, (int, float)) else None
-    local = yield rejoin.awaited(asked)
+    try:
+        awaited = rejoin.awaited(asked)
+    except NotAMember as error:
+        if home is None:
+            raise
+        hint = "a driver may use queues and topics of a detached group after get_group(name)"
+        raise NotAMember(f"{error}; {hint}") from None
+    local = yield awaited
     return local, max(0.0, _wait_limit(local, timeout) - (time.monotonic() - since))
 
 
