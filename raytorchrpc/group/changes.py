@@ -53,9 +53,13 @@ class Listeners:
 
         return remove
 
-    def call(self, change: Change) -> None:
-        """Call all callbacks on this thread. Their exceptions are logged."""
-        for listener in list(self._listeners):
+    def all(self) -> list[Callable[[Change], object]]:
+        """The callbacks as they are now."""
+        return list(self._listeners)
+
+    def call(self, change: Change, listeners: list[Callable[[Change], object]] | None = None) -> None:
+        """Call these callbacks, or all, on this thread. Their exceptions are logged."""
+        for listener in self.all() if listeners is None else listeners:
             try:
                 listener(change)
             except Exception:
@@ -93,8 +97,9 @@ class EventBus:
             self._undelivered = self._changes.get()
         if self._undelivered is None:
             return False
+        listeners = self._listeners.all()  # first: this may fail for lack of memory
         change, self._undelivered = self._undelivered, None
-        self._listeners.call(change)
+        self._listeners.call(change, listeners)
         return True
 
 
