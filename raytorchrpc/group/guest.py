@@ -17,6 +17,7 @@ from raytorchrpc.calls.guests import LEASE_S, RENEW, new_rank
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.peers import Member, PeerRoute, process_token
+from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, RayTorchRpcError
 from raytorchrpc.group.formation import current_session
@@ -169,18 +170,27 @@ class Guest:
         self._stale = True
 
     def _renew_later(self, local: LocalMember) -> None:
-        local.deadlines.at(time.monotonic() + LEASE_S / 3, partial(local.workers.submit, self._renew, local))
+        local.deadlines.at(time.monotonic() + LEASE_S / 3, partial(self._renew, local))
 
     def _renew(self, local: LocalMember) -> None:
         for name in list(self._watches):
-            with suppress(RayTorchRpcError):
-                local.outgoing.call(name, RENEW, options=CallOptions(LEASE_S / 3, retry=0))
+            local.workers.submit(_renew_at, local, name)  # each on its own thread: one may not take its request
         self._renew_later(local)
 
     def close(self) -> None:
         """End all operations and free everything. Idempotent, never raises."""
         if self._local is not None:
             self._local.leave()
+
+
+def _renew_at(local: LocalMember, name: str) -> None:
+    # A scope of its own: what is in flight to this member must not hold the request up.
+    before = current_scope.set(Scope(limit=Limit(time.monotonic() + LEASE_S / 3)))
+    try:
+        with suppress(RayTorchRpcError):
+            local.outgoing.call(name, RENEW, options=CallOptions(LEASE_S / 3, retry=0))
+    finally:
+        current_scope.reset(before)
 
 
 def _member(local: LocalMember, target: Any) -> Member | None:

@@ -83,14 +83,18 @@ def test_topics_and_find(actors: dict[str, Any]) -> None:
         rtr.Queue.find("none")
 
 
-def test_the_lease_is_renewed(actors: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lease_is_renewed_whatever_is_in_flight(actors: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     (local,) = guest.own_groups.everywhere()
     (one,) = guest.own_groups._guests.values()
     rtr.Queue("work", home="home", maxsize=50).qsize()
     before = ray.get(actors["home"].run.remote(seen_at_home))[local.me.rank]
-    monkeypatch.setattr(guest, "LEASE_S", 0.2)
+    monkeypatch.setattr(guest, "LEASE_S", 0.6)
+    home = local.peers.route("home").member
+    held = [local.credit.take(home, "get", 0, 1)[0] for _ in range(local.config.max_calls_in_flight)]
     one._renew(local)
     assert wait_until(lambda: ray.get(actors["home"].run.remote(seen_at_home))[local.me.rank] > before + 0.1, 10)
+    for credit in held:
+        credit.give_back()
 
 
 def test_what_cannot_work_is_refused() -> None:
