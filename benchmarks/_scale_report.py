@@ -99,8 +99,8 @@ def document(found: Mapping[str, Any], hosts: Sequence[Mapping[str, Any]]) -> st
     left_out = "".join(f"\nNot measured: {reason}.\n" for reason in found["left_out"])
     return f"""# Scale
 
-After this page you can estimate how long a group takes to form and recover, and what each member costs, for the number
-of members that you have in mind.
+After reading this page you can estimate how long a group takes to form and recover, and what each member costs, for the
+number of members that you have in mind.
 
 - A member that calls few others costs nearly the same in a group of any size.
 - Forming a group, and calls from every member to every other, grow with the square of the number of members.

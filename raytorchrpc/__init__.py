@@ -8,7 +8,7 @@ in an actor that Ray has restarted it lets the actor's group take it back.
 from raytorchrpc import rdt
 from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.combined import gather, wait
-from raytorchrpc.calls.current import current_member
+from raytorchrpc.calls.current import await_membership, current_member
 from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.stream import Stream
@@ -35,6 +35,7 @@ from raytorchrpc.errors import (
     SerializationError,
     TransferFailed,
 )
+from raytorchrpc.group.changes import Change
 from raytorchrpc.group.group import Group, get_group, init_group
 from raytorchrpc.group.process_groups import process_group, process_group_info
 from raytorchrpc.membership.process_group import ProcessGroupInfo
@@ -53,6 +54,7 @@ __all__ = [
     "BlockFp8",
     "BootstrapError",
     "CancelledError",
+    "Change",
     "Closed",
     "ConfigurationError",
     "DeviceMap",
@@ -81,6 +83,7 @@ __all__ = [
     "Topic",
     "TransferFailed",
     "WeightStore",
+    "await_membership",
     "current_member",
     "gather",
     "get_group",

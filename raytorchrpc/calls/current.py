@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.options import checked_timeout
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.process import fork
 
@@ -51,6 +54,21 @@ def set_local(local: LocalMember | None) -> None:
     rejoin.joined(local)
 
 
-def current_member() -> Member:
-    """This process's own ``Member``. Raises NotAMember outside a group."""
-    return process_member().me
+def current_member(timeout: float | None = None) -> Member:
+    """This process's own ``Member``. Raises NotAMember outside a group.
+
+    In an actor that Ray has restarted, blocks until its group has taken it back, at most ``timeout`` seconds (None:
+    the group's ``rpc_timeout_s``); then raises RpcTimeout. Raises NotAMember if the group has ended meanwhile, or if
+    the actor's ``__init__`` is still running. On an event loop use ``await_membership``.
+    """
+    return process_member(None if timeout is None else checked_timeout(timeout)).me
+
+
+async def await_membership(timeout: float | None = None) -> Member:
+    """Like ``current_member``, for coroutines: ``me = await rtr.await_membership(timeout=30)``."""
+    checked = None if timeout is None else checked_timeout(timeout)
+    local = _current.local
+    if local is not None:
+        return local.me
+    member: Member = (await asyncio.wrap_future(rejoin.awaited(checked))).me
+    return member

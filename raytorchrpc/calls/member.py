@@ -10,6 +10,7 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.counters import CallCounters
 from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.flow_control import CreditWindows
+from raytorchrpc.calls.guests import Guests
 from raytorchrpc.calls.incoming import IncomingCalls
 from raytorchrpc.calls.job import Callee
 from raytorchrpc.calls.out_of_band import PayloadSplitter
@@ -60,7 +61,8 @@ class LocalMember:
         self.codec = Codec(ray_internals.cloudpickler())
         self.counters = CallCounters()
         self.services = Services()
-        self.peers = PeerTable(group, self.services)
+        guests = Guests(lambda rank: self.services.lose(rank, for_good=True), self.deadlines)
+        self.peers = PeerTable(group, self.services, guests)
         self.payloads = PayloadStep(me.rank, PayloadSplitter(self.tensor_lanes, self.cleanup.leave), self.cleanup)
         self.credit = CreditWindows(config, max_bytes)
         self.outgoing = OutgoingCalls(

@@ -8,6 +8,7 @@ from collections.abc import Set
 from typing import Any, NamedTuple
 
 from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls.guests import Guests, is_guest
 from raytorchrpc.calls.peers import Member, PeerRoute
 from raytorchrpc.calls.services import Services
 from raytorchrpc.errors import NotAMember, PeerLost
@@ -26,9 +27,9 @@ class Absence(NamedTuple):
 class PeerTable:
     """The members of a group as one of them reaches them. Thread-safe."""
 
-    def __init__(self, group: str, services: Services) -> None:
-        """``services``: told of every peer that is lost or comes back."""
-        self._group, self._services = group, services
+    def __init__(self, group: str, services: Services, guests: Guests | None = None) -> None:
+        """``services``: told of every peer that is lost or comes back. ``guests``: None refuses them."""
+        self._group, self._services, self._guests = group, services, guests
         self._routes: dict[int, PeerRoute] = {}
         self._ranks: dict[Any, int] = {}  # by rank, name and actor
         self._away: dict[int, Absence] = {}
@@ -122,6 +123,8 @@ class PeerTable:
         """The route for replies to a caller. Raises NotAMember for a rank that is not, or no longer, in the group."""
         route = self._routes.get(rank)
         if route is None:
+            if is_guest(rank) and self._guests is not None:
+                return self._guests.route_back(rank)
             state = "was removed from" if rank in self.removed else "is not in"
             raise NotAMember(f"the caller (rank {rank}) {state} group {self._group!r}")
         return route

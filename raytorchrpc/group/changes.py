@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, Literal, NamedTuple
@@ -15,13 +16,54 @@ from raytorchrpc.process import threads
 logger = logging.getLogger(__name__)
 
 
+#: How many changes a ChangeLog keeps.
+_LOGGED = 1000
+
+
 class Change(NamedTuple):
-    """What happened to members of a group; see ``Group.on_change``."""
+    """A change of a group's membership, as ``Group.on_change`` reports it. Picklable."""
 
     kind: Literal["lost", "back", "dead", "added", "removed"]
-    """lost: its process ended, or cannot be reached; back: it can be called again; dead: Ray will not restart it."""
+    """``lost``: its process ended, or cannot be reached. ``back``: it can be called again, restarted or not. ``dead``:
+    Ray will not restart it, so it has left the group. ``added`` and ``removed``: by ``Group.add`` and ``Group.remove``.
+    """
     members: tuple[str, ...]
+    """The names of the members that it concerns."""
     cause: str = ""
+    """Why, for ``lost`` and ``dead``."""
+
+
+class Listeners:
+    """The callbacks of one group's changes. Thread-safe."""
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        self._listeners: list[Callable[[Change], object]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._listeners)
+
+    def add(self, listener: Callable[[Change], object]) -> Callable[[], None]:
+        """Add a callback. Returns a function that removes it."""
+        self._listeners.append(listener)
+
+        def remove() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+        return remove
+
+    def all(self) -> list[Callable[[Change], object]]:
+        """The callbacks as they are now."""
+        return list(self._listeners)
+
+    def call(self, change: Change, listeners: list[Callable[[Change], object]] | None = None) -> None:
+        """Call these callbacks, or all, on this thread. Their exceptions are logged."""
+        for listener in self.all() if listeners is None else listeners:
+            try:
+                listener(change)
+            except Exception:
+                logger.exception("a callback of group %r raised", self._group)
 
 
 class EventBus:
@@ -30,7 +72,7 @@ class EventBus:
     def __init__(self, group: str) -> None:
         self._group = group
         self._changes: queue.SimpleQueue[Change | None] = queue.SimpleQueue()
-        self._listeners: list[Callable[[Change], object]] = []
+        self._listeners = Listeners(group)
         self._undelivered: Change | None = None
 
     def start(self) -> threading.Thread:
@@ -48,27 +90,45 @@ class EventBus:
 
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         """Add a listener. Returns a function that removes it."""
-        self._listeners.append(listener)
-
-        def remove() -> None:
-            if listener in self._listeners:
-                self._listeners.remove(listener)
-
-        return remove
+        return self._listeners.add(listener)
 
     def _deliver_next(self) -> bool:
         if self._undelivered is None:  # else a shortage of memory interrupted its delivery
             self._undelivered = self._changes.get()
         if self._undelivered is None:
             return False
-        listeners = list(self._listeners)
+        listeners = self._listeners.all()  # first: this may fail for lack of memory
         change, self._undelivered = self._undelivered, None
-        for listener in listeners:
-            try:
-                listener(change)
-            except Exception:
-                logger.exception("a callback of group %r raised", self._group)
+        self._listeners.call(change, listeners)
         return True
+
+
+class ChangeLog:
+    """Keeps the latest changes, numbered from 1, for listeners in other processes. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changes: deque[Change] = deque(maxlen=_LOGGED)
+        self._last = 0
+        self._grown = threading.Condition()
+
+    def put(self, change: Change) -> None:
+        """Add a change."""
+        with self._grown:
+            self._changes.append(change)
+            self._last += 1
+            self._grown.notify_all()
+
+    def after(self, number: int | None, wait_s: float) -> tuple[int, list[Change]]:
+        """Return the number of the last change, and the changes after ``number``, as far as they are kept.
+
+        Blocks until there is one, at most ``wait_s`` seconds. ``number`` None: return no changes, at once.
+        """
+        with self._grown:
+            if number is None:
+                return self._last, []
+            self._grown.wait_for(lambda: self._last > number, wait_s)
+            new = min(self._last - number, len(self._changes))
+            return self._last, list(self._changes)[len(self._changes) - new :]
 
 
 class RequestedChange:

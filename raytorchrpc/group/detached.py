@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from typing import Any
 
@@ -11,8 +13,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.errors import BootstrapError, ConfigurationError
-from raytorchrpc.group.changes import Change
+from raytorchrpc.errors import BootstrapError
+from raytorchrpc.group.change_feed import ChangeFeed
+from raytorchrpc.group.changes import Change, ChangeLog
 from raytorchrpc.group.formation import current_session
 from raytorchrpc.group.status import STATUS_S, GroupStatus, posted
 from raytorchrpc.group.supervisor import Supervisor, form
@@ -27,10 +30,15 @@ NAMESPACE = "raytorchrpc"
 _GRACE_S = 30.0
 #: The supervisor's methods that ``Group`` calls, and how long one without ``timeout_s`` may take (seconds).
 _FORWARDED = {
-    **dict.fromkeys(("add", "remove", "wait_ready", "process_group", "stats"), 0.0),
+    **dict.fromkeys(("add", "remove", "wait_ready", "process_group", "stats", "directory"), 0.0),
     "begin_trace": BEGIN_S,
     "end_trace": COLLECT_S,
 }
+
+
+#: Requests for changes wait in a concurrency group of their own, with a thread for each process that listens. If more
+#: listen than there are threads, their changes arrive later.
+_CHANGES, _CHANGE_THREADS = "changes", 32
 
 
 class _HostActor:
@@ -38,9 +46,16 @@ class _HostActor:
 
     def __init__(self) -> None:
         self._supervisor: Supervisor | None = None
+        self._changes = ChangeLog()
 
     def form(self, name: str, config: GroupConfig, participants: dict[str, Any], timeout_s: float) -> None:
         self._supervisor = form(name, config, participants, timeout_s)
+        self._supervisor.listen(self._changes.put)
+
+    @ray.method(concurrency_group=_CHANGES)
+    def changes(self, after: int | None, wait_s: float) -> tuple[int, list[Change]]:
+        """See ChangeLog.after."""
+        return self._changes.after(after, wait_s)
 
     def info(self) -> GroupInfo:
         return self._hosted.info
@@ -62,6 +77,7 @@ class DetachedHost:
         """Raises BootstrapError if the group is still forming."""
         self._name, self._actor, self._session = name, actor, current_session()
         self._info: GroupInfo = _answer(self._name, actor.info.remote(), 0.0)
+        self._feed = ChangeFeed(name, self._fetch_changes, lambda: current_session() == self._session)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method not in _FORWARDED:
@@ -85,13 +101,21 @@ class DetachedHost:
         return self._info
 
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
-        raise ConfigurationError(
-            f"the supervisor of group {self._name!r} runs in a detached actor, which cannot call this process back; "
-            f"poll Group.members or wait_ready() instead"
-        )
+        """Call ``listener`` with every change, on a thread; returns a function that ends it. Raises BootstrapError."""
+        try:
+            return self._feed.listen(listener)
+        except (RayActorError, FutureTimeoutError) as error:
+            raise _silent(self._name, error) from error
+
+    def _fetch_changes(self, after: int | None, wait_s: float) -> Future[tuple[int, list[Change]]]:
+        if self._actor is None:
+            raise BootstrapError(f"group {self._name!r} was shut down")
+        future: Future[tuple[int, list[Change]]] = self._actor.changes.remote(after, wait_s).future()
+        return future
 
     def end(self, timeout_s: float) -> None:
         actor = self._actor
+        self._feed.stop()
         if actor is not None and current_session() == self._session:
             try:
                 _answer(self._name, actor.do.remote("end", timeout_s), timeout_s)
@@ -104,7 +128,8 @@ class DetachedHost:
 def form_detached(name: str, config: GroupConfig, participants: Mapping[str, Any], timeout_s: float) -> DetachedHost:
     """Start a detached actor that forms the group and supervises it. Raises BootstrapError, ConfigurationError."""
     options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "max_concurrency": 16}
-    host: Any = ray.remote(_HostActor)
+    remote: Any = ray.remote(concurrency_groups={_CHANGES: _CHANGE_THREADS})  # type: ignore[call-overload]
+    host = remote(_HostActor)
     try:
         actor = host.options(**options).remote()
     except ValueError as error:
@@ -158,10 +183,14 @@ def _answer(name: str, reference: Any, patience_s: float) -> Any:
     except RayTaskError as error:
         raise error.cause if isinstance(error.cause, Exception) else error from None
     except (RayActorError, GetTimeoutError) as error:
-        raise BootstrapError(
-            f"the host actor of group {name!r} does not answer ({error}); its members keep running, and init_group can "
-            f"form another group of them once that actor is dead"
-        ) from error
+        raise _silent(name, error) from error
+
+
+def _silent(name: str, error: Exception) -> BootstrapError:
+    return BootstrapError(
+        f"the host actor of group {name!r} does not answer ({error}); its members keep running, and init_group can "
+        f"form another group of them once that actor is dead"
+    )
 
 
 def _end(actor: Any) -> None:

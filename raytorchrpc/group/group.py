@@ -17,13 +17,14 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.counters import GroupStats
 from raytorchrpc.calls.current import current_local, process_member
-from raytorchrpc.calls.options import MAX_TIMEOUT_S
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
+from raytorchrpc.group.arguments import check_events, check_timeout
 from raytorchrpc.group.changes import Change
 from raytorchrpc.group.detached import DetachedHost, find_detached, form_detached
 from raytorchrpc.group.formation import current_session, participants_of
+from raytorchrpc.group.guest import own_groups
 from raytorchrpc.group.supervisor import Supervisor, form
 from raytorchrpc.group.tracing import Trace
 from raytorchrpc.membership import join
@@ -56,6 +57,8 @@ class Group:
         self._first_info = info
         self._host = host
         self._session = () if host is None else current_session()
+        if host is not None:
+            own_groups.add(info.generation, host)
 
     @property
     def _info(self) -> GroupInfo:
@@ -131,7 +134,7 @@ class Group:
         Entering the block raises ConfigurationError if the group is being traced already, or the folder is missing.
         """
         host = self._own("trace")
-        _check_events(events)
+        check_events(events)
         return Trace(path, partial(host.begin_trace, events), host.end_trace)
 
     def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
@@ -146,6 +149,7 @@ class Group:
         name = self._first_info.name
         if _groups.get(name) is self:
             del _groups[name]
+        own_groups.remove(self._first_info.generation)
         host.end(timeout_s)
 
     def process_group(
@@ -179,9 +183,9 @@ class Group:
         group; BootstrapError.
         """
         host = self._own("process_group", "a member gets its own with raytorchrpc.process_group()")
-        _check_timeout(timeout_s)
+        check_timeout(timeout_s)
         collective_s = self.config.rpc_timeout_s if collective_timeout_s is None else collective_timeout_s
-        _check_timeout(collective_s)
+        check_timeout(collective_s)
         names = None if members is None else self._names("process_group(members=...)", members)
         if names is not None and not 0 < len(names) == len(set(names)):
             raise ConfigurationError(
@@ -199,7 +203,7 @@ class Group:
         agents start; all other lanes work.
         """
         host = self._own("add")
-        _check_timeout(timeout_s)
+        check_timeout(timeout_s)
         names = host.add(actors, timeout_s=timeout_s)
         return tuple(member for member in self.members if member.name in names)
 
@@ -215,15 +219,17 @@ class Group:
         outside the group. Then nothing has changed.
         """
         host = self._own("remove")
-        _check_timeout(timeout_s)
+        check_timeout(timeout_s)
         host.remove(self._names("remove", actors), timeout_s=timeout_s)
 
     def on_change(self, callback: Callable[[Change], object]) -> Callable[[], None]:
         """Call ``callback(change)`` whenever members are lost, return, die for good, are added or removed.
 
         All callbacks run on one thread of the group's own, in order. A callback may block; exceptions are logged.
-        Returns a function that removes the callback. Raises ConfigurationError for a detached group, whose supervisor
-        runs in another process.
+        Returns a function that removes the callback.
+
+        Works in the process that formed the group, and for detached groups in any driver, which then asks the group's
+        host over Ray. Callbacks end with the group, or with this process.
         """
         return self._own("on_change").listen(callback)
 
@@ -234,7 +240,7 @@ class Group:
         In a member, waits only for peers it knows to be down. Raises BootstrapError, naming the members that are not
         ready after ``timeout_s`` seconds.
         """
-        _check_timeout(timeout_s)
+        check_timeout(timeout_s)
         local = current_local()
         if self._host is not None:
             away = self._host.wait_ready(timeout_s=timeout_s)
@@ -357,7 +363,7 @@ def init_group(
         )
     participants = participants_of(actors, include_driver)
     _check_name(name)
-    _check_timeout(timeout_s)
+    check_timeout(timeout_s)
     device_map.given_maps(config, list(participants))
     forming: Callable[..., Host] = form_detached if detached else form
     host = forming(name, config, participants, timeout_s)
@@ -370,18 +376,6 @@ def init_group(
     for warning in info.plan.warnings:
         logger.warning("group %r: %s", name, warning)
     return group
-
-
-def _check_events(events: Any) -> None:
-    if isinstance(events, bool) or not isinstance(events, int) or events < 1:
-        raise ConfigurationError(f"events is the number of events each member keeps, 1 or more; not {events!r}")
-
-
-def _check_timeout(timeout_s: Any) -> None:
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_TIMEOUT_S:
-        raise ConfigurationError(
-            f"timeout_s must be above 0, and at most {MAX_TIMEOUT_S} (a day), in seconds; not {timeout_s!r}"
-        )
 
 
 def _check_name(name: Any) -> None:

@@ -152,9 +152,9 @@ class Roster:
         """This process, if it is a member."""
         return {name: None for name, record in self.records.items() if record.handle is None}
 
-    def reached_by_tcp(self, member: str) -> bool:
-        """Whether the supervisor needs TCP to reach this member."""
-        return self._by_tcp(self.watcher, self.records[member])
+    def reached_by_tcp(self, member: str, endpoint: Endpoint | None = None) -> bool:
+        """Whether the process that ``endpoint`` describes (None: the supervisor's) needs TCP to reach this member."""
+        return self._by_tcp(endpoint or self.watcher, self.records[member])
 
     def _by_tcp(self, endpoint: Endpoint, peer: MemberRecord) -> bool:
         return self.config.always_tcp or not peer.probe.endpoint.same_network(endpoint)

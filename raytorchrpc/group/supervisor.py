@@ -23,6 +23,7 @@ from raytorchrpc.group.changes import Change, EventBus, RequestedChange
 from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.failure_detector import FailureDetector
 from raytorchrpc.group.formation import Formation, current_owner, current_session, form_group, participants_of
+from raytorchrpc.group.guest import Directory, directory_of
 from raytorchrpc.group.process_groups import check_backend, create_process_group
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.group.state import GroupState, LostMember
@@ -34,6 +35,7 @@ from raytorchrpc.membership.messages import GroupInfo, Prepared
 from raytorchrpc.membership.process_group import ProcessGroupInfo
 from raytorchrpc.membership.updates import Loss
 from raytorchrpc.process import fork, threads
+from raytorchrpc.topology.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +171,10 @@ class Supervisor:
     def end_trace(self) -> GroupTrace:
         return self._tracing.end(self.roster)
 
+    def directory(self, endpoint: Endpoint) -> Directory:
+        """See guest.Host."""
+        return directory_of(self._state, endpoint)
+
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         """Call ``listener`` with every change, on a thread; returns a function that ends it."""
         return self._events.listen(listener)
@@ -220,8 +226,6 @@ class Supervisor:
             self._stopped = True  # none of its threads runs here
             fork.forked_from(f"the process that formed group {self.roster.name!r}")
         return ()
-
-    # --- the thread ------------------------------------------------------------------------------------------------
 
     def _request(self, work: Callable[[], Any], patience_s: float) -> Any:
         """Have the thread make a change; returns or raises what came of it."""

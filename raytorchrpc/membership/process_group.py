@@ -33,7 +33,7 @@ from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupL
 from raytorchrpc.membership import gloo_peers
 from raytorchrpc.membership.join import member_of
 from raytorchrpc.membership.rendezvous import KeyTable, MemberStore, StoreAddress
-from raytorchrpc.patterns import handle
+from raytorchrpc.patterns import home
 from raytorchrpc.process import fork, socket_filter, threads
 from raytorchrpc.topology import nccl_env
 from raytorchrpc.topology.endpoint import Endpoint
@@ -360,7 +360,7 @@ def _operate(
     return result
 
 
-handle.register_service(_STORE, _operate)
+home.register_service(_STORE, _operate)
 
 
 def _send_to_home(generation: str, store: StoreAddress, seconds: float, operation: str, args: tuple[Any, ...]) -> Any:

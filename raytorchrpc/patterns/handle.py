@@ -7,14 +7,12 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
-from functools import partial
+from collections.abc import Callable, Generator
 from typing import Any, ClassVar, TypeVar
 
-from raytorchrpc.calls import rejoin
+from raytorchrpc.calls import guests, rejoin
 from raytorchrpc.calls import waiting as _waiting
 from raytorchrpc.calls.current import current_local, process_member
-from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions
@@ -22,6 +20,7 @@ from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.scope import current_scope
 from raytorchrpc.calls.services import DeferredReply, WaitableReply, builtin_services
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, PeerLost, RpcTimeout
+from raytorchrpc.patterns.home import FIND, OPEN, find
 from raytorchrpc.process.deadlines import Deadlines
 
 T = TypeVar("T")
@@ -34,34 +33,8 @@ _ANSWER_NOW_S = 1.0
 
 #: An operation as a generator: it yields what it has to wait for, and is sent the result.
 Steps = Generator["Future[Any] | DeferredReply", Any, T]
-#: Creates an object at its home: (member, name, settings) -> the object.
-Factory = Callable[[LocalMember, str, Any], Any]
-
-#: How a home creates objects, by kind. They are ``Served``, and keep their ``settings``.
-factories: dict[str, Factory] = {}
 #: Identify requests of this process.
 request_ids = itertools.count(1)
-
-
-def register_service(name: str, function: Callable[..., Any]) -> None:
-    """Have every member serve ``function(member, caller's rank, *args)`` to its peers; see ``Exposed.service``."""
-    builtin_services[name] = Exposed(function, True, None, False, False, False, frozen=True, service=True)
-
-
-def register_methods(methods: Mapping[str, Callable[..., Any]]) -> None:
-    """Have every member serve ``function(object, caller's rank, *args)``, by name, for requests to an object's address.
-
-    A request to an object that the member does not have raises NotFound.
-    """
-    for name, function in methods.items():
-        register_service(name, _of_object(function))
-
-
-def _of_object(function: Callable[..., Any]) -> Callable[..., Any]:
-    def serve(local: LocalMember, caller: int, kind: str, of: str, instance_id: int | None, *args: Any) -> Any:
-        return function(local.services.find(kind, of, instance_id, local.me.name), caller, *args)
-
-    return serve
 
 
 # --- running operations --------------------------------------------------------------------------------------
@@ -113,17 +86,32 @@ async def arun(steps: Steps[T]) -> T:
         return stop.value  # type: ignore[no-any-return]
 
 
-def begin(timeout: float | None = None) -> Steps[tuple[LocalMember, float]]:
+def begin(timeout: float | None = None, home: str | None = None) -> Steps[tuple[LocalMember, float]]:
     """Begin an operation: return this process's member, and how many seconds the operation may wait at the home.
 
-    ``timeout`` None: ``rpc_timeout_s``. A restarted actor waits here until it is a member of its group again.
+    ``timeout`` None: ``rpc_timeout_s``. ``home``: a process that is no member may do this too, as a guest of the group
+    with this member. A restarted actor waits here until it is a member of its group again.
     """
     local, since = current_local(), time.monotonic()
+    if local is None and home is not None and (found := _as_guest(home)) is not None:
+        local = found[0]
     if local is not None:
         return local, _wait_limit(local, timeout)
     asked = _answer_timeout(timeout) if isinstance(timeout, (int, float)) else None
-    local = yield rejoin.awaited(asked)
+    try:
+        awaited = rejoin.awaited(asked)
+    except NotAMember as error:
+        if home is None:
+            raise
+        hint = "a driver may use queues and topics of a detached group after get_group(name)"
+        raise NotAMember(f"{error}; {hint}") from None
+    local = yield awaited
     return local, max(0.0, _wait_limit(local, timeout) - (time.monotonic() - since))
+
+
+def _as_guest(home: Any) -> tuple[LocalMember, Member] | None:
+    """See ``calls.guests.OwnGroups.find``."""
+    return None if guests.own_groups is None else guests.own_groups.find(home)
 
 
 def _wait_limit(local: LocalMember, timeout: float | None) -> float:
@@ -178,6 +166,8 @@ class Handle:
     """
 
     kind: ClassVar[str]
+    for_guests: ClassVar[bool] = False
+    """Processes that are no members can use it; see ``calls.guests``."""
 
     def __init__(self, name: str, home: Any, settings: Any) -> None:
         """Create the object if this process is its home, else when the handle is first used.
@@ -199,9 +189,12 @@ class Handle:
         elif isinstance(home, Member):
             home = home.name
         elif not isinstance(home, str):
-            raise ConfigurationError(
-                f"{self.kind} {name!r} needs a home: this process is in no group, so pass home='a member's name'"
-            )
+            found = _as_guest(home) if self.for_guests and home is not None else None
+            if found is None:
+                raise ConfigurationError(
+                    f"{self.kind} {name!r} needs a home: this process is in no group, so pass home='a member's name'"
+                )
+            home = found[1].name
         self._set_state(name, home, settings, None)
         if local is not None and local.me.name == home:
             run(self._bind(local))
@@ -218,24 +211,38 @@ class Handle:
         Asks every member of the group and blocks until they have answered, at most ``timeout`` seconds. Raises
         NotFound if no member has the object.
         """
-        local = process_member(timeout)
-        if (found := _find(local, local.me.rank, cls.kind, name)) is not None:
+        local = current_local()
+        searched = [local] if local is not None else cls._groups_of_guest() or [process_member(timeout)]
+        silent: list[str] = []
+        for local in searched:
+            if (handle := cls._find_in(local, name, timeout, silent)) is not None:
+                return handle
+        groups = " or ".join(repr(local.group) for local in searched)
+        unheard = f"; {', '.join(silent)} did not answer" if silent else ""
+        raise NotFound(f"no member of group {groups} has a {cls.kind} {name!r}{unheard}")
+
+    @classmethod
+    def _groups_of_guest(cls) -> list[LocalMember]:
+        return guests.own_groups.everywhere() if cls.for_guests and guests.own_groups is not None else []
+
+    @classmethod
+    def _find_in(cls: type[H], local: LocalMember, name: str, timeout: float | None, silent: list[str]) -> H | None:
+        """Find the object in one group. Adds members that did not answer to ``silent``."""
+        if (found := find(local, local.me.rank, cls.kind, name)) is not None:
             return cls._restore(name, local.me.name, *found)
         asked: list[tuple[str, Future[tuple[Any, int] | None]]] = []
         for route in local.peers.routes:
             if route.member.rank != local.me.rank:
                 with contextlib.suppress(PeerLost):  # a member that is away has no objects
-                    call = local.outgoing.call(route.member, _FIND, (cls.kind, name), {}, CallOptions(timeout, retry=0))
+                    call = local.outgoing.call(route.member, FIND, (cls.kind, name), {}, CallOptions(timeout, retry=0))
                     asked.append((route.member.name, Future(call)))
-        silent = []
         for member, future in asked:
             try:
                 if (found := future.wait()) is not None:
                     return cls._restore(name, member, *found)
             except (PeerLost, RpcTimeout):
                 silent.append(member)
-        unheard = f"; {', '.join(silent)} did not answer" if silent else ""
-        raise NotFound(f"no member of group {local.group!r} has a {cls.kind} {name!r}{unheard}")
+        return None
 
     @classmethod
     def _restore(cls: type[H], name: str, home: str, settings: Any, instance_id: int | None) -> H:
@@ -330,27 +337,3 @@ class Handle:
     def _home_lost(self, lost: PeerLost) -> PeerLost:
         home = f"it is the home of {self.kind} {self._name!r}, whose contents are gone if its process ended"
         return PeerLost(lost.peer, f"{lost.cause} ({home})", lost.may_have_run)
-
-
-# --- at the home ---------------------------------------------------------------------------------------------
-
-OPEN, _FIND = "raytorchrpc.open", "raytorchrpc.find"
-
-
-def _open(local: LocalMember, caller: int, kind: str, name: str, settings: Any) -> int:
-    """Return the instance id of the object, which is created if there is none."""
-    opened = local.services.open(kind, name, partial(factories[kind], local, name, settings))
-    if opened.settings != settings:
-        raise ConfigurationError(
-            f"member {local.me.name!r} has a {kind} {name!r} with other settings: {opened.settings}, not {settings}"
-        )
-    return int(opened.instance_id)
-
-
-def _find(local: LocalMember, caller: int, kind: str, name: str) -> tuple[Any, int] | None:
-    found = local.services.get(kind, name)
-    return None if found is None else (found.settings, found.instance_id)
-
-
-register_service(OPEN, _open)
-register_service(_FIND, _find)

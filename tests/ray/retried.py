@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -89,6 +90,12 @@ class Retried:
             os._exit(1)
         return newest, rtr.current_member().name, rtr.get_group("retried").name
 
+    def membership(self, marker: str) -> tuple[str, int]:
+        me = rtr.current_member(timeout=40)
+        if first_time(marker):
+            os._exit(1)
+        return me.name, me.incarnation
+
     def busy(self, marker: str, latch: Latch) -> str:
         """Makes no direct call at all."""
         if first_time(marker):
@@ -101,6 +108,8 @@ class Retried:
         if first_time(marker):
             os._exit(1)
         started = time.monotonic()
+        with contextlib.suppress(rtr.RpcTimeout):
+            return f"{rtr.current_member(timeout=0.5)} came back", 0.0
         try:
             rtr.rpc_sync("peer", timeout=1).double(1)
         except rtr.RpcTimeout as error:
@@ -125,6 +134,7 @@ class AsyncRetried:
                 ticks += 1
 
         ticking = asyncio.ensure_future(tick())
+        me = await rtr.await_membership(timeout=40)
         done = asyncio.Event()
         loop = asyncio.get_running_loop()
         future = rtr.rpc_async("peer", timeout=40).double(torch.ones(3))
@@ -137,6 +147,7 @@ class AsyncRetried:
         ticking.cancel()
         if first_time(marker):
             os._exit(1)
+        assert me == rtr.current_member() and me.incarnation > 0
         return doubled, item, ticks
 
     async def on_the_loop(self, marker: str) -> Any:

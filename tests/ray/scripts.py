@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.ray.commands import ROOT, Command
 
 PRELUDE = """
-import atexit, faulthandler, gc, os, signal, sys, threading, time
+import atexit, faulthandler, gc, os, queue, signal, sys, threading, time
 import ray
 import raytorchrpc as rtr
 from tests.ray.actors import Peer

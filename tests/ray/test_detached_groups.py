@@ -20,10 +20,11 @@ a, b = (ray.remote(Returning).options(name=name, **made).remote() for name in ("
 group = rtr.init_group({"a": a, "b": b}, name="lasting", detached=True)
 assert [member.name for member in group.members] == ["a", "b"]
 assert ray.get(a.call.remote("b", "count"))[1] == 1
-try:
-    group.on_change(print)
-except rtr.ConfigurationError as error:
-    assert "detached actor" in str(error)
+rtr.Queue("work", home="a").put("from the first driver")
+forget = group.on_change(print)
+assert "raytorchrpc-changes-lasting" in ours()
+forget()
+assert settle(lambda: "raytorchrpc-changes-lasting" not in ours())
 print("fine")
 """
 
@@ -41,12 +42,25 @@ try:
 except rtr.BootstrapError as error:
     assert "get_group('lasting')" in str(error), error
 
+assert threading.active_count() and not ours()
 group = rtr.get_group("lasting")
+assert rtr.Queue("work", home="a").get(10) == "from the first driver"
+changes = queue.SimpleQueue()
+group.on_change(changes.put)
+work = rtr.Queue("work", home="b")
+work.put(0)
 before = group.members[1]
 assert ray.get(a.call.remote("b", "count")) == (before.pid, 2)
 os.kill(before.pid, signal.SIGKILL)
 assert settle(lambda: group.members[1].incarnation == 1, 60)
 group.wait_ready(30)
+lost, back = changes.get(timeout=10), changes.get(timeout=10)
+assert (lost.kind, lost.members, back) == ("lost", ("b",), rtr.Change("back", ("b",))) and lost.cause
+try:
+    work.get(1)
+    raise AssertionError("the queue ended with its home")
+except rtr.NotFound:
+    rtr.Queue("work", home="b").put(1)
 assert ray.get(a.call.remote("b", "count"))[0] == group.members[1].pid != before.pid
 
 (c,) = actors(1, cls=Returning)
@@ -62,6 +76,7 @@ except rtr.ConfigurationError as error:
     assert "a member 'c' already" in str(error)
 group.remove(["c"])
 assert len(group) == 2
+assert [changes.get(timeout=10).kind for _ in range(2)] == ["added", "removed"]
 rtr.get_group("lasting").shutdown()
 assert ray.get([one.in_no_group.remote() for one in (a, b)]) == [True, True]
 try:
@@ -70,6 +85,12 @@ try:
 except rtr.NotAMember:
     pass
 group.shutdown()
+assert settle(lambda: not ours()), ours()
+try:
+    rtr.Queue("work", home="b").get(1)
+    raise AssertionError("the group was shut down")
+except rtr.NotAMember:
+    pass
 with rtr.init_group({"a": a, "b": b}, name="lasting"):
     assert ray.get(a.call.remote("b", "count"))[1] == 3
 for one in (a, b):

@@ -1,13 +1,16 @@
 """The programs in the README and in docs/ run as they are printed, in a Ray that starts quickly.
 
-A fence marked ``python`` is a complete program and is run; ``py`` marks a fragment and is only compiled.
+A fence marked ``python`` is a complete program and is run; ``py`` marks a fragment. A fragment is compiled, and uses
+only names that it or an earlier fence of the page defines; in that case the page says that it goes on.
 """
 
 from __future__ import annotations
 
+import builtins
 import os
 import re
 import subprocess
+import symtable
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -75,6 +78,45 @@ def test_a_program_runs_as_it_is(block: Block, tmp_path: Path) -> None:
 @pytest.mark.parametrize("block", FRAGMENTS)
 def test_a_fragment_is_python(block: Block) -> None:
     compile(block.code, block.where, "exec")
+
+
+def names(code: str) -> tuple[set[str], set[str]]:
+    """What a snippet uses without defining it, and what it defines."""
+    table = symtable.symtable(code, "snippet", "exec")
+    defined = {each.get_name() for each in table.get_symbols() if each.is_assigned() or each.is_imported()}
+    used, todo = set(), [table]
+    while todo:
+        scope = todo.pop()
+        todo += scope.get_children()
+        used |= {
+            each.get_name()
+            for each in scope.get_symbols()
+            if each.is_referenced() and (scope is table or each.is_global())
+        }
+    return used - defined - set(dir(builtins)), defined
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_snippet_defines_what_it_uses_or_says_what_it_continues(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    one_program = re.search(r"snippets (on this page )?form one program", text)
+    known: set[str] = set()
+    for match in _FENCE.finditer(text):
+        if match["language"] not in ("py", "python"):
+            continue
+        free, defined = names(match["code"])
+        where = f"{page.name}:{text.count(chr(10), 0, match.start()) + 1}"
+        assert free <= known, f"{where} uses {sorted(free - known)}, which nothing above it defines"
+        above = text[: match.start()].removesuffix("<!-- run -->\n").removesuffix("<!-- run gpu -->\n").rstrip()
+        paragraph = above.rpartition("\n\n")[2]
+        goes_on = one_program or re.search(r"\babove\b|\bcontinues?\b", paragraph)
+        assert not free or goes_on, f"{where} uses {sorted(free)} of an earlier snippet and does not say so"
+        known |= defined
+
+
+def test_undefined_names_are_found() -> None:
+    free, defined = names("import a\n\ndef f(x):\n    return a.b(x, y, len(x))\n\nz = [q for q in w]")
+    assert (free, defined) == ({"y", "w"}, {"a", "f", "z"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -75,6 +75,7 @@ def test_an_interrupted_method_that_calls_a_peer_ends_well_when_it_runs_again(
     [
         ("async_call_of_a_thread", 42),
         ("remote_call", 42),
+        ("membership", (None, 1)),
         ("through_queue", (7, None)),
         ("through_weights", (0, None, "retried")),
     ],

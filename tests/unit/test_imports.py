@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decorator": {"calls", "rdt"},
     "membership": {
         *("calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.setup", "lanes.torchrpc"),
-        *("patterns.handle", "process", "rdt", "routing", "tensors", "topology"),
+        *("patterns.home", "process", "rdt", "routing", "tensors", "topology"),
     },
     "group": {
         *("calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.socket", "lanes.torchrpc.agent"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from raytorchrpc.calls import guests
 from raytorchrpc.patterns import handle
 from raytorchrpc.patterns.queues import items, services
 from raytorchrpc.patterns.weights import published, pull
@@ -65,6 +66,9 @@ def test_the_tests_that_a_page_names_exist(page: str) -> None:
         ("weights.md", f"at most {pull.MESSAGE_BYTES >> 20} MiB, or one tensor, in a message"),
         ("weights.md", f"raises `RpcTimeout` at most {handle.ANSWER_S} s after the timeout"),
         ("weights.md", f"{ {60.0: 'a minute'}[published.LINGER_S] } after the pull's timeout"),
+        ("queues.md", f"waiting operations after {guests.LEASE_S:g} s"),
+        ("failure-model.md", f"hears nothing from the driver for {guests.LEASE_S:g} s"),
+        ("internals.md", f"a request every {guests.LEASE_S / 3:g} s"),
         ("failure-model.md", f"After about {keepalive.SILENCE_S} s of silence the TCP connections are given up"),
     ],
 )

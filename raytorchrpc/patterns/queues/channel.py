@@ -46,6 +46,11 @@ _RETURN_S, RETURNS = 60.0, 10
 class Channel(Handle):
     """A handle of a queue or topic."""
 
+    for_guests = True
+
+    def _begin(self, timeout: float | None = None) -> Steps[tuple[LocalMember, float]]:
+        return begin(timeout, self._home)
+
     def close(self, *, force: bool = False) -> None:
         """Declare that this producer has put its last item. Blocks for an answer of the home.
 
@@ -66,7 +71,7 @@ class Channel(Handle):
         return stats
 
     def _request_store(self, service: str, *args: Any) -> Steps[Any]:
-        local, _ = yield from begin()
+        local, _ = yield from self._begin()
         yield from self._bind(local)
         return (yield from self._request(local, service, (*self._address, *args)))
 
@@ -79,7 +84,7 @@ class Channel(Handle):
 
     def _put(self, values: Sequence[Any], timeout: float | None, *, in_turn: bool = False) -> Steps[None]:
         """``in_turn``: after the puts that coroutines of this event loop have begun before."""
-        local, wait_s = yield from begin(timeout)
+        local, wait_s = yield from self._begin(timeout)
         until = time.monotonic() + wait_s
         sequence = running_sequence((local.incoming.token, self.kind, self._home, self._name), in_turn)
         turn = None
@@ -154,7 +159,7 @@ class Channel(Handle):
 
     def _take_from(self, key: str, limit: int, timeout: float | None, keep: bool) -> Steps[Any]:
         """Take items from a buffer. Returns a list of values, EMPTY or ENDED."""
-        local, wait_s = yield from begin(timeout)
+        local, wait_s = yield from self._begin(timeout)
         until = time.monotonic() + wait_s
         if (yield from self._bind(local, wait_s)):
             batch = yield from self._take_here(local, key, limit, until)

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import Closed, Empty
-from raytorchrpc.patterns.handle import Steps, arun, checked_count, factories, run
+from raytorchrpc.patterns.handle import Steps, arun, checked_count, run
+from raytorchrpc.patterns.home import factories, setting_names
 from raytorchrpc.patterns.queues.buffer import Buffer
 from raytorchrpc.patterns.queues.channel import Channel, Consumer
 from raytorchrpc.patterns.queues.services import HomeStore
@@ -27,6 +28,9 @@ class Queue(Consumer, Channel):
     home is one of them. A large CPU tensor costs one copy each time that it crosses within a host. The home copies what
     it puts itself, so that it can be changed afterwards. A waiting item may lie in shared memory of its producer; the
     home copies items beyond a quarter of that memory (``GroupConfig.shm_bytes``).
+
+    A driver that formed the group, or fetched a detached one with ``get_group``, can use the queue without being a
+    member. Its items then travel over a socket, and cannot hold CUDA tensors.
 
     The home serves the queue on threads of its own, beside its actor's methods. All operations block, at most
     ``timeout`` seconds (None: ``rpc_timeout_s``); inside a method that serves a call, they end with that call.
@@ -50,19 +54,20 @@ class Queue(Consumer, Channel):
     ) -> None:
         """Refer to the queue of this name, and create it if its home has none.
 
-        The home creates it at once, another member when it first uses the handle.
+        The home creates it at once, any other process when it first uses the handle.
 
         Args:
             name: identifies the queue in its home.
-            home: a member's name, rank or handle, or a Member. None: this member. A process that is in no group passes
-                a name; the first member that uses the handle has the queue created.
+            home: a member's name, rank or handle, or a Member. None: this member. A process that formed or fetched no
+                group passes a name.
             maxsize: most items that may wait.
             max_bytes: most bytes that may wait. None: a quarter of the memory that the home may use. A larger message
                 is accepted when nothing else waits.
             producers: how many calls of ``close`` end the stream, one for each producer.
 
         Raises:
-            ConfigurationError: invalid settings, or settings that differ from the existing queue's.
+            ConfigurationError: invalid settings, or settings that differ from the existing queue's (at the home; any
+                other process gets this when it first uses the handle).
         """
         most = None if max_bytes is None else checked_count("max_bytes", max_bytes)
         super().__init__(name, home, (checked_count("maxsize", maxsize), most, checked_count("producers", producers)))
@@ -137,3 +142,4 @@ def _create(local: LocalMember, name: str, settings: Any) -> HomeStore:
 
 
 factories[Queue.kind] = _create
+setting_names[Queue.kind] = ("maxsize", "max_bytes", "producers")

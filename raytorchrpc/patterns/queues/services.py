@@ -12,7 +12,7 @@ from typing import Any
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.patterns.handle import register_methods
+from raytorchrpc.patterns.home import register_methods
 from raytorchrpc.patterns.queues.buffer import Batch, BatchId, Buffer, Policy
 from raytorchrpc.patterns.queues.items import PackedItems, SharedMemoryBudget, pack, unpack
 from raytorchrpc.patterns.queues.sequence import ReorderBuffer, SequenceMark

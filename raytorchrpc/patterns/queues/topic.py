@@ -8,7 +8,8 @@ from typing import Any, ClassVar, get_args
 
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import Closed, ConfigurationError, Empty, NotFound, RayTorchRpcError
-from raytorchrpc.patterns.handle import Steps, arun, begin, checked_count, factories, request_ids, run
+from raytorchrpc.patterns.handle import Steps, arun, checked_count, request_ids, run
+from raytorchrpc.patterns.home import factories, setting_names
 from raytorchrpc.patterns.queues.buffer import Policy
 from raytorchrpc.patterns.queues.channel import RETURNS, Channel, Consumer
 from raytorchrpc.patterns.queues.services import CANCEL, SUBSCRIBE, HomeStore
@@ -79,7 +80,7 @@ class Topic(Channel):
             raise ConfigurationError(f"policy= must be one of {', '.join(get_args(Policy))}, not {policy!r}")
         size = 1 if policy == "latest" else checked_count("maxsize", maxsize)
         most = None if max_bytes is None else checked_count("max_bytes", max_bytes)
-        local, _ = yield from begin()
+        local, _ = yield from self._begin()
         at_home = yield from self._bind(local)
         process = local.incoming.token
         key = f"{process}.{next(request_ids)}"
@@ -157,7 +158,8 @@ class Subscription(Consumer):
             run(self._cancel())
 
     def _cancel(self) -> Steps[None]:
-        (local, _), topic = (yield from begin()), self._topic
+        topic = self._topic
+        local, _ = yield from topic._begin()
         args = (*topic._address, self._key)
         try:
             yield from topic._request(local, CANCEL, args)
@@ -181,3 +183,4 @@ def _create(local: LocalMember, name: str, settings: Any) -> HomeStore:
 
 
 factories[Topic.kind] = _create
+setting_names[Topic.kind] = ("publishers",)

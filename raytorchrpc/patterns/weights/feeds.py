@@ -13,7 +13,8 @@ import torch
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable, NotFound
-from raytorchrpc.patterns.handle import give_up_at, register_methods
+from raytorchrpc.patterns.handle import give_up_at
+from raytorchrpc.patterns.home import register_methods
 from raytorchrpc.patterns.weights.published import Readable, lease_end
 from raytorchrpc.patterns.weights.snapshots import Snapshot, SnapshotPool, TensorSpec, VersionMemory
 from raytorchrpc.tensors.cuda_streams import handoff_streams

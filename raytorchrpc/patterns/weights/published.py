@@ -16,7 +16,7 @@ import torch
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotAMember, NotFound
-from raytorchrpc.patterns.handle import register_methods
+from raytorchrpc.patterns.home import register_methods
 from raytorchrpc.patterns.weights.partial import complete
 from raytorchrpc.patterns.weights.plan import PlaceInWhole
 from raytorchrpc.patterns.weights.relays import RelayPlan

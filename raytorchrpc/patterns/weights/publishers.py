@@ -20,7 +20,8 @@ from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, RayTorchRpcError, RpcTimeout
-from raytorchrpc.patterns.handle import Handle, Steps, begin, factories, give_up_at, register_methods
+from raytorchrpc.patterns.handle import Handle, Steps, begin, give_up_at
+from raytorchrpc.patterns.home import factories, register_methods, setting_names
 from raytorchrpc.patterns.weights.plan import PlaceInWhole
 from raytorchrpc.patterns.weights.published import KIND, PublishedWeights
 from raytorchrpc.patterns.weights.versions import VersionWaits
@@ -375,6 +376,7 @@ def _open(local: LocalMember, name: str, settings: Any) -> PublishedWeights | Co
 
 
 factories[KIND] = _open
+setting_names[KIND] = setting_names[SHARDS] = ("keep", "track", "publishers")
 factories[SHARDS] = lambda local, name, settings: PublishedShards(local, settings)
 register_methods(
     {

@@ -10,7 +10,9 @@ import pytest
 from benchmarks import _scale_report
 from raytorchrpc.calls.mailbox import Owner
 from raytorchrpc.config import GroupConfig
+from raytorchrpc.group.guest import directory_of
 from raytorchrpc.group.roster import Roster
+from raytorchrpc.group.state import GroupState
 from raytorchrpc.lanes.common.acceptor import SocketAddress
 from raytorchrpc.lanes.common.credentials import Instance
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity
@@ -76,6 +78,17 @@ def test_what_a_member_is_told_of_those_who_come_is_all_it_misses(who: str) -> N
             told = again.arrival(name, info, everybody, coming)
             assert {member.name for member in told.table.info.members} == set(coming)
             same(join._merged(known[name], told.table), again.table(name, info, everybody))
+
+
+def test_a_guest_reaches_members_on_other_hosts_by_tcp() -> None:
+    cluster = clusters.hosts_of(2, 4)
+    roster, prepared = formed(cluster)
+    state = GroupState(roster, roster.info(prepared), prepared)
+    for name, endpoint in cluster.items():
+        contacts = directory_of(state, endpoint).contacts
+        near = {other for other, its in cluster.items() if its.boot_id == endpoint.boot_id}
+        assert {other for other, contact in contacts.items() if not contact.by_tcp} == near
+        assert contacts[name].address == prepared[name].addresses["socket"]
 
 
 def test_what_a_member_is_told_does_not_grow_with_those_who_are_there() -> None:

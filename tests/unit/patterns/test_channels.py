@@ -15,7 +15,7 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.calls import current, peer_table
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.patterns.handle import OPEN
+from raytorchrpc.patterns.home import OPEN
 from raytorchrpc.patterns.queues import sequence
 from raytorchrpc.patterns.queues.items import encode_items
 from raytorchrpc.patterns.queues.services import PUT, PUT_BACK, SUBSCRIBE, TAKE, WITHDRAW, HomeStore

@@ -289,7 +289,7 @@ def test_callbacks_hear_of_a_change_once_there_is_memory(request: pytest.Fixture
                 raise MemoryError
             return super().__iter__()
 
-    news._listeners = Starved(news._listeners)
+    news._listeners._listeners = Starved(news._listeners.all())
     thread = news.start()
     for kind in ("lost", "back"):
         news.put(Change(kind, ("a",)))  # type: ignore[arg-type]

@@ -1,0 +1,97 @@
+"""Guests: processes that use the queues and topics of a group without being members of it.
+
+A guest is a driver, or an actor, that formed the group or fetched it. It has a negative rank and connects to members;
+no member connects to it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from raytorchrpc.calls.exposed import Exposed
+from raytorchrpc.calls.peers import Member, PeerRoute
+from raytorchrpc.calls.services import builtin_services
+from raytorchrpc.process.deadlines import Deadlines
+
+#: A member drops what it holds for a guest that has sent nothing for this time (seconds).
+LEASE_S = 15.0
+#: A guest sends this request to each member that it uses, several times within a lease.
+RENEW = "raytorchrpc.renew"
+
+_GUESTS_BELOW = -1  # the rank of a supervisor
+
+
+class OwnGroups(Protocol):
+    """The groups that this process has formed or fetched without being a member."""
+
+    def find(self, home: Any) -> tuple[Any, Member] | None:
+        """This process as a guest of the group with the member ``home`` (a LocalMember), and that member. Blocks.
+
+        None if there is no such group. Raises NotAMember, or ConfigurationError if several groups have that member.
+        """
+
+    def everywhere(self) -> list[Any]:
+        """This process as a guest of each of its groups. Blocks."""
+
+
+own_groups: OwnGroups | None = None
+"""Set by the package that forms groups."""
+
+
+def new_rank() -> int:
+    """Return a rank for a guest. No two guests have the same."""
+    return _GUESTS_BELOW - 1 - secrets.randbits(62)
+
+
+def is_guest(rank: int) -> bool:
+    """Whether a caller of this rank is a guest."""
+    return rank < _GUESTS_BELOW
+
+
+class Guests:
+    """The guests that call one member. Thread-safe."""
+
+    def __init__(self, lose: Callable[[int], None], deadlines: Deadlines) -> None:
+        """``lose``: drops what the member holds for the guest of that rank. Quick, never raises."""
+        self._lose, self._deadlines = lose, deadlines
+        self._lock = threading.Lock()
+        self._routes: dict[int, PeerRoute] = {}
+        self._seen: dict[int, float] = {}
+
+    def route_back(self, rank: int) -> PeerRoute:
+        """The route for replies to a guest, which has just sent something. It names no lane: a reply takes the
+        connection that brought the request.
+        """
+        now = time.monotonic()
+        with self._lock:
+            route = self._routes.get(rank)
+            self._seen[rank] = now
+            if route is not None:
+                return route
+            member = Member(rank, "a process that is no member", None, "", 0, "", -1)
+            no_lane: Any = None
+            route = self._routes[rank] = PeerRoute(member, no_lane, no_lane, no_lane)
+        self._deadlines.at(now + LEASE_S, lambda: self._check(rank))
+        return route
+
+    def _check(self, rank: int) -> None:
+        with self._lock:
+            until = self._seen[rank] + LEASE_S
+            ended = until <= time.monotonic()
+            if ended:
+                del self._seen[rank], self._routes[rank]
+        if ended:
+            self._lose(rank)
+        else:
+            self._deadlines.at(until, lambda: self._check(rank))
+
+
+def _renew(local: Any, caller: int) -> None:
+    """Does nothing: that the request arrived is what counts."""
+
+
+builtin_services[RENEW] = Exposed(_renew, True, None, False, False, False, frozen=True, service=True)

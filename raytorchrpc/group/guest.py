@@ -1,0 +1,268 @@
+"""This process as a guest of groups: it uses their queues and topics without being a member; see ``calls.guests``."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import ray
+
+from raytorchrpc.calls import guests, protocol
+from raytorchrpc.calls.guests import LEASE_S, RENEW, new_rank
+from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.options import CallOptions
+from raytorchrpc.calls.peers import Member, PeerRoute, process_token
+from raytorchrpc.calls.scope import Limit, Scope, current_scope
+from raytorchrpc.config import GroupConfig
+from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, RayTorchRpcError
+from raytorchrpc.group.formation import current_session
+from raytorchrpc.group.state import GroupState
+from raytorchrpc.lanes.base import PeerAddress, Pending
+from raytorchrpc.lanes.common.acceptor import SocketAddress
+from raytorchrpc.lanes.common.credentials import Credentials
+from raytorchrpc.lanes.socket.lane import SocketLane
+from raytorchrpc.membership import local_setup
+from raytorchrpc.process import fork
+from raytorchrpc.process.memory import default_capacity
+from raytorchrpc.topology.endpoint import Endpoint
+
+#: To connect to a member for the first time (seconds).
+_CONNECT_S = 2.0
+
+
+class Contact(NamedTuple):
+    """How a guest reaches one member."""
+
+    member: Member
+    address: SocketAddress
+    by_tcp: bool
+
+
+class Directory(NamedTuple):
+    """What a guest needs to reach the members of a group."""
+
+    credentials: Credentials
+    config: GroupConfig
+    contacts: Mapping[str, Contact]
+    """By the member's name."""
+
+
+class Host(Protocol):
+    """Knows the group: the supervisor, or a handle of it."""
+
+    def directory(self, endpoint: Endpoint) -> Directory:
+        """The members as they are now, for the process that ``endpoint`` describes. Raises BootstrapError."""
+
+
+def directory_of(state: GroupState, endpoint: Endpoint) -> Directory:
+    """Describe a group to the process that ``endpoint`` describes."""
+    roster, prepared = state.roster, state.prepared
+    contacts = {
+        name: Contact(record.member, prepared[name].addresses["socket"], roster.reached_by_tcp(name, endpoint))
+        for name, record in roster.records.items()
+        if name in prepared
+    }
+    return Directory(roster.credentials, roster.config, contacts)
+
+
+class Guest:
+    """This process as a guest of one group. Connects when it is first used. Thread-safe."""
+
+    def __init__(self, host: Host) -> None:
+        self._host, self._session = host, current_session()
+        self._lock = threading.Lock()
+        self._local: LocalMember | None = None
+        self._lane: SocketLane | None = None
+        self._endpoint: Endpoint | None = None
+        self._watches: dict[str, Pending] = {}
+        """A request to each member that was used, which fails when its process ends."""
+        self._stale = True
+        """Addresses may have changed: a member that was used has ended."""
+        fork.register(self)
+
+    def after_fork(self) -> tuple[()]:
+        """See fork.ForkAware."""
+        if self._local is not None:
+            fork.forked_from(f"a process that uses queues of group {self._local.group!r}")
+        return ()
+
+    @property
+    def lasts(self) -> bool:
+        """Whether this process is connected to the same cluster as when it fetched the group."""
+        return current_session() == self._session
+
+    def local(self, home: Any = None) -> LocalMember:
+        """What carries out this guest's operations, with a route to ``home``, if that is a member. Blocks to connect.
+
+        Raises NotAMember if the group has ended.
+        """
+        with self._lock:
+            if self._local is None or self._stale or (home is not None and _member(self._local, home) is None):
+                self._refresh()
+            local = self._local
+            assert local is not None
+            member = None if home is None else _member(local, home)
+            if member is not None and member.name not in self._watches:
+                self._watch(local, member)
+        return local
+
+    def _refresh(self) -> None:
+        if self._endpoint is None:
+            self._endpoint = local_setup.endpoint("guest")
+        try:
+            directory = self._host.directory(self._endpoint)
+        except BootstrapError as error:
+            raise NotAMember(f"this process is in no group, and the one that it used has ended: {error}") from error
+        local, lane = self._open(directory)
+        lane.reach(None, frozenset(name for name, contact in directory.contacts.items() if contact.by_tcp))
+        known = {route.member.name: route for route in local.peers.routes}
+        for name, route in known.items():
+            if name not in directory.contacts:
+                local.peers.remove_peer(route.member.rank)
+                lane.disconnect(name)
+        for name, (member, address, _) in directory.contacts.items():
+            token = process_token(local.generation, member.rank, member.incarnation)
+            if name not in known or known[name].token != token:
+                lane.disconnect(name)
+                lane.connect([PeerAddress(name, address)])
+                near = member.node_id == local.me.node_id
+                local.peers.add_peer(PeerRoute(member, lane, lane, lane, token=token, same_clock=near))
+        self._stale = False
+
+    def _open(self, directory: Directory) -> tuple[LocalMember, SocketLane]:
+        if self._local is not None and self._lane is not None:
+            return self._local, self._lane
+        credentials, config = directory.credentials, directory.config
+        context = ray.get_runtime_context()
+        me = Member(new_rank(), "guest", context.get_actor_id(), context.get_node_id(), os.getpid(), "", -1)
+        max_bytes = config.max_bytes_in_flight or default_capacity()
+        local = LocalMember(credentials.group, credentials.generation, me, config, None, {}, max_bytes)
+        lane = SocketLane("guest", credentials, tcp_host=None, by_tcp=frozenset())
+        local.lanes.append(lane)
+        try:
+            lane.open(lambda message, reply: None, local.workers.submit)  # no member calls a guest
+        except BaseException:
+            local.leave()
+            raise
+        self._local, self._lane = local, lane
+        self._renew_later(local)
+        return local, lane
+
+    def _watch(self, local: LocalMember, member: Member) -> None:
+        """Have the end of this member's process noticed. The operation that follows reports a failure to connect."""
+        route = local.peers.route(member.name)
+        try:
+            pending = local.outgoing.control(route, route.calls, protocol.WATCH, _CONNECT_S)
+        except RayTorchRpcError:
+            self._stale = True
+            return
+        self._watches[member.name] = pending
+        pending.add_done_callback(partial(self._ended, member.name, pending))
+
+    def _ended(self, name: str, pending: Pending) -> None:
+        if self._watches.get(name) is pending:
+            del self._watches[name]
+        self._stale = True
+
+    def _renew_later(self, local: LocalMember) -> None:
+        local.deadlines.at(time.monotonic() + LEASE_S / 3, partial(self._renew, local))
+
+    def _renew(self, local: LocalMember) -> None:
+        for name in list(self._watches):
+            local.workers.submit(_renew_at, local, name)  # each on its own thread: one may not take its request
+        self._renew_later(local)
+
+    def close(self) -> None:
+        """End all operations and free everything. Idempotent, never raises."""
+        if self._local is not None:
+            self._local.leave()
+
+
+def _renew_at(local: LocalMember, name: str) -> None:
+    # A scope of its own: what is in flight to this member must not hold the request up.
+    before = current_scope.set(Scope(limit=Limit(time.monotonic() + LEASE_S / 3)))
+    try:
+        with suppress(RayTorchRpcError):
+            local.outgoing.call(name, RENEW, options=CallOptions(LEASE_S / 3, retry=0))
+    finally:
+        current_scope.reset(before)
+
+
+def _member(local: LocalMember, target: Any) -> Member | None:
+    """The member that ``target`` (a name, rank, handle or Member) stands for, or None."""
+    try:
+        return local.peers.route(target).member
+    except NotAMember:
+        return None
+
+
+# --- the groups of this process ---------------------------------------------------------------------------------------
+
+
+class OwnGroups:
+    """The groups that this process has formed or fetched; see ``calls.guests.OwnGroups``. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._guests: dict[str, Guest] = {}
+        """By the generation of the group."""
+
+    def add(self, generation: str, host: Host) -> None:
+        """This process formed or fetched this group. Idempotent."""
+        with self._lock:
+            if generation not in self._guests:
+                self._guests[generation] = Guest(host)
+
+    def remove(self, generation: str) -> None:
+        """The group ends, as far as this process is concerned. Idempotent, never raises."""
+        with self._lock:
+            guest = self._guests.pop(generation, None)
+        if guest is not None:
+            guest.close()
+
+    def find(self, home: Any) -> tuple[LocalMember, Member] | None:
+        locals_ = self.everywhere(home)
+        found = [(local, member) for local in locals_ if (member := _member(local, home)) is not None]
+        if len(found) > 1:
+            groups = " and ".join(repr(local.group) for local, _ in found)
+            raise ConfigurationError(
+                f"groups {groups} have a member {home!r}, and this process is in none of them: give the members "
+                f"different names, or join one group with init_group(..., include_driver=True)"
+            )
+        if locals_ and not found:
+            members = "; ".join(
+                f"group {local.group!r} has {', '.join(route.member.name for route in local.peers.routes)}"
+                for local in locals_
+            )
+            raise NotAMember(f"no group that this process formed or fetched has a member {home!r}: {members}")
+        return found[0] if found else None
+
+    def everywhere(self, home: Any = None) -> list[LocalMember]:
+        """As in the base; ``home``: a member that is going to be called, if the group has it.
+
+        Raises NotAMember if there were groups and all have ended.
+        """
+        fork.check_process()
+        found: list[LocalMember] = []
+        ended = None
+        for generation, guest in list(self._guests.items()):
+            if not guest.lasts:
+                self.remove(generation)
+                continue
+            try:
+                found.append(guest.local(home))
+            except NotAMember as error:
+                self.remove(generation)
+                ended = error
+        if ended is not None and not found:
+            raise ended
+        return found
+
+
+own_groups = OwnGroups()
+guests.own_groups = own_groups

@@ -1,0 +1,154 @@
+"""A driver that formed a group without joining it uses its queues and topics, over real connections."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc.calls.current import process_member
+from raytorchrpc.group import guest
+from tests.conformance.peers import wait_until
+from tests.ray.actors import Latch, Peer
+from tests.ray.conftest import Spawn
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> None:
+    """Here one group serves several tests."""
+
+
+@pytest.fixture(scope="module")
+def actors(spawn_for_module: Spawn) -> dict[str, Any]:
+    return {"home": spawn_for_module(Peer, max_restarts=-1), "a": spawn_for_module(Peer)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
+    with rtr.init_group(actors, name="fed") as group:
+        yield group
+    assert not [thread.name for thread in threading.enumerate() if "guest" in thread.name]
+
+
+def take(queue: rtr.Queue, count: int) -> list[Any]:
+    return [queue.get(10) for _ in range(count)]
+
+
+def seen_at_home() -> dict[int, float]:
+    return dict(process_member().peers._guests._seen)  # type: ignore[union-attr]
+
+
+def test_items_of_any_size_go_both_ways_while_the_home_is_busy(
+    actors: dict[str, Any], latch: Callable[[], Latch]
+) -> None:
+    held = latch()
+    busy = actors["home"].busy.remote(held)
+    arrived = held.await_arrival()
+    queue, back = rtr.Queue("work", home="home", maxsize=50), rtr.Queue("back", home=actors["home"])
+    assert back.home == "home"
+    large = torch.rand(3 << 20)
+    queue.put({"large": large, "n": 1})
+    queue.put_many(range(5))
+    taken = ray.get(actors["a"].run.remote(take, queue, 6))
+    assert torch.equal(taken[0]["large"], large) and taken[1:] == [0, 1, 2, 3, 4]
+    ray.get(actors["a"].run.remote(lambda: back.put(large * 2)))
+    assert torch.equal(back.get(10), large * 2)
+    assert queue.stats()["taken"] == 6
+
+    async def put() -> None:
+        await asyncio.gather(*(queue.aput(number) for number in range(20)))
+
+    asyncio.run(put())
+    assert ray.get(actors["a"].run.remote(take, queue, 20)) == list(range(20))
+    held.release(arrived)
+    ray.get(busy, timeout=30)
+
+
+def test_topics_and_find(actors: dict[str, Any]) -> None:
+    topic = rtr.Topic("news", home="home")
+    with topic.subscribe("latest") as mine:
+        ray.get(actors["a"].run.remote(lambda: rtr.Topic.find("news").publish("from a")))
+        assert mine.get(10) == "from a"
+        topic.publish("mine")
+        assert mine.get(10) == "mine"
+    assert rtr.Topic.find("news").stats()["subscribers"] == 0
+    with pytest.raises(rtr.NotFound, match="group 'fed' has a queue 'none'"):
+        rtr.Queue.find("none")
+
+
+def test_the_lease_is_renewed_whatever_is_in_flight(actors: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    (local,) = guest.own_groups.everywhere()
+    (one,) = guest.own_groups._guests.values()
+    rtr.Queue("work", home="home", maxsize=50).qsize()
+    before = ray.get(actors["home"].run.remote(seen_at_home))[local.me.rank]
+    monkeypatch.setattr(guest, "LEASE_S", 0.6)
+    home = local.peers.route("home").member
+    held = [local.credit.take(home, "get", 0, 1)[0] for _ in range(local.config.max_calls_in_flight)]
+    one._renew(local)
+    assert wait_until(lambda: ray.get(actors["home"].run.remote(seen_at_home))[local.me.rank] > before + 0.1, 10)
+    for credit in held:
+        credit.give_back()
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(rtr.NotAMember, match="has a member 'nowhere': group 'fed' has home, a"):
+        rtr.Queue("q", home="nowhere").put(1)
+    with pytest.raises(rtr.NotAMember, match="include_driver=True"):
+        rtr.WeightStore("w", home="home").pull({})
+    with pytest.raises(rtr.ConfigurationError, match="pass home="):
+        rtr.Queue("q")
+    with pytest.raises(rtr.ConfigurationError, match="maxsize=50, not maxsize=3"):
+        rtr.Queue("work", home="home", maxsize=3).put(1)
+
+
+def test_two_groups_with_the_same_names(spawn: Spawn) -> None:
+    other = spawn(Peer)
+    with rtr.init_group({"home": other, "b": spawn(Peer)}, name="other"):
+        with pytest.raises(rtr.ConfigurationError, match="groups 'fed' and 'other' have a member 'home'"):
+            rtr.Queue("q", home="home").put(1)
+        rtr.Queue("q", home="b").put(1)
+        assert rtr.Queue.find("q").get(5) == 1
+
+
+def test_a_home_that_restarts_and_members_that_come_and_go(
+    actors: dict[str, Any], group: rtr.Group, spawn: Spawn
+) -> None:
+    old = rtr.Queue("lives", home="home")
+    old.put(1)
+    raised: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            rtr.Queue("empty", home="home").get(60)
+        except rtr.PeerLost as lost:
+            raised.append(lost)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    assert wait_until(lambda: rtr.Queue("empty", home="home").stats()["waiting_to_get"] == 1, 10)
+    began = time.monotonic()
+    ray.kill(actors["home"], no_restart=False)
+    waiting.join(10)
+    assert raised and time.monotonic() - began < 10
+    assert wait_until(lambda: group.members[0].incarnation == 1, 60)
+    group.wait_ready()
+    with pytest.raises(rtr.NotFound, match="ended"):
+        old.get(1)
+    rtr.Queue("lives", home="home").put(2)
+    assert rtr.Queue("lives", home="home").get(5) == 2
+
+    group.add({"c": spawn(Peer)})
+    added = rtr.Queue("q", home="c")
+    added.put(3)
+    group.remove(["c"])
+    with pytest.raises((rtr.NotAMember, rtr.PeerLost)):
+        added.get(1)
+    with pytest.raises(rtr.NotAMember, match="has a member 'c'"):
+        added.get(1)

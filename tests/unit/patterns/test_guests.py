@@ -1,0 +1,161 @@
+"""Guests: a process that is no member uses queues and topics, and what becomes of them when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc.calls import current, guests
+from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.peers import Member, PeerRoute, process_token
+from tests.conformance.peers import wait_until
+from tests.unit.members import GENERATION, DirectLane, Members
+
+CONFIG = rtr.GroupConfig(rpc_timeout_s=20)
+
+
+class Groups:
+    """Stands for the groups that this process formed: one, with the members of ``Members``."""
+
+    def __init__(self, members: Members) -> None:
+        me = Member(guests.new_rank(), "guest", None, "node", 0, "", -1)
+        self.local = LocalMember("group", GENERATION, me, CONFIG, None, {}, 1 << 30)
+        self.lane = DirectLane()
+        self.lane.peers = members.members
+        for member in (local.me for local in members.members.values()):
+            token = process_token(GENERATION, member.rank, member.incarnation)
+            self.local.peers.add_peer(PeerRoute(member, self.lane, self.lane, self.lane, token=token, same_clock=True))
+
+    def find(self, home: Any) -> tuple[LocalMember, Member]:
+        return self.local, self.local.peers.route(home).member
+
+    def everywhere(self) -> list[LocalMember]:
+        return [self.local]
+
+
+@pytest.fixture
+def members() -> Iterator[Members]:
+    made = Members(CONFIG)
+    yield made
+    current.set_local(None)
+    made.close()
+
+
+@pytest.fixture
+def groups(members: Members, monkeypatch: pytest.MonkeyPatch) -> Iterator[Groups]:
+    made = Groups(members)
+    monkeypatch.setattr(guests, "own_groups", made)
+    yield made
+    made.local.leave()
+
+
+def at_home(members: Members, kind: str) -> Any:
+    return members.members["home"].services.find(kind, "q", None, "home")
+
+
+@pytest.mark.usefixtures("groups")
+def test_a_guest_uses_a_queue_as_a_member_does(members: Members) -> None:
+    queue = rtr.Queue("q", home="home", maxsize=100)
+    large = torch.arange(1 << 18, dtype=torch.float32)
+    queue.put({"x": large})
+    queue.put_many(range(3))
+    assert torch.equal(queue.get()["x"], large)
+    assert queue.get_many(9) == [0, 1, 2]
+    with pytest.raises(rtr.Empty):
+        queue.get_nowait()
+
+    async def put() -> list[Any]:
+        await asyncio.gather(*(queue.aput(number) for number in range(20)))
+        return [await queue.aget() for _ in range(20)]
+
+    assert asyncio.run(put()) == list(range(20))
+    with members.acting("a"):
+        rtr.Queue.find("q").put("from a")
+    assert rtr.Queue.find("q").get() == "from a"
+    queue.close()
+    with pytest.raises(rtr.Closed):
+        queue.put(1)
+
+
+@pytest.mark.usefixtures("groups")
+def test_a_guest_that_waits_gets_what_comes(members: Members) -> None:
+    queue, got = rtr.Queue("q", home="home"), []
+    taker = threading.Thread(target=lambda: got.append(queue.get(10)))
+    taker.start()
+    assert wait_until(lambda: queue.stats()["waiting_to_get"] == 1, 10)
+    with members.acting("b"):
+        rtr.Queue("q", home="home").put(7)
+    taker.join(10)
+    assert got == [7]
+
+
+@pytest.mark.usefixtures("groups")
+def test_a_guest_publishes_and_subscribes(members: Members) -> None:
+    topic = rtr.Topic("q", home="home")
+    with topic.subscribe() as mine, members.acting("a"):
+        its = rtr.Topic("q", home="home").subscribe()
+        current.set_local(None)
+        topic.publish("x")
+        assert mine.get(5) == "x"
+        with members.acting("a"):
+            assert its.get(5) == "x"
+
+
+@pytest.mark.usefixtures("groups")
+def test_weights_are_for_members() -> None:
+    with pytest.raises(rtr.NotAMember, match="include_driver=True"):
+        rtr.WeightStore("w", home="home").pull({})
+
+
+def test_a_guest_that_is_silent_holds_nobody_up(
+    members: Members, groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guests, "LEASE_S", 0.3)
+    topic = rtr.Topic("q", home="home")
+    subscription = topic.subscribe("block", maxsize=1)
+    topic.publish(1)
+    with members.acting("a"):
+        its = rtr.Topic("q", home="home")
+        with pytest.raises(rtr.Full):
+            its.publish(2, timeout=0.05)
+        its.publish(2, timeout=10)  # the lease ends
+        assert its.stats()["subscribers"] == 0
+    with pytest.raises(rtr.NotFound, match="subscribe again"):
+        subscription.get(1)
+    del groups
+
+
+def test_a_guest_that_renews_its_lease_stays(members: Members, groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guests, "LEASE_S", 0.5)
+    topic = rtr.Topic("q", home="home")
+    subscription = topic.subscribe()
+    renewed = threading.Event()
+    for _ in range(8):
+        groups.local.outgoing.call("home", guests.RENEW)
+        renewed.wait(0.1)
+    with members.acting("a"):
+        rtr.Topic("q", home="home").publish(3)
+    assert subscription.get(5) == 3
+
+
+def test_a_handle_with_other_settings_is_told_both(members: Members) -> None:
+    with members.acting("home"):
+        rtr.Queue("q", maxsize=2)
+        with pytest.raises(rtr.ConfigurationError, match=r"queue 'q' with maxsize=2, not maxsize=5; .*find\('q'\)"):
+            rtr.Queue("q", maxsize=5)
+        with pytest.raises(rtr.ConfigurationError, match="maxsize=2, not maxsize=4 and producers=1, not producers=3"):
+            rtr.Queue("q", maxsize=4, producers=3)
+        rtr.Topic("t")
+        with pytest.raises(rtr.ConfigurationError, match="topic 't' with publishers=1, not publishers=2"):
+            rtr.Topic("t", publishers=2)
+        rtr.WeightStore("w")
+        with pytest.raises(rtr.ConfigurationError, match="weight store 'w' with keep=1, not keep=3"):
+            rtr.WeightStore("w", keep=3)
+    with members.acting("a"), pytest.raises(rtr.ConfigurationError, match="maxsize=2, not maxsize=5"):
+        rtr.Queue("q", home="home", maxsize=5).put(1)
