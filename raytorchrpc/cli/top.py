@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raytorchrpc import _text_table
 from raytorchrpc.calls.counters import PairStats
+from raytorchrpc.cli.top_weights import weights_table
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
 if TYPE_CHECKING:  # it loads Ray and torch
@@ -118,6 +120,7 @@ def as_data(status: GroupStatus, found: Sequence[Rate]) -> dict[str, Any]:
         "silent": list(status.silent),
         "pairs": [rate._asdict() for rate in found],
         "in_flight": [one._asdict() for one in status.under_way],
+        "weights": [dataclasses.asdict(one) for one in status.weights],
     }
 
 
@@ -144,7 +147,8 @@ def _table(status: GroupStatus, found: Sequence[Rate], width: int) -> str:
     missing = [_text_table.paragraph(f"away: {name} ", f"({cause})", width) for name, cause in status.away.items()]
     missing += [f"no answer: {name}" for name in status.silent]
     title = f"group {status.group}, {len(status.members)} members"
-    return "\n".join((title, _text_table.table(heads, rows, width=width, right=6), *missing))
+    weights = [f"\n{weights_table(status, width)}"] if status.weights else []
+    return "\n".join((title, _text_table.table(heads, rows, width=width, right=6), *missing, *weights))
 
 
 def _number(value: float) -> str:

@@ -57,12 +57,11 @@ class Supervisor:
 
     def __init__(self, roster: Roster, info: GroupInfo, prepared: Mapping[str, Prepared]) -> None:
         self._state = GroupState(roster, info, dict(prepared))
-        self._session = current_session()
+        self._session, self._stopped = current_session(), False
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._events = EventBus(roster.name)
         self._tried: dict[str, int] = {}
         """The latest incarnation of each member that could not be admitted."""
-        self._stopped = False
         self._process_group_lock, self._process_groups = threading.Lock(), 0
         """One is created at a time; how many there were."""
         self._connections = ControlConnections(roster.credentials, roster.local)
@@ -200,8 +199,7 @@ class Supervisor:
         try:
             leave = dict.fromkeys(asked, (roster.generation, True))
             _, failures = ray_calls.call_all(asked, join.leave, leave, until)
-            busy = [name for name, error in failures.items() if isinstance(error, TimeoutError)]
-            if busy:
+            if busy := [name for name, error in failures.items() if isinstance(error, TimeoutError)]:
                 logger.warning("group %r: leaving when their methods return: %s", roster.name, ", ".join(busy))
         except Exception:
             logger.warning("group %r: its end could not be announced to all members", roster.name, exc_info=True)
@@ -353,15 +351,13 @@ class Supervisor:
     def _admit(
         self, handles: dict[str, Any], deadline: float, timeout_s: float, kind: Literal["added", "back"]
     ) -> None:
-        state, announcer = self._state, self._announcer
+        state, announcer, others = self._state, self._announcer, list[str]()
         call_all = self._restarts.call_all if kind == "back" else ray_calls.call_all
         formation = Formation(self.roster, handles, deadline, timeout_s, self._tried, call_all)
         formation.probe()
-        others: list[str] = []
         try:
-            arriving = formation.prepare()
+            prepared = {**state.prepared, **formation.prepare()}
             roster = formation.roster
-            prepared = {**state.prepared, **arriving}
             info = roster.info(prepared)
             others = announcer.others(handles)
             prepared.update(announcer.prepare_arrivals(list(handles), others, roster, info, prepared))
@@ -393,8 +389,8 @@ class Supervisor:
         for name in names:
             self._connections.forget(name)
         self._announcer.announce_removal(names)
-        arguments = dict.fromkeys(names, (self.roster.generation,))
-        _, failures = ray_calls.call_all(leaving, join.leave, arguments, time.monotonic() + timeout_s)
+        until, arguments = time.monotonic() + timeout_s, dict.fromkeys(names, (self.roster.generation,))
+        _, failures = ray_calls.call_all(leaving, join.leave, arguments, until)
         for name, error in failures.items():
             logger.warning("group %r: %s leaves when its current method returns (%s)", self.roster.name, name, error)
         self._strike(names)

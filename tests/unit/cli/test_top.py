@@ -7,6 +7,7 @@ import re
 import pytest
 
 from raytorchrpc.calls.counters import BUCKETS, CallCounters, PairStats
+from raytorchrpc.calls.weight_counters import WeightStats
 from raytorchrpc.cli.top import Rate, as_data, rates, run, tables
 from raytorchrpc.group.status import GroupStatus, UnderWay, from_json
 
@@ -87,6 +88,24 @@ def test_large_figures_and_names_fit_80_columns_and_never_touch(name: str) -> No
     assert max(map(len, text.splitlines())) <= 80
     assert re.search(r"cuda_ipc +123,457 +12,346 +12,346 +0 +123456 +100,000$", text, re.MULTILINE), text
     assert name in "".join(line.partition(" ")[0] for line in text.splitlines())
+
+
+def test_weights_show_the_versions_and_what_is_still_to_come() -> None:
+    weights = (
+        WeightStats("r0", "policy", "t0", pulled=6, arriving=7, brought=16_000_000, missing=4_500_000),
+        WeightStats("r1", "policy", "t0", pulled=7, brought=20_500_000),
+        WeightStats("t0", "policy", "t0", published=7, bytes_out=99, served=((6, 41_000_000), (7, 36_500_000))),
+    )
+    status = look(CallCounters(), 1.0, weights=weights)
+    assert from_json(status.to_json()) == status
+    assert as_data(status, [])["weights"][0]["missing"] == 4_500_000
+    text = tables([(status, [])], 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert [line.split() for line in text.splitlines() if "policy" in line] == [
+        ["policy", "t0", "t0", "published", "7", "36.5"],
+        ["policy", "t0", "r0", "pulls", "7", "16.0", "4.5", "0.0"],
+        ["policy", "t0", "r1", "pulled", "7", "20.5", "0.0", "0.0"],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ OWN_ERRORS: list[errors.RayTorchRpcError] = [
     errors.PeerLost("a", "x", may_have_run=False),
     errors.PeerBusy("x", "a", 3, 4),
     errors.RpcTimeout("x"),
+    errors.CancelledError("x"),
     errors.NotFound("x"),
     errors.Empty("x"),
     errors.Full("x", 3),
