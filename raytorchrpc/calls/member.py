@@ -20,6 +20,7 @@ from raytorchrpc.calls.peers import Member, process_token
 from raytorchrpc.calls.replies import Replies
 from raytorchrpc.calls.services import Services
 from raytorchrpc.calls.spans import Tracer
+from raytorchrpc.calls.weight_counters import WeightCounters
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.lanes.base import MessageLane, TensorLane
 from raytorchrpc.process.deadlines import Deadlines
@@ -58,7 +59,7 @@ class LocalMember:
         self.at_end: list[Callable[[], None]] = []
         """Called when this process leaves the group; short, must not raise."""
         self.codec = Codec(ray_internals.cloudpickler())
-        self.counters = CallCounters()
+        self.counters, self.weights = CallCounters(), WeightCounters()
         self.services = Services()
         self.peers = PeerTable(group, self.services)
         self.payloads = PayloadStep(me.rank, PayloadSplitter(self.tensor_lanes, self.cleanup.leave), self.cleanup)

@@ -25,7 +25,7 @@ class Event(NamedTuple):
 
     kind: str
     """``call``: a call, at its caller; ``serve``: a method, at its callee; ``ship`` and ``fetch``: out-of-band tensors,
-    sent and received."""
+    sent and received; ``pull`` and ``publish``: weights."""
     name: str
     begin: float
     end: float
@@ -75,6 +75,11 @@ class Tracer:
         if ident not in self._threads:
             self._threads[ident] = threading.current_thread().name
         return ident
+
+    def span(self, kind: str, name: str, begin: float, about: dict[str, Any], error: str | None) -> None:
+        """Record what this thread has done since ``begin``. ``error``: the type of what it raised."""
+        about = about if error is None else {**about, "error": error}
+        self.add(Event(kind, name, begin, time.monotonic(), self.here(), None, about))
 
     def add(self, event: Event) -> None:
         """Record an event."""

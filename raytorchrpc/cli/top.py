@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -118,6 +119,7 @@ def as_data(status: GroupStatus, found: Sequence[Rate]) -> dict[str, Any]:
         "silent": list(status.silent),
         "pairs": [rate._asdict() for rate in found],
         "in_flight": [one._asdict() for one in status.under_way],
+        "weights": [dataclasses.asdict(one) for one in status.weights],
     }
 
 
@@ -125,6 +127,8 @@ def tables(shown: Sequence[tuple[GroupStatus, Sequence[Rate]]]) -> Any:
     """One table per group, busiest pairs first."""
     from rich.console import Group
     from rich.table import Column, Table
+
+    from raytorchrpc.cli.top_weights import weights_table
 
     if not shown:
         return "no group is visible: top shows detached groups and groups formed with GroupConfig(metrics_period_s=...)"
@@ -154,4 +158,6 @@ def tables(shown: Sequence[tuple[GroupStatus, Sequence[Rate]]]) -> Any:
                 f"{rate.failures_per_s:,.1f}",
             )
         made.append(table)
+        if status.weights:
+            made.append(weights_table(status))
     return Group(*made)

@@ -18,9 +18,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.counters import PairStats
+from raytorchrpc.calls.weight_counters import WeightStats
 from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.membership.join import member_of
+from raytorchrpc.membership.ray_metrics import Reading, reading
 from raytorchrpc.process import threads
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class GroupStatus:
     """Time of day when it was posted (seconds), 0 if it was not."""
     period_s: float = 0.0
     """How often it is posted."""
+    weights: tuple[WeightStats, ...] = ()
 
     def to_json(self) -> bytes:
         return _AS_JSON.dump_json(self)
@@ -72,10 +75,9 @@ def from_json(text: bytes) -> GroupStatus:
     return _AS_JSON.validate_json(text)
 
 
-def member_status(generation: str) -> tuple[list[PairStats], dict[str, tuple[int, int]]]:
-    """This member's counters, and (calls, bytes of arguments) in flight by peer."""
-    local = member_of(generation)
-    return local.counters.rows(local.me.name), local.outgoing.in_flight()
+def member_status(generation: str) -> Reading:
+    """What this member has counted."""
+    return reading(member_of(generation))
 
 
 def group_status(
@@ -90,15 +92,16 @@ def group_status(
         roster.generation,
         time.monotonic(),
         tuple(roster.records),
-        tuple(row for rows, _ in in_order.values() for row in rows),
+        tuple(row for one in in_order.values() for row in one.rows),
         tuple(
             UnderWay(name, peer, *counts)
-            for name, (_, in_flight) in in_order.items()
-            for peer, counts in in_flight.items()
+            for name, one in in_order.items()
+            for peer, counts in one.in_flight.items()
             if counts[0]
         ),
         dict(away),
         tuple(failures),
+        weights=tuple(row for one in in_order.values() for row in one.weights),
     )
 
 

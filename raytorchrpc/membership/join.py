@@ -34,7 +34,7 @@ from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, process_fabric
 from raytorchrpc.lanes.torchrpc.lane import AbsentLane
 from raytorchrpc.membership.local_setup import asked_for_gpu, endpoint, exposed_methods, open_lanes
 from raytorchrpc.membership.messages import GroupInfo, JoinSpec, Prepared, Probe, Table
-from raytorchrpc.membership.ray_metrics import Exporter
+from raytorchrpc.membership.ray_metrics import Exporter, reading
 from raytorchrpc.process.memory import default_capacity
 from raytorchrpc.rdt.api import enable_where_possible
 from raytorchrpc.routing.planner import forbidden
@@ -124,8 +124,7 @@ def commit(instance: Any, table: Table) -> None:
         if _preparing is not preparing:
             raise BootstrapError(f"group {table.info.name!r} was rolled back while it formed")
         if spec.config.metrics_period_s is not None:
-            me, counters, outgoing = local.me.name, local.counters, local.outgoing
-            exporter = Exporter(local.group, me, lambda: (counters.rows(me), outgoing.in_flight()))
+            exporter = Exporter(local.group, local.me.name, partial(reading, local))
             local.at_end.append(exporter.start(spec.config.metrics_period_s))
         set_local(local)
         _preparing, _joined = None, (spec, table)

@@ -5,14 +5,25 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from raytorchrpc.calls.counters import BUCKETS, PairStats
+from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.weight_counters import WeightStats
 from raytorchrpc.process import threads
 
 logger = logging.getLogger(__name__)
 
-#: A member's rows, and what is in flight by peer: (calls, bytes of arguments).
-Reading = tuple[Sequence[PairStats], Mapping[str, tuple[int, int]]]
+
+class Reading(NamedTuple):
+    """What a member has counted."""
+
+    rows: Sequence[PairStats]
+    in_flight: Mapping[str, tuple[int, int]]
+    """By peer: (calls, bytes of arguments)."""
+    weights: Sequence[WeightStats]
+
+
 #: ``meter(value, tags)``: increases a counter by a value above 0, or sets a gauge.
 Meter = Callable[[float, dict[str, str]], None]
 
@@ -20,6 +31,7 @@ Meter = Callable[[float, dict[str, str]], None]
 _STOP_S = 1.0
 _WHO = ("group", "member")
 _PAIR = (*_WHO, "peer", "lane")
+_STORE = (*_WHO, "store", "home")
 #: Name -> (description, tags).
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "raytorchrpc_calls": ("Calls sent.", _PAIR),
@@ -27,10 +39,17 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "raytorchrpc_bytes": ("Payload and tensors of calls and results.", (*_PAIR, "direction")),
     "raytorchrpc_call_seconds_sum": ("From the sending of calls to their results.", _PAIR),
     "raytorchrpc_call_seconds_bucket": ("Calls that took at most le seconds.", (*_WHO, "lane", "le")),
+    "raytorchrpc_weight_pulls": ("Pulls of weights, by outcome.", (*_STORE, "outcome")),
+    "raytorchrpc_weight_bytes": (
+        "Weights that the member brought, and that others brought from it.",
+        (*_STORE, "direction"),
+    ),
 }
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "raytorchrpc_calls_in_flight": ("Calls without an answer yet.", (*_WHO, "peer")),
     "raytorchrpc_bytes_in_flight": ("Bytes of their arguments.", (*_WHO, "peer")),
+    "raytorchrpc_weight_version": ("The version of weights pulled or published last.", (*_STORE, "role")),
+    "raytorchrpc_weight_version_bytes": ("Bytes of that version, or of the one that arrives.", (*_STORE, "state")),
 }
 
 
@@ -40,6 +59,12 @@ def ray_meters() -> dict[str, Meter]:
 
     counters = {name: Counter(name, *about).inc for name, about in COUNTERS.items()}
     return {**counters, **{name: Gauge(name, *about).set for name, about in GAUGES.items()}}
+
+
+def reading(local: LocalMember) -> Reading:
+    """What this member has counted up to now."""
+    me = local.me.name
+    return Reading(local.counters.rows(me), local.outgoing.in_flight(), local.weights.rows(me))
 
 
 class Exporter:
@@ -56,6 +81,7 @@ class Exporter:
         self._read, self._make = read, meters
         self._meters: Mapping[str, Meter] = {}
         self._before: dict[tuple[str, str], PairStats] = {}
+        self._weights_before: dict[tuple[str, str], WeightStats] = {}
         self._seen: set[str] = set()
 
     def start(self, period_s: float) -> Callable[[], None]:
@@ -89,7 +115,7 @@ class Exporter:
     def record(self, last: bool = False) -> None:
         """Export what was counted since the last time. ``last``: also set the gauges to 0."""
         self._meters = self._meters or self._make()
-        rows, under_way = self._read()
+        rows, under_way, weights = self._read()
         for row in rows:
             before = self._before.get((row.peer, row.lane)) or PairStats(row.caller, row.peer, row.lane)
             self._before[row.peer, row.lane] = row
@@ -97,10 +123,27 @@ class Exporter:
         self._seen.update(peer for peer, (calls, _) in under_way.items() if calls)  # others make no series
         for peer in list(self._seen):
             now = (0, 0) if last else under_way.get(peer, (0, 0))
-            for name, value in zip(GAUGES, now, strict=True):
+            for name, value in zip(("raytorchrpc_calls_in_flight", "raytorchrpc_bytes_in_flight"), now, strict=True):
                 self._meters[name](value, {**self._who, "peer": peer})
             if peer not in under_way:  # it was removed
                 self._seen.discard(peer)
+
+        for store in weights:
+            self._record_weights(store, last)
+
+    def _record_weights(self, now: WeightStats, last: bool) -> None:
+        key, tags = (now.store, now.home), {**self._who, "store": now.store, "home": now.home}
+        before = self._weights_before.get(key) or WeightStats(now.member, *key)
+        self._weights_before[key] = now
+        self._add("raytorchrpc_weight_pulls", now.pulls - before.pulls, {**tags, "outcome": "ok"})
+        self._add("raytorchrpc_weight_pulls", now.failures - before.failures, {**tags, "outcome": "failed"})
+        self._add("raytorchrpc_weight_bytes", now.bytes_in - before.bytes_in, {**tags, "direction": "in"})
+        self._add("raytorchrpc_weight_bytes", now.bytes_out - before.bytes_out, {**tags, "direction": "out"})
+        missing = 0 if last else now.missing
+        for role, version in (("pulled", now.pulled), ("arriving", now.arriving), ("published", now.published)):
+            self._meters["raytorchrpc_weight_version"](version, {**tags, "role": role})
+        for state, size in (("brought", now.brought), ("missing", missing), ("served", now.served_of_newest)):
+            self._meters["raytorchrpc_weight_version_bytes"](size, {**tags, "state": state})
 
     def _difference(self, row: PairStats, before: PairStats) -> None:
         pair = {**self._who, "peer": row.peer, "lane": row.lane}

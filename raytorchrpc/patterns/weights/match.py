@@ -49,10 +49,13 @@ class KnownLayout(NamedTuple):
     device_type: str | None = None  # see ``ModelMatch.device_type``; of the last pull
     alike: Alike | None = None
     """What the last pull brought, if other GPUs of the host may pull the same."""
+    nbytes: int = 0
 
     @staticmethod
     def of(number: int, rows: list[Row]) -> KnownLayout:
-        return KnownLayout(number, rows, lay_out(_specs(rows))[0])
+        specs = _specs(rows)
+        size = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+        return KnownLayout(number, rows, lay_out(specs)[0], nbytes=size)
 
 
 class Selection(NamedTuple):
@@ -63,6 +66,10 @@ class Selection(NamedTuple):
     targets: list[torch.Tensor]  # where each of them goes
     regions: list[Region] | None = None
     """Of each of them, if not all are brought whole."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(target.nbytes for target in self.targets)
 
     def only(self, changed: Sequence[int] | None) -> Selection:
         """Return what it has of the tensors at these places; None: all."""
@@ -193,6 +200,12 @@ class LayoutMatch(ABC):
             self.known, self._matched, self._parts = KnownLayout.of(lease.layout, lease.rows), None, None
         elif lease.lease and (self.known is None or self.known.number != lease.layout):
             raise NotFound(f"the home of {self._store!r} did not say what it has; pull again")
+
+    def bytes_of(self, selection: Selection) -> int:
+        """The size of what the pull brings. Quick for all tensors as published: to ask each tensor takes a while."""
+        if not self.converts and selection.regions is None and len(selection.targets) == len(self.layout.rows):
+            return self.layout.nbytes
+        return selection.nbytes
 
     def parts_of_answer(self, device_type: str | None, answer: Any) -> list[list[Part]] | None:
         """Take a whole response of the home, and return which parts of its tensors go where; see ``Spread``.

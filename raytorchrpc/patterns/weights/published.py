@@ -15,6 +15,7 @@ import torch
 
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.peers import Member
+from raytorchrpc.calls.weight_counters import StoreKey
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotAMember, NotFound
 from raytorchrpc.patterns.handle import register_methods
 from raytorchrpc.patterns.weights.partial import complete
@@ -101,6 +102,12 @@ class Readable:
 
     def close(self, error: Exception) -> None:
         """See ``Served``."""
+
+    def release(self, lease: int, store: StoreKey | None = None, version: int = 0, size: int = 0) -> None:
+        """End a lease, under which its reader has brought ``size`` bytes of a version of ``store``."""
+        if store is not None:
+            self._local.weights.served(store, version, size)
+        self.pool.release(lease)
 
     def serve_pieces(self, caller: int, lease: int, places: Places, device_type: str) -> list[torch.Tensor]:
         """Return no pieces if a device map lacks a mapping to the caller; its next request raises which."""
@@ -326,6 +333,6 @@ register_methods(
         REPORT: PublishedWeights.serve_report,
         TENSORS: lambda weights, _, lease, places, regions=None: weights.pool.leased(lease).tensors(places, regions),
         PIECES: Readable.serve_pieces,
-        RELEASE: lambda weights, _, lease: weights.pool.release(lease),
+        RELEASE: lambda weights, _, lease, *brought: weights.release(lease, *brought),
     }
 )

@@ -13,6 +13,7 @@ import torch
 from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.receive_into import Spread
+from raytorchrpc.calls.weight_counters import PullCounter
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Part
 from raytorchrpc.patterns.handle import Handle, run
@@ -35,9 +36,13 @@ _WORTH_RELAYING = 1 << 20
 class Pull:
     """One pull of a version into a model, by the thread that uses it."""
 
-    def __init__(self, store: Handle, local: LocalMember, match: LayoutMatch, until: float) -> None:
+    def __init__(
+        self, store: Handle, local: LocalMember, match: LayoutMatch, until: float, counter: PullCounter
+    ) -> None:
         """``store``: bound. ``until``: when the pull has to end (``time.monotonic``)."""
-        self._store, self._local, self._match, self._requests = store, local, match, Requests(local, until)
+        self._store, self._local, self._match = store, local, match
+        self._requests = Requests(local, until, counter)
+        self._is_expected = False
         self.home, self._address = store.home, store._address
         self._is_home = store._is_home(local)
         self._asked: Future[Any] | None = None  # for the lease
@@ -72,7 +77,7 @@ class Pull:
         device_type = None
         if in_place and not match.converts:
             device_type = self._readable_in_place(self.home, match.likely_device_type)
-        answer = Spread(partial(match.parts_of_answer, device_type))
+        answer = Spread(partial(self._parts_of_answer, device_type))
         alike, signature = None if match.known is None else match.known.alike, None
         if alike is not None and self._takes_turns(alike.device):
             signature = alike.signature
@@ -92,6 +97,12 @@ class Pull:
             run(response)
         _ = self._match.targets  # raises if the model is invalid, though there may be nothing to pull
         return self._match.lease
+
+    def _parts_of_answer(self, device_type: str | None, answer: Any) -> list[list[Part]] | None:
+        parts = self._match.parts_of_answer(device_type, answer)
+        if parts is not None:
+            self.expect(self._match.selection())
+        return parts
 
     def _check_lease(self) -> None:
         """Raise RpcTimeout if the lease may have ended before the tensors were copied."""
@@ -113,9 +124,16 @@ class Pull:
             if self._is_home:
                 self._store._object(self._local).pool.release(lease.lease)
             else:
-                self._requests.notify(self.home, published.RELEASE, (*self._address, lease.lease))
+                report = (*self._address, lease.lease, *self._requests.report(self.home))
+                self._requests.notify(self.home, published.RELEASE, report)
 
     # --- moving tensors ------------------------------------------------------------------------------------------
+
+    def expect(self, selection: Selection) -> None:
+        """Count these tensors as still to come, once."""
+        if not self._is_expected:
+            self._is_expected = True
+            self._requests.counter.expect(self._match.leased.version, self._match.bytes_of(selection))
 
     def begin(self, selection: Selection, caller_waits: bool = False) -> None:
         """Ask the home for what ``bring`` will need, without waiting for the answer."""
@@ -131,7 +149,9 @@ class Pull:
     def bring(self, selection: Selection) -> None:
         """Bring these tensors into the model, unless the lease request has brought them."""
         if selection.targets:
-            if not self._match.filled:
+            if self._match.filled:
+                self._requests.count(self.home, self._match.bytes_of(selection))
+            else:
                 self._fetch(selection)
             self._check_lease()
 
@@ -139,6 +159,7 @@ class Pull:
         if self._is_home:
             snapshot = self._store._object(self._local).pool.leased(self._match.leased.lease)
             snapshot.copy_into(selection.targets, selection.places, selection.regions)
+            self._requests.counter.add(self._match.bytes_of(selection))
             return
         if self._uses_relay(selection):
             self._relayed(selection).bring()
@@ -148,9 +169,12 @@ class Pull:
         if self._sent is None:
             self.begin(selection, caller_waits=True)
         sent, self._sent = self._sent, None
-        if sent is None or not sent.wait():
-            for message in selection.messages(MESSAGE_BYTES):  # copied out of the lane's memory before the next
-                self._request_message(message).wait()
+        if sent is not None and sent.wait():
+            self._requests.count(self.home, self._match.bytes_of(selection))
+            return
+        for message in selection.messages(MESSAGE_BYTES):  # copied out of the lane's memory before the next
+            self._request_message(message).wait()
+            self._requests.count(self.home, message.nbytes)
 
     def _request_pieces(
         self, device_type: str, parts: Sequence[Sequence[Part]], places: Places, caller_waits: bool = False

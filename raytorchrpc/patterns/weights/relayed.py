@@ -73,10 +73,12 @@ class FedPull:
         return selection.in_slices(self._size).messages(self._size)
 
     def _from_home(self, pieces: Sequence[Selection], arrived: Callable[[], None]) -> None:
-        for answer in stream((partial(self._fetch, piece) for piece in pieces), self.ahead):
+        answers = stream((partial(self._fetch, piece) for piece in pieces), self.ahead)
+        for piece, answer in zip(pieces, answers, strict=True):
             if not answer:
                 raise _NotReadable
             self._check_lease()
+            self._requests.count(self._home, piece.nbytes)
             arrived()
 
     def _from_member(
@@ -98,14 +100,15 @@ class FedPull:
                 try:
                     fed = enumerate(piece.targets for piece in pieces)
                     asks = (partial(request, feeds.PIECE, lease, place, into=into) for place, into in fed)
-                    for _ in stream(asks, self.ahead):
+                    for piece, _ in zip(pieces, stream(asks, self.ahead), strict=True):
                         self._check_lease()
+                        requests.count(source, piece.nbytes)
                         arrived()
                         brought += 1
                     if not confirms or request(feeds.CONFIRM, lease).wait():
                         return brought
                 finally:
-                    requests.notify(source, published.RELEASE, (*address, lease))
+                    requests.notify(source, published.RELEASE, (*address, lease, *requests.report(source)))
         except _FAILURES:
             if not requests.left():
                 raise

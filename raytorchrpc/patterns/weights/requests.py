@@ -11,6 +11,7 @@ from typing import Any
 from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
+from raytorchrpc.calls.weight_counters import PullCounter
 from raytorchrpc.errors import RayTorchRpcError
 
 #: The address of the object that serves tensors: a store's, or that of a member's relayed weights.
@@ -22,9 +23,11 @@ AHEAD = 2
 class Requests:
     """Requests of one pull, by the thread that uses it."""
 
-    def __init__(self, local: LocalMember, until: float) -> None:
+    def __init__(self, local: LocalMember, until: float, counter: PullCounter) -> None:
         """``until``: when the pull has to end (``time.monotonic``)."""
-        self.local, self.until = local, until
+        self.local, self.until, self.counter = local, until, counter
+        self._brought: dict[Any, int] = {}
+        """Bytes, by the member that they came from, since the last report to it."""
 
     def left(self, least: float = 0.0) -> float:
         """Seconds until the pull has to end."""
@@ -40,6 +43,16 @@ class Requests:
         """Send a request without waiting for its answer; ignores errors."""
         with suppress(RayTorchRpcError):
             self.call(target, service, args, None)
+
+    def count(self, source: Any, size: int) -> None:
+        """Count bytes that have come from a member."""
+        self.counter.add(size)
+        self._brought[source] = self._brought.get(source, 0) + size
+
+    def report(self, source: Any) -> tuple[Any, ...]:
+        """What a member that granted a lease is told with the end of it."""
+        size = self._brought.pop(source, 0)
+        return (self.counter.store, self.counter.version, size) if size else ()
 
     def is_near(self, member: Any) -> bool:
         """Whether a member is on this node."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.weight_counters import PullCounter
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost
 from raytorchrpc.lanes.base import Part
 from raytorchrpc.patterns.handle import Handle
@@ -41,6 +43,7 @@ class Filled(NamedTuple):
     parts: list[list[Part]]
     device_type: str | None
     """See ``LayoutMatch.device_type``."""
+    nbytes: int
 
 
 class Planned(NamedTuple):
@@ -53,6 +56,8 @@ class Planned(NamedTuple):
     """Of each source."""
     brings: list[list[_Bring]]
     """From each source."""
+    sizes: list[int]
+    """From each source (bytes)."""
 
     def fill(self, targets: Mapping[str, torch.Tensor]) -> list[Filled]:
         """What comes from each source, into the model's tensors as they are now."""
@@ -63,7 +68,7 @@ class Planned(NamedTuple):
         views = [_view(targets[bring.target], bring) for bring in brings]
         selection = Selection([bring.place for bring in brings], views, [bring.region for bring in brings])
         device_type = writable_device_type(views) if views else None
-        return Filled(selection, selection.parts(self.layouts[source]), device_type)
+        return Filled(selection, selection.parts(self.layouts[source]), device_type, self.sizes[source])
 
 
 def _view(tensor: torch.Tensor, bring: _Bring) -> torch.Tensor:
@@ -82,7 +87,10 @@ def make_plan(request: Request, layouts: Sequence[KnownLayout], near: Sequence[i
         [_bring(move, its[move.place], request.targets[move.target]) for move in wanted]
         for its, wanted in zip(rows, moves, strict=True)
     ]
-    return Planned(_signature(request), tuple(near), tuple(layouts), brings)
+    sizes = [
+        sum(math.prod(move.shape) * request.targets[move.target].tensor.itemsize for move in wanted) for wanted in moves
+    ]
+    return Planned(_signature(request), tuple(near), tuple(layouts), brings, sizes)
 
 
 def _bring(move: Move, row: Row, target: Shard) -> _Bring:
@@ -133,6 +141,11 @@ class _SourceMatch(LayoutMatch):
         assert self.planned is not None
         return self.planned.selection.only(self.leased.changed)
 
+    def bytes_of(self, selection: Selection) -> int:
+        if self.planned is not None and selection is self.planned.selection:
+            return self.planned.nbytes
+        return selection.nbytes
+
 
 class Remembered(NamedTuple):
     """What one pull leaves for the next."""
@@ -155,6 +168,7 @@ class ShardedPull:
         sources: Callable[[Committed | None], Sequence[Handle]],
         wait: Callable[[int, float], Any],
         remembered: Remembered,
+        counter: PullCounter,
     ) -> None:
         """
         Args:
@@ -167,7 +181,7 @@ class ShardedPull:
         self._local, self._store, self._options, self._until = local, store, options, until
         self._look, self._sources, self._wait = look, sources, wait
         self._values = values_of(model)
-        self.remembered = remembered
+        self.remembered, self._counter = remembered, counter
         self._lost: dict[str, PeerLost] = {}
 
     @cached_property
@@ -204,6 +218,7 @@ class ShardedPull:
             since = None
 
     def _bring(self, version: int | None, since: int | None, sources: Sequence[Handle]) -> int:
+        self._counter.begin_again()
         near = tuple(map(self._distance, sources))
         planned = self._fill_again(near)
         matches: list[_SourceMatch] = []
@@ -214,7 +229,7 @@ class ShardedPull:
                 matches.append(_SourceMatch(self._store, known, None if planned is None else planned[1][number]))
                 is_needed = planned is None or len(sources) == 1 or planned[0].brings[number]
                 if near[number] < _LOST and is_needed:
-                    pulls.append((number, Pull(source, self._local, matches[number], self._until)))
+                    pulls.append((number, Pull(source, self._local, matches[number], self._until, self._counter)))
             found = self._lease(pulls, version, since, matches)
             if found == since:
                 return found
@@ -225,6 +240,8 @@ class ShardedPull:
                 self._plan_anew(matches, near)
             for at, (number, pull) in enumerate(pulls):
                 pull.begin(matches[number].selection(), caller_waits=not at)
+            for number, pull in pulls:
+                pull.expect(matches[number].selection())
             for number, pull in pulls:
                 try:
                     pull.bring(matches[number].selection())

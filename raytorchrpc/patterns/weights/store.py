@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.current import process_member
 from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.weight_counters import PullCounter, StoreKey
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound
 from raytorchrpc.patterns.handle import Handle, Steps, begin, checked_count, run
 from raytorchrpc.patterns.weights.conversions import Convert, converts_blocks
@@ -18,6 +19,7 @@ from raytorchrpc.patterns.weights.names import Only, globs_of, selected
 from raytorchrpc.patterns.weights.plan import Options, Renamed
 from raytorchrpc.patterns.weights.prefetch import PullOptions, WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
+from raytorchrpc.patterns.weights.progress import publishing, pulling
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
 from raytorchrpc.patterns.weights.publishers import LOOK, Committed, names_of, shards_of_publisher, stage
 from raytorchrpc.patterns.weights.pull import Pull
@@ -93,6 +95,10 @@ class WeightStore(Handle):
         """The names of the members that publish."""
         return self._publishers or (self._home,)
 
+    @property
+    def _key(self) -> StoreKey:
+        return self._name, self._home
+
     # --- publishing ----------------------------------------------------------------------------------------------
 
     def publish(
@@ -123,14 +129,18 @@ class WeightStore(Handle):
             shards = {name: shards[name] for name in selected(globs, shards, self._name, self._publishers is not None)}
         tensors = {name: shard.tensor for name, shard in shards.items()}
         places = {name: (shard.global_shape, shard.offset) for name, shard in shards.items() if not shard.is_whole}
-        if self._publishers is not None:
-            return run(stage(self, self.publishers, tensors, places, version, timeout, bool(globs)))
-        if places:
+        if places and self._publishers is None:
             raise ConfigurationError(
                 f"{next(iter(places))!r} of the weights for {self._name!r} is a shard: name all members that have "
                 f"shards, as in WeightStore({self._name!r}, publishers=[...])"
             )
-        return self._at_home(local).publish(tensors, version, partial=bool(globs))
+        with publishing(local, self._key, tensors) as published:
+            if self._publishers is not None:
+                steps = stage(self, self.publishers, tensors, places, version, timeout, bool(globs))
+                published.version = run(steps)
+            else:
+                published.version = self._at_home(local).publish(tensors, version, partial=bool(globs))
+        return published.version
 
     def broadcast(self, carry: Carry, version: int | None = None) -> int:
         """Pass a version to ``carry``, while the members that pull it call theirs; returns its number.
@@ -239,17 +249,18 @@ class WeightStore(Handle):
             since = None
         by_plan = bool(self._publishers or mapping or globs or converts_blocks(convert))
         # Weights have no history, whatever autograd context asks for them.
-        with torch_internals.autograd_context(torch_internals.NO_CONTEXT):
+        with torch_internals.autograd_context(torch_internals.NO_CONTEXT), pulling(local, self._key) as counter:
             self._by_plan = by_plan or has_shards(model)
             if self._by_plan:
                 self._check_unsharded("carry=", carry)
                 if carry is not None:
                     raise ConfigurationError("carry= brings whole tensors as published: leave out the other options")
                 options = Options.of(mapping, convert, strict, globs)
-                pulled = self._pull_shards(local, model, options, version, since, until)
+                pulled = self._pull_shards(local, model, options, version, since, until, counter)
             else:
                 match = ModelMatch(self._name, model, self._known_layout, bool(convert), strict)
-                pulled = self._pull_whole(local, match, version, since, until, carry)
+                pulled = self._pull_whole(local, match, version, since, until, carry, counter)
+            counter.version = pulled
         _pulled.add(instance_id, pulled, failures, globs)
         return pulled
 
@@ -261,17 +272,20 @@ class WeightStore(Handle):
         since: int | None,
         until: float,
         carry: Carry | None,
+        counter: PullCounter,
     ) -> int:
-        pull = Pull(self, local, match, until)
+        pull = Pull(self, local, match, until, counter)
         try:
             lease = pull.lease(version, since, carry is None, self.wait)
             if lease.lease:
                 selection = match.selection()
                 self._known_layout = match.layout_for_next()
+                pull.expect(selection)
                 if carry is None:
                     pull.bring(selection)
             if carry is not None:
                 match.carry_by(carry)
+                counter.add(counter.expected)
         except BaseException:
             if match.lease is not None:
                 _pulled.forget(self._instance_id or 0)
@@ -281,7 +295,14 @@ class WeightStore(Handle):
         return lease.version
 
     def _pull_shards(
-        self, local: LocalMember, model: Model, options: Options, version: int | None, since: int | None, until: float
+        self,
+        local: LocalMember,
+        model: Model,
+        options: Options,
+        version: int | None,
+        since: int | None,
+        until: float,
+        counter: PullCounter,
     ) -> int:
         def look(wanted: int | None) -> Committed | None:
             while self._publishers is not None:
@@ -298,7 +319,9 @@ class WeightStore(Handle):
             there = zip(self.publishers, committed.instances, strict=True)
             return [shards_of_publisher(self, name, instance) for name, instance in there]
 
-        pull = ShardedPull(local, self._name, model, options, until, look, sources, self.wait, self._remembered)
+        pull = ShardedPull(
+            local, self._name, model, options, until, look, sources, self.wait, self._remembered, counter
+        )
         try:
             return pull.bring(version, since)
         except BaseException:

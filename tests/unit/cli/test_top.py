@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from raytorchrpc.calls.counters import BUCKETS, CallCounters, PairStats
+from raytorchrpc.calls.weight_counters import WeightStats
 from raytorchrpc.cli.top import as_data, rates, run, tables
 from raytorchrpc.group.status import GroupStatus, UnderWay, from_json
 
@@ -80,6 +81,27 @@ def test_the_table_says_who_is_away_and_what_is_in_flight() -> None:
     data = as_data(now, found)
     assert data["in_flight"] == [{"caller": "a", "peer": "b", "calls": 31, "bytes": 9}]
     assert data["pairs"][0]["calls_per_s"] == 5
+
+
+def test_weights_show_the_versions_and_what_is_still_to_come() -> None:
+    weights = (
+        WeightStats("r0", "policy", "t0", pulled=6, arriving=7, brought=16_000_000, missing=4_500_000),
+        WeightStats("r1", "policy", "t0", pulled=7, brought=20_500_000),
+        WeightStats("t0", "policy", "t0", published=7, bytes_out=99, served=((6, 41_000_000), (7, 36_500_000))),
+    )
+    status = look(CallCounters(), 1.0, weights=weights)
+    assert from_json(status.to_json()) == status
+    assert as_data(status, [])["weights"][0]["missing"] == 4_500_000
+    console = Console(file=StringIO(), width=80)
+    console.print(tables([(status, [])]))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    lines = [line.split() for line in text.splitlines() if "policy" in line]
+    shown = [[word for word in line if word != "\N{BOX DRAWINGS LIGHT VERTICAL}"] for line in lines]
+    assert shown == [
+        ["policy", "t0", "t0", "published", "7", "36.5"],
+        ["policy", "t0", "r0", "pulls", "7", "16.0", "4.5", "0.0"],
+        ["policy", "t0", "r1", "pulled", "7", "20.5", "0.0", "0.0"],
+    ]
 
 
 @pytest.mark.parametrize(

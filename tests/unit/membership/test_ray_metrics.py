@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from raytorchrpc.calls.counters import BUCKETS, CallCounters
+from raytorchrpc.calls.weight_counters import WeightCounters
 from raytorchrpc.errors import PeerLost, RpcTimeout
-from raytorchrpc.membership.ray_metrics import COUNTERS, GAUGES, Exporter
+from raytorchrpc.membership.ray_metrics import COUNTERS, GAUGES, Exporter, Reading
 
 Key = tuple[str, frozenset[tuple[str, str]]]
 
@@ -50,8 +51,16 @@ def meters() -> Meters:
     return Meters()
 
 
-def exporter(counters: CallCounters, meters: Meters, under_way: dict[str, tuple[int, int]] | None = None) -> Exporter:
-    return Exporter("g", "a", lambda: (counters.rows("a"), under_way or {}), lambda: meters)
+def exporter(
+    counters: CallCounters,
+    meters: Meters,
+    under_way: dict[str, tuple[int, int]] | None = None,
+    weights: WeightCounters | None = None,
+) -> Exporter:
+    def read() -> Reading:
+        return Reading(counters.rows("a"), under_way or {}, [] if weights is None else weights.rows("a"))
+
+    return Exporter("g", "a", read, lambda: meters)
 
 
 def call(counters: CallCounters, seconds: float, error: BaseException | None = None, lane: str = "socket") -> None:
@@ -144,9 +153,41 @@ def test_metrics_that_fail_are_told_once_and_tried_again(
         return meters
 
     call(counters, 0.1)
-    stop = Exporter("g", "a", lambda: (counters.rows("a"), {}), make).start(0.01)
+    stop = Exporter("g", "a", lambda: Reading(counters.rows("a"), {}, []), make).start(0.01)
     assert meters.recorded.wait(10)
     stop()
     assert [record.getMessage() for record in caplog.records] == [
         "a cannot export its counters to Ray's metrics: no agent here"
     ]
+
+
+def test_weights_have_their_version_and_the_bytes_of_it(counters: CallCounters, meters: Meters) -> None:
+    weights = WeightCounters()
+    exporting = exporter(counters, meters, weights=weights)
+
+    def gauges() -> dict[str, float]:
+        return {
+            dict(tags)[tag]: value
+            for (name, tags), value in meters.gauges.items()
+            for tag in ({"role", "state"} & dict(tags).keys())
+        }
+
+    pull = weights.begin_pull(("policy", "t0"))
+    pull.expect(3, 1000)
+    pull.add(600)
+    exporting.record()
+    assert gauges() == {"pulled": 0, "arriving": 3, "published": 0, "brought": 600, "missing": 400, "served": 0}
+    assert meters.total("raytorchrpc_weight_bytes", direction="in", store="policy", home="t0") == 600
+    pull.add(400)
+    weights.end_pull(pull, failed=False)
+    weights.end_pull(weights.begin_pull(("policy", "t0")), failed=True)
+    weights.published(("mine", "a"), 8, 50)
+    weights.served(("policy", "t0"), 3, 1000)  # to a member that this one relays to
+    exporting.record()
+    exporting.record()
+    assert meters.total("raytorchrpc_weight_pulls", outcome="ok") == 1
+    assert meters.total("raytorchrpc_weight_pulls", outcome="failed") == 1
+    assert meters.total("raytorchrpc_weight_bytes", direction="in") == 1000
+    assert meters.total("raytorchrpc_weight_bytes", direction="out") == 1000
+    of_policy = {key: value for key, value in meters.gauges.items() if ("store", "policy") in key[1]}
+    assert sorted(of_policy.values()) == [0, 0, 0, 3, 1000, 1000]
