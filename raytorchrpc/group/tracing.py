@@ -5,6 +5,7 @@ The supervisor's connections carry the requests, so a member that is busy in a m
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -176,12 +177,14 @@ class Trace:
 
 #: Tracks of events that may overlap, by kind.
 _OVERLAPPING = {"call": "calls in flight", "serve": "coroutines"}
+#: The resolution of the file's times (microseconds).
+_TICK_US = 0.001
 
 
 def chrome(trace: GroupTrace) -> dict[str, Any]:
-    """The whole file, as data for ``json``. Times are microseconds since the first event."""
+    """The whole file, as data for ``json``. Times are microseconds since shortly before the first event."""
     begins = [event.begin - trace.clocks[member.name].offset_s for member in trace.members for event in member.events]
-    start = min(begins, default=0.0)
+    start = min(begins, default=0.0) - _TICK_US / 1e6
     joined = _marks(trace.members, "call") & _marks(trace.members, "serve")
     events: list[dict[str, Any]] = []
     for member in trace.members:
@@ -203,28 +206,34 @@ def _marks(members: Sequence[MemberTrace], kind: str) -> set[int]:
 
 
 def _of_member(member: MemberTrace, start: float, joined: set[int]) -> list[dict[str, Any]]:
-    tracks = _Tracks(member)
+    pid = member.rank + 1  # for viewers, 0 is the kernel
+    tracks = _Tracks(member, pid)
     found: list[dict[str, Any]] = []
     for event in sorted(member.events, key=lambda event: (event.begin, -event.end)):
-        where = {"pid": member.rank, "tid": tracks.of(event), "ts": round((event.begin - start) * 1e6, 3)}
-        duration = round((event.end - event.begin) * 1e6, 3)
+        begin, end = (round((time - start) * 1e6, 3) for time in (event.begin, event.end))
+        where = {"pid": pid, "tid": tracks.of(event), "ts": begin}
+        duration = round(end - begin, 3)
         found.append({"ph": "X", "name": event.name, "cat": event.kind, "dur": duration, "args": event.about, **where})
         if event.mark in joined:
-            arrow = {"ph": "s"} if event.kind == "call" else {"ph": "f", "bp": "e"}
-            found.append({**arrow, "name": "call", "cat": "call", "id": f"{event.mark:x}", **where})
+            arrow = {"name": "call", "cat": "call", "id": f"{event.mark:x}", **where}
+            if event.kind == "call":
+                found.append({**arrow, "ph": "s"})
+            else:  # points at the next span: a fetch begins together with the method, and lies inside of it
+                found.append({**arrow, "ph": "f", "ts": round(begin - _TICK_US, 3)})
     about: list[dict[str, Any]] = [
         {"name": "process_name", "args": {"name": f"{member.name} (pid {member.pid})"}},
         {"name": "process_sort_index", "args": {"sort_index": member.rank}},
     ]
     about += [{"name": "thread_name", "tid": tid, "args": {"name": name}} for tid, name in tracks.names.items()]
-    return [{"ph": "M", "pid": member.rank, **each} for each in about] + found
+    return [{"ph": "M", "pid": pid, **each} for each in about] + found
 
 
 class _Tracks:
     """One track per thread, and as many as needed for events that overlap: on one track, events have to nest."""
 
-    def __init__(self, member: MemberTrace) -> None:
-        self._threads = member.threads
+    def __init__(self, member: MemberTrace, pid: int) -> None:
+        self._threads, self._pid = member.threads, pid
+        self._numbers = itertools.count(pid + 1)
         self._known: dict[int, int] = {}
         self._free_at: dict[str, list[tuple[float, int]]] = {kind: [] for kind in _OVERLAPPING}
         self.names: dict[int, str] = {}
@@ -245,6 +254,8 @@ class _Tracks:
         return tid
 
     def _new(self, name: str) -> int:
-        tid = len(self.names) + 1
+        # Viewers take the thread that has the number of its process for the main thread.
+        is_main = name == "MainThread" and self._pid not in self.names
+        tid = self._pid if is_main else next(self._numbers)
         self.names[tid] = name
         return tid

@@ -12,9 +12,8 @@ from tests.faults.worker import RETRIES
 #: After its deadline a call may last so much longer (seconds), and whatever its process stood still besides.
 SLACK_S = 1.0
 MIB = 1 << 20
-#: Descriptors that torchrpc's agent does not give back for a peer that left, once it has been called: on the same host,
-#: and on another.
-FDS_OF_A_LEFT_PEER = (4, 19)
+#: Descriptors of the connections by torchrpc that a member made whose host has lost its power: nobody hangs up.
+FDS_OF_A_SILENT_PEER = 19
 #: Descriptors that are open for a moment in the calm too.
 FDS_SPARE = 6
 ANONYMOUS = 24 * MIB
@@ -22,10 +21,10 @@ THREADS = 24
 
 
 class Rest(NamedTuple):
-    """What a process held when it was first looked at, and how many members had been killed by then."""
+    """What a process held when it was first looked at, and how many members had lost their host's power by then."""
 
     left: dict[str, Any]
-    parted: int
+    silent: int
 
 
 def judge_calls(
@@ -67,15 +66,16 @@ def stood_still(lags: Sequence[Sequence[float]], began: float, ended: float) -> 
     return sum(max(0.0, min(ended, up) - max(began, since)) for since, up in lags)
 
 
-def judge_rest(first: Rest, now: Mapping[str, Any], parted: int, elsewhere: bool, pooled: int) -> list[str]:
-    """What a process holds that it did not hold at first; so many members ended meanwhile, on other hosts too if there
-    are any. ``pooled``: bytes of its own memory that a lane may keep for later.
+def judge_rest(first: Rest, now: Mapping[str, Any], silent: int, pooled: int) -> list[str]:
+    """What a process holds that it did not hold at first; so many members lost their host's power meanwhile.
+
+    ``pooled``: bytes of its own memory that a lane may keep for later.
     """
     before, found = first.left, []
     if now["restless"]:
         found.append(f"RESTLESS: {now['restless']}")
     for what, allowed in (
-        ("fds", FDS_OF_A_LEFT_PEER[elsewhere] * parted + FDS_SPARE),
+        ("fds", FDS_OF_A_SILENT_PEER * silent + FDS_SPARE),
         ("threads", THREADS),
         ("arena", 0),
         ("under way", 0),

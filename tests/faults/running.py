@@ -81,7 +81,7 @@ class Running:
         self._rest: dict[Remote, Rest] = {}
         self.pooled = 0
         """What nixl may keep of memory that it has registered (bytes)."""
-        self._parted = 0
+        self._silent = 0
         """Processes of members that have ended."""
         self._judged_lines = 0
         group.on_change(self._note)
@@ -301,7 +301,7 @@ class Running:
             else:
                 one.detected = max(one.detected or 0.0, lost - died)
         # Without power nobody hangs up: what the lost ones connected is found to be silent after 15 s, later than this.
-        self._parted += sum(2 if isinstance(one.fault, PowerOff) else 1 for one in killed.values())
+        self._silent += sum(isinstance(one.fault, PowerOff) for one in killed.values())
         for name, one in killed.items():
             remote = before[name]
             died = one.at or remote.died or time.monotonic()
@@ -362,18 +362,16 @@ class Running:
         for name, remote in self.remotes.items():
             connected = remote.ask("connect", peers=[peer for peer in self.names if peer != name])
             self.answered(connected, f"torchrpc connections of {name}", remote)
-        elsewhere = len({remote.host for remote in self.remotes.values()}) > 1
         asked = {name: remote.ask("left", seconds=15) for name, remote in self.remotes.items()}
         for name, future in asked.items():
             remote = self.remotes[name]
             left = self.answered(future, f"rest of {name}", remote, 60)
             if left is None:
                 continue
-            parted = self._parted
-            first = self._rest.setdefault(remote, Rest(left, parted))
+            first = self._rest.setdefault(remote, Rest(left, self._silent))
             self.report.violations += [
                 f"{name} (pid {remote.pid}): {text}"
-                for text in judge_rest(first, left, parted - first.parted, elsewhere, self.pooled)
+                for text in judge_rest(first, left, self._silent - first.silent, self.pooled)
             ]
 
 

@@ -1,4 +1,6 @@
-"""TensorPipe's connections: one that breaks while both processes live, and one that cannot be made just now."""
+"""TensorPipe's connections: one that breaks while both processes live, one that cannot be made just now, and those to
+members that ended.
+"""
 
 from __future__ import annotations
 
@@ -98,6 +100,40 @@ def test_rrefs_say_why_they_cannot_be_had_any_more(members: dict[str, Any]) -> N
         return str(raised.value)
 
     assert "'b'" in inside(a, refused)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("channel", ["cma", "mpt_uv"])
+@pytest.mark.parametrize("restarts", [2, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_member_that_ended_leaves_no_descriptors(spawn: Spawn, restarts: int, channel: str) -> None:
+    """``mpt_uv``: as between hosts."""
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def talk(pid: int) -> int:
+        """With the next process after that one; returns its pid."""
+        until = time.monotonic() + LIMIT_S
+        while True:
+            with suppress(rtr.PeerLost, rtr.RpcTimeout):
+                now = rtr.rpc_sync("b").who()[1]
+                if now != pid:
+                    assert double("b") == 6 and rtr.rpc_sync("b").give(lambda: double("a")) == 6
+                    return int(now)
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+    a, b = spawn(Peer, max_concurrency=2), spawn(Peer, max_restarts=-1)
+    config = rtr.GroupConfig(lanes=("torchrpc",), channels=(channel, "basic"))
+    with rtr.init_group({"a": a, "b": b}, config=config) as group:
+        held, pid = [], 0
+        for _ in range(restarts + 1):
+            pid = inside(a, talk, pid)
+            held.append(inside(a, descriptors))
+            ray.kill(b, no_restart=False)
+        group.wait_ready(LIMIT_S)
+    print(f"{channel}: {held[0]} descriptors with the first process, then {min(held[1:])} to {max(held[1:])}")
+    assert max(held) <= held[0] + 3, held
 
 
 def test_rrefs_are_refused_where_the_agent_had_to_start_anew(spawn: Spawn) -> None:

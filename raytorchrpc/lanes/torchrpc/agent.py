@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import BootstrapError, LaneUnavailable, PeerLost
+from raytorchrpc.lanes.torchrpc import lost_connections
 from raytorchrpc.process import fork, socket_filter, threads
 
 logger = logging.getLogger(__name__)
@@ -300,6 +301,8 @@ class Fabric:
     def _remove_peer(self, name: str) -> None:
         known = self._peers.pop(name, None)
         if known is not None:
+            if known.opened and known.peer.worker_id in self._spoilt:
+                lost_connections.close(known.worker, known.peer.url, [each.peer.url for each in self._peers.values()])
             maps = {other: each.peer.inverse_map for other, each in self._peers.items() if each.peer.inverse_map}
             number, devices = known.peer.worker_id, self._devices
             torch_internals.remove_peer(self._agent, name, number, devices=devices, inverse_maps=maps)

@@ -34,12 +34,14 @@ def test_a_call_and_its_method_are_joined_by_an_arrow() -> None:
     callee = member("b", 1, event("serve", 10.001, 10.003, thread=7, mark=5))
     result = made(caller, callee)
     call, serve = phase(result, "X")
-    assert (call["pid"], call["ts"], call["dur"]) == (0, 0.0, 4000.0)
-    assert (serve["pid"], serve["ts"], serve["dur"]) == (1, 1000.0, 2000.0)
+    assert (call["pid"], call["ts"], call["dur"]) == (1, 0.001, 4000.0)
+    assert (serve["pid"], serve["ts"], serve["dur"]) == (2, 1000.001, 2000.0)
     (start,), (finish,) = phase(result, "s"), phase(result, "f")
-    assert start["id"] == finish["id"] and finish["bp"] == "e"
+    assert start["id"] == finish["id"]
     for arrow, on in ((start, call), (finish, serve)):
-        assert [arrow[key] for key in ("pid", "tid", "ts")] == [on[key] for key in ("pid", "tid", "ts")]
+        assert [arrow[key] for key in ("pid", "tid")] == [on[key] for key in ("pid", "tid")]
+    assert start["ts"] == call["ts"]
+    assert 0 < serve["ts"] - finish["ts"] < 0.002 and "bp" not in finish, "it leads to the next span"
     names = {one["args"].get("name") for one in phase(result, "M")}
     assert {"a (pid 100)", "b (pid 101)", "worker"} <= names
 
@@ -89,3 +91,14 @@ def test_a_full_ring_forgets_the_oldest_and_says_how_many() -> None:
 def test_no_two_members_give_the_same_mark() -> None:
     marks = {Tracer(rank, 1).call("b.f", caller_waits=True).mark for rank in range(300)}
     assert len(marks) == 300
+
+
+def test_the_main_thread_alone_has_the_number_of_its_process() -> None:
+    """Viewers go by that. And no process has 0, which is the kernel's."""
+    threads = {7: "worker", 8: "MainThread"}
+    events = [event("call", 1, 2, thread=7), event("call", 3, 4), event("call", 5, 6, thread=8)]
+    result = made(*[MemberTrace(name, rank, 1, events, 0, threads) for rank, name in enumerate("ab")])
+    named = [one for one in phase(result, "M") if one["name"] == "thread_name"]
+    assert {one["pid"] for one in named} == {1, 2}
+    for one in named:
+        assert (one["pid"] == one["tid"]) == (one["args"]["name"] == "MainThread")
