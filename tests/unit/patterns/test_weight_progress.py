@@ -9,12 +9,14 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.calls import current
+from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.spans import Event, Tracer
 from raytorchrpc.calls.weight_counters import WeightStats
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.patterns.weights import pull
 from raytorchrpc.patterns.weights.published import TENSORS
 from tests.conformance.peers import wait_until
+from tests.unit import members as members_module
 from tests.unit.members import Members
 
 #: Bytes of each tensor, and of a model.
@@ -30,6 +32,17 @@ def members() -> Iterator[Members]:
     finally:
         current.set_local(None)
         made.close()
+
+
+@pytest.fixture
+def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``members`` asked for after this are on two hosts: the home is on one of its own."""
+
+    def member(name: str, rank: int, incarnation: int = 0) -> Member:
+        return Member(rank, name, None, "far" if name == "home" else "near", 0, name, rank + 1, incarnation)
+
+    monkeypatch.setattr(pull, "_WORTH_RELAYING", 1)
+    monkeypatch.setattr(members_module, "_member", member)
 
 
 def model(value: float) -> dict[str, torch.Tensor]:
@@ -110,6 +123,20 @@ def test_each_publisher_counts_its_shards_and_a_reader_all_of_them(members: Memb
     reader = stats(members, "b")
     assert (reader.pulled, reader.brought, reader.bytes_in) == (1, 8, 2 * 24 + 8)
     assert wait_until(lambda: [stats(members, name).served for name in ("home", "a")] == [((1, 24),), ((1, 32),)], 20)
+
+
+def test_a_member_that_feeds_others_counts_what_they_bring(two_hosts: None, members: Members) -> None:
+    """The home, on another host, sends everything once."""
+    publish(members, 1.0)
+    for reader in ("a", "b"):
+        with members.acting(reader):
+            mine = model(0.0)
+            rtr.WeightStore("w", home="home", keep=2).pull(mine)
+            assert all(tensor.eq(1).all() for tensor in mine.values())
+        now = stats(members, reader)
+        assert (now.pulled, now.brought, now.missing, now.bytes_in) == (1, MODEL, 0, MODEL)
+    assert wait_until(lambda: stats(members, "a").served == ((1, MODEL),), 20)
+    assert stats(members, "home").served == ((1, MODEL),)
 
 
 def test_a_prefetch_counts_as_a_pull(members: Members) -> None:
