@@ -127,7 +127,7 @@ class TorchRpcLane(MessageLane):
         text = str(error)
         if "RPC ran for more than set timeout" in text:
             return RpcTimeout(f"no reply from {peer!r} in time over torchrpc; the call may still run there")
-        if "has left the group" in text:
+        if "has left the group" in text or "could not find destination" in text:  # the latter: it was removed just now
             return PeerLost(peer, "it has left the group", may_have_run=False)
         if not _BROKEN.search(text):
             return RayTorchRpcError(f"torchrpc failed between this member and {peer!r}: {text}")
