@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import raytorchrpc as rtr
 from raytorchrpc.calls import current, member
+from raytorchrpc.calls.weight_counters import PullCounter
 from raytorchrpc.patterns.weights.match import ModelMatch
 from raytorchrpc.patterns.weights.pull import Pull
 from tests.conformance.peers import wait_until
@@ -424,7 +425,8 @@ def test_readers_that_die_and_a_home_that_does(spawn: Spawn, actors: dict[str, A
     def begin_to_read() -> int:
         assert store.version() == 1
         local = current.process_member()
-        pull = Pull(store, local, ModelMatch("weights", filled(0.0), None, False, True), time.monotonic() + 60)
+        match, counter = ModelMatch("weights", filled(0.0), None, False, True), PullCounter(("weights", "home"))
+        pull = Pull(store, local, match, time.monotonic() + 60, counter)
         return pull.lease(None, None, False, store.wait).lease
 
     def readers() -> int:
