@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator
 
-from raytorchrpc._settings_text import did_you_mean, explain, nearest, read_bytes
 from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.text.settings import did_you_mean, explain, nearest, read_bytes
 
 ENV_PREFIX = "RAYTORCHRPC_"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raytorchrpc._settings_text import size_in_bytes
 from raytorchrpc.bench.results import published_sizes
 from raytorchrpc.bench.rows import DEVICES, QUICK, ROWS, Device, Row, choose
 from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.text.settings import size_in_bytes
 
 MAX_SIZE = 64 * 10**9
 #: Default limits of a whole run (seconds); ``--budget`` overrides them.

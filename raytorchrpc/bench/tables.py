@@ -7,11 +7,11 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from raytorchrpc._text_table import paragraph
 from raytorchrpc.bench.fit import fit
 from raytorchrpc.bench.options import show_size
 from raytorchrpc.bench.results import Cell, RowResult, Run, published_curve
 from raytorchrpc.bench.rows import Device
+from raytorchrpc.text.tables import paragraph
 
 DEVICE_TEXT: Mapping[Device, str] = {"cpu": "CPU tensors", "cuda": "CUDA tensors"}
 AUTO = "auto"

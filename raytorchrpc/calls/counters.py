@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from raytorchrpc import _text_table
+from raytorchrpc.text import tables as text_tables
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class GroupStats(tuple[PairStats, ...]):
 
     def table(self, width: int | None = None) -> str:
         """The rows as text. ``width``: columns that are available; None: those of the terminal, or 120 without one."""
-        width = _text_table.terminal_columns() if width is None else width
+        width = text_tables.terminal_columns() if width is None else width
         rows = [
             (
                 *(row.caller, row.peer, row.lane, str(row.calls), str(row.failures)),
@@ -73,7 +73,7 @@ class GroupStats(tuple[PairStats, ...]):
             for row in self
         ]
         heads = ("caller", "peer", "lane", "calls", "failed", "MB out", "MB in", "ms/call")
-        text = _text_table.table(heads, rows, width=width, right=5)
+        text = text_tables.table(heads, rows, width=width, right=5)
         return f"{text}\nno answer from: {', '.join(self.missing)} (busy or gone)" if self.missing else text
 
 

@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from raytorchrpc._text_table import paragraph
 from raytorchrpc.bench import plots
 from raytorchrpc.bench.markdown import document
 from raytorchrpc.bench.options import Options, make_options
 from raytorchrpc.bench.results import Run, published, read_run, write_file
 from raytorchrpc.bench.tables import Table, choice, figures, not_measured, plain, to_csv
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
+from raytorchrpc.text.tables import paragraph
 
 #: Least number of processes that Ray may start at once; the actors request no CPU.
 _STARTING_AT_ONCE = 8
@@ -134,7 +134,7 @@ def _measure(options: Options, address: str | None, command: str) -> Run:
 @contextmanager
 def session(address: str | None) -> Iterator[tuple[Callable[[str, float], None], float]]:
     """Start Ray, or connect to it; yields the function that reports progress, and when this began."""
-    from raytorchrpc._ray_session import ray_session
+    from raytorchrpc.process.ray_session import ray_session
 
     began, cores = time.monotonic(), os.cpu_count() or 1
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(max(_STARTING_AT_ONCE, cores)))

@@ -16,8 +16,8 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Column, Table
 
 import raytorchrpc as rtr
-from raytorchrpc._ray_session import ray_session
 from raytorchrpc.cli.digits import ParameterServer, Progress, Worker
+from raytorchrpc.process.ray_session import ray_session
 
 
 def run(*, workers: int, target: float, max_steps: int, seed: int, address: str | None, exchanges: int) -> None:

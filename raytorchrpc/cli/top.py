@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raytorchrpc import _text_table
 from raytorchrpc.calls.counters import PairStats
 from raytorchrpc.cli.top_weights import weights_table
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
+from raytorchrpc.text import tables as text_tables
 
 if TYPE_CHECKING:  # it loads Ray and torch
     from raytorchrpc.group.status import GroupStatus
@@ -41,7 +41,9 @@ def run(*, address: str | None, group: str | None, interval_s: float, once: bool
     try:
         if not 0.1 <= interval_s < math.inf:
             raise ConfigurationError("--interval must be a number of seconds, 0.1 or more")
-        from raytorchrpc._ray_session import running_cluster  # here: bad options are reported without loading Ray
+        from raytorchrpc.process.ray_session import (
+            running_cluster,  # here: bad options are reported without loading Ray
+        )
 
         with running_cluster(address):
             _show(group, interval_s, once, as_json)
@@ -128,7 +130,7 @@ def tables(shown: Sequence[tuple[GroupStatus, Sequence[Rate]]], width: int | Non
     """One table per group, busiest pairs first. ``width``: columns that are available; None: those of the terminal."""
     if not shown:
         return "no group is visible: top shows detached groups and groups formed with GroupConfig(metrics_period_s=...)"
-    width = _text_table.terminal_columns() if width is None else width
+    width = text_tables.terminal_columns() if width is None else width
     return "\n\n".join(_table(status, found, width) for status, found in shown)
 
 
@@ -144,11 +146,11 @@ def _table(status: GroupStatus, found: Sequence[Rate], width: int) -> str:
         )
         for rate in sorted(found, key=lambda rate: -rate.calls_per_s)
     ]
-    missing = [_text_table.paragraph(f"away: {name} ", f"({cause})", width) for name, cause in status.away.items()]
+    missing = [text_tables.paragraph(f"away: {name} ", f"({cause})", width) for name, cause in status.away.items()]
     missing += [f"no answer: {name}" for name in status.silent]
     title = f"group {status.group}, {len(status.members)} members"
     weights = [f"\n{weights_table(status, width)}"] if status.weights else []
-    return "\n".join((title, _text_table.table(heads, rows, width=width, right=6), *missing, *weights))
+    return "\n".join((title, text_tables.table(heads, rows, width=width, right=6), *missing, *weights))
 
 
 def _number(value: float) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from raytorchrpc import _text_table
 from raytorchrpc.calls.weight_counters import WeightStats
+from raytorchrpc.text import tables as text_tables
 
 if TYPE_CHECKING:  # it loads Ray and torch
     from raytorchrpc.group.status import GroupStatus
@@ -22,7 +22,7 @@ def weights_table(status: GroupStatus, width: int) -> str:
         for row in sorted(status.weights, key=lambda row: (row.store, row.home, not row.published))
         for line in _lines(row)
     ]
-    return f"weights of group {status.group}\n" + _text_table.table(heads, rows, width=width, right=4)
+    return f"weights of group {status.group}\n" + text_tables.table(heads, rows, width=width, right=4)
 
 
 def _lines(row: WeightStats) -> Iterator[tuple[str, ...]]:

@@ -70,8 +70,8 @@ def _collect(
         return [collector.gather_from(sysfs_root)]
     if not cluster and not names:
         return [collector.gather()]
-    from raytorchrpc._ray_session import running_cluster
     from raytorchrpc.doctor.cluster import collect_from_actors, collect_from_nodes
+    from raytorchrpc.process.ray_session import running_cluster
 
     with running_cluster(address):
         return collect_from_actors(names, timeout_s) if names else collect_from_nodes(timeout_s)

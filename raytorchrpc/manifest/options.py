@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic.functional_validators import AfterValidator
 
-from raytorchrpc._settings_text import explain
 from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.text.settings import explain
 
 _LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
 _RESOURCE = (

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from raytorchrpc import _text_table
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.lanes.registry import FABRIC, TRAFFIC, TRAFFIC_TEXT, Traffic
 from raytorchrpc.lanes.torchrpc.backends import AgentPlan, name_range
+from raytorchrpc.text import tables as text_tables
 
 # Groups above this size get one line per kind of route instead of one per pair.
 _TABLE_LIMIT = 8
@@ -160,7 +160,7 @@ class RoutePlan:
         Args:
             width: columns that are available; None: those of the terminal, or 120 where the output is no terminal.
         """
-        width = _text_table.terminal_columns() if width is None else width
+        width = text_tables.terminal_columns() if width is None else width
         if len(self.agents) > _TABLE_LIMIT:
             rows = _merged_rows(self)
         else:
@@ -249,11 +249,11 @@ def _format(rows: list[tuple[str, str, _Firsts]], width: int) -> str:
     free = width - sum(widths) - 2 * len(widths) - 2
     room = [free - min(free // 2, max(len(row[other]) for row in rows)) for other in (1, 0)]
     table = [
-        (_text_table.list_cell(a, room[0]), _text_table.list_cell(b, room[1]), *cells)
+        (text_tables.list_cell(a, room[0]), text_tables.list_cell(b, room[1]), *cells)
         for (a, b, _), cells in zip(rows, lanes, strict=True)
     ]
     notes = (
-        _text_table.paragraph(f"[{number}] ", f"{lane} ({how}): {reason}", width)
+        text_tables.paragraph(f"[{number}] ", f"{lane} ({how}): {reason}", width)
         for (lane, how, reason), number in numbers.items()
     )
-    return "\n".join((_text_table.table(heads, table, width=width), "", *notes))
+    return "\n".join((text_tables.table(heads, table, width=width), "", *notes))

@@ -18,9 +18,9 @@ FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for pat
 #: What each package may import besides itself, from the ground up. ``lanes.*`` stands for every lane's folder. A module
 #: at the top level is a package here; all of them may import ``errors`` and ``_compat``.
 MAY_IMPORT: dict[str, set[str]] = {
-    **{name: set() for name in ("errors", "_compat", "runtime_env", "_ray_session", "process")},
-    **{name: set() for name in ("_settings_text", "_text_table")},
-    "config": {"_settings_text"},
+    **{name: set() for name in ("errors", "_compat", "runtime_env", "process")},
+    "text": set(),
+    "config": {"text"},
     "tensors": {"process"},
     "topology": {"tensors.devices", "config"},
     "lanes.registry": {"config"},
@@ -29,8 +29,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lanes.setup": {"lanes.common", "process", "topology", "config"},
     "lanes.*": {"lanes.base", "lanes.common", "lanes.setup", "process", "tensors", "topology", "config"},
     "lanes.rules": {"lanes.registry", "lanes.torchrpc.backends", "topology", "config"},
-    "routing": {"_text_table", "lanes.registry", "lanes.rules", "lanes.torchrpc.backends", "topology", "config"},
-    "calls": {"_text_table", "lanes.base", "process", "tensors", "config"},
+    "routing": {"text", "lanes.registry", "lanes.rules", "lanes.torchrpc.backends", "topology", "config"},
+    "calls": {"text", "lanes.base", "process", "tensors", "config"},
     "patterns": {"calls", "lanes.base", "process", "tensors"},
     "rdt": {"calls", "lanes.nng.offers", "process", "tensors"},
     "decorator": {"calls", "rdt"},

@@ -1,0 +1,1 @@
+"""Words and tables for people: shared by the settings, the commands and what groups print."""
