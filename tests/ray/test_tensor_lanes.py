@@ -384,7 +384,7 @@ def test_arguments_of_a_method_that_is_not_exposed_are_given_back(
     form(two)
 
     def ask() -> None:
-        with pytest.raises(rtr.NotAMember):
+        with pytest.raises(rtr.NoSuchMethod):
             rtr.rpc_sync("q").hidden(torch.ones(LARGE))
 
     in_actor(two[1], gc.disable)
