@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -15,6 +16,8 @@ from benchmarks._harness import Row, interleaved, local_ray, show
 
 READERS = 4
 SIZES = {10_000_000: 7, 1 << 30: 3}
+#: Of each kind, after a first one.
+STEPS = 5
 CUDA_SIZES = {10_000_000: 100, 1 << 30: 50}
 
 
@@ -44,6 +47,40 @@ class End:
         self.store.pull(self.model, version)
         if next(iter(self.model.values())).is_cuda:
             torch.cuda.current_stream().synchronize()
+
+    # Steps that change some elements.
+
+    def load_bfloat16(self, store: rtr.WeightStore, size: int, device: str) -> None:
+        self.model = {name: tensor.bfloat16() for name, tensor in model_of(2 * size, device).items()}
+        self.store, self.version = store, 0
+
+    def step(self, share: float) -> float:
+        """Change a share of the elements, and publish; returns the seconds that publishing took."""
+        for tensor in self.model.values():
+            bits = tensor.view(torch.int16)
+            bits[torch.rand(tensor.shape, device=tensor.device) < share] += 1
+        return self._timed(lambda: self.store.publish(self.model))
+
+    def follow(self, knows: bool) -> float:
+        """Pull what has changed, or all; returns the seconds."""
+
+        def pull() -> None:
+            self.version = self.store.pull(self.model, since=self.version if knows else None)
+
+        return self._timed(pull)
+
+    def digest(self) -> int:
+        return sum(int(tensor.view(torch.int16).sum(dtype=torch.int64)) for tensor in self.model.values())
+
+    def _timed(self, run: Callable[[], object]) -> float:
+        on_gpu = next(iter(self.model.values())).is_cuda
+        if on_gpu:
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        run()
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter() - begun
 
     # With Ray.
 
@@ -94,9 +131,12 @@ def main(quick: bool = False) -> None:
         with local_ray():
             _cpu(quick, peer)
     with local_ray():
+        changes(quick)
+    with local_ray():
         gpus = int(ray.cluster_resources().get("GPU", 0))
         if gpus >= 2:
             cuda(quick)
+            changes(quick, "cuda")
         else:
             print(f"  CUDA rows: not run, they need two GPUs and Ray has {gpus}")
 
@@ -135,6 +175,36 @@ def _cpu(quick: bool, peer: str) -> None:
     for end in (learner, *readers):
         ray.kill(end)
     show("Weights from one actor to others of its host (medians)", rows)
+
+
+def changes(quick: bool = False, device: str = "cpu") -> list[Row]:
+    """Print and return rows for a step that changes 1 % of the elements of each tensor, next to full pulls.
+
+    CPU tensors come over TCP, as between hosts: on one host whole tensors are copied where they were published.
+    """
+    on_gpu = device == "cuda"
+    learner, reader = (End.options(num_gpus=int(on_gpu)).remote() for _ in range(2))
+    config = rtr.GroupConfig() if on_gpu else rtr.GroupConfig(lanes=("socket", "torchrpc"), always_tcp=True)
+    rows = []
+    with rtr.init_group({"learner": learner, "reader": reader}, config=config):
+        for size in (1 << 26,) if quick else (1 << 28, 1 << 32) if on_gpu else (1 << 28,):
+            store = rtr.WeightStore(f"changes {size}", home="learner", track=True)
+            ray.get([end.load_bfloat16.remote(store, size, device) for end in (learner, reader)])
+            took: dict[str, list[float]] = {"publish all": [], "all": [], "publish 1 %": [], "1 %": []}
+            for _ in range(STEPS + 1):
+                for share, what in ((1.0, "all"), (0.01, "1 %")):
+                    took[f"publish {what}"].append(ray.get(learner.step.remote(share)))
+                    took[what].append(ray.get(reader.follow.remote(share < 1)))
+                if ray.get(learner.digest.remote()) != ray.get(reader.digest.remote()):
+                    raise RuntimeError("the weights arrived changed")
+            ms = {what: statistics.median(seconds[1:]) * 1e3 for what, seconds in took.items()}
+            what = f"{'CUDA' if on_gpu else 'CPU, TCP'}, {size / 1e6:.4g} MB, 1 % of the elements changed"
+            rows.append(Row(what, ms["1 %"], ms["all"], "ms", "a pull of all", 0.15))
+            rows.append(Row(f"{what}: publish", ms["publish 1 %"], ms["publish all"], "ms", "publish of all"))
+    for end in (learner, reader):
+        ray.kill(end)
+    show("Weights of which a step changes little (medians)", rows)
+    return rows
 
 
 def cuda(quick: bool = False) -> list[Row]:

@@ -72,13 +72,15 @@ class Agent:
         self.me = rpc.RRef(self)
         self.observers = [rpc.remote(observer, Observer) for observer in observers]  # by rank
         self.chosen: dict[int, list[Tensor]] = {observer: [] for observer in observers}
+        # One for each observer, which call in any order: every run of the program plays the same games.
+        self.generators = {observer: torch.Generator().manual_seed(observer) for observer in observers}
 
     def choose(self, observer: int, state: Tensor) -> int:
         """Called by observers, on threads of torch's pool: each has a list of its own."""
-        distribution = torch.distributions.Categorical(logits=self.policy(state))
-        action = distribution.sample()
-        self.chosen[observer].append(distribution.log_prob(action))
-        return int(action)
+        logs = self.policy(state).log_softmax(0)
+        action = int(torch.multinomial(logs.exp(), 1, generator=self.generators[observer]))
+        self.chosen[observer].append(logs[action])
+        return action
 
     def run_episode(self) -> float:
         """Has every observer play, and learns from it. Returns the mean return."""

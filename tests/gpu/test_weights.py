@@ -114,3 +114,42 @@ def test_only_what_has_changed(actors: dict[str, Any]) -> None:
     assert in_actor(actors["same"], see, None) == [1.0, 1.0, 1.0, 1.0]
     assert in_actor(actors["learner"], change, 3.0) == 2
     assert in_actor(actors["same"], see, 1) == [0.0, 3.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("reader", ["same", "other"])
+def test_only_the_elements_that_have_changed(actors: dict[str, Any], reader: str) -> None:
+    """Into tensors that lie as published, and into a part of a transposed one."""
+    if reader not in actors:
+        pytest.skip("needs two GPUs")
+    store = rtr.WeightStore(f"elements {reader}", home="learner", keep=2, track=True)
+    shape = (2000, 1500)
+
+    def bits(version: int) -> torch.Tensor:
+        made = torch.randint(-(1 << 15), 1 << 15, shape, generator=torch.Generator().manual_seed(1)).short()
+        for step in range(2, version + 1):
+            made[torch.rand(shape, generator=torch.Generator().manual_seed(step)) < 0.01] ^= step
+        return made
+
+    def publish() -> None:
+        for version in (1, 2):
+            store.publish({"w": bits(version).view(torch.bfloat16).cuda()}, version)
+
+    def pull() -> list[bool]:
+        whole = torch.zeros(shape, dtype=torch.int16, device="cuda")
+        part = torch.zeros(1000, shape[0], dtype=torch.int16, device="cuda").t()
+        models = [
+            {"w": whole.view(torch.bfloat16)},
+            {"w": rtr.Shard(part.view(torch.bfloat16), shape, (0, 500))},
+        ]
+        for model in models:
+            store.pull(model, 1)
+        changed = bits(1) != bits(2)
+        targets = [(whole, bits(2), changed), (part, bits(2)[:, 500:], changed[:, 500:])]
+        for target, _, at in targets:
+            target[~at.cuda()] = 77  # shows what is brought
+        for model in models:
+            store.pull(model, 2, since=1)
+        return [torch.equal(target.cpu(), now.where(at, 77)) for target, now, at in targets]
+
+    in_actor(actors["learner"], publish)
+    assert in_actor(actors[reader], pull) == [True, True]

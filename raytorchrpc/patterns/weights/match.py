@@ -76,9 +76,10 @@ class Selection(NamedTuple):
         if changed is None:
             return self
         wanted = set(changed)
-        return self._at([index for index, (place, _) in enumerate(self.places) if place in wanted])
+        return self.at([index for index, (place, _) in enumerate(self.places) if place in wanted])
 
-    def _at(self, indices: Sequence[int]) -> Selection:
+    def at(self, indices: Sequence[int]) -> Selection:
+        """Return what it has at these indices."""
         regions = None if self.regions is None else [self.regions[index] for index in indices]
         return Selection([self.places[index] for index in indices], [self.targets[index] for index in indices], regions)
 
@@ -88,10 +89,10 @@ class Selection(NamedTuple):
         begin = filled = 0
         for place, target in enumerate(self.targets):
             if place > begin and filled + target.nbytes > size:
-                found.append(self._at(range(begin, place)))
+                found.append(self.at(range(begin, place)))
                 begin, filled = place, 0
             filled += target.nbytes
-        return [*found, self._at(range(begin, len(self.targets)))]
+        return [*found, self.at(range(begin, len(self.targets)))]
 
     def in_slices(self, size: int) -> Selection:
         """Return the same, with each tensor of more than ``size`` bytes divided along its first dimension."""
@@ -216,7 +217,7 @@ class LayoutMatch(ABC):
             return None
         fields, pieces = answer
         self.set_lease(VersionLease(*fields))
-        if not pieces or self.device_type != device_type:
+        if not pieces or self.device_type != device_type or self.leased.deltas:
             return None
         selection = self.selection()
         if not selection.targets or any(name is not None for _, name in selection.places):

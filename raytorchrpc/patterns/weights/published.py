@@ -18,6 +18,7 @@ from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.weight_counters import StoreKey
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotAMember, NotFound
 from raytorchrpc.patterns.home import register_methods
+from raytorchrpc.patterns.weights.deltas import Deltas, find_deltas, may_have_delta
 from raytorchrpc.patterns.weights.partial import complete
 from raytorchrpc.patterns.weights.plan import PlaceInWhole
 from raytorchrpc.patterns.weights.relays import RelayPlan
@@ -39,6 +40,7 @@ KIND = "weight store"
 WAIT, LEASE = "raytorchrpc.weights.wait", "raytorchrpc.weights.lease"
 ADVISE, REPORT = "raytorchrpc.weights.advise", "raytorchrpc.weights.report"
 TENSORS, PIECES = "raytorchrpc.weights.tensors", "raytorchrpc.weights.pieces"
+DELTAS = "raytorchrpc.weights.deltas"
 #: Also of a member that relays.
 RELEASE = "raytorchrpc.weights.release"
 
@@ -174,9 +176,10 @@ class PublishedWeights(Readable, VersionWaits):
             changed = self._changed(layout, sources, version, before, carried)
             memory = self.pool.memory(layout.specs)
             self._write(memory, sources, changed)
-            if before is not None and carried:
+            deltas = self._deltas(memory, changed, version, before)
+            if before is not None and (carried or deltas):
                 before[1].note_own_reads()
-            snapshot = Snapshot(version, layout.specs, memory, changed, self.pool)
+            snapshot = Snapshot(version, layout.specs, memory, changed, self.pool, deltas)
             with self._lock:
                 self._check_open()
                 self._versions[version], self._last = (layout, snapshot), version
@@ -227,6 +230,29 @@ class PublishedWeights(Readable, VersionWaits):
         same = carried | {place for place, is_equal in zip(compared, equal, strict=True) if is_equal}
         return [old if place in same else version for place, old in enumerate(snapshot.changed)]
 
+    def _deltas(
+        self, memory: VersionMemory, changed: Sequence[int], version: int, before: tuple[Layout, Snapshot] | None
+    ) -> Deltas | None:
+        """Find what has changed within tensors since the version before.
+
+        Not within CPU tensors if all members read them in place: of 256 MB of bfloat16 of which 1 % had changed, a core
+        copied all in 23 ms, wrote the changed elements in 11 ms to 20 ms, and took 190 ms to find them.
+        """
+        if before is None or before[0] is not self._layout or before[1].memory is memory or not self._track:
+            return None
+        held, tensors = before[1].memory.tensors, memory.tensors
+        places = [place for place, new in enumerate(changed) if new == version and may_have_delta(tensors[place])]
+        if places and memory.whole is not None and not self._has_far_members():
+            places = [place for place in places if tensors[place].is_cuda]
+        if not places:
+            return None
+        return find_deltas(
+            before[1].version, places, [tensors[place] for place in places], [held[place] for place in places]
+        )
+
+    def _has_far_members(self) -> bool:
+        return any(route.member.node_id != self._local.me.node_id for route in self._local.peers.routes)
+
     def _write(self, memory: VersionMemory, sources: Sequence[torch.Tensor], changed: Sequence[int]) -> None:
         stale = [place for place, held in enumerate(memory.changed) if held != changed[place]]
         for place in stale:
@@ -267,12 +293,14 @@ class PublishedWeights(Readable, VersionWaits):
             if chosen == since:
                 return VersionLease(chosen, 0, its_layout.number, None, None)
             number = self.pool.lease(snapshot, rank, lease_end(seconds))
-        changed = None
+        changed = deltas = None
         knows_changes = self._track or self._partial
         if knows_changes and since is not None and since < chosen and its_layout is self._layout:
             changed = [place for place, new in enumerate(snapshot.changed) if new > since]
+            if snapshot.deltas is not None and snapshot.deltas.base == since:
+                deltas = snapshot.deltas.counts()
         rows = None if its_layout.number == layout else its_layout.rows
-        return VersionLease(chosen, number, its_layout.number, rows, changed)
+        return VersionLease(chosen, number, its_layout.number, rows, changed, deltas=deltas)
 
     def serve_lease(
         self,
@@ -293,6 +321,8 @@ class PublishedWeights(Readable, VersionWaits):
         lease = self.lease(caller, version, since, layout, seconds)
         if lease is None:
             return None
+        if device_type == "cpu":  # it copies from here as fast; see ``_deltas``
+            lease = lease._replace(deltas=None)
         if signature is not None and lease.lease and lease.rows is None and lease.changed is None:
             turn = self.relays.take_turn(lease.version, signature, caller)
             if turn is not None:
@@ -333,6 +363,7 @@ register_methods(
         REPORT: PublishedWeights.serve_report,
         TENSORS: lambda weights, _, lease, places, regions=None: weights.pool.leased(lease).tensors(places, regions),
         PIECES: Readable.serve_pieces,
+        DELTAS: lambda weights, _, lease, spans: weights.pool.leased(lease).read_deltas(spans),
         RELEASE: lambda weights, _, lease, *brought: weights.release(lease, *brought),
     }
 )

@@ -18,6 +18,7 @@ from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Part
 from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights import published
+from raytorchrpc.patterns.weights.delta_pull import Change, apply, divide, messages
 from raytorchrpc.patterns.weights.feeds import feeds_of
 from raytorchrpc.patterns.weights.match import LayoutMatch, Selection
 from raytorchrpc.patterns.weights.published import lease_is_valid_until
@@ -48,6 +49,8 @@ class Pull:
         self._asked: Future[Any] | None = None  # for the lease
         self._sent: Future[Any] | None = None  # for memory to copy from
         self._had_turn = False
+        self._divided: tuple[list[list[Change]], Selection] | None = None  # what comes as deltas, and the rest
+        self._sent_deltas: Future[Any] | None = None  # for the first message of deltas
 
     # --- the lease -----------------------------------------------------------------------------------------------
 
@@ -137,9 +140,15 @@ class Pull:
 
     def begin(self, selection: Selection, caller_waits: bool = False) -> None:
         """Ask the home for what ``bring`` will need, without waiting for the answer."""
-        if not selection.targets or self._match.filled or self._is_home or self._uses_relay(selection):
+        if not selection.targets or self._match.filled or self._is_home:
             return
-        if self._has_turn:
+        deltas, selection = self._divide(selection)
+        if deltas:
+            self._sent_deltas, caller_waits = self._request_deltas(deltas[0], caller_waits), False
+        self._begin_whole(selection, caller_waits)
+
+    def _begin_whole(self, selection: Selection, caller_waits: bool = False) -> None:
+        if not selection.targets or self._uses_relay(selection) or self._has_turn:
             return
         device_type = self._readable_in_place(self.home, self._match.device_type)
         if device_type is not None:
@@ -161,13 +170,20 @@ class Pull:
             snapshot.copy_into(selection.targets, selection.places, selection.regions)
             self._requests.counter.add(self._match.bytes_of(selection))
             return
+        deltas, rest = self._divide(selection)
+        if deltas:
+            self._fetch_deltas(deltas)
+        if rest.targets:
+            self._fetch_whole(rest)
+
+    def _fetch_whole(self, selection: Selection) -> None:
         if self._uses_relay(selection):
             self._relayed(selection).bring()
             return
         if self._has_turn and self._take_turn(selection):
             return
         if self._sent is None:
-            self.begin(selection, caller_waits=True)
+            self._begin_whole(selection, caller_waits=True)
         sent, self._sent = self._sent, None
         if sent is not None and sent.wait():
             self._requests.count(self.home, self._match.bytes_of(selection))
@@ -186,6 +202,37 @@ class Pull:
     def _request_message(self, message: Selection) -> Future[Any]:
         return self._request(published.TENSORS, message.places, message.regions, into=message.targets)
 
+    # --- deltas --------------------------------------------------------------------------------------------------
+
+    def _divide(self, selection: Selection) -> tuple[list[list[Change]], Selection]:
+        """Return the messages of what comes as deltas, and what comes whole."""
+        if self._divided is None:
+            deltas = self._match.leased.deltas
+            if not deltas or self._readable_in_place(self.home, self._match.device_type) == "cpu":
+                self._divided = [], selection
+            else:
+                # The home sends deltas to each reader, and whole tensors to other hosts once.
+                times = 1 if self._requests.is_near(self.home) else max(1, self._far_members())
+                changes, rest = divide(selection, dict(deltas), self._match.layout.rows, times)
+                self._divided = messages(changes, MESSAGE_BYTES), rest
+        return self._divided
+
+    def _fetch_deltas(self, deltas: Sequence[Sequence[Change]]) -> None:
+        sent, self._sent_deltas = self._sent_deltas, None
+        for number, message in enumerate(deltas):
+            if sent is None:
+                sent = self._request_deltas(message, caller_waits=True)
+            answer = sent.wait()
+            sent = self._request_deltas(deltas[number + 1]) if number + 1 < len(deltas) else None
+            apply(message, answer)
+            size = sum(tensor.nbytes for tensor in answer[1])
+            whole = sum(change.target.nbytes for change in message)
+            self._requests.counter.expect(self._match.leased.version, size - whole)
+            self._requests.count(self.home, size)
+
+    def _request_deltas(self, message: Sequence[Change], caller_waits: bool = False) -> Future[Any]:
+        return self._request(published.DELTAS, [change.span for change in message], caller_waits=caller_waits)
+
     def _request(self, service: str, *args: Any, **options: Any) -> Future[Any]:
         request = (*self._address, self._match.leased.lease, *args)
         return self._requests.call(self.home, service, request, self._requests.left(0.001), **options)
@@ -194,11 +241,15 @@ class Pull:
 
     def _uses_relay(self, selection: Selection) -> bool:
         """Whether other members that are not on the home's host may pull the same."""
-        peers, requests = self._local.peers, self._requests
-        if requests.is_near(self.home) or sum(target.nbytes for target in selection.targets) < _WORTH_RELAYING:
+        if self._requests.is_near(self.home) or sum(target.nbytes for target in selection.targets) < _WORTH_RELAYING:
             return False
+        return self._far_members() > 1
+
+    def _far_members(self) -> int:
+        """How many members are not on the home's host."""
+        peers = self._local.peers
         its_node = peers.route(self.home).member.node_id
-        return sum(route.member.node_id != its_node for route in peers.routes) > 1
+        return sum(route.member.node_id != its_node for route in peers.routes)
 
     def _relayed(self, selection: Selection) -> RelayedPull:
         lease = self._match.leased

@@ -18,6 +18,7 @@ import torch
 from raytorchrpc.errors import NotFound
 from raytorchrpc.lanes.base import SMALL
 from raytorchrpc.patterns.weights import conversions
+from raytorchrpc.patterns.weights.deltas import Deltas, Runs, Span
 from raytorchrpc.process.deadlines import Deadlines
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.bounds import OutOfBounds, within
@@ -156,9 +157,11 @@ class Snapshot:
         memory: VersionMemory,
         changed: Sequence[int],
         pool: SnapshotPool,
+        deltas: Deltas | None = None,
     ) -> None:
         """``changed``: for each tensor, the version that it was new in. The thread that wrote ``memory`` calls this."""
         self.version, self.specs, self.memory, self.changed = version, specs, memory, changed
+        self.deltas = deltas
         self.readers = 0
         self.retired = False
         self._pool = pool
@@ -186,6 +189,13 @@ class Snapshot:
         if regions is None:
             return found
         return [cut(tensor, region) for tensor, region in zip(found, regions, strict=True)]
+
+    def read_deltas(self, spans: Sequence[Span]) -> tuple[Runs, list[torch.Tensor]]:
+        """Return the changed elements of these spans; see ``Deltas.read``."""
+        if self.deltas is None:
+            raise NotFound("this version of the weights has no deltas")
+        self.make_current()
+        return self.deltas.read(spans)
 
     def pieces(self, device_type: str, places: Places) -> list[torch.Tensor]:
         """Return the memory that holds these tensors on this type of device: one flat tensor for each conversion.

@@ -47,7 +47,8 @@ class WeightStore(Handle):
     kept.
 
     Members that pull the same feed one another: one member of each other host pulls into memory that it keeps for its
-    host, and these, like readers on several GPUs of the home's host, stand in a line. The home sends each byte once.
+    host, and these, like readers on several GPUs of the home's host, stand in a line. The home sends each
+    byte of whole tensors once.
 
     Members serve weights on threads of their own, beside their actor's methods. Operations raise PeerLost if the home
     is lost. They raise NotFound if this store has ended: the home was restarted, or the group formed again, since this
@@ -75,7 +76,8 @@ class WeightStore(Handle):
             keep: how many versions, the newest ones, can be pulled.
             track: find out which tensors change between versions, so that ``pull(since=...)`` brings only those.
                 ``publish`` then compares each tensor bit for bit with the version before, and copies only those that
-                differ. It sees every change, however the tensor was written.
+                differ. It sees every change, however the tensor was written. If few elements of a tensor differ, and
+                readers profit, it keeps these as a delta, which readers of the version before pull instead.
         """
         settings: tuple[Any, ...] = (checked_count("keep", keep), bool(track))
         if publishers is not None:
@@ -223,7 +225,8 @@ class WeightStore(Handle):
             version: None: the newest; if nothing is published yet, waits for the first version.
             since: the version that the model has, as an earlier pull of this process from this store returned it. If it
                 is still the newest, nothing is brought. In a store with ``track``, only tensors that have changed since
-                are brought. Any other number has no effect: everything is brought.
+                are brought, or only the elements that have. The model must hold exactly that version. Any other number
+                has no effect: everything is brought.
             convert: convert tensors whose floating dtype differs from the published one. The home does so once for each
                 version and dtype; bfloat16 needs half the bytes of float32. Without it, another dtype is an error.
                 ``BlockFp8()`` converts matrices to fp8, with a scale for each block.

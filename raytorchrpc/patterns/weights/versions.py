@@ -27,6 +27,7 @@ class VersionLease(NamedTuple):
     rows: list[Row] | None  # None: the reader knows this layout
     changed: list[int] | None  # places of the tensors that differ from the version that the reader has; None: all
     turn: tuple[int | None, bool] | None = None  # others of its host pull the same: see ``RelayPlan.ask``
+    deltas: list[tuple[int, int]] | None = None  # of what changed: see ``Deltas.counts``
 
 
 class Layout(NamedTuple):
