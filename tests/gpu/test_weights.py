@@ -10,6 +10,9 @@ import ray
 import torch
 
 import raytorchrpc as rtr
+from raytorchrpc.calls import member
+from raytorchrpc.patterns.weights.published import PublishedWeights
+from raytorchrpc.patterns.weights.pull import Pull
 
 pytestmark = pytest.mark.gpu
 
@@ -118,7 +121,7 @@ def test_only_what_has_changed(actors: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("reader", ["same", "other"])
 def test_only_the_elements_that_have_changed(actors: dict[str, Any], reader: str) -> None:
-    """Into tensors that lie as published, and into a part of a transposed one."""
+    """Into tensors that lie as published, and into a part of a transposed one. As from another host."""
     if reader not in actors:
         pytest.skip("needs two GPUs")
     store = rtr.WeightStore(f"elements {reader}", home="learner", keep=2, track=True)
@@ -151,5 +154,20 @@ def test_only_the_elements_that_have_changed(actors: dict[str, Any], reader: str
             store.pull(model, 2, since=1)
         return [torch.equal(target.cpu(), now.where(at, 77)) for target, now, at in targets]
 
-    in_actor(actors["learner"], publish)
-    assert in_actor(actors[reader], pull) == [True, True]
+    def as_if_far() -> None:
+        member.kept = Pull._readable_in_place, PublishedWeights._has_far_members  # type: ignore[attr-defined]
+        Pull._readable_in_place = lambda *_: None  # type: ignore[method-assign]
+        PublishedWeights._has_far_members = lambda _: True  # type: ignore[method-assign]
+
+    def as_it_is() -> None:
+        Pull._readable_in_place, PublishedWeights._has_far_members = member.kept  # type: ignore[attr-defined, method-assign]
+
+    both = actors["learner"], actors[reader]
+    for actor in both:
+        in_actor(actor, as_if_far)
+    try:
+        in_actor(actors["learner"], publish)
+        assert in_actor(actors[reader], pull) == [True, True]
+    finally:
+        for actor in both:
+            in_actor(actor, as_it_is)

@@ -235,20 +235,24 @@ class PublishedWeights(Readable, VersionWaits):
     ) -> Deltas | None:
         """Find what has changed within tensors since the version before.
 
-        Not within CPU tensors if all members read them in place: of 256 MB of bfloat16 of which 1 % had changed, a core
-        copied all in 23 ms, wrote the changed elements in 11 ms to 20 ms, and took 190 ms to find them.
+        Not if all members read the memory in place: of 256 MB of bfloat16 of which 1 % had changed, a core copied all
+        in 23 ms, wrote the changed elements in 11 ms to 20 ms, and took 190 ms to find them. Between two H200, copies
+        of 67 MB took 1.8 ms, and deltas 5.6 ms.
         """
         if before is None or before[0] is not self._layout or before[1].memory is memory or not self._track:
             return None
         held, tensors = before[1].memory.tensors, memory.tensors
         places = [place for place, new in enumerate(changed) if new == version and may_have_delta(tensors[place])]
-        if places and memory.whole is not None and not self._has_far_members():
-            places = [place for place in places if tensors[place].is_cuda]
-        if not places:
+        if not places or (self._is_readable(memory.whole) and not self._has_far_members()):
             return None
         return find_deltas(
             before[1].version, places, [tensors[place] for place in places], [held[place] for place in places]
         )
+
+    def _is_readable(self, whole: torch.Tensor | None) -> bool:
+        """Whether members of this host can copy from this memory."""
+        lanes = [lane.capabilities for lane in self._local.tensor_lanes.values() if lane.capabilities.in_parts]
+        return whole is not None and (not whole.is_cuda or any("cuda" in lane.devices for lane in lanes))
 
     def _has_far_members(self) -> bool:
         return any(route.member.node_id != self._local.me.node_id for route in self._local.peers.routes)
@@ -321,7 +325,7 @@ class PublishedWeights(Readable, VersionWaits):
         lease = self.lease(caller, version, since, layout, seconds)
         if lease is None:
             return None
-        if device_type == "cpu":  # it copies from here as fast; see ``_deltas``
+        if device_type is not None:  # it copies from here as fast; see ``_deltas``
             lease = lease._replace(deltas=None)
         if signature is not None and lease.lease and lease.rows is None and lease.changed is None:
             turn = self.relays.take_turn(lease.version, signature, caller)

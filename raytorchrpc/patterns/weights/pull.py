@@ -208,7 +208,7 @@ class Pull:
         """Return the messages of what comes as deltas, and what comes whole."""
         if self._divided is None:
             deltas = self._match.leased.deltas
-            if not deltas or self._readable_in_place(self.home, self._match.device_type) == "cpu":
+            if not deltas or self._readable_in_place(self.home, self._match.device_type):
                 self._divided = [], selection
             else:
                 # The home sends deltas to each reader, and whole tensors to other hosts once.
