@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -129,18 +130,26 @@ def remove_peer(
 
 
 _find_worker: Callable[[int], str | None] = lambda number: None  # noqa: E731
-_init_rpc, _to_worker_info = rpc.init_rpc, rpc_api._to_worker_info
+logger = logging.getLogger(__name__)
+
+_init_rpc, _shutdown, _to_worker_info = rpc.init_rpc, rpc.shutdown, rpc_api._to_worker_info
 
 
 def adapt_rpc(pickler: type[Any], refusal: str) -> None:
     """Have torch's own API pickle with ``pickler``, take ranks for workers, and raise ``refusal`` from ``init_rpc``.
 
-    For the rest of the process, because its agent stays as long.
+    For the rest of the process, because its agent stays as long. A leftover ``rpc.shutdown`` has no effect.
     """
 
     @functools.wraps(_init_rpc)
     def init_rpc(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError(refusal)
+
+    @functools.wraps(_shutdown)
+    def shutdown(*args: Any, **kwargs: Any) -> None:
+        logger.warning(
+            "torch.distributed.rpc.shutdown() has no effect in a member: the end of the group does what is needed"
+        )
 
     def to_worker_info(to: Any) -> WorkerInfo:
         if isinstance(to, int):
@@ -151,7 +160,7 @@ def adapt_rpc(pickler: type[Any], refusal: str) -> None:
 
     rpc_internal._pickler = pickler
     rpc_api._to_worker_info = to_worker_info
-    rpc.init_rpc = init_rpc
+    rpc.init_rpc, rpc.shutdown = init_rpc, shutdown
 
 
 def find_workers_by(find: Callable[[int], str | None]) -> None:
@@ -162,7 +171,7 @@ def find_workers_by(find: Callable[[int], str | None]) -> None:
 
 def stop_agent() -> None:
     """Stop the agent without waiting: a graceful shutdown waits for all peers, dead ones included."""
-    rpc.shutdown(graceful=False)
+    _shutdown(graceful=False)
 
 
 def agent_is_set() -> bool:

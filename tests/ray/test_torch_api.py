@@ -127,7 +127,10 @@ def test_a_member_that_has_called_shutdown_says_so_and_works_in_the_next_group(s
     handles = {name: spawn(Stage, seed) for name, seed in (("left", 0), ("right", 1))}
 
     def shut_down() -> str:
-        rpc.shutdown(graceful=False)
+        rpc.shutdown()  # as a program's last line: it has no effect
+        assert rpc.rpc_sync(rpc.get_worker_info().name, abs, args=(-2,)) == 2
+        assert rtr.remote("right").double(1).to_here() == 2
+        rpc.shutdown.__wrapped__(graceful=False)  # by a reference from before the group
         with pytest.raises(rtr.LaneUnavailable) as raised:
             rtr.remote("right").double(1)
         assert rtr.rpc_sync("right").double(1) == 2, "other lanes go on"
