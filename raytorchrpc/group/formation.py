@@ -119,8 +119,11 @@ class Formation:
         elsewhere = worker_ids.highest_elsewhere([*self.roster.handles.values(), *self.participants.values()])
         roster = replace(self.roster, highest_id=max(self.roster.highest_id, elsewhere))
         self.roster = roster.admit(self.participants, probes, self._tried)
-        records = [self.roster.records[name] for name in self.participants]
-        worker_ids.record(each.member for each in records if each.probe.agent is None or each.renew_agent)
+        records = self.roster.records
+        if any(records[name].probe.agent is None or records[name].renew_agent for name in self.participants):
+            # All of them: whoever has known an id that a newcomer gets must not meet another process under it, even if
+            # the group is not formed in the end.
+            worker_ids.record(each.member for each in records.values())
 
     def _refuse_taken(self, probes: Mapping[str, Probe]) -> None:
         taken = {member: probe for member, probe in probes.items() if probe.group is not None}

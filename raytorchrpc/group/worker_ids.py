@@ -42,7 +42,7 @@ def highest_elsewhere(handles: Iterable[Any]) -> int:
     try:
         _drop_ended_jobs(job)
         for key in sorted(ray_internals.stored_keys(f"{_PREFIX}{job}/"), reverse=True):
-            actors = set((ray_internals.stored(key) or b"").decode().split())
+            actors = _actors(key)
             if any(actor == _DRIVER or ray_internals.actor_state(actor).state != "DEAD" for actor in actors - here):
                 return int(key.split("/")[2])
             if not actors & here:
@@ -58,15 +58,20 @@ def record(members: Iterable[Member]) -> None:
     if not names:
         return
     highest, job = max(names), ray.get_runtime_context().get_job_id()
-    key, actors = f"{_PREFIX}{job}/{highest:05}/{names[highest]}", " ".join(sorted(names.values())).encode()
+    key, actors = f"{_PREFIX}{job}/{highest:05}/{names[highest]}", set(names.values())
     try:
+        actors |= _actors(key)  # of another group with the same newcomer
         for earlier in ray_internals.stored_keys(f"{_PREFIX}{job}/"):
             # The same actor after a restart.
-            if earlier.endswith(f"/{names[highest]}") and ray_internals.stored(earlier) == actors:
+            if earlier.endswith(f"/{names[highest]}") and _actors(earlier) == actors:
                 ray_internals.store(earlier, None)
-        ray_internals.store(key, actors)
+        ray_internals.store(key, " ".join(sorted(actors)).encode())
     except Exception as error:
         logger.warning("torchrpc ids could not be noted, and may be given again: %s", error)
+
+
+def _actors(key: str) -> set[str]:
+    return set((ray_internals.stored(key) or b"").decode().split())
 
 
 def _own_name() -> str:
