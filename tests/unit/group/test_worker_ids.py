@@ -111,6 +111,13 @@ def test_ids_of_other_living_actors_are_left_to_them(dead: set[str]) -> None:
     assert worker_ids.ray_internals.stored_keys("worker-ids/") == []
 
 
+def test_an_id_stays_taken_while_anyone_lives_who_was_in_a_group_with_it(dead: set[str]) -> None:
+    worker_ids.record([member("a", 0), member("c", 5)])
+    worker_ids.record([member("b", 1), member("c", 5)])
+    dead.update("bc")
+    assert worker_ids.highest_elsewhere([]) == 5, "a has known c, in the first group"
+
+
 def test_a_restarted_actor_has_one_entry(dead: set[str]) -> None:
     for number in range(3):
         worker_ids.record([member("a", number)])
