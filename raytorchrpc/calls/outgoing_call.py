@@ -169,8 +169,7 @@ class OutgoingCall(Call):
             raised = header.kind == protocol.RAISED
             wanted = self._options.into if header.kind == protocol.OK else None
             into = None if wanted is None else receiver(wanted)
-            body, value = self._body(message, came_by, into)
-            size = body_bytes(body)
+            body, size, value = self._body(message, came_by, into)
             if raised:
                 error = self._raised(body, fetched=final is not self._pending)
             else:
@@ -194,20 +193,21 @@ class OutgoingCall(Call):
         self._count(size, came_by, error)
         return value, error
 
-    def _body(self, message: Message, came_by: str, into: Receiver | None) -> tuple[Encoded, Any]:
-        """The body of the reply with all its tensors, and the value received into ``into``, if given."""
-        calls, options, value = self._calls, self._options, None
+    def _body(self, message: Message, came_by: str, into: Receiver | None) -> tuple[Encoded, int, Any]:
+        """The body of the reply with all its tensors, its bytes, and the value received into ``into``, if given."""
+        calls, options, body, value = self._calls, self._options, message.body, None
         span = self.span if message.manifests else None
         if span is not None:
             span.lap()
         pending = calls.payloads.receive(self._route, message) if message.manifests else []
         if into is None:
             body = calls.payloads.unpack(message, pending, keep=options.keep)
+            size = body_bytes(body)
         else:
-            body, value = into.receive(calls.codec, message.body, pending, self.label, options.keep)
+            size, value = into.receive(calls.codec, body, pending, self.label, options.keep)
         if span is not None:
             span.fetched(came_by)
-        return body, value
+        return body, size, value
 
     def _stream(self, header: ReplyHeader) -> Stream[Any]:
         """The stream that the call has opened."""

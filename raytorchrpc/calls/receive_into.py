@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch.autograd.graph import increment_version
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.out_of_band import PendingTensors, filled, kinds, owned, scatter_into
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.lanes.base import Part
-from raytorchrpc.tensors.codec import Codec, Encoded, orders, placed
+from raytorchrpc.lanes.base import Part, Parts
+from raytorchrpc.tensors.codec import Codec, Encoded, body_bytes, orders, placed
 from raytorchrpc.tensors.dtypes import Shape
 
 _NO_MEMORY = "has no memory: its storage was freed"
@@ -27,8 +28,8 @@ class Receiver(ABC):
     @abstractmethod
     def receive(
         self, codec: Codec, body: Encoded, pending: list[PendingTensors], label: str, keep: bool
-    ) -> tuple[Encoded, Any]:
-        """The body with the tensors that hold the result, and the result itself. Blocks while tensors are fetched.
+    ) -> tuple[int, Any]:
+        """The bytes that crossed, and the result. Blocks while tensors are fetched.
 
         ``pending``: the out-of-band tensors. ``label``: of the call, for errors. ``keep``: copy each array of the
         result into memory of its own.
@@ -46,16 +47,16 @@ class Spread(Receiver):
 
     def receive(
         self, codec: Codec, body: Encoded, pending: list[PendingTensors], label: str, keep: bool
-    ) -> tuple[Encoded, Any]:
-        """See Receiver. The returned body has the tensors that were filled."""
+    ) -> tuple[int, Any]:
+        """See Receiver."""
         try:
             places: list[torch.Tensor] = [_EMPTY] * len(kinds(body, pending))
             value = codec.decode(*body._replace(tensors=places), load=placed)
             parts = self._plan(value)
             if parts is None:
                 pending.clear()
-                return body._replace(tensors=[]), value
-            targets = [part.target for its in parts for part in its]
+                return len(body.payload), value
+            targets, size = _filled_by(parts)
             with _unrecorded(targets):
                 try:
                     for tensors in pending:  # at most one, which has them all
@@ -67,9 +68,25 @@ class Spread(Receiver):
         except BaseException:
             pending.clear()  # the error holds this frame, which must not hold the sender's memory
             raise
-        return body._replace(tensors=targets), value
+        return len(body.payload) + size, value
 
 
+def _filled_by(parts: Sequence[Sequence[Part]]) -> tuple[list[torch.Tensor], int]:
+    """The tensors that parts write to, and the bytes of all parts."""
+    targets: list[torch.Tensor] = []
+    size = 0
+    for its in parts:
+        if isinstance(its, Parts):
+            targets += its.filled
+            size += its.nbytes
+        else:
+            mine = [part.target for part in its]
+            targets += mine
+            size += sum(map(_nbytes, mine))
+    return targets, size
+
+
+_nbytes = attrgetter("nbytes")
 _EMPTY = torch.empty(0, device="cpu")
 
 
@@ -87,7 +104,7 @@ class Buffers(Receiver):
 
     def receive(
         self, codec: Codec, body: Encoded, pending: list[PendingTensors], label: str, keep: bool
-    ) -> tuple[Encoded, Any]:
+    ) -> tuple[int, Any]:
         """See Receiver. Raises ConfigurationError for a mismatch, before any buffer is changed."""
         try:
             lifted = kinds(body, pending)
@@ -102,7 +119,7 @@ class Buffers(Receiver):
         if keep:
             arrays = owned(body._replace(tensors=arrays)).tensors
         body = body._replace(tensors=[*self._given, *arrays])
-        return body, codec.decode(*body, load=placed)
+        return body_bytes(body), codec.decode(*body, load=placed)
 
     def _filled(
         self, body: Encoded, pending: Sequence[PendingTensors], targets: Sequence[torch.Tensor | None]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from raytorchrpc.errors import PeerLost
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.cuda_streams import nothing
 from raytorchrpc.tensors.dtypes import Shape
+
+T = TypeVar("T")
 
 
 class Message(NamedTuple):
@@ -197,6 +199,49 @@ class Part(NamedTuple):
     """
 
 
+class Parts(Sequence[Part]):
+    """Parts of a flat tensor which arrive in the same memory again and again, such as that of a model.
+
+    What a lane has worked out about them once, it need not work out again; see ``prepared``.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        make: Callable[[int], Part],
+        filled: Sequence[torch.Tensor],
+        nbytes: int,
+        known: dict[Hashable, Any],
+    ) -> None:
+        """
+        Args:
+            number: how many parts there are.
+            make: ``make(index)`` returns one of them.
+            filled: tensors that have the memory of all targets.
+            nbytes: of all targets.
+            known: what lanes have worked out, for as long as the addresses and strides of ``filled`` stay the same.
+        """
+        self._number, self._make, self.filled, self.nbytes, self.known = number, make, filled, nbytes, known
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, index: Any) -> Any:
+        if not -self._number <= index < self._number:
+            raise IndexError(index)
+        return self._make(index)
+
+
+def prepared(parts: Sequence[Part], key: Hashable, make: Callable[[], T]) -> T:
+    """Return ``make()``, or what it returned before for these ``Parts`` and this key. It must not hold their memory."""
+    if not isinstance(parts, Parts):
+        return make()
+    found: T | None = parts.known.get(key)
+    if found is None:
+        found = parts.known[key] = make()
+    return found
+
+
 class Export(ABC):
     """Tensors that one peer may fetch once."""
 
@@ -284,7 +329,8 @@ class TensorLane(PeerLane):
         """Like ``fetch`` with ``into``, for flat uint8 tensors of ``sizes`` bytes, but receive only parts of each.
 
         A part outside of its flat tensor raises LaneUnavailable before any of it is copied. Returns the parts that the
-        caller must copy itself: (target, source), where the source may be strided.
+        caller must copy itself: (target, source), where the source may be strided. ``Parts`` come again: see
+        ``prepared``.
         """
         raise NotImplementedError
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,22 +33,9 @@ class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
 
 
-class _Copy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D of cuda.h."""
-
-    _fields_ = [
-        (end + name, kind)
-        for end in ("src", "dst")
-        for name, kind in (
-            ("XInBytes", ctypes.c_size_t),
-            ("Y", ctypes.c_size_t),
-            ("MemoryType", ctypes.c_int),
-            ("Host", ctypes.c_void_p),
-            ("Device", ctypes.c_uint64),
-            ("Array", ctypes.c_void_p),
-            ("Pitch", ctypes.c_size_t),
-        )
-    ] + [("WidthInBytes", ctypes.c_size_t), ("Height", ctypes.c_size_t)]
+#: CUDA_MEMCPY2D of cuda.h: x, y, type of memory, host, device, array and pitch of the source, then of the target; then
+#: width and height.
+_COPY_2D = struct.Struct("@NNiPQPNNNiPQPNNN")
 
 
 _ready = threading.local()
@@ -139,6 +128,13 @@ class Driver:
         """Queue a copy on a stream."""
         self._check(self._cuda.cuMemcpyDtoDAsync_v2(target, source, size, stream), "cuMemcpyDtoDAsync")
 
+    def copy_all(self, copies: Iterable[tuple[int, int, int]], source: int, stream: int) -> None:
+        """Queue copies on a stream: (target, offset from ``source``, bytes)."""
+        copy = self._cuda.cuMemcpyDtoDAsync_v2
+        for target, offset, size in copies:
+            if code := copy(target, source + offset, size, stream):
+                self._check(code, "cuMemcpyDtoDAsync")
+
     def copy_rows(
         self, target: int, source: int, width: int, rows: int, target_pitch: int, source_pitch: int, stream: int
     ) -> None:
@@ -146,12 +142,9 @@ class Driver:
         if rows == 1:
             self.copy(target, source, width, stream)
             return
-        described = _Copy2D(
-            srcMemoryType=_DEVICE_MEMORY, srcDevice=source, srcPitch=source_pitch,
-            dstMemoryType=_DEVICE_MEMORY, dstDevice=target, dstPitch=target_pitch,
-            WidthInBytes=width, Height=rows,
-        )  # fmt: skip
-        code = self._cuda.cuMemcpy2DAsync_v2(ctypes.byref(described), stream)
+        ends = (0, 0, _DEVICE_MEMORY, 0, source, 0, source_pitch), (0, 0, _DEVICE_MEMORY, 0, target, 0, target_pitch)
+        described = _COPY_2D.pack(*ends[0], *ends[1], width, rows)
+        code = self._cuda.cuMemcpy2DAsync_v2(described, stream)
         if code == _INVALID_VALUE:  # within a GPU, CUDA guarantees it only for pitches of cuMemAllocPitch
             for row in range(rows):
                 self.copy(target + row * target_pitch, source + row * source_pitch, width, stream)

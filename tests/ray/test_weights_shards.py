@@ -184,6 +184,29 @@ def test_a_handle_keeps_no_memory_of_a_model(actors: dict[str, Any], store: rtr.
     assert ray.get(actors["g0"].run.remote(is_let_go, store), timeout=60)
 
 
+def pulls_into_changing_memory(store: rtr.WeightStore) -> list[str]:
+    """Names of what is wrong after pulls between which the model's tensors get other memory, and their old one back."""
+    model = {name: shard(name, 1, 0, 2) for name in SHAPES}
+    tensors = {name: value.tensor if isinstance(value, rtr.Shard) else value for name, value in model.items()}
+    own = {name: tensor.data for name, tensor in tensors.items()}
+    others = {name: torch.empty_like(tensor) for name, tensor in own.items()}
+    turned = {name: torch.empty_like(tensor.mT).mT if tensor.dim() > 1 else tensor for name, tensor in own.items()}
+    wrong: list[str] = []
+    for memory in (own, own, others, own, others, turned, own, turned, turned):
+        for name, tensor in tensors.items():
+            tensor.data = memory[name].fill_(-1.0)
+        version = store.pull(model)
+        wrong += [name for name in SHAPES if not _same(model[name], shard(name, 1, 0, 2, version))]
+        wrong += [name for name in SHAPES if tensors[name].data_ptr() != memory[name].data_ptr()]
+    return wrong
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_the_memory_of_a_model_may_change(actors: dict[str, Any], store: rtr.WeightStore, dimension: int) -> None:
+    publish_all(actors, store, 1, dimension)
+    assert ray.get(actors["g1"].run.remote(pulls_into_changing_memory, store), timeout=60) == []
+
+
 def amiss(store: rtr.WeightStore, model: Any, **options: Any) -> str:
     """Why a pull into this model is refused, which changes nothing."""
     before = {name: value.tensor.clone() for name, value in model.items()}

@@ -27,7 +27,7 @@ ALIGN, _ALONE = 64, 1 << 20
 Members = tuple[tuple[int, int], ...]
 #: The indices of the tensors in a piece, which have one dtype.
 Piece = tuple[int, ...]
-_shape, _offset = attrgetter("shape"), attrgetter("offset")
+_shape = attrgetter("shape")
 
 
 def source_of(tensors: Sequence[torch.Tensor], devices: Mapping[Any, Any], lane: str) -> int:
@@ -123,28 +123,32 @@ def given(
     return target if target is not None and target.device == device and target.is_contiguous() else None
 
 
-def together(parts: Sequence[Part], size: int) -> tuple[list[Part], list[list[Part]]]:
+def _offset(numbered: tuple[int, Part]) -> int:
+    return numbered[1].offset
+
+
+def together(parts: Sequence[Part], size: int) -> tuple[list[int], list[list[int]]]:
     """Divide parts of one flat tensor of ``size`` bytes into those to fetch alone and runs of many small neighbours,
-    each to fetch in one piece. Strided parts are fetched alone. Raises OutOfBounds.
+    each to fetch in one piece. Strided parts are fetched alone. Returns indices. Raises OutOfBounds.
     """
-    alone: list[Part] = []
-    runs: list[list[Part]] = []
+    alone: list[int] = []
+    runs: list[list[int]] = []
     end = 0
-    for part in sorted(parts, key=_offset):
+    for index, part in sorted(enumerate(parts), key=_offset):
         if part.strides is not None:
             strided_within(part.offset, part.target.shape, part.strides, part.target.itemsize, size)
-            alone.append(part)
+            alone.append(index)
             continue
         within(part.offset, part.target.nbytes, size)
         if part.target.nbytes >= SMALL:
-            alone.append(part)
+            alone.append(index)
             continue
         if runs and part.offset - end < _GAP:
-            runs[-1].append(part)
+            runs[-1].append(index)
         else:
-            runs.append([part])
+            runs.append([index])
         end = max(end, part.offset + part.target.nbytes)
-    alone += [part for run in runs if len(run) <= FEW for part in run]
+    alone += [index for run in runs if len(run) <= FEW for index in run]
     return alone, [run for run in runs if len(run) > FEW]
 
 

@@ -23,7 +23,15 @@ import numpy
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Export, Part, PeerAddress, TensorCapabilities, TensorLane, never_fetched
+from raytorchrpc.lanes.base import (
+    Export,
+    Part,
+    PeerAddress,
+    TensorCapabilities,
+    TensorLane,
+    never_fetched,
+    prepared,
+)
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.exports import CallbackExport
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress
@@ -31,7 +39,7 @@ from raytorchrpc.lanes.cuda_ipc import in_message
 from raytorchrpc.lanes.cuda_ipc.events import USES, SharedEvents, told
 from raytorchrpc.lanes.cuda_ipc.exports import COPIED, OUT, UNUSED, Exports
 from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, Mappings, tensor_over
-from raytorchrpc.lanes.cuda_ipc.regions import copy_region
+from raytorchrpc.lanes.cuda_ipc.regions import Copies
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process.cuda_driver import driver
 from raytorchrpc.tensors.bounds import MALFORMED, checked, span_of, within
@@ -189,26 +197,16 @@ class CudaIpcLane(TensorLane):
             return left
         _, index, _, places, _, _ = told(descriptor, self._devices)
         cuda = driver()
-        copy = cuda.copy
         with cuda.on(index), self._reading(peer, descriptor) as (mapped, stream, raw):
             for mapping, (_, begin, _, piece) in zip(mapped, places, strict=True):
                 if mapping is None:
                     continue
                 for number in piece:
-                    source = mapping.at(begin, sizes[number])
-                    alone, runs = packing.together(parts[number], sizes[number])
-                    for part in alone:
-                        offset, target, strides = part
-                        if strides is not None or target.get_device() != index or not target.is_contiguous():
-                            left += copy_region(part, source, stream.device, cuda, raw)
-                        elif size := target.nbytes:
-                            copy(target.data_ptr(), source + offset, size, raw)
-                    for run in runs:
-                        first, last = run[0].offset, max(part.offset + part.target.nbytes for part in run)
-                        joined = torch.empty(last - first, dtype=torch.uint8, device=stream.device)
-                        copy(joined.data_ptr(), source + first, last - first, raw)
-                        left += [(part.target, packing.part_of(joined, part, first)) for part in run]
-                    begin += sizes[number]
+                    its, size = parts[number], sizes[number]
+                    address = mapping.at(begin, size)
+                    copies = prepared(its, (self.name, index, size), partial(Copies.of, its, size, stream.device))
+                    left += copies.queue(its, address, stream.device, cuda, raw)
+                    begin += size
             self._copied_on(peer, descriptor, stream, raw)
         return left
 

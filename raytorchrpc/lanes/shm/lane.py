@@ -14,12 +14,20 @@ import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Export, Part, PeerAddress, TensorCapabilities, TensorLane, never_fetched
+from raytorchrpc.lanes.base import (
+    Export,
+    Part,
+    PeerAddress,
+    TensorCapabilities,
+    TensorLane,
+    never_fetched,
+    prepared,
+)
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.exports import CallbackExport
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress, is_gone
@@ -34,6 +42,27 @@ from raytorchrpc.tensors.dtypes import Shape, as_copyable, copied, view_at
 
 #: Most arenas with slots to be returned later.
 _OWED = 64
+
+
+class _Copies(NamedTuple):
+    """How to bring the parts of a flat tensor to the CPU. Holds addresses, and none of the memory."""
+
+    straight: list[tuple[int, int, int]]
+    """Contiguous bytes: (target's address, offset in the flat tensor, bytes)."""
+    rest: list[int]
+    """The other parts, by index."""
+
+    @staticmethod
+    def of(parts: Sequence[Part], size: int) -> _Copies:
+        """``size``: of the flat tensor (bytes). Raises OutOfBounds."""
+        found = _Copies([], [])
+        for index, (offset, target, strides) in enumerate(parts):
+            if strides is not None or not target.is_cpu or not target.is_contiguous():
+                found.rest.append(index)
+            elif length := target.nbytes:
+                within(offset, length, size)
+                found.straight.append((target.data_ptr(), offset, length))
+        return found
 
 
 class ShmLane(TensorLane):
@@ -202,12 +231,15 @@ class ShmLane(TensorLane):
         left: list[tuple[torch.Tensor, torch.Tensor]] = []
         for (number, start), size, its in zip(places, sizes, parts, strict=True):
             within(start, size, flats[number].nbytes)
-            # A storage of its own, which any dtype can be viewed in. It keeps the slot.
-            flat = torch.from_numpy(flats[number].numpy()[start : start + size])
-            room = flat.data_ptr(), size
-            for part in its:
-                if part.strides is not None or not self._copied_directly(part.target, room, part.offset):
-                    left.append((part.target, packing.part_of(flat, part)))
+            begin = flats[number].data_ptr() + start
+            copies = prepared(its, (self.name, size), partial(_Copies.of, its, size))
+            for target, offset, length in copies.straight:
+                self.move(target, begin + offset, length)
+            if copies.rest:
+                # A storage of its own, which any dtype can be viewed in. It keeps the slot.
+                flat = torch.from_numpy(flats[number].numpy()[start : start + size])
+                rest = [its[index] for index in copies.rest]
+                left += [(part.target, packing.part_of(flat, part)) for part in rest]
         return left
 
     def _copied_directly(self, target: torch.Tensor, room: tuple[int, int], offset: int) -> bool:

@@ -37,7 +37,7 @@ class Alike(NamedTuple):
     signature: str
     device: torch.device
     places: list[tuple[int, str | None]]
-    regions: list[Region] | None
+    regions: Sequence[Region] | None
 
 
 class KnownLayout(NamedTuple):
@@ -58,13 +58,27 @@ class KnownLayout(NamedTuple):
         return KnownLayout(number, rows, lay_out(specs)[0], nbytes=size)
 
 
+class Offsets:
+    """Where the tensors of a layout, and the results of conversions, lie in the memory of snapshots."""
+
+    def __init__(self, known: KnownLayout) -> None:
+        self._rows = known.rows
+        self._found: dict[str | None, list[int]] = {None: known.offsets}
+
+    def of(self, place: int, name: str | None) -> int:
+        """Return where a tensor begins (bytes). ``name``: of the conversion."""
+        if name not in self._found:
+            self._found[name] = lay_out(converted_specs(_specs(self._rows), name or ""))[0]
+        return self._found[name][place]
+
+
 class Selection(NamedTuple):
     """The tensors that a pull brings."""
 
     places: list[tuple[int, str | None]]
     """Place in the layout, and the name of the conversion (None: unconverted); see ``conversions``."""
-    targets: list[torch.Tensor]  # where each of them goes
-    regions: list[Region] | None = None
+    targets: Sequence[torch.Tensor]  # where each of them goes
+    regions: Sequence[Region] | None = None
     """Of each of them, if not all are brought whole."""
 
     @property
@@ -96,24 +110,25 @@ class Selection(NamedTuple):
 
     def in_slices(self, size: int) -> Selection:
         """Return the same, with each tensor of more than ``size`` bytes divided along its first dimension."""
-        found = Selection([], [], [])
-        assert found.regions is not None
+        places: list[tuple[int, str | None]] = []
+        targets: list[torch.Tensor] = []
+        regions: list[Region] = []
         for index, (place, target) in enumerate(zip(self.places, self.targets, strict=True)):
             first, shape, strides = (0, tuple(target.shape), None) if self.regions is None else self.regions[index]
             along = next((dimension for dimension, extent in enumerate(shape) if extent > 1), None)
             extent = 1 if along is None else shape[along]
             step = max(1, extent * size // max(1, target.nbytes))
             for begin in range(0, extent, step):
-                found.places.append(place)
+                places.append(place)
                 if along is None or step >= extent:
-                    found.targets.append(target)
-                    found.regions.append((first, shape, strides))
+                    targets.append(target)
+                    regions.append((first, shape, strides))
                     continue
                 many = min(step, extent - begin)
                 stride = math.prod(shape[along + 1 :]) if strides is None else strides[along]
-                found.targets.append(target.narrow(along, begin, many))
-                found.regions.append((first + begin * stride, (*shape[:along], many, *shape[along + 1 :]), strides))
-        return found
+                targets.append(target.narrow(along, begin, many))
+                regions.append((first + begin * stride, (*shape[:along], many, *shape[along + 1 :]), strides))
+        return Selection(places, targets, regions)
 
     def alike(self, known: KnownLayout) -> Alike | None:
         """Return what readers on other GPUs may pull, too; None if this is too little, or not on one GPU."""
@@ -127,18 +142,12 @@ class Selection(NamedTuple):
             return last
         return Alike(self.signature(known.number), device, self.places, self.regions)
 
-    def parts(self, known: KnownLayout, offsets: dict[str | None, list[int]] | None = None) -> list[list[Part]]:
-        """Return which part of a snapshot's memory goes to each target, by piece; see ``Snapshot.pieces``.
-
-        ``offsets``: of the results of conversions; keeps them for the next message.
-        """
-        offsets = {} if offsets is None else offsets
-        offsets[None] = known.offsets
+    def parts(self, known: KnownLayout, offsets: Offsets | None = None) -> list[list[Part]]:
+        """Return which part of a snapshot's memory goes to each target, by piece; see ``Snapshot.pieces``."""
+        offsets = offsets or Offsets(known)
         parts: dict[str | None, list[Part]] = {}
         for index, ((place, name), target) in enumerate(zip(self.places, self.targets, strict=True)):
-            if name not in offsets:
-                offsets[name] = lay_out(converted_specs(_specs(known.rows), name or ""))[0]
-            begin, strides = offsets[name][place], None
+            begin, strides = offsets.of(place, name), None
             if self.regions is not None:
                 first, _, strides = self.regions[index]
                 begin += first * target.itemsize
@@ -170,7 +179,7 @@ class LayoutMatch(ABC):
         self.filled = False  # the targets have their tensors already
         self.lease: VersionLease | None = None  # as soon as the home has answered; it may have to be released
         self._matched: Selection | None = None  # all of ``known``
-        self._parts: list[list[Part]] | None = None  # of ``_matched``
+        self._parts: Sequence[Sequence[Part]] | None = None  # of ``_matched``
 
     @property
     def layout(self) -> KnownLayout:
@@ -208,7 +217,7 @@ class LayoutMatch(ABC):
             return self.layout.nbytes
         return selection.nbytes
 
-    def parts_of_answer(self, device_type: str | None, answer: Any) -> list[list[Part]] | None:
+    def parts_of_answer(self, device_type: str | None, answer: Any) -> Sequence[Sequence[Part]] | None:
         """Take a whole response of the home, and return which parts of its tensors go where; see ``Spread``.
 
         ``device_type``: of the device on which the answer has all tensors in one piece, if it has. None: fill nothing.
@@ -225,7 +234,7 @@ class LayoutMatch(ABC):
         self.filled = True
         return self.parts_of(selection)
 
-    def parts_of(self, selection: Selection) -> list[list[Part]]:
+    def parts_of(self, selection: Selection) -> Sequence[Sequence[Part]]:
         """Return which part of the home's memory goes to each target. ``selection``: see there."""
         return selection.parts(self.layout) if self._parts is None else self._parts
 
@@ -285,7 +294,8 @@ class ModelMatch(LayoutMatch):
     def _match(self, rows: Sequence[Row], changed: Sequence[int] | None) -> Selection:
         targets, convert = self.targets, self.converts
         wrong: list[str] = []
-        selection = Selection([], [])
+        places: list[tuple[int, str | None]] = []
+        found: list[torch.Tensor] = []
         moved = None if changed is None else set(changed)
         for place, (name, dtype, shape, _) in enumerate(rows):
             target = targets.get(name)
@@ -301,15 +311,15 @@ class ModelMatch(LayoutMatch):
                 remedy = "" if convert else " (convert=True converts floating dtypes)"
                 wrong.append(f"{name!r} is {dtype} as published, and {its} in the model{remedy}")
             elif moved is None or place in moved:
-                selection.places.append((place, None if its == dtype else its))
-                selection.targets.append(target)
+                places.append((place, None if its == dtype else its))
+                found.append(target)
         if self._strict:
             published = {name for name, *_ in rows}
             wrong += [f"{name!r} of the model was not published" for name in targets if name not in published]
         if wrong:
             shown = "; ".join(wrong[:10]) + (f"; and {len(wrong) - 10} more" if len(wrong) > 10 else "")
             raise ConfigurationError(f"the weights of {self._store!r} do not fit: {shown}")
-        return selection
+        return Selection(places, found)
 
 
 def writable_device_type(tensors: Sequence[torch.Tensor]) -> str | None:

@@ -20,7 +20,7 @@ from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights import published
 from raytorchrpc.patterns.weights.delta_pull import Change, apply, divide, messages
 from raytorchrpc.patterns.weights.feeds import feeds_of
-from raytorchrpc.patterns.weights.match import LayoutMatch, Selection
+from raytorchrpc.patterns.weights.match import LayoutMatch, Offsets, Selection
 from raytorchrpc.patterns.weights.published import lease_is_valid_until
 from raytorchrpc.patterns.weights.relayed import Origin, PullInTurn, RelayedPull
 from raytorchrpc.patterns.weights.relays import Advice
@@ -101,7 +101,7 @@ class Pull:
         _ = self._match.targets  # raises if the model is invalid, though there may be nothing to pull
         return self._match.lease
 
-    def _parts_of_answer(self, device_type: str | None, answer: Any) -> list[list[Part]] | None:
+    def _parts_of_answer(self, device_type: str | None, answer: Any) -> Sequence[Sequence[Part]] | None:
         parts = self._match.parts_of_answer(device_type, answer)
         if parts is not None:
             self.expect(self._match.selection())
@@ -197,6 +197,8 @@ class Pull:
     ) -> Future[list[torch.Tensor]]:
         """Ask the home for its memory, to copy from when the answer is taken; no pieces if that cannot be read."""
         into = Spread(lambda pieces: parts if pieces else None)
+        if all(name is None for _, name in places):
+            places = ()  # the same memory, in a shorter request
         return self._request(published.PIECES, places, device_type, into=into, caller_waits=caller_waits)
 
     def _request_message(self, message: Selection) -> Future[Any]:
@@ -281,7 +283,7 @@ class Pull:
             return False
         assert lease.turn is not None
         self._had_turn, what = True, (lease.version, alike.signature)
-        offsets: dict[str | None, list[int]] = {}
+        offsets = Offsets(layout)
 
         def send(message: Selection) -> Future[Any]:
             return self._request_pieces(alike.device.type, message.parts(layout, offsets), message.places)

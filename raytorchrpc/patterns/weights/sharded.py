@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -13,99 +12,14 @@ import torch
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.weight_counters import PullCounter
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost
-from raytorchrpc.lanes.base import Part
 from raytorchrpc.patterns.handle import Handle
-from raytorchrpc.patterns.weights.conversions import converted
-from raytorchrpc.patterns.weights.match import KnownLayout, LayoutMatch, Selection, writable_device_type
-from raytorchrpc.patterns.weights.plan import Move, Options, Request, Row, plan, region_of
+from raytorchrpc.patterns.weights.match import KnownLayout, LayoutMatch, Selection
+from raytorchrpc.patterns.weights.plan import Options, Request
+from raytorchrpc.patterns.weights.planned import Filled, Planned, make_plan, signature_of
 from raytorchrpc.patterns.weights.publishers import Committed
 from raytorchrpc.patterns.weights.pull import Pull
-from raytorchrpc.patterns.weights.shards import Shard, shards_of
-from raytorchrpc.patterns.weights.snapshots import Region
-from raytorchrpc.patterns.weights.targets import KnownTargets, values_of
-from raytorchrpc.tensors.dtypes import DTYPES
-
-
-class _Bring(NamedTuple):
-    """One region that a pull brings."""
-
-    place: tuple[int, str | None]  # see ``Selection.places``
-    region: Region
-    target: str
-    begin: tuple[int, ...] | None
-    """In the model's tensor; None: it is all of it."""
-
-
-class Filled(NamedTuple):
-    """What comes from one source."""
-
-    selection: Selection
-    parts: list[list[Part]]
-    device_type: str | None
-    """See ``LayoutMatch.device_type``."""
-    nbytes: int
-
-
-class Planned(NamedTuple):
-    """What pulls of a model bring, as long as the layouts stay the same."""
-
-    asked: Any
-    """What the model wants; see ``_signature``."""
-    near: tuple[int, ...]
-    layouts: tuple[KnownLayout, ...]
-    """Of each source."""
-    brings: list[list[_Bring]]
-    """From each source."""
-    sizes: list[int]
-    """From each source (bytes)."""
-
-    def fill(self, targets: Mapping[str, torch.Tensor]) -> list[Filled]:
-        """What comes from each source, into the model's tensors as they are now."""
-        return [self._from(number, targets) for number in range(len(self.brings))]
-
-    def _from(self, source: int, targets: Mapping[str, torch.Tensor]) -> Filled:
-        brings = self.brings[source]
-        views = [_view(targets[bring.target], bring) for bring in brings]
-        selection = Selection([bring.place for bring in brings], views, [bring.region for bring in brings])
-        device_type = writable_device_type(views) if views else None
-        return Filled(selection, selection.parts(self.layouts[source]), device_type, self.sizes[source])
-
-
-def _view(tensor: torch.Tensor, bring: _Bring) -> torch.Tensor:
-    if bring.begin is None:
-        return tensor
-    strides = tensor.stride()
-    begin = sum(first * stride for first, stride in zip(bring.begin, strides, strict=True))
-    return tensor.as_strided(bring.region[1], strides, tensor.storage_offset() + begin)
-
-
-def make_plan(request: Request, layouts: Sequence[KnownLayout], near: Sequence[int], turn: int) -> Planned:
-    """See ``plan.plan``."""
-    rows = [known.rows for known in layouts]
-    moves = plan(request, rows, near, turn)
-    brings = [
-        [_bring(move, its[move.place], request.targets[move.target]) for move in wanted]
-        for its, wanted in zip(rows, moves, strict=True)
-    ]
-    sizes = [
-        sum(math.prod(move.shape) * request.targets[move.target].tensor.itemsize for move in wanted) for wanted in moves
-    ]
-    return Planned(_signature(request), tuple(near), tuple(layouts), brings, sizes)
-
-
-def _bring(move: Move, row: Row, target: Shard) -> _Bring:
-    shape = row[2] if move.conversion is None else converted(DTYPES[row[1]], row[2], move.conversion)[1]
-    offset, strides = region_of(shape, move.source_begin, move.shape)
-    begin = None if move.shape == tuple(target.tensor.shape) else move.target_begin
-    return _Bring((move.place, move.conversion), (offset, move.shape, strides), move.target, begin)
-
-
-def _signature(request: Request) -> Any:
-    targets = [
-        (name, shard.tensor.dtype, shard.tensor.shape, shard.global_shape, shard.offset)
-        for name, shard in request.targets.items()
-    ]
-    return targets, request.options
+from raytorchrpc.patterns.weights.shards import shards_of
+from raytorchrpc.patterns.weights.targets import KnownTargets, Targets, values_of
 
 
 class _SourceMatch(LayoutMatch):
@@ -227,7 +141,7 @@ class ShardedPull:
             for number, source in enumerate(sources):
                 known = None if planned is None else planned[0].layouts[number]
                 matches.append(_SourceMatch(self._store, known, None if planned is None else planned[1][number]))
-                is_needed = planned is None or len(sources) == 1 or planned[0].brings[number]
+                is_needed = planned is None or len(sources) == 1 or planned[0].sources[number].brings
                 if near[number] < _LOST and is_needed:
                     pulls.append((number, Pull(source, self._local, matches[number], self._until, self._counter)))
             found = self._lease(pulls, version, since, matches)
@@ -273,17 +187,21 @@ class ShardedPull:
         planned, known = self.remembered
         if planned is None or planned.near != near:
             return None
-        tensors = None if known is None else known.found_in(self._values, self._options)
-        if tensors is not None:
-            return planned, planned.fill(tensors)
-        return (planned, self._follow(planned)) if planned.asked == _signature(self._request) else None
+        targets = None if known is None else known.found_in(self._values, self._options)
+        if targets is not None:
+            return planned, planned.fill(targets)
+        return (planned, self._follow(planned)) if planned.asked == signature_of(self._request) else None
 
     def _follow(self, planned: Planned) -> list[Filled]:
         """Remember the plan; returns what it brings into this model."""
-        filled = planned.fill({name: shard.tensor for name, shard in self._request.targets.items()})
-        known = zip(planned.layouts, filled, strict=True)
-        layouts = tuple(layout._replace(alike=its.selection.alike(layout)) for layout, its in known)
-        self.remembered = Remembered(planned._replace(layouts=layouts), KnownTargets(self._values, self._options))
+        known = KnownTargets(self._values, self._options)
+        targets = known.found_in(self._values, self._options)
+        if targets is None:  # the model makes its tensors anew whenever it is asked
+            targets = Targets({name: shard.tensor for name, shard in self._request.targets.items()}, {})
+        filled = planned.fill(targets)
+        both = zip(planned.layouts, filled, strict=True)
+        layouts = tuple(layout._replace(alike=its.selection.alike(layout)) for layout, its in both)
+        self.remembered = Remembered(planned._replace(layouts=layouts), known)
         return filled
 
     def _plan_anew(self, matches: Sequence[_SourceMatch], near: tuple[int, ...]) -> None:

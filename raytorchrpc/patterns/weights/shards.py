@@ -104,8 +104,11 @@ def shards_of(model: Any, store: str) -> dict[str, Shard]:
     return {str(name): _shard_of(str(name), value, store) for name, value in model.items()}
 
 
+_PLAIN = torch.Tensor, torch.nn.Parameter
+
+
 def _shard_of(name: str, value: Any, store: str) -> Shard:
-    if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
+    if type(value) in _PLAIN:
         shape = tuple(value.shape)
         return Shard(_dense(name, value, store), shape, (0,) * len(shape))
     if isinstance(value, Shard):
@@ -152,7 +155,9 @@ def _is_dtensor(value: Any) -> bool:
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:
     """The memory that a tensor or a DTensor has in this process."""
-    return torch_internals.local_tensor(value) if _is_dtensor(value) else value
+    if type(value) in _PLAIN or not _is_dtensor(value):
+        return value
+    return torch_internals.local_tensor(value)
 
 
 def _offset_of(name: str, dtensor: Any, store: str) -> tuple[int, ...]:

@@ -344,7 +344,7 @@ class WeightStore(Handle):
     def _names_pulled(self) -> frozenset[str]:
         """The names of the model's tensors that the last pull of this handle brought, if it was not ``strict``."""
         if self._by_plan and (planned := self._remembered.planned) is not None:
-            return frozenset(bring.target for brings in planned.brings for bring in brings)
+            return frozenset(bring.target for source in planned.sources for bring in source.brings)
         return frozenset() if self._known_layout is None else frozenset(row[0] for row in self._known_layout.rows)
 
     def prefetch(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,15 @@ def values_of(model: Any) -> Any:
     return model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
 
 
+class Targets(NamedTuple):
+    """Where a pull writes."""
+
+    tensors: dict[str, torch.Tensor]
+    """By name: a model's tensors, or their local shards."""
+    known: dict[Hashable, Any]
+    """What pulls into these addresses have worked out; no memory."""
+
+
 class KnownTargets:
     """A model's tensors, as the plan of a pull found them. Keeps none of their memory."""
 
@@ -24,11 +33,13 @@ class KnownTargets:
         """``asked``: the options of the pull."""
         tensors = list(map(_tensor_of, values.values()))
         self._asked, self._names, self._places = asked, list(values), list(map(_place_of, values.values()))
-        self._kinds = _kinds(map(local_tensor, tensors))
+        self._kinds = _kinds(list(map(local_tensor, tensors)))
         self._tensors = list(map(weakref.ref, tensors))
+        self._memory: tuple[tuple[Any, dict[Hashable, Any]], ...] = ()
+        """The last addresses and strides of the tensors, and what was worked out for them."""
 
-    def found_in(self, values: Any, asked: Any) -> dict[str, torch.Tensor] | None:
-        """The tensors' present memory, by name, without autograd; None unless a pull would bring the same into them."""
+    def found_in(self, values: Any, asked: Any) -> Targets | None:
+        """The tensors' present memory; None unless a pull would bring the same into them."""
         if not isinstance(values, Mapping) or asked != self._asked:
             return None
         if list(values) != self._names or list(map(_place_of, values.values())) != self._places:
@@ -36,12 +47,25 @@ class KnownTargets:
         tensors = list(map(_tensor_of, values.values()))
         if not all(map(is_, [known() for known in self._tensors], tensors)):
             return None
-        local = [local_tensor(tensor).detach() for tensor in tensors]
-        return dict(zip(self._names, local, strict=True)) if _kinds(local) == self._kinds else None
+        local = list(map(local_tensor, tensors))
+        if _kinds(local) != self._kinds:
+            return None
+        memory = [list(map(ask, local)) for ask in _OF_MEMORY]
+        known = next((known for its, known in self._memory if its == memory), None)
+        if known is None:
+            known = {}
+            self._memory = ((memory, known), *self._memory[: _MEMORIES - 1])
+        return Targets(dict(zip(map(str, self._names), local, strict=True)), known)
 
 
-def _kinds(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    return [(tensor.dtype, tensor.shape) for tensor in tensors]
+#: A model whose buffers are exchanged has two.
+_MEMORIES = 2
+_Tensor = torch.Tensor
+_OF_MEMORY = _Tensor.data_ptr, _Tensor.stride, _Tensor.get_device, _Tensor.is_neg, _Tensor.is_conj
+
+
+def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.dtype], list[torch.Size]]:
+    return [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors]
 
 
 def _tensor_of(value: Any) -> Any:

@@ -355,6 +355,7 @@ def test_small_parts_that_lie_side_by_side_are_brought_at_once() -> None:
     near = [part(begin + 64 * number, 40) for number in range(9)]
     over = part(begin, 64 * 9)
     far = [part(begin + (1 << 20) * (number + 1), 40) for number in range(9)]
-    alone, runs = packing.together([*reversed(far), near[3], *large, over, *near[:3], *near[4:]], 1 << 40)
-    assert alone == [*large, *far]
-    assert [sorted(run, key=id) for run in runs] == [sorted([over, *near], key=id)]
+    parts = [*reversed(far), near[3], *large, over, *near[:3], *near[4:]]
+    alone, runs = packing.together(parts, 1 << 40)
+    assert [parts[index] for index in alone] == [*large, *far]
+    assert [sorted(run) for run in runs] == [[9, *range(12, 21)]]

@@ -207,11 +207,11 @@ def test_parts_of_flat_tensors_are_copied_to_where_they_belong() -> None:
         seen.append(result)
         return [[Part(64, one)], [], [Part(128, other)]]
 
-    body, result = spread((5, [flat, flat + 1, flat.clone()]), plan)
+    size, result = spread((5, [flat, flat + 1, flat.clone()]), plan)
     assert one.tolist() == [64, 65, 66, 67]
     assert torch.equal(other, flat[128:152].view(torch.int32).view(3, 2))
     assert (one._version, other._version) != versions, "autograd notices"
-    assert body.tensors[0] is one and len(body.tensors) == 2
+    assert size == len(CODEC.encode((5, [flat, flat + 1, flat.clone()])).payload) + one.nbytes + other.nbytes
     assert result is seen[0] and result[0] == 5 and [tensor.numel() for tensor in result[1]] == [0, 0, 0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import struct
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,10 @@ import pytest
 import torch
 
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import SMALL, Part
+from raytorchrpc.lanes.base import SMALL, Part, Parts, prepared
 from raytorchrpc.lanes.common import packing, regions
 from raytorchrpc.lanes.common.regions import Dimension, Rows, collapse, copies
-from raytorchrpc.lanes.cuda_ipc.regions import copy_region
+from raytorchrpc.lanes.cuda_ipc.regions import Copies
 from raytorchrpc.process.cuda_driver import Driver
 from raytorchrpc.tensors.bounds import OutOfBounds, span_of
 
@@ -31,6 +32,10 @@ class Memory(Driver):
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
         ctypes.memmove(target, source, size)
+
+    def copy_all(self, copies: Iterable[tuple[int, int, int]], source: int, stream: int) -> None:
+        for target, offset, size in copies:
+            self.copy(target, source + offset, size, stream)
 
     def copy_rows(
         self, target: int, source: int, width: int, rows: int, target_pitch: int, source_pitch: int, stream: int
@@ -89,7 +94,8 @@ def test_any_region_goes_into_any_target(monkeypatch: pytest.MonkeyPatch, fast: 
         either = strides == packing.layout(shape)[0] and chance.random() < 0.5
         part = Part(offset, target, None if either else strides)
         elsewhere = chance.random() < 0.3
-        left = copy_region(part, flat.data_ptr(), torch.device("cpu", 0) if elsewhere else CPU, Memory(), 0)
+        device = torch.device("cpu", 0) if elsewhere else CPU
+        left = Copies.of([part], flat.numel(), device).queue([part], flat.data_ptr(), device, Memory(), 0)
         assert len(left) <= 1
         for given, rest in left:
             assert given is target
@@ -155,14 +161,47 @@ def test_strided_parts_are_never_fetched_together() -> None:
     near = [Part(64 * number, torch.empty(10, dtype=torch.uint8)) for number in range(9)]
     strided = [Part(64 * number, torch.empty(5, 2, dtype=torch.uint8), (20, 1)) for number in range(9)]
     alone, runs = packing.together([part for pair in zip(near, strided, strict=True) for part in pair], SMALL)
-    assert [id(part) for part in alone] == [id(part) for part in strided]
-    assert [[id(part) for part in run] for run in runs] == [[id(part) for part in near]]
+    assert alone == [*range(1, 18, 2)]
+    assert runs == [[*range(0, 18, 2)]]
+
+
+def test_copies_of_parts_that_come_again_need_only_the_memory() -> None:
+    """Contiguous ones, rows, a run of many small ones, and one by way of a temporary; into new values each time."""
+    flat = numbered(1 << 20)
+    wide, whole = torch.zeros(20, 40, dtype=torch.int32), torch.zeros(16, 16, dtype=torch.int32).t()
+    small = [torch.zeros(5, dtype=torch.int32) for _ in range(6)]
+    parts = [
+        Part(1 << 19, torch.zeros(500, dtype=torch.int32)),
+        Part(2000, wide[:, 3:33], (40, 1)),
+        *(Part(6000 + 64 * number, tensor) for number, tensor in enumerate(small)),
+        Part(8000, whole, (16, 1)),
+    ]
+    made: list[int] = []
+
+    def make(index: int) -> Part:
+        made.append(index)
+        return parts[index]
+
+    known: dict[Any, Any] = {}
+    for _ in range(2):
+        again = Parts(len(parts), make, [], 0, known)
+        copies = prepared(again, "copies", lambda its=again: Copies.of(its, 1 << 20, CPU))  # type: ignore[misc]
+        made.clear()
+        flat = flat.roll(4)
+        for target, source in copies.queue(again, flat.data_ptr(), CPU, Memory(), 0):
+            target.copy_(source)
+        assert made == [8, *range(2, 8)], "the others are known by their addresses"
+        for offset, target, strides in parts:
+            source = flat[offset:].view(torch.int32)
+            wanted = source.as_strided(target.shape, strides or target.stride())
+            assert torch.equal(target, wanted.view_as(target))
+    assert not wide[:, :3].any() and not wide[:, 33:].any()
 
 
 def test_strided_parts_for_a_gpu_lie_in_their_flat_tensor() -> None:
     target = torch.zeros(3, 2, dtype=torch.int16)
     fitting = Part(2, target, (8, 1))  # 2 + (2 * 8 + 1 + 1) * 2 bytes
-    assert packing.together([fitting], 38) == ([fitting], [])
+    assert packing.together([fitting], 38) == ([0], [])
     for offset, strides in ((2, (-1, 1)), (4, (8, 1)), (2, (9, 1)), (2, (8, 2)), (-2, (8, 1)), (2, (1 << 62, 1))):
         with pytest.raises(OutOfBounds):
             packing.together([Part(offset, target, strides)], 38)
@@ -175,7 +214,7 @@ def test_a_two_dimensional_copy_is_described_as_in_cuda_h() -> None:
     seen: list[Any] = []
 
     def copy_2d(described: Any, stream: int) -> int:
-        seen.append(struct.unpack("QQi4xQQQQ" * 2 + "QQ", bytes(described._obj)))
+        seen.append(struct.unpack("QQi4xQQQQ" * 2 + "QQ", described))
         return codes.pop()
 
     def copy(target: int, source: int, size: int, stream: int) -> int:
