@@ -18,6 +18,7 @@ from raytorchrpc.calls import current, member
 from raytorchrpc.calls.weight_counters import PullCounter
 from raytorchrpc.patterns.weights.match import ModelMatch
 from raytorchrpc.patterns.weights.pull import Pull
+from raytorchrpc.patterns.weights.targets import KnownMemory
 from tests.conformance.peers import wait_until
 from tests.ray.actors import AsyncPeer, Peer
 from tests.ray.conftest import Spawn
@@ -425,7 +426,8 @@ def test_readers_that_die_and_a_home_that_does(spawn: Spawn, actors: dict[str, A
     def begin_to_read() -> int:
         assert store.version() == 1
         local = current.process_member()
-        match, counter = ModelMatch("weights", filled(0.0), None, False, True), PullCounter(("weights", "home"))
+        match = ModelMatch("weights", filled(0.0), None, KnownMemory(), False, True)
+        counter = PullCounter(("weights", "home"))
         pull = Pull(store, local, match, time.monotonic() + 60, counter)
         return pull.lease(None, None, False, store.wait).lease
 

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from raytorchrpc.errors import ConfigurationError, NotFound
-from raytorchrpc.lanes.base import Part
+from raytorchrpc.lanes.base import Part, Parts
 from raytorchrpc.patterns.weights.plan import Row
 from raytorchrpc.patterns.weights.shards import shards_of
 from raytorchrpc.patterns.weights.snapshots import Region, TensorSpec, converted_specs, lay_out
+from raytorchrpc.patterns.weights.targets import KnownMemory
 from raytorchrpc.patterns.weights.versions import VersionLease
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES
 
@@ -242,10 +243,12 @@ class LayoutMatch(ABC):
 class ModelMatch(LayoutMatch):
     """A model that gets whole tensors, and the layout of the version that it is to have."""
 
-    def __init__(self, store: str, model: Any, known: KnownLayout | None, convert: bool, strict: bool) -> None:
-        """The model is examined when that is needed."""
+    def __init__(
+        self, store: str, model: Any, known: KnownLayout | None, memory: KnownMemory, convert: bool, strict: bool
+    ) -> None:
+        """The model is examined when that is needed. ``memory``: of the pulls before."""
         super().__init__(store, known)
-        self._model, self.converts, self._strict = model, convert, strict
+        self._model, self._memory, self.converts, self._strict = model, memory, convert, strict
 
     @cached_property
     def targets(self) -> Mapping[str, torch.Tensor]:  # type: ignore[override]
@@ -267,13 +270,28 @@ class ModelMatch(LayoutMatch):
         with suppress(ConfigurationError):  # raised by ``selection`` if the layout is the same
             if self.known is not None and self.device_type is not None:
                 self._matched = self._match(self.known.rows, None)
-                self._parts = self._matched.parts(self.known)
+                self._parts = self._known_parts(self._matched)
 
     def selection(self) -> Selection:
         """Return what the pull brings. Raises ConfigurationError, which names every mismatch."""
         if self._matched is None or self.leased.changed is not None:
             self._matched, self._parts = self._match(self.layout.rows, self.leased.changed), None
         return self._matched
+
+    def parts_of(self, selection: Selection) -> Sequence[Sequence[Part]]:
+        if self._parts is None and selection is self._matched and self.leased.changed is None:
+            self._parts = self._known_parts(selection)
+        return super().parts_of(selection)
+
+    def _known_parts(self, selection: Selection) -> list[Parts]:
+        known = self._memory.of(selection.targets, (self.layout.number, tuple(selection.places)))
+
+        def again(number: int, parts: list[Part]) -> Parts:
+            targets = [part.target for part in parts]
+            size = sum(target.nbytes for target in targets)
+            return Parts(len(parts), parts.__getitem__, targets, size, known.setdefault(number, {}))
+
+        return [again(number, parts) for number, parts in enumerate(selection.parts(self.layout))]
 
     def layout_for_next(self) -> KnownLayout | None:
         """Return the layout to remember for the next pull."""

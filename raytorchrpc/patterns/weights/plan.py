@@ -5,6 +5,7 @@ Pure: global indices in, regions out. Every element comes from one publisher, so
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -335,11 +336,14 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
 
 
-def region_of(shape: Sequence[int], begin: Sequence[int], extents: Sequence[int]) -> tuple[int, tuple[int, ...] | None]:
+@functools.lru_cache(4096)
+def region_of(
+    shape: tuple[int, ...], begin: tuple[int, ...], extents: tuple[int, ...]
+) -> tuple[int, tuple[int, ...] | None]:
     """Where a region of a contiguous tensor begins, and its strides (None: it is contiguous), in elements."""
     strides = strides_of(shape)
     offset = sum(first * stride for first, stride in zip(begin, strides, strict=True))
     inner = next((dimension for dimension, extent in enumerate(extents) if extent > 1), len(extents))
-    if tuple(extents[inner + 1 :]) == tuple(shape[inner + 1 :]):
+    if extents[inner + 1 :] == shape[inner + 1 :]:
         return offset, None
     return offset, strides

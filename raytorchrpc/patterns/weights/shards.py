@@ -26,31 +26,41 @@ class Box(NamedTuple):
 
     def intersection(self, other: Box) -> Box | None:
         """The indices in both; None if there are none."""
-        begin = tuple(map(max, self.offset, other.offset))
-        ends = map(min, self.end, other.end)
-        shape = tuple(end - first for first, end in zip(begin, ends, strict=True))
-        return Box(begin, shape) if all(extent > 0 for extent in shape) else None
+        return _intersection(self, other)
 
     @property
     def end(self) -> tuple[int, ...]:
         return tuple(begin + extent for begin, extent in zip(self.offset, self.shape, strict=True))
 
-    def without(self, part: Box) -> list[Box]:
+    def without(self, part: Box) -> tuple[Box, ...]:
         """Boxes that have the other indices. ``part`` lies in this box."""
-        left: list[Box] = []
-        begin, end = list(self.offset), list(self.end)
-        for dimension, (first, last) in enumerate(zip(part.offset, part.end, strict=True)):
-            for low, high in ((begin[dimension], first), (last, end[dimension])):
-                if low < high:
-                    offset, shape = list(begin), [end[d] - begin[d] for d in range(len(begin))]
-                    offset[dimension], shape[dimension] = low, high - low
-                    left.append(Box(tuple(offset), tuple(shape)))
-            begin[dimension], end[dimension] = first, last
-        return left
+        return _without(self, part)
 
     def __str__(self) -> str:
         ranges = zip(self.offset, self.end, strict=True)
         return "[" + ", ".join(f"{first}:{last}" for first, last in ranges) + "]"
+
+
+@functools.lru_cache(4096)  # the layers of a model are alike
+def _intersection(one: Box, other: Box) -> Box | None:
+    begin = tuple(map(max, one.offset, other.offset))
+    ends = map(min, one.end, other.end)
+    shape = tuple(end - first for first, end in zip(begin, ends, strict=True))
+    return Box(begin, shape) if all(extent > 0 for extent in shape) else None
+
+
+@functools.lru_cache(4096)
+def _without(whole: Box, part: Box) -> tuple[Box, ...]:
+    left: list[Box] = []
+    begin, end = list(whole.offset), list(whole.end)
+    for dimension, (first, last) in enumerate(zip(part.offset, part.end, strict=True)):
+        for low, high in ((begin[dimension], first), (last, end[dimension])):
+            if low < high:
+                offset, shape = list(begin), [end[d] - begin[d] for d in range(len(begin))]
+                offset[dimension], shape[dimension] = low, high - low
+                left.append(Box(tuple(offset), tuple(shape)))
+        begin[dimension], end[dimension] = first, last
+    return tuple(left)
 
 
 class Shard(NamedTuple):

@@ -25,6 +25,7 @@ from raytorchrpc.patterns.weights.publishers import LOOK, Committed, names_of, s
 from raytorchrpc.patterns.weights.pull import Pull
 from raytorchrpc.patterns.weights.sharded import Remembered, ShardedPull
 from raytorchrpc.patterns.weights.shards import Model, has_shards, shards_of
+from raytorchrpc.patterns.weights.targets import KnownMemory
 from raytorchrpc.patterns.weights.versions import PulledVersions
 from raytorchrpc.process import threads
 
@@ -88,6 +89,7 @@ class WeightStore(Handle):
     def _set_state(self, *state: Any) -> None:
         super()._set_state(*state)
         self._known_layout: KnownLayout | None = None
+        self._known_memory = KnownMemory()
         self._remembered, self._by_plan = Remembered(), False  # whether the last pull was by a plan
         self._prefetch_buffers = BuffersByModel()
         self._publishers: tuple[str, ...] | None = self._settings[2] if len(self._settings) > 2 else None
@@ -261,7 +263,7 @@ class WeightStore(Handle):
                 options = Options.of(mapping, convert, strict, globs)
                 pulled = self._pull_shards(local, model, options, version, since, until, counter)
             else:
-                match = ModelMatch(self._name, model, self._known_layout, bool(convert), strict)
+                match = ModelMatch(self._name, model, self._known_layout, self._known_memory, bool(convert), strict)
                 pulled = self._pull_whole(local, match, version, since, until, carry, counter)
             counter.version = pulled
         _pulled.add(instance_id, pulled, failures, globs)

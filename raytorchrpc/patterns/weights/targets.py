@@ -17,6 +17,28 @@ def values_of(model: Any) -> Any:
     return model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
 
 
+#: A model whose buffers are exchanged has two.
+_MEMORIES = 2
+_Tensor = torch.Tensor
+_OF_MEMORY = _Tensor.data_ptr, _Tensor.stride, _Tensor.get_device, _Tensor.is_neg, _Tensor.is_conj
+
+
+class KnownMemory:
+    """What was worked out for tensors, as long as they stay where they are. Keeps none of their memory."""
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[Any, dict[Hashable, Any]], ...] = ()
+
+    def of(self, tensors: Sequence[torch.Tensor], use: Hashable = None) -> dict[Hashable, Any]:
+        """What is known, to be added to. ``tensors``: of the dtypes and shapes of before, for the same ``use``."""
+        memory = use, *[list(map(ask, tensors)) for ask in _OF_MEMORY]
+        known = next((known for its, known in self._last if its == memory), None)
+        if known is None:
+            known = {}
+            self._last = ((memory, known), *self._last[: _MEMORIES - 1])
+        return known
+
+
 class Targets(NamedTuple):
     """Where a pull writes."""
 
@@ -35,8 +57,7 @@ class KnownTargets:
         self._asked, self._names, self._places = asked, list(values), list(map(_place_of, values.values()))
         self._kinds = _kinds(list(map(local_tensor, tensors)))
         self._tensors = list(map(weakref.ref, tensors))
-        self._memory: tuple[tuple[Any, dict[Hashable, Any]], ...] = ()
-        """The last addresses and strides of the tensors, and what was worked out for them."""
+        self._memory = KnownMemory()
 
     def found_in(self, values: Any, asked: Any) -> Targets | None:
         """The tensors' present memory; None unless a pull would bring the same into them."""
@@ -50,18 +71,7 @@ class KnownTargets:
         local = list(map(local_tensor, tensors))
         if _kinds(local) != self._kinds:
             return None
-        memory = [list(map(ask, local)) for ask in _OF_MEMORY]
-        known = next((known for its, known in self._memory if its == memory), None)
-        if known is None:
-            known = {}
-            self._memory = ((memory, known), *self._memory[: _MEMORIES - 1])
-        return Targets(dict(zip(map(str, self._names), local, strict=True)), known)
-
-
-#: A model whose buffers are exchanged has two.
-_MEMORIES = 2
-_Tensor = torch.Tensor
-_OF_MEMORY = _Tensor.data_ptr, _Tensor.stride, _Tensor.get_device, _Tensor.is_neg, _Tensor.is_conj
+        return Targets(dict(zip(map(str, self._names), local, strict=True)), self._memory.of(local))
 
 
 def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.dtype], list[torch.Size]]:
