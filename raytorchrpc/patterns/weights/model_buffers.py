@@ -254,18 +254,19 @@ class ModelBuffers:
         owners = [model.local[name] for name in moved]
         self._wait_for_pull()
         with _unrecorded(owners):
+            buffers = {self.specs[name].slot: self.tensors[name] for name in moved}
             theirs = {self.specs[name].slot: model.local[name].data for name in moved}
-            before = [owner.data for owner in owners]
-            ours = dict(self.tensors)
+            before = [(tensor, tensor.data) for tensor in (*owners, *buffers.values())]
             try:
                 for name, owner in zip(moved, owners, strict=True):
-                    owner.data = ours[name]
-                self.tensors = {name: theirs.get(spec.slot, ours[name]) for name, spec in self.specs.items()}
+                    owner.data = self.tensors[name]
+                for slot, buffer in buffers.items():  # the same tensors, which the next pull knows
+                    buffer.data = theirs[slot]
                 self.version = version
             except BaseException:
-                for owner, old in zip(owners, before, strict=True):
-                    owner.data = old
-                self.tensors, self.version = ours, None
+                for tensor, old in before:
+                    tensor.data = old
+                self.version = None
                 raise
         # A backward pass through a forward pass before the exchange raises torch's own error.
         increment_version([owner for owner in owners if not owner.is_inference()])
