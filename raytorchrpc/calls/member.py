@@ -62,7 +62,7 @@ class LocalMember:
         self.codec = Codec(ray_internals.cloudpickler())
         self.counters, self.weights = CallCounters(), WeightCounters()
         self.services = Services()
-        guests = Guests(lambda rank: self.services.lose(rank, for_good=True), self.deadlines)
+        guests = Guests(lambda rank: self.services.lose(rank, ended=True), self.deadlines)
         self.peers = PeerTable(group, self.services, guests)
         self.payloads = PayloadStep(me.rank, PayloadSplitter(self.tensor_lanes, self.cleanup.leave), self.cleanup)
         self.credit = CreditWindows(config, max_bytes)

@@ -22,6 +22,8 @@ class Absence(NamedTuple):
 
     cause: str
     for_good: bool
+    ended: bool = False
+    """It can only come back as another process, if at all."""
 
 
 class PeerTable:
@@ -55,7 +57,7 @@ class PeerTable:
         with self._changed:
             self._away[rank] = absence
             self._changed.notify_all()
-        self._services.lose(rank, absence.for_good)
+        self._services.lose(rank, absence.for_good or absence.ended)
 
     def activate(self, rank: int) -> None:
         """Make a peer callable, for the first time or again."""
@@ -72,7 +74,7 @@ class PeerTable:
             self._ranks = {key: known for key, known in self._ranks.items() if known != rank}
             self.removed = self.removed | {rank}
             self._changed.notify_all()
-        self._services.lose(rank, for_good=True)
+        self._services.lose(rank, ended=True)
 
     def close(self) -> None:
         """This process leaves the group: every later look-up for a call fails, and waits for a return end."""

@@ -78,7 +78,7 @@ class Served(Protocol):
     def keep_only(self, rank: int, process: str | None) -> None:
         """Drop everything on behalf of that member's other processes. Quick.
 
-        ``process``: the token of its present process, which may be the one that was away; None: it is gone for good.
+        ``process``: the token of its present process, which may be the one that was away; None: it has none.
         """
 
     def close(self, error: Exception) -> None:
@@ -138,13 +138,13 @@ class Services:
         with self._lock:
             return [name for of_kind, name in self._served if of_kind == kind]
 
-    def lose(self, rank: int, for_good: bool) -> None:
-        """A member is away, or gone (``for_good``)."""
+    def lose(self, rank: int, ended: bool) -> None:
+        """A member is away; ``ended``: it can only come back as another process."""
         with self._lock:
             everything = list(self._served.values())
         for served in everything:
             served.lose(rank)
-            if for_good:
+            if ended:
                 served.keep_only(rank, None)
 
     def activate(self, rank: int, process: str) -> None:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 #: How long members have to prepare for arrivals, and to activate or remove members (seconds).
 _PREPARE_S, _ACTIVATE_S = 2.0, 0.5
+#: The same to prepare for a member that returns. The whole group waits for it, and a suspended member takes all of it.
+RETURN_S = 0.5
 #: The same for a loss, of which callbacks are to hear within 0.2 s: a base, and more for each member (seconds).
 _LOSS_S, _LOSS_EACH_S = 0.05, 0.01
 #: Pause before a member that did not answer is resynchronised (seconds).
@@ -76,16 +78,19 @@ class Announcer:
         roster: Roster,
         info: GroupInfo,
         prepared: Mapping[str, Prepared],
+        patience_s: float = _PREPARE_S,
     ) -> dict[str, Prepared]:
         """Have other members prepare for new or restarted ones; returns where they listen then.
 
-        ``roster``, ``info``, ``prepared``: of the group with the arrivals.
+        ``roster``, ``info``, ``prepared``: of the group with the arrivals. A member that does not answer within
+        ``patience_s`` is resynchronised.
         """
         arrivals = {peer: (roster.arrival(peer, info, prepared, names),) for peer in others}
-        return self._announce(updates.prepare_arrivals, arrivals, _PREPARE_S)
+        return self._announce(updates.prepare_arrivals, arrivals, patience_s)
 
     def activate(self, names: Sequence[str], others: Iterable[str]) -> None:
-        self._announce(updates.activate, {peer: (names,) for peer in others}, _ACTIVATE_S)
+        ready = [peer for peer in others if peer not in self.behind]  # the others are resynchronised
+        self._announce(updates.activate, {peer: (names,) for peer in ready}, _ACTIVATE_S)
 
     def announce_removal(self, names: Sequence[str]) -> None:
         others = self.others(names)
@@ -119,11 +124,8 @@ class Announcer:
 
     def _away(self, name: str) -> list[Loss]:
         """The losses that the other members know of."""
-        away = [
-            Loss(other, self._state.roster.records[other].member.incarnation, lost.cause, False)
-            for other, lost in self._state.lost.items()
-            if lost.announced and other != name
-        ]
+        lost = self._state.lost.items()
+        away = [self._state.loss(other) for other, its in lost if its.announced and other != name]
         return [*away, *self._state.dead.values()]
 
     def due(self) -> list[float]:

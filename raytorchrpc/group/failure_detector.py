@@ -33,6 +33,8 @@ class Findings(NamedTuple):
 
     lost: list[str]
     """Their processes have ended; not announced yet."""
+    ended: list[str]
+    """The same of members that were announced as lost, when they might have come back as they were."""
     dead: list[str]
     """Ray will not restart them."""
     restarted: list[str]
@@ -92,7 +94,7 @@ class FailureDetector:
     def poll(self) -> Findings:
         """Ask Ray about lost members that are due. Reconnects, on a thread, to those that Ray believes alive."""
         now = time.monotonic()
-        found = Findings([], [], [])
+        found = Findings([], [], [], [])
         for name, lost in list(self._state.lost.items()):
             if lost.next_poll > now:
                 continue
@@ -107,7 +109,11 @@ class FailureDetector:
             elif actor.state == "ALIVE" and same:
                 self._dial(name, lost, now)
             elif not lost.announced:
+                lost.ended = True
                 found.lost.append(name)
+            elif not lost.ended and not lost.restarted:  # its return would say the same
+                lost.ended = True
+                found.ended.append(name)
         found.restarted.extend(
             name for name, lost in self._state.lost.items() if lost.restarted and lost.next_poll > now
         )

@@ -21,6 +21,8 @@ class LostMember:
     def __init__(self, cause: str) -> None:
         self.cause = cause
         self.since = self.next_poll = self.next_dial = time.monotonic()
+        self.ended = False
+        """Ray does not report its process any more: it can only come back as another one."""
         self.announced = False
         """The other members have been told."""
         self.dialling = False
@@ -52,6 +54,11 @@ class GroupState:
     def lose(self, name: str, cause: str) -> None:
         with self.changed:
             self.lost[name] = LostMember(cause)
+
+    def loss(self, name: str, for_good: bool = False) -> Loss:
+        """What the other members are told of a lost member."""
+        lost, incarnation = self.lost[name], self.roster.records[name].member.incarnation
+        return Loss(name, incarnation, lost.cause, for_good, lost.ended)
 
     def recover(self, names: Iterable[str]) -> None:
         with self.changed:

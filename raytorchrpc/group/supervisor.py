@@ -18,7 +18,7 @@ from raytorchrpc.calls.counters import GroupStats
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
 from raytorchrpc.group import ray_calls
-from raytorchrpc.group.announcements import Announcer
+from raytorchrpc.group.announcements import RETURN_S, Announcer
 from raytorchrpc.group.changes import Change, EventBus, RequestedChange
 from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.failure_detector import FailureDetector
@@ -33,7 +33,6 @@ from raytorchrpc.lanes.common.tls import make_identity
 from raytorchrpc.membership import join, local_setup
 from raytorchrpc.membership.messages import GroupInfo, Prepared
 from raytorchrpc.membership.process_group import ProcessGroupInfo
-from raytorchrpc.membership.updates import Loss
 from raytorchrpc.process import fork, threads
 from raytorchrpc.topology.endpoint import Endpoint
 
@@ -295,6 +294,8 @@ class Supervisor:
         found = self._detector.poll()
         if found.lost or found.dead:
             self._announce_losses(found.lost, found.dead)
+        if found.ended:
+            self._announcer.announce_losses([self._state.loss(name) for name in found.ended])
         if found.restarted:
             self._readmit(found.restarted)
         self._announcer.resync_due()
@@ -319,7 +320,7 @@ class Supervisor:
             member = self._state.lost[name]
             member.announced = True
             self._connections.forget(name)
-            losses.append(Loss(name, self.roster.records[name].member.incarnation, member.cause, name in dead))
+            losses.append(self._state.loss(name, name in dead))
         # With a short deadline: a member may be suspended, and callbacks and the next loss wait for this.
         self._announcer.announce_losses(losses)
         for loss in losses:
@@ -360,7 +361,8 @@ class Supervisor:
             roster = formation.roster
             info = roster.info(prepared)
             others = announcer.others(handles)
-            prepared.update(announcer.prepare_arrivals(list(handles), others, roster, info, prepared))
+            patience = (RETURN_S,) if kind == "back" else ()
+            prepared.update(announcer.prepare_arrivals(list(handles), others, roster, info, prepared, *patience))
             away = {name: lost.cause for name, lost in state.lost.items() if lost.announced and name not in handles}
             formation.commit(info, prepared, away, {*state.lost, *announcer.behind}.difference(away, handles))
             self._check_running()

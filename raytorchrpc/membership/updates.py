@@ -39,6 +39,8 @@ class Loss(NamedTuple):
     incarnation: int
     cause: str
     for_good: bool
+    ended: bool = False
+    """See ``Absence``."""
 
 
 def apply(generation: str, step: int, change: Callable[..., T], *args: Any) -> T:
@@ -100,7 +102,7 @@ def mark_lost(local: LocalMember, losses: Sequence[Loss]) -> None:
     for loss in losses:
         member = local.peers.route(loss.name).member
         if member.incarnation <= loss.incarnation:  # an earlier incarnation was lost before
-            local.peers.mark_away(member.rank, Absence(loss.cause, loss.for_good))
+            local.peers.mark_away(member.rank, Absence(loss.cause, loss.for_good, loss.ended))
             process_fabric().distrust(member.rpc_name)
             _part(local, loss.name, loss.cause)
     join.record_removal([loss.name for loss in losses if loss.for_good])

@@ -348,13 +348,14 @@ class Coordinator(VersionWaits):
         """See ``Served``. What a publisher has staged stays: it may only be away."""
 
     def keep_only(self, rank: int, process: str | None) -> None:
-        """See ``Served``. Noticed here, a restart separates the versions before it from those after it, for all."""
+        """See ``Served``. What was staged until a publisher's process ended, or until it restarted, never exists."""
         with suppress(NotAMember, ValueError):
             number, freed = self._publishers.index(self._local.peers.route(rank).member.name), _Freed()
             with self._lock:
                 there = self._present.get(number)
                 if there is not None and there.process != process:
-                    del self._present[number]
+                    if process is not None:  # else its restart is still to come, and separates versions once more
+                        del self._present[number]
                     freed = self._drop_staged()
             _settle(freed)
 

@@ -53,7 +53,7 @@ def until() -> float:
 HOME, A = Publisher(0, "home", 1), Publisher(1, "a", 2)
 
 
-@pytest.mark.parametrize("notice", ["group", "publisher"])
+@pytest.mark.parametrize("notice", ["loss", "group", "publisher"])
 def test_a_publisher_that_waits_for_one_that_restarts_goes_on(coordinator: Coordinator, notice: str) -> None:
     coordinator.staged(A, 1, until())
     assert coordinator.staged(HOME, 1, until()) == [1]
@@ -61,12 +61,27 @@ def test_a_publisher_that_waits_for_one_that_restarts_goes_on(coordinator: Coord
         coordinator.staged(HOME, version, until())
     waiting = coordinator.staged(HOME, 4, until())
     assert isinstance(waiting, DeferredReply) and not waiting.done()
-    if notice == "group":
+    if notice == "loss":
+        coordinator.keep_only(1, None)
+    elif notice == "group":
         coordinator.keep_only(1, "a again")
     else:
         coordinator.next_version(A._replace(process="a again"), 0)
     assert waiting.result(0) == [1], "what was staged is void, and need not be kept"
     assert coordinator.next_version(HOME, 4) == (5, [1])
+
+
+def test_what_was_staged_while_a_publisher_was_lost_never_exists_after_its_restart(coordinator: Coordinator) -> None:
+    for publisher in (A, HOME):
+        coordinator.staged(publisher, 1, until())
+    coordinator.keep_only(1, None)
+    assert coordinator.staged(HOME, 2, until()) == [1, 2]
+    coordinator.keep_only(1, "a again")
+    again = A._replace(process="a again", instance=3)
+    assert coordinator.next_version(again, 0) == (3, [1])
+    assert coordinator.staged(again, 2, until()) == [1]
+    with pytest.raises(rtr.NotFound):
+        coordinator.look(2)
 
 
 def test_after_the_end_nobody_waits(coordinator: Coordinator) -> None:
