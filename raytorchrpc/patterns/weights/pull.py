@@ -30,6 +30,8 @@ from raytorchrpc.patterns.weights.versions import VersionLease
 
 #: Most bytes of one message: tensors that lanes bring in memory of their own need this much of it.
 MESSAGE_BYTES = 256 << 20
+#: A home, and the instance of what it has there.
+Source = tuple[str, int | None]
 #: Smaller pulls do not use a relay: asking which member has it takes as long (bytes).
 _WORTH_RELAYING = 1 << 20
 
@@ -48,9 +50,14 @@ class Pull:
         self._is_home = store._is_home(local)
         self._asked: Future[Any] | None = None  # for the lease
         self._sent: Future[Any] | None = None  # for memory to copy from
-        self._had_turn = False
+        self._had_turn = self._is_abandoned = False
         self._divided: tuple[list[list[Change]], Selection] | None = None  # what comes as deltas, and the rest
         self._sent_deltas: Future[Any] | None = None  # for the first message of deltas
+
+    @property
+    def source(self) -> Source:
+        """Where it pulls from."""
+        return self.home, self._store._instance_id
 
     # --- the lease -----------------------------------------------------------------------------------------------
 
@@ -101,8 +108,36 @@ class Pull:
         _ = self._match.targets  # raises if the model is invalid, though there may be nothing to pull
         return self._match.lease
 
+    def answers_within(self, seconds: float) -> bool:
+        """Wait for the answer to ``ask``, or its failure; False if there is none within this time."""
+        try:
+            if self._asked is not None:
+                self._asked.exception(seconds)
+        except RpcTimeout:
+            return False
+        return True
+
+    def abandon(self, answered: Callable[[], object] | None = None) -> None:
+        """Give the request for a lease up. A late answer writes nothing, and its lease is released.
+
+        ``answered`` is called, on another thread, when the home has answered after all, or at the deadline.
+        """
+        sent, self._asked = self._asked, None
+        self._is_abandoned = True
+
+        def late(sent: Future[Any]) -> None:
+            self._asked = sent
+            try:
+                self._release()
+            finally:
+                if answered is not None:
+                    answered()
+
+        if sent is not None:
+            sent.add_done_callback(late)
+
     def _parts_of_answer(self, device_type: str | None, answer: Any) -> Sequence[Sequence[Part]] | None:
-        parts = self._match.parts_of_answer(device_type, answer)
+        parts = self._match.parts_of_answer(None if self._is_abandoned else device_type, answer)
         if parts is not None:
             self.expect(self._match.selection())
         return parts
@@ -118,6 +153,12 @@ class Pull:
 
     def release(self) -> None:
         """End the lease. Does not wait for the home's answer."""
+        if self._asked is not None and not self._asked.done():
+            self.abandon()
+        elif not self._is_abandoned:
+            self._release()
+
+    def _release(self) -> None:
         if self._asked is not None:
             with suppress(RayTorchRpcError):  # no lease then
                 self.answer()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,9 +18,14 @@ from raytorchrpc.patterns.weights.match import KnownLayout, LayoutMatch, Selecti
 from raytorchrpc.patterns.weights.plan import Options, Request
 from raytorchrpc.patterns.weights.planned import Filled, Planned, make_plan, signature_of
 from raytorchrpc.patterns.weights.publishers import Committed
-from raytorchrpc.patterns.weights.pull import Pull
+from raytorchrpc.patterns.weights.pull import Pull, Source
 from raytorchrpc.patterns.weights.shards import shards_of
 from raytorchrpc.patterns.weights.targets import KnownTargets, Targets, values_of
+from raytorchrpc.patterns.weights.usable import UNUSED, Silent, UsableSources
+from raytorchrpc.patterns.weights.versions import VersionLease
+
+#: Of a source that is not asked.
+_NOTHING = KnownLayout(0, [], [])
 
 
 class _SourceMatch(LayoutMatch):
@@ -82,6 +88,7 @@ class ShardedPull:
         sources: Callable[[Committed | None], Sequence[Handle]],
         wait: Callable[[int, float], Any],
         remembered: Remembered,
+        silent: set[Source],
         counter: PullCounter,
     ) -> None:
         """
@@ -91,12 +98,13 @@ class ShardedPull:
             sources: handles of the members that have it.
             wait: ``wait(version, seconds)`` blocks until that version or a newer one is there.
             remembered: by the pull before.
+            silent: see ``UsableSources``.
         """
         self._local, self._store, self._options, self._until = local, store, options, until
         self._look, self._sources, self._wait = look, sources, wait
         self._values = values_of(model)
         self.remembered, self._counter = remembered, counter
-        self._lost: dict[str, PeerLost] = {}
+        self._usable = UsableSources(local, silent)
 
     @cached_property
     def _request(self) -> Request:
@@ -107,8 +115,8 @@ class ShardedPull:
         try:
             return self._bring_newest(version, since)
         except (NotFound, Empty) as error:
-            if self._lost:  # it may have been lost in the middle, so other errors would be wrong: something was written
-                raise next(iter(self._lost.values())) from error
+            if (lost := self._usable.peer_lost()) is not None:  # other errors would be wrong: something may be written
+                raise lost from error
             raise
 
     def _bring_newest(self, version: int | None, since: int | None) -> int:
@@ -119,21 +127,18 @@ class ShardedPull:
             chosen = version if committed is None else committed.version
             try:
                 return self._bring(chosen, since, self._sources(committed))
-            except NotFound:
+            except (NotFound, PeerLost, Silent) as error:
                 left = self._until - time.monotonic()
-                if version is not None or committed is None or left <= 0:
-                    raise
-                # A publisher has retired or lost it: only a newer one helps.
-                self._wait(committed.version + 1, left)
-            except PeerLost as error:
-                if error.peer in self._lost:
-                    raise
-                self._lost[error.peer] = error  # others may have the same
+                if not self._usable.can_do_without(error):
+                    if isinstance(error, PeerLost) or version is not None or committed is None or left <= 0:
+                        raise
+                    # A publisher has retired or lost it, and no other has the same: only a newer one helps.
+                    self._wait(committed.version + 1, left)
             since = None
 
     def _bring(self, version: int | None, since: int | None, sources: Sequence[Handle]) -> int:
         self._counter.begin_again()
-        near = tuple(map(self._distance, sources))
+        near = self._usable.begin(version, sources)
         planned = self._fill_again(near)
         matches: list[_SourceMatch] = []
         pulls: list[tuple[int, Pull]] = []
@@ -142,9 +147,9 @@ class ShardedPull:
                 known = None if planned is None else planned[0].layouts[number]
                 matches.append(_SourceMatch(self._store, known, None if planned is None else planned[1][number]))
                 is_needed = planned is None or len(sources) == 1 or planned[0].sources[number].brings
-                if near[number] < _LOST and is_needed:
+                if near[number] < UNUSED and is_needed:
                     pulls.append((number, Pull(source, self._local, matches[number], self._until, self._counter)))
-            found = self._lease(pulls, version, since, matches)
+            found = self._lease(pulls, version, since, matches, near)
             if found == since:
                 return found
             if any(match.planned is None for match in matches):
@@ -153,10 +158,12 @@ class ShardedPull:
                     return self._bring(version, None, sources)
                 self._plan_anew(matches, near)
             for at, (number, pull) in enumerate(pulls):
+                self._usable.asked = pull.source
                 pull.begin(matches[number].selection(), caller_waits=not at)
             for number, pull in pulls:
                 pull.expect(matches[number].selection())
             for number, pull in pulls:
+                self._usable.asked = pull.source
                 try:
                     pull.bring(matches[number].selection())
                 except NotFound as error:
@@ -172,14 +179,23 @@ class ShardedPull:
         version: int | None,
         since: int | None,
         matches: Sequence[_SourceMatch],
+        near: tuple[int, ...],
     ) -> int:
         """Lease a version at each source. Nothing is written before all have agreed. Returns the version."""
-        if len(pulls) == 1:  # then the same request may bring the tensors
-            is_planned = all(match.planned is not None for match in matches)
-            return pulls[0][1].lease(version, since, is_planned, self._wait).version
+        usable, alone = self._usable, len(pulls) == 1
+        answers: list[VersionLease | None] = []
+        in_place = alone and all(match.planned is not None for match in matches)  # the same request brings the tensors
         for at, (_, pull) in enumerate(pulls):
-            pull.ask(version, since, caller_waits=not at)  # this thread waits for the first
-        answers = [pull.answer() for _, pull in pulls]
+            usable.asked = pull.source
+            pull.ask(version, since, in_place, caller_waits=not at)  # this thread waits for the first
+        silent = usable.silent([pull for _, pull in pulls])
+        if silent and self._can_plan({number for number, pull in pulls if pull in silent}, matches, near):
+            usable.leave_out(silent)
+        for _, pull in pulls:
+            usable.asked = pull.source
+            answers.append(pull.answer())
+        if alone and answers[0] is None:  # nothing is published yet
+            return pulls[0][1].lease(version, since, in_place, self._wait).version
         return next((answer.version for answer in answers if answer is not None), version or 0)
 
     def _fill_again(self, near: tuple[int, ...]) -> tuple[Planned, list[Filled]] | None:
@@ -204,29 +220,27 @@ class ShardedPull:
         self.remembered = Remembered(planned._replace(layouts=layouts), known)
         return filled
 
+    def _can_plan(self, without: set[int], matches: Sequence[_SourceMatch], near: tuple[int, ...]) -> bool:
+        """Whether the other sources have all that the model wants. ``without``: by number."""
+        if not self._options.strict:  # what those alone have would be left out unseen
+            return False
+        known = [match.known for match in matches]
+        layouts = [_NOTHING if its is None or number in without else its for number, its in enumerate(known)]
+        with suppress(ConfigurationError):
+            make_plan(self._request, layouts, near, self._local.me.rank)
+            return True
+        return False
+
     def _plan_anew(self, matches: Sequence[_SourceMatch], near: tuple[int, ...]) -> None:
-        none = KnownLayout(0, [], [])
-        layouts = [none if match.known is None or match.lease is None else match.known for match in matches]
-        if self._lost and not self._options.strict:  # what the lost ones alone have would be left out unseen
-            raise next(iter(self._lost.values()))
+        layouts = [_NOTHING if match.known is None or match.lease is None else match.known for match in matches]
+        if UNUSED in near and not self._options.strict:  # what those alone have would be left out unseen
+            self._usable.check_whole()
         try:
             planned = make_plan(self._request, layouts, near, self._local.me.rank)
         except ConfigurationError:
-            if self._lost:
-                raise next(iter(self._lost.values())) from None
+            if UNUSED in near:
+                self._usable.check_whole()
             raise
         for match, filled in zip(matches, self._follow(planned), strict=True):
             match.filled = False
             match.follow(filled)
-
-    def _distance(self, source: Handle) -> int:
-        if source.home in self._lost:
-            return _LOST
-        route = self._local.peers.route(source.home)
-        if route.member.rank == self._local.me.rank:
-            return 0
-        return 1 if route.member.node_id == self._local.me.node_id else 2
-
-
-#: The distance of a source that is gone.
-_LOST = 9

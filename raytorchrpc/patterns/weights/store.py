@@ -22,7 +22,7 @@ from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
 from raytorchrpc.patterns.weights.progress import publishing, pulling
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
 from raytorchrpc.patterns.weights.publishers import LOOK, Committed, names_of, shards_of_publisher, stage
-from raytorchrpc.patterns.weights.pull import Pull
+from raytorchrpc.patterns.weights.pull import Pull, Source
 from raytorchrpc.patterns.weights.sharded import Remembered, ShardedPull
 from raytorchrpc.patterns.weights.shards import Model, has_shards, shards_of
 from raytorchrpc.patterns.weights.targets import KnownMemory
@@ -91,6 +91,7 @@ class WeightStore(Handle):
         self._known_layout: KnownLayout | None = None
         self._known_memory = KnownMemory()
         self._remembered, self._by_plan = Remembered(), False  # whether the last pull was by a plan
+        self._silent: set[Source] = set()  # publishers that do not answer
         self._prefetch_buffers = BuffersByModel()
         self._publishers: tuple[str, ...] | None = self._settings[2] if len(self._settings) > 2 else None
 
@@ -325,7 +326,7 @@ class WeightStore(Handle):
             return [shards_of_publisher(self, name, instance) for name, instance in there]
 
         pull = ShardedPull(
-            local, self._name, model, options, until, look, sources, self.wait, self._remembered, counter
+            local, self._name, model, options, until, look, sources, self.wait, self._remembered, self._silent, counter
         )
         try:
             return pull.bring(version, since)

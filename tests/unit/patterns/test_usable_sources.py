@@ -1,0 +1,169 @@
+"""Publishers that are silent, lost or restarted: pulls go on with others that have the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc.calls import current
+from raytorchrpc.calls.peer_table import Absence
+from raytorchrpc.patterns.weights.published import LEASE
+from raytorchrpc.patterns.weights.publishers import SHARDS
+from raytorchrpc.patterns.weights.usable import PATIENCE_S
+from tests.conformance.peers import wait_until
+from tests.unit.members import Members, in_thread
+
+LONG = 20.0
+BOTH = ("home", "a")
+
+
+@pytest.fixture
+def members() -> Iterator[Members]:
+    made = Members(rtr.GroupConfig(rpc_timeout_s=LONG))
+    try:
+        yield made
+    finally:
+        current.set_local(None)
+        made.close()
+
+
+def publish(members: Members, value: float) -> None:
+    """Each publisher has half of ``matrix``, and all of ``copy``."""
+    for number, name in enumerate(BOTH):
+        with members.acting(name):
+            shard = rtr.Shard(torch.full((4, 4), value), (8, 4), (4 * number, 0))
+            rtr.WeightStore("w", publishers=BOTH).publish({"matrix": shard, "copy": torch.full((5,), value)})
+
+
+class Reader:
+    """``b``, which pulls by one handle."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self.model = {"matrix": torch.zeros(8, 4), "copy": torch.zeros(5)}
+        with members.acting("b"):
+            self._store = rtr.WeightStore("w", publishers=BOTH)
+
+    def pull(self, only: str | None = None, **options: Any) -> tuple[int, float]:
+        """Returns the version, and how long it took."""
+        began = time.monotonic()
+        with self._members.acting("b"):
+            version = self._store.pull(self.model, only=only, **options)
+        assert all(self.model[name].unique().tolist() == [version] for name in ([only] if only else self.model))
+        return version, time.monotonic() - began
+
+
+def hold_lease(members: Members, number: int) -> Callable[[], int]:
+    """Hold the reader's request for a lease of this number, from 0; returns how many there were."""
+    asked: list[str] = []
+
+    def holds(method: str) -> bool:
+        if method == LEASE:
+            asked.append(method)
+        return method == LEASE and len(asked) == number + 1
+
+    members.lanes["b"].holds = holds
+    return lambda: len(asked)
+
+
+def leases(members: Members, name: str) -> int:
+    services = members.members[name].services
+    reader = members.members["b"].me.rank
+    return sum(len(services.get(SHARDS, each).pool.leases_of(reader)) for each in services.names(SHARDS))
+
+
+def restart(members: Members, name: str) -> None:
+    """Its shards are gone, as with its process."""
+    served = members.members[name].services._served
+    for key in [key for key in served if key[0] == SHARDS]:
+        del served[key]
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_what_others_have_does_not_wait_for_a_publisher_that_is_silent(members: Members, is_planned: bool) -> None:
+    publish(members, 1.0)
+    reader = Reader(members)
+    if is_planned:
+        reader.pull("copy")
+    hold_lease(members, 0)
+    version, took = reader.pull("copy")
+    assert version == 1 and took < LONG / 4
+    silent = next(name for name in BOTH if not leases(members, name))
+    reader.model["copy"].fill_(-1.0)
+    members.lanes["b"].release()  # it answers after all
+    assert wait_until(lambda: not any(leases(members, name) for name in BOTH), 10), "the lease of the late answer ends"
+    assert reader.model["copy"].tolist() == [-1.0] * 5, f"what {silent} has answered is not wanted any more"
+
+
+def test_a_silent_publisher_is_asked_again_once_it_has_answered(members: Members) -> None:
+    publish(members, 1.0)
+    reader, asked = Reader(members), hold_lease(members, 0)
+    reader.pull("copy")  # asks the other one in vain, then this one
+    before = asked()
+    reader.pull("copy")
+    assert asked() - before == 1, "nobody waits for it again"
+    members.lanes["b"].release()
+    assert wait_until(lambda: not reader._store._silent, 10), "it has answered"
+    publish(members, 2.0)
+    asked = hold_lease(members, -1)
+    reader.pull()
+    assert asked() >= 2, "its shards are needed, and it serves them"
+
+
+def test_what_one_publisher_alone_has_waits_for_it(members: Members) -> None:
+    publish(members, 1.0)
+    reader = Reader(members)
+    reader.pull()
+    publish(members, 2.0)
+    asked = hold_lease(members, 1)
+    pulled = in_thread(lambda: reader.pull(timeout=LONG))
+    assert not wait_until(lambda: asked() > 2, 2 * PATIENCE_S), "it is asked once"
+    members.lanes["b"].release()
+    assert pulled()[0] == 2
+    assert wait_until(lambda: not any(leases(members, name) for name in BOTH), 10), "all leases end"
+
+
+def test_a_publisher_that_stays_silent_costs_the_timeout_and_no_more(members: Members) -> None:
+    publish(members, 1.0)
+    reader, began = Reader(members), time.monotonic()
+    members.lanes["b"].holds = lambda method: method == LEASE
+    with pytest.raises(rtr.RpcTimeout):
+        reader.pull(timeout=0.6)
+    assert time.monotonic() - began < 3.0
+    members.lanes["b"].release()
+    assert wait_until(lambda: not any(leases(members, name) for name in BOTH), 10), "all leases end"
+    assert reader.pull()[0] == 1
+
+
+@pytest.mark.parametrize("given", [None, 1])
+def test_what_others_have_does_not_wait_for_a_restarted_publisher_to_publish(
+    members: Members, given: int | None
+) -> None:
+    publish(members, 1.0)
+    reader = Reader(members)
+    for name in BOTH[1:]:
+        restart(members, name)
+    for _ in range(2):
+        version, took = reader.pull("copy", version=given)
+        assert version == 1 and took < LONG / 4
+    with pytest.raises(rtr.NotFound):  # nobody else has its rows
+        reader.pull(version=1)
+    with pytest.raises((rtr.NotFound, rtr.Empty)):
+        reader.pull(timeout=0.3)
+
+
+def test_a_publisher_that_is_known_to_be_lost_is_not_asked(members: Members) -> None:
+    publish(members, 1.0)
+    reader = Reader(members)
+    members.members["b"].peers.mark_away(1, Absence("it ended", for_good=False))
+    asked = hold_lease(members, -1)
+    for pulls in (1, 2):
+        assert reader.pull("copy")[0] == 1
+        assert asked() == pulls
+    with pytest.raises(rtr.PeerLost, match="it ended"):
+        reader.pull()
