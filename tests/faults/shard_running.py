@@ -16,7 +16,8 @@ import ray
 
 import raytorchrpc as rtr
 from tests.faults.hands import Here
-from tests.faults.shard_roles import LATE_S, PUBLISHERS, READERS, TIMEOUT_S, Role
+from tests.faults.shard_roles import KINDS, LATE_S, NEWER, PUBLISHERS, READERS, TIMEOUT_S, Role
+from tests.faults.shard_timing import Fault, lines
 
 #: Everybody goes on within this after a fault; Ray's restart of an actor is part of it (seconds).
 PATIENCE_S = 30.0
@@ -36,6 +37,7 @@ class Run:
     violations: list[str] = field(default_factory=list)
     recoveries: list[float] = field(default_factory=list)
     """How long it took after each fault until all went on (seconds)."""
+    faults: list[Fault] = field(default_factory=list)
     kills: int = 0
     notes: list[dict[str, Any]] = field(default_factory=list)
     _read: dict[Path, int] = field(default_factory=dict)
@@ -57,19 +59,44 @@ class Run:
     def strike(self, hand: Here, draw: random.Random) -> None:
         """One fault or two at random moments; then all go on."""
         victims = draw.sample((*PUBLISHERS, *READERS), draw.choice((1, 1, 2)))
-        pids = [self._pid(victim) for victim in victims]
-        for pid in pids:
+        pids = [self.pid(victim) for victim in victims]
+        for victim, pid in zip(victims, pids, strict=True):
             time.sleep(draw.uniform(0, 0.3))
             if draw.random() < 0.65:
-                hand.signal("", pid, signal.SIGKILL)
-                self.kills += 1
+                self.kill(hand, victim, pid, victims)
             else:
-                hand.signal("", pid, signal.SIGSTOP)
-                time.sleep(draw.choice((0.05, 0.5, 1.5)))
-                hand.signal("", pid, signal.SIGCONT)
+                self.stop(hand, victim, pid, draw.choice((0.05, 0.5, 1.5)), victims)
         self.await_progress(time.monotonic())
 
-    def _pid(self, name: str) -> int:
+    def kill(self, hand: Here, name: str, pid: int, victims: Sequence[str]) -> None:
+        """``victims``: all of this time; the others survive."""
+        self.faults.append(Fault(name, True, hand.signal("", pid, signal.SIGKILL), tuple(victims)))
+        self.kills += 1
+
+    def stop(self, hand: Here, name: str, pid: int, seconds: float, victims: Sequence[str]) -> None:
+        with self.stopped(hand, name, pid, victims):
+            time.sleep(seconds)
+
+    @contextmanager
+    def stopped(self, hand: Here, name: str, pid: int, victims: Sequence[str]) -> Iterator[None]:
+        """The process is suspended meanwhile."""
+        self.faults.append(Fault(name, False, hand.signal("", pid, signal.SIGSTOP), tuple(victims)))
+        try:
+            yield
+        finally:
+            hand.signal("", pid, signal.SIGCONT)
+
+    def await_note(self, name: str, verdict: str, since: float) -> float:
+        """When this process of ``name`` has noted this, after that time."""
+        while True:
+            self.look()
+            for note in self.notes:
+                if (note["name"], note["verdict"]) == (name, verdict) and note["began"] > since:
+                    return float(note["ended"])
+            assert time.monotonic() < since + PATIENCE_S, f"{name} has not {verdict}"
+            time.sleep(0.02)
+
+    def pid(self, name: str) -> int:
         until = time.monotonic() + PATIENCE_S
         while True:
             with suppress(ray.exceptions.RayError):
@@ -78,13 +105,13 @@ class Run:
             time.sleep(0.1)
 
     def await_progress(self, since: float) -> None:
-        """Until everybody has done something that began after this, with a version that did."""
-        missing = {*PUBLISHERS, *READERS}
+        """Until every thread has done something that began after this; readers have pulled a newer version, too."""
+        missing = {(name, "publish") for name in PUBLISHERS} | {(name, kind) for name in READERS for kind in KINDS}
         until = since + PATIENCE_S
         while missing:
             for note in self.look():
-                if note["verdict"] == "ok" and note["began"] > since:
-                    missing.discard(note["name"])
+                if note["verdict"] == "ok" and note["began"] > since and (note["kind"] != NEWER or note["is_new"]):
+                    missing.discard((note["name"], note["kind"]))
             if time.monotonic() > until:
                 self.violations.append(f"{sorted(missing)} did not go on within {PATIENCE_S} s")
                 return
@@ -140,12 +167,13 @@ def running(directory: Path) -> Iterator[Run]:
 
 
 def summary(run: Run) -> str:
-    """In one line."""
+    """What happened, and how long it took to go on."""
     verdicts: dict[str, int] = {}
     for note in run.notes:
         verdicts[note["verdict"]] = verdicts.get(note["verdict"], 0) + 1
     times: Sequence[float] = sorted(run.recoveries) or [0.0]
-    return (
+    first = (
         f"{len(times)} times faults, {run.kills} kills; "
         f"all went on after {times[len(times) // 2]:.1f} s (median), {times[-1]:.1f} s (longest); {verdicts}"
     )
+    return "\n".join((first, *lines(run.faults, run.notes)))

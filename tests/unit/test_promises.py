@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from raytorchrpc.calls import guests
+from raytorchrpc.group import announcements
 from raytorchrpc.patterns import handle
 from raytorchrpc.patterns.queues import items, services
-from raytorchrpc.patterns.weights import published, pull
+from raytorchrpc.patterns.weights import published, pull, usable
 from raytorchrpc.process import keepalive
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +67,8 @@ def test_the_tests_that_a_page_names_exist(page: str) -> None:
         ("weights.md", f"at most {pull.MESSAGE_BYTES >> 20} MiB, or one tensor, in a message"),
         ("weights.md", f"raises `RpcTimeout` at most {handle.ANSWER_S} s after the timeout"),
         ("weights.md", f"{ {60.0: 'a minute'}[published.LINGER_S] } after the pull's timeout"),
+        ("weights.md", f"a publisher has not answered within {usable.PATIENCE_S} s"),
+        ("failure-model.md", f"it waits {announcements.RETURN_S} s for the hanging one"),
         ("queues.md", f"waiting operations after {guests.LEASE_S:g} s"),
         ("failure-model.md", f"hears nothing from the driver for {guests.LEASE_S:g} s"),
         ("internals.md", f"a request every {guests.LEASE_S / 3:g} s"),
