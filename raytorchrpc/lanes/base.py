@@ -145,8 +145,8 @@ class MessageLane(PeerLane):
         """Send a request. Returns before the reply.
 
         ``caller_waits``: the caller will wait next, on this thread, so a lane may let that thread read the reply.
-        ``on_released``: called once the call is over: answered, however late, or lost. It is short. Any thread may call
-        it, perhaps also if this raises.
+        ``on_released``: called when the call is over (answered, however late, or lost), before its reply is taken. It
+        is short and idempotent. Any thread may call it, perhaps also if this raises.
 
         The tensors in ``message`` belong to the lane until the call is over and must not change meanwhile. Raises
         LaneUnavailable if nothing was sent and nothing can be, for instance for a CUDA tensor without a device map;

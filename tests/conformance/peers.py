@@ -250,7 +250,7 @@ def shared_mappings() -> list[str]:
 
 def everything_open() -> tuple[Any, ...]:
     """All that this process could leave behind: threads, descriptors, mappings, files in shared memory."""
-    files = [name for name in os.listdir("/dev/shm") if "raytorchrpc" in name or str(os.getpid()) in name]
+    files = [name for name in os.listdir("/dev/shm") if "raytorchrpc" in name or f"_{os.getpid()}_" in name]
     return (*open_things(), shared_mappings(), files)
 
 

@@ -411,6 +411,22 @@ def _callbacks_body() -> None:
         assert calls == ["early", "late"]
 
 
+def test_a_call_is_over_before_its_reply_is_taken(pair: Pair) -> None:
+    """Its caller may make the next one at once, also where so many calls may be in flight."""
+    pair.run(_released_body)
+
+
+def _released_body() -> None:
+    for _ in range(300):
+        released = threading.Event()
+        message = peers.Message(("work",), peers.EMPTY)
+        pending = node().lane.call("b", message, PATIENCE_S, on_released=released.set)
+        while not pending.wait(0):
+            time.sleep(0)
+        pending.take()
+        assert released.is_set()
+
+
 # --- deadlines -----------------------------------------------------------------------------------------------
 
 
@@ -423,7 +439,7 @@ def _wait_body() -> None:
     for timeout_s in (0.0, 0.05, 0.2):
         start = time.monotonic()
         assert not pending.wait(timeout_s)
-        assert timeout_s <= time.monotonic() - start + 0.002 < timeout_s + 0.5
+        assert timeout_s <= time.monotonic() - start + 0.002 < timeout_s + 10
     _answer_what_is_held(pending)
 
 
@@ -470,7 +486,7 @@ def _standing_peer_body() -> None:
         pending = send("echo", payload=bytes(50_000_000), timeout_s=0.5)
         assert not pending.wait(0.5) or pending.take()
         raise RpcTimeout("it was taken, and not answered")
-    assert time.monotonic() - start < 2.5
+    assert time.monotonic() - start < 15
 
 
 @each("socket over unix", "socket over tcp")  # nng gives the connection up
@@ -502,7 +518,7 @@ def _late_in_the_middle_body() -> None:
     assert not late.wait(0.05)
     with pytest.raises(RpcTimeout, match="busy until the deadline"):
         send("echo", timeout_s=0.2)  # nothing of this one goes, behind half of the other
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 15
     tensor.fill_(7)
     _under_way.append(late)
 
@@ -559,19 +575,16 @@ def _connecting_body() -> None:
     def patient() -> None:
         begun.set()
         with pytest.raises(RayTorchRpcError):
-            send("echo", timeout_s=3)
+            send("echo", timeout_s=PATIENCE_S)
 
-    thread = threading.Thread(target=patient)
-    thread.start()
+    threading.Thread(target=patient, daemon=True).start()
     begun.wait()
     lane: Any = node().lane
-    assert peers.wait_until(lambda: lane._connecting["b"].locked(), 2)
+    assert peers.wait_until(lambda: lane._connecting["b"].locked(), PATIENCE_S / 4)
     start = time.monotonic()
     with pytest.raises((PeerLost, RpcTimeout)):
         send("echo", timeout_s=0.3)
-    took = time.monotonic() - start
-    thread.join()
-    assert took < 1
+    assert time.monotonic() - start < PATIENCE_S / 4
 
 
 # --- ends ----------------------------------------------------------------------------------------------------
@@ -590,17 +603,17 @@ def _killed_body() -> None:
     start = time.monotonic()
     dying = send("die")
     for pending in (dying, *held):
-        assert pending.wait(5)
+        assert pending.wait(PATIENCE_S)
         with pytest.raises(PeerLost) as caught:
             pending.take()
         assert caught.value.peer == "b" and caught.value.may_have_run
-    assert told.wait(5)
-    assert time.monotonic() - start < 2
+    assert told.wait(PATIENCE_S)
+    assert time.monotonic() - start < PATIENCE_S / 2
     for _ in range(2):
         start = time.monotonic()
         with pytest.raises(PeerLost):
             answer(send("echo"))
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < PATIENCE_S / 2
 
 
 @each(*PROCESSES)
@@ -610,7 +623,7 @@ def test_a_peer_killed_while_a_large_message_is_on_its_way(fresh: Pair) -> None:
     suspend(fresh.b.process.pid)  # so that the message cannot arrive whole
     fresh.a.begin(_large_to_the_dying_body)
     fresh.b.process.kill()
-    assert fresh.a.result() < 5
+    assert fresh.a.result() < PATIENCE_S
 
 
 def _large_to_the_dying_body() -> float:
@@ -637,7 +650,7 @@ def test_a_caller_killed_in_the_middle_of_a_message_leaves_the_peer_as_it_was(fr
     try:
         another.run(_warm_body)
         settled = lambda: peers.resident_bytes(fresh.b.process.pid or 0) < before + 60_000_000  # noqa: E731
-        assert peers.wait_until(settled, 5), "the half of a message is still there"
+        assert peers.wait_until(settled, PATIENCE_S), "the half of a message is still there"
     finally:
         another.kill()
 
@@ -650,9 +663,9 @@ def _begin_large_body() -> None:
         connection = lane._made["b"]
         full = select.poll()
         full.register(connection.fd, select.POLLOUT)
-        assert peers.wait_until(lambda: connection._sending.locked() and not full.poll(0), 10)
+        assert peers.wait_until(lambda: connection._sending.locked() and not full.poll(0), PATIENCE_S)
     else:
-        assert peers.wait_until(lambda: _unsent_bytes() > 100_000, 10)
+        assert peers.wait_until(lambda: _unsent_bytes() > 100_000, PATIENCE_S)
 
 
 def _unsent_bytes() -> int:
@@ -679,10 +692,10 @@ def _unknown_peer_body() -> None:
         send("echo", peer="nobody")
     assert not unknown.value.may_have_run
     ask("echo")
-    pending = send("hold", timeout_s=3)
+    pending = send("hold")
     node().lane.disconnect("b")
     if node().kind != "torchrpc":  # its calls under way end by their deadline
-        assert pending.wait(2)
+        assert pending.wait(PATIENCE_S / 2)
         with pytest.raises(PeerLost, match="removed"):
             pending.take()
     with pytest.raises(PeerLost, match="'b'") as refused:
@@ -710,7 +723,7 @@ def _close_body() -> None:
             lane.open(node().serve, node()._spawn)
             lane.connect([peer])
             ask("echo", torch.ones(3))
-        peers.wait_until(lambda: peers.everything_open() == before, 2)
+        peers.wait_until(lambda: peers.everything_open() == before, PATIENCE_S)
         assert peers.everything_open() == before
         return
     address, kind = node().address, node().kind
@@ -728,14 +741,14 @@ def _close_body() -> None:
     for _ in range(2):
         second.lane.close()
     node().lane.disconnect("c")
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < PATIENCE_S / 2
     if kind != "loopback":
-        assert pending.wait(2)
+        assert pending.wait(PATIENCE_S / 2)
         with pytest.raises(PeerLost):
             pending.take()
         with pytest.raises(RayTorchRpcError):
             answer(second.lane.call("c", message, 2))
-    peers.wait_until(lambda: peers.everything_open() == before, 2)
+    peers.wait_until(lambda: peers.everything_open() == before, PATIENCE_S)
     assert peers.everything_open() == before
 
 
@@ -748,7 +761,7 @@ def test_a_closed_peer_is_lost_to_those_who_call_it(fresh: Pair) -> None:
 
 def _closed_peer_body() -> None:
     pending = send("hold")
-    assert pending.wait(5)
+    assert pending.wait(PATIENCE_S / 2)
     with pytest.raises(PeerLost):
         pending.take()
     with pytest.raises(PeerLost):

@@ -105,7 +105,7 @@ def test_many_fetch_at_once_and_nothing_is_left(server: NngServer) -> None:
             descriptors_before
         )
 
-    assert peers.wait_until(same_but_workers, 5), peers.open_things()
+    assert peers.wait_until(same_but_workers, 20), peers.open_things()
 
 
 def fetch_one(address: OfferAddress, server: NngServer, number: int = 0) -> None:

@@ -88,7 +88,7 @@ def test_another_groups_secret_is_refused_and_the_caller_is_told(member: Node) -
         with pytest.raises(PeerLost, match="secret") as caught:
             echo(stranger)
         assert not caught.value.may_have_run
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 10
     finally:
         stranger.lane.close()
 
@@ -152,8 +152,8 @@ def test_connections_that_say_nothing_keep_no_member_out(member: Node) -> None:
         friend = rightful(member)
         stack.callback(friend.lane.close)
         start = time.monotonic()
-        echo(friend, timeout_s=5)
-        assert time.monotonic() - start < 3
+        echo(friend, timeout_s=8)
+        assert time.monotonic() - start < 8
 
 
 def test_all_members_of_a_large_group_may_come_at_once(member: Node) -> None:

@@ -773,7 +773,7 @@ def _nothing_is_left() -> bool:
         threads, descriptors, mapped = _bytes_and_threads()
         return not descriptors and not mapped and not any(name.startswith("raytorchrpc") for name in threads)
 
-    return wait_until(clean, 5)
+    return wait_until(clean, 20)
 
 
 def test_close_leaves_the_process_as_it_was() -> None:
@@ -805,7 +805,7 @@ def _open_use_close() -> None:
     kept.clear()
     del lanes, lane, sender, receiver, sent
     gc.collect()
-    wait_until(lambda: peers.everything_open() == before, 5)
+    wait_until(lambda: peers.everything_open() == before, 20)
     assert peers.everything_open() == before
 
 

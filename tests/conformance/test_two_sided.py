@@ -54,7 +54,7 @@ class Station:
 
     def keeps(self, count: int) -> bool:
         """Whether it keeps that many exports, now or soon."""
-        return wait_until(lambda: self.lane.outstanding == count, 5)
+        return wait_until(lambda: self.lane.outstanding == count, 20)
 
 
 Stations = dict[str, Station]
@@ -132,7 +132,7 @@ def test_nothing_is_posted_before_the_data_is_complete(ab: Stations, pool: Threa
     assert not fetching.done()
     later.fill_(1)
     a.carrier.marks[-1].event.set()
-    assert is_ones(fetching.result(5))
+    assert is_ones(fetching.result(20))
 
 
 def test_a_fetch_that_waits_keeps_nobody_else_waiting(
@@ -148,7 +148,7 @@ def test_a_fetch_that_waits_keeps_nobody_else_waiting(
     assert is_ones(b.fetch(c.export(ones()), "c"))  # by the same receiver
     assert is_ones(a.fetch(b.export(ones(), to="a"), "b"))  # the other way
     late.event.set()
-    assert is_ones(waiting.result(5))
+    assert is_ones(waiting.result(20))
 
 
 def test_over_tcp(open_stations: Callable[..., Stations]) -> None:
@@ -226,20 +226,20 @@ def test_connections_that_say_nothing_keep_no_member_out(ab: Stations) -> None:
             sock.connect("\0" + b.lane._peers["a"].control.unix)
         start = time.monotonic()
         assert is_ones(b.fetch(a.export(ones())))
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 8
 
 
 # --- trouble -------------------------------------------------------------------------------------------------------
 
 
 def test_a_fetch_ends_at_its_deadline_and_the_next_begins_anew(open_stations: Callable[..., Stations]) -> None:
-    a, b = open_stations(timeout_s=0.3).values()
+    a, b = open_stations(timeout_s=1.5).values()
     a.carrier.busy = True
     sent = a.export(ones())
     began = time.monotonic()
-    with pytest.raises(PeerLost, match=r"'a'.*(within 0\.3 s|connection closed)"):  # whichever end is first to tell
+    with pytest.raises(PeerLost, match=r"'a'.*(within 1\.5 s|connection closed)"):  # whichever end is first to tell
         b.fetch(sent)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 20
     a.carrier.busy = False
     assert is_ones(b.fetch(a.export(ones())))
     assert len(b.carrier.channels) == 2
@@ -265,7 +265,7 @@ def test_a_lane_that_closes_ends_the_fetches_under_way(ab: Stations, pool: Threa
     assert a.keeps(0)
     ab[who].lane.close()
     with pytest.raises(PeerLost, match="connection"):
-        fetching.result(5)
+        fetching.result(20)
     with pytest.raises(LaneUnavailable):
         ab[who].export(ones(), to="a" if who == "b" else "b")
 
@@ -283,7 +283,7 @@ def test_a_lane_leaves_nothing(open_stations: Callable[..., Stations]) -> None:
         new = set(threading.enumerate()) - before
         return not any(thread.name.startswith(("raytorchrpc-", "pipe")) for thread in new)
 
-    assert wait_until(nobody, 5)
+    assert wait_until(nobody, 20)
 
 
 def test_what_nobody_fetched_is_discarded_by_the_collector(ab: Stations) -> None:
@@ -405,13 +405,13 @@ def _kept() -> int:
 
 
 def _kept_becomes(count: int) -> bool:
-    return wait_until(lambda: _kept() == count, 5)
+    return wait_until(lambda: _kept() == count, 20)
 
 
 def _no_exports_and_one_way_left() -> None:
     assert _kept_becomes(0)
-    assert wait_until(lambda: "b" not in _lane()._receiving, 5)
-    assert wait_until(lambda: not _lane()._sending, 5), "nobody sends to the dead any more"
+    assert wait_until(lambda: "b" not in _lane()._receiving, 20)
+    assert wait_until(lambda: not _lane()._sending, 20), "nobody sends to the dead any more"
 
 
 # --- many at once ----------------------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ def test_a_seed_gives_the_same_plan() -> None:
     assert later != plan and later.objects[:2] == plan.objects[:2], "the stores stay"
 
 
-@pytest.mark.timeout(240)
 def test_homes_that_die_and_members_short_of_memory(cluster: None, tmp_path: Path) -> None:
     with running(tmp_path, 7, kind=PatternRunning) as run:
         run.round([Kill("c1"), Kill("c2"), ShortOfMemory("c3", 0.5, 24 * MB), ShortOfThreads("c0", 0.5)])

@@ -30,7 +30,6 @@ def test_faults_of_hosts_strike_one_host_at_a_time_and_never_the_drivers_power()
     assert not any(isinstance(fault, PowerOff) and fault.member in NEAR for fault in faults)
 
 
-@pytest.mark.timeout(240)
 def test_some_random_faults(cluster: None, tmp_path: Path) -> None:
     report = run_random(tmp_path, 5, 6)
     assert report.violations == [], table(report)

@@ -13,8 +13,6 @@ import pytest
 from tests.faults.faults import MB, MOMENTS, ArenaFull, Fault, FdLimit, Garbage, Kill, Silence, Stop
 from tests.faults.running import LANES, Running, running
 
-pytestmark = pytest.mark.timeout(300)
-
 LARGE = ("mid-transfer", "replying")
 FAULTS: dict[str, tuple[Fault, ...]] = {
     **{f"SIGKILL {at}": (Kill("c1", at, 40 * MB if at in LARGE else 8),) for at in MOMENTS},

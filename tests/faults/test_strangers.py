@@ -20,8 +20,6 @@ from tests.faults.garbage import Door, recorded
 from tests.faults.running import running
 from tests.faults.strangers import GROUPS, besiege, doors_of, send, told_about
 
-pytestmark = pytest.mark.timeout(300)
-
 MESSAGES = 3_000
 
 

@@ -13,7 +13,6 @@ LANES = ("auto", "cuda-shared-tensor", "torchrpc-TCP")
 PEERS = ("ray", "bare-torchrpc", "gpu-copy")
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "rows",
     [

@@ -10,7 +10,6 @@ from raytorchrpc.bench.pattern_results import read_pattern_run
 from raytorchrpc.cli.bench_patterns import run
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("pattern", "rows"),
     [

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import raytorchrpc as rtr
 from tests.ray.actors import Peer
 
-pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu(2)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import raytorchrpc as rtr
 from tests.ray.actors import Peer
 
-pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu(2)
 
 STEPS, BATCH, WIDTH = 20, 64, 128
 

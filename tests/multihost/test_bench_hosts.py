@@ -9,7 +9,7 @@ import pytest
 from raytorchrpc.bench.results import Run
 from tests.multihost.rig import Host
 
-pytestmark = [pytest.mark.multihost, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.multihost
 
 ROWS = ("auto", "torchrpc-TCP", "nng-TCP", "ray", "bare-socket")
 SIZE = 10_000_000

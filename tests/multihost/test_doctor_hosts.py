@@ -10,7 +10,7 @@ from raytorchrpc.doctor import Report
 from tests.multihost.conftest import given
 from tests.multihost.rig import Host
 
-pytestmark = [pytest.mark.multihost, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.multihost
 
 
 def test_each_host_of_a_cluster_is_looked_at(two_hosts: tuple[Host, Host]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.multihost.rig import Host, read_line, stop
 from tests.multihost.session import driver
 
-pytestmark = [pytest.mark.multihost, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.multihost
 
 WORDS = "words-that-only-members-may-read"
 SNIFFER = Path(__file__).with_name("sniffer.py")

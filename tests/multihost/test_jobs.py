@@ -13,7 +13,7 @@ pytest.importorskip("aiohttp", reason="jobs need ray[default]: pip install 'rayt
 from tests.multihost.conftest import given
 from tests.multihost.rig import REPO, Host
 
-pytestmark = [pytest.mark.multihost, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multihost, pytest.mark.slow]
 
 JOB = str(REPO / "examples" / "job")
 TOKEN = "fedcba9876543210" * 4

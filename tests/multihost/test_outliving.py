@@ -12,7 +12,7 @@ from tests.multihost.conftest import given
 from tests.multihost.rig import Host
 from tests.multihost.session import Driver, allowed, driver
 
-pytestmark = [pytest.mark.multihost, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.multihost
 
 Hosts = tuple[Host, ...]
 

@@ -10,7 +10,7 @@ from tests.multihost.conftest import given
 from tests.multihost.rig import Host
 from tests.multihost.session import Driver, driver
 
-pytestmark = [pytest.mark.multihost, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.multihost
 
 Hosts = tuple[Host, Host]
 

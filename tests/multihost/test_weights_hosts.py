@@ -9,7 +9,7 @@ import pytest
 from tests.multihost.rig import Host, Unavailable
 from tests.multihost.session import driver
 
-pytestmark = [pytest.mark.multihost, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.multihost
 
 BYTES = 64 << 20
 #: Frames, acknowledgements and requests, by the share of the payload.

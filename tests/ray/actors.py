@@ -41,11 +41,14 @@ class Latch:
         self.release(self.await_arrival())
 
     def open_for_all(self) -> None:
-        """Let through whoever waits now; for cleaning up, never blocks."""
+        """Let through whoever waits now or comes later; never blocks. For those who may never come."""
+        held = os.open(self.path, os.O_RDWR)
         try:
-            os.close(os.open(self.path, os.O_WRONLY | os.O_NONBLOCK))
-        except OSError:
-            return  # nobody is there
+            empty = f"{self.path}-empty"
+            os.close(os.open(empty, os.O_CREAT | os.O_WRONLY))
+            os.replace(empty, self.path)
+        finally:
+            self.release(held)
 
 
 class Peer:

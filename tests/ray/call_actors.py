@@ -205,11 +205,11 @@ class Busy(Peer):
     @rtr.method
     def bounce_through(self, other: str, method: str) -> Any:
         """Has the other call ``method`` of this one."""
-        return rtr.rpc_sync(other, timeout=10).call_back(rtr.current_member().name, method)
+        return rtr.rpc_sync(other, timeout=25).call_back(rtr.current_member().name, method)
 
     @rtr.method
     def call_back(self, caller: str, method: str) -> Any:
-        return getattr(rtr.rpc_sync(caller, timeout=5), method)()
+        return getattr(rtr.rpc_sync(caller, timeout=20), method)()
 
     @rtr.method
     def fan_out(self, others: list[str]) -> list[str]:
@@ -250,7 +250,7 @@ class GroupedBusy(Busy):
     @ray.method(concurrency_group="io")
     def meet_in_io(self) -> int:
         assert self.barrier is not None
-        return self.barrier.wait(2)  # alone, it breaks
+        return self.barrier.wait(20)  # alone, it breaks
 
 
 def make_layer(seed: int) -> torch.nn.Linear:

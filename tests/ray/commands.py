@@ -35,7 +35,7 @@ class Command:
         )
         return self.process
 
-    def run(self, *options: str, folder: Path = ROOT, timeout: float = 100) -> tuple[int, str, str]:
+    def run(self, *options: str, folder: Path = ROOT, timeout: float = 250) -> tuple[int, str, str]:
         process = self.start(*options, folder=folder)
         out, err = process.communicate(timeout=timeout)
         return process.returncode, out, err

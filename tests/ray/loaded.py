@@ -151,7 +151,7 @@ class Loaded:
         one.echo(2)  # nobody waits for it
         rtr.rpc_async("b").echo(torch.ones(1_000_000))
         end(lambda: rtr.rpc_sync("b", timeout=0.2).hold(latch))
-        latch.open()  # its answer comes too late
+        latch.open_for_all()  # its answer comes too late
         end(lambda: one.echo(3).wait())
         with suppress(rtr.RpcTimeout):
             rtr.rpc_async("b", timeout=1e-9).echo(4)

@@ -72,7 +72,7 @@ class Returning:
 
         def call() -> None:
             try:
-                text = f"answered {rtr.rpc_sync(target, timeout=5).count()}"
+                text = f"answered {rtr.rpc_sync(target, timeout=10).count()}"
             except rtr.RayTorchRpcError as error:
                 text = f"{type(error).__name__}: {error}"
             Path(outcome).write_text(text)

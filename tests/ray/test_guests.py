@@ -92,7 +92,7 @@ def test_the_lease_is_renewed_whatever_is_in_flight(actors: dict[str, Any], monk
     home = local.peers.route("home").member
     held = [local.credit.take(home, "get", 0, 1)[0] for _ in range(local.config.max_calls_in_flight)]
     one._renew(local)
-    assert wait_until(lambda: ray.get(actors["home"].run.remote(seen_at_home))[local.me.rank] > before + 0.1, 10)
+    assert wait_until(lambda: ray.get(actors["home"].run.remote(seen_at_home))[local.me.rank] > before + 0.1, 30)
     for credit in held:
         credit.give_back()
 
@@ -132,11 +132,11 @@ def test_a_home_that_restarts_and_members_that_come_and_go(
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    assert wait_until(lambda: rtr.Queue("empty", home="home").stats()["waiting_to_get"] == 1, 10)
+    assert wait_until(lambda: rtr.Queue("empty", home="home").stats()["waiting_to_get"] == 1, 30)
     began = time.monotonic()
     ray.kill(actors["home"], no_restart=False)
-    waiting.join(10)
-    assert raised and time.monotonic() - began < 10
+    waiting.join(40)
+    assert raised and time.monotonic() - began < 40
     assert wait_until(lambda: group.members[0].incarnation == 1, 60)
     group.wait_ready()
     with pytest.raises(rtr.NotFound, match="ended"):

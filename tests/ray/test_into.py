@@ -14,6 +14,7 @@ from torch.distributed import autograd as dist_autograd
 
 import raytorchrpc as rtr
 from raytorchrpc.calls import member
+from tests.conformance.peers import wait_until
 from tests.ray.actors import AsyncPeer, Latch
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import MIB, TensorStore, all_given_back, in_actor, used
@@ -109,8 +110,8 @@ def test_from_a_coroutine(sources: list[Any]) -> None:
         return task.result() if task.done() else None
 
     ray.get(sources[2].run.remote(start), timeout=60)
-    outcomes = (ray.get(sources[2].run.remote(finished), timeout=60) for _ in range(2000))
-    assert next(outcome for outcome in outcomes if outcome is not None) is True
+    assert wait_until(lambda: ray.get(sources[2].run.remote(finished), timeout=60) is not None, 30)
+    assert ray.get(sources[2].run.remote(finished), timeout=60) is True
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
@@ -187,7 +188,7 @@ def test_an_error_of_the_method_and_a_deadline_leave_the_buffers(sources: list[A
         future = rtr.rpc_async("b", into=[buffer], timeout=0.2).late(held)
         with pytest.raises(rtr.RpcTimeout):
             future.wait()
-        held.open()
+        held.open_for_all()
         assert rtr.rpc_sync("b").total(torch.ones(2)) == 2.0, "its answer is on its way, or has come"
         assert not buffer.any()
 

@@ -58,7 +58,7 @@ def test_a_restarted_actor_is_back_by_itself(spawn: Spawn) -> None:
         assert (lost.kind, lost.members) == ("lost", ("b",))
         back = news.get(timeout=60)
         assert (back.kind, back.members) == ("back", ("b",))
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 50
         after = group.members[1]
         assert (after.name, after.rank, after.incarnation) == ("b", 1, 1)
         assert after.pid != before.pid and after.worker_id != before.worker_id
@@ -70,7 +70,7 @@ def test_a_restarted_actor_is_back_by_itself(spawn: Spawn) -> None:
         assert torch.equal(ask(a, "b", "double", large), large * 2)
         assert torch.equal(ask(b, "c", "double", large), large * 2)
         assert ray.get([one.view.remote() for one in (a, b, c)]) == [(("a", 0, 0), ("b", 1, 1), ("c", 2, 0))] * 3
-        group.wait_ready(5)
+        group.wait_ready(30)
 
 
 def test_a_call_under_way_fails_and_a_later_one_names_the_cause(spawn: Spawn, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_call_under_way_fails_and_a_later_one_names_the_cause(spawn: Spawn, tm
             ask(a, "b", "count")
         assert not refused.value.may_have_run
         assert [member.name for member in group.members] == ["a"]
-        group.wait_ready(5)
+        group.wait_ready(30)
         latch.release(held)
 
 
@@ -103,7 +103,7 @@ def test_a_call_that_may_be_repeated_waits_for_the_return(spawn: Spawn, tmp_path
             ask(a, "b", "die_once", str(tmp_path / "second"), retry=0)
         # The caller may learn of a loss before the supervisor does, so wait_ready could still see no loss.
         for _ in range(2):
-            while news.get(timeout=20)[:2] != ("back", ("b",)):
+            while news.get(timeout=60)[:2] != ("back", ("b",)):
                 pass
         assert ask(a, "b", "count")[1] == 1, "a call without retry= is not repeated"
 

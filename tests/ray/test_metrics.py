@@ -50,7 +50,7 @@ print("fine")
 def test_what_a_member_counts_is_at_the_prometheus_endpoint_of_its_node() -> None:
     script = Script(CODE)
     try:
-        ended, out, err = script.run(timeout=110)
+        ended, out, err = script.run()
         assert ended == 0 and "fine" in out.splitlines(), err
     finally:
         script.end()

@@ -46,7 +46,7 @@ def used() -> int:
 
 
 def comes_to_nothing() -> bool:
-    return wait_until(lambda: used() == 0, 10)
+    return wait_until(lambda: used() == 0, 20)
 
 
 def all_given_back(actors: list[Any]) -> bool:

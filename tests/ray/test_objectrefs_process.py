@@ -57,7 +57,7 @@ def run(program: str, **environ: str) -> list[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.splitlines()

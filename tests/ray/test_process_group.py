@@ -319,7 +319,7 @@ def test_a_stranger_whom_gloo_takes_for_a_member_is_noticed(peers: list[Any]) ->
                 group.process_group("gloo")
         finally:
             at_all(peers[1:2], keep_strangers_out)
-        until = time.monotonic() + 20  # another member's attempt ends once gloo there sees the closed connections
+        until = time.monotonic() + 60  # another member's attempt ends once gloo there sees the closed connections
         while (left := at_all(peers, what_is_left)) != [(False, [], [])] * 3:
             assert time.monotonic() < until, left
             time.sleep(0.05)
@@ -351,13 +351,13 @@ def test_a_store_that_is_lost_ends_the_waits_for_its_keys(spawn: Spawn) -> None:
         under_way = [actor.run.remote(wait_for_a_key) for actor in (b, c)]
         os.kill(ray.get(a.run.remote(pid_when_these_wait, 1, 2), timeout=60), signal.SIGKILL)
         for kind, text, seconds in ray.get(under_way, timeout=60):
-            assert (kind, seconds < 20) == ("DistNetworkError", True) and "lost member 'a'" in text
+            assert (kind, seconds < 40) == ("DistNetworkError", True) and "lost member 'a'" in text
         group.process_group("gloo", members=["b", "c"])
         under_way = [b.run.remote(wait_for_a_key)]
         ray.get(c.run.remote(pid_when_these_wait, 0), timeout=60)
         group.process_group("gloo", members=["b", "c"])
         kind, text, seconds = ray.get(under_way[0], timeout=60)
-        assert (kind, seconds < 20) == ("DistNetworkError", True) and "process group 3 replaces it" in text
+        assert (kind, seconds < 40) == ("DistNetworkError", True) and "process group 3 replaces it" in text
 
 
 def test_a_driver_takes_part(peers: list[Any]) -> None:
@@ -404,7 +404,7 @@ def test_a_member_that_is_killed_and_comes_back_and_one_that_leaves(spawn: Spawn
         pid = ray.get(b.run.remote(os.getpid), timeout=60)
         os.kill(pid, signal.SIGKILL)
         for kind, seconds in ray.get(under_way, timeout=60):
-            assert kind in ("RuntimeError", "ValueError") and seconds < 10  # the second if it began too late
+            assert kind in ("RuntimeError", "ValueError") and seconds < 40  # the second if it began too late
         while news.get(timeout=60)[:2] != ("back", ("b",)):
             pass
         for reason in at_all((a, c), why_none):

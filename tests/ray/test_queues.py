@@ -125,9 +125,9 @@ def test_full_empty_and_closed(actors: dict[str, Any], queue: Any) -> None:
         with pytest.raises(rtr.Empty, match="nothing came to queue"):
             queue.get_nowait()
         with pytest.raises(standard.Empty):
-            queue.get(timeout=0.01)
+            queue.get(timeout=0.5)
         with pytest.raises(rtr.Full) as full:
-            queue.put_many(range(20), timeout=0.01)
+            queue.put_many(range(20), timeout=0.5)
         assert full.value.accepted == 8 == queue.qsize()
         with pytest.raises(standard.Full):
             queue.put_nowait("too much")
@@ -287,7 +287,7 @@ def test_a_slow_consumer_bounds_the_memory(actors: dict[str, Any], queue: Any) -
         accepted = 0
         for number in range(count):
             try:
-                queue.put(torch.full((LARGE,), float(number)), timeout=0.01)
+                queue.put(torch.full((LARGE,), float(number)), timeout=1)
             except rtr.Full:
                 break
             accepted += 1
@@ -327,7 +327,7 @@ def test_a_get_within_a_call_ends_with_it(actors: dict[str, Any], queue: Any) ->
             rtr.rpc_sync("b", timeout=0.4).give(queue.get)
         return time.monotonic() - began
 
-    assert in_actor(actors["a"], outer) < 5
+    assert in_actor(actors["a"], outer) < 20
     assert in_actor(actors["a"], lambda: wait_until(lambda: queue.stats()["waiting_to_get"] == 0, 20))
 
 

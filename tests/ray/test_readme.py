@@ -69,7 +69,7 @@ def test_a_program_runs_as_it_is(block: Block, tmp_path: Path) -> None:
         text=True,
     )
     try:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=250)
     finally:
         process.kill()
     assert process.returncode == 0, f"{block.where}\n{output}"

@@ -7,7 +7,6 @@ import pytest
 from examples import rl_post_training
 
 #: Five processes import transformers: on a machine that is busy otherwise that takes a while.
-pytestmark = pytest.mark.timeout(300)
 
 pytest.importorskip("transformers", reason="the example needs transformers: pip install '.[llm]'")
 

@@ -131,7 +131,7 @@ def test_nothing_is_left_in_rays_store(members: Members, marker: str) -> None:
     assert record in ray_internals.stored_keys("groups/")
     members.group.shutdown()
     assert record not in ray_internals.stored_keys("groups/")
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while ray_internals.stored_keys("requests/") or ray_internals.stored_keys("answers/"):
         assert time.monotonic() < until, (ray_internals.stored_keys("requests/"), ray_internals.stored_keys("answers/"))
         time.sleep(0.05)  # the process looks into its mailbox now and then
@@ -145,7 +145,7 @@ def test_a_call_in_init_is_refused_at_once(members: Members, marker: str) -> Non
 def test_a_restarted_actor_that_is_in_no_group_is_told_at_once(spawn: Spawn, marker: str) -> None:
     actor = spawn(Alone, **RETRIED)
     error, seconds = ray.get(actor.attempt.remote(marker), timeout=90)
-    assert error == "NotAMember" and seconds < 5
+    assert error == "NotAMember" and seconds < 20
     assert ray.get(actor.restarted.remote())
 
 
@@ -158,4 +158,4 @@ def test_who_waits_for_a_group_that_does_not_take_it_back_is_told_by_its_deadlin
         text, seconds = ray.get(actor.impatient.remote(marker), timeout=90)
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert "restarted" in text and "'default'" in text and 1 <= seconds < 5
+    assert "restarted" in text and "'default'" in text and 1 <= seconds < 20

@@ -110,7 +110,7 @@ def used() -> int:
 def comes_to_nothing() -> bool:
     """Whether this process's arena empties: a peer drops its last reference a moment after its answer."""
     gc.collect()
-    return wait_until(lambda: used() == 0, 5)
+    return wait_until(lambda: used() == 0, 20)
 
 
 def all_given_back(actors: list[Any]) -> bool:
@@ -317,8 +317,9 @@ def test_many_calls_from_all_at_once_leave_nothing(stores: list[Any], group: rtr
     made = ray.get([store.run.remote(churn, 3 + seed) for seed, store in enumerate(stores)], timeout=60)
     assert made == [300] * 3
     assert all_given_back(stores)
-    assert [in_actor(store, descriptors) for store in stores] == pytest.approx(before, abs=4)
-    assert [len(ray.get(s.threads.remote(), timeout=60)) for s in stores] == pytest.approx(threads, abs=8)
+    for store, descriptors_before, threads_before in zip(stores, before, threads, strict=True):
+        assert in_actor(store, descriptors) <= descriptors_before + 4
+        assert len(ray.get(store.threads.remote(), timeout=60)) <= threads_before + 8  # idle ones may end
 
 
 def test_a_result_nobody_asks_for_is_given_back(stores: list[Any], group: rtr.Group) -> None:
@@ -335,7 +336,7 @@ def test_a_result_nobody_asks_for_is_given_back(stores: list[Any], group: rtr.Gr
 def test_a_result_that_is_there_but_never_taken_is_given_back(stores: list[Any], group: rtr.Group) -> None:
     def let_it_arrive() -> None:
         future = rtr.rpc_async("b").ones(LARGE)
-        assert wait_until(future.done, 10)
+        assert wait_until(future.done, 30)
         del future
 
     in_actor(stores[0], let_it_arrive)
@@ -355,7 +356,7 @@ def test_a_result_after_its_deadline_is_given_back(
             future.wait()
 
     in_actor(stores[0], give_up, gate, verb)
-    gate.open()
+    gate.open_for_all()
     in_actor(stores[0], lambda: rtr.rpc_sync("b").double(1))  # it ran behind the late one
     assert all_given_back(stores)
 
@@ -418,6 +419,6 @@ def test_a_dropped_call_does_not_spoil_the_others_when_the_peer_dies(
         del first  # nobody takes it
         futures = [rtr.rpc_async("q", timeout=30).hold(gate) for _ in range(3)]
         os.kill(rtr.rpc_sync("q").now(), 9)
-        return [type(future.exception(10)).__name__ for future in futures]
+        return [type(future.exception(25)).__name__ for future in futures]
 
     assert in_actor(two[0], call_three, gate) == ["PeerLost"] * 3

@@ -93,7 +93,7 @@ def test_policies(actors: dict[str, Any], request: Any) -> None:
         for number in range(5):
             topic.publish(number)
         with pytest.raises(rtr.Full):
-            topic.publish(5, timeout=0.01)
+            topic.publish(5, timeout=0.5)
 
     in_actor(actors["a"], publish)
     assert in_actor(actors["a"], lambda: subscription().stats()["dropped"]) == 2

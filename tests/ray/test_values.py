@@ -394,8 +394,8 @@ def test_what_a_killed_member_held_comes_back(spawn: Spawn, actors: list[Any], f
         held = used()
         pid = rtr.rpc_sync("d").now()
         os.kill(pid, signal.SIGKILL)
-        future.exception(10)
-        assert wait_until(lambda: _is_over(pid), 10)  # its connections close before the last of it is gone
+        future.exception(30)
+        assert wait_until(lambda: _is_over(pid), 30)  # its connections close before the last of it is gone
         return held
 
     def go_on() -> None:
@@ -434,7 +434,7 @@ def test_a_result_that_nobody_took_before_the_group_ended_is_refused(
 
 def _no_shared_memory() -> bool:
     """Without a garbage collection: what is gigabytes may not wait for one."""
-    return wait_until(lambda: not any("raytorchrpc" in path for path in shared_mappings()), 5)
+    return wait_until(lambda: not any("raytorchrpc" in path for path in shared_mappings()), 20)
 
 
 def test_a_member_that_stands_still_gives_back_when_it_goes_on(
@@ -466,4 +466,4 @@ def test_a_tensor_of_more_than_2_gib(actors: list[Any], form: Callable[..., rtr.
     assert all_given_back(actors)
     group.shutdown()
     assert in_actor(actors[0], _no_shared_memory)
-    assert in_actor(actors[0], lambda: wait_until(lambda: resident_bytes() < 1 << 30, 5))
+    assert in_actor(actors[0], lambda: wait_until(lambda: resident_bytes() < 1 << 30, 20))

@@ -324,9 +324,9 @@ def test_waiting_for_versions(actors: dict[str, Any], request: Any) -> None:
 
     def in_vain() -> None:
         with pytest.raises(rtr.Empty, match="version 9 was not published"):
-            store.wait(9, timeout=0.01)
+            store.wait(9, timeout=0.5)
         with pytest.raises(rtr.Empty):
-            rtr.WeightStore("unpublished", home="learner").pull(filled(0.0), timeout=0.05)
+            rtr.WeightStore("unpublished", home="learner").pull(filled(0.0), timeout=0.5)
 
     waits = actors["asynchronous"].arun.remote(follow)
     in_actor(actors["a"], in_vain)

@@ -54,8 +54,11 @@ def _unpack(data: bytes) -> tuple[int, int, Message]:
 
 
 class StreamPending(Pending):
-    def __init__(self) -> None:
+    def __init__(self, on_released: Callable[[], None] | None) -> None:
         self.future: Future[Message] = Future()
+        self._on_released = on_released
+        if on_released is not None:
+            self.add_done_callback(on_released)
 
     def wait(self, timeout_s: float) -> bool:
         return bool(wait_for([self.future], timeout_s).done)
@@ -64,6 +67,8 @@ class StreamPending(Pending):
         self.future.add_done_callback(lambda _: callback())
 
     def take(self) -> Message:
+        if self._on_released is not None:  # a Future ends waits before it calls callbacks
+            self._on_released()
         return self.future.result()
 
 
@@ -82,9 +87,7 @@ class Stream:
         threading.Thread(target=self._run, name="unix-stream-read", daemon=True).start()
 
     def request(self, message: Message, on_released: Callable[[], None] | None) -> Pending:
-        pending = StreamPending()
-        if on_released is not None:
-            pending.add_done_callback(on_released)
+        pending = StreamPending(on_released)
         number = next(self._numbers)
         self._send(_pack(_REQUEST, number, message), {number: pending})
         return pending

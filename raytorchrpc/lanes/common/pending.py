@@ -30,18 +30,15 @@ class PendingReply(Pending):
     def complete(self, message: Message | None, error: Exception | None = None) -> None:
         """Complete it with a message or an error. Once, from any thread, which runs the callbacks."""
         self._message, self._error = message, error
+        if self._on_released is not None:  # first: the caller may send its next call as soon as it sees this one done
+            _run(self._on_released)
         with self._lock:
             self.done = True
             callbacks, self._callbacks = self._callbacks, []
             if callbacks:
                 self._on_callbacks(False)
-        if self._on_released is not None:
-            callbacks = [self._on_released, *callbacks]
         for callback in callbacks:
-            try:
-                callback()
-            except Exception as error:  # the other calls on the connection must still get their replies
-                threads.report(error, "a callback of a finished call failed")
+            _run(callback)
 
     def wait(self, timeout_s: float) -> bool:
         if self.done or timeout_s <= 0:
@@ -68,6 +65,13 @@ class PendingReply(Pending):
             raise self._error
         assert self._message is not None
         return self._message
+
+
+def _run(callback: Callable[[], None]) -> None:
+    try:
+        callback()
+    except Exception as error:  # the other calls on the connection must still get their replies
+        threads.report(error, "a callback of a finished call failed")
 
 
 def complete_with(pending: PendingReply, reply: Message) -> None:

@@ -82,7 +82,7 @@ class TorchRpcLane(MessageLane):
             raise self._failed(error, peer, worker, sent=False) from error
         if on_released is not None:
             future.add_done_callback(lambda _: on_released())
-        return _TorchPending(future, partial(self._failed, peer=peer, worker=worker, sent=True))
+        return _TorchPending(future, partial(self._failed, peer=peer, worker=worker, sent=True), on_released)
 
     def remote(self, peer: str, message: Message, timeout_s: float) -> Any:
         """Like ``call``, but the result stays at the peer. Returns torch's RRef to it at once."""
@@ -180,10 +180,15 @@ class AbsentLane(MessageLane):
 
 
 class _TorchPending(Pending):
-    __slots__ = ("_failed", "_future")
+    __slots__ = ("_failed", "_future", "_on_released")
 
-    def __init__(self, future: torch.futures.Future[Any], failed: Callable[[RuntimeError], RayTorchRpcError]) -> None:
-        self._future, self._failed = future, failed
+    def __init__(
+        self,
+        future: torch.futures.Future[Any],
+        failed: Callable[[RuntimeError], RayTorchRpcError],
+        on_released: Released,
+    ) -> None:
+        self._future, self._failed, self._on_released = future, failed, on_released
 
     def wait(self, timeout_s: float) -> bool:
         if self._future.done() or timeout_s <= 0:
@@ -198,6 +203,8 @@ class _TorchPending(Pending):
         self._future.add_done_callback(lambda _: callback())
 
     def take(self) -> Message:
+        if self._on_released is not None:  # torch calls callbacks only after it has ended all waits
+            self._on_released()
         try:
             # Makes this thread's CUDA streams wait for the tensors, so it runs on this thread.
             header, *body = self._future.wait()
