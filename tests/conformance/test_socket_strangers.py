@@ -7,7 +7,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -186,8 +186,26 @@ def test_close_hangs_up_on_those_who_have_proved_nothing_yet(member: Node) -> No
         assert gone
 
 
-def test_a_member_without_descriptors_takes_no_processor(member: Node) -> None:
+@pytest.fixture(params=KINDS)
+def alone(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
+    """Runs a function with a member in a process of its own: where the tests run, other threads need descriptors."""
+    process = peers.Process()
+    yield lambda body: process.run(_with_member, request.param, body)
+    process.kill()
+
+
+def _with_member(kind: str, body: Callable[[Node], None]) -> None:
+    node = Node(kind, "b", 1)
+    body(node)
+    node.lane.close()
+
+
+def test_a_member_without_descriptors_takes_no_processor(alone: Callable[..., None]) -> None:
     """A connection that cannot be accepted waits, and is accepted when there is room again."""
+    alone(_takes_no_processor)
+
+
+def _takes_no_processor(member: Node) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     family = socket.AF_INET if member.is_tcp else socket.AF_UNIX
     with socket.socket(family) as sock:
@@ -205,7 +223,11 @@ def test_a_member_without_descriptors_takes_no_processor(member: Node) -> None:
         member.prove(sock)
 
 
-def test_a_caller_without_descriptors_is_told_and_calls_again(member: Node) -> None:
+def test_a_caller_without_descriptors_is_told_and_calls_again(alone: Callable[..., None]) -> None:
+    alone(_told_and_calls_again)
+
+
+def _told_and_calls_again(member: Node) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     friend = rightful(member)
     try:

@@ -71,5 +71,5 @@ def test_garbage_at_the_sockets_of_the_nccl_lane_harms_nobody(nccl: list[NcclLan
         report = sending.get(1)
     assert sum(report["sent"].values()) >= 0.9 * messages, report["failed"]
     assert report["heard"] <= 65
-    assert slowest < 5
+    assert slowest < 15
     assert not a._kept or len(a._kept) == 1

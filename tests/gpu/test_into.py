@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import ray
 import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.calls import current, member
+from tests.gpu.ends import Runner, ends, in_actor
 
 pytestmark = pytest.mark.gpu
 
@@ -22,12 +22,8 @@ LARGE, SMALL = 3_000_000, 1000
 _LATE = 100_000_000
 
 
-@ray.remote
-class Source:
+class Source(Runner):
     """Gives tensors."""
-
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        return function(*args)
 
     @rtr.method
     def filled(self, device: str, value: float, *sizes: int) -> list[torch.Tensor]:
@@ -42,19 +38,8 @@ class Source:
 
 @pytest.fixture(scope="module")
 def actors() -> Iterator[dict[str, Any]]:
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-    halves = [Source.options(num_gpus=0.5).remote() for _ in range(2)]
-    ray.get([actor.run.remote(int, 0) for actor in halves], timeout=60)
-    made = {"a": halves[0], "b": halves[1], "h": Source.options(num_gpus=0).remote()}
-    if torch.cuda.device_count() > 1:
-        made["c"] = Source.options(num_gpus=1).remote()
-    with rtr.init_group(made):
+    with ends("a", "b", host="h", other="c", cls=Source) as made, rtr.init_group(made):
         yield made
-    ray.shutdown()
-
-
-def in_actor(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
-    return ray.get(actor.run.remote(function, *args), timeout=120)
 
 
 def check(peer: str, from_device: str, buffer_device: str, sizes: tuple[int, ...], strided: bool) -> None:

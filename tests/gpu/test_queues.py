@@ -14,6 +14,7 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.calls import member
 from tests.conformance.peers import wait_until
+from tests.gpu.ends import ends, in_actor
 
 pytestmark = pytest.mark.gpu
 
@@ -24,32 +25,16 @@ ITEMS = 24
 _LATE = 5_000_000
 
 
-@ray.remote
-class End:
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        return function(*args)
-
-
 @pytest.fixture(scope="module")
 def actors() -> Iterator[dict[str, Any]]:
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-    halves = [End.options(num_gpus=0.5).remote() for _ in range(2)]
-    ray.get([actor.run.remote(int, 0) for actor in halves], timeout=60)  # so that both get the same one
-    made = {"producer": halves[0], "same": halves[1], "host": End.options(num_gpus=0).remote()}
-    if torch.cuda.device_count() > 1:
-        made["other"] = End.options(num_gpus=1).remote()
-    yield made
-    ray.shutdown()
+    with ends("producer", "same", host="host") as made:
+        yield made
 
 
 @pytest.fixture(scope="module", autouse=True)
 def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
     with rtr.init_group(actors) as group:
         yield group
-
-
-def in_actor(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
-    return ray.get(actor.run.remote(function, *args), timeout=120)
 
 
 def made_late(number: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import raytorchrpc as rtr
 from raytorchrpc.calls import member
 from raytorchrpc.patterns.weights.published import PublishedWeights
 from raytorchrpc.patterns.weights.pull import Pull
+from tests.gpu.ends import ends, in_actor
 
 pytestmark = pytest.mark.gpu
 
@@ -21,29 +22,12 @@ SIZES = (1000, 3_000_000, 7, 500_000)
 _LATE = 50_000_000
 
 
-@ray.remote
-class End:
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        return function(*args)
-
-
 @pytest.fixture(scope="module")
 def actors() -> Iterator[dict[str, Any]]:
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-    halves = [End.options(num_gpus=0.5).remote() for _ in range(2)]
-    ray.get([actor.run.remote(int, 0) for actor in halves], timeout=60)
-    made = {"learner": halves[0], "same": halves[1], "host": End.options(num_gpus=0).remote()}
-    if torch.cuda.device_count() > 1:
-        made["other"] = End.options(num_gpus=1).remote()
     # The reader without a GPU gets what lies on the learner's in its own memory.
-    maps = {"host": {"learner": {"cpu": 0}}}
-    with rtr.init_group(made, config=rtr.GroupConfig(device_maps=maps)):
+    config = rtr.GroupConfig(device_maps={"host": {"learner": {"cpu": 0}}})
+    with ends("learner", "same", host="host") as made, rtr.init_group(made, config=config):
         yield made
-    ray.shutdown()
-
-
-def in_actor(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
-    return ray.get(actor.run.remote(function, *args), timeout=120)
 
 
 def learn(store: rtr.WeightStore, versions: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.patterns.weights import conversions
+from tests.gpu.ends import ends
 
 pytestmark = pytest.mark.gpu
 
@@ -18,23 +19,10 @@ FP8 = torch.float8_e4m3fn
 ROWS, COLUMNS = 2000, 1500
 
 
-@ray.remote
-class End:
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        return function(*args)
-
-
 @pytest.fixture(scope="module")
 def actors() -> Iterator[dict[str, Any]]:
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-    halves = [End.options(num_gpus=0.5).remote() for _ in range(2)]
-    ray.get([actor.run.remote(int, 0) for actor in halves], timeout=60)
-    made = {"learner": halves[0], "same": halves[1]}
-    if torch.cuda.device_count() > 1:
-        made["other"] = End.options(num_gpus=1).remote()
-    with rtr.init_group(made):
+    with ends("learner", "same") as made, rtr.init_group(made):
         yield made
-    ray.shutdown()
 
 
 def converted(weight: torch.Tensor, block: tuple[int, int]) -> list[torch.Tensor]:

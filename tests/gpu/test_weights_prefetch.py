@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import ray
 import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.calls import member
+from tests.gpu.ends import ends, in_actor
 
 pytestmark = pytest.mark.gpu
 
@@ -19,27 +19,10 @@ SIZES = (1000, 3_000_000, 7, 500_000)
 _LATE = 50_000_000
 
 
-@ray.remote
-class End:
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        return function(*args)
-
-
 @pytest.fixture(scope="module")
 def actors() -> Iterator[dict[str, Any]]:
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-    halves = [End.options(num_gpus=0.5).remote() for _ in range(2)]
-    ray.get([actor.run.remote(int, 0) for actor in halves], timeout=60)
-    made = {"learner": halves[0], "same": halves[1], "host": End.options(num_gpus=0).remote()}
-    if torch.cuda.device_count() > 1:
-        made["other"] = End.options(num_gpus=1).remote()
-    with rtr.init_group(made):
+    with ends("learner", "same", host="host") as made, rtr.init_group(made):
         yield made
-    ray.shutdown()
-
-
-def in_actor(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
-    return ray.get(actor.run.remote(function, *args), timeout=120)
 
 
 class Net(torch.nn.Module):

@@ -131,6 +131,12 @@ class AsyncPeer:
         return await getattr(rtr.rpc_async(target, timeout=timeout), name)(*args, **kwargs)
 
 
+class AsyncRunner(AsyncPeer):
+    async def arun(self, function: Any, *args: Any) -> Any:
+        """``await function(*args)`` on the loop."""
+        return await function(*args)
+
+
 @ray.remote(concurrency_groups={"io": 2, "compute": 1})
 class GroupedPeer(Peer):
     """Methods in Ray's concurrency groups, with the two decorators in either order."""

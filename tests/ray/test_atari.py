@@ -24,7 +24,6 @@ from examples.atari_dqn.replay import Rows
 from examples.atari_dqn.train import main
 
 ROOT = Path(__file__).parents[2]
-#: Programs with a Ray of their own, up to two in a test: on a machine that is busy otherwise they take a while.
 #: Quick enough for a test: few steps before the first iteration, a network of nearly no arithmetic.
 SHORT = ["--net", "tiny", "--warmup", "128", "--chunk", "32", "--capacity", "2000", "--sync", "5", "--report", "10"]
 

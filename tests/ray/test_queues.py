@@ -19,7 +19,7 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.calls import member
 from tests.conformance.peers import wait_until
-from tests.ray.actors import AsyncPeer, Latch, Peer
+from tests.ray.actors import AsyncRunner, Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import MIB, in_actor, used
 
@@ -31,16 +31,10 @@ def no_group_is_left() -> None:
     """Here one group serves most tests."""
 
 
-class AsyncWorker(AsyncPeer):
-    async def arun(self, function: Any, *args: Any) -> Any:
-        """``await function(*args)`` on the loop."""
-        return await function(*args)
-
-
 @pytest.fixture(scope="module")
 def actors(spawn_for_module: Spawn) -> dict[str, Any]:
     made = {name: spawn_for_module(Peer) for name in ("home", "a", "b")}
-    return {**made, "asynchronous": spawn_for_module(AsyncWorker)}
+    return {**made, "asynchronous": spawn_for_module(AsyncRunner)}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,8 +6,6 @@ import pytest
 
 from examples import rl_post_training
 
-#: Five processes import transformers: on a machine that is busy otherwise that takes a while.
-
 pytest.importorskip("transformers", reason="the example needs transformers: pip install '.[llm]'")
 
 

@@ -13,9 +13,8 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.calls import member
 from tests.conformance.peers import wait_until
-from tests.ray.actors import Peer
+from tests.ray.actors import AsyncRunner, Peer
 from tests.ray.conftest import Spawn
-from tests.ray.test_queues import AsyncWorker
 from tests.ray.test_tensor_lanes import MIB, in_actor
 
 LARGE = MIB  # elements of float32
@@ -29,7 +28,7 @@ def no_group_is_left() -> None:
 @pytest.fixture(scope="module")
 def actors(spawn_for_module: Spawn) -> dict[str, Any]:
     made = {name: spawn_for_module(Peer) for name in ("home", "a", "b")}
-    return {**made, "asynchronous": spawn_for_module(AsyncWorker)}
+    return {**made, "asynchronous": spawn_for_module(AsyncRunner)}
 
 
 @pytest.fixture(scope="module", autouse=True)

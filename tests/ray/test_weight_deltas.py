@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 from collections.abc import Iterator
@@ -13,11 +12,11 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current
 from tests.conformance.peers import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import in_actor
+from tests.ray.test_weights import came_from, pretend
 
 PUBLISHERS = ("t0", "t1")
 SHAPE = (1024, 1024)
@@ -42,14 +41,7 @@ def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
 
 def separate(actors: dict[str, Any]) -> None:
     """Let all actors take the reader for one on another host."""
-
-    def pretend() -> None:
-        local = current.process_member()
-        for route in local.peers.routes:
-            node = "two" if route.member.name == "reader" else "one"
-            local.peers.add_peer(dataclasses.replace(route, member=dataclasses.replace(route.member, node_id=node)))
-
-    ray.get([actor.run.remote(pretend) for actor in actors.values()], timeout=60)
+    ray.get([actor.run.remote(pretend, {"reader": "two"}) for actor in actors.values()], timeout=60)
 
 
 def whole(version: int) -> torch.Tensor:
@@ -76,14 +68,10 @@ def pull(store: rtr.WeightStore, since: int | None, columns: int = SHAPE[1]) -> 
     """Pull the last columns into the model that this actor has; returns the version, and the bytes that came."""
     first = SHAPE[1] - columns
     model = _models.setdefault(store.name, rtr.Shard(torch.zeros(SHAPE[0], columns).bfloat16(), SHAPE, (0, first)))
-    before = received()
+    before = sum(came_from().values())
     version = store.pull({"w": model}, since=since)
     assert torch.equal(model.tensor.view(torch.int16), whole(version)[:, first:].contiguous().view(torch.int16))
-    return version, received() - before
-
-
-def received() -> int:
-    return sum(row.bytes_in for row in current.process_member().counters.rows(""))
+    return version, sum(came_from().values()) - before
 
 
 def test_one_percent_of_the_elements_takes_few_of_the_bytes(actors: dict[str, Any]) -> None:

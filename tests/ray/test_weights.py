@@ -20,7 +20,7 @@ from raytorchrpc.patterns.weights.match import ModelMatch
 from raytorchrpc.patterns.weights.pull import Pull
 from raytorchrpc.patterns.weights.targets import KnownMemory
 from tests.conformance.peers import wait_until
-from tests.ray.actors import AsyncPeer, Peer
+from tests.ray.actors import AsyncRunner, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import MIB, in_actor, used
 
@@ -33,16 +33,10 @@ def no_group_is_left() -> None:
     """Here one group serves the tests."""
 
 
-class AsyncReader(AsyncPeer):
-    async def arun(self, function: Any, *args: Any) -> Any:
-        """``await function(*args)`` on the loop."""
-        return await function(*args)
-
-
 @pytest.fixture(scope="module")
 def actors(spawn_for_module: Spawn) -> dict[str, Any]:
     made = {name: spawn_for_module(Peer) for name in ("learner", "a", "b", "c")}
-    return {**made, "asynchronous": spawn_for_module(AsyncReader)}
+    return {**made, "asynchronous": spawn_for_module(AsyncRunner)}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import current, deferred, gates, rejoin
 from raytorchrpc.calls.event_loops import on_loop
 from raytorchrpc.calls.exposed import Exposed
@@ -79,22 +78,7 @@ class Actor:
 
 
 @pytest.fixture
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """That of the actors."""
-    made = asyncio.new_event_loop()
-    thread = threading.Thread(target=made.run_forever, daemon=True)
-    thread.start()
-    yield made
-    made.call_soon_threadsafe(made.stop)
-    thread.join(LONG)
-    made.close()
-
-
-@pytest.fixture
-def actor(loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch) -> Iterator[Actor]:
-    gate = gates.Gate(1)
-    monkeypatch.setattr(gates, "gate_of", lambda instance, group: gate)
-    monkeypatch.setattr(ray_internals, "actor_event_loop", lambda group: loop)
+def actor(gate: gates.Gate, loop: asyncio.AbstractEventLoop) -> Iterator[Actor]:
     made = Actor()
     yield made
     made.go.set()

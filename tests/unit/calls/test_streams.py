@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import current, gates
 from raytorchrpc.calls.exposed import Exposed, generate_in_turn, generate_in_turn_on_loop
 from raytorchrpc.calls.served_streams import StreamJob
@@ -94,24 +93,10 @@ class Actor:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> gates.Gate:
-    made = gates.Gate(1)
-    monkeypatch.setattr(gates, "gate_of", lambda instance, group: made)
-    return made
-
-
-@pytest.fixture
-def actor(gate: gates.Gate, monkeypatch: pytest.MonkeyPatch) -> Iterator[Actor]:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    monkeypatch.setattr(ray_internals, "actor_event_loop", lambda group: loop)
+def actor(gate: gates.Gate, loop: asyncio.AbstractEventLoop) -> Iterator[Actor]:
     made = Actor()
     yield made
     made.go.set()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(LONG)
-    loop.close()
 
 
 @pytest.fixture

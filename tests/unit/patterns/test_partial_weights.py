@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current
 from raytorchrpc.patterns.weights import published
 from tests.unit.members import Members
 
 NAMES = ("base.weight", "base.bias", "lora_a", "lora_b")
-
-
-@pytest.fixture
-def members() -> Iterator[Members]:
-    made = Members(rtr.GroupConfig(rpc_timeout_s=20.0))
-    try:
-        yield made
-    finally:
-        current.set_local(None)
-        made.close()
 
 
 def model(value: float, names: tuple[str, ...] = NAMES) -> dict[str, torch.Tensor]:

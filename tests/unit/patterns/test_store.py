@@ -7,7 +7,7 @@ import gc
 import pickle
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,6 @@ from raytorchrpc.process.deadlines import Deadlines
 from raytorchrpc.tensors.codec import Codec
 
 LONG = 20.0
-
-
-@pytest.fixture
-def deadlines() -> Iterator[Deadlines]:
-    made = Deadlines("test")
-    yield made
-    made.stop()
 
 
 def items(*values: int, size: int = 1) -> list[Item]:

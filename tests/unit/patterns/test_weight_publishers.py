@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.patterns.weights.publishers import SHARDS, Coordinator, Publisher
 from raytorchrpc.process.deadlines import Deadlines
@@ -21,16 +20,6 @@ from tests.unit.members import Members
 
 LONG = 20.0
 BOTH = ("home", "a")
-
-
-@pytest.fixture
-def members() -> Iterator[Members]:
-    made = Members(rtr.GroupConfig(rpc_timeout_s=LONG))
-    try:
-        yield made
-    finally:
-        current.set_local(None)
-        made.close()
 
 
 @pytest.fixture

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.patterns.weights import pull
 from raytorchrpc.patterns.weights.published import TENSORS
 from tests.unit.members import Members
 
-LONG = 20.0
 #: Bytes of each tensor.
 SIZE = 400
-
-
-@pytest.fixture
-def members() -> Iterator[Members]:
-    made = Members(rtr.GroupConfig(rpc_timeout_s=LONG))
-    try:
-        yield made
-    finally:
-        current.set_local(None)
-        made.close()
 
 
 def model(value: float, count: int = 5) -> dict[str, torch.Tensor]:

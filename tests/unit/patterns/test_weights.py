@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,13 +24,6 @@ from raytorchrpc.process.deadlines import Deadlines
 from tests.conformance.peers import wait_until
 
 LONG = 20.0
-
-
-@pytest.fixture
-def deadlines() -> Iterator[Deadlines]:
-    made = Deadlines("test")
-    yield made
-    made.stop()
 
 
 def store(deadlines: Deadlines, keep: int = 1, track: bool = False) -> PublishedWeights:

@@ -15,16 +15,7 @@ from raytorchrpc.topology import probe as topology
 from raytorchrpc.topology.endpoint import Endpoint, Interface
 from raytorchrpc.topology.probe import interface_for, probe
 from tests.unit.clusters import gid_table, member
-
-
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n")
-
-
-def link(path: Path, target: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.symlink_to(target)
+from tests.unit.trees import link, write
 
 
 @pytest.fixture

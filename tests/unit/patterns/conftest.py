@@ -1,0 +1,31 @@
+"""Deadlines, and a group whose members live in this process, for each test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import raytorchrpc as rtr
+from raytorchrpc.calls import current
+from raytorchrpc.process.deadlines import Deadlines
+from tests.unit.members import Members
+
+
+@pytest.fixture
+def deadlines() -> Iterator[Deadlines]:
+    made = Deadlines("test")
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def members(request: Any) -> Iterator[Members]:
+    """Parametrize indirectly with a GroupConfig for other settings."""
+    made = Members(getattr(request, "param", rtr.GroupConfig(rpc_timeout_s=20.0)))
+    try:
+        yield made
+    finally:
+        current.set_local(None)
+        made.close()
