@@ -16,6 +16,7 @@ import torch
 from ray.exceptions import RayActorError, RayTaskError
 
 import raytorchrpc as rtr
+from raytorchrpc.process.identity import has_ended
 from tests.conformance.peers import wait_until
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
@@ -47,6 +48,13 @@ def group(spawn_for_module: Spawn) -> Iterator[dict[str, Any]]:
 
 def get(ref: Any) -> Any:
     return ray.get(ref, timeout=PATIENCE_S)
+
+
+def kill(actor: Any, **options: Any) -> None:
+    """Returns when its process has ended: Ray kills it a moment after it says so."""
+    pid = get(actor.pid.remote())
+    ray.kill(actor, **options)
+    assert wait_until(lambda: has_ended(pid), PATIENCE_S)
 
 
 def made(ref: ray.ObjectRef[Any]) -> ray.ObjectRef[Any]:
@@ -201,7 +209,7 @@ def test_a_ref_as_a_keyword_argument_never_arrives(group: dict[str, Any], spawn:
 def test_an_object_that_its_actor_took_along_is_not_made_again(group: dict[str, Any], spawn: Spawn) -> None:
     source = spawn(Maker, max_restarts=1, max_task_retries=1)
     ref = made(source.make.remote(ones))
-    ray.kill(source, no_restart=False)
+    kill(source, no_restart=False)
     with pytest.raises(rtr.TransferFailed):
         get(group["b"].look.remote(ref, total))
 
@@ -310,7 +318,7 @@ def test_a_restarted_actor_makes_and_gets(group: dict[str, Any], spawn: Spawn) -
     mortal = spawn(Unimportable, max_restarts=1, max_task_retries=-1)
     before = get(mortal.pid.remote())
     assert get(group["b"].look.remote(mortal.make.remote(lambda: torch.ones(1000)), total)) == 1000
-    ray.kill(mortal, no_restart=False)
+    kill(mortal, no_restart=False)
     assert wait_until(lambda: get(mortal.pid.remote()) != before, PATIENCE_S)
     assert get(group["b"].look.remote(mortal.make.remote(lambda: torch.ones(1000)), total)) == 1000
 
@@ -353,7 +361,7 @@ def test_a_failed_transfer_ends_no_actor(group: dict[str, Any], spawn: Spawn) ->
     source = spawn(Maker)
     pid = get(group["b"].pid.remote())
     ref = made(source.make.remote(ones))
-    ray.kill(source)
+    kill(source)
     with pytest.raises(rtr.TransferFailed):
         get(group["b"].look.remote(ref, total))
     assert get(group["b"].look.remote(group["a"].make.remote(ones), total)) == 1000
@@ -364,7 +372,7 @@ def test_a_dead_receiver_leaves_its_source_alone(group: dict[str, Any], spawn: S
     sink = spawn(Maker)
     pid = get(group["a"].pid.remote())
     ref = made(group["a"].make.remote(ones))
-    ray.kill(sink)
+    kill(sink)
     with pytest.raises(RayActorError):
         get(sink.look.remote(ref, total))
     assert get(group["b"].look.remote(ref, total)) == 1000

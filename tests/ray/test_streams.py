@@ -106,7 +106,7 @@ def test_the_end_of_either_side_ends_the_stream(group: dict[str, Any], spawn: Sp
     ray.kill(reader)
     assert rtr.rpc_sync("plain", timeout=LONG).double(2) == 4, "it is free"
     assert log_of("plain") == ["closed"]
-    stream = rtr.rpc_sync("producer").tensors(1000, 10)
+    stream = rtr.rpc_sync("producer").tensors(1_000_000, 10)  # more than are sent before it ends
     assert next(stream)["number"] == 0
     ray.kill(producer)
     with pytest.raises(rtr.PeerLost, match="producer"):
