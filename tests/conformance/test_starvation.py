@@ -58,7 +58,7 @@ def starve() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["socket over unix", "socket over tcp", "nng"])
-def test_who_has_starved_is_there_again(kind: str) -> None:
+def test_who_has_starved_is_there_again(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     context = multiprocessing.get_context("spawn")
     mine, its = context.Pipe()
     process = context.Process(target=serve, args=(kind, its), daemon=True)
@@ -85,7 +85,11 @@ def test_who_has_starved_is_there_again(kind: str) -> None:
             callers = [threading.Thread(target=ask_many) for _ in range(3)]
             for caller in callers:
                 caller.start()
-            assert mine.poll(PATIENCE_S)
+            if not mine.poll(PATIENCE_S):
+                # A thread that began shortly before may use a library's variables of its own for the first time.
+                said = capfd.readouterr().err
+                assert "cannot allocate memory for thread-local data" in said, said
+                pytest.skip("the C library has ended the process")
             mine.recv()
             for caller in callers:
                 caller.join()
