@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,15 +13,11 @@ import raytorchrpc as rtr
 from raytorchrpc.calls import current, member
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
+from tests.ray.weight_helpers import came_from, no_group_is_left, pretend  # noqa: F401
 
 FP8 = torch.float8_e4m3fn
 SHAPES = {"first": (1280, 1100), "second": (300, 1024)}
 NAMES = ("learner", "other", "a", "b")
-
-
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves the tests."""
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +64,6 @@ def holds(model: dict[str, torch.Tensor], version: int) -> bool:
     return right and bool((model["norm"] == version).all())
 
 
-def bytes_in() -> dict[str, int]:
-    """That came to this member, by peer."""
-    found: dict[str, int] = {}
-    for row in current.process_member().counters.rows(""):
-        found[row.peer] = found.get(row.peer, 0) + row.bytes_in
-    return found
-
-
 def pull(store: rtr.WeightStore) -> tuple[int, bool]:
     model = quantized()
     version = store.pull(model, convert=rtr.BlockFp8())
@@ -88,9 +75,9 @@ def test_half_the_bytes_cross_and_the_publisher_converts_once(actors: dict[str, 
 
     def brought(fp8: bool) -> int:
         model = quantized() if fp8 else {name: torch.zeros_like(tensor) for name, tensor in given(1).items()}
-        before = bytes_in()["learner"]
+        before = came_from()["learner"]
         store.pull(model, convert=rtr.BlockFp8() if fp8 else False)
-        return bytes_in()["learner"] - before
+        return came_from()["learner"] - before
 
     def conversions() -> int:
         snapshot = next(reversed(store._object(current.process_member())._versions.values()))[1]
@@ -105,24 +92,16 @@ def test_half_the_bytes_cross_and_the_publisher_converts_once(actors: dict[str, 
     assert 0 < fp8 <= 0.55 * half, (fp8, half)
 
 
-def pretend(nodes: dict[str, str]) -> None:
-    """Let this member take the others for members on these nodes."""
-    local = current.process_member()
-    for route in local.peers.routes:
-        node = nodes.get(route.member.name, route.member.node_id)
-        local.peers.add_peer(dataclasses.replace(route, member=dataclasses.replace(route.member, node_id=node)))
-
-
 def test_one_member_of_a_host_brings_them_for_the_others(actors: dict[str, Any], group: rtr.Group) -> None:
     store, here = rtr.WeightStore("far", home="learner"), group.members[0].node_id
     ray.get(actors["learner"].run.remote(publish, store, 1), timeout=60)
     try:
         nodes = {name: "two" if name in ("a", "b") else here for name in actors}
         ray.get([actor.run.remote(pretend, nodes) for actor in actors.values()], timeout=60)
-        before = [ray.get(actors[name].run.remote(bytes_in)).get("learner", 0) for name in ("a", "b")]
+        before = [ray.get(actors[name].run.remote(came_from)).get("learner", 0) for name in ("a", "b")]
         pulls = [actors[name].run.remote(pull, store) for name in ("a", "b")]
         assert ray.get(pulls, timeout=60) == [(1, True)] * 2
-        after = [ray.get(actors[name].run.remote(bytes_in)).get("learner", 0) for name in ("a", "b")]
+        after = [ray.get(actors[name].run.remote(came_from)).get("learner", 0) for name in ("a", "b")]
         assert sum(after) - sum(before) < 1.5 * sum(tensor.nbytes for tensor in quantized().values())
     finally:
         ray.get([actor.run.remote(pretend, dict.fromkeys(actors, here)) for actor in actors.values()], timeout=60)
@@ -166,9 +145,9 @@ def test_only_a_part_crosses(actors: dict[str, Any]) -> None:
     def pull_since(since: int | None, only: str | None) -> tuple[int, bool, int]:
         empty = {name: torch.zeros_like(value) for name, value in given(1).items()}
         model = member.__dict__.setdefault("whole", empty)  # of this actor, which lives on
-        before = bytes_in()["learner"]
+        before = came_from()["learner"]
         version = store.pull(model, since=since, only=only)
-        came = bytes_in()["learner"] - before
+        came = came_from()["learner"] - before
         right = all(torch.equal(model[name], weight(name, 1)) for name in SHAPES)
         return version, right and bool((model["norm"] == version).all()), came
 

@@ -6,14 +6,14 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current, peer_table
+from raytorchrpc.calls import peer_table
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.patterns.home import OPEN
 from raytorchrpc.patterns.queues import sequence
@@ -25,17 +25,6 @@ from tests.unit.members import Members, in_thread
 
 LONG = 20.0
 REJECT = rtr.GroupConfig(rpc_timeout_s=LONG, when_full="reject", max_calls_in_flight=1)
-
-
-@pytest.fixture
-def members(request: Any) -> Iterator[Members]:
-    """Parametrize indirectly with a GroupConfig for other settings."""
-    made = Members(getattr(request, "param", rtr.GroupConfig(rpc_timeout_s=LONG)))
-    try:
-        yield made
-    finally:
-        current.set_local(None)
-        made.close()
 
 
 def at_home(members: Members, kind: str = "queue") -> HomeStore:

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current
 from tests.unit.members import Members
 
-LONG = 20.0
 PUBLISHERS = ("home", "a")
-
-
-@pytest.fixture
-def members() -> Iterator[Members]:
-    made = Members(rtr.GroupConfig(rpc_timeout_s=LONG))
-    try:
-        yield made
-    finally:
-        current.set_local(None)
-        made.close()
 
 
 def store(**options: Any) -> rtr.WeightStore:

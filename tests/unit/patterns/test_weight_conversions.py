@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current
 from raytorchrpc.patterns.weights import conversions
 from tests.unit.members import Members
 
@@ -21,16 +19,6 @@ NAN = 0x7F
 
 #: What each code of the format stands for, by the definition of e4m3fn: sign, 4 bits of exponent, 3 of mantissa.
 CODES = [math.ldexp((code & 7) / 8 + (code >> 3 > 0), max(code >> 3, 1) - 7) for code in range(NAN)]
-
-
-@pytest.fixture
-def members() -> Iterator[Members]:
-    made = Members(rtr.GroupConfig(rpc_timeout_s=20.0))
-    try:
-        yield made
-    finally:
-        current.set_local(None)
-        made.close()
 
 
 def coded(value: float) -> int:

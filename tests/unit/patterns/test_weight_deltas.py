@@ -6,14 +6,12 @@ import dataclasses
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.patterns.weights import pull
 from raytorchrpc.patterns.weights.deltas import find_deltas
@@ -21,24 +19,18 @@ from raytorchrpc.patterns.weights.published import DELTAS, PIECES, TENSORS, Publ
 from raytorchrpc.tensors.dtypes import as_copyable
 from tests.unit.members import Members
 
-LONG = 20.0
 ROWS, COLUMNS = 300, 257  # odd, so that words of 8 bytes leave a rest
 DTYPES = [torch.bfloat16, torch.float32, torch.int8, torch.bool, torch.float64, torch.float8_e4m3fn, torch.complex64]
 
 
 @pytest.fixture
-def members() -> Iterator[Members]:
+def members(members: Members) -> Members:
     """``home`` is on one host, ``a`` and ``b`` on another."""
-    made = Members(rtr.GroupConfig(rpc_timeout_s=LONG))
-    for local in made.members.values():
+    for local in members.members.values():
         for route in local.peers.routes:
             node = "one" if route.member.name == "home" else "two"
             local.peers.add_peer(dataclasses.replace(route, member=dataclasses.replace(route.member, node_id=node)))
-    try:
-        yield made
-    finally:
-        current.set_local(None)
-        made.close()
+    return members
 
 
 def noise(dtype: torch.dtype, rows: int = ROWS, seed: int = 0) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -13,23 +13,13 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.patterns.weights.published import LEASE, TENSORS
 from tests.conformance.peers import wait_until
 from tests.unit.members import Members
+from tests.unit.patterns.weight_values import values
 
 LONG = 20.0
-
-
-@pytest.fixture
-def members() -> Iterator[Members]:
-    made = Members(rtr.GroupConfig(rpc_timeout_s=LONG))
-    try:
-        yield made
-    finally:
-        current.set_local(None)
-        made.close()
 
 
 class Net(torch.nn.Module):
@@ -50,14 +40,6 @@ class Net(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.tied(self.first(x))
-
-
-def values(model: torch.nn.Module | dict[str, torch.Tensor]) -> list[float]:
-    """One for each tensor; it has no other."""
-    tensors = model.state_dict() if isinstance(model, torch.nn.Module) else model
-    found = [torch.unique(tensor) for tensor in tensors.values()]
-    assert all(len(value) == 1 for value in found)
-    return [float(value) for value in found]
 
 
 def holds(model: torch.nn.Module | dict[str, torch.Tensor], value: float) -> bool:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.spans import Event, Tracer
 from raytorchrpc.calls.weight_counters import WeightStats
@@ -22,16 +19,6 @@ from tests.unit.members import Members
 #: Bytes of each tensor, and of a model.
 SIZE = 400
 MODEL = 5 * SIZE
-
-
-@pytest.fixture
-def members() -> Iterator[Members]:
-    made = Members(rtr.GroupConfig(rpc_timeout_s=20))
-    try:
-        yield made
-    finally:
-        current.set_local(None)
-        made.close()
 
 
 @pytest.fixture
