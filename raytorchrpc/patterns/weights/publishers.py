@@ -7,6 +7,8 @@ staged, and readers ask it which version is the newest that all have.
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -15,7 +17,7 @@ import torch
 
 from raytorchrpc.calls.current import current_local
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.errors import ConfigurationError, NotFound
+from raytorchrpc.errors import ConfigurationError, NotFound, RpcTimeout
 from raytorchrpc.patterns.handle import Handle, Steps, begin
 from raytorchrpc.patterns.home import factories, register_methods, setting_names
 from raytorchrpc.patterns.weights.coordinator import NEXT, RETIRE, SHARDS, STAGED, Coordinator, shards_name
@@ -50,6 +52,7 @@ def stage(
 ) -> Steps[int]:
     """Publish this member's shards of a version; see ``WeightStore.publish``. ``only``: globs; none for all."""
     local, wait_s = yield from begin(timeout)
+    until = time.monotonic() + wait_s
     if local.me.name not in publishers:
         raise ConfigurationError(
             f"{store.kind} {store.name!r} is published by {', '.join(publishers)}, not by {local.me.name!r}"
@@ -59,16 +62,18 @@ def stage(
     yield from mine._bind(local)
     weights: PublishedShards = mine._object(local)
     me = (publishers.index(local.me.name), local.incoming.token, mine._instance_id)
-    if version is None or weights.is_unsure:
-        with weights.answering() as settled:
-            number, kept = yield from store._request(local, NEXT, (*store._address, me, weights.last()), wait_s)
+    with weights.one_thread(until):
+        wait_s = max(0.0, until - time.monotonic())
+        if version is None or weights.is_unsure:
+            with weights.answering() as settled:
+                number, kept = yield from store._request(local, NEXT, (*store._address, me, weights.last()), wait_s)
+            weights.retire(set(settled).difference(kept))
+            version = number if version is None else version
+        with weights.answering(version) as settled:
+            carried = (only, weights.newest()) if only else None
+            weights.publish(tensors, version, places, staged=True, partial=bool(only))
+            kept = yield from store._request(local, STAGED, (*store._address, me, version, carried, wait_s), wait_s)
         weights.retire(set(settled).difference(kept))
-        version = number if version is None else version
-    with weights.answering(version) as settled:
-        carried = (only, weights.newest()) if only else None
-        weights.publish(tensors, version, places, staged=True, partial=bool(only))
-        kept = yield from store._request(local, STAGED, (*store._address, me, version, carried, wait_s), wait_s)
-    weights.retire(set(settled).difference(kept))
     return version
 
 
@@ -102,9 +107,20 @@ class PublishedShards(PublishedWeights):
         self.settings: Any = settings
         coordinator = local.peers.route(settings[2])
         self._coordinator, self._process = coordinator.member.rank, coordinator.token
+        self._staging = threading.Lock()
         self._unanswered: set[int] = set()
         self.is_unsure = False
         """Whether the coordinator may not have a version that is here, because it did not answer or did not take it."""
+
+    @contextmanager
+    def one_thread(self, until: float) -> Iterator[None]:
+        """While a thread of this member publishes a version; others wait."""
+        if not self._staging.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise RpcTimeout("another thread of this member waits for the other publishers; this one published nothing")
+        try:
+            yield
+        finally:
+            self._staging.release()
 
     @contextmanager
     def answering(self, *version: int) -> Iterator[list[int]]:

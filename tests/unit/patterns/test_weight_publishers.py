@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,6 +148,18 @@ def test_a_publisher_that_was_late_catches_up_without_waiting(members: Members) 
         model = {"matrix": torch.zeros(8, 4)}
         assert pulled(members, store(members, "b"), model) == 7
     assert model["matrix"].unique().tolist() == [7.0]
+
+
+def test_threads_of_a_publisher_publish_one_after_the_other(members: Members) -> None:
+    """Each gets a number of its own, as in a store with one home."""
+    mine = store(members, "home", ("home",))
+    with members.acting("home"), ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda value: mine.publish({"matrix": torch.full((100, 100), value)}), range(40)))
+        assert sorted(found) == list(range(1, 41))
+        lock = shards(members, "home")[0]._staging
+        with lock, pytest.raises(rtr.RpcTimeout, match="this one published nothing"):
+            mine.publish({"matrix": torch.zeros(100, 100)}, timeout=0.01)
+        assert mine.version() == 40
 
 
 def test_publishers_that_are_late_are_named(members: Members) -> None:
