@@ -168,7 +168,7 @@ def _wanted(
         else:
             found += _fused(target, shard, dtype, [(name, published[name][0].global_shape) for name in names], wrong)
     wrong += [
-        f"mapping names {name!r}, which the model does not have"
+        f"mapping names {name!r}, which the model does not have (the model's name comes first, then what was published)"
         for name in request.options.mapping
         if name not in request.targets
     ]
