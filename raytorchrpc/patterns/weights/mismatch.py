@@ -34,24 +34,28 @@ def check_fits(
 def _remedy_for_names(lacking: Collection[str], unpublished: Collection[str]) -> str:
     if not lacking and not unpublished:
         return ""
-    if prefix := _prefix(unpublished, lacking):
-        inside = prefix.rstrip(".")
-        return f". The model's names begin with {prefix!r}: pull into the module inside, such as model.{inside}"
-    if prefix := _prefix(lacking, unpublished):
-        inside = prefix.rstrip(".")
-        return f". The published names begin with {prefix!r}: publish the module inside, such as model.{inside}"
+    if part := _additional_part(unpublished, lacking):
+        if all(name.startswith(part) for name in unpublished):
+            return f". The model's names begin with {part!r}: pull into the module inside, such as model.{part[:-1]}"
+        renamed = f"mapping={{name: name.replace({part!r}, '') for name in model.state_dict()}}"
+        return f". The model's names have {part!r} inside: pull with {renamed}"
+    if part := _additional_part(lacking, unpublished):
+        if all(name.startswith(part) for name in lacking):
+            return f". The published names begin with {part!r}: publish the module inside, such as model.{part[:-1]}"
+        renamed = f"{{name.replace({part!r}, ''): tensor for name, tensor in model.state_dict().items()}}"
+        return f". The published names have {part!r} inside: publish {renamed}"
     return ". mapping= gives other names, and strict=False pulls only the names that both have"
 
 
-def _prefix(longer: Collection[str], shorter: Collection[str]) -> str | None:
-    """The prefix, up to a dot, by which all names of one side differ from the other's; None if there is none."""
-    first, names = next(iter(longer), ""), set(shorter)
-    if len(longer) != len(shorter):
+def _additional_part(longer: Collection[str], shorter: Collection[str]) -> str | None:
+    """What all names of one side have, up to a dot, and the other's lack; None if they differ in another way."""
+    if not longer or len(longer) != len(shorter):
         return None
-    for place in (place for place, character in enumerate(first, 1) if character == "."):
-        prefix = first[:place]
-        if all(name.startswith(prefix) and name[place:] in names for name in longer):
-            return prefix
+    *parts, _ = next(iter(longer)).split(".")
+    prefixes = [".".join(parts[: count + 1]) for count in range(len(parts))]
+    for part in (f"{part}." for part in (*prefixes, *parts)):
+        if {name.replace(part, "", 1) for name in longer} == set(shorter):
+            return part
     return None
 
 

@@ -73,13 +73,34 @@ def test_a_model_that_does_not_fit_is_told_what_to_do(
     assert message in error_of(published, reader, tensors, **options)
 
 
+def compiled(layers: torch.nn.Sequential) -> torch.nn.Sequential:
+    layers[1] = torch.compile(layers[1], backend="eager")
+    return layers
+
+
 @PULLS
-def test_names_with_a_prefix_were_published_by_a_wrapper(members: Members, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("wrap", "publishes", "message"),
+    [
+        (torch.nn.DataParallel, True, "published names begin with 'module.': publish .* such as model.module$"),
+        (torch.nn.DataParallel, False, "model's names begin with 'module.': pull into .* such as model.module$"),
+        (compiled, True, "published names have '_orig_mod.' inside: publish {name.replace"),
+        (compiled, False, "model's names have '_orig_mod.' inside: pull with mapping={name: name.replace"),
+    ],
+)
+def test_names_that_a_wrapper_has_changed(
+    members: Members, options: dict[str, Any], wrap: Any, publishes: bool, message: str
+) -> None:
+    models = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)) for _ in range(2)]
     with members.acting("home"):
         store = rtr.WeightStore("w")
-        store.publish(torch.nn.DataParallel(torch.nn.Linear(2, 2)))
-        with pytest.raises(rtr.ConfigurationError, match=r"names begin with 'module.': publish .*model.module$"):
-            store.pull(torch.nn.Linear(2, 2), **options)
+        store.publish(wrap(models[0]) if publishes else models[0])
+        with pytest.raises(rtr.ConfigurationError, match=message):
+            store.pull(models[1] if publishes else wrap(models[1]), **options)
+        if wrap is compiled and not publishes:
+            store.pull(models[1], mapping={name: name.replace("_orig_mod.", "") for name in models[1].state_dict()})
+            both = zip(models[0].parameters(), models[1].parameters(), strict=True)
+            assert all(torch.equal(one, other) for one, other in both)
 
 
 @READERS
