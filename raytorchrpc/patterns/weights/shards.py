@@ -126,7 +126,15 @@ def _shard_of(name: str, value: Any, store: str) -> Shard:
     if isinstance(value, Shard):
         return _checked(name, value, store)
     if _is_dtensor(value):
-        return Shard(_dense(name, local_tensor(value), store), tuple(value.shape), _offset_of(name, value, store))
+        local, offset = _dense(name, local_tensor(value), store), _offset_of(name, value, store)
+        if len(offset) < value.dim():  # it has nothing of the tensor
+            offset = (0,) * value.dim()
+        if local.dim() != value.dim():
+            raise ConfigurationError(
+                f"{name!r} of the weights for {store!r} is a number, and this process is not in its device mesh: "
+                f"leave it out"
+            )
+        return Shard(local, tuple(value.shape), offset)
     raise ConfigurationError(
         f"{name!r} of the weights for {store!r} is a {type(value).__name__}, not a tensor: leave it out, or give a "
         f"tensor, DTensor or Shard"
@@ -176,10 +184,14 @@ def _is_dtensor(value: Any) -> bool:
 
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:
-    """The memory that a tensor or a DTensor has in this process."""
+    """The memory that a tensor or a DTensor has in this process.
+
+    It has no elements, and the DTensor's dimensions, if this process is not in the device mesh.
+    """
     if type(value) in _PLAIN or not _is_dtensor(value):
         return value
-    return torch_internals.local_tensor(value)
+    local = torch_internals.local_tensor(value)
+    return local if local.dim() == value.dim() else local.reshape(0, *value.shape[1:])
 
 
 def _offset_of(name: str, dtensor: Any, store: str) -> tuple[int, ...]:
