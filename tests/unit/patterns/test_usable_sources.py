@@ -12,8 +12,8 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.calls import current
 from raytorchrpc.calls.peer_table import Absence
+from raytorchrpc.patterns.weights.coordinator import SHARDS
 from raytorchrpc.patterns.weights.published import LEASE
-from raytorchrpc.patterns.weights.publishers import SHARDS
 from raytorchrpc.patterns.weights.usable import PATIENCE_S
 from tests.conformance.peers import wait_until
 from tests.unit.members import Members, in_thread
