@@ -98,7 +98,7 @@ class Buffers(Receiver):
         if not isinstance(given, (list, tuple)):
             raise ConfigurationError(f"into= is a list or a tuple of tensors, not a {type(given).__name__}")
         for place, buffer in enumerate(given):
-            if (obstacle := _obstacle(buffer)) is not None:
+            if (obstacle := obstacle_of(buffer)) is not None:
                 raise ConfigurationError(f"buffer {place} of into= {obstacle}")
         self._given: list[torch.Tensor] = list(given)
 
@@ -165,7 +165,7 @@ def receiver(into: Sequence[torch.Tensor] | Receiver) -> Receiver:
     return Buffers(into)
 
 
-def _obstacle(buffer: Any) -> str | None:
+def obstacle_of(buffer: Any) -> str | None:
     """Why nothing can be received into this; None if it can."""
     kind = type(buffer)
     if kind not in _TENSORS:

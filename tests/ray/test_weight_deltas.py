@@ -16,15 +16,10 @@ from tests.conformance.peers import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import in_actor
-from tests.ray.test_weights import came_from, pretend
+from tests.ray.weight_helpers import came_from, no_group_is_left, pid_of, pretend  # noqa: F401
 
 PUBLISHERS = ("t0", "t1")
 SHAPE = (1024, 1024)
-
-
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves the tests."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +36,8 @@ def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
 
 def separate(actors: dict[str, Any]) -> None:
     """Let all actors take the reader for one on another host."""
-    ray.get([actor.run.remote(pretend, {"reader": "two"}) for actor in actors.values()], timeout=60)
+    nodes = {name: "two" if name == "reader" else "one" for name in actors}
+    ray.get([actor.run.remote(pretend, nodes) for actor in actors.values()], timeout=60)
 
 
 def whole(version: int) -> torch.Tensor:
@@ -106,17 +102,10 @@ def test_shards_and_a_publisher_that_is_restarted(actors: dict[str, Any], group:
     assert came(2) < 0.15 * full
     pid = in_actor(actors["t1"], os.getpid)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: _pid(actors["t1"]) not in (None, pid), 60)
+    wait_until(lambda: pid_of(actors["t1"]) not in (None, pid), 60)
     group.wait_ready(60)
     separate(actors)
     publish_all(3)
     assert came(3) > 0.4 * full, "one has the version before, the other has lost it"
     publish_all(4)
     assert came(4) < 0.15 * full
-
-
-def _pid(actor: Any) -> int | None:
-    try:
-        return int(ray.get(actor.run.remote(os.getpid), timeout=60))
-    except ray.exceptions.RayActorError:
-        return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,14 +22,10 @@ from tests.conformance.peers import wait_until
 from tests.ray.actors import AsyncRunner, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import MIB, in_actor, used
+from tests.ray.weight_helpers import came_from, no_group_is_left, no_readers, pretend  # noqa: F401
 
 #: Elements of float32: above and below what travels in a message.
 LARGE, SMALL = MIB, 100
-
-
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves the tests."""
 
 
 @pytest.fixture(scope="module")
@@ -231,11 +226,6 @@ def test_what_does_not_fit_is_not_kept_for_the_reader(actors: dict[str, Any], re
     assert in_actor(actors["learner"], no_readers, store)
 
 
-def no_readers(store: rtr.WeightStore) -> bool:
-    pool = current.process_member().services.find(store.kind, store.name, None, "").pool
-    return wait_until(lambda: pool.readers == 0, 20)
-
-
 def test_one_question_brings_what_lies_on_the_same_host(actors: dict[str, Any], request: Any) -> None:
     """A pull that asked, and then had parts sent, would take several times as long between two GPUs."""
     store = store_in_learner(request)
@@ -335,22 +325,6 @@ def test_waiting_for_versions(actors: dict[str, Any], request: Any) -> None:
     first, newest, held = ray.get(waits, timeout=60)
     assert (first, newest) in {(1, 3), (2, 3), (3, 3)} and held is (first == 1)
     assert in_actor(actors["a"], lambda: pull(store, 2, version=2)) == 2
-
-
-def pretend(nodes: dict[str, str]) -> None:
-    """Let this member take the others for members on these nodes."""
-    local = current.process_member()
-    for route in local.peers.routes:
-        node = nodes.get(route.member.name, route.member.node_id)
-        local.peers.add_peer(dataclasses.replace(route, member=dataclasses.replace(route.member, node_id=node)))
-
-
-def came_from() -> dict[str, int]:
-    """Bytes that came to this member, by peer."""
-    found: dict[str, int] = {}
-    for row in current.process_member().counters.rows(""):
-        found[row.peer] = found.get(row.peer, 0) + row.bytes_in
-    return found
 
 
 def test_one_of_each_host_pulls_and_the_others_from_it(

@@ -13,16 +13,11 @@ import raytorchrpc as rtr
 from raytorchrpc.calls import current, member
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
-from tests.ray.test_weights import came_from, pretend
+from tests.ray.weight_helpers import came_from, no_group_is_left, pretend  # noqa: F401
 
 FP8 = torch.float8_e4m3fn
 SHAPES = {"first": (1280, 1100), "second": (300, 1024)}
 NAMES = ("learner", "other", "a", "b")
-
-
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves the tests."""
 
 
 @pytest.fixture(scope="module")

@@ -12,19 +12,14 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current, member
-from tests.conformance.peers import wait_until
+from raytorchrpc.calls import member
 from tests.ray.actors import AsyncRunner, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import MIB, in_actor
+from tests.ray.weight_helpers import no_group_is_left, no_readers  # noqa: F401
 
 #: Width of the model: its largest tensor does not travel in a message.
 WIDTH = 600
-
-
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves the tests."""
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +62,6 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     model(torch.arange(4.0 * WIDTH).view(4, WIDTH)).square().mean().backward()
     optimizer.step()
-
-
-def no_readers(store: rtr.WeightStore) -> bool:
-    pool = current.process_member().services.find(store.kind, store.name, None, "").pool
-    return wait_until(lambda: pool.readers == 0, 20)
 
 
 def test_a_model_trains_while_the_next_version_arrives(actors: dict[str, Any], request: Any) -> None:

@@ -19,15 +19,11 @@ import raytorchrpc as rtr
 from tests.conformance.peers import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
+from tests.ray.weight_helpers import no_group_is_left, pid_of  # noqa: F401
 
 #: The global tensors, by name. Some are larger than what travels in a message.
 SHAPES = {"matrix": (640, 768), "odd": (7, 5, 3), "vector": (11,), "scalar": (), "q": (8, 6), "k": (4, 6), "v": (4, 6)}
 PUBLISHERS = ("t0", "t1")
-
-
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves the tests."""
 
 
 @pytest.fixture(scope="module")
@@ -234,13 +230,6 @@ def test_what_does_not_fit_is_named_with_both_layouts(actors: dict[str, Any], st
     assert "[6:11] of (11,) were not published" in text and "[0:6] by publisher 0" in text, text
 
 
-def _pid(actor: Any) -> int | None:
-    try:
-        return int(ray.get(actor.run.remote(os.getpid), timeout=60))
-    except ray.exceptions.RayActorError:
-        return None
-
-
 def remember(store: rtr.WeightStore) -> str:
     """Pull twice, so that the next pull can bring tensors at once; keep the store and the model here."""
     model = {name: shard(name, 1, 0, 2) for name in SHAPES}
@@ -272,7 +261,7 @@ def test_a_restarted_publisher_leaves_no_mixed_version(
     assert ray.get(actors["t0"].run.remote(publish, store, 0, 2), timeout=60) == 2
     pid = ray.get(actors["t1"].run.remote(os.getpid))
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: _pid(actors["t1"]) not in (None, pid), 60)
+    wait_until(lambda: pid_of(actors["t1"]) not in (None, pid), 60)
     group.wait_ready(60)
     assert ray.get(actors["g1"].run.remote(lost_in_vain, model), timeout=60) == "NotFound"
     runs = [

@@ -17,16 +17,11 @@ from tests.conformance.peers import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import in_actor
-from tests.ray.test_weights import came_from
+from tests.ray.weight_helpers import came_from, no_group_is_left  # noqa: F401
 
 READERS = ("a", "b", "c")
 SIZE = 1 << 20
 BYTES = 4 * 4 * SIZE
-
-
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves the tests."""
 
 
 def take_turns(patience_s: float = 5.0) -> None:

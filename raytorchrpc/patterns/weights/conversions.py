@@ -80,9 +80,14 @@ Convert = bool | BlockFp8
 
 
 def converts_blocks(convert: Convert) -> bool:
-    """Whether this argument of a pull is a ``BlockFp8``. Raises ConfigurationError for the class itself."""
-    if isinstance(convert, type):
+    """Whether this argument of a pull is a ``BlockFp8``. Raises ConfigurationError if it is no such argument at all."""
+    given: Any = convert
+    if isinstance(given, type):
         raise ConfigurationError("convert=BlockFp8 is the class: pass convert=BlockFp8()")
+    if given is not None and not isinstance(given, (bool, BlockFp8)):
+        raise ConfigurationError(
+            f"convert={given!r} has to be True, which converts to the dtype of each tensor of the model, or BlockFp8()"
+        )
     return isinstance(convert, BlockFp8)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from raytorchrpc.errors import ConfigurationError, NotFound
 from raytorchrpc.lanes.base import Part, Parts
+from raytorchrpc.patterns.weights.mismatch import check_fits, check_writable, dtype_mismatch, shape_mismatch
 from raytorchrpc.patterns.weights.plan import Row
 from raytorchrpc.patterns.weights.shards import shards_of
 from raytorchrpc.patterns.weights.snapshots import Region, TensorSpec, converted_specs, lay_out
@@ -312,31 +313,31 @@ class ModelMatch(LayoutMatch):
     def _match(self, rows: Sequence[Row], changed: Sequence[int] | None) -> Selection:
         targets, convert = self.targets, self.converts
         wrong: list[str] = []
+        lacking = [name for name, *_ in rows if name not in targets] if self._strict else []
+        wrong += [f"the model has no {name!r}, which was published" for name in lacking]
         places: list[tuple[int, str | None]] = []
         found: list[torch.Tensor] = []
         moved = None if changed is None else set(changed)
         for place, (name, dtype, shape, _) in enumerate(rows):
             target = targets.get(name)
             if target is None:
-                if self._strict:
-                    wrong.append(f"the model has no {name!r}, which was published")
                 continue
             its = DTYPE_NAMES[target.dtype]
-            may_convert = convert and target.dtype.is_floating_point and DTYPES[dtype].is_floating_point
-            if tuple(target.shape) != shape:
-                wrong.append(f"{name!r} is {shape} as published, and {tuple(target.shape)} in the model")
-            elif its != dtype and not may_convert:
-                remedy = "" if convert else " (convert=True converts floating dtypes)"
-                wrong.append(f"{name!r} is {dtype} as published, and {its} in the model{remedy}")
+            if target.shape != shape:
+                wrong.append(shape_mismatch(name, shape, tuple(target.shape), is_whole=True))
+            elif its != dtype and (mismatch := dtype_mismatch(name, dtype, its, convert)) is not None:
+                wrong.append(mismatch)
             elif moved is None or place in moved:
                 places.append((place, None if its == dtype else its))
                 found.append(target)
+        unpublished: list[str] = []
         if self._strict:
             published = {name for name, *_ in rows}
-            wrong += [f"{name!r} of the model was not published" for name in targets if name not in published]
-        if wrong:
-            shown = "; ".join(wrong[:10]) + (f"; and {len(wrong) - 10} more" if len(wrong) > 10 else "")
-            raise ConfigurationError(f"the weights of {self._store!r} do not fit: {shown}")
+            unpublished = [name for name in targets if name not in published]
+            wrong += [f"{name!r} of the model was not published" for name in unpublished]
+        check_fits(self._store, wrong, lacking, unpublished)
+        if self.device_type is None:
+            check_writable(self._store, {name: targets[name] for name, *_ in rows if name in targets})
         return Selection(places, found)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
+from raytorchrpc.calls.receive_into import obstacle_of
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.patterns.weights.plan import PlaceInWhole
 from raytorchrpc.patterns.weights.shards import Model, Shard, local_tensor, shards_of
@@ -278,8 +279,8 @@ class ModelBuffers:
         by_slot = {self.specs[name].slot: name for name in self.names}
         targets = [model.detached[name] for name in by_slot.values()]
         for name, target in zip(by_slot.values(), targets, strict=True):
-            if target.numel() and not target.data_ptr():
-                raise ConfigurationError(f"swap() cannot write to {name!r}, which has no memory: its storage was freed")
+            if (obstacle := obstacle_of(target)) is not None:
+                raise ConfigurationError(f"swap() cannot write to {name!r}, which {obstacle}")
         self._wait_for_pull()
         with _unrecorded(targets):
             host_device_copy.copy_into(targets, [self.tensors[name] for name in by_slot.values()])

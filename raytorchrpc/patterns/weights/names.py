@@ -1,4 +1,4 @@
-"""Names that ``only=`` selects."""
+"""Names of tensors: those that ``only=`` selects, and those that ``mapping=`` replaces."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import difflib
 import fnmatch
 import functools
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from raytorchrpc.errors import ConfigurationError
 
 #: The argument ``only``: a glob, or several.
 Only = str | Sequence[str]
+#: The argument ``mapping``: names of the model -> the published name, or those of the parts of a fused parameter, in
+#: order.
+Renamed = Mapping[str, str | Sequence[str]]
 
 
 def globs_of(only: Only | None) -> tuple[str, ...]:
@@ -45,4 +48,20 @@ def selected(globs: tuple[str, ...], names: Collection[str], store: str, may_be_
         raise ConfigurationError(
             f"only={list(globs)} matches none of the {len(names)} names of the weights for {store!r}{hint}"
         )
+    return found
+
+
+def renames(mapping: Renamed | None) -> dict[str, tuple[str, ...]]:
+    """Return the parts of each name in the argument ``mapping``. Raises ConfigurationError."""
+    given: Any = {} if mapping is None else mapping
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(f"mapping={mapping!r} has to be a dict: the published name, or names, by each name")
+    found: dict[str, tuple[str, ...]] = {}
+    for name, parts in given.items():
+        listed = (parts,) if isinstance(parts, str) else tuple(parts) if isinstance(parts, Sequence) else ()
+        if not listed or not all(isinstance(part, str) for part in listed):
+            raise ConfigurationError(
+                f"mapping={{{name!r}: {parts!r}}} has to give the published name, or a list of the names of its parts"
+            )
+        found[name] = listed
     return found

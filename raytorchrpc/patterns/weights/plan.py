@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.patterns.weights.conversions import FP8, SOURCES, BlockFp8, Convert, blocks_in, scales_of
-from raytorchrpc.patterns.weights.names import selected, selects
+from raytorchrpc.patterns.weights.mismatch import check_fits, dtype_mismatch, shape_mismatch
+from raytorchrpc.patterns.weights.names import Renamed, renames, selected, selects
 from raytorchrpc.patterns.weights.shards import Box, Shard
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES
 
@@ -20,8 +20,6 @@ from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES
 PlaceInWhole = tuple[tuple[int, ...], tuple[int, ...]]
 #: A tensor in a message: name, dtype's name, shape, and for a shard its place.
 Row = tuple[str, str, tuple[int, ...], PlaceInWhole | None]
-#: Names of the model -> the published name, or those of the parts of a fused parameter, in order.
-Renamed = Mapping[str, str | Sequence[str]]
 
 
 class Held(NamedTuple):
@@ -80,9 +78,7 @@ class Options(NamedTuple):
         mapping: Renamed | None = None, convert: Convert = False, strict: bool = True, only: tuple[str, ...] = ()
     ) -> Options:
         """Of the arguments of a pull."""
-        given = (mapping or {}).items()
-        names = {name: (parts,) if isinstance(parts, str) else tuple(parts) for name, parts in given}
-        return Options(names, convert, strict, only)
+        return Options(renames(mapping), convert, strict, only)
 
 
 class Request(NamedTuple):
@@ -117,12 +113,11 @@ def plan(request: Request, layouts: Sequence[Sequence[Row]], near: Sequence[int]
     """
     published = _published(layouts)
     wrong: list[str] = []
+    lacking, unpublished = list[str](), list[str]()
     if isinstance(request.options.convert, BlockFp8):
         request = _quantize(request, request.options.convert, published)
     moves: list[list[Move]] = [[] for _ in layouts]
-    used: set[str] = set()
-    for number, (name, wanted) in enumerate(_wanted(request, published, wrong)):
-        used.add(name)
+    for number, (name, wanted) in enumerate(_wanted(request, published, wrong, unpublished)):
         held = published[name]
         if (mismatch := _mismatch(name, wanted, held, request.options.convert)) is not None:
             wrong.append(mismatch)
@@ -135,16 +130,11 @@ def plan(request: Request, layouts: Sequence[Sequence[Row]], near: Sequence[int]
                 f"(published: {_shown(held)}; the model wants {wanted.box})"
             )
     if request.options.strict:
+        used = {part for name in request.targets for part in request.options.mapping.get(name, (name,))}
         lacking = [name for name in published if name not in used and selects(request.options.only, name)]
         wrong += [f"the model has no {name!r}, which was published" for name in lacking]
-    _check(request.store, wrong)
+    check_fits(request.store, wrong, lacking, unpublished)
     return moves
-
-
-def _check(store: str, wrong: Sequence[str]) -> None:
-    if wrong:
-        shown = "; ".join(wrong[:10]) + (f"; and {len(wrong) - 10} more" if len(wrong) > 10 else "")
-        raise ConfigurationError(f"the weights of {store!r} do not fit: {shown}")
 
 
 def _published(layouts: Sequence[Sequence[Row]]) -> dict[str, list[Held]]:
@@ -156,8 +146,11 @@ def _published(layouts: Sequence[Sequence[Row]]) -> dict[str, list[Held]]:
     return found
 
 
-def _wanted(request: Request, published: Mapping[str, list[Held]], wrong: list[str]) -> list[tuple[str, Wanted]]:
-    """The boxes that the model wants, by published name. Adds what is amiss to ``wrong``."""
+def _wanted(
+    request: Request, published: Mapping[str, list[Held]], wrong: list[str], unpublished: list[str]
+) -> list[tuple[str, Wanted]]:
+    """The boxes that the model wants, by published name. Adds what is amiss to ``wrong``, and to ``unpublished`` the
+    names of the model that nobody publishes."""
     found: list[tuple[str, Wanted]] = []
     for target, shard in request.targets.items():
         names = request.options.mapping.get(target, (target,))
@@ -166,6 +159,7 @@ def _wanted(request: Request, published: Mapping[str, list[Held]], wrong: list[s
             if request.options.strict or len(unknown) < len(names):
                 what = f", which {target!r} is to be made of," if target in request.options.mapping else " of the model"
                 wrong += [f"{name!r}{what} was not published" for name in unknown]
+                unpublished += [] if target in request.options.mapping else unknown
             continue
         dtype = DTYPE_NAMES[shard.tensor.dtype]
         if len(names) == 1:
@@ -174,7 +168,7 @@ def _wanted(request: Request, published: Mapping[str, list[Held]], wrong: list[s
         else:
             found += _fused(target, shard, dtype, [(name, published[name][0].global_shape) for name in names], wrong)
     wrong += [
-        f"mapping names {name!r}, which the model does not have"
+        f"mapping names {name!r}, which the model does not have (the model's name comes first, then what was published)"
         for name in request.options.mapping
         if name not in request.targets
     ]
@@ -204,7 +198,7 @@ def _quantize(request: Request, fp8: BlockFp8, published: dict[str, list[Held]])
             elif not obstacles:
                 made[name] = [one._replace(dtype=DTYPE_NAMES[FP8], conversion=fp8.values) for one in held]
                 made[name + fp8.suffix] = [_scales_held(one, fp8) for one in held]
-    _check(request.store, wrong)
+    check_fits(request.store, wrong)
     published.update(made)
     return request._replace(options=request.options._replace(mapping=mapping))
 
@@ -262,11 +256,13 @@ def _fused(
     """Divide a fused tensor along its first dimension. A shard of it has the same share of each part, one after the
     other, as merged layers have in tensor parallel inference.
     """
-    whole, first, extent = shard.global_shape, shard.offset[0], shard.tensor.shape[0]
-    shapes = " + ".join(str(shape) for _, shape in parts)
-    if sum(shape[0] for _, shape in parts) != whole[0] or any(shape[1:] != whole[1:] for _, shape in parts):
-        wrong.append(f"{target!r} is {whole} in the model, and made of {shapes}")
+    whole = shard.global_shape
+    inner = {shape[1:] for _, shape in parts} | {whole[1:]}
+    if not all((whole, *(shape for _, shape in parts))) or len(inner) > 1 or sum(s[0] for _, s in parts) != whole[0]:
+        shapes = " + ".join(str(shape) for _, shape in parts)
+        wrong.append(f"{target!r} is {whole} in the model, and made of {shapes}, one after the other along dimension 0")
         return []
+    first, extent = shard.offset[0], shard.tensor.shape[0]
     found: list[tuple[str, Wanted]] = []
     begin = 0
     for name, shape in parts:
@@ -289,16 +285,12 @@ def _mismatch(name: str, wanted: Wanted, held: Sequence[Held], convert: Convert)
         return f"{name!r} differs between publishers: {_shown(held)}"
     shape, dtype = held[0].global_shape, held[0].dtype
     if shape != wanted.global_shape:
-        return f"{name!r} is {shape} as published, and {wanted.global_shape} in the model"
+        return shape_mismatch(name, shape, wanted.global_shape, wanted.box.shape == wanted.global_shape)
     if held[0].conversion is not None and dtype != wanted.dtype:
         return (
             f"{name!r} is {wanted.dtype} in one tensor of the model, and {dtype} in another: BlockFp8 makes one of them"
         )
-    may_convert = convert and DTYPES[dtype].is_floating_point and DTYPES[wanted.dtype].is_floating_point
-    if dtype != wanted.dtype and not may_convert:
-        remedy = "" if convert else " (convert=True converts floating dtypes)"
-        return f"{name!r} is {dtype} as published, and {wanted.dtype} in the model{remedy}"
-    return None
+    return dtype_mismatch(name, dtype, wanted.dtype, convert)
 
 
 def _shown(held: Sequence[Held]) -> str:

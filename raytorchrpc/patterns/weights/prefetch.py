@@ -17,7 +17,7 @@ from raytorchrpc.patterns.handle import begin as begin_operation
 from raytorchrpc.patterns.handle import run
 from raytorchrpc.patterns.weights.conversions import Convert
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel, BufferSpec, ModelBuffers, ModelTensors
-from raytorchrpc.patterns.weights.plan import Renamed
+from raytorchrpc.patterns.weights.names import Renamed
 from raytorchrpc.patterns.weights.shards import Model
 from raytorchrpc.process import fork, threads
 

@@ -14,10 +14,11 @@ from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.weight_counters import PullCounter
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost
 from raytorchrpc.patterns.handle import Handle
+from raytorchrpc.patterns.weights.coordinator import Committed
 from raytorchrpc.patterns.weights.match import KnownLayout, LayoutMatch, Selection
+from raytorchrpc.patterns.weights.mismatch import check_writable
 from raytorchrpc.patterns.weights.plan import Options, Request
 from raytorchrpc.patterns.weights.planned import Filled, Planned, make_plan, signature_of
-from raytorchrpc.patterns.weights.publishers import Committed
 from raytorchrpc.patterns.weights.pull import Pull, Source
 from raytorchrpc.patterns.weights.shards import shards_of
 from raytorchrpc.patterns.weights.targets import KnownTargets, Targets, values_of
@@ -108,7 +109,9 @@ class ShardedPull:
 
     @cached_property
     def _request(self) -> Request:
-        return Request.of(self._store, shards_of(self._values, self._store), self._options)
+        request = Request.of(self._store, shards_of(self._values, self._store), self._options)
+        check_writable(self._store, {name: shard.tensor for name, shard in request.targets.items()})
+        return request
 
     def bring(self, version: int | None, since: int | None) -> int:
         """Bring a version into the model; returns its number. See ``WeightStore.pull``."""

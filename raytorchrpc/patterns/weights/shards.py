@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -118,25 +119,38 @@ _PLAIN = torch.Tensor, torch.nn.Parameter
 
 
 def _shard_of(name: str, value: Any, store: str) -> Shard:
-    if type(value) in _PLAIN:
-        shape = tuple(value.shape)
-        return Shard(_dense(name, value, store), shape, (0,) * len(shape))
+    if type(value) in _PLAIN or (isinstance(value, torch.Tensor) and not _is_dtensor(value)):
+        dense = _dense(name, value, store)
+        shape = tuple(dense.shape)
+        return Shard(dense, shape, (0,) * len(shape))
     if isinstance(value, Shard):
         return _checked(name, value, store)
     if _is_dtensor(value):
-        return Shard(_dense(name, local_tensor(value), store), tuple(value.shape), _offset_of(name, value, store))
-    if isinstance(value, torch.Tensor):
-        shape = tuple(value.shape)
-        return Shard(_dense(name, value, store), shape, (0,) * len(shape))
+        local, offset = _dense(name, local_tensor(value), store), _offset_of(name, value, store)
+        if len(offset) < value.dim():  # it has nothing of the tensor
+            offset = (0,) * value.dim()
+        if local.dim() != value.dim():
+            raise ConfigurationError(
+                f"{name!r} of the weights for {store!r} is a number, and this process is not in its device mesh: "
+                f"leave it out"
+            )
+        return Shard(local, tuple(value.shape), offset)
     raise ConfigurationError(
-        f"{name!r} of the weights for {store!r} is a {type(value).__name__}, not a tensor: leave it out"
+        f"{name!r} of the weights for {store!r} is a {type(value).__name__}, not a tensor: leave it out, or give a "
+        f"tensor, DTensor or Shard"
     )
 
 
 def _dense(name: str, tensor: torch.Tensor, store: str) -> torch.Tensor:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
-        raise ConfigurationError(f"{name!r} of the weights for {store!r} is not a dense tensor with memory")
+        remedy = ": to_empty() gives a module memory" if tensor.is_meta else ""
+        raise ConfigurationError(f"{name!r} of the weights for {store!r} is not a dense tensor with memory{remedy}")
     return tensor.detach()
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory holds its elements: a copy of a conjugated or negated view."""
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def _checked(name: str, shard: Shard, store: str) -> Shard:
@@ -145,8 +159,14 @@ def _checked(name: str, shard: Shard, store: str) -> Shard:
         raise ConfigurationError(
             f"{name!r} of the weights for {store!r} is a Shard of a {type(given).__name__}, not of a tensor"
         )
-    whole, offset = tuple(map(int, shard.global_shape)), tuple(map(int, shard.offset))
-    shape = tuple(shard.tensor.shape)
+    shape = tuple(_dense(name, shard.tensor, store).shape)
+    try:
+        whole, offset = tuple(map(operator.index, shard.global_shape)), tuple(map(operator.index, shard.offset))
+    except TypeError:
+        raise ConfigurationError(
+            f"{name!r} of the weights for {store!r} is a Shard with global_shape={shard.global_shape!r} and "
+            f"offset={shard.offset!r}: each has to be a tuple with a whole number for each dimension"
+        ) from None
     fits = len(shape) == len(whole) == len(offset) and all(
         0 <= begin <= begin + extent <= most for begin, extent, most in zip(offset, shape, whole, strict=True)
     )
@@ -164,10 +184,14 @@ def _is_dtensor(value: Any) -> bool:
 
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:
-    """The memory that a tensor or a DTensor has in this process."""
+    """The memory that a tensor or a DTensor has in this process.
+
+    It has no elements, and the DTensor's dimensions, if this process is not in the device mesh.
+    """
     if type(value) in _PLAIN or not _is_dtensor(value):
         return value
-    return torch_internals.local_tensor(value)
+    local = torch_internals.local_tensor(value)
+    return local if local.dim() == value.dim() else local.reshape(0, *value.shape[1:])
 
 
 def _offset_of(name: str, dtensor: Any, store: str) -> tuple[int, ...]:

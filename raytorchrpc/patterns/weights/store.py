@@ -13,20 +13,21 @@ from raytorchrpc.calls.weight_counters import PullCounter, StoreKey
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound
 from raytorchrpc.patterns.handle import Handle, Steps, begin, checked_count, run
 from raytorchrpc.patterns.weights.conversions import Convert, converts_blocks
+from raytorchrpc.patterns.weights.coordinator import LOOK, Committed
 from raytorchrpc.patterns.weights.match import Carry, KnownLayout, ModelMatch
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel
-from raytorchrpc.patterns.weights.names import Only, globs_of, selected
-from raytorchrpc.patterns.weights.plan import Options, Renamed
+from raytorchrpc.patterns.weights.names import Only, Renamed, globs_of, selected
+from raytorchrpc.patterns.weights.plan import Options
 from raytorchrpc.patterns.weights.prefetch import PullOptions, WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
 from raytorchrpc.patterns.weights.progress import publishing, pulling
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
-from raytorchrpc.patterns.weights.publishers import LOOK, Committed, names_of, shards_of_publisher, stage
+from raytorchrpc.patterns.weights.publishers import names_of, shards_of_publisher, stage
 from raytorchrpc.patterns.weights.pull import Pull, Source
 from raytorchrpc.patterns.weights.sharded import Remembered, ShardedPull
-from raytorchrpc.patterns.weights.shards import Model, has_shards, shards_of
+from raytorchrpc.patterns.weights.shards import Model, has_shards, resolved, shards_of
 from raytorchrpc.patterns.weights.targets import KnownMemory
-from raytorchrpc.patterns.weights.versions import PulledVersions
+from raytorchrpc.patterns.weights.versions import PulledVersions, checked_version
 from raytorchrpc.process import threads
 
 _pulled = PulledVersions()
@@ -124,15 +125,15 @@ class WeightStore(Handle):
             timeout: seconds to wait for other publishers; None: ``rpc_timeout_s``.
 
         Raises:
-            ConfigurationError: this member does not publish to the store, or something in the model is not a dense
-                tensor.
+            ConfigurationError: this member does not publish to the store, something in the model is not a dense
+                tensor, or another publisher has given another ``only``.
             RpcTimeout: another publisher has not published earlier versions. This one may never exist.
         """
-        local = process_member()
+        local, version = process_member(), checked_version("version", version)
         globs, shards = globs_of(only), shards_of(model, self._name)
         if globs:
             shards = {name: shards[name] for name in selected(globs, shards, self._name, self._publishers is not None)}
-        tensors = {name: shard.tensor for name, shard in shards.items()}
+        tensors = {name: resolved(shard.tensor) for name, shard in shards.items()}
         places = {name: (shard.global_shape, shard.offset) for name, shard in shards.items() if not shard.is_whole}
         if places and self._publishers is None:
             raise ConfigurationError(
@@ -141,7 +142,7 @@ class WeightStore(Handle):
             )
         with publishing(local, self._key, tensors) as published:
             if self._publishers is not None:
-                steps = stage(self, self.publishers, tensors, places, version, timeout, bool(globs))
+                steps = stage(self, self.publishers, tensors, places, version, timeout, globs)
                 published.version = run(steps)
             else:
                 published.version = self._at_home(local).publish(tensors, version, partial=bool(globs))
@@ -189,7 +190,7 @@ class WeightStore(Handle):
 
         Raises Empty after ``timeout`` seconds (None: ``rpc_timeout_s``).
         """
-        newest = run(self._wait(version, timeout))
+        newest = run(self._wait(checked_version("version", version), timeout))
         if newest < version:
             raise Empty(f"version {version} was not published to {self.kind} {self._name!r} in time")
         return newest
@@ -247,13 +248,14 @@ class WeightStore(Handle):
             Empty: nothing was published in time. Nothing is written.
             PeerLost, RpcTimeout: the model may have tensors of two versions; pull again before you use it.
         """
+        version, since = checked_version("version", version), checked_version("since", since)
         local, wait_s = run(begin(timeout))
         until = time.monotonic() + wait_s
         run(self._bind(local, wait_s))
         instance_id, failures, globs = self._instance_id or 0, _pulled.failures, globs_of(only)
         if carry is not None or (since is not None and not _pulled.has(instance_id, since, globs)):
             since = None
-        by_plan = bool(self._publishers or mapping or globs or converts_blocks(convert))
+        by_plan = bool(converts_blocks(convert) or self._publishers or mapping or globs)
         # Weights have no history, whatever autograd context asks for them.
         with torch_internals.autograd_context(torch_internals.NO_CONTEXT), pulling(local, self._key) as counter:
             self._by_plan = by_plan or has_shards(model)

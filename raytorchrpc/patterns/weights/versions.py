@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.errors import ConfigurationError, Empty
 from raytorchrpc.patterns.handle import give_up_at
 from raytorchrpc.patterns.weights.plan import PlaceInWhole, Row
 from raytorchrpc.patterns.weights.snapshots import TensorSpec
@@ -16,6 +18,22 @@ from raytorchrpc.tensors.dtypes import DTYPE_NAMES
 
 #: How many pulled versions a process remembers, the last ones.
 _REMEMBERED = 1024
+
+
+@overload
+def checked_version(name: str, value: int) -> int: ...
+@overload
+def checked_version(name: str, value: int | None) -> int | None: ...
+def checked_version(name: str, value: Any) -> int | None:
+    """Return an argument that has to be None or a whole number, as an int. Raises ConfigurationError."""
+    if value is None or type(value) is int:
+        return value
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ConfigurationError(f"{name}= has to be the number of a version, not {value!r}") from None
 
 
 class VersionLease(NamedTuple):
@@ -65,7 +83,7 @@ class VersionWaits:
             raise self._broken
 
     def wait(self, version: int, until: float) -> int | DeferredReply:
-        """Return the newest version as soon as it is at least ``version``; 0 at ``until``."""
+        """Return the newest version as soon as it is at least ``version``; 0 at ``until``, or raise Empty."""
         with self._lock:
             self._check_open()
             newest = self._newest()
@@ -79,9 +97,14 @@ class VersionWaits:
             with self._lock:
                 if waits in self._waiting:
                     self._waiting.remove(waits)
-            reply.settle(0)
+                error = self._not_in_time(version)
+            reply.settle(0, error)
 
         return give_up_at(self._local.deadlines, until, reply, give_up)
+
+    def _not_in_time(self, version: int) -> Empty | None:
+        """What a wait that ended raises; None: it returns 0. The caller holds the lock."""
+        return None
 
     def _due(self, version: int) -> list[DeferredReply]:
         """Take the waits that end with this version. The caller holds the lock, and settles them without it."""

@@ -10,19 +10,13 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.patterns.weights import published
 from tests.unit.members import Members
+from tests.unit.patterns.weight_values import values
 
 NAMES = ("base.weight", "base.bias", "lora_a", "lora_b")
 
 
 def model(value: float, names: tuple[str, ...] = NAMES) -> dict[str, torch.Tensor]:
     return {name: torch.full((3, 4), float(value)) for name in names}
-
-
-def values(tensors: dict[str, Any]) -> list[float]:
-    """One for each tensor; it has no other."""
-    found = [torch.unique(tensor) for tensor in tensors.values()]
-    assert all(len(value) == 1 for value in found)
-    return [float(value) for value in found]
 
 
 def publish(members: Members, value: float, settings: dict[str, Any] | None = None, **options: Any) -> int:

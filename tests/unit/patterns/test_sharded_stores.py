@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import raytorchrpc as rtr
 from tests.unit.members import Members
@@ -77,3 +80,33 @@ def test_what_several_publishers_do_not_support_is_refused(members: Members) -> 
             store().publish({"w": half(0, 1.0)})
     with members.acting("a"), pytest.raises(rtr.ConfigurationError, match=r"'w' .* is a shard: name all members"):
         rtr.WeightStore("one").publish({"w": half(0, 1.0)})
+
+
+@pytest.fixture
+def foreign() -> Iterator[Any]:
+    """A DTensor of a device mesh without this process."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = DeviceMesh("cpu", [1, 2])
+        yield lambda *shape: distribute_tensor(torch.ones(shape), mesh, [Shard(0)] if shape else None)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_process_outside_of_a_device_mesh_has_nothing_of_its_tensors(members: Members, foreign: Any) -> None:
+    """As with the stages of a pipeline, each on a mesh of its own."""
+    for name, tensor in (("home", foreign(6, 2)), ("a", torch.ones(6, 2))):
+        with members.acting(name):
+            store().publish({"w": tensor, "own": torch.ones(1)})
+    with members.acting("b"):
+        mine = {"w": torch.zeros(6, 2), "own": torch.zeros(1)}
+        assert store().pull(mine) == 1 and mine["w"].tolist() == [[1.0, 1.0]] * 6
+        outside = {"w": foreign(6, 2), "own": torch.zeros(1)}
+        assert store().pull(outside) == 1 and outside["own"].tolist() == [1.0]
+        outside["own"].zero_()
+        assert store().prefetch(outside).swap(in_place=True) == 1 and outside["own"].tolist() == [1.0]
+    with members.acting("a"), pytest.raises(rtr.ConfigurationError, match="is not in its device mesh: leave it out"):
+        store().publish({"x": foreign()})

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current
 from raytorchrpc.calls.peer_table import Absence
+from raytorchrpc.patterns.weights.coordinator import SHARDS
 from raytorchrpc.patterns.weights.published import LEASE
-from raytorchrpc.patterns.weights.publishers import SHARDS
 from raytorchrpc.patterns.weights.usable import PATIENCE_S
 from tests.conformance.peers import wait_until
 from tests.unit.members import Members, in_thread
 
 LONG = 20.0
 BOTH = ("home", "a")
-
-
-@pytest.fixture
-def members() -> Iterator[Members]:
-    made = Members(rtr.GroupConfig(rpc_timeout_s=LONG))
-    try:
-        yield made
-    finally:
-        current.set_local(None)
-        made.close()
 
 
 def publish(members: Members, value: float) -> None:

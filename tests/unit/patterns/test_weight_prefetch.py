@@ -17,6 +17,7 @@ from raytorchrpc.errors import PeerLost
 from raytorchrpc.patterns.weights.published import LEASE, TENSORS
 from tests.conformance.peers import wait_until
 from tests.unit.members import Members
+from tests.unit.patterns.weight_values import values
 
 LONG = 20.0
 
@@ -39,14 +40,6 @@ class Net(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.tied(self.first(x))
-
-
-def values(model: torch.nn.Module | dict[str, torch.Tensor]) -> list[float]:
-    """One for each tensor; it has no other."""
-    tensors = model.state_dict() if isinstance(model, torch.nn.Module) else model
-    found = [torch.unique(tensor) for tensor in tensors.values()]
-    assert all(len(value) == 1 for value in found)
-    return [float(value) for value in found]
 
 
 def holds(model: torch.nn.Module | dict[str, torch.Tensor], value: float) -> bool:

@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.calls.services import DeferredReply
-from raytorchrpc.patterns.weights.publishers import SHARDS, Coordinator, Publisher
+from raytorchrpc.patterns.weights.coordinator import SHARDS, Coordinator, Publisher
 from raytorchrpc.process.deadlines import Deadlines
 from tests.unit.members import Members
 
@@ -129,6 +130,67 @@ def test_versions_in_vain_do_not_pile_up(members: Members) -> None:
     assert publish(members, None, 3.0) != [3, 3], "that number is used"
     assert publish(members, 20, 3.0) == [20, 20]
     assert list(shards(members, "home")[0]._versions) == [20]
+
+
+def test_a_publisher_that_was_late_catches_up_without_waiting(members: Members) -> None:
+    """It does not wait for versions for which the other waited in vain, which will never exist."""
+    for number, name in enumerate(BOTH):
+        with members.acting(name):
+            mine = rtr.WeightStore("w", publishers=BOTH)
+            for version in range(1, 7):
+                if number or version < 3:
+                    mine.publish(half(number, 1.0), timeout=0.01)
+                else:
+                    with pytest.raises(rtr.RpcTimeout):
+                        mine.publish(half(number, 1.0), timeout=0.01)
+    assert publish(members, None, 7.0) == [7, 7]
+    with members.acting("b"):
+        model = {"matrix": torch.zeros(8, 4)}
+        assert pulled(members, store(members, "b"), model) == 7
+    assert model["matrix"].unique().tolist() == [7.0]
+
+
+def test_threads_of_a_publisher_publish_one_after_the_other(members: Members) -> None:
+    """Each gets a number of its own, as in a store with one home."""
+    mine = store(members, "home", ("home",))
+    with members.acting("home"), ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda value: mine.publish({"matrix": torch.full((100, 100), value)}), range(40)))
+        assert sorted(found) == list(range(1, 41))
+        lock = shards(members, "home")[0]._staging
+        with lock, pytest.raises(rtr.RpcTimeout, match="this one published nothing"):
+            mine.publish({"matrix": torch.zeros(100, 100)}, timeout=0.01)
+        assert mine.version() == 40
+
+
+def test_publishers_that_are_late_are_named(members: Members) -> None:
+    for number, newest in enumerate(("a 0, home 1", "home 1, a 1")):
+        with members.acting(BOTH[number]):
+            rtr.WeightStore("w", publishers=BOTH).publish(half(number, 1.0))
+        with members.acting("b"), pytest.raises(rtr.Empty, match=f"in time; .*the newest of each is: {newest}"):
+            rtr.WeightStore("w", publishers=BOTH).wait(number + 1, 0.05)
+
+
+def test_publishers_that_give_other_parts_make_no_version(members: Members) -> None:
+    def publish_parts(value: float, *parts: str | None) -> None:
+        for number, (name, only) in enumerate(zip(BOTH, parts, strict=True)):
+            with members.acting(name):
+                mine = half(number, value) | {"lora": torch.full((3,), value)}
+                rtr.WeightStore("w", publishers=BOTH).publish(mine, only=only)
+
+    def found() -> list[Any]:
+        with members.acting("b"):
+            model = {"matrix": torch.zeros(8, 4), "lora": torch.zeros(3)}
+            rtr.WeightStore("w", publishers=BOTH).pull(model)
+        return [tensor.unique().tolist() for tensor in model.values()]
+
+    publish_parts(1.0, None, None)
+    for parts in (("lora", None), (None, "lora"), ("lora", "matrix")):
+        with pytest.raises(rtr.ConfigurationError, match=r"will not exist: 'a' publishes .*, but 'home'"):
+            publish_parts(2.0, *parts)
+        assert found() == [[1.0], [1.0]]
+    publish_parts(3.0, None, None)
+    publish_parts(4.0, "lora", "lora")
+    assert found() == [[3.0], [4.0]]
 
 
 def test_publishers_that_restart_again_and_again_cost_no_memory(members: Members) -> None:

@@ -13,6 +13,7 @@ from raytorchrpc.errors import PeerLost
 from raytorchrpc.patterns.weights import pull
 from raytorchrpc.patterns.weights.published import TENSORS
 from tests.unit.members import Members
+from tests.unit.patterns.weight_values import values
 
 #: Bytes of each tensor.
 SIZE = 400
@@ -20,13 +21,6 @@ SIZE = 400
 
 def model(value: float, count: int = 5) -> dict[str, torch.Tensor]:
     return {f"layer{number}": torch.full((SIZE // 4,), value) for number in range(count)}
-
-
-def values(tensors: dict[str, torch.Tensor]) -> list[float]:
-    """One for each tensor; it has no other."""
-    found = [torch.unique(tensor) for tensor in tensors.values()]
-    assert all(len(value) == 1 for value in found)
-    return [float(value) for value in found]
 
 
 def publish(members: Members, value: float, keep: int = 1) -> int:
@@ -125,6 +119,7 @@ def test_publishers_are_members_names_outside_of_a_group() -> None:
     for wrong, message in (
         ([], "is a list of members"),
         ("left", "is a list of members"),
+        ({"left", "right"}, "is a list of members"),  # each process has another order
         (["left", "left"], "names a member twice: left, left"),
         ([0, 1], "has to be the members' names, not 0"),
     ):

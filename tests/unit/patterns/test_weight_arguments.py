@@ -1,0 +1,189 @@
+"""What weight stores do with models and arguments that are not what they have to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import raytorchrpc as rtr
+from tests.unit.members import Members
+
+X, Y = torch.ones(3, 4), torch.arange(5)
+
+
+def model(**others: Any) -> dict[str, Any]:
+    return {"x": torch.zeros(3, 4), "y": torch.zeros(5, dtype=torch.int64), **others}
+
+
+def holds(tensors: dict[str, Any]) -> bool:
+    return bool(torch.equal(tensors["x"], X) and torch.equal(tensors["y"], Y))
+
+
+def written(tensors: dict[str, Any]) -> list[str]:
+    return [name for name, tensor in tensors.items() if tensor.any()]
+
+
+@pytest.fixture
+def published(members: Members) -> Members:
+    with members.acting("home"):
+        rtr.WeightStore("w").publish({"x": X, "y": Y})
+    return members
+
+
+def error_of(members: Members, reader: str, tensors: dict[str, Any], **options: Any) -> str:
+    """What a pull raises. It writes nothing, and the same handle pulls the next model."""
+    with members.acting(reader):
+        store = rtr.WeightStore.find("w")
+        with pytest.raises(rtr.ConfigurationError) as error:
+            store.pull(tensors, **options)
+        assert written(tensors) == []
+        store.pull(fits := model())
+        assert holds(fits)
+    return str(error.value)
+
+
+READERS = pytest.mark.parametrize("reader", ["home", "a"])
+#: As such, and by a plan.
+PULLS = pytest.mark.parametrize("options", [{}, {"only": "*"}], ids=["whole", "planned"])
+
+
+@READERS
+@PULLS
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (model(x=torch.zeros(4).expand(3, 4)), "'x' of the weights for 'w' is expanded"),
+        (model(x=torch.zeros(3, 4, dtype=torch.complex64).conj().imag), "'x' of the weights for 'w' is a conjugated"),
+        (model(x=torch.zeros(2, 4)), "'x' is (3, 4) as published, and (2, 4) in the model (for a part of it, pull a"),
+        (model(x=torch.zeros(3, 4).double()), "float64 in the model (convert=True converts it)"),
+        (model(y=torch.zeros(5)), "float32 in the model (only floating dtypes are converted)"),
+        ({"x": torch.zeros(3, 4)}, "the model has no 'y', which was published. mapping= gives other names, and strict"),
+        (model(z=torch.zeros(1)), "'z' of the model was not published. mapping= gives other names, and strict=False"),
+        (
+            {f"_orig_mod.{name}": tensor for name, tensor in model().items()},
+            "The model's names begin with '_orig_mod.': pull into the module inside, such as model._orig_mod",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_is_told_what_to_do(
+    published: Members, reader: str, options: dict[str, Any], tensors: dict[str, Any], message: str
+) -> None:
+    assert message in error_of(published, reader, tensors, **options)
+
+
+def compiled(layers: torch.nn.Sequential) -> torch.nn.Sequential:
+    layers[1] = torch.compile(layers[1], backend="eager")
+    return layers
+
+
+@PULLS
+@pytest.mark.parametrize(
+    ("wrap", "publishes", "message"),
+    [
+        (torch.nn.DataParallel, True, "published names begin with 'module.': publish .* such as model.module$"),
+        (torch.nn.DataParallel, False, "model's names begin with 'module.': pull into .* such as model.module$"),
+        (compiled, True, "published names have '_orig_mod.' inside: publish {name.replace"),
+        (compiled, False, "model's names have '_orig_mod.' inside: pull with mapping={name: name.replace"),
+    ],
+)
+def test_names_that_a_wrapper_has_changed(
+    members: Members, options: dict[str, Any], wrap: Any, publishes: bool, message: str
+) -> None:
+    models = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)) for _ in range(2)]
+    with members.acting("home"):
+        store = rtr.WeightStore("w")
+        store.publish(wrap(models[0]) if publishes else models[0])
+        with pytest.raises(rtr.ConfigurationError, match=message):
+            store.pull(models[1] if publishes else wrap(models[1]), **options)
+        if wrap is compiled and not publishes:
+            store.pull(models[1], mapping={name: name.replace("_orig_mod.", "") for name in models[1].state_dict()})
+            both = zip(models[0].parameters(), models[1].parameters(), strict=True)
+            assert all(torch.equal(one, other) for one, other in both)
+
+
+@READERS
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"version": "1"}, "version= has to be the number of a version, not '1'"),
+        ({"version": True}, "version= has to be the number of a version, not True"),
+        ({"since": 1.5}, "since= has to be the number of a version, not 1.5"),
+        ({"convert": torch.bfloat16}, "convert=torch.bfloat16 has to be True, which converts to the dtype of each"),
+        ({"mapping": 3}, "mapping=3 has to be a dict"),
+        ({"mapping": {"x": 3}}, "mapping={'x': 3} has to give the published name, or a list"),
+        ({"mapping": {"x": []}}, "mapping={'x': []} has to give the published name, or a list"),
+        (
+            {"mapping": {"x": ["x", "y"]}},
+            "'x' is (3, 4) in the model, and made of (3, 4) + (5,), one after",
+        ),
+    ],
+)
+def test_an_argument_of_another_kind_is_named(
+    published: Members, reader: str, options: dict[str, Any], message: str
+) -> None:
+    said = error_of(published, reader, model(), **options)
+    assert message in said and "has no 'x'" not in said
+
+
+def test_numbers_without_dimensions_cannot_be_parts(members: Members) -> None:
+    with members.acting("home"):
+        store = rtr.WeightStore("w")
+        store.publish({"scale": torch.tensor(3.0)})
+        for mine in (torch.zeros(2), torch.tensor(0.0)):
+            with pytest.raises(rtr.ConfigurationError, match=r"made of \(\) \+ \(\)"):
+                store.pull({"both": mine}, mapping={"both": ["scale", "scale"]})
+
+
+def test_version_numbers_are_whole_numbers(members: Members) -> None:
+    with members.acting("home"):
+        store = rtr.WeightStore("w")
+        wrong: Any
+        for wrong in ("7", 7.0, True):
+            with pytest.raises(rtr.ConfigurationError, match="version= has to be the number of a version, not"):
+                store.publish(model(), wrong)
+            with pytest.raises(rtr.ConfigurationError, match="version= has to be the number of a version, not"):
+                store.wait(wrong, 0)
+        assert store.publish(model(), torch.tensor(7)) == 7  # type: ignore[arg-type]
+        assert type(store.version()) is int
+
+
+def test_conjugated_and_negated_views_are_published_by_their_values(members: Members) -> None:
+    view = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    with members.acting("home"):
+        store = rtr.WeightStore("w")
+        store.publish({"x": view, "y": view.imag})
+        store.pull(mine := {"x": torch.zeros(2, dtype=torch.complex64), "y": torch.zeros(2)})
+    assert mine["x"].tolist() == [1 - 2j, 3 + 4j] and mine["y"].tolist() == [-2.0, 4.0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_named(members: Members) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with members.acting("home"), pytest.raises(rtr.ConfigurationError, match="'w' is not a dense tensor with memory"):
+        rtr.WeightStore("w").publish({"x": nested})
+
+
+@pytest.mark.parametrize("call", ["publish", "pull", "prefetch"])
+def test_a_model_on_the_meta_device_is_told_what_to_do(members: Members, call: str) -> None:
+    meta = torch.nn.Linear(2, 2, device="meta")
+    with members.acting("home"), pytest.raises(rtr.ConfigurationError, match=r"with memory: to_empty\(\) gives"):
+        store = rtr.WeightStore("w")
+        store.publish(torch.nn.Linear(2, 2))
+        getattr(store, call)(meta)
+
+
+def test_a_prefetch_copies_into_no_expanded_tensor(published: Members) -> None:
+    mine = model(x=torch.zeros(4).expand(3, 4))
+    with published.acting("a"):
+        handle = rtr.WeightStore.find("w").prefetch(mine)
+        with pytest.raises(rtr.ConfigurationError, match=r"cannot write to 'x', which is expanded"):
+            handle.swap(in_place=True)
+    assert written(mine) == []
+
+
+@pytest.mark.parametrize("place", [((4.0,), (0,)), (None, None), (4, 0), ("4", "0")])
+def test_a_place_in_a_global_tensor_is_whole_numbers(members: Members, place: Any) -> None:
+    with members.acting("home"), pytest.raises(rtr.ConfigurationError, match="is a Shard with global_shape="):
+        rtr.WeightStore("w", publishers=["home"]).publish({"x": rtr.Shard(torch.ones(2), *place)})
