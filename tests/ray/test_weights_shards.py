@@ -194,6 +194,9 @@ def pulls_into_changing_memory(store: rtr.WeightStore) -> list[str]:
         version = store.pull(model)
         wrong += [name for name in SHAPES if not _same(model[name], shard(name, 1, 0, 2, version))]
         wrong += [name for name in SHAPES if tensors[name].data_ptr() != memory[name].data_ptr()]
+    tensors["matrix"].data = torch.zeros((), dtype=torch.float64).expand(own["matrix"].shape)
+    with pytest.raises(rtr.ConfigurationError, match=r"'matrix' .* is expanded"):
+        store.pull(model)
     return wrong
 
 

@@ -208,6 +208,8 @@ class ShardedPull:
             return None
         targets = None if known is None else known.found_in(self._values, self._options)
         if targets is not None:
+            if not targets.known:  # the tensors have other memory since
+                check_writable(self._store, targets.tensors)
             return planned, planned.fill(targets)
         return (planned, self._follow(planned)) if planned.asked == signature_of(self._request) else None
 
