@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -50,39 +52,95 @@ class BufferSpec(NamedTuple):
             )
 
 
+class _Memory(NamedTuple):
+    """Where tensors lie, and how their memory is seen."""
+
+    addresses: list[int]
+    kinds: list[Any]
+
+    @staticmethod
+    def of(tensors: Mapping[str, torch.Tensor]) -> _Memory:
+        found = tensors.values()
+        kinds = [(its.dtype, its.shape, its.stride(), its.device, its.is_inference()) for its in found]
+        return _Memory(list(map(torch.Tensor.data_ptr, found)), kinds)
+
+    def slots(self) -> list[int]:
+        """A number for each tensor; equal for those that are the same memory, seen in the same way."""
+        places = range(len(self.addresses))
+        if 0 not in self.addresses and len(set(self.addresses)) == len(places):
+            return list(places)
+        found: dict[Any, int] = {}
+        keys = [
+            (address, kind) if address and 0 not in kind[1] else place
+            for place, address, kind in zip(places, self.addresses, self.kinds, strict=True)
+        ]
+        return [found.setdefault(key, len(found)) for key in keys]
+
+
+class KnownSpecs:
+    """The specs of a model's tensors, for as long as they stay alike. Keeps no tensor."""
+
+    def __init__(self, own: Mapping[str, torch.Tensor], memory: _Memory, specs: dict[str, BufferSpec]) -> None:
+        self._names, self._tensors = list(own), list(map(weakref.ref, own.values()))
+        self._kinds, self._slots, self.specs = memory.kinds, memory.slots(), specs
+
+    def are_those_of(self, own: Mapping[str, Any]) -> bool:
+        """Whether these are the same tensors, though they may have other memory."""
+        if list(own) != self._names:
+            return False
+        return all(map(is_, [known() for known in self._tensors], own.values()))
+
+    def specs_for(self, memory: _Memory) -> dict[str, BufferSpec] | None:
+        return self.specs if memory.kinds == self._kinds and memory.slots() == self._slots else None
+
+
 class ModelTensors:
     """A model's tensors by name, at one moment."""
 
-    def __init__(self, model: Model, store: str) -> None:
-        """Raises ConfigurationError for anything that is not a model. ``store``: its name, for errors."""
+    def __init__(self, model: Model, store: str, known: KnownSpecs | None = None) -> None:
+        """Raises ConfigurationError for anything that is not a model.
+
+        Args:
+            store: its name, for errors.
+            known: of the model's tensors at its last prefetch.
+        """
         self._model, self._store = model, store
         self.own = _by_name(model)
-        shards = shards_of(self.own if isinstance(model, torch.nn.Module) else model, store)
-        self.detached = {name: shard.tensor for name, shard in shards.items()}
+        is_known = known is not None and known.are_those_of(self.own)
+        shards = {} if is_known else shards_of(self.own if isinstance(model, torch.nn.Module) else model, store)
         self.local = {name: local_tensor(tensor) for name, tensor in self.own.items()}
         """The tensors that have memory: of a DTensor, its local shard."""
         for name, tensor in self.local.items():
-            if not _is_plain(tensor):
+            if not is_known and not _is_plain(tensor):
                 raise ConfigurationError(
                     f"{name!r} of the weights for {store!r} is a {type(tensor).__name__}, which prefetch() does not "
                     f"support: pull() this model"
                 )
-        self._memory = [_memory_of(name, tensor) for name, tensor in self.local.items()]
+        self._memory = _Memory.of(self.local)
         self._writes = _writes(self.local)
-        places = {
-            name: None if shard.is_whole else (shard.global_shape, shard.offset) for name, shard in shards.items()
-        }
-        slots: dict[Any, int] = {}
-        self.specs = {
-            name: BufferSpec.of(tensor, slots.setdefault(memory, len(slots)), places[name])
-            for (name, tensor), memory in zip(self.local.items(), self._memory, strict=True)
-        }
+        specs = known.specs_for(self._memory) if known is not None and is_known else None
+        self.specs = self._make_specs(shards or shards_of(self.own, store)) if specs is None else specs
+
+    def _make_specs(self, shards: Mapping[str, Shard]) -> dict[str, BufferSpec]:
+        places = [None if shard.is_whole else (shard.global_shape, shard.offset) for shard in shards.values()]
+        rows = zip(self.local.items(), self._memory.slots(), places, strict=True)
+        return {name: BufferSpec.of(tensor, slot, place) for (name, tensor), slot, place in rows}
+
+    def known_specs(self) -> KnownSpecs | None:
+        """For the model's next prefetch; None for a mapping, whose Shards may be others then."""
+        if not isinstance(self._model, torch.nn.Module):
+            return None
+        return KnownSpecs(self.own, self._memory, self.specs)
+
+    def detached(self) -> dict[str, torch.Tensor]:
+        """The tensors that have memory, without autograd."""
+        return {name: tensor.detach() for name, tensor in self.local.items()}
 
     def now(self) -> ModelTensors:
         """Return the model's tensors as they are now. Raises ConfigurationError."""
         now = _by_name(self._model)
         is_same = list(map(id, now.values())) == list(map(id, self.own.values())) and list(now) == list(self.own)
-        if is_same and [_memory_of(name, local_tensor(tensor)) for name, tensor in now.items()] == self._memory:
+        if is_same and _Memory.of({name: local_tensor(tensor) for name, tensor in now.items()}) == self._memory:
             return self
         return ModelTensors(self._model, self._store)
 
@@ -116,11 +174,12 @@ class ModelTensors:
         slots: dict[int, int] = {}  # by the address of the storage
         for name in (name for name in self.own if name in names and self.local[name].numel()):
             tensor = self.local[name]
-            obstacle = _obstacle(tensor) if tensor is self.own[name] else _obstacle_of_shards(self._model)
+            storage = tensor.untyped_storage()
+            obstacle = _obstacle(tensor, storage) if tensor is self.own[name] else _obstacle_of_shards(self._model)
             if obstacle is None and id(self.own[name]) not in registered:
                 obstacle = "is made by state_dict(), and is not a parameter or buffer of the module"
             slot = self.specs[name].slot
-            if obstacle is None and slots.setdefault(tensor.untyped_storage().data_ptr(), slot) != slot:
+            if obstacle is None and slots.setdefault(storage.data_ptr(), slot) != slot:
                 obstacle = "shares memory with another tensor of the model"
             if obstacle is not None:
                 raise ConfigurationError(f"swap() cannot replace {name!r}, which {obstacle}: {_INSTEAD}")
@@ -151,13 +210,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def _memory_of(name: str, tensor: torch.Tensor) -> Any:
-    """Equal for tensors that are the same memory, seen in the same way."""
-    if not tensor.numel() or not tensor.data_ptr():
-        return name
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
-
-
 def _obstacle_of_shards(model: torch.nn.Module) -> str | None:
     """Why the local shards of a model's DTensors cannot be given other memory; None if they can."""
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
@@ -166,9 +218,8 @@ def _obstacle_of_shards(model: torch.nn.Module) -> str | None:
     return None
 
 
-def _obstacle(tensor: torch.Tensor) -> str | None:
+def _obstacle(tensor: torch.Tensor, storage: torch.UntypedStorage) -> str | None:
     """Why a tensor cannot be given other memory; None if it can."""
-    storage = tensor.untyped_storage()
     if tensor._is_view() or storage.nbytes() != tensor.nbytes:
         return "is a view of a larger tensor, or of another"
     if not storage.resizable():
@@ -194,6 +245,8 @@ class ModelBuffers:
         self.names: frozenset[str] = frozenset()
         """Names of the tensors that the version has."""
         self.specs: dict[str, BufferSpec] = {}
+        self.known: KnownSpecs | None = None
+        """Of the model, as it was at its last prefetch."""
         self.tensors: dict[str, torch.Tensor] = {}
         self.prefetch: Callable[[], Any] = lambda: None
         """Returns the handle of the last prefetch into them, if it is still in use."""
@@ -256,8 +309,8 @@ class ModelBuffers:
         self._wait_for_pull()
         with _unrecorded(owners):
             buffers = {self.specs[name].slot: self.tensors[name] for name in moved}
-            theirs = {self.specs[name].slot: model.local[name].data for name in moved}
             before = [(tensor, tensor.data) for tensor in (*owners, *buffers.values())]
+            theirs = {self.specs[name].slot: data for name, (_, data) in zip(moved, before, strict=False)}
             try:
                 for name, owner in zip(moved, owners, strict=True):
                     owner.data = self.tensors[name]
@@ -277,7 +330,8 @@ class ModelBuffers:
         """Copy into the model's tensors. The buffers keep their version. Otherwise as ``exchange``."""
         model.check_unchanged(self.specs)
         by_slot = {self.specs[name].slot: name for name in self.names}
-        targets = [model.detached[name] for name in by_slot.values()]
+        detached = model.detached()
+        targets = [detached[name] for name in by_slot.values()]
         for name, target in zip(by_slot.values(), targets, strict=True):
             if (obstacle := obstacle_of(target)) is not None:
                 raise ConfigurationError(f"swap() cannot write to {name!r}, which {obstacle}")
@@ -294,13 +348,23 @@ class BuffersByModel:
         self._lock = threading.Lock()
         self._buffers = WeakIdKeyDictionary()
 
-    def of(self, model: Model, tensors: ModelTensors) -> ModelBuffers:
-        """Return the buffers of a model; those of a mapping live as long as its first tensor."""
+    def of(self, model: Model, store: str) -> tuple[ModelBuffers, ModelTensors]:
+        """Return the buffers of a model, and its tensors; the buffers of a mapping live as long as its first tensor.
+
+        ``store``: its name, for errors. Raises ConfigurationError.
+        """
+        known: ModelBuffers | None = None
+        if isinstance(model, torch.nn.Module):
+            with self._lock:
+                known = self._buffers.get(model)  # type: ignore[no-untyped-call]
+        tensors = ModelTensors(model, store, None if known is None else known.known)
         key = model if isinstance(model, torch.nn.Module) else next(iter(tensors.own.values()), None)
         if key is None:
-            return ModelBuffers()
+            return ModelBuffers(), tensors
         with self._lock:
             found: ModelBuffers | None = self._buffers.get(key)  # type: ignore[no-untyped-call]
             if found is None:
                 found = self._buffers[key] = ModelBuffers()
-        return found
+        if found.known is None or found.known.specs is not tensors.specs:
+            found.known = tensors.known_specs()
+        return found, tensors

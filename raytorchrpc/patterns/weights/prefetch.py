@@ -268,8 +268,7 @@ def begin(
     options: PullOptions,
 ) -> WeightPrefetch:
     """Start the thread that pulls; see ``WeightStore.prefetch``."""
-    tensors = ModelTensors(model, store.name)
-    buffers = models.of(model, tensors)
+    buffers, tensors = models.of(model, store.name)
     transfer = Transfer(store, has_pulled, options, buffers, tensors.specs)
     with _beginning:
         before = buffers.prefetch()

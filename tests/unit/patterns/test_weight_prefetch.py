@@ -125,6 +125,39 @@ def test_a_backward_pass_through_weights_that_were_swapped_is_refused(members: M
         loss.backward()
 
 
+def untied(model: Net) -> None:
+    model.tied.weight = torch.nn.Parameter(torch.zeros(3, 3))
+
+
+def one_memory(model: Net) -> None:
+    model.tied.weight = torch.nn.Parameter(model.first.weight.data)
+
+
+def turned(model: Net) -> None:
+    model.first.weight.data = torch.zeros(3, 3).t()
+
+
+def moved(model: Net) -> None:
+    model.first.bias.data = torch.zeros(3)
+
+
+@pytest.mark.parametrize("change", [untied, one_memory, turned, moved])
+def test_a_model_may_change_between_prefetches(members: Members, change: Any) -> None:
+    model = Net(-1.0)
+    for value in (1.0, 2.0, 3.0):
+        publish(members, value)
+        with members.acting("a"):
+            store_of(members).prefetch(model).swap()
+        assert holds(model, value)
+        if value == 1.0:
+            change(model)
+            stride = model.first.weight.stride()
+    is_one = model.tied.weight.data_ptr() == model.first.weight.data_ptr()
+    assert is_one == (change is not untied) and model.first.weight.stride() == stride
+    model.first.weight.data.fill_(7.0)
+    assert (model.tied.weight[0, 0].item() == 7.0) == is_one and model.first.bias[0].item() == 3.0
+
+
 def test_in_place_the_tensors_stay_where_they_are(members: Members) -> None:
     publish(members, 1.0)
     model = Net()
