@@ -133,7 +133,7 @@ class AsyncRetried:
                 await asyncio.sleep(0.001)
                 ticks += 1
 
-        ticking = asyncio.ensure_future(tick())
+        ticking, begun = asyncio.ensure_future(tick()), time.monotonic()
         me = await rtr.await_membership(timeout=40)
         done = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -148,7 +148,7 @@ class AsyncRetried:
         if first_time(marker):
             os._exit(1)
         assert me == rtr.current_member() and me.incarnation > 0
-        return doubled, item, ticks
+        return doubled, item, ticks, time.monotonic() - begun
 
     async def on_the_loop(self, marker: str) -> Any:
         """Blocks the loop, as rpc_sync does on one."""

@@ -88,9 +88,9 @@ def test_every_way_into_the_group_waits_for_the_return(
 
 
 def test_a_coroutine_waits_for_the_return_without_holding_up_its_loop(members: Members, marker: str) -> None:
-    doubled, item, ticks = ray.get(members.asynchronous.call.remote(marker), timeout=90)
+    doubled, item, ticks, waited_s = ray.get(members.asynchronous.call.remote(marker), timeout=90)
     assert torch.equal(doubled, torch.full((3,), 2.0)) and item == 7
-    assert ticks > 0
+    assert ticks > 0 or waited_s < 0.25, "it may be back in the group already"
 
 
 def test_a_call_that_holds_up_the_loop_does_not_hold_up_the_return(members: Members, marker: str) -> None:
