@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +17,7 @@ from raytorchrpc.calls.receive_into import obstacle_of
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.patterns.weights.plan import PlaceInWhole
 from raytorchrpc.patterns.weights.shards import Model, Shard, local_tensor, shards_of
+from raytorchrpc.patterns.weights.targets import SameTensors
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.cuda_streams import handoff_streams, nothing
 
@@ -81,14 +80,11 @@ class KnownSpecs:
     """The specs of a model's tensors, for as long as they stay alike. Keeps no tensor."""
 
     def __init__(self, own: Mapping[str, torch.Tensor], memory: _Memory, specs: dict[str, BufferSpec]) -> None:
-        self._names, self._tensors = list(own), list(map(weakref.ref, own.values()))
-        self._kinds, self._slots, self.specs = memory.kinds, memory.slots(), specs
+        self._same, self._kinds, self._slots, self.specs = SameTensors(own), memory.kinds, memory.slots(), specs
 
     def are_those_of(self, own: Mapping[str, Any]) -> bool:
         """Whether these are the same tensors, though they may have other memory."""
-        if list(own) != self._names:
-            return False
-        return all(map(is_, [known() for known in self._tensors], own.values()))
+        return self._same.are(own)
 
     def specs_for(self, memory: _Memory) -> dict[str, BufferSpec] | None:
         return self.specs if memory.kinds == self._kinds and memory.slots() == self._slots else None
@@ -309,8 +305,8 @@ class ModelBuffers:
         self._wait_for_pull()
         with _unrecorded(owners):
             buffers = {self.specs[name].slot: self.tensors[name] for name in moved}
+            theirs = {self.specs[name].slot: owner.data for name, owner in zip(moved, owners, strict=True)}
             before = [(tensor, tensor.data) for tensor in (*owners, *buffers.values())]
-            theirs = {self.specs[name].slot: data for name, (_, data) in zip(moved, before, strict=False)}
             try:
                 for name, owner in zip(moved, owners, strict=True):
                     owner.data = self.tensors[name]

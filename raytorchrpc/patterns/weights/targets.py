@@ -31,12 +31,11 @@ class KnownMemory:
 
     def of(self, tensors: Sequence[torch.Tensor], use: Hashable = None) -> dict[Hashable, Any]:
         """What is known, to be added to. ``tensors``: of the dtypes and shapes of before, for the same ``use``."""
-        memory = use, *[list(map(ask, tensors)) for ask in _OF_MEMORY]
-        known = next((known for its, known in self._last if its == memory), None)
-        if known is None:
-            known = {}
-            self._last = ((memory, known), *self._last[: _MEMORIES - 1])
-        return known
+        memory, last = (use, *[list(map(ask, tensors)) for ask in _OF_MEMORY]), self._last
+        found: tuple[Any, dict[Hashable, Any]] = next((one for one in last if one[0] == memory), (memory, {}))
+        if not last or last[0] is not found:
+            self._last = (found, *[one for one in last if one is not found][: _MEMORIES - 1])
+        return found[1]
 
 
 class Targets(NamedTuple):
@@ -48,38 +47,48 @@ class Targets(NamedTuple):
     """What pulls into these addresses have worked out; no memory."""
 
 
+class SameTensors:
+    """Tells whether a model has the same tensors, by name, as before. Keeps none of them."""
+
+    def __init__(self, tensors: Mapping[Any, Any]) -> None:
+        self._names, self._tensors = list(tensors), list(map(weakref.ref, tensors.values()))
+
+    def are(self, tensors: Mapping[Any, Any]) -> bool:
+        """Whether these are the same, though they may have other memory."""
+        if list(tensors) != self._names:
+            return False
+        return all(map(is_, [known() for known in self._tensors], tensors.values()))
+
+
 class KnownTargets:
     """A model's tensors, as the plan of a pull found them. Keeps none of their memory."""
 
     def __init__(self, values: Mapping[str, Any], asked: Any) -> None:
         """``asked``: the options of the pull."""
-        tensors = list(map(_tensor_of, values.values()))
-        self._asked, self._names, self._places = asked, list(values), list(map(_place_of, values.values()))
-        self._kinds = _kinds(list(map(local_tensor, tensors)))
-        self._tensors = list(map(weakref.ref, tensors))
-        self._memory = KnownMemory()
+        tensors = _tensors_of(values)
+        self._asked, self._places = asked, list(map(_place_of, values.values()))
+        self._kinds = _kinds(list(map(local_tensor, tensors.values())))
+        self._same, self._memory = SameTensors(tensors), KnownMemory()
 
     def found_in(self, values: Any, asked: Any) -> Targets | None:
         """The tensors' present memory; None unless a pull would bring the same into them."""
         if not isinstance(values, Mapping) or asked != self._asked:
             return None
-        if list(values) != self._names or list(map(_place_of, values.values())) != self._places:
+        tensors = _tensors_of(values)
+        if not self._same.are(tensors) or list(map(_place_of, values.values())) != self._places:
             return None
-        tensors = list(map(_tensor_of, values.values()))
-        if not all(map(is_, [known() for known in self._tensors], tensors)):
-            return None
-        local = list(map(local_tensor, tensors))
+        local = list(map(local_tensor, tensors.values()))
         if _kinds(local) != self._kinds:
             return None
-        return Targets(dict(zip(map(str, self._names), local, strict=True)), self._memory.of(local))
+        return Targets(dict(zip(map(str, tensors), local, strict=True)), self._memory.of(local))
 
 
 def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.dtype], list[torch.Size]]:
     return [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors]
 
 
-def _tensor_of(value: Any) -> Any:
-    return value.tensor if type(value) is Shard else value
+def _tensors_of(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {name: value.tensor if type(value) is Shard else value for name, value in values.items()}
 
 
 def _place_of(value: Any) -> Any:

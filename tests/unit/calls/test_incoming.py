@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +22,6 @@ from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 from raytorchrpc.tensors.exceptions import decode_exception
 from tests.conformance.peers import wait_until
 from tests.unit.callees import TOKEN, make_callee
-
-
-@pytest.fixture
-def deadlines() -> Iterator[Deadlines]:
-    made = Deadlines("test")
-    yield made
-    made.stop()
 
 
 @pytest.fixture

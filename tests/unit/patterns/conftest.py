@@ -1,4 +1,4 @@
-"""Deadlines, and a group whose members live in this process, for each test."""
+"""A group whose members live in this process, for each test."""
 
 from __future__ import annotations
 
@@ -9,15 +9,7 @@ import pytest
 
 import raytorchrpc as rtr
 from raytorchrpc.calls import current
-from raytorchrpc.process.deadlines import Deadlines
 from tests.unit.members import Members
-
-
-@pytest.fixture
-def deadlines() -> Iterator[Deadlines]:
-    made = Deadlines("test")
-    yield made
-    made.stop()
 
 
 @pytest.fixture

@@ -77,6 +77,16 @@ def publish(members: Members, model: dict[str, Any], **options: Any) -> int:
 # --- what is found -----------------------------------------------------------------------------------------------
 
 
+def first_pull(members: Members, tensor: torch.Tensor) -> tuple[rtr.WeightStore, dict[str, torch.Tensor]]:
+    """Publish a tensor; returns a reader's handle and model, which has it."""
+    publish(members, {"w": tensor})
+    model = {"w": torch.zeros_like(tensor)}
+    with members.acting("a"):
+        handle = rtr.WeightStore("w", home="home", track=True)
+        handle.pull(model)
+    return handle, model
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_exactly_the_changed_elements_are_found(dtype: torch.dtype) -> None:
     before = noise(dtype, 8 * ROWS)
@@ -202,11 +212,7 @@ def test_only_what_differs_little_comes_as_a_delta(members: Members) -> None:
 
 def test_tiny_tensors_alone_come_whole(members: Members) -> None:
     tensor = noise(torch.float32, rows=2)
-    publish(members, {"w": tensor})
-    model = {"w": torch.zeros_like(tensor)}
-    with members.acting("a"):
-        handle = rtr.WeightStore("w", home="home", track=True)
-        handle.pull(model)
+    handle, model = first_pull(members, tensor)
     publish(members, {"w": changed(tensor)})
     sent = counted(members)
     with members.acting("a"):
@@ -217,11 +223,7 @@ def test_tiny_tensors_alone_come_whole(members: Members) -> None:
 @pytest.mark.parametrize("versions", [1, 2, 3])
 def test_a_reader_that_is_further_behind_gets_whole_tensors(members: Members, versions: int) -> None:
     tensor = noise(torch.bfloat16)
-    publish(members, {"w": tensor})
-    model = {"w": torch.zeros_like(tensor)}
-    with members.acting("a"):
-        handle = rtr.WeightStore("w", home="home", track=True)
-        handle.pull(model)
+    handle, model = first_pull(members, tensor)
     for step in range(versions):
         tensor = changed(tensor, seed=step)
         publish(members, {"w": tensor})
@@ -312,11 +314,7 @@ def test_messages_of_deltas_are_bounded(members: Members, monkeypatch: pytest.Mo
 
 def test_after_a_delta_that_failed_everything_comes_whole(members: Members) -> None:
     tensor = noise(torch.bfloat16)
-    publish(members, {"w": tensor})
-    model = {"w": torch.zeros_like(tensor)}
-    with members.acting("a"):
-        handle = rtr.WeightStore("w", home="home", track=True)
-        handle.pull(model)
+    handle, model = first_pull(members, tensor)
     publish(members, {"w": changed(tensor)})
 
     def fail(method: str) -> bool:

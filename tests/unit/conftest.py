@@ -1,0 +1,16 @@
+"""Deadlines for each test that asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from raytorchrpc.process.deadlines import Deadlines
+
+
+@pytest.fixture
+def deadlines() -> Iterator[Deadlines]:
+    made = Deadlines("test")
+    yield made
+    made.stop()
