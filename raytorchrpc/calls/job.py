@@ -162,7 +162,8 @@ class Job:
 
     def _answer_later(self, later: Any) -> None:
         try:
-            self._answer(self._encoded(later.outcome()), None)
+            with later.context():
+                self._answer(self._encoded(later.outcome()), None)
         except BaseException as error:
             self._refuse(error)
         finally:

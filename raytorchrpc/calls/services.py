@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 from raytorchrpc.errors import NotAMember, NotFound
@@ -30,6 +31,8 @@ class DeferredReply(Future[Any]):
 
     convert: Callable[[Any], Any] = staticmethod(_unchanged)
     """Converts the value into the reply, on the sending thread."""
+    context: Callable[[], AbstractContextManager[Any]] = staticmethod(nullcontext)
+    """Entered by the sending thread while it converts the value and sends the reply."""
 
     def settle(self, value: Any, error: BaseException | None = None) -> bool:
         """Settle it; False if it was settled or cancelled before. Runs the callbacks on this thread."""

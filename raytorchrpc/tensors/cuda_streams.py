@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +39,26 @@ def handoff_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
                 tensor.record_stream(stream)
 
     return make_current
+
+
+def own_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], AbstractContextManager[None]]:
+    """Call this on the thread (and streams) that made the tensors; enter the result on the thread that uses them.
+
+    Within, that thread has other streams, which follow what made the tensors and nothing that was queued since.
+    """
+    make_current = handoff_streams(tensors)
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+
+    @contextmanager
+    def enter() -> Iterator[None]:
+        with ExitStack() as entered:
+            for device in devices:
+                stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                entered.enter_context(torch.cuda.stream(stream))
+            make_current()
+            yield
+
+    return enter
 
 
 def check_mapped(tensors: Sequence[torch.Tensor], peer: str, mapping: Mapping[Any, Device], lane: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from raytorchrpc.patterns.handle import give_up_at
 from raytorchrpc.patterns.home import register_methods
 from raytorchrpc.patterns.weights.published import Readable, lease_end
 from raytorchrpc.patterns.weights.snapshots import Snapshot, SnapshotPool, TensorSpec, VersionMemory
-from raytorchrpc.tensors.cuda_streams import handoff_streams
+from raytorchrpc.tensors.cuda_streams import own_streams
 
 KIND = "relayed weights"
 
@@ -47,8 +47,11 @@ class Feed(Snapshot):
         super().__init__(version, specs, memory, [version] * len(specs), pool)
         self._pieces = pieces
         self._changing = threading.Lock()
-        self._here: list[Callable[[], None]] = []
-        """For each piece that is here: what makes it current for the streams of a thread."""
+        self._here: list[Callable[[], AbstractContextManager[None]]] = []
+        """For each piece that is here: the context in which a thread sends it, on streams that follow this piece alone.
+
+        A stream that followed all that the pull has queued would send no piece before the last is here.
+        """
         self._waiting: list[tuple[int, DeferredReply]] = []
         self._has_failed = False
         self.is_lasting = True
@@ -73,7 +76,7 @@ class Feed(Snapshot):
     def add(self) -> None:
         """Note that the next piece is here. The thread that has written it calls this."""
         number = len(self._here)
-        here = handoff_streams(self._pieces[number])
+        here = own_streams(self._pieces[number])
         with self._changing:
             self._here.append(here)
             due = [reply for wanted, reply in self._waiting if wanted == number]
@@ -101,17 +104,20 @@ class Feed(Snapshot):
         for _, reply in waiting:
             reply.settle(None, self._gone())
 
-    def piece(self, number: int, until: float, local: LocalMember) -> _Piece | DeferredReply:
-        """A piece, for use on this thread, at once or as soon as it is here. Raises NotFound."""
+    def piece(self, number: int, until: float, local: LocalMember) -> DeferredReply:
+        """A piece, as soon as it is here. Raises NotFound."""
+        reply = DeferredReply()
+        reply.context, reply.convert = lambda: self._here[number](), self._pieces.__getitem__
         with self._changing:
-            if number >= len(self._pieces) or (self._has_failed and number >= len(self._here)):
+            is_here = number < len(self._here)
+            if number >= len(self._pieces) or (self._has_failed and not is_here):
                 raise self._gone()
-            if number >= len(self._here):
-                reply = DeferredReply()
-                reply.convert = self._current
+            if not is_here:
                 self._waiting.append((number, reply))
-                return give_up_at(local.deadlines, until, reply, lambda: self._give_up(reply))
-        return self._current(number)
+        if is_here:
+            reply.settle(number)
+            return reply
+        return give_up_at(local.deadlines, until, reply, lambda: self._give_up(reply))
 
     def _give_up(self, reply: DeferredReply) -> None:
         with self._changing:
@@ -134,10 +140,6 @@ class Feed(Snapshot):
         reply = DeferredReply()
         self.ended.add_done_callback(lambda ended: reply.settle(ended.result(0)))
         return give_up_at(local.deadlines, until, reply, lambda: _refuse(reply))
-
-    def _current(self, number: int) -> _Piece:
-        self._here[number]()
-        return self._pieces[number]
 
     def _gone(self) -> NotFound:
         return NotFound(f"version {self.version} of the weights does not come any further here")

@@ -69,7 +69,7 @@ def test_pieces_come_as_soon_as_they_are_here(feeds: Feeds) -> None:
     assert isinstance(early, DeferredReply)
     number = early.outcome()
     feed.add()
-    assert len(feeds.serve_piece(1, number, 0, LONG)) == 1
+    assert len(feeds.serve_piece(1, number, 0, LONG).outcome()) == 1
     second = feeds.serve_piece(1, number, 1, LONG)
     assert isinstance(second, DeferredReply) and not second.done()
     feed.add()
@@ -87,7 +87,7 @@ def test_who_is_fed_hears_that_no_more_comes(feeds: Feeds) -> None:
     second = feeds.serve_piece(1, number, 1, LONG)
     feeds.fail("same", 1, feed)
     assert isinstance(second.exception(0), NotFound)
-    assert len(feeds.serve_piece(1, number, 0, LONG)) == 1, "what came is sound"
+    assert len(feeds.serve_piece(1, number, 0, LONG).outcome()) == 1, "what came is sound"
     with pytest.raises(NotFound):
         feeds.serve_piece(1, number, 1, LONG)
     waits = lease(feeds)
