@@ -176,6 +176,10 @@ class PendingTensors:
         else:
             scatter_into(self._lane.fetch(self._peer, self._descriptor, shapes), parts)
 
+    def prepare(self) -> None:
+        """Others in the same memory will be fetched soon."""
+        self._lane.prepare(self._peer, self._descriptor)
+
     def used(self) -> None:
         """The method that was called with these tensors has returned, on this thread."""
         self._lane.used(self._peer, self._descriptor)

@@ -40,7 +40,7 @@ class Spread(Receiver):
     """Receives parts of the flat tensors in a result, each into an existing tensor."""
 
     def __init__(self, plan: Callable[[Any], Sequence[Sequence[Part]] | None]) -> None:
-        """``plan(result)`` returns the wanted parts of each flat tensor, or None for no part at all. The result that it
+        """``plan(result)`` returns the wanted parts of each flat tensor, or None for no part yet. The result that it
         gets has empty tensors in their places. The caller of the call gets what it raises.
         """
         self._plan = plan
@@ -54,6 +54,8 @@ class Spread(Receiver):
             value = codec.decode(*body._replace(tensors=places), load=placed)
             parts = self._plan(value)
             if parts is None:
+                for tensors in pending:
+                    tensors.prepare()
                 pending.clear()
                 return len(body.payload), value
             targets, size = _filled_by(parts)

@@ -334,6 +334,9 @@ class TensorLane(PeerLane):
         """
         raise NotImplementedError
 
+    def prepare(self, peer: str, descriptor: Any) -> None:
+        """Tensors in the same memory will be fetched soon, not these. Quick; never raises."""
+
     def used(self, peer: str, descriptor: Any) -> None:
         """Called when the method that used the tensors has returned, on its thread, before the reply.
 

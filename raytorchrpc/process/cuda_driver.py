@@ -21,6 +21,8 @@ _PORTABLE = 1
 _DEVICE_MEMORY = 2
 #: Most bytes from one row of a 2-D copy to the next (CU_DEVICE_ATTRIBUTE_MAX_PITCH).
 MAX_PITCH = (1 << 31) - 1
+#: Names of what ``extra`` of cuLaunchKernel has.
+_END, _ARGUMENTS, _THEIR_SIZE = None, 1, 2
 _SUCCESS = 0
 _INVALID_VALUE = 1
 _CANNOT_SHARE = (
@@ -58,6 +60,8 @@ class Driver:
         self._cuda.cuMemHostRegister_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
         self._cuda.cuMemHostUnregister.argtypes = [ctypes.c_void_p]
         self._cuda.cuIpcCloseMemHandle.argtypes = [ctypes.c_uint64]
+        number, pointer = ctypes.c_uint, ctypes.c_void_p
+        self._cuda.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._lock = threading.Lock()
 
@@ -128,11 +132,13 @@ class Driver:
         """Queue a copy on a stream."""
         self._check(self._cuda.cuMemcpyDtoDAsync_v2(target, source, size, stream), "cuMemcpyDtoDAsync")
 
-    def copy_all(self, copies: Iterable[tuple[int, int, int]], source: int, stream: int) -> None:
-        """Queue copies on a stream: (target, offset from ``source``, bytes)."""
+    def copy_all(self, copies: Iterable[tuple[int, int, int, int, int, int]], source: int, stream: int) -> None:
+        """Queue copies on a stream: (target, offset from ``source``, width, rows, pitches of source and target)."""
         copy = self._cuda.cuMemcpyDtoDAsync_v2
-        for target, offset, size in copies:
-            if code := copy(target, source + offset, size, stream):
+        for target, offset, width, rows, source_pitch, target_pitch in copies:
+            if rows > 1:
+                self.copy_rows(target, source + offset, width, rows, target_pitch, source_pitch, stream)
+            elif code := copy(target, source + offset, width, stream):
                 self._check(code, "cuMemcpyDtoDAsync")
 
     def copy_rows(
@@ -150,6 +156,22 @@ class Driver:
                 self.copy(target + row * target_pitch, source + row * source_pitch, width, stream)
             return
         self._check(code, "cuMemcpy2DAsync")
+
+    def function_in(self, image: bytes, name: str) -> int:
+        """Load a compiled module into the current context, for good; returns a function in it. May wait for the GPU."""
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._check(self._cuda.cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")
+        code = self._cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
+        self._check(code, "cuModuleGetFunction")
+        return function.value or 0
+
+    def launch(self, function: int, grid: tuple[int, int], block: int, arguments: bytes, stream: int) -> None:
+        """Queue a kernel on a stream. ``block``: threads of each block. ``arguments``: as a C struct has them."""
+        packed, size = ctypes.create_string_buffer(arguments), ctypes.c_size_t(len(arguments))
+        where = ctypes.addressof(packed), ctypes.addressof(size)
+        extra = (ctypes.c_void_p * 5)(_ARGUMENTS, where[0], _THEIR_SIZE, where[1], _END)
+        code = self._cuda.cuLaunchKernel(function, *grid, 1, block, 1, 1, 0, stream, None, extra)
+        self._check(code, "cuLaunchKernel")
 
     def copy_in(self, target: int, source: int, size: int, stream: int) -> None:
         """Queue a copy from host memory to the GPU. Slow if the host memory is not registered."""

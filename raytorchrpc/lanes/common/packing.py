@@ -12,14 +12,11 @@ import torch
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import SMALL, Part
-from raytorchrpc.tensors.bounds import strided_within, within
+from raytorchrpc.lanes.base import Part
 from raytorchrpc.tensors.dtypes import UNCOPIED, Shape, as_copyable, view_at
 
 #: More tensors than FEW, each smaller than _SMALL bytes, travel as one.
 FEW, _SMALL = 4, 1 << 20
-#: Two small parts with at most this between them are fetched together (bytes).
-_GAP = 64 << 10
 #: Tensors packed by size begin at multiples of this; larger ones than the second are alone, so that keeping one keeps
 #: no other alive (bytes).
 ALIGN, _ALONE = 64, 1 << 20
@@ -121,35 +118,6 @@ def given(
     """Return the receiver's own tensor, if the piece can arrive in it directly."""
     target = into[piece[0]] if into is not None and len(piece) == 1 else None
     return target if target is not None and target.device == device and target.is_contiguous() else None
-
-
-def _offset(numbered: tuple[int, Part]) -> int:
-    return numbered[1].offset
-
-
-def together(parts: Sequence[Part], size: int) -> tuple[list[int], list[list[int]]]:
-    """Divide parts of one flat tensor of ``size`` bytes into those to fetch alone and runs of many small neighbours,
-    each to fetch in one piece. Strided parts are fetched alone. Returns indices. Raises OutOfBounds.
-    """
-    alone: list[int] = []
-    runs: list[list[int]] = []
-    end = 0
-    for index, part in sorted(enumerate(parts), key=_offset):
-        if part.strides is not None:
-            strided_within(part.offset, part.target.shape, part.strides, part.target.itemsize, size)
-            alone.append(index)
-            continue
-        within(part.offset, part.target.nbytes, size)
-        if part.target.nbytes >= SMALL:
-            alone.append(index)
-            continue
-        if runs and part.offset - end < _GAP:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-        end = max(end, part.offset + part.target.nbytes)
-    alone += [index for run in runs if len(run) <= FEW for index in run]
-    return alone, [run for run in runs if len(run) > FEW]
 
 
 def part_of(flat: torch.Tensor, part: Part, begin: int = 0) -> torch.Tensor:

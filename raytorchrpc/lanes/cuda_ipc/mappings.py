@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.process import fork
 from raytorchrpc.process.cuda_driver import driver
 from raytorchrpc.tensors.bounds import strided_within, within
@@ -56,6 +57,10 @@ class Mappings:
         self._kept: OrderedDict[bytes, Mapped] = OrderedDict()
         self._alive: WeakValueDictionary[bytes, Mapped] = WeakValueDictionary()
         """Those, and others that tensors use."""
+        self._is_closed = False
+
+    def is_mapped(self, handle: bytes) -> bool:
+        return handle in self._kept
 
     def get(self, handle: bytes, device: torch.device) -> Mapped:
         """Map the allocation of that handle. Raises LaneUnavailable."""
@@ -64,6 +69,8 @@ class Mappings:
             if mapping is not None:
                 self._kept.move_to_end(handle)
                 return mapping
+            if self._is_closed:
+                raise LaneUnavailable("cuda_ipc", "this member leaves the group")
             if len(self._kept) >= self._limit:
                 self._kept.popitem(last=False)  # unmapped as soon as no tensor uses it
             mapping = self._alive.get(handle)
@@ -78,8 +85,9 @@ class Mappings:
         return any(mapping.pointer == base for mapping in list(self._alive.values()))
 
     def close(self, devices: Sequence[int]) -> None:
-        """Keep none mapped. Waits for ``devices``, which may still read."""
+        """Keep none mapped, and map no more. Waits for ``devices``, which may still read."""
         with self._lock:
+            self._is_closed = True
             kept, self._kept = self._kept, OrderedDict()
         if kept:
             for index in devices:

@@ -2,68 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from raytorchrpc.lanes.base import Part
 from raytorchrpc.lanes.common import packing, regions
+from raytorchrpc.lanes.cuda_ipc.copy_kernel import Copies
 from raytorchrpc.process.cuda_driver import MAX_PITCH, Driver
-from raytorchrpc.tensors.bounds import span_of
+from raytorchrpc.process.cuda_kernels import Kernel
+from raytorchrpc.tensors.bounds import span_of, strided_within, within
 from raytorchrpc.tensors.dtypes import view_at
 
 
-class Copies(NamedTuple):
+class Scatter(NamedTuple):
     """How to bring the parts of a flat tensor to a GPU. Holds addresses, and none of the memory."""
 
-    straight: list[tuple[int, int, int]]
-    """Contiguous bytes: (target's address, offset in the flat tensor, bytes)."""
-    rows: list[tuple[int, int, int, int, int, int]]
-    """Target's address, offset, and ``Rows`` from ``width`` on."""
+    direct: Copies
     alone: list[int]
     """Parts that need a temporary each, by index."""
-    together: list[list[int]]
-    """Parts that share a temporary."""
 
     @staticmethod
-    def of(parts: Sequence[Part], size: int, device: torch.device) -> Copies:
-        """``size``: of the flat tensor (bytes). Raises OutOfBounds."""
-        found = Copies([], [], [], [])
-        alone, together = packing.together(parts, size)
-        found.together.extend(together)
-        for index in alone:
-            offset, target, strides = parts[index]
-            copies = _copies(target, strides, target.stride()) if target.device == device else None
-            if copies is None:
+    def of(parts: Sequence[Part], size: int, device: torch.device, beside: bool = False) -> Scatter:
+        """``size``: of the flat tensor (bytes). ``beside``: see Copies. Raises OutOfBounds."""
+        found = Scatter(Copies(beside=beside), [])
+        for index, part in enumerate(parts):
+            offset, target, strides = part
+            if strides is None:
+                within(offset, target.nbytes, size)
+            else:
+                strided_within(offset, target.shape, strides, target.itemsize, size)
+            rows = _copies(target, strides, target.stride()) if target.device == device else None
+            if rows is None:
                 found.alone.append(index)
                 continue
             begin = target.data_ptr()
-            for row in copies:
-                if row.number == 1:
-                    found.straight.append((begin + row.target, offset + row.source, row.width))
-                else:
-                    found.rows.append((begin + row.target, offset + row.source, *row[2:]))
+            found.direct.rows.extend((begin + row.target, offset + row.source, *row[2:]) for row in rows)
         return found
 
     def queue(
-        self, parts: Sequence[Part], flat: int, device: torch.device, driver: Driver, stream: int
+        self,
+        parts: Sequence[Part],
+        flat: int,
+        device: torch.device,
+        driver: Driver,
+        kernel: Callable[[], Kernel | None],
+        stream: int,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Queue them on ``stream`` of ``device``. Returns what the caller must copy itself: (target, source).
+        """Queue it on ``stream``, the current one of ``device``. Returns what the caller must copy itself: (target,
+        source).
 
-        ``parts``: those for which they were made. ``flat``: address of the flat tensor.
+        ``parts``: those for which it was made. ``flat``: address of the flat tensor. ``kernel``: see ``Copies``.
         """
-        driver.copy_all(self.straight, flat, stream)
-        for target, offset, width, number, source_pitch, target_pitch in self.rows:
-            driver.copy_rows(target, flat + offset, width, number, target_pitch, source_pitch, stream)
-        left = [_by_temporary(parts[index], flat, device, driver, stream) for index in self.alone]
-        for indices in self.together:
-            run = [parts[index] for index in indices]
-            first, last = run[0].offset, max(part.offset + part.target.nbytes for part in run)
-            joined = torch.empty(last - first, dtype=torch.uint8, device=device)
-            driver.copy(joined.data_ptr(), flat + first, last - first, stream)
-            left += [(part.target, packing.part_of(joined, part, first)) for part in run]
-        return left
+        self.direct.queue(flat, driver, kernel, stream)
+        return [_by_temporary(parts[index], flat, device, driver, stream) for index in self.alone]
 
 
 def _copies(

@@ -182,6 +182,8 @@ class LayoutMatch(ABC):
         self.lease: VersionLease | None = None  # as soon as the home has answered; it may have to be released
         self._matched: Selection | None = None  # all of ``known``
         self._parts: Sequence[Sequence[Part]] | None = None  # of ``_matched``
+        self.to_prepare: str | None = None
+        """The type of the device whose memory lanes are to prepare, while the pull is planned."""
 
     @property
     def layout(self) -> KnownLayout:

@@ -87,6 +87,8 @@ class Pull:
         device_type = None
         if in_place and not match.converts:
             device_type = self._readable_in_place(self.home, match.likely_device_type)
+        elif match.to_prepare is not None:
+            device_type = self._readable_in_place(self.home, match.to_prepare)
         answer = Spread(partial(self._parts_of_answer, device_type))
         alike, signature = None if match.known is None else match.known.alike, None
         if alike is not None and self._takes_turns(alike.device):

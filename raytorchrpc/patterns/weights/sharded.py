@@ -20,7 +20,7 @@ from raytorchrpc.patterns.weights.mismatch import check_writable
 from raytorchrpc.patterns.weights.plan import Options, Request
 from raytorchrpc.patterns.weights.planned import Filled, Planned, make_plan, signature_of
 from raytorchrpc.patterns.weights.pull import Pull, Source
-from raytorchrpc.patterns.weights.shards import shards_of
+from raytorchrpc.patterns.weights.shards import Shard, local_tensor, shards_of
 from raytorchrpc.patterns.weights.targets import KnownTargets, Targets, values_of
 from raytorchrpc.patterns.weights.usable import UNUSED, Silent, UsableSources
 from raytorchrpc.patterns.weights.versions import VersionLease
@@ -143,12 +143,14 @@ class ShardedPull:
         self._counter.begin_again()
         near = self._usable.begin(version, sources)
         planned = self._fill_again(near)
+        to_prepare = _device_type_of(self._values) if planned is None else None
         matches: list[_SourceMatch] = []
         pulls: list[tuple[int, Pull]] = []
         try:
             for number, source in enumerate(sources):
                 known = None if planned is None else planned[0].layouts[number]
                 matches.append(_SourceMatch(self._store, known, None if planned is None else planned[1][number]))
+                matches[-1].to_prepare = to_prepare
                 is_needed = planned is None or len(sources) == 1 or planned[0].sources[number].brings
                 if near[number] < UNUSED and is_needed:
                     pulls.append((number, Pull(source, self._local, matches[number], self._until, self._counter)))
@@ -249,3 +251,10 @@ class ShardedPull:
         for match, filled in zip(matches, self._follow(planned), strict=True):
             match.filled = False
             match.follow(filled)
+
+
+def _device_type_of(values: Any) -> str | None:
+    """Of one of the tensors: others are probably on the same type of device."""
+    value = next(iter(values.values()), None) if isinstance(values, Mapping) else None
+    value = value.tensor if isinstance(value, Shard) else value
+    return local_tensor(value).device.type if isinstance(value, torch.Tensor) else None

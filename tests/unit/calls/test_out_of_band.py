@@ -16,7 +16,6 @@ from raytorchrpc.calls.out_of_band import PayloadSplitter, PendingTensors, joine
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes import base
 from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane
-from raytorchrpc.lanes.common import packing
 from raytorchrpc.tensors import dtypes
 from raytorchrpc.tensors.codec import Codec, Encoded
 from raytorchrpc.tensors.dtypes import Shape
@@ -344,18 +343,3 @@ def test_a_lane_hears_when_its_tensors_have_been_used() -> None:
 def test_a_body_without_parcels_is_taken_as_it_is() -> None:
     body = body_of(torch.ones(3))
     assert joined(body, []) is body
-
-
-def test_small_parts_that_lie_side_by_side_are_brought_at_once() -> None:
-    def part(offset: int, size: int) -> base.Part:
-        return base.Part(offset, torch.empty(size, dtype=torch.uint8))
-
-    large = [part(0, base.SMALL), part(base.SMALL, 5 * base.SMALL)]
-    begin = 6 * base.SMALL
-    near = [part(begin + 64 * number, 40) for number in range(9)]
-    over = part(begin, 64 * 9)
-    far = [part(begin + (1 << 20) * (number + 1), 40) for number in range(9)]
-    parts = [*reversed(far), near[3], *large, over, *near[:3], *near[4:]]
-    alone, runs = packing.together(parts, 1 << 40)
-    assert [parts[index] for index in alone] == [*large, *far]
-    assert [sorted(run) for run in runs] == [[9, *range(12, 21)]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import SMALL, Part, Parts, prepared
+from raytorchrpc.lanes.base import Part, Parts, prepared
 from raytorchrpc.lanes.common import packing, regions
 from raytorchrpc.lanes.common.regions import Dimension, Rows, collapse, copies
-from raytorchrpc.lanes.cuda_ipc.regions import Copies
+from raytorchrpc.lanes.cuda_ipc import copy_kernel
+from raytorchrpc.lanes.cuda_ipc.copy_kernel import Copies
+from raytorchrpc.lanes.cuda_ipc.regions import Scatter
 from raytorchrpc.process.cuda_driver import Driver
+from raytorchrpc.process.cuda_kernels import Kernel
 from raytorchrpc.tensors.bounds import OutOfBounds, span_of
 
 CPU = torch.device("cpu")
@@ -33,15 +36,31 @@ class Memory(Driver):
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
         ctypes.memmove(target, source, size)
 
-    def copy_all(self, copies: Iterable[tuple[int, int, int]], source: int, stream: int) -> None:
-        for target, offset, size in copies:
-            self.copy(target, source + offset, size, stream)
+    def copy_all(self, copies: Iterable[tuple[int, int, int, int, int, int]], source: int, stream: int) -> None:
+        for target, offset, width, rows, source_pitch, target_pitch in copies:
+            self.copy_rows(target, source + offset, width, rows, target_pitch, source_pitch, stream)
 
     def copy_rows(
         self, target: int, source: int, width: int, rows: int, target_pitch: int, source_pitch: int, stream: int
     ) -> None:
         for row in range(rows):
             ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
+
+    def launch(self, function: int, grid: tuple[int, int], block: int, arguments: bytes, stream: int) -> None:
+        """What the source of COPY_ROWS says, which only a GPU can run."""
+        (flat,) = struct.unpack("Q", arguments[-8:])
+        for number in range(grid[0]):
+            described = struct.unpack("QQIIII", arguments[32 * number : 32 * (number + 1)])
+            target, offset, width, rows, source_pitch, target_pitch = described
+            self.copy_rows(target, flat + offset, width, rows, target_pitch, source_pitch, stream)
+
+
+def no_kernel() -> None:
+    """As long as it is compiled, and where that fails."""
+
+
+def kernel() -> Kernel:
+    return Kernel(Memory(), 0)
 
 
 def numbered(size: int) -> torch.Tensor:
@@ -95,7 +114,7 @@ def test_any_region_goes_into_any_target(monkeypatch: pytest.MonkeyPatch, fast: 
         part = Part(offset, target, None if either else strides)
         elsewhere = chance.random() < 0.3
         device = torch.device("cpu", 0) if elsewhere else CPU
-        left = Copies.of([part], flat.numel(), device).queue([part], flat.data_ptr(), device, Memory(), 0)
+        left = Scatter.of([part], flat.numel(), device).queue([part], flat.data_ptr(), device, Memory(), no_kernel, 0)
         assert len(left) <= 1
         for given, rest in left:
             assert given is target
@@ -157,16 +176,9 @@ def test_a_temporary_is_used_only_where_little_lies_between() -> None:
     assert copies((64, 64, 64), 4, (10000, 128, 1), (64 * 64, 64, 1), MANY) is None, "64 small copies"
 
 
-def test_strided_parts_are_never_fetched_together() -> None:
-    near = [Part(64 * number, torch.empty(10, dtype=torch.uint8)) for number in range(9)]
-    strided = [Part(64 * number, torch.empty(5, 2, dtype=torch.uint8), (20, 1)) for number in range(9)]
-    alone, runs = packing.together([part for pair in zip(near, strided, strict=True) for part in pair], SMALL)
-    assert alone == [*range(1, 18, 2)]
-    assert runs == [[*range(0, 18, 2)]]
-
-
-def test_copies_of_parts_that_come_again_need_only_the_memory() -> None:
-    """Contiguous ones, rows, a run of many small ones, and one by way of a temporary; into new values each time."""
+@pytest.mark.parametrize("compiled", [no_kernel, kernel])
+def test_copies_of_parts_that_come_again_need_only_the_memory(compiled: Callable[[], Kernel | None]) -> None:
+    """Contiguous ones, rows, many small ones, and one by way of a temporary; into new values each time."""
     flat = numbered(1 << 20)
     wide, whole = torch.zeros(20, 40, dtype=torch.int32), torch.zeros(16, 16, dtype=torch.int32).t()
     small = [torch.zeros(5, dtype=torch.int32) for _ in range(6)]
@@ -185,12 +197,12 @@ def test_copies_of_parts_that_come_again_need_only_the_memory() -> None:
     known: dict[Any, Any] = {}
     for _ in range(2):
         again = Parts(len(parts), make, [], 0, known)
-        copies = prepared(again, "copies", lambda its=again: Copies.of(its, 1 << 20, CPU))  # type: ignore[misc]
+        copies = prepared(again, "copies", lambda its=again: Scatter.of(its, 1 << 20, CPU))  # type: ignore[misc]
         made.clear()
         flat = flat.roll(4)
-        for target, source in copies.queue(again, flat.data_ptr(), CPU, Memory(), 0):
+        for target, source in copies.queue(again, flat.data_ptr(), CPU, Memory(), compiled, 0):
             target.copy_(source)
-        assert made == [8, *range(2, 8)], "the others are known by their addresses"
+        assert made == [8], "the others are known by their addresses"
         for offset, target, strides in parts:
             source = flat[offset:].view(torch.int32)
             wanted = source.as_strided(target.shape, strides or target.stride())
@@ -198,16 +210,48 @@ def test_copies_of_parts_that_come_again_need_only_the_memory() -> None:
     assert not wide[:, :3].any() and not wide[:, 33:].any()
 
 
+def test_kernels_make_many_copies_of_any_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of whole tensors and those of rows, and large ones in parts."""
+    monkeypatch.setattr(copy_kernel, "_LARGEST", 1 << 16)
+    launched: list[int] = []
+
+    class Counted(Memory):
+        def launch(self, function: int, grid: tuple[int, int], *rest: Any) -> None:
+            launched.append(grid[0])
+            super().launch(function, grid, *rest)
+
+    chance = random.Random(7)
+    for spare in (0, 8):
+        flat, parts, wholes = numbered(1 << 18), [], []
+        for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64) * 8:
+            shape = tuple(chance.choice([1, 2, 3, 8, 64]) for _ in range(2))
+            whole, target = any_target(chance, shape, dtype)
+            strides = packing.layout(shape)[0] if chance.random() < 0.5 else (shape[1] + chance.choice([0, 3, 8]), 1)
+            wholes.append(whole)
+            parts.append(Part(chance.randrange(1000) * 8, target, strides))
+        parts.append(Part(1024, torch.zeros(1 << 15, dtype=torch.int32)))
+        copies = Scatter.of(parts, flat.numel(), CPU)
+        where = flat[spare:].data_ptr()
+        for target, source in copies.queue(parts, where, CPU, Memory(), lambda: Kernel(Counted(), 0), 0):
+            target.copy_(source)
+        for offset, target, strides in parts:
+            source = flat[spare + offset :]
+            source = source[: source.numel() // 8 * 8].clone().view(target.dtype)
+            wanted = source.as_strided(target.shape, strides or packing.layout(tuple(target.shape))[0])
+            assert torch.equal(target, wanted)
+    assert len(launched) == 2 and all(17 < number < 127 for number in launched)
+
+
 def test_strided_parts_for_a_gpu_lie_in_their_flat_tensor() -> None:
     target = torch.zeros(3, 2, dtype=torch.int16)
     fitting = Part(2, target, (8, 1))  # 2 + (2 * 8 + 1 + 1) * 2 bytes
-    assert packing.together([fitting], 38) == ([0], [])
+    assert Scatter.of([fitting], 38, CPU).direct.rows
     for offset, strides in ((2, (-1, 1)), (4, (8, 1)), (2, (9, 1)), (2, (8, 2)), (-2, (8, 1)), (2, (1 << 62, 1))):
         with pytest.raises(OutOfBounds):
-            packing.together([Part(offset, target, strides)], 38)
+            Scatter.of([Part(offset, target, strides)], 38, CPU)
     for wrong in ((1,), (8, 1, 1)):
         with pytest.raises(ValueError, match="zip"):
-            packing.together([Part(0, target, wrong)], 38)
+            Scatter.of([Part(0, target, wrong)], 38, CPU)
 
 
 def test_a_two_dimensional_copy_is_described_as_in_cuda_h() -> None:
@@ -235,3 +279,64 @@ def test_a_two_dimensional_copy_is_described_as_in_cuda_h() -> None:
     codes = [700]
     with pytest.raises(LaneUnavailable, match="cuMemcpy2DAsync failed with driver error 700"):
         driver.copy_rows(1000, 2000, 32, 3, 48, 64, 7)
+
+
+def test_copies_for_kernels_are_alike_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long ones, many rows, rows that are too long, and more than one kernel takes."""
+    monkeypatch.setattr(copy_kernel, "_LARGEST", 64)
+    launched: list[int] = []
+    sizes: list[int] = []
+
+    class Counted(Memory):
+        def launch(self, function: int, grid: tuple[int, int], block: int, arguments: bytes, stream: int) -> None:
+            launched.append(grid[0])
+            rows = [struct.unpack("QQIIII", arguments[32 * at : 32 * at + 32]) for at in range(grid[0])]
+            sizes.extend(width * number for _, _, width, number, _, _ in rows)
+            super().launch(function, grid, block, arguments, stream)
+
+    flat, target = numbered(1 << 15), torch.zeros(1 << 15, dtype=torch.uint8)
+    begin = target.data_ptr()
+    long, many, wide = (begin, 0, 10_001, 1, 0, 0), (begin + 10_240, 11_000, 24, 100, 32, 24), (0,) * 6
+    wide = (begin + 13_000, 15_000, 200, 5, 256, 300)
+    Copies([long, many, wide, *[(begin + 20_000 + 8 * at, 20_000 + 8 * at, 8, 1, 0, 0) for at in range(20)]]).queue(
+        flat.data_ptr(), Counted(), lambda: Kernel(Counted(), 0), 0
+    )
+    assert torch.equal(target[:10_001], flat[:10_001])
+    rows = flat[11_000:14_200].view(100, 32)[:, :24]
+    assert torch.equal(target[10_240:12_640].view(100, 24), rows)
+    for row in range(5):
+        assert torch.equal(target[13_000 + 300 * row :][:200], flat[15_000 + 256 * row :][:200])
+    assert torch.equal(target[20_000:20_160], flat[20_000:20_160])
+    assert not target[13_200:13_300].any() and not target[20_160:].any()
+    assert max(sizes) <= 64 and len(launched) > 1 and max(launched) <= 127
+
+
+def test_beside_other_work_large_copies_are_left_to_the_copy_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_kernel, "_LARGEST", 64)
+    driven: list[int] = []
+
+    class Counted(Memory):
+        def copy_all(self, copies: Iterable[tuple[int, int, int, int, int, int]], source: int, stream: int) -> None:
+            copies = list(copies)
+            driven.extend(rows[2] * rows[3] for rows in copies)
+            super().copy_all(copies, source, stream)
+
+    flat, target = numbered(1 << 13), torch.zeros(1 << 13, dtype=torch.uint8)
+    sizes = [8, 64, 100, 30, 65] * 4
+    begins = [sum(sizes[:number]) for number in range(len(sizes))]
+    rows = [(target.data_ptr() + begin, begin, size, 1, 0, 0) for begin, size in zip(begins, sizes, strict=True)]
+    for beside, ready, wanted in (
+        (False, kernel, []),
+        (True, kernel, [100, 65] * 4),
+        (True, no_kernel, sizes),
+        (False, no_kernel, sizes),
+    ):
+        driven.clear()
+        Copies(rows, beside=beside).queue(flat.data_ptr(), Counted(), ready, 0)
+        assert driven == wanted
+        assert torch.equal(target[: sum(sizes)], flat[: sum(sizes)])
+        target.zero_()
+    few = Copies(rows[:7])
+    driven.clear()
+    few.queue(flat.data_ptr(), Counted(), kernel, 0)
+    assert driven == sizes[:7], "a kernel would not pay"

@@ -10,9 +10,10 @@ import torch
 
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable
 from raytorchrpc.lanes.base import Message, Part
-from raytorchrpc.lanes.common import frames, packing
+from raytorchrpc.lanes.common import frames
 from raytorchrpc.lanes.cuda_ipc import events
 from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, tensor_over
+from raytorchrpc.lanes.cuda_ipc.regions import Scatter
 from raytorchrpc.lanes.nixl.memory import check_members
 from raytorchrpc.rdt.pull import filled
 from raytorchrpc.tensors.bounds import OutOfBounds, checked, within
@@ -135,10 +136,10 @@ def test_numbers_and_devices_of_a_shared_page() -> None:
 
 def test_parts_for_a_gpu_lie_in_their_flat_tensor() -> None:
     target = torch.zeros(10, dtype=torch.uint8)
-    assert packing.together([Part(90, target)], 100) == ([0], [])
+    assert not Scatter.of([Part(90, target)], 100, target.device).alone
     for offset in (-1, 91, 1 << 40):
         with pytest.raises(OutOfBounds):
-            packing.together([Part(offset, target)], 100)
+            Scatter.of([Part(offset, target)], 100, target.device)
 
 
 def test_pieces_that_are_read_by_rdma_are_no_larger_than_their_tensors_need() -> None:

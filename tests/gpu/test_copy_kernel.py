@@ -1,0 +1,132 @@
+"""The kernel that makes many copies, and memory that is mapped while a pull is planned."""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc.lanes.base import Part
+from raytorchrpc.lanes.cuda_ipc.copy_kernel import COPY_ROWS, Copies
+from raytorchrpc.lanes.cuda_ipc.mappings import Mappings
+from raytorchrpc.lanes.cuda_ipc.regions import Scatter
+from raytorchrpc.patterns.weights import sharded
+from raytorchrpc.process.cuda_driver import driver
+from raytorchrpc.process.cuda_kernels import Kernel
+from tests.gpu.ends import ends, in_actor
+
+pytestmark = pytest.mark.gpu
+
+_COMPILE_S = 60.0
+
+
+def kernel() -> Kernel:
+    """As soon as it is compiled."""
+    until = time.monotonic() + _COMPILE_S
+    found = COPY_ROWS.on(0, driver())
+    while found is None and time.monotonic() < until:
+        for thread in threading.enumerate():
+            if thread.name == "raytorchrpc-nvrtc":
+                thread.join(_COMPILE_S)
+        found = COPY_ROWS.on(0, driver())
+    assert found is not None, "NVRTC comes with torch"
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex128])
+def test_any_rows_arrive(dtype: torch.dtype) -> None:
+    """At any alignment, contiguous and strided, tiny and of many megabytes; nothing beside them is written."""
+    chance, device = random.Random(str(dtype)), torch.device("cuda", 0)
+    flat = torch.randint(0, 256, (64 << 20,), dtype=torch.uint8, device=device)
+    parts, guards = [], []
+    for number in range(200):
+        large = number % 20 == 0
+        shape = (chance.randint(1, 2000), chance.randint(1, 1000 if large else 60))
+        whole = torch.zeros(shape[0], shape[1] + chance.choice([0, 1, 8]), dtype=dtype, device=device)
+        target = whole[:, : shape[1]]
+        stride = shape[1] + chance.choice([0, 0, 1, 3, 64])
+        size = (shape[0] - 1) * stride + shape[1]
+        offset = chance.randrange(0, flat.numel() - size * dtype.itemsize, dtype.itemsize)
+        parts.append(Part(offset, target, (stride, 1)))
+        guards.append(whole)
+    cuda, ready = driver(), kernel()
+    with cuda.on(0):
+        scatter = Scatter.of(parts, flat.numel(), device)
+        stream = torch.cuda.current_stream().cuda_stream
+        for target, source in scatter.queue(parts, flat.data_ptr(), device, cuda, lambda: ready, stream):
+            target.copy_(source)
+    assert len(scatter.direct.rows) > 100
+    for (offset, target, strides), whole in zip(parts, guards, strict=True):
+        size = (target.shape[0] - 1) * (strides or (0,))[0] + target.shape[1]
+        source = flat[offset : offset + size * dtype.itemsize].clone().view(dtype)
+        wanted = source.as_strided(tuple(target.shape), strides or ())
+        assert torch.equal(target.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
+        assert not whole[:, target.shape[1] :].any()
+
+
+def test_it_runs_on_the_stream_that_it_is_given() -> None:
+    ready, cuda, side = kernel(), driver(), torch.cuda.Stream()
+    source, target = torch.ones(1 << 20, device="cuda"), torch.zeros(1 << 20, device="cuda")
+    rows = [(target.data_ptr() + at, at, 4096, 1, 0, 0) for at in range(0, 4 << 20, 4096)]
+    torch.cuda.synchronize()
+    with cuda.on(0), torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        source.fill_(2)
+        Copies(rows).queue(source.data_ptr(), cuda, lambda: ready, side.cuda_stream)
+    assert not target.any(), "the other stream still sleeps"
+    side.synchronize()
+    assert int(target.min()) == 2
+
+
+@pytest.fixture(scope="module")
+def actors() -> Iterator[dict[str, Any]]:
+    with ends("first", "second") as made, rtr.init_group(made):
+        yield made
+
+
+def publish(store: rtr.WeightStore, number: int) -> int:
+    tensors = {f"{name}": torch.full((64, 1 << 14), float(number), device="cuda") for name in range(20)}
+    return store.publish(
+        {name: rtr.Shard(tensor, (128, 1 << 14), (64 * number, 0)) for name, tensor in tensors.items()}
+    )
+
+
+def pull_first(store: rtr.WeightStore) -> bool:
+    """Plan only once another thread has mapped what the pull will read; whether one has."""
+    seen: list[bool] = []
+    mapped, get, plan = threading.Event(), Mappings.get, sharded.make_plan
+
+    @functools.wraps(get)
+    def note(*args: Any) -> Any:
+        try:
+            return get(*args)
+        finally:
+            mapped.set()
+
+    def wait(*args: Any) -> Any:
+        seen.append(mapped.wait(30))
+        return plan(*args)
+
+    Mappings.get, sharded.make_plan = note, wait  # type: ignore[method-assign, assignment]
+    try:
+        model = {f"{name}": torch.zeros(128, 1 << 14, device="cuda") for name in range(20)}
+        store.pull(model)
+    finally:
+        Mappings.get, sharded.make_plan = get, plan  # type: ignore[method-assign]
+    for tensor in model.values():
+        assert not tensor[:64].any() and bool((tensor[64:] == 1).all())
+    return seen == [True]
+
+
+def test_a_first_pull_maps_while_it_plans(actors: dict[str, Any]) -> None:
+    store = rtr.WeightStore("mapped ahead", publishers=("first", "second"))
+    ray.get([actors[name].run.remote(publish, store, at) for at, name in enumerate(("first", "second"))], timeout=120)
+    assert in_actor(next(reversed(actors.values())), pull_first, store)
