@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -107,7 +107,8 @@ class Feed(Snapshot):
     def piece(self, number: int, until: float, local: LocalMember) -> DeferredReply:
         """A piece, as soon as it is here. Raises NotFound."""
         reply = DeferredReply()
-        reply.context, reply.convert = lambda: self._here[number](), self._pieces.__getitem__
+        reply.context = lambda: self._here[number]() if number < len(self._here) else nullcontext()  # it has failed
+        reply.convert = self._pieces.__getitem__
         with self._changing:
             is_here = number < len(self._here)
             if number >= len(self._pieces) or (self._has_failed and not is_here):

@@ -175,3 +175,12 @@ def test_slices_of_strided_regions() -> None:
         assert strides is not None
         piece.copy_(source.as_strided(extents, strides, first))
     assert torch.equal(source[:, 3:5], target)
+
+
+def test_a_piece_that_never_came_is_refused_as_such(feeds: Feeds) -> None:
+    feed = lasting(feeds)
+    feeds.open("same", feed)
+    reply = feeds.serve_piece(1, lease(feeds), 0, LONG)
+    feeds.fail("same", 1, feed)
+    with reply.context(), pytest.raises(NotFound):
+        reply.outcome()
