@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
@@ -47,9 +48,10 @@ class KernelSource:
         if device not in self._compiled:
             with self._lock:
                 if device not in self._compiled:
-                    self._compiled[device] = None
-                    threads.start(self._compile, device, driver, name="raytorchrpc-nvrtc")
-        return self._compiled[device]
+                    with contextlib.suppress(threads.ThreadShortage):  # the next call tries again
+                        threads.start(self._compile, device, driver, name="raytorchrpc-nvrtc")
+                        self._compiled.setdefault(device, None)
+        return self._compiled.get(device)
 
     def _compile(self, device: int, driver: Driver) -> None:
         try:

@@ -76,9 +76,7 @@ class CudaIpcLane(TensorLane):
         return len(self._exports)
 
     def open(self) -> SharedAddress:
-        cuda = driver()
-        for index in self._devices:  # ready when many tensors come
-            COPY_ROWS.on(index, cuda)
+        driver()
         address = self._events.open()
         self._exports.open(self._devices)
         self._returning = {index: torch.cuda.Stream(index) for index in self._devices}  # type: ignore[no-untyped-call]
