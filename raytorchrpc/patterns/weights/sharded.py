@@ -106,10 +106,11 @@ class ShardedPull:
         self._values = values_of(model)
         self.remembered, self._counter = remembered, counter
         self._usable = UsableSources(local, silent)
+        self._publishers: list[str] = []
 
     @cached_property
     def _request(self) -> Request:
-        request = Request.of(self._store, shards_of(self._values, self._store), self._options)
+        request = Request.of(self._store, shards_of(self._values, self._store), self._options, self._publishers)
         check_writable(self._store, {name: shard.tensor for name, shard in request.targets.items()})
         return request
 
@@ -141,6 +142,7 @@ class ShardedPull:
 
     def _bring(self, version: int | None, since: int | None, sources: Sequence[Handle]) -> int:
         self._counter.begin_again()
+        self._publishers = [source.home for source in sources]
         near = self._usable.begin(version, sources)
         planned = self._fill_again(near)
         matches: list[_SourceMatch] = []
