@@ -302,30 +302,41 @@ def _shown(held: Sequence[Held]) -> str:
     return ", ".join(f"{one.dtype} {one.global_shape} {one.box} by {one.publisher!r}" for one in held[:4])
 
 
-def _cover(wanted: Wanted, held: Sequence[Held], moves: list[list[Move]]) -> list[Box]:
+def _cover(wanted: Wanted, held: Sequence[Held], moves: list[list[Move]]) -> Sequence[Box]:
     """Add the moves that bring a box, each element once; returns what nobody has."""
-    missing = [wanted.box] if wanted.box.size else []
-    for one in held:
-        left: list[Box] = []
-        for box in missing:
-            common = box.intersection(one.box)
-            if common is None:
-                left.append(box)
-                continue
-            moves[one.source].append(_move(wanted, one, common))
-            left += box.without(common)
-        missing = left
-        if not missing:
-            break
+    pieces, missing = _divide(wanted.box, wanted.begin, tuple([one.box for one in held]))
+    for number, source_begin, target_begin, shape in pieces:
+        one = held[number]
+        conversion = one.conversion or (None if one.dtype == wanted.dtype else wanted.dtype)
+        moves[one.source].append(Move(one.place, conversion, source_begin, wanted.target, target_begin, shape))
     return missing
 
 
-def _move(wanted: Wanted, held: Held, box: Box) -> Move:
-    source = tuple(at - first for at, first in zip(box.offset, held.box.offset, strict=True))
-    steps = zip(wanted.begin, box.offset, wanted.box.offset, strict=True)
-    target = tuple(begin + at - first for begin, at, first in steps)
-    conversion = held.conversion or (None if held.dtype == wanted.dtype else wanted.dtype)
-    return Move(held.place, conversion, source, wanted.target, target, box.shape)
+#: A piece of a box: (number of the box that has it, where it begins there, where it begins in the target, shape).
+_Piece = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+@functools.lru_cache(4096)  # the layers of a model are alike
+def _divide(wanted: Box, begin: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[Sequence[_Piece], Sequence[Box]]:
+    """Divide a box among those that have parts of it, the first ones first; returns also what none of them has.
+
+    ``begin``: where the box begins in the target.
+    """
+    pieces: list[_Piece] = []
+    missing = [wanted] if wanted.size else []
+    for number, its in enumerate(boxes):
+        left: list[Box] = []
+        for box in missing:
+            common = box.intersection(its)
+            if common is None:
+                left.append(box)
+                continue
+            source = tuple(at - first for at, first in zip(common.offset, its.offset, strict=True))
+            steps = zip(begin, common.offset, wanted.offset, strict=True)
+            pieces.append((number, source, tuple(own + at - first for own, at, first in steps), common.shape))
+            left += box.without(common)
+        missing = left
+    return pieces, missing
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from raytorchrpc.calls.weight_counters import PullCounter
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost
 from raytorchrpc.patterns.handle import Handle
 from raytorchrpc.patterns.weights.coordinator import Committed
-from raytorchrpc.patterns.weights.match import KnownLayout, LayoutMatch, Selection
+from raytorchrpc.patterns.weights.match import WORTH_A_TURN, KnownLayout, LayoutMatch, Selection
 from raytorchrpc.patterns.weights.mismatch import check_writable
 from raytorchrpc.patterns.weights.plan import Options, Request
 from raytorchrpc.patterns.weights.planned import Filled, Planned, make_plan, signature_of
@@ -223,7 +223,10 @@ class ShardedPull:
             targets = Targets({name: shard.tensor for name, shard in self._request.targets.items()}, {})
         filled = planned.fill(targets)
         both = zip(planned.layouts, filled, strict=True)
-        layouts = tuple(layout._replace(alike=its.selection.alike(layout)) for layout, its in both)
+        layouts = tuple(
+            layout._replace(alike=its.selection.alike(layout) if its.nbytes >= WORTH_A_TURN else None)
+            for layout, its in both
+        )
         self.remembered = Remembered(planned._replace(layouts=layouts), known)
         return filled
 
