@@ -22,6 +22,7 @@ from raytorchrpc.patterns.weights.planned import Filled, Planned, make_plan, sig
 from raytorchrpc.patterns.weights.pull import Pull, Source
 from raytorchrpc.patterns.weights.shards import shards_of
 from raytorchrpc.patterns.weights.targets import KnownTargets, Targets, values_of
+from raytorchrpc.patterns.weights.ties import ties_of
 from raytorchrpc.patterns.weights.usable import UNUSED, Silent, UsableSources
 from raytorchrpc.patterns.weights.versions import VersionLease
 
@@ -42,6 +43,7 @@ class _SourceMatch(LayoutMatch):
         """Bring this; None: nothing is planned yet."""
         self.planned = filled
         self.device_type = None if filled is None else filled.device_type
+        self.ties = () if filled is None else filled.ties
         self._parts = None if filled is None else filled.parts
 
     @property
@@ -162,6 +164,9 @@ class ShardedPull:
                     self.remembered = Remembered()
                     return self._bring(version, None, sources)
                 self._plan_anew(matches, near)
+            for _, pull in pulls:
+                self._usable.asked = pull.source
+                pull.check_ties()
             for at, (number, pull) in enumerate(pulls):
                 self._usable.asked = pull.source
                 pull.begin(matches[number].selection(), caller_waits=not at)
@@ -209,9 +214,10 @@ class ShardedPull:
         if planned is None or planned.near != near:
             return None
         targets = None if known is None else known.found_in(self._values, self._options)
+        if targets is not None and not targets.known:  # the tensors have other memory since
+            check_writable(self._store, targets.tensors)
+            targets = targets if ties_of(targets.tensors) == planned.tied else None
         if targets is not None:
-            if not targets.known:  # the tensors have other memory since
-                check_writable(self._store, targets.tensors)
             return planned, planned.fill(targets)
         return (planned, self._follow(planned)) if planned.asked == signature_of(self._request) else None
 

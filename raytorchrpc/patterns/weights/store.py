@@ -288,6 +288,7 @@ class WeightStore(Handle):
             if lease.lease:
                 selection = match.selection()
                 self._known_layout = match.layout_for_next()
+                pull.check_ties()
                 pull.expect(selection)
                 if carry is None:
                     pull.bring(selection)
