@@ -213,6 +213,37 @@ def test_what_does_not_fit_is_named(actors: dict[str, Any], request: Any) -> Non
     in_actor(actors["a"], follow)
 
 
+def test_tensors_that_differ_do_not_go_into_one(actors: dict[str, Any], request: Any) -> None:
+    """Neither with the answer that brings tensors in place, nor later."""
+    store = store_in_learner(request)
+
+    def publish_both(value: float, is_one: bool) -> int:
+        model = {name: torch.full((LARGE,), value) for name in ("embed", "head")}
+        return store.publish(model | {"head": model["embed"]} if is_one else model | {"head": model["head"] + 1})
+
+    def pull_into_one() -> list[float]:
+        apart = {name: torch.zeros(LARGE) for name in ("embed", "head")}
+        store.pull(apart)
+        one = torch.full((LARGE,), -1.0)
+        for _ in range(2):
+            with pytest.raises(rtr.ConfigurationError, match="'embed' and 'head' are one tensor in the model"):
+                store.pull({"embed": one, "head": one})
+            assert holds({"one": one}, -1.0)
+        return [float(tensor[0]) for tensor in apart.values()]
+
+    def pull_one() -> float:
+        one = torch.zeros(LARGE)
+        for _ in range(2):
+            store.pull({"embed": one, "head": one})
+        return float(one.unique())
+
+    assert in_actor(actors["learner"], publish_both, 1.0, False) == 1
+    assert in_actor(actors["a"], pull_into_one) == in_actor(actors["learner"], pull_into_one) == [1.0, 2.0]
+    assert in_actor(actors["learner"], publish_both, 3.0, True) == 2
+    assert in_actor(actors["a"], pull_one) == in_actor(actors["learner"], pull_one) == 3.0
+    assert in_actor(actors["learner"], no_readers, store)
+
+
 def test_what_does_not_fit_is_not_kept_for_the_reader(actors: dict[str, Any], request: Any) -> None:
     store = store_in_learner(request)
     in_actor(actors["learner"], publish, store, 1)

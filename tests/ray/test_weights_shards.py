@@ -230,7 +230,7 @@ def test_what_does_not_fit_is_named_with_both_layouts(actors: dict[str, Any], st
     for name in PUBLISHERS:  # both have the first half
         ray.get(actors[name].run.remote(lambda s: s.publish({"vector": shard("vector", 0, 0, 2, 1)}), half), timeout=60)
     text = ray.get(reader.run.remote(amiss, half, {"vector": shard("vector", 0, 0, 1)}))
-    assert "[6:11] of (11,) were not published" in text and "[0:6] by publisher 0" in text, text
+    assert "[6:11] of (11,) were not published" in text and "[0:6] by 't0'" in text, text
 
 
 def remember(store: rtr.WeightStore) -> str:

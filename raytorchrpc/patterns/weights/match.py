@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,11 +14,18 @@ import torch
 
 from raytorchrpc.errors import ConfigurationError, NotFound
 from raytorchrpc.lanes.base import Part, Parts
-from raytorchrpc.patterns.weights.mismatch import check_fits, check_writable, dtype_mismatch, shape_mismatch
+from raytorchrpc.patterns.weights.mismatch import (
+    check_fits,
+    check_writable,
+    dtype_mismatch,
+    shape_mismatch,
+    tied_mismatch,
+)
 from raytorchrpc.patterns.weights.plan import Row
 from raytorchrpc.patterns.weights.shards import shards_of
 from raytorchrpc.patterns.weights.snapshots import Region, TensorSpec, converted_specs, lay_out
 from raytorchrpc.patterns.weights.targets import KnownMemory
+from raytorchrpc.patterns.weights.ties import Tie, ties_of_model
 from raytorchrpc.patterns.weights.versions import VersionLease
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES
 
@@ -174,6 +181,7 @@ class LayoutMatch(ABC):
     """The type of the device that all targets are on, if a lane can write each of them in place; else None."""
     converts = False
     """Whether some tensors may have to be converted."""
+    ties: Sequence[Tie] = ()
 
     def __init__(self, store: str, known: KnownLayout | None) -> None:
         """``known``: the layout of the pull before."""
@@ -184,6 +192,7 @@ class LayoutMatch(ABC):
         self._parts: Sequence[Sequence[Part]] | None = None  # of ``_matched``
         self.to_prepare: str | None = None
         """The type of the device whose memory lanes are to prepare, while the pull is planned."""
+        self._of_memory: dict[Hashable, Any] = {}  # what is known of the targets' memory and ``known``
 
     @property
     def layout(self) -> KnownLayout:
@@ -212,8 +221,19 @@ class LayoutMatch(ABC):
         self.lease = lease
         if lease.lease and lease.rows is not None:
             self.known, self._matched, self._parts = KnownLayout.of(lease.layout, lease.rows), None, None
+            self._of_memory = {}
         elif lease.lease and (self.known is None or self.known.number != lease.layout):
             raise NotFound(f"the home of {self._store!r} did not say what it has; pull again")
+
+    def doubtful(self) -> list[Tie]:
+        """Return the pairs for one tensor of the model that the home has published as two tensors."""
+        first = {place: one for one, place in self.leased.ties} if self.ties else {}
+        return [tie for tie in self.ties if len({first.get(place, place) for place in tie.places}) > 1]
+
+    def check_equal(self, ties: Sequence[Tie], equal: Sequence[bool]) -> None:
+        """Raise ConfigurationError, which names them, if some of these pairs are not ``equal``."""
+        both = zip(ties, equal, strict=True)
+        check_fits(self._store, [tied_mismatch(*tie[1:]) for tie, is_equal in both if not is_equal])
 
     def bytes_of(self, selection: Selection) -> int:
         """The size of what the pull brings. Quick for all tensors as published: to ask each tensor takes a while."""
@@ -233,7 +253,7 @@ class LayoutMatch(ABC):
         if not pieces or self.device_type != device_type or self.leased.deltas:
             return None
         selection = self.selection()
-        if not selection.targets or any(name is not None for _, name in selection.places):
+        if not selection.targets or any(name is not None for _, name in selection.places) or self.doubtful():
             return None
         self.filled = True
         return self.parts_of(selection)
@@ -264,6 +284,14 @@ class ModelMatch(LayoutMatch):
         return writable_device_type(tensors) if all(map(torch.Tensor.is_contiguous, tensors)) else None
 
     @property
+    def ties(self) -> Sequence[Tie]:  # type: ignore[override]
+        """The pairs of published tensors that go into one tensor of the model."""
+        if "ties" not in self._of_memory:
+            self._of_memory["ties"] = ties_of_model(self.layout.rows, self.targets)
+        found: list[Tie] = self._of_memory["ties"]
+        return found
+
+    @property
     def likely_device_type(self) -> str | None:
         """``device_type``, or that of the pull before, which needs no look at the model."""
         return self.device_type if self.known is None else self.known.device_type
@@ -288,6 +316,7 @@ class ModelMatch(LayoutMatch):
 
     def _known_parts(self, selection: Selection) -> list[Parts]:
         known = self._memory.of(selection.targets, (self.layout.number, tuple(selection.places)))
+        self._of_memory = known
 
         def again(number: int, parts: list[Part]) -> Parts:
             targets = [part.target for part in parts]

@@ -77,6 +77,16 @@ def shape_mismatch(name: str, published: tuple[int, ...], wanted: tuple[int, ...
     return f"{name!r} is {published} as published, and {wanted} in the model{remedy}"
 
 
+def tied_mismatch(names: tuple[str, str], parts: Sequence[str], what: str = "but differ as published") -> str:
+    """What is amiss if two names of one tensor are published apart. ``parts``: what the first one is made of."""
+    one, other = names
+    remedy = f"mapping={{{other!r}: {(parts[0] if len(parts) == 1 else list(parts))!r}}} and strict=False"
+    return (
+        f"{one!r} and {other!r} are one tensor in the model, {what}: give each a tensor of its own, or pull one into "
+        f"both with {remedy}"
+    )
+
+
 def check_writable(store: str, targets: Mapping[str, torch.Tensor]) -> None:
     """Raise ConfigurationError, which names it, for a tensor that nothing can be received into."""
     for name, tensor in targets.items():

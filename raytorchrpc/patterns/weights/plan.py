@@ -27,6 +27,8 @@ class Held(NamedTuple):
 
     source: int
     """Which publisher."""
+    publisher: str
+    """Its name."""
     place: int
     """In its layout."""
     dtype: str
@@ -87,18 +89,20 @@ class Request(NamedTuple):
     store: str
     targets: Mapping[str, Shard]
     options: Options
+    publishers: Sequence[str]
+    """Their names."""
 
     @staticmethod
-    def of(store: str, model: Mapping[str, Shard], options: Options) -> Request:
+    def of(store: str, model: Mapping[str, Shard], options: Options, publishers: Sequence[str]) -> Request:
         """For the tensors of a model that ``options.only`` selects, with their scales. Raises ConfigurationError."""
         if not options.only:
-            return Request(store, model, options)
+            return Request(store, model, options, publishers)
         names = set(selected(options.only, model, store))
         if isinstance(options.convert, BlockFp8):
             names |= {name + options.convert.suffix for name in names}
         mapping = {name: parts for name, parts in options.mapping.items() if name in names or name not in model}
         targets = {name: shard for name, shard in model.items() if name in names}
-        return Request(store, targets, options._replace(mapping=mapping))
+        return Request(store, targets, options._replace(mapping=mapping), publishers)
 
 
 def plan(request: Request, layouts: Sequence[Sequence[Row]], near: Sequence[int], turn: int) -> list[list[Move]]:
@@ -111,7 +115,7 @@ def plan(request: Request, layouts: Sequence[Sequence[Row]], near: Sequence[int]
 
     Raises ConfigurationError, which names up to ten tensors and both layouts.
     """
-    published = _published(layouts)
+    published = _published(request.publishers, layouts)
     wrong: list[str] = []
     lacking, unpublished = list[str](), list[str]()
     if isinstance(request.options.convert, BlockFp8):
@@ -137,12 +141,12 @@ def plan(request: Request, layouts: Sequence[Sequence[Row]], near: Sequence[int]
     return moves
 
 
-def _published(layouts: Sequence[Sequence[Row]]) -> dict[str, list[Held]]:
+def _published(publishers: Sequence[str], layouts: Sequence[Sequence[Row]]) -> dict[str, list[Held]]:
     found: dict[str, list[Held]] = {}
-    for source, rows in enumerate(layouts):
+    for source, (publisher, rows) in enumerate(zip(publishers, layouts, strict=True)):
         for place, (name, dtype, shape, shard) in enumerate(rows):
             whole, offset = (shape, (0,) * len(shape)) if shard is None else shard
-            found.setdefault(name, []).append(Held(source, place, dtype, whole, Box(offset, shape)))
+            found.setdefault(name, []).append(Held(source, publisher, place, dtype, whole, Box(offset, shape)))
     return found
 
 
@@ -206,7 +210,8 @@ def _quantize(request: Request, fp8: BlockFp8, published: dict[str, list[Held]])
 def _scales_held(held: Held, fp8: BlockFp8) -> Held:
     box = scales_of(held.box, held.global_shape, fp8.block)
     assert box is not None  # see _unquantizable
-    return Held(held.source, held.place, "float32", blocks_in(held.global_shape, fp8.block), box, fp8.scales)
+    shape = blocks_in(held.global_shape, fp8.block)
+    return held._replace(dtype="float32", global_shape=shape, box=box, conversion=fp8.scales)
 
 
 def _unquantizable(name: str, held: Sequence[Held], fp8: BlockFp8) -> list[str]:
@@ -219,7 +224,7 @@ def _unquantizable(name: str, held: Sequence[Held], fp8: BlockFp8) -> list[str]:
     if len(shape) != 2:
         return [f"{name!r} has shape {shape}, and BlockFp8 converts matrices, which have two dimensions"]
     return [
-        f"{name!r}: the shard {one.box} of {shape} by publisher {one.source} cuts a block of {fp8}: publish shards "
+        f"{name!r}: the shard {one.box} of {shape} by {one.publisher!r} cuts a block of {fp8}: publish shards "
         f"that begin at multiples of a block and end there, or with the tensor"
         for one in held
         if scales_of(one.box, one.global_shape, fp8.block) is None
@@ -294,33 +299,44 @@ def _mismatch(name: str, wanted: Wanted, held: Sequence[Held], convert: Convert)
 
 
 def _shown(held: Sequence[Held]) -> str:
-    return ", ".join(f"{one.dtype} {one.global_shape} {one.box} by publisher {one.source}" for one in held[:4])
+    return ", ".join(f"{one.dtype} {one.global_shape} {one.box} by {one.publisher!r}" for one in held[:4])
 
 
-def _cover(wanted: Wanted, held: Sequence[Held], moves: list[list[Move]]) -> list[Box]:
+def _cover(wanted: Wanted, held: Sequence[Held], moves: list[list[Move]]) -> Sequence[Box]:
     """Add the moves that bring a box, each element once; returns what nobody has."""
-    missing = [wanted.box] if wanted.box.size else []
-    for one in held:
-        left: list[Box] = []
-        for box in missing:
-            common = box.intersection(one.box)
-            if common is None:
-                left.append(box)
-                continue
-            moves[one.source].append(_move(wanted, one, common))
-            left += box.without(common)
-        missing = left
-        if not missing:
-            break
+    pieces, missing = _divide(wanted.box, wanted.begin, tuple([one.box for one in held]))
+    for number, source_begin, target_begin, shape in pieces:
+        one = held[number]
+        conversion = one.conversion or (None if one.dtype == wanted.dtype else wanted.dtype)
+        moves[one.source].append(Move(one.place, conversion, source_begin, wanted.target, target_begin, shape))
     return missing
 
 
-def _move(wanted: Wanted, held: Held, box: Box) -> Move:
-    source = tuple(at - first for at, first in zip(box.offset, held.box.offset, strict=True))
-    steps = zip(wanted.begin, box.offset, wanted.box.offset, strict=True)
-    target = tuple(begin + at - first for begin, at, first in steps)
-    conversion = held.conversion or (None if held.dtype == wanted.dtype else wanted.dtype)
-    return Move(held.place, conversion, source, wanted.target, target, box.shape)
+#: A piece of a box: (number of the box that has it, where it begins there, where it begins in the target, shape).
+_Piece = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+@functools.lru_cache(4096)  # the layers of a model are alike
+def _divide(wanted: Box, begin: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[Sequence[_Piece], Sequence[Box]]:
+    """Divide a box among those that have parts of it, the first ones first; returns also what none of them has.
+
+    ``begin``: where the box begins in the target.
+    """
+    pieces: list[_Piece] = []
+    missing = [wanted] if wanted.size else []
+    for number, its in enumerate(boxes):
+        left: list[Box] = []
+        for box in missing:
+            common = box.intersection(its)
+            if common is None:
+                left.append(box)
+                continue
+            source = tuple(at - first for at, first in zip(common.offset, its.offset, strict=True))
+            steps = zip(begin, common.offset, wanted.offset, strict=True)
+            pieces.append((number, source, tuple(own + at - first for own, at, first in steps), common.shape))
+            left += box.without(common)
+        missing = left
+    return pieces, missing
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from raytorchrpc.patterns.weights.plan import Move, Request, plan, region_of
 from raytorchrpc.patterns.weights.shards import Shard
 from raytorchrpc.patterns.weights.snapshots import Region
 from raytorchrpc.patterns.weights.targets import Targets
+from raytorchrpc.patterns.weights.ties import Tie, ties_of, ties_of_plan
 from raytorchrpc.tensors.dtypes import DTYPES
 
 
@@ -67,6 +68,8 @@ class Filled(NamedTuple):
     device_type: str | None
     """See ``LayoutMatch.device_type``."""
     nbytes: int
+    ties: Sequence[Tie]
+    """See ``LayoutMatch.ties``."""
 
 
 class _Piece(NamedTuple):
@@ -96,14 +99,15 @@ class _Source(NamedTuple):
     places: list[tuple[int, str | None]]  # see ``Selection``
     regions: list[Region]
     pieces: list[_Piece]
+    ties: Sequence[Tie]
 
     @staticmethod
-    def of(brings: list[_Bring]) -> _Source:
+    def of(brings: list[_Bring], ties: Sequence[Tie]) -> _Source:
         pieces: dict[str | None, list[_Bring]] = {}
         for bring in brings:
             pieces.setdefault(bring.place[1], []).append(bring)
         places, regions = [bring.place for bring in brings], [bring.region for bring in brings]
-        return _Source(brings, places, regions, list(map(_Piece.of, pieces.values())))
+        return _Source(brings, places, regions, list(map(_Piece.of, pieces.values())), ties)
 
     def fill(self, targets: Targets, known: dict[Hashable, Any]) -> Filled:
         """What comes into the model's tensors. ``known``: about this source; see ``Targets.known``."""
@@ -112,7 +116,7 @@ class _Source(NamedTuple):
             filled = [tensor for its in parts for tensor in its.filled]
             known["device type"] = writable_device_type(filled) if filled else None
         selection = Selection(self.places, _Views(self.brings, targets.tensors), self.regions)
-        return Filled(selection, parts, known["device type"], sum(piece.nbytes for piece in self.pieces))
+        return Filled(selection, parts, known["device type"], sum(piece.nbytes for piece in self.pieces), self.ties)
 
 
 class Planned(NamedTuple):
@@ -125,6 +129,12 @@ class Planned(NamedTuple):
     """Of each source."""
     sources: list[_Source]
 
+    @property
+    def tied(self) -> list[tuple[str, str]]:
+        """Names of one tensor of the model."""
+        found: list[tuple[str, str]] = self.asked[-1]
+        return found
+
     def fill(self, targets: Targets) -> list[Filled]:
         """What comes from each source, into the model's tensors as they are now."""
         known = [targets.known.setdefault(number, {}) for number in range(len(self.sources))]
@@ -133,10 +143,13 @@ class Planned(NamedTuple):
 
 def make_plan(request: Request, layouts: Sequence[KnownLayout], near: Sequence[int], turn: int) -> Planned:
     """See ``plan.plan``."""
-    moves = plan(request, [known.rows for known in layouts], near, turn)
+    rows = [known.rows for known in layouts]
+    moves = plan(request, rows, near, turn)
     sources = [
-        _Source.of([_bring(move, known, offsets, request.targets[move.target]) for move in wanted])
-        for known, offsets, wanted in zip(layouts, map(Offsets, layouts), moves, strict=True)
+        _Source.of([_bring(move, known, offsets, request.targets[move.target]) for move in wanted], ties)
+        for known, offsets, wanted, ties in zip(
+            layouts, map(Offsets, layouts), moves, ties_of_plan(request, rows, moves), strict=True
+        )
     ]
     return Planned(signature_of(request), tuple(near), tuple(layouts), sources)
 
@@ -162,4 +175,4 @@ def signature_of(request: Request) -> Any:
         (name, shard.tensor.dtype, shard.tensor.shape, shard.global_shape, shard.offset)
         for name, shard in request.targets.items()
     ]
-    return targets, request.options
+    return targets, request.options, ties_of({name: shard.tensor for name, shard in request.targets.items()})

@@ -31,6 +31,7 @@ from raytorchrpc.patterns.weights.snapshots import (
     copy_tensors,
     equal_bits,
 )
+from raytorchrpc.patterns.weights.ties import ties_of
 from raytorchrpc.patterns.weights.versions import Layout, VersionLease, VersionWaits
 from raytorchrpc.process.identity import has_ended
 
@@ -40,7 +41,7 @@ KIND = "weight store"
 WAIT, LEASE = "raytorchrpc.weights.wait", "raytorchrpc.weights.lease"
 ADVISE, REPORT = "raytorchrpc.weights.advise", "raytorchrpc.weights.report"
 TENSORS, PIECES = "raytorchrpc.weights.tensors", "raytorchrpc.weights.pieces"
-DELTAS = "raytorchrpc.weights.deltas"
+DELTAS, EQUAL = "raytorchrpc.weights.deltas", "raytorchrpc.weights.equal"
 #: Also of a member that relays.
 RELEASE = "raytorchrpc.weights.release"
 
@@ -179,7 +180,8 @@ class PublishedWeights(Readable, VersionWaits):
             deltas = self._deltas(memory, changed, version, before)
             if before is not None and (carried or deltas):
                 before[1].note_own_reads()
-            snapshot = Snapshot(version, layout.specs, memory, changed, self.pool, deltas)
+            ties = self._ties(sources, before, carried)
+            snapshot = Snapshot(version, layout.specs, memory, changed, self.pool, deltas, ties)
             with self._lock:
                 self._check_open()
                 self._versions[version], self._last = (layout, snapshot), version
@@ -229,6 +231,14 @@ class PublishedWeights(Readable, VersionWaits):
         equal = equal_bits([sources[place] for place in compared], [held[place] for place in compared])
         same = carried | {place for place, is_equal in zip(compared, equal, strict=True) if is_equal}
         return [old if place in same else version for place, old in enumerate(snapshot.changed)]
+
+    @staticmethod
+    def _ties(
+        sources: Sequence[torch.Tensor], before: tuple[Layout, Snapshot] | None, carried: frozenset[int]
+    ) -> list[tuple[int, int]]:
+        """Find the tensors that are one under several names. ``carried``: are of the version before, and as then."""
+        old = () if before is None else [tie for tie in before[1].ties if carried.issuperset(tie)]
+        return [*ties_of(dict(enumerate(sources))), *old]
 
     def _deltas(
         self, memory: VersionMemory, changed: Sequence[int], version: int, before: tuple[Layout, Snapshot] | None
@@ -304,7 +314,7 @@ class PublishedWeights(Readable, VersionWaits):
             if snapshot.deltas is not None and snapshot.deltas.base == since:
                 deltas = snapshot.deltas.counts()
         rows = None if its_layout.number == layout else its_layout.rows
-        return VersionLease(chosen, number, its_layout.number, rows, changed, deltas=deltas)
+        return VersionLease(chosen, number, its_layout.number, rows, changed, deltas=deltas, ties=snapshot.ties)
 
     def serve_lease(
         self,
@@ -367,6 +377,7 @@ register_methods(
         REPORT: PublishedWeights.serve_report,
         TENSORS: lambda weights, _, lease, places, regions=None: weights.pool.leased(lease).tensors(places, regions),
         PIECES: Readable.serve_pieces,
+        EQUAL: lambda weights, _, lease, pairs: weights.pool.leased(lease).equal(pairs),
         DELTAS: lambda weights, _, lease, spans: weights.pool.leased(lease).read_deltas(spans),
         RELEASE: lambda weights, _, lease, *brought: weights.release(lease, *brought),
     }

@@ -1,7 +1,7 @@
 """Stores with several publishers: a version exists once each of them has published its shards of it.
 
-Every publisher keeps its own shards (see ``published``). The first one coordinates: the others tell it what they have
-staged, and readers ask it which version is the newest that all have.
+Every publisher keeps its own shards (see ``published``). The first one by name coordinates: the others tell it what
+they have staged, and readers ask it which version is the newest that all have.
 """
 
 from __future__ import annotations
@@ -78,11 +78,14 @@ def stage(
 
 
 def names_of(members: Any, home: Any) -> tuple[str, ...]:
-    """The names of publishers. Raises ConfigurationError."""
+    """The names of publishers, sorted, so that every order in which they are given is the same store.
+
+    Raises ConfigurationError.
+    """
     if home is not None:
-        raise ConfigurationError("pass home= or publishers=, not both: the first publisher is the home")
-    members = getattr(members, "ranks", members)  # of a ProcessGroupInfo, the members' names in their order
-    if isinstance(members, (str, set, frozenset)) or not members:
+        raise ConfigurationError("pass home= or publishers=, not both: the first publisher by name is the home")
+    members = getattr(members, "ranks", members)  # of a ProcessGroupInfo, the members' names
+    if isinstance(members, str) or not members:
         raise ConfigurationError(f"publishers= is a list of members, such as ['left', 'right'], not {members!r}")
     local = current_local()
     names = [
@@ -95,7 +98,7 @@ def names_of(members: Any, home: Any) -> tuple[str, ...]:
         )
     if len(set(names)) < len(names):
         raise ConfigurationError(f"publishers= names a member twice: {', '.join(names)}")
-    return tuple(names)
+    return tuple(sorted(names))
 
 
 class PublishedShards(PublishedWeights):

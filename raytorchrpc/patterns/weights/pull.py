@@ -181,6 +181,16 @@ class Pull:
             self._is_expected = True
             self._requests.counter.expect(self._match.leased.version, self._match.bytes_of(selection))
 
+    def check_ties(self) -> None:
+        """Raise ConfigurationError if tensors that are one in the model differ as published; may ask the home."""
+        if ties := self._match.doubtful():
+            pairs = [tie.places for tie in ties]
+            if self._is_home:
+                equal = self._store._object(self._local).pool.leased(self._match.leased.lease).equal(pairs)
+            else:
+                equal = self._request(published.EQUAL, pairs, caller_waits=True).wait()
+            self._match.check_equal(ties, equal)
+
     def begin(self, selection: Selection, caller_waits: bool = False) -> None:
         """Ask the home for what ``bring`` will need, without waiting for the answer."""
         if not selection.targets or self._match.filled or self._is_home:

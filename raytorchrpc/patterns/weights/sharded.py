@@ -15,13 +15,14 @@ from raytorchrpc.calls.weight_counters import PullCounter
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost
 from raytorchrpc.patterns.handle import Handle
 from raytorchrpc.patterns.weights.coordinator import Committed
-from raytorchrpc.patterns.weights.match import KnownLayout, LayoutMatch, Selection
+from raytorchrpc.patterns.weights.match import WORTH_A_TURN, KnownLayout, LayoutMatch, Selection
 from raytorchrpc.patterns.weights.mismatch import check_writable
 from raytorchrpc.patterns.weights.plan import Options, Request
 from raytorchrpc.patterns.weights.planned import Filled, Planned, make_plan, signature_of
 from raytorchrpc.patterns.weights.pull import Pull, Source
 from raytorchrpc.patterns.weights.shards import Shard, local_tensor, shards_of
 from raytorchrpc.patterns.weights.targets import KnownTargets, Targets, values_of
+from raytorchrpc.patterns.weights.ties import ties_of
 from raytorchrpc.patterns.weights.usable import UNUSED, Silent, UsableSources
 from raytorchrpc.patterns.weights.versions import VersionLease
 
@@ -42,6 +43,7 @@ class _SourceMatch(LayoutMatch):
         """Bring this; None: nothing is planned yet."""
         self.planned = filled
         self.device_type = None if filled is None else filled.device_type
+        self.ties = () if filled is None else filled.ties
         self._parts = None if filled is None else filled.parts
 
     @property
@@ -106,10 +108,11 @@ class ShardedPull:
         self._values = values_of(model)
         self.remembered, self._counter = remembered, counter
         self._usable = UsableSources(local, silent)
+        self._publishers: list[str] = []
 
     @cached_property
     def _request(self) -> Request:
-        request = Request.of(self._store, shards_of(self._values, self._store), self._options)
+        request = Request.of(self._store, shards_of(self._values, self._store), self._options, self._publishers)
         check_writable(self._store, {name: shard.tensor for name, shard in request.targets.items()})
         return request
 
@@ -141,6 +144,7 @@ class ShardedPull:
 
     def _bring(self, version: int | None, since: int | None, sources: Sequence[Handle]) -> int:
         self._counter.begin_again()
+        self._publishers = [source.home for source in sources]
         near = self._usable.begin(version, sources)
         planned = self._fill_again(near)
         to_prepare = _device_type_of(self._values) if planned is None else None
@@ -162,6 +166,9 @@ class ShardedPull:
                     self.remembered = Remembered()
                     return self._bring(version, None, sources)
                 self._plan_anew(matches, near)
+            for _, pull in pulls:
+                self._usable.asked = pull.source
+                pull.check_ties()
             for at, (number, pull) in enumerate(pulls):
                 self._usable.asked = pull.source
                 pull.begin(matches[number].selection(), caller_waits=not at)
@@ -209,9 +216,10 @@ class ShardedPull:
         if planned is None or planned.near != near:
             return None
         targets = None if known is None else known.found_in(self._values, self._options)
+        if targets is not None and not targets.known:  # the tensors have other memory since
+            check_writable(self._store, targets.tensors)
+            targets = targets if ties_of(targets.tensors) == planned.tied else None
         if targets is not None:
-            if not targets.known:  # the tensors have other memory since
-                check_writable(self._store, targets.tensors)
             return planned, planned.fill(targets)
         return (planned, self._follow(planned)) if planned.asked == signature_of(self._request) else None
 
@@ -223,7 +231,10 @@ class ShardedPull:
             targets = Targets({name: shard.tensor for name, shard in self._request.targets.items()}, {})
         filled = planned.fill(targets)
         both = zip(planned.layouts, filled, strict=True)
-        layouts = tuple(layout._replace(alike=its.selection.alike(layout)) for layout, its in both)
+        layouts = tuple(
+            layout._replace(alike=its.selection.alike(layout) if its.nbytes >= WORTH_A_TURN else None)
+            for layout, its in both
+        )
         self.remembered = Remembered(planned._replace(layouts=layouts), known)
         return filled
 

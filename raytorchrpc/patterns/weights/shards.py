@@ -27,41 +27,31 @@ class Box(NamedTuple):
 
     def intersection(self, other: Box) -> Box | None:
         """The indices in both; None if there are none."""
-        return _intersection(self, other)
+        begin = tuple(map(max, self.offset, other.offset))
+        ends = map(min, self.end, other.end)
+        shape = tuple(end - first for first, end in zip(begin, ends, strict=True))
+        return Box(begin, shape) if all(extent > 0 for extent in shape) else None
 
     @property
     def end(self) -> tuple[int, ...]:
         return tuple(begin + extent for begin, extent in zip(self.offset, self.shape, strict=True))
 
-    def without(self, part: Box) -> tuple[Box, ...]:
+    def without(self, part: Box) -> list[Box]:
         """Boxes that have the other indices. ``part`` lies in this box."""
-        return _without(self, part)
+        left: list[Box] = []
+        begin, end = list(self.offset), list(self.end)
+        for dimension, (first, last) in enumerate(zip(part.offset, part.end, strict=True)):
+            for low, high in ((begin[dimension], first), (last, end[dimension])):
+                if low < high:
+                    offset, shape = list(begin), [end[d] - begin[d] for d in range(len(begin))]
+                    offset[dimension], shape[dimension] = low, high - low
+                    left.append(Box(tuple(offset), tuple(shape)))
+            begin[dimension], end[dimension] = first, last
+        return left
 
     def __str__(self) -> str:
         ranges = zip(self.offset, self.end, strict=True)
         return "[" + ", ".join(f"{first}:{last}" for first, last in ranges) + "]"
-
-
-@functools.lru_cache(4096)  # the layers of a model are alike
-def _intersection(one: Box, other: Box) -> Box | None:
-    begin = tuple(map(max, one.offset, other.offset))
-    ends = map(min, one.end, other.end)
-    shape = tuple(end - first for first, end in zip(begin, ends, strict=True))
-    return Box(begin, shape) if all(extent > 0 for extent in shape) else None
-
-
-@functools.lru_cache(4096)
-def _without(whole: Box, part: Box) -> tuple[Box, ...]:
-    left: list[Box] = []
-    begin, end = list(whole.offset), list(whole.end)
-    for dimension, (first, last) in enumerate(zip(part.offset, part.end, strict=True)):
-        for low, high in ((begin[dimension], first), (last, end[dimension])):
-            if low < high:
-                offset, shape = list(begin), [end[d] - begin[d] for d in range(len(begin))]
-                offset[dimension], shape[dimension] = low, high - low
-                left.append(Box(tuple(offset), tuple(shape)))
-        begin[dimension], end[dimension] = first, last
-    return tuple(left)
 
 
 class Shard(NamedTuple):
@@ -159,7 +149,8 @@ def _checked(name: str, shard: Shard, store: str) -> Shard:
         raise ConfigurationError(
             f"{name!r} of the weights for {store!r} is a Shard of a {type(given).__name__}, not of a tensor"
         )
-    shape = tuple(_dense(name, shard.tensor, store).shape)
+    dense = _dense(name, given, store)
+    shape = tuple(dense.shape)
     try:
         whole, offset = tuple(map(operator.index, shard.global_shape)), tuple(map(operator.index, shard.offset))
     except TypeError:
@@ -167,15 +158,19 @@ def _checked(name: str, shard: Shard, store: str) -> Shard:
             f"{name!r} of the weights for {store!r} is a Shard with global_shape={shard.global_shape!r} and "
             f"offset={shard.offset!r}: each has to be a tuple with a whole number for each dimension"
         ) from None
-    fits = len(shape) == len(whole) == len(offset) and all(
-        0 <= begin <= begin + extent <= most for begin, extent, most in zip(offset, shape, whole, strict=True)
-    )
-    if not fits:
+    if not _lies_in(shape, offset, whole):
         raise ConfigurationError(
             f"{name!r} of the weights for {store!r} is a Shard of shape {shape} at {offset}, "
             f"which does not lie in a global tensor of shape {whole}"
         )
-    return Shard(_dense(name, shard.tensor, store), whole, offset)
+    return Shard(dense, whole, offset)
+
+
+@functools.lru_cache(4096)  # the layers of a model are alike
+def _lies_in(shape: tuple[int, ...], offset: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    return len(shape) == len(whole) == len(offset) and all(
+        0 <= begin <= begin + extent <= most for begin, extent, most in zip(offset, shape, whole, strict=True)
+    )
 
 
 def _is_dtensor(value: Any) -> bool:

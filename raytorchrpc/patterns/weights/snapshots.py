@@ -158,10 +158,17 @@ class Snapshot:
         changed: Sequence[int],
         pool: SnapshotPool,
         deltas: Deltas | None = None,
+        ties: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """``changed``: for each tensor, the version that it was new in. The thread that wrote ``memory`` calls this."""
+        """The thread that wrote ``memory`` calls this.
+
+        Args:
+            changed: for each tensor, the version that it was new in.
+            ties: places of tensors that were one when they were published; see ``ties_of``.
+        """
         self.version, self.specs, self.memory, self.changed = version, specs, memory, changed
-        self.deltas = deltas
+        self.deltas, self.ties = deltas, ties
+        self._equal: dict[tuple[int, int], bool] = {}
         self.readers = 0
         self.retired = False
         self._pool = pool
@@ -220,6 +227,19 @@ class Snapshot:
         """Copy these tensors, or a region of each, into tensors of this process."""
         copy_tensors(targets, self.tensors(places, regions), self._pool.copy_bytes)
         self.note_own_reads()
+
+    def equal(self, pairs: Sequence[tuple[int, int]]) -> list[bool]:
+        """For each pair of places, return whether the tensors are equal bit for bit. Blocks; compares them once."""
+        return [self._are_equal(one, other) for one, other in pairs]
+
+    def _are_equal(self, one: int, other: int) -> bool:
+        if (one, other) not in self._equal:
+            held, its = self.memory.tensors[one], self.memory.tensors[other]
+            alike = held.dtype is its.dtype and held.shape == its.shape
+            self.make_current()
+            self._equal[one, other] = alike and equal_bits([held], [its.to(held.device)])[0]
+            self.note_own_reads()
+        return self._equal[one, other]
 
     def set_unread(self) -> None:
         """Called when its last lease has ended. Quick: the pool holds its lock."""

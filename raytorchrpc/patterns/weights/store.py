@@ -74,7 +74,7 @@ class WeightStore(Handle):
             name: identifies the store in its home.
             home: a member's name, rank or handle, or a Member. None: this member.
             publishers: several such members, or a ``ProcessGroupInfo`` for its members, instead of ``home``. The first
-                one is the home. Each has to publish every version; the same list, in the same order, everywhere.
+                one by name is the home. Each has to publish every version. The same members everywhere, in any order.
             keep: how many versions, the newest ones, can be pulled.
             track: find out which tensors change between versions, so that ``pull(since=...)`` brings only those.
                 ``publish`` then compares each tensor bit for bit with the version before, and copies only those that
@@ -98,7 +98,7 @@ class WeightStore(Handle):
 
     @property
     def publishers(self) -> tuple[str, ...]:
-        """The names of the members that publish."""
+        """The names of the members that publish, sorted."""
         return self._publishers or (self._home,)
 
     @property
@@ -288,6 +288,7 @@ class WeightStore(Handle):
             if lease.lease:
                 selection = match.selection()
                 self._known_layout = match.layout_for_next()
+                pull.check_ties()
                 pull.expect(selection)
                 if carry is None:
                     pull.bring(selection)

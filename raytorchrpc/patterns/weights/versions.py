@@ -6,6 +6,7 @@ import operator
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, NamedTuple, overload
 
 from raytorchrpc.calls.member import LocalMember
@@ -46,6 +47,7 @@ class VersionLease(NamedTuple):
     changed: list[int] | None  # places of the tensors that differ from the version that the reader has; None: all
     turn: tuple[int | None, bool] | None = None  # others of its host pull the same: see ``RelayPlan.ask``
     deltas: list[tuple[int, int]] | None = None  # of what changed: see ``Deltas.counts``
+    ties: Sequence[tuple[int, int]] = ()  # places of tensors that were published as one: see ``ties_of``
 
 
 class Layout(NamedTuple):

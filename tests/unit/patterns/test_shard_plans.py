@@ -33,9 +33,10 @@ def rows(shape: tuple[int, ...], boxes: Sequence[Box]) -> list[list[Row]]:
     return [[("w", "float64", box.shape, (shape, box.offset))] for box in boxes]
 
 
-def request(box: Box, shape: tuple[int, ...]) -> Request:
+def request(box: Box, shape: tuple[int, ...], publishers: int) -> Request:
     target = torch.full(box.shape, -1.0, dtype=torch.float64)
-    return Request("store", {"w": Shard(target, shape, box.offset)}, Options.of())
+    names = [f"trainer{number}" for number in range(publishers)]
+    return Request("store", {"w": Shard(target, shape, box.offset)}, Options.of(), names)
 
 
 def move(moves: list[list[Move]], whole: torch.Tensor, boxes: Sequence[Box], target: torch.Tensor) -> int:
@@ -62,7 +63,7 @@ def test_every_element_arrives_once_whatever_the_layouts(seed: int) -> None:
 
     boxes = [box for box in divided(shape, cuts()) for _ in range(chance.randint(1, 3))]  # some have several holders
     for box in divided(shape, cuts()):
-        asked = request(box, shape)
+        asked = request(box, shape, len(boxes))
         moves = plan(asked, rows(shape, boxes), [chance.randint(0, 1) for _ in boxes], chance.randint(0, 9))
         target = asked.targets["w"].tensor
         assert move(moves, whole, boxes, target) == box.size
@@ -75,7 +76,7 @@ def test_readers_spread_over_equal_holders_and_prefer_near_ones() -> None:
     def sources(near: Sequence[int]) -> list[int]:
         found = []
         for turn in range(6):
-            moves = plan(request(whole, (8,)), rows((8,), [whole] * 3), near, turn)
+            moves = plan(request(whole, (8,), 3), rows((8,), [whole] * 3), near, turn)
             found += [number for number, its in enumerate(moves) if its]
         return found
 
@@ -85,14 +86,16 @@ def test_readers_spread_over_equal_holders_and_prefer_near_ones() -> None:
 
 def test_what_nobody_has_is_named() -> None:
     boxes = [Box((0, 0), (2, 4)), Box((0, 0), (2, 4))]
-    with pytest.raises(ConfigurationError, match=r"'w': \[2:4, 0:4\] of \(4, 4\) were not published"):
-        plan(request(Box((0, 0), (4, 4)), (4, 4)), rows((4, 4), boxes), [0, 0], 0)
+    missing = r"'w': \[2:4, 0:4\] of \(4, 4\) were not published .* by 'trainer0', .*\[0:2, 0:4\] by 'trainer1'"
+    with pytest.raises(ConfigurationError, match=missing):
+        plan(request(Box((0, 0), (4, 4)), (4, 4), 2), rows((4, 4), boxes), [0, 0], 0)
 
 
 def test_publishers_that_disagree_are_named() -> None:
     layouts = [*rows((4,), [Box((0,), (2,))]), *rows((5,), [Box((2,), (3,))])]
-    with pytest.raises(ConfigurationError, match=r"'w' differs between publishers: .*\(4,\) \[0:2\] .*\(5,\) \[2:5\]"):
-        plan(request(Box((0,), (4,)), (4,)), layouts, [0, 0], 0)
+    differ = r"'w' differs between publishers: .*\(4,\) \[0:2\] by 'trainer0', .*\(5,\) \[2:5\] by 'trainer1'"
+    with pytest.raises(ConfigurationError, match=differ):
+        plan(request(Box((0,), (4,)), (4,), 2), layouts, [0, 0], 0)
 
 
 @pytest.mark.parametrize(

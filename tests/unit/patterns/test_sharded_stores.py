@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import raytorchrpc as rtr
 from tests.unit.members import Members
 
-PUBLISHERS = ("home", "a")
+PUBLISHERS = ("a", "b")
 
 
 def store(**options: Any) -> rtr.WeightStore:
@@ -34,7 +34,7 @@ def publish(members: Members, *values: float, **options: Any) -> None:
 def test_the_newest_versions_are_kept_by_all_publishers(members: Members) -> None:
     for value in (1.0, 2.0, 3.0):
         publish(members, value, value, keep=2)
-    with members.acting("b"):
+    with members.acting("home"):
         model = torch.zeros(6)
         assert store(keep=2).pull({"w": model}, 2) == 2
         assert model.tolist() == [2.0] * 6
@@ -43,25 +43,37 @@ def test_the_newest_versions_are_kept_by_all_publishers(members: Members) -> Non
         assert model.tolist() == [2.0] * 6
 
 
+def test_publishers_in_any_order_are_one_store(members: Members) -> None:
+    for number, name in enumerate(PUBLISHERS):
+        with members.acting(name):
+            assert rtr.WeightStore("w", publishers=[name, *set(PUBLISHERS) - {name}]).publish({"w": half(number, 1.0)})
+    with members.acting("home"):
+        model = torch.zeros(6)
+        assert rtr.WeightStore("w", publishers=PUBLISHERS).pull({"w": model}, timeout=0.5) == 1
+        assert model.tolist() == [1.0] * 6
+        first, second = (rtr.WeightStore("w", publishers=order) for order in (PUBLISHERS, PUBLISHERS[::-1]))
+        assert first.home == second.home and first.publishers == second.publishers
+
+
 def test_since_brings_the_shards_that_have_changed(members: Members) -> None:
     publish(members, 1.0, 1.0, track=True)
-    with members.acting("b"):
+    with members.acting("home"):
         model, handle = torch.zeros(6), store(track=True)
         version = handle.pull({"w": model})
         model.fill_(-1.0)  # shows what is brought
         assert handle.pull({"w": model}, since=version) == 1
         assert model.tolist() == [-1.0] * 6
     publish(members, 1.0, 2.0, track=True)
-    with members.acting("b"):
+    with members.acting("home"):
         assert handle.pull({"w": model}, since=version) == 2
     assert model.tolist() == [-1.0] * 3 + [2.0] * 3
 
 
 def test_shards_and_fused_parameters_of_a_store_with_one_home(members: Members) -> None:
-    with members.acting("home"):
+    with members.acting("a"):
         rtr.WeightStore("w").publish({"q": torch.arange(8.0), "k": torch.arange(4.0)})
-    with members.acting("b"):
-        weights, fused = rtr.WeightStore("w", home="home"), torch.zeros(6)
+    with members.acting("home"):
+        weights, fused = rtr.WeightStore("w", home="a"), torch.zeros(6)
         weights.pull({"qk": rtr.Shard(fused, (12,), (6,))}, mapping={"qk": ["q", "k"]})
     assert fused.tolist() == [4.0, 5.0, 6.0, 7.0, 2.0, 3.0]
 
@@ -71,14 +83,14 @@ def test_what_several_publishers_do_not_support_is_refused(members: Members) -> 
         raise AssertionError
 
     publish(members, 1.0, 1.0)
-    with members.acting("home"), pytest.raises(rtr.ConfigurationError, match="broadcast is for whole tensors"):
+    with members.acting("a"), pytest.raises(rtr.ConfigurationError, match="broadcast is for whole tensors"):
         store().broadcast(carry)
-    with members.acting("b"):
+    with members.acting("home"):
         with pytest.raises(rtr.ConfigurationError, match="carry= is for whole tensors"):
             store().pull({"w": torch.zeros(6)}, carry=carry)
-        with pytest.raises(rtr.ConfigurationError, match="is published by home, a, not by 'b'"):
+        with pytest.raises(rtr.ConfigurationError, match="is published by a, b, not by 'home'"):
             store().publish({"w": half(0, 1.0)})
-    with members.acting("a"), pytest.raises(rtr.ConfigurationError, match=r"'w' .* is a shard: name all members"):
+    with members.acting("b"), pytest.raises(rtr.ConfigurationError, match=r"'w' .* is a shard: name all members"):
         rtr.WeightStore("one").publish({"w": half(0, 1.0)})
 
 
@@ -98,15 +110,15 @@ def foreign() -> Iterator[Any]:
 
 def test_a_process_outside_of_a_device_mesh_has_nothing_of_its_tensors(members: Members, foreign: Any) -> None:
     """As with the stages of a pipeline, each on a mesh of its own."""
-    for name, tensor in (("home", foreign(6, 2)), ("a", torch.ones(6, 2))):
+    for name, tensor in (("a", foreign(6, 2)), ("b", torch.ones(6, 2))):
         with members.acting(name):
             store().publish({"w": tensor, "own": torch.ones(1)})
-    with members.acting("b"):
+    with members.acting("home"):
         mine = {"w": torch.zeros(6, 2), "own": torch.zeros(1)}
         assert store().pull(mine) == 1 and mine["w"].tolist() == [[1.0, 1.0]] * 6
         outside = {"w": foreign(6, 2), "own": torch.zeros(1)}
         assert store().pull(outside) == 1 and outside["own"].tolist() == [1.0]
         outside["own"].zero_()
         assert store().prefetch(outside).swap(in_place=True) == 1 and outside["own"].tolist() == [1.0]
-    with members.acting("a"), pytest.raises(rtr.ConfigurationError, match="is not in its device mesh: leave it out"):
+    with members.acting("b"), pytest.raises(rtr.ConfigurationError, match="is not in its device mesh: leave it out"):
         store().publish({"x": foreign()})

@@ -18,7 +18,7 @@ from tests.conformance.peers import wait_until
 from tests.unit.members import Members, in_thread
 
 LONG = 20.0
-BOTH = ("home", "a")
+BOTH = ("a", "b")
 
 
 def publish(members: Members, value: float) -> None:
@@ -30,18 +30,18 @@ def publish(members: Members, value: float) -> None:
 
 
 class Reader:
-    """``b``, which pulls by one handle."""
+    """``home``, which pulls by one handle."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
         self.model = {"matrix": torch.zeros(8, 4), "copy": torch.zeros(5)}
-        with members.acting("b"):
+        with members.acting("home"):
             self._store = rtr.WeightStore("w", publishers=BOTH)
 
     def pull(self, only: str | None = None, **options: Any) -> tuple[int, float]:
         """Returns the version, and how long it took."""
         began = time.monotonic()
-        with self._members.acting("b"):
+        with self._members.acting("home"):
             version = self._store.pull(self.model, only=only, **options)
         assert all(self.model[name].unique().tolist() == [version] for name in ([only] if only else self.model))
         return version, time.monotonic() - began
@@ -56,13 +56,13 @@ def hold_lease(members: Members, number: int) -> Callable[[], int]:
             asked.append(method)
         return method == LEASE and len(asked) == number + 1
 
-    members.lanes["b"].holds = holds
+    members.lanes["home"].holds = holds
     return lambda: len(asked)
 
 
 def leases(members: Members, name: str) -> int:
     services = members.members[name].services
-    reader = members.members["b"].me.rank
+    reader = members.members["home"].me.rank
     return sum(len(services.get(SHARDS, each).pool.leases_of(reader)) for each in services.names(SHARDS))
 
 
@@ -84,7 +84,7 @@ def test_what_others_have_does_not_wait_for_a_publisher_that_is_silent(members: 
     assert version == 1 and took < LONG / 4
     silent = next(name for name in BOTH if not leases(members, name))
     reader.model["copy"].fill_(-1.0)
-    members.lanes["b"].release()  # it answers after all
+    members.lanes["home"].release()  # it answers after all
     assert wait_until(lambda: not any(leases(members, name) for name in BOTH), 10), "the lease of the late answer ends"
     assert reader.model["copy"].tolist() == [-1.0] * 5, f"what {silent} has answered is not wanted any more"
 
@@ -96,7 +96,7 @@ def test_a_silent_publisher_is_asked_again_once_it_has_answered(members: Members
     before = asked()
     reader.pull("copy")
     assert asked() - before == 1, "nobody waits for it again"
-    members.lanes["b"].release()
+    members.lanes["home"].release()
     assert wait_until(lambda: not reader._store._silent, 10), "it has answered"
     publish(members, 2.0)
     asked = hold_lease(members, -1)
@@ -112,7 +112,7 @@ def test_what_one_publisher_alone_has_waits_for_it(members: Members) -> None:
     asked = hold_lease(members, 1)
     pulled = in_thread(lambda: reader.pull(timeout=LONG))
     assert not wait_until(lambda: asked() > 2, 2 * PATIENCE_S), "it is asked once"
-    members.lanes["b"].release()
+    members.lanes["home"].release()
     assert pulled()[0] == 2
     assert wait_until(lambda: not any(leases(members, name) for name in BOTH), 10), "all leases end"
 
@@ -120,11 +120,11 @@ def test_what_one_publisher_alone_has_waits_for_it(members: Members) -> None:
 def test_a_publisher_that_stays_silent_costs_the_timeout_and_no_more(members: Members) -> None:
     publish(members, 1.0)
     reader, began = Reader(members), time.monotonic()
-    members.lanes["b"].holds = lambda method: method == LEASE
+    members.lanes["home"].holds = lambda method: method == LEASE
     with pytest.raises(rtr.RpcTimeout):
         reader.pull(timeout=0.6)
     assert time.monotonic() - began < 3.0
-    members.lanes["b"].release()
+    members.lanes["home"].release()
     assert wait_until(lambda: not any(leases(members, name) for name in BOTH), 10), "all leases end"
     assert reader.pull()[0] == 1
 
@@ -149,7 +149,7 @@ def test_what_others_have_does_not_wait_for_a_restarted_publisher_to_publish(
 def test_a_publisher_that_is_known_to_be_lost_is_not_asked(members: Members) -> None:
     publish(members, 1.0)
     reader = Reader(members)
-    members.members["b"].peers.mark_away(1, Absence("it ended", for_good=False))
+    members.members["home"].peers.mark_away(2, Absence("it ended", for_good=False))
     asked = hold_lease(members, -1)
     for pulls in (1, 2):
         assert reader.pull("copy")[0] == 1

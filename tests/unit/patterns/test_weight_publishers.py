@@ -20,7 +20,7 @@ from raytorchrpc.process.deadlines import Deadlines
 from tests.unit.members import Members
 
 LONG = 20.0
-BOTH = ("home", "a")
+BOTH = ("a", "b")
 
 
 @pytest.fixture
@@ -40,34 +40,34 @@ def until() -> float:
     return time.monotonic() + LONG
 
 
-HOME, A = Publisher(0, "home", 1), Publisher(1, "a", 2)
+FIRST, SECOND = Publisher(0, "a", 1), Publisher(1, "b", 2)
 
 
 @pytest.mark.parametrize("notice", ["loss", "group", "publisher"])
 def test_a_publisher_that_waits_for_one_that_restarts_goes_on(coordinator: Coordinator, notice: str) -> None:
-    coordinator.staged(A, 1, until())
-    assert coordinator.staged(HOME, 1, until()) == [1]
+    coordinator.staged(SECOND, 1, until())
+    assert coordinator.staged(FIRST, 1, until()) == [1]
     for version in (2, 3):
-        coordinator.staged(HOME, version, until())
-    waiting = coordinator.staged(HOME, 4, until())
+        coordinator.staged(FIRST, version, until())
+    waiting = coordinator.staged(FIRST, 4, until())
     assert isinstance(waiting, DeferredReply) and not waiting.done()
     if notice == "loss":
         coordinator.keep_only(1, None)
     elif notice == "group":
-        coordinator.keep_only(1, "a again")
+        coordinator.keep_only(1, "b again")
     else:
-        coordinator.next_version(A._replace(process="a again"), 0)
+        coordinator.next_version(SECOND._replace(process="b again"), 0)
     assert waiting.result(0) == [1], "what was staged is void, and need not be kept"
-    assert coordinator.next_version(HOME, 4) == (5, [1])
+    assert coordinator.next_version(FIRST, 4) == (5, [1])
 
 
 def test_what_was_staged_while_a_publisher_was_lost_never_exists_after_its_restart(coordinator: Coordinator) -> None:
-    for publisher in (A, HOME):
+    for publisher in (SECOND, FIRST):
         coordinator.staged(publisher, 1, until())
     coordinator.keep_only(1, None)
-    assert coordinator.staged(HOME, 2, until()) == [1, 2]
-    coordinator.keep_only(1, "a again")
-    again = A._replace(process="a again", instance=3)
+    assert coordinator.staged(FIRST, 2, until()) == [1, 2]
+    coordinator.keep_only(1, "b again")
+    again = SECOND._replace(process="b again", instance=3)
     assert coordinator.next_version(again, 0) == (3, [1])
     assert coordinator.staged(again, 2, until()) == [1]
     with pytest.raises(rtr.NotFound):
@@ -78,7 +78,7 @@ def test_after_the_end_nobody_waits(coordinator: Coordinator) -> None:
     error = rtr.NotAMember("left")
     coordinator.close(error)
     with pytest.raises(rtr.NotAMember):
-        coordinator.staged(HOME, 1, until())
+        coordinator.staged(FIRST, 1, until())
 
 
 # --- with members --------------------------------------------------------------------------------------------
@@ -116,20 +116,20 @@ def restart(members: Members, name: str) -> None:
 
 
 def test_versions_in_vain_do_not_pile_up(members: Members) -> None:
-    mine = store(members, "home")
-    with members.acting("home"):
+    mine = store(members, "a")
+    with members.acting("a"):
         for version in (1, 2):
             mine.publish(half(0, 1.0), version)
         for version in range(3, 9):
-            with pytest.raises(rtr.RpcTimeout, match="but a not even version 1"):
+            with pytest.raises(rtr.RpcTimeout, match="but b not even version 1"):
                 mine.publish(half(0, 1.0), version, timeout=0.01)
-        assert len(shards(members, "home")[0]._versions) <= 3
-    with members.acting("a"):
+        assert len(shards(members, "a")[0]._versions) <= 3
+    with members.acting("b"):
         other = rtr.WeightStore("w", publishers=BOTH)
         assert [other.publish(half(1, 1.0)) for _ in range(2)] == [1, 2]
     assert publish(members, None, 3.0) != [3, 3], "that number is used"
     assert publish(members, 20, 3.0) == [20, 20]
-    assert list(shards(members, "home")[0]._versions) == [20]
+    assert list(shards(members, "a")[0]._versions) == [20]
 
 
 def test_a_publisher_that_was_late_catches_up_without_waiting(members: Members) -> None:
@@ -144,29 +144,29 @@ def test_a_publisher_that_was_late_catches_up_without_waiting(members: Members) 
                     with pytest.raises(rtr.RpcTimeout):
                         mine.publish(half(number, 1.0), timeout=0.01)
     assert publish(members, None, 7.0) == [7, 7]
-    with members.acting("b"):
+    with members.acting("home"):
         model = {"matrix": torch.zeros(8, 4)}
-        assert pulled(members, store(members, "b"), model) == 7
+        assert pulled(members, store(members, "home"), model) == 7
     assert model["matrix"].unique().tolist() == [7.0]
 
 
 def test_threads_of_a_publisher_publish_one_after_the_other(members: Members) -> None:
     """Each gets a number of its own, as in a store with one home."""
-    mine = store(members, "home", ("home",))
-    with members.acting("home"), ThreadPoolExecutor(4) as pool:
+    mine = store(members, "a", ("a",))
+    with members.acting("a"), ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda value: mine.publish({"matrix": torch.full((100, 100), value)}), range(40)))
         assert sorted(found) == list(range(1, 41))
-        lock = shards(members, "home")[0]._staging
+        lock = shards(members, "a")[0]._staging
         with lock, pytest.raises(rtr.RpcTimeout, match="this one published nothing"):
             mine.publish({"matrix": torch.zeros(100, 100)}, timeout=0.01)
         assert mine.version() == 40
 
 
 def test_publishers_that_are_late_are_named(members: Members) -> None:
-    for number, newest in enumerate(("a 0, home 1", "home 1, a 1")):
+    for number, newest in enumerate(("b 0, a 1", "a 1, b 1")):
         with members.acting(BOTH[number]):
             rtr.WeightStore("w", publishers=BOTH).publish(half(number, 1.0))
-        with members.acting("b"), pytest.raises(rtr.Empty, match=f"in time; .*the newest of each is: {newest}"):
+        with members.acting("home"), pytest.raises(rtr.Empty, match=f"in time; .*the newest of each is: {newest}"):
             rtr.WeightStore("w", publishers=BOTH).wait(number + 1, 0.05)
 
 
@@ -178,14 +178,14 @@ def test_publishers_that_give_other_parts_make_no_version(members: Members) -> N
                 rtr.WeightStore("w", publishers=BOTH).publish(mine, only=only)
 
     def found() -> list[Any]:
-        with members.acting("b"):
+        with members.acting("home"):
             model = {"matrix": torch.zeros(8, 4), "lora": torch.zeros(3)}
             rtr.WeightStore("w", publishers=BOTH).pull(model)
         return [tensor.unique().tolist() for tensor in model.values()]
 
     publish_parts(1.0, None, None)
     for parts in (("lora", None), (None, "lora"), ("lora", "matrix")):
-        with pytest.raises(rtr.ConfigurationError, match=r"will not exist: 'a' publishes .*, but 'home'"):
+        with pytest.raises(rtr.ConfigurationError, match=r"will not exist: 'b' publishes .*, but 'a'"):
             publish_parts(2.0, *parts)
         assert found() == [[1.0], [1.0]]
     publish_parts(3.0, None, None)
@@ -196,41 +196,41 @@ def test_publishers_that_give_other_parts_make_no_version(members: Members) -> N
 def test_publishers_that_restart_again_and_again_cost_no_memory(members: Members) -> None:
     publish(members, None, 1.0)
     for turn in range(1, 6):  # no version is completed
-        with members.acting("home"):
+        with members.acting("a"):
             for _ in range(2):
                 rtr.WeightStore("w", publishers=BOTH).publish(half(0, 2.0))
-        restart(members, "a")
-        with members.acting("a"):
+        restart(members, "b")
+        with members.acting("b"):
             rtr.WeightStore("w", publishers=BOTH).publish(half(1, 2.0), 1000 * turn)
-    assert len(shards(members, "home")[0]._versions) <= 3
+    assert len(shards(members, "a")[0]._versions) <= 3
 
 
 def pulled(members: Members, mine: rtr.WeightStore, model: dict[str, Any], **options: Any) -> int:
-    with members.acting("b"):
+    with members.acting("home"):
         return mine.pull(model, **options)
 
 
 def test_a_plan_does_not_outlive_the_layout_of_a_publisher_that_restarted(members: Members) -> None:
     publish(members, 1, 1.0)
-    mine, matrix = store(members, "b"), torch.zeros(8, 4)
+    mine, matrix = store(members, "home"), torch.zeros(8, 4)
     assert pulled(members, mine, {"matrix": matrix}, strict=False) == 1
-    restart(members, "a")
-    for number, name in ((1, "a"), (0, "home")):
+    restart(members, "b")
+    for number, name in ((1, "b"), (0, "a")):
         with members.acting(name):
-            extra = 99.0 if name == "a" else None
+            extra = 99.0 if name == "b" else None
             rtr.WeightStore("w", publishers=BOTH).publish(half(number, 5.0, extra=extra), 5)
     assert pulled(members, mine, {"matrix": matrix}, strict=False) == 5
     assert matrix.unique().tolist() == [5.0]
 
 
 def test_since_counts_no_version_that_never_was(members: Members) -> None:
-    """A restarted publisher publishes a number again; its next version is compared with it."""
+    """SECOND restarted publisher publishes a number again; its next version is compared with it."""
     for version in (1, 2):
         publish(members, version, float(version), track=True)
-    mine, matrix = store(members, "b", track=True), torch.zeros(8, 4)
+    mine, matrix = store(members, "home", track=True), torch.zeros(8, 4)
     assert pulled(members, mine, {"matrix": matrix}) == 2
-    restart(members, "a")
-    with members.acting("a"):
+    restart(members, "b")
+    with members.acting("b"):
         rtr.WeightStore("w", publishers=BOTH, track=True).publish(half(1, 3.0), 2)
     publish(members, 3, 3.0, track=True)
     assert pulled(members, mine, {"matrix": matrix}, since=2) == 3
@@ -240,7 +240,7 @@ def test_since_counts_no_version_that_never_was(members: Members) -> None:
 @pytest.mark.parametrize("changes", [(), (0,), (1,), (0, 1)])
 def test_since_brings_what_changed_at_any_publisher(members: Members, changes: tuple[int, ...]) -> None:
     publish(members, 1, 1.0, track=True)
-    mine, matrix = store(members, "b", track=True), torch.zeros(8, 4)
+    mine, matrix = store(members, "home", track=True), torch.zeros(8, 4)
     pulled(members, mine, {"matrix": matrix})
     for number, name in enumerate(BOTH):
         with members.acting(name):
@@ -251,44 +251,44 @@ def test_since_brings_what_changed_at_any_publisher(members: Members, changes: t
 
 
 def test_stores_of_one_name_with_other_homes_leave_each_other_alone(members: Members) -> None:
-    for publishers, value in ((BOTH, 1.0), (BOTH[::-1], 2.0)):
+    for publishers, value in ((BOTH, 1.0), (("b", "home"), 2.0)):
         for number, name in enumerate(publishers):
             with members.acting(name):
                 rtr.WeightStore("w", publishers=publishers).publish(half(number, value))
-    for publishers, value in ((BOTH, 1.0), (BOTH[::-1], 2.0)):
+    for publishers, value in ((BOTH, 1.0), (("b", "home"), 2.0)):
         matrix = torch.zeros(8, 4)
-        assert pulled(members, store(members, "b", publishers), {"matrix": matrix}, timeout=1.0) == 1
+        assert pulled(members, store(members, "home", publishers), {"matrix": matrix}, timeout=1.0) == 1
         assert matrix.unique().tolist() == [value]
 
 
 def test_the_memory_of_shards_ends_with_the_process_of_the_first_publisher(members: Members) -> None:
     publish(members, 1, 1.0)
     publish(members, 2, 1.0)
-    (mine,) = shards(members, "a")
+    (mine,) = shards(members, "b")
     memory = weakref.ref(next(iter(mine._versions.values()))[1].memory)
-    mine.keep_only(0, members.members["a"].peers.route("home").token)
+    mine.keep_only(1, members.members["b"].peers.route("a").token)
     assert memory() is not None, "it was only away"
-    mine.keep_only(0, "home again")
+    mine.keep_only(1, "a again")
     gc.collect()
     assert memory() is None and not any(mine.pool._spare.values())
 
 
 def test_a_handle_of_a_store_that_has_ended_keeps_nothing(members: Members) -> None:
     publish(members, 1, 1.0)
-    mine = store(members, "a")
-    with members.acting("a"):
+    mine = store(members, "b")
+    with members.acting("b"):
         mine.publish(half(1, 1.0), 2)
-        members.members["home"].services._served.clear()
+        members.members["a"].services._served.clear()
         with pytest.raises(rtr.NotFound):
             mine.publish(half(1, 1.0), 3)
-    assert [len(each._versions) for each in shards(members, "a")] == [0]
+    assert [len(each._versions) for each in shards(members, "b")] == [0]
 
 
 def test_memory_of_another_layout_is_freed(members: Members) -> None:
-    with members.acting("home"):
+    with members.acting("a"):
         mine = rtr.WeightStore("w")
         mine.publish({"matrix": torch.zeros(1000)})
-        weights: Any = mine._object(members.members["home"])
+        weights: Any = mine._object(members.members["a"])
         memory = weakref.ref(next(iter(weights._versions.values()))[1].memory)
         mine.publish({"matrix": torch.zeros(2000)})
     gc.collect()
@@ -297,9 +297,9 @@ def test_memory_of_another_layout_is_freed(members: Members) -> None:
 
 def test_a_shard_of_the_version_that_is_there(members: Members) -> None:
     """Of whole tensors of one home."""
-    with members.acting("home"):
+    with members.acting("a"):
         rtr.WeightStore("w").publish({"matrix": torch.full((8, 4), 3.0)}, 3)
-    with members.acting("b"):
+    with members.acting("home"):
         mine = rtr.WeightStore.find("w")
         model = {"matrix": rtr.Shard(torch.zeros(2, 4), (8, 4), (2, 0))}
         for since in (None, 3):
@@ -310,9 +310,9 @@ def test_a_shard_of_the_version_that_is_there(members: Members) -> None:
 
 
 def test_a_tensor_that_was_transposed_in_place_is_filled_by_its_indices(members: Members) -> None:
-    with members.acting("home"):
+    with members.acting("a"):
         rtr.WeightStore("w").publish({"matrix": torch.arange(16.0).view(4, 4)})
-    with members.acting("b"):
+    with members.acting("home"):
         mine, matrix = rtr.WeightStore.find("w"), torch.zeros(4, 4)
         model = {"matrix": matrix}
         for _ in range(2):
