@@ -14,6 +14,7 @@ import pytest
 import ray
 
 import raytorchrpc as rtr
+from tests.conformance.peers import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.returning import Returning, StartsWhenTold
@@ -322,12 +323,8 @@ def test_a_member_that_calls_in_its_own_atexit(spawn: Spawn, tmp_path: Path) -> 
     with rtr.init_group({"a": a, "b": b}) as group:
         ray.get(b.call_at_exit.remote("a", str(tmp_path / "outcome")))
         pid = ray.get(b.pid.remote())
-        began = time.monotonic()
         b.leave_process.remote()
-        until = began + 60
-        while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:
-            time.sleep(0.02)
-        assert not os.path.exists(f"/proc/{pid}")
+        assert wait_until(lambda: not os.path.exists(f"/proc/{pid}"), 60)
         assert (tmp_path / "outcome").read_text().startswith(("answered", "PeerLost", "RpcTimeout", "NotAMember"))
+        assert wait_until(lambda: len(group) == 1, 20), "the group hears from Ray that it has ended"
         group.wait_ready(20)
-        assert len(group) == 1

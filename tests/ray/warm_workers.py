@@ -1,10 +1,11 @@
-"""Starts Ray's workers as forks of a template process that has imported torch and Ray already.
+"""Starts Ray's workers as forks of a template process that has imported torch, Ray and raytorchrpc already.
 
 The imports of a worker cost about two seconds of CPU time, and the tests start hundreds of workers. So a raylet of
 ``local_ray`` runs this file in place of Ray's worker script. The first such process forks the raylet's template. Every
 such process sends its arguments, environment and standard streams to the template and exits; the template forks, and
-the fork runs Ray's worker script. So every actor still has a new process of its own, which imports raytorchrpc and the
-actor's class itself.
+the fork runs Ray's worker script. So every actor still has a new process of its own, which imports its class itself. It
+is without raytorchrpc until it imports it, and has a raytorchrpc that nothing has used. Workers with a runtime
+environment start as Ray starts them.
 """
 
 from __future__ import annotations
@@ -17,23 +18,61 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec, spec_from_loader
 from pathlib import Path
+from types import ModuleType
 
 _STREAMS = (0, 1, 2)
-#: What workers import, except raytorchrpc, which is to be imported as in a worker that was started by Ray alone.
+#: What workers import, except raytorchrpc: see ``_Hidden``.
 _IMPORTED = (
     "pydantic.dataclasses",
+    "pydantic.plugin._loader",
     "pydantic.type_adapter",
+    "pydantic.v1.fields",
     "pynng",
     "pytest",
+    "ray._common.pydantic_compat",
+    "ray._common.usage.usage_lib",
+    "ray._private.arrow_serialization",
     "ray._private.async_compat",
     "ray._private.node",
     "ray._private.runtime_env.setup_hook",
     "ray.actor",
     "torch.distributed.rpc",
 )
+#: Ray imports it in each worker, where it is installed.
+_ARROW = "pyarrow.json"
+
+
+class _Hidden(MetaPathFinder, Loader):
+    """Takes a package that is loaded out of ``sys.modules``; its first import brings it back as it is."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+        names = [name for name in sys.modules if name == package or name.startswith(f"{package}.")]
+        self._modules = {name: sys.modules.pop(name) for name in names}
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self._package:
+            return None
+        sys.meta_path.remove(self)
+        found = PathFinder.find_spec(name, path)
+        if found is None or found.origin != self._modules[name].__file__:
+            return None  # the actor's program has another one
+        return spec_from_loader(name, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        sys.modules.update(self._modules)
+        self._spec = self._modules[self._package].__spec__
+        return self._modules[self._package]
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
 
 
 def _main() -> None:
@@ -90,6 +129,11 @@ def _serve(listener: socket.socket, raylet: int) -> None:
     more = filter(None, os.environ.get("WARM_WORKERS_IMPORT", "").split(","))
     for module in (*_IMPORTED, *more):
         import_module(module)
+    if find_spec("pyarrow") is not None:
+        import_module(_ARROW)
+    sys.path[0] = str(Path(__file__).parents[2])
+    import_module("raytorchrpc")
+    _Hidden("raytorchrpc")
     gc.freeze()  # so that no collection in a fork touches, and thereby copies, the pages of these objects
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while raylet_ended not in select.select([listener, raylet_ended], [], [])[0]:

@@ -13,8 +13,9 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ _NO_INIT_RPC = (
 )
 
 DeviceDict = Mapping[int, int]
+_NOTHING = nullcontext()
 
 
 class AgentSpec(NamedTuple):
@@ -81,7 +83,7 @@ class AgentIdentity(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Known:
+class KnownPeer:
     """A peer that calls can reach."""
 
     peer: FabricPeer
@@ -91,6 +93,8 @@ class _Known:
     """It has a local worker id here, not its own."""
     opened: bool = False
     """Otherwise the next call opens its connections."""
+    connected: bool = False
+    """torch has its connections, so that calls no longer read its URL."""
 
 
 class Fabric:
@@ -98,15 +102,17 @@ class Fabric:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._connecting = threading.Lock()
+        """Held while torch may read the URL of a peer, and to remove one. Taken after ``_lock``."""
         self._pid = os.getpid()
         self._agent: Any = None
         self._store: Any = None
         self._spec: AgentSpec | None = None
         self._devices: tuple[int, ...] = ()
         self._url = ""
-        self._peers: dict[str, _Known] = {}
-        self._me: Any = None
-        """The WorkerInfo of this process, for RRefs to its own results."""
+        self._peers: dict[str, KnownPeer] = {}
+        self._me: KnownPeer | None = None
+        """This process, for RRefs to its own results."""
         self._numbers = iter(OWN_NUMBERS)
         self._spoilt: set[int] = set()
         """Worker ids under which the agent keeps a broken connection."""
@@ -204,7 +210,8 @@ class Fabric:
         torch_internals.adapt_rpc(RpcPickler, _NO_INIT_RPC)
         self._highest_id = max(self._highest_id, spec.worker_id)
         self._spec, self._devices = spec, spec.devices
-        self._me = self._agent.get_worker_info()
+        me = FabricPeer(spec.name, spec.worker_id, self._url, {})
+        self._me = KnownPeer(me, self._agent.get_worker_info(), renewed=False, opened=True, connected=True)
         self._agents_started += 1
         if self._agents_started == 1:
             atexit.register(self._stop_at_exit)
@@ -212,7 +219,7 @@ class Fabric:
 
     def after_fork(self) -> list[fork.Address]:
         """See fork.ForkAware. The agent is never freed in the child, where that would wait for missing threads."""
-        self._lock = threading.Lock()
+        self._lock, self._connecting = threading.Lock(), threading.Lock()
         if self._agent is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
         urls = (self._url, *(known.peer.url for known in self._peers.values()))
@@ -242,7 +249,7 @@ class Fabric:
                 peer = peer._replace(worker_id=fresh)
         agent, (name, number, url, inverse) = self._agent, peer
         torch_internals.add_peer(agent, self._store, name, number, url, devices=self._devices, inverse_map=inverse)
-        self._peers[name] = _Known(peer, agent.get_worker_info(name), renew)
+        self._peers[name] = KnownPeer(peer, agent.get_worker_info(name), renew)
 
     def renew(self, name: str, broken: Any) -> None:
         """Have the next call to a peer open new connections. ``broken``: the WorkerInfo with the broken ones.
@@ -280,8 +287,8 @@ class Fabric:
                 error,
             )
 
-    def worker(self, name: str) -> Any:
-        """Return torch's WorkerInfo of a peer.
+    def peer(self, name: str) -> KnownPeer:
+        """Return a peer with torch's WorkerInfo for it. Send requests to it within ``connecting``.
 
         Raises PeerLost; or LaneUnavailable if descriptors are short, or the program has stopped the agent.
         """
@@ -293,13 +300,26 @@ class Fabric:
             )
         known = self._peers.get(name)
         if known is None:
-            if self._spec is not None and name == self._spec.name:
+            if self._me is not None and name == self._me.peer.name:
                 return self._me
             raise PeerLost(name, "it is not a peer of this process", may_have_run=False)
         if not known.opened:
             check_can_open(name, known.peer.url)
             known.opened = True
-        return known.worker
+        return known
+
+    def connecting(self, known: KnownPeer) -> AbstractContextManager[None]:
+        """Keep peers from being removed while torch sends the first request to one.
+
+        torch connects then, and reads the URL without a lock: that of a peer removed meanwhile would be freed memory.
+        """
+        return _NOTHING if known.connected else self._first_request(known)
+
+    @contextmanager
+    def _first_request(self, known: KnownPeer) -> Iterator[None]:
+        with self._connecting:
+            yield
+            known.connected = True
 
     def can_rref(self) -> bool:
         """Whether torch's RRefs work here, which they do as long as the first agent lives."""
@@ -321,7 +341,8 @@ class Fabric:
                 lost_connections.close(known.worker, known.peer.url, [each.peer.url for each in self._peers.values()])
             maps = {other: each.peer.inverse_map for other, each in self._peers.items() if each.peer.inverse_map}
             number, devices = known.peer.worker_id, self._devices
-            torch_internals.remove_peer(self._agent, name, number, devices=devices, inverse_maps=maps)
+            with self._connecting:
+                torch_internals.remove_peer(self._agent, name, number, devices=devices, inverse_maps=maps)
 
     def _stop_at_exit(self) -> None:
         # No thread can be started now. None is needed, as no user code runs on torchrpc's threads.

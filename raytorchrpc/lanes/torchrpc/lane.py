@@ -22,7 +22,7 @@ from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RemoteError, RpcTimeout
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Released, Serve, Spawn
 from raytorchrpc.lanes.setup import LaneSetup
-from raytorchrpc.lanes.torchrpc.agent import Fabric, FabricPeer, process_fabric
+from raytorchrpc.lanes.torchrpc.agent import Fabric, FabricPeer, KnownPeer, process_fabric
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.cuda_streams import check_mapped, handoff_streams
 from raytorchrpc.tensors.dtypes import UNCOPIED, copied
@@ -75,9 +75,11 @@ class TorchRpcLane(MessageLane):
     def call(
         self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
     ) -> Pending:
-        worker = self._worker(peer, message.body.tensors)
+        known = self._known(peer, message.body.tensors)
+        worker = known.worker
         try:
-            future = torch_internals.invoke_async(worker, _serve, _as_torch(message), _NO_LIMIT)
+            with self._fabric.connecting(known):
+                future = torch_internals.invoke_async(worker, _serve, _as_torch(message), _NO_LIMIT)
         except RuntimeError as error:
             raise self._failed(error, peer, worker, sent=False) from error
         if on_released is not None:
@@ -92,7 +94,7 @@ class TorchRpcLane(MessageLane):
                 "torch's RRefs only work with the first agent of a process, and this process restarted its agent for "
                 "another group (other devices, transports, interface or worker id); restart the actor",
             )
-        worker = self._worker(peer, message.body.tensors)
+        known = self._known(peer, message.body.tensors)
         if self._fabric.is_renewed(self._rpc_names.get(peer, "")):
             raise LaneUnavailable(
                 "torchrpc",
@@ -100,11 +102,12 @@ class TorchRpcLane(MessageLane):
                 f"restart either actor",
             )
         try:
-            return rpc.remote(worker, _serve_value, args=_as_torch(message), timeout=timeout_s)
+            with self._fabric.connecting(known):
+                return rpc.remote(known.worker, _serve_value, args=_as_torch(message), timeout=timeout_s)
         except RuntimeError as error:
-            raise self._failed(error, peer, worker, sent=False) from error
+            raise self._failed(error, peer, known.worker, sent=False) from error
 
-    def _worker(self, peer: str, tensors: Sequence[torch.Tensor]) -> Any:
+    def _known(self, peer: str, tensors: Sequence[torch.Tensor]) -> KnownPeer:
         check_mapped(tensors, peer, self._maps.get(peer, {}), self.name)
         if self._fabric.shares_autograd_id and torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT:
             raise LaneUnavailable(
@@ -124,7 +127,7 @@ class TorchRpcLane(MessageLane):
                 self._broken.pop(peer, None)
                 self._fabric.renew(name, broken)
         try:
-            return self._fabric.worker(name)
+            return self._fabric.peer(name)
         except PeerLost as lost:
             raise PeerLost(peer, lost.cause, may_have_run=False) from lost
 

@@ -160,6 +160,8 @@ class Feeds(Readable):
         self._lock = threading.Lock()
         self._feeds: dict[str, Feed] = {}
         """The newest, by ``Selection.signature``."""
+        self._over: dict[str, int] = {}
+        """By signature: the newest version whose pull has ended here and feeds nobody."""
         self._waiting: list[tuple[str, int, DeferredReply]] = []
         """For the feed of a version."""
 
@@ -183,6 +185,7 @@ class Feeds(Readable):
             is_newest = feed is not None and self._feeds.get(signature) is feed
             if is_newest:
                 del self._feeds[signature]
+            self._over[signature] = max(version, self._over.get(signature, version))
         for reply in due:
             reply.settle(None)
         if feed is not None:
@@ -198,6 +201,7 @@ class Feeds(Readable):
         with self._lock:  # no reader begins any more
             if self._feeds.get(signature) is feed:
                 del self._feeds[signature]
+            self._over[signature] = max(feed.version, self._over.get(signature, feed.version))
         feed.ended.settle(True)
         feed.wait_for_readers(patience_s)
         self.pool.revoke(feed)
@@ -227,7 +231,8 @@ class Feeds(Readable):
         waits = signature, version, reply
         with self._lock:
             feed = self._feeds.get(signature)
-            if is_early := feed is None or feed.version < version:
+            known = [self._over.get(signature, -1), -1 if feed is None else feed.version]
+            if is_early := max(known) < version:
                 self._waiting.append(waits)
         if not is_early:
             return lease(feed if feed is not None and feed.version == version else None)
@@ -272,7 +277,7 @@ class Feeds(Readable):
         super().lose(rank)
         if rank in self._homes:
             with self._lock:
-                feeds, self._feeds = list(self._feeds.values()), {}
+                feeds, self._feeds, self._over = list(self._feeds.values()), {}, {}
             for feed in feeds:
                 self.pool.retire(feed)
             self.pool.drop_spare_memory()

@@ -90,8 +90,9 @@ def test_who_is_fed_hears_that_no_more_comes(feeds: Feeds) -> None:
     assert len(feeds.serve_piece(1, number, 0, LONG).outcome()) == 1, "what came is sound"
     with pytest.raises(NotFound):
         feeds.serve_piece(1, number, 1, LONG)
-    waits = lease(feeds)
-    feeds.fail("same", 1, None)
+    assert lease(feeds, rank=2) == 0, "too late"
+    waits = lease(feeds, version=2)
+    feeds.fail("same", 2, None)
     assert waits.outcome() == 0, "a pull that does not even begin"
 
 
@@ -123,6 +124,8 @@ def test_a_model_is_taken_back_once_it_is_read(feeds: Feeds) -> None:
     assert feeds.serve_confirm(1, number, LONG) is True
     ending.join(LONG)
     assert not ending.is_alive()
+    assert lease(feeds, rank=2) == 0, "a reader that comes later does not wait for it"
+    assert isinstance(lease(feeds, rank=2, version=2), DeferredReply)
 
 
 def test_a_reader_that_takes_too_long_is_told_so(feeds: Feeds) -> None:
