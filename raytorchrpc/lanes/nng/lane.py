@@ -69,6 +69,7 @@ class NngLane(ConnectedLane[Connection]):
 
     def start_reader(self) -> None:
         """Read replies. Enough for a lane that only sends requests; ``open`` does it too. Raises ThreadShortage."""
+        sockets.warm_up()
         self._reader = threads.start(self._read, name=f"raytorchrpc-{self._me}-nng")
 
     def call(

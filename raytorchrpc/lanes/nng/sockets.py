@@ -22,6 +22,7 @@ import pynng
 from pynng import ffi, lib
 
 from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.process import threads
 
 #: Largest message given to nng, and so the most that a stranger can make it hold at a time (bytes). Larger frames cross
 #: in pieces: while nng sends one, both ends copy the next into memory that is in their caches.
@@ -30,6 +31,8 @@ CHUNK = 1 << 20
 _SEALED_BYTES = CHUNK >> 8
 #: Pieces that nng holds for a connection, in each direction.
 _QUEUE = 4
+#: Most that ``warm_up`` takes (seconds).
+_WARM_UP_S = 1.0
 
 _sockets: weakref.WeakSet[Any] = weakref.WeakSet()
 _forked = False
@@ -63,6 +66,30 @@ def _at_exit() -> None:
 
 
 atexit.register(_at_exit)
+
+
+_is_warm = False
+
+
+def warm_up() -> None:
+    """Have nng's thread that ends connections call Python once, by a connection within this process. Idempotent.
+
+    When a thread first uses a library's thread-local data, the C library allocates them, and ends the process if it
+    cannot. That thread would do so when the first connection breaks, perhaps because the process is out of memory.
+    """
+    global _is_warm
+    if not _is_warm and not _forked:
+        _is_warm = True
+        until = time.monotonic() + _WARM_UP_S
+        one, other = socket.socketpair()
+        with contextlib.suppress(threads.ThreadShortage):
+            threads.start(_open_and_close, other, until, name="raytorchrpc-nng-start")
+            _open_and_close(one, until)
+
+
+def _open_and_close(sock: socket.socket, deadline: float) -> None:
+    with sock, contextlib.suppress(OSError):
+        PairSocket(sock, deadline).close()
 
 
 class PairSocket:
