@@ -457,7 +457,7 @@ def test_a_call_that_is_never_answered_disturbs_no_other(pair: Pair) -> None:
 def _never_answered_body() -> None:
     pending = send("hold", timeout_s=0.2)
     pending.wait(0.25)
-    if pending.wait(1.2):  # torchrpc itself says so
+    if pending.wait(0.3):  # a lane may say so itself
         with pytest.raises(RpcTimeout):
             pending.take()
     assert ask("echo", payload=b"x").body.payload == b"x"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 pytest.importorskip("ale_py", reason="the Atari example needs ALE: pip install 'raytorchrpc[atari]'")
@@ -33,8 +34,9 @@ def command(out: Path, *options: str) -> list[str]:
     return [*program, "--out", str(out), *SHORT, *options]
 
 
-def train(out: Path, *options: str) -> str:
-    ran = subprocess.run(command(out, *options), cwd=ROOT, capture_output=True, text=True, timeout=280)
+def train(out: Path, *options: str, **environ: str) -> str:
+    environment = {**os.environ, **environ}
+    ran = subprocess.run(command(out, *options), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "Error" not in ran.stderr, ran.stderr
     return ran.stdout
@@ -48,15 +50,20 @@ def iteration_of(out: Path) -> int:
     return int(torch.load(out / "checkpoint.pt", weights_only=True)["learner"]["iteration"])
 
 
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
+def test_it_trains_in_a_ray_that_runs_already(cluster: None, tmp_path: Path) -> None:
+    check_training(tmp_path, "auto", 1, RAY_ADDRESS=ray.get_runtime_context().gcs_address)
 
 
-@pytest.mark.parametrize(
-    ("transport", "collectors"), [("auto", 1), slow("auto", 2), slow("torchrpc", 2), slow("nng", 2), slow("ray", 2)]
-)
-def test_it_trains(transport: str, collectors: int, tmp_path: Path) -> None:
-    printed = train(tmp_path, "--iterations", "30", "--transport", transport, "--collectors", str(collectors))
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "torchrpc", "nng", "ray"])
+def test_it_trains(transport: str, tmp_path: Path) -> None:
+    """In a Ray of its own."""
+    check_training(tmp_path, transport, 2)
+
+
+def check_training(tmp_path: Path, transport: str, collectors: int, **environ: str) -> None:
+    options = ("--iterations", "30", "--transport", transport, "--collectors", str(collectors))
+    printed = train(tmp_path, *options, **environ)
     assert printed.splitlines()[-1] == f"DONE at iteration 30: {tmp_path}"
     log = log_of(tmp_path)
     assert [row["iteration"] for row in log] == [10, 20, 30]

@@ -301,7 +301,7 @@ def test_who_waits_for_a_change_is_told_that_the_group_ended(
 
     def add(name: str) -> None:
         try:
-            group.add({name: busy}, timeout_s=5)
+            group.add({name: busy}, timeout_s=3)
         except rtr.RayTorchRpcError as error:
             outcomes.append(error)
 

@@ -6,7 +6,8 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,13 @@ def test_a_pull_that_outlasts_its_lease_fails(actors: dict[str, Any], group: rtr
 # --- a home ----------------------------------------------------------------------------------------------------
 
 
-def timed(operation: Callable[[], Any]) -> tuple[str, float]:
-    """What it raised, and how long that took."""
+def timed(operations: Collection[Callable[[], Any]]) -> list[tuple[str, float]]:
+    """Of each, all at once: what it raised, and how long that took."""
+    with ThreadPoolExecutor(len(operations)) as threads:
+        return list(threads.map(_timed, operations))
+
+
+def _timed(operation: Callable[[], Any]) -> tuple[str, float]:
     began = time.monotonic()
     try:
         operation()
@@ -172,7 +178,7 @@ def test_a_home_that_stands_still_costs_the_timeout_and_no_more(actors: dict[str
 
     def go_on() -> tuple[dict[str, tuple[str, float]], list[tuple[str, float]]]:
         begun, at_once = member.begun, member.at_once  # type: ignore[attr-defined]
-        return {name: timed(operation) for name, operation in begun.items()}, [timed(one) for one in at_once]
+        return dict(zip(begun, timed(begun.values()), strict=True)), [_timed(one) for one in at_once]
 
     in_actor(actors["reader"], begin)
     with stopped(next(m.pid for m in group.members if m.name == "home")):
@@ -198,7 +204,7 @@ def test_a_home_that_lives_says_in_time_that_nothing_came(actors: dict[str, Any]
             queue.get_nowait,
             lambda: full.put_nowait(2),
         ]
-        return [timed(operation) for operation in operations]
+        return timed(operations)
 
     outcomes = in_actor(actors["reader"], wait_in_vain)
     assert [outcome for outcome, _ in outcomes] == ["Empty"] * 4 + ["Full", "Empty", "Full"]
