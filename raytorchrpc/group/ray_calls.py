@@ -97,6 +97,8 @@ class RestartedActors:
         self._generation = generation
         self._asked: dict[str, Process] = {}
         """By actor: the last process that was asked to poll its mailbox."""
+        self._unheard: set[Process] = set()
+        """Ray has lost what these were asked, for instance because it still took the actor for one that restarts."""
 
     def post(self, roster: Roster | None) -> None:
         """Post which actors the group readmits; None removes the record. Failures are only logged."""
@@ -118,8 +120,8 @@ class RestartedActors:
             )
 
     def is_listening(self, handle: Any, there: ray_internals.ActorState) -> bool:
-        """Whether the actor's current process polls its mailbox. It is asked to once, through Ray, in case that it has
-        not imported this package.
+        """Whether the actor's current process polls its mailbox. It is asked to, through Ray, in case that it has not
+        imported this package.
         """
         process = _process(handle, there)
         before = self._asked.get(process.actor_id)
@@ -127,11 +129,23 @@ class RestartedActors:
             if before is not None:
                 _clear(before)
             self._asked[process.actor_id] = process
-            try:
-                _ignore_error(handle.__ray_call__.remote(rejoin.begin))
-            except RayError as error:  # its queue is full
-                logger.debug("%s: %s", process, error)
+            self._ask(handle, process)
+        elif process in self._unheard:
+            self._unheard.discard(process)
+            self._ask(handle, process)
         return answer_of(process) is not None
+
+    def _ask(self, handle: Any, process: Process) -> None:
+        def told(answer: Any) -> None:
+            error = answer.exception()
+            if isinstance(error, RayError) and not isinstance(error, RayTaskError):
+                self._unheard.add(process)
+
+        try:
+            handle.__ray_call__.remote(rejoin.begin).future().add_done_callback(told)
+        except RayError as error:  # its queue is full
+            logger.debug("%s: %s", process, error)
+            self._unheard.add(process)
 
     def readmitted(self, handles: Mapping[str, Any]) -> None:
         """These are members again: their processes see that their answers are gone, and stop polling."""
