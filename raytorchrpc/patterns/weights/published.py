@@ -18,6 +18,7 @@ from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.weight_counters import StoreKey
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotAMember, NotFound
 from raytorchrpc.patterns.home import register_methods
+from raytorchrpc.patterns.weights.ahead import convert_ahead
 from raytorchrpc.patterns.weights.deltas import Deltas, find_deltas, may_have_delta
 from raytorchrpc.patterns.weights.partial import complete
 from raytorchrpc.patterns.weights.plan import PlaceInWhole
@@ -188,8 +189,10 @@ class PublishedWeights(Readable, VersionWaits):
                 surplus = 0 if staged else len(self._versions) - self._keep
                 old = [self._versions.popitem(last=False)[1][1] for _ in range(surplus)]
                 due = self._due(version)
-            for snapshot in old:
-                self.pool.retire(snapshot)
+            for each in old:
+                self.pool.retire(each)
+            if before is not None and before[0] is layout:
+                convert_ahead(snapshot, before[1], self.pool)
         for reply in due:
             reply.settle(version)
         return version

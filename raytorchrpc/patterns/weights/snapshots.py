@@ -174,6 +174,8 @@ class Snapshot:
         self._pool = pool
         self._converting = threading.Lock()
         self.converted: dict[str, VersionMemory] = {}
+        self.asked: dict[tuple[int, str | None], None] = {}
+        """What readers had converted."""
         self._handoffs = [handoff_streams(memory.pieces)]
 
     def make_current(self) -> None:
@@ -186,6 +188,15 @@ class Snapshot:
 
         Raises OutOfBounds.
         """
+        converted = [place for place in places if place[1] is not None]
+        self.asked.update(dict.fromkeys(converted))
+        found = self.made(places) if converted else self._unconverted(places)
+        if regions is None:
+            return found
+        return [cut(tensor, region) for tensor, region in zip(found, regions, strict=True)]
+
+    def made(self, places: Places) -> list[torch.Tensor]:
+        """As ``tensors``, for conversions that no reader has asked for."""
         made: list[torch.Tensor] = []
         with self._converting:
             self.make_current()  # not before: it also waits for what another thread has converted
@@ -193,9 +204,12 @@ class Snapshot:
             if made:
                 self._handoffs.append(handoff_streams(made))
                 self.note_own_reads()
-        if regions is None:
-            return found
-        return [cut(tensor, region) for tensor, region in zip(found, regions, strict=True)]
+        return found
+
+    def _unconverted(self, places: Places) -> list[torch.Tensor]:
+        """Does not wait while another thread converts."""
+        self.make_current()
+        return [self.memory.tensors[place] for place, _ in places]
 
     def read_deltas(self, spans: Sequence[Span]) -> tuple[Runs, list[torch.Tensor]]:
         """Return the changed elements of these spans; see ``Deltas.read``."""
