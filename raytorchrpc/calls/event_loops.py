@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from raytorchrpc.process import identity
+
 Token = str
 
 _tokens = itertools.count()
-PROCESS = os.urandom(6).hex()
-"""How the tokens of this process begin."""
-ON_A_THREAD: Token = f"{PROCESS}.thread"
-"""The token of all methods that run on a thread here without an admission."""
 
 
 def new_token() -> Token:
     """A token that is unique among all processes."""
-    return f"{PROCESS}.{next(_tokens)}"
+    return f"{identity.unique}.{next(_tokens)}"
+
+
+def token_of_threads() -> Token:
+    """The token of all methods that run on a thread here without an admission."""
+    return f"{identity.unique}.thread"
+
+
+def is_of_this_process(token: Token) -> bool:
+    return token.startswith(identity.unique)
 
 
 def on_loop() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from raytorchrpc.calls.event_loops import ON_A_THREAD, PROCESS, Token
+from raytorchrpc.calls.event_loops import Token, is_of_this_process, token_of_threads
 from raytorchrpc.calls.gates import Admission
 
 
@@ -41,13 +41,13 @@ class Scope(NamedTuple):
     @property
     def holds_a_thread(self) -> bool:
         """Whether a method in this process may be waiting for this call."""
-        return any(token.startswith(PROCESS) for token in self.path)
+        return any(map(is_of_this_process, self.path))
 
     def on_a_thread(self, admission: Admission | None) -> Scope:
         """As ``inside``; the path also marks a method without an admission."""
-        if admission is not None or ON_A_THREAD in self.path:
+        if admission is not None or (token := token_of_threads()) in self.path:
             return self.inside(admission)
-        return Scope((*self.path, ON_A_THREAD), self.limit)
+        return Scope((*self.path, token), self.limit)
 
     def inside(self, admission: Admission | None) -> Scope:
         """The scope of a method that runs inside ``admission`` on behalf of this scope."""

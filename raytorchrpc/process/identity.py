@@ -1,6 +1,20 @@
-"""The state of other processes of this host."""
+"""What tells this process from all others, and the state of others of this host."""
 
 from __future__ import annotations
+
+import os
+
+unique = ""
+"""Of this process alone: 16 characters. A forked child has another one, so read it each time."""
+
+
+def _renew() -> None:
+    global unique
+    unique = os.urandom(8).hex()
+
+
+_renew()
+os.register_at_fork(after_in_child=_renew)
 
 
 def has_ended(pid: int) -> bool:

@@ -20,6 +20,7 @@ from raytorchrpc.calls.current import current_local
 from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.services import builtin_services
 from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.process import identity
 from raytorchrpc.tensors.codec import Codec, Encoded
 from raytorchrpc.tensors.cuda_streams import handoff_streams
 
@@ -37,7 +38,7 @@ class Source(NamedTuple):
 
     node_id: str
     pid: int
-    process: bytes  # random, created once per process: pids are reused
+    process: str  # ``identity.unique``, because pids are reused
     shown: str  # names the process in messages
     server: OfferAddress | None  # for processes outside its group; None if the server could not start
     secret: bytes  # authenticates processes at the server
@@ -67,7 +68,6 @@ class _Kept:
 
 _lock = threading.Lock()
 _objects: dict[str, _Kept] = {}
-PROCESS = os.urandom(16)  # the ``Source.process`` of this process
 _server: tuple[NngServer, OfferAddress | None, bytes] | None = None
 """With its address, None if it could not start, and its secret."""
 
@@ -96,19 +96,19 @@ def held() -> int:
     return len(_objects)
 
 
-def tensors_of(object_id: str, process: bytes) -> _Kept:
+def tensors_of(object_id: str, process: str) -> _Kept:
     """The kept tensors of an object. Raises LookupError if there are none, or another process has them."""
-    kept = _objects.get(object_id) if process == PROCESS else None
+    kept = _objects.get(object_id) if process == identity.unique else None
     if kept is None:
         raise LookupError(
             "the actor was restarted since it made the object"
-            if process != PROCESS
+            if process != identity.unique
             else "the object is not kept there any more: its last ObjectRef was dropped"
         )
     return kept
 
 
-def _pull(instance: Any, object_id: str, process: bytes, to_cpu: bool) -> list[torch.Tensor]:
+def _pull(instance: Any, object_id: str, process: str, to_cpu: bool) -> list[torch.Tensor]:
     """The service for members: the tensors of an object."""
     kept = tensors_of(object_id, process)
     kept.make_current()
@@ -134,7 +134,7 @@ def here(node_id: str, node_ip: str, shown: str) -> Source:
     local = current_local()
     if local is not None:
         shown = f"member {local.me.name!r} of group {local.group!r}"
-    return Source(node_id, os.getpid(), PROCESS, shown, address, secret)
+    return Source(node_id, os.getpid(), identity.unique, shown, address, secret)
 
 
 def _started(node_ip: str) -> tuple[NngServer, OfferAddress | None, bytes]:
