@@ -59,6 +59,8 @@ class OutgoingCall(Call):
         number: int = 0,
     ) -> None:
         """``number``: see ``RequestHeader.number``."""
+        self._taken = False
+        self._error: Exception | None = None
         self._calls, self._route, self._method = calls, route, method
         self._lane, self._pending = lane, pending
         self._started, self._deadline = started, deadline
@@ -68,10 +70,8 @@ class OutgoingCall(Call):
             self.cancellable = True
         self.sent_by = payload.lane or lane.name
         """The lane of its payload."""
-        self._taken = False
         self._lock = threading.Lock()
         self._fetch: Pending | None = None
-        self._error: Exception | None = None
 
     @property
     def label(self) -> str:
@@ -249,8 +249,9 @@ class OutgoingCall(Call):
 
     def __del__(self) -> None:
         # Nobody took the result, or not in time: out-of-band tensors that arrive with it have to be discarded.
-        if not self._taken and self._error is None and not fork.forked():  # in a fork the call is the parent's
-            with contextlib.suppress(Exception):
+        # An interrupt may have ended __init__. In a fork the call is the parent's.
+        with contextlib.suppress(Exception):
+            if not self._taken and self._error is None and not fork.forked():
                 self._discard(self._pending)
 
     def _discard(self, pending: Pending) -> None:

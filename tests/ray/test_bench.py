@@ -106,7 +106,9 @@ def test_quick_has_figures_of_ray_and_of_the_limits_beside_ours(bench: Command, 
 def test_between_two_nodes_of_a_cluster(bench: Command, tmp_path: Path) -> None:
     """Both nodes are of this machine, so what needs two hosts still says so; what is placed where is shown."""
     from ray.cluster_utils import Cluster
+    from ray.experimental import internal_kv
 
+    of_the_tests = internal_kv.internal_kv_get_gcs_client()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     try:
         other = cluster.add_node(num_cpus=1)
@@ -121,3 +123,5 @@ def test_between_two_nodes_of_a_cluster(bench: Command, tmp_path: Path) -> None:
         assert f"--hosts {hosts[0]} {hosts[1]}" in run.command
     finally:
         cluster.shutdown()
+        if of_the_tests is not None:  # Ray keeps one for the process, and the end of a cluster removes it
+            internal_kv._initialize_internal_kv(of_the_tests)
