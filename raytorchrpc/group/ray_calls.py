@@ -213,6 +213,7 @@ class RestartedActors:
             for member, (process, number) in list(pending.items()):
                 answer = answer_of(process)
                 if answer is not None and answer[0] == number:
+                    ray_internals.store(process.key(REQUESTS), None)  # it may hold the group's secret
                     _, is_result, value = answer
                     (results if is_result else failures)[member] = value
                 elif now >= deadline:

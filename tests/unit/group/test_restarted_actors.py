@@ -11,7 +11,7 @@ from ray.exceptions import ActorUnavailableError, PendingCallsLimitExceeded, Ray
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc._compat.ray_internals import ActorState
-from raytorchrpc.calls.mailbox import Mailbox, Process
+from raytorchrpc.calls.mailbox import REQUESTS, Mailbox, Process, packed
 from raytorchrpc.group import ray_calls
 from raytorchrpc.group.ray_calls import RestartedActors
 
@@ -141,6 +141,30 @@ def test_a_mailbox_that_is_closed_and_opened_again_gets_the_request(restarts: Re
     restarts.is_listening(handle, THERE)
     store.answer(7)
     assert restarts.is_listening(handle, THERE)
+
+
+def test_a_request_that_is_posted_while_another_is_taken_is_not_lost(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = Process("abc", 7, "node")
+    mailbox, key = Mailbox(process), process.key(REQUESTS)
+
+    def post(number: str) -> None:
+        store.store(key, packed((number, print, ())))
+
+    def read_before_the_next_is_posted(key: str) -> bytes | None:
+        text = store.values.get(key)
+        post("second")
+        return text
+
+    post("first")
+    with monkeypatch.context() as patch:
+        patch.setattr(ray_internals, "stored", read_before_the_next_is_posted)
+        first = mailbox.take()
+    second = mailbox.take()
+    assert first is not None and second is not None
+    assert (first.number, second.number) == ("first", "second")
+    assert mailbox.take() is None
 
 
 def test_the_next_process_has_to_answer_itself(restarts: RestartedActors, store: Store) -> None:
