@@ -104,18 +104,21 @@ class Mailbox:
 
     def __init__(self, process: Process) -> None:
         self._process = process
+        self._taken: bytes | None = None
 
     def announce(self) -> None:
         """Post that this process polls for requests."""
         ray_internals.store(self._process.key(ANSWERS), packed(("", True, None)))
 
     def take(self) -> Request | None:
-        """Take the posted request, if there is one."""
-        key = self._process.key(REQUESTS)
-        text = ray_internals.stored(key)
-        if text is None:
+        """Take the posted request, if there is a new one.
+
+        The group removes it when it has the answer. If it were removed here, so might be the next one, posted just then.
+        """
+        text = ray_internals.stored(self._process.key(REQUESTS))
+        if text is None or text == self._taken:
             return None
-        ray_internals.store(key, None)  # it may hold the group's secret
+        self._taken = text
         return Request(*pickle.loads(text))
 
     def answer(self, request: Request, instance: Any) -> None:

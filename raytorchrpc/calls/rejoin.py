@@ -76,7 +76,7 @@ class Rejoin:
 
     @property
     def over(self) -> bool:
-        """Whether the thread has ended, or never started."""
+        """Whether the thread has ended."""
         return self._refusal is not None or (self._thread is not None and not self._thread.is_alive())
 
     def member(self, timeout_s: float | None) -> DeferredReply:
@@ -211,8 +211,9 @@ def _begin(actor_id: str) -> Rejoin:
     global _current
     with _lock:
         if _current is None or _current.over:
-            _current = Rejoin(actor_id)
-            _current.start()
+            rejoin = Rejoin(actor_id)
+            rejoin.start()  # if it raises, the next call tries again
+            _current = rejoin
         return _current
 
 

@@ -108,6 +108,8 @@ class Formation:
         self.deadline = deadline
         self._call_all = call_all
         self._attempt = uuid.uuid4().hex[:12]
+        self._restarting = False
+        """Ray reported that a participant restarts when the attempt was rolled back."""
 
     def probe(self) -> None:
         """Have every process describe itself, and decide routes and device maps. Changes nothing there."""
@@ -146,7 +148,27 @@ class Formation:
     def prepare(self) -> dict[str, Prepared]:
         """Have every participant start to listen."""
         specs = {member: (self.roster.spec(member, self._attempt),) for member in self.participants}
-        return self._ask("could not start", join.prepare, specs)
+        prepared: dict[str, Prepared] = self._ask("could not start", join.prepare, specs)
+        records = self.roster.records
+        if others := tuple(name for name, its in prepared.items() if its.pid != records[name].probe.pid):
+            raise BootstrapError(
+                f"group {self.roster.name!r} {self._begun()}: Ray restarted {', '.join(others)} meanwhile",
+                members=others,
+            )
+        return prepared
+
+    def has_restarted(self) -> bool:
+        """Whether Ray has restarted a participant since it was probed, or is about to: for an attempt that failed."""
+        if self._restarting:
+            return True
+        for name in self.participants.keys() & self.roster.records.keys():
+            record = self.roster.records[name]
+            if record.handle is not None:
+                actor = ray_internals.actor_state(ray_internals.actor_id_of(record.handle))
+                same = (actor.pid, actor.node_id) == (record.probe.pid, record.probe.node_id)
+                if actor.state != "DEAD" and not (same and actor.state == "ALIVE"):
+                    return True
+        return False
 
     def commit(
         self,
@@ -169,7 +191,8 @@ class Formation:
         """Undo what was begun. A participant that is stuck undoes it as soon as it runs again."""
         patience = time.monotonic() + min(5.0, self.timeout_s)
         arguments = {member: (self._attempt,) for member in self.participants}
-        self._call_all(self.participants, join.give_up, arguments, patience)
+        _, failures = self._call_all(self.participants, join.give_up, arguments, patience)
+        self._restarting = any(isinstance(error, ActorUnavailableError) for error in failures.values())
 
     def _ask(
         self, what: str, function: Callable[..., Any], arguments: Arguments, retry_restarting: bool = False
@@ -184,12 +207,17 @@ class Formation:
         cause = next(iter(failures.values()))
         if isinstance(cause, ConfigurationError):
             raise cause
-        coming_in = any(name not in self.participants for name in self.roster.records)
-        begun = "did not admit them" if coming_in else "was not formed"
+        # A participant that reports another one is named with it.
+        named = [name for error in failures.values() for name in getattr(error, "members", ())]
+        count = f"{len(failures)} of {len(self.participants)}"
         raise BootstrapError(
-            f"group {self.roster.name!r} {begun}: {len(failures)} of {len(self.participants)} {what}: {reasons}",
-            members=tuple(failures),
+            f"group {self.roster.name!r} {self._begun()}: {count} {what}: {reasons}",
+            members=tuple(dict.fromkeys((*failures, *named))),
         ) from cause
+
+    def _begun(self) -> str:
+        coming_in = any(name not in self.participants for name in self.roster.records)
+        return "did not admit them" if coming_in else "was not formed"
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
@@ -209,8 +237,8 @@ def form_group(
     """Form a new group; returns what ``finish`` makes of it. Leaves nothing behind if either fails."""
     deadline = time.monotonic() + timeout_s
     while True:
+        formation = Formation(roster, participants, deadline, timeout_s)
         try:
-            formation = Formation(roster, participants, deadline, timeout_s)
             formation.probe()
             try:
                 prepared = formation.prepare()
@@ -222,5 +250,6 @@ def form_group(
                 raise
         except BootstrapError as error:
             # An actor that went away for a restart after it was probed returns as another process: begin again.
-            if not isinstance(error.__cause__, ActorUnavailableError) or time.monotonic() >= deadline:
+            restarts = isinstance(error.__cause__, ActorUnavailableError) or formation.has_restarted()
+            if not restarts or time.monotonic() >= deadline:
                 raise

@@ -6,6 +6,7 @@ See ``calls.mailbox`` for the mailboxes.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -30,6 +31,9 @@ _ANSWER_S = 0.005
 _ALIVE_S = 0.1
 #: While an actor restarts, it is called again this often (seconds).
 _RESTART_POLL_S = 0.05
+#: A restarted process that was asked to poll its mailbox and does not, for instance because it could start no thread,
+#: is asked again after so long (seconds).
+_ASK_AGAIN_S = 2.0
 
 
 def call_all(
@@ -53,7 +57,7 @@ def call_all(
     for member, args in arguments.items():
         if handles[member] is not None:
             try:
-                pending[handles[member].__ray_call__.remote(function, *args)] = member
+                pending[_call(handles[member], function, args)] = member
             except RayError as error:  # its queue is full
                 failures[member] = error
     for member, args in arguments.items():
@@ -79,10 +83,15 @@ def call_all(
                 failures[member] = error
                 continue
             threading.Event().wait(_RESTART_POLL_S)  # Ray offers nothing to wait on
-            pending[handles[member].__ray_call__.remote(function, *arguments[member])] = member
+            pending[_call(handles[member], function, arguments[member])] = member
     for reference in pending:
         _ignore_error(reference)
     return results, failures
+
+
+def _call(handle: Any, function: Callable[..., Any], args: Any) -> Any:
+    """In the actor's present process alone: with the actor's own ``max_task_retries`` Ray might run it in the next."""
+    return handle.__ray_call__.options(max_task_retries=0).remote(function, *args)
 
 
 def _ignore_error(reference: Any) -> None:
@@ -97,8 +106,11 @@ class RestartedActors:
         self._generation = generation
         self._asked: dict[str, Process] = {}
         """By actor: the last process that was asked to poll its mailbox."""
-        self._unheard: set[Process] = set()
-        """Ray has lost what these were asked, for instance because it still took the actor for one that restarts."""
+        self._ask_again: dict[Process, float] = {}
+        """When these are asked once more, unless they poll by then (``time.monotonic``). At once if Ray has lost the
+        request, for instance because it still took the actor for one that restarts."""
+        self._pings: dict[Process, str] = {}
+        """Numbers of the requests by which these processes show that they run."""
 
     def post(self, roster: Roster | None) -> None:
         """Post which actors the group readmits; None removes the record. Failures are only logged."""
@@ -120,38 +132,56 @@ class RestartedActors:
             )
 
     def is_listening(self, handle: Any, there: ray_internals.ActorState) -> bool:
-        """Whether the actor's current process polls its mailbox. It is asked to, through Ray, in case that it has not
-        imported this package.
+        """Whether the actor's current process answers requests now.
+
+        It is asked to poll its mailbox, through Ray, in case that it has not imported this package. Before each attempt
+        to readmit it, it has to answer a request: it may be suspended, or run a method that holds the interpreter lock,
+        and the supervisor would wait for it.
         """
         process = _process(handle, there)
         before = self._asked.get(process.actor_id)
         if before != process:
             if before is not None:
-                _clear(before)
+                self._forget(before)
             self._asked[process.actor_id] = process
             self._ask(handle, process)
-        elif process in self._unheard:
-            self._unheard.discard(process)
-            self._ask(handle, process)
-        return answer_of(process) is not None
+        answer = answer_of(process)
+        if answer is None:
+            if time.monotonic() >= self._ask_again.get(process, math.inf):
+                self._ask(handle, process)
+            return False
+        number = self._pings.setdefault(process, uuid.uuid4().hex)
+        if answer[0] != number:  # posted each time: the process may have closed its mailbox and opened it again
+            ray_internals.store(process.key(REQUESTS), packed((number, rejoin.begin, ())))
+            return False
+        del self._pings[process]
+        return True
 
     def _ask(self, handle: Any, process: Process) -> None:
-        def told(answer: Any) -> None:
+        self._ask_again.pop(process, None)
+
+        def asked(answer: Any) -> None:
             error = answer.exception()
-            if isinstance(error, RayError) and not isinstance(error, RayTaskError):
-                self._unheard.add(process)
+            has_run = error is None or isinstance(error, RayTaskError)
+            if self._asked.get(process.actor_id) == process:
+                self._ask_again[process] = time.monotonic() + (_ASK_AGAIN_S if has_run else 0.0)
 
         try:
-            handle.__ray_call__.remote(rejoin.begin).future().add_done_callback(told)
+            _call(handle, rejoin.begin, ()).future().add_done_callback(asked)
         except RayError as error:  # its queue is full
             logger.debug("%s: %s", process, error)
-            self._unheard.add(process)
+            self._ask_again[process] = 0.0
+
+    def _forget(self, process: Process) -> None:
+        self._ask_again.pop(process, None)
+        self._pings.pop(process, None)
+        _clear(process)
 
     def readmitted(self, handles: Mapping[str, Any]) -> None:
         """These are members again: their processes see that their answers are gone, and stop polling."""
         for handle in handles.values():
             if (process := self._asked.get(ray_internals.actor_id_of(handle))) is not None:
-                _clear(process)
+                self._forget(process)
 
     def call_all(
         self,
@@ -183,13 +213,14 @@ class RestartedActors:
             for member, (process, number) in list(pending.items()):
                 answer = answer_of(process)
                 if answer is not None and answer[0] == number:
+                    ray_internals.store(process.key(REQUESTS), None)  # it may hold the group's secret
                     _, is_result, value = answer
                     (results if is_result else failures)[member] = value
                 elif now >= deadline:
                     failures[member] = TimeoutError("no answer")
                 elif check and not process.is_current():
                     failures[member] = BootstrapError("its process has ended")
-                    _clear(process)
+                    self._forget(process)
                 else:
                     continue
                 del pending[member]

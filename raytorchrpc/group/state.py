@@ -33,6 +33,7 @@ class LostMember:
 
     def retry_later(self) -> None:
         """Put the next attempt to admit it off."""
+        self.restarted = False  # others that return by then do not wait for it
         self.next_poll = time.monotonic() + self._retry_s
         self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
 

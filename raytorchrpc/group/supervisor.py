@@ -345,7 +345,8 @@ class Supervisor:
             self._admit(handles, time.monotonic() + _CHANGE_S, _CHANGE_S, "back")
         except RayTorchRpcError as error:
             logger.warning("group %r: %s could not return yet: %s", self.roster.name, ", ".join(names), error)
-            for name in names:
+            failed = [name for name in names if name in getattr(error, "members", ())]
+            for name in failed or names:  # the next poll readmits the others without them
                 if (lost := self._state.lost.get(name)) is not None:
                     lost.retry_later()
 

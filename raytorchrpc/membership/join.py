@@ -72,7 +72,7 @@ def prepare(instance: Any, spec: JoinSpec) -> Prepared:
         local = _start(instance, spec)
         addresses = open_lanes(spec, local)
         retries = {name: note.retry for name, note in local.incoming.methods.items() if note.retry}
-        return Prepared(AgentIdentity(local.me.rpc_name, local.me.worker_id), addresses, retries)
+        return Prepared(AgentIdentity(local.me.rpc_name, local.me.worker_id), addresses, retries, os.getpid())
 
 
 def _worker_of_rank(rank: int) -> str | None:

@@ -75,6 +75,7 @@ class Prepared(NamedTuple):
     """By lane name."""
     retries: Mapping[str, int]
     """By exposed method: how often a call may be sent again, where that is above 0."""
+    pid: int
 
 
 #: By member, then by peer: local gpu or "cpu" -> peer gpu or "cpu".

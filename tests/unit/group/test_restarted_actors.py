@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError, PendingCallsLimitExceeded, RayTaskError
 
+from raytorchrpc._compat import ray_internals
 from raytorchrpc._compat.ray_internals import ActorState
+from raytorchrpc.calls.mailbox import REQUESTS, Mailbox, Process, packed
 from raytorchrpc.group import ray_calls
 from raytorchrpc.group.ray_calls import RestartedActors
 
@@ -21,9 +23,13 @@ class Handle:
 
     def __init__(self) -> None:
         self._actor_id = SimpleNamespace(hex=lambda: "abc")
-        self.__ray_call__ = SimpleNamespace(remote=self._remote)
+        self.__ray_call__ = SimpleNamespace(options=self._options)
         self.asked: list[Future[Any]] = []
         self.is_full = False
+
+    def _options(self, max_task_retries: int) -> Any:
+        assert max_task_retries == 0, "Ray may not run it in the actor's next process"
+        return SimpleNamespace(remote=self._remote)
 
     def _remote(self, function: Any) -> Any:
         if self.is_full:
@@ -32,9 +38,40 @@ class Handle:
         return SimpleNamespace(future=lambda: self.asked[-1])
 
 
+class Store:
+    """Ray's key-value store. ``answer`` is what the actor's process does when it polls its mailbox."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.now = 1000.0
+
+    def store(self, key: str, value: bytes | None) -> None:
+        if value is None:
+            self.values.pop(key, None)
+        else:
+            self.values[key] = value
+
+    def announce(self, pid: int) -> None:
+        Mailbox(Process("abc", pid, "node")).announce()
+
+    def answer(self, pid: int) -> None:
+        mailbox = Mailbox(Process("abc", pid, "node"))
+        request = mailbox.take()
+        assert request is not None
+        mailbox.answer(request, None)
+
+
 @pytest.fixture
-def restarts(monkeypatch: pytest.MonkeyPatch) -> RestartedActors:
-    monkeypatch.setattr(ray_calls, "answer_of", lambda process: None)
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    made = Store()
+    monkeypatch.setattr(ray_internals, "store", made.store)
+    monkeypatch.setattr(ray_internals, "stored", made.values.get)
+    monkeypatch.setattr(ray_calls, "time", SimpleNamespace(monotonic=lambda: made.now))
+    return made
+
+
+@pytest.fixture
+def restarts(store: Store) -> RestartedActors:
     return RestartedActors("generation")
 
 
@@ -57,7 +94,9 @@ def test_a_process_is_asked_again_if_its_queue_was_full(restarts: RestartedActor
 
 
 @pytest.mark.parametrize("error", [None, RayTaskError("begin", "no such module", ImportError("raytorchrpc"))])
-def test_a_process_that_has_answered_is_not_asked_again(restarts: RestartedActors, error: Exception | None) -> None:
+def test_a_process_that_was_asked_and_does_not_poll_is_asked_again_later(
+    restarts: RestartedActors, store: Store, error: Exception | None
+) -> None:
     handle = Handle()
     restarts.is_listening(handle, THERE)
     if error is None:
@@ -66,3 +105,77 @@ def test_a_process_that_has_answered_is_not_asked_again(restarts: RestartedActor
         handle.asked[0].set_exception(error)
     restarts.is_listening(handle, THERE)
     assert len(handle.asked) == 1
+    store.now += 10
+    restarts.is_listening(handle, THERE)
+    restarts.is_listening(handle, THERE)
+    assert len(handle.asked) == 2
+
+
+def test_a_process_listens_once_it_answers(restarts: RestartedActors, store: Store) -> None:
+    handle = Handle()
+    store.announce(7)
+    assert not restarts.is_listening(handle, THERE), "it may be suspended by now"
+    assert not restarts.is_listening(handle, THERE)
+    store.answer(7)
+    assert restarts.is_listening(handle, THERE)
+
+
+def test_a_process_that_failed_to_return_has_to_answer_again(restarts: RestartedActors, store: Store) -> None:
+    handle = Handle()
+    store.announce(7)
+    restarts.is_listening(handle, THERE)
+    store.answer(7)
+    assert restarts.is_listening(handle, THERE)
+    for _ in range(2):
+        assert not restarts.is_listening(handle, THERE)
+    store.answer(7)
+    assert restarts.is_listening(handle, THERE)
+
+
+def test_a_mailbox_that_is_closed_and_opened_again_gets_the_request(restarts: RestartedActors, store: Store) -> None:
+    handle = Handle()
+    store.announce(7)
+    restarts.is_listening(handle, THERE)
+    Mailbox(Process("abc", 7, "node")).close()
+    store.announce(7)
+    restarts.is_listening(handle, THERE)
+    store.answer(7)
+    assert restarts.is_listening(handle, THERE)
+
+
+def test_a_request_that_is_posted_while_another_is_taken_is_not_lost(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = Process("abc", 7, "node")
+    mailbox, key = Mailbox(process), process.key(REQUESTS)
+
+    def post(number: str) -> None:
+        store.store(key, packed((number, print, ())))
+
+    def read_before_the_next_is_posted(key: str) -> bytes | None:
+        text = store.values.get(key)
+        post("second")
+        return text
+
+    post("first")
+    with monkeypatch.context() as patch:
+        patch.setattr(ray_internals, "stored", read_before_the_next_is_posted)
+        first = mailbox.take()
+    second = mailbox.take()
+    assert first is not None and second is not None
+    assert (first.number, second.number) == ("first", "second")
+    assert mailbox.take() is None
+
+
+def test_the_next_process_has_to_answer_itself(restarts: RestartedActors, store: Store) -> None:
+    handle = Handle()
+    store.announce(7)
+    restarts.is_listening(handle, THERE)
+    store.answer(7)
+    later = ActorState("ALIVE", 8, "node", "")
+    assert not restarts.is_listening(handle, later)
+    store.announce(8)
+    assert not restarts.is_listening(handle, later)
+    store.answer(8)
+    assert restarts.is_listening(handle, later)
+    assert not any("/7@" in key for key in store.values), "what the earlier process posted is removed"

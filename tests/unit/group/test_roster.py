@@ -39,6 +39,7 @@ def prepared_of(roster: Roster) -> dict[str, Prepared]:
                 )
             },
             {},
+            record.probe.pid,
         )
         for name, record in roster.records.items()
     }

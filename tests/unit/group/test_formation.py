@@ -1,0 +1,100 @@
+"""Actors that Ray restarts while their group forms."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from raytorchrpc._compat.ray_internals import ActorState
+from raytorchrpc.calls.mailbox import Owner
+from raytorchrpc.config import GroupConfig
+from raytorchrpc.errors import BootstrapError
+from raytorchrpc.group import formation
+from raytorchrpc.group.roster import Roster
+from raytorchrpc.membership import join
+from tests.unit import clusters
+from tests.unit.group.test_roster import prepared_of, probes_of
+
+NAMES = ("learner", "collector")
+
+
+class Actors:
+    """Two actors, and the pid of each one's process. ``during`` gets each step, and may restart one or fail."""
+
+    def __init__(self) -> None:
+        self.cluster = dict(zip(NAMES, clusters.one_host(2).values(), strict=True))
+        self.pids = {"learner": 10, "collector": 20}
+        self.during: Any = lambda step, number: {}
+        self.rounds = 0
+
+    def state(self, name: str) -> ActorState:
+        return ActorState("ALIVE", self.pids[name], f"node-{self.cluster[name].boot_id}", "")
+
+    def call_all(self, handles: Any, function: Any, arguments: Any, *_: Any, **__: Any) -> Any:
+        self.rounds += function is join.probe
+        failures = self.during(function, self.rounds)
+        probes = {name: probe._replace(pid=self.pids[name]) for name, probe in probes_of(self.cluster).items()}
+        results: dict[str, Any] = dict.fromkeys(arguments)
+        if function is join.probe:
+            results = probes
+        if function is join.prepare:
+            roster = Roster("g", GroupConfig(), Owner("job", None), self.cluster[NAMES[0]])
+            results = prepared_of(roster.admit(dict.fromkeys(NAMES), probes))
+        return {name: result for name, result in results.items() if name not in failures}, failures
+
+    def form(self) -> Any:
+        roster = Roster("g", GroupConfig(), Owner("job", None), self.cluster[NAMES[0]])
+        return formation.form_group(roster, {name: name for name in NAMES}, 20, lambda roster, *_: roster)
+
+
+@pytest.fixture
+def actors(monkeypatch: pytest.MonkeyPatch) -> Actors:
+    made = Actors()
+    monkeypatch.setattr(formation.ray_internals, "actor_state", made.state)
+    monkeypatch.setattr(formation.ray_internals, "actor_id_of", lambda handle: handle)
+    monkeypatch.setattr(formation, "worker_ids", SimpleNamespace(highest_elsewhere=lambda _: 0, record=lambda _: None))
+    monkeypatch.setattr(formation, "Formation", partial(formation.Formation, call_all=made.call_all))
+    return made
+
+
+def test_the_group_has_the_process_that_prepared_to_join(actors: Actors) -> None:
+    def restart(step: Any, number: int) -> dict[str, Exception]:
+        if step is join.prepare and number == 1:
+            actors.pids["learner"] = 11
+        return {}
+
+    actors.during = restart
+    assert actors.form().records["learner"].probe.pid == 11
+
+
+@pytest.mark.parametrize("has_noticed", [True, False])
+def test_an_actor_that_restarts_while_others_connect_to_it_is_waited_for(actors: Actors, has_noticed: bool) -> None:
+    def restart(step: Any, number: int) -> dict[str, Exception]:
+        if number > 1:
+            return {}
+        if step is join.give_up and not has_noticed:  # its peers notice the end of a process before Ray does
+            return {"learner": ActorUnavailableError("it restarts", b"0" * 16)}
+        if step is join.commit:
+            actors.pids["learner"] = 11 if has_noticed else 10
+            return {"collector": BootstrapError("'collector' cannot reach learner", members=("collector", "learner"))}
+        return {}
+
+    actors.during = restart
+    assert actors.form().generation and actors.rounds == 2
+
+
+def test_an_actor_that_the_others_cannot_reach_is_named(actors: Actors) -> None:
+    def die(step: Any, number: int) -> dict[str, Exception]:
+        if step is join.commit:
+            return {"collector": BootstrapError("'collector' cannot reach learner", members=("collector", "learner"))}
+        return {"learner": ActorDiedError()} if step is join.give_up else {}
+
+    actors.during = die
+    with pytest.raises(BootstrapError, match="'collector' cannot reach learner") as raised:
+        actors.form()
+    assert set(raised.value.members) == set(NAMES)
+    assert actors.rounds == 1
