@@ -113,7 +113,7 @@ class Mailbox:
     def take(self) -> Request | None:
         """Take the posted request, if there is a new one.
 
-        The group removes it when it has the answer. If it were removed here, so might be the next one, posted just then.
+        The group removes it when it has the answer. If it were removed here, the next one might be, too, unread.
         """
         text = ray_internals.stored(self._process.key(REQUESTS))
         if text is None or text == self._taken:
