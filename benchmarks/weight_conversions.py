@@ -80,15 +80,15 @@ class End:
 def main(quick: bool = False) -> None:
     with local_ray():
         gpus = int(ray.cluster_resources().get("GPU", 0))
-        device = "cuda" if gpus > 1 else "cpu"
-        models = MODELS if device == "cuda" else MODELS[:2]
-        rows = [row for model in (models[:1] if quick else models) for row in _measure(device, model.name, quick)]
+        device, models = ("cuda", MODELS) if gpus else ("cpu", MODELS[:2])
+        rows = [row for model in (models[:1] if quick else models) for row in _measure(min(gpus, 2), model.name, quick)]
     show(f"Weights that arrive in fp8, from one publisher to one reader, {device}, {gpus} GPUs (medians)", rows)
 
 
-def _measure(device: str, model: str, quick: bool) -> list[Row]:
-    gpus = 1 if device == "cuda" else 0
-    publisher, reader = (End.options(num_gpus=gpus).remote() for _ in range(2))
+def _measure(gpus: int, model: str, quick: bool) -> list[Row]:
+    """``gpus``: that the two use."""
+    device = "cuda" if gpus else "cpu"
+    publisher, reader = (End.options(num_gpus=gpus / 2).remote() for _ in range(2))
     took: dict[str, list[float]] = {"bfloat16": [], "first": [], "later": []}
     with rtr.init_group({"publisher": publisher, "reader": reader}):
         store = rtr.WeightStore("fp8", home="publisher")
