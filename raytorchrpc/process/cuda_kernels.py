@@ -15,7 +15,7 @@ import torch
 
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.process import threads
-from raytorchrpc.process.cuda_driver import Driver
+from raytorchrpc.process.cuda_driver import Driver, driver
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +36,14 @@ class KernelSource:
 
     def __init__(self, name: str, source: str) -> None:
         """``name``: of an ``extern "C" __global__`` function in it."""
-        self._name, self._source = name, source
+        self.name, self.source = name, source
         self._lock = threading.Lock()
         self._compiled: dict[int, Kernel | None] = {}
 
     def on(self, device: int, driver: Driver) -> Kernel | None:
         """The kernel for a GPU; None while it is compiled, which the first call begins, and where that fails.
 
-        Does not block: compiling takes about 0.1 s, on a thread of its own.
+        Does not block: compiling takes 0.1 to 2 s, on a thread of its own.
         """
         if device not in self._compiled:
             with self._lock:
@@ -53,14 +53,23 @@ class KernelSource:
                         self._compiled.setdefault(device, None)
         return self._compiled.get(device)
 
+    def ready_on(self, device: torch.device) -> Kernel | None:
+        """``on`` for any device: None also where there are no GPUs."""
+        if device.type != "cuda":
+            return None
+        try:
+            return self.on(device.index, driver())
+        except LaneUnavailable:
+            return None
+
     def _compile(self, device: int, driver: Driver) -> None:
         try:
             capability = torch.cuda.get_device_capability(device)
-            image = _compile(self._name, self._source, "sm_{}{}".format(*capability))
+            image = _compile(self.name, self.source, "sm_{}{}".format(*capability))
             with driver.on(device):
-                self._compiled[device] = Kernel(driver, driver.function_in(image, self._name))
+                self._compiled[device] = Kernel(driver, driver.function_in(image, self.name))
         except Exception as error:  # everything works without it, only slower
-            logger.info("copies of weights on cuda:%d are not joined into one kernel: %s", device, error)
+            logger.info("kernel %s is not used on cuda:%d: %s", self.name, device, error)
 
 
 @functools.cache
@@ -69,11 +78,12 @@ def _nvrtc() -> ctypes.CDLL:
     name = f"libnvrtc.so.{str(torch.version.cuda).partition('.')[0]}"
     found = importlib.util.find_spec("nvidia")  # where pip puts it
     places = [] if found is None else list(found.submodule_search_locations or ())
-    for candidate in [name, *(str(path) for place in places for path in Path(place).glob(f"*/lib/{name}"))]:
-        try:
-            return ctypes.CDLL(candidate)
-        except OSError:
-            continue
+    for candidate in [Path(name), *(path for place in places for path in Path(place).glob(f"*/lib/{name}"))]:
+        with contextlib.suppress(OSError):
+            if candidate.is_absolute():  # it opens these by their name, which leads nowhere unless they are loaded
+                for builtins in candidate.parent.glob("libnvrtc-builtins.so.*"):
+                    ctypes.CDLL(str(builtins))
+            return ctypes.CDLL(str(candidate))
     raise LaneUnavailable("cuda_ipc", f"there is no {name}")
 
 

@@ -17,11 +17,12 @@ from raytorchrpc.lanes.base import Part, Parts, prepared
 from raytorchrpc.lanes.common import packing, regions
 from raytorchrpc.lanes.common.regions import Dimension, Rows, collapse, copies
 from raytorchrpc.lanes.cuda_ipc import copy_kernel
-from raytorchrpc.lanes.cuda_ipc.copy_kernel import Copies
+from raytorchrpc.lanes.cuda_ipc.copy_kernel import COPY_ROWS, Copies
 from raytorchrpc.lanes.cuda_ipc.regions import Scatter
 from raytorchrpc.process.cuda_driver import Driver
 from raytorchrpc.process.cuda_kernels import Kernel
 from raytorchrpc.tensors.bounds import OutOfBounds, span_of
+from tests.unit.host_kernels import HostDriver
 
 CPU = torch.device("cpu")
 MANY = 1 << 31
@@ -46,21 +47,13 @@ class Memory(Driver):
         for row in range(rows):
             ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
 
-    def launch(self, function: int, grid: tuple[int, int], block: int, arguments: bytes, stream: int) -> None:
-        """What the source of COPY_ROWS says, which only a GPU can run."""
-        (flat,) = struct.unpack("Q", arguments[-8:])
-        for number in range(grid[0]):
-            described = struct.unpack("QQIIII", arguments[32 * number : 32 * (number + 1)])
-            target, offset, width, rows, source_pitch, target_pitch = described
-            self.copy_rows(target, flat + offset, width, rows, target_pitch, source_pitch, stream)
-
 
 def no_kernel() -> None:
     """As long as it is compiled, and where that fails."""
 
 
 def kernel() -> Kernel:
-    return Kernel(Memory(), 0)
+    return Kernel(HostDriver(COPY_ROWS), 0)
 
 
 def numbered(size: int) -> torch.Tensor:
@@ -213,33 +206,30 @@ def test_copies_of_parts_that_come_again_need_only_the_memory(compiled: Callable
 def test_kernels_make_many_copies_of_any_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of whole tensors and those of rows, and large ones in parts."""
     monkeypatch.setattr(copy_kernel, "_LARGEST", 1 << 16)
-    launched: list[int] = []
-
-    class Counted(Memory):
-        def launch(self, function: int, grid: tuple[int, int], *rest: Any) -> None:
-            launched.append(grid[0])
-            super().launch(function, grid, *rest)
-
-    chance = random.Random(7)
+    monkeypatch.setattr(copy_kernel, "_THREADS", 64)
+    copying, chance = HostDriver(COPY_ROWS), random.Random(7)
     for spare in (0, 8):
         flat, parts, wholes = numbered(1 << 18), [], []
         for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64) * 8:
             shape = tuple(chance.choice([1, 2, 3, 8, 64]) for _ in range(2))
             whole, target = any_target(chance, shape, dtype)
             strides = packing.layout(shape)[0] if chance.random() < 0.5 else (shape[1] + chance.choice([0, 3, 8]), 1)
-            wholes.append(whole)
+            wholes.append((whole, target))
             parts.append(Part(chance.randrange(1000) * 8, target, strides))
         parts.append(Part(1024, torch.zeros(1 << 15, dtype=torch.int32)))
         copies = Scatter.of(parts, flat.numel(), CPU)
         where = flat[spare:].data_ptr()
-        for target, source in copies.queue(parts, where, CPU, Memory(), lambda: Kernel(Counted(), 0), 0):
+        for target, source in copies.queue(parts, where, CPU, Memory(), lambda: Kernel(copying, 0), 0):
             target.copy_(source)
         for offset, target, strides in parts:
             source = flat[spare + offset :]
             source = source[: source.numel() // 8 * 8].clone().view(target.dtype)
             wanted = source.as_strided(target.shape, strides or packing.layout(tuple(target.shape))[0])
             assert torch.equal(target, wanted)
-    assert len(launched) == 2 and all(17 < number < 127 for number in launched)
+        for whole, target in wholes:
+            target.zero_()
+            assert not whole.any(), "something beside the target was written"
+    assert len(copying.launched) == 2 and all(17 < grid[0] < 127 for grid, _ in copying.launched)
 
 
 def test_strided_parts_for_a_gpu_lie_in_their_flat_tensor() -> None:
@@ -284,22 +274,13 @@ def test_a_two_dimensional_copy_is_described_as_in_cuda_h() -> None:
 def test_copies_for_kernels_are_alike_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long ones, many rows, rows that are too long, and more than one kernel takes."""
     monkeypatch.setattr(copy_kernel, "_LARGEST", 64)
-    launched: list[int] = []
-    sizes: list[int] = []
-
-    class Counted(Memory):
-        def launch(self, function: int, grid: tuple[int, int], block: int, arguments: bytes, stream: int) -> None:
-            launched.append(grid[0])
-            rows = [struct.unpack("QQIIII", arguments[32 * at : 32 * at + 32]) for at in range(grid[0])]
-            sizes.extend(width * number for _, _, width, number, _, _ in rows)
-            super().launch(function, grid, block, arguments, stream)
-
+    copying = HostDriver(COPY_ROWS)
     flat, target = numbered(1 << 15), torch.zeros(1 << 15, dtype=torch.uint8)
     begin = target.data_ptr()
     long, many, wide = (begin, 0, 10_001, 1, 0, 0), (begin + 10_240, 11_000, 24, 100, 32, 24), (0,) * 6
     wide = (begin + 13_000, 15_000, 200, 5, 256, 300)
     Copies([long, many, wide, *[(begin + 20_000 + 8 * at, 20_000 + 8 * at, 8, 1, 0, 0) for at in range(20)]]).queue(
-        flat.data_ptr(), Counted(), lambda: Kernel(Counted(), 0), 0
+        flat.data_ptr(), Memory(), lambda: Kernel(copying, 0), 0
     )
     assert torch.equal(target[:10_001], flat[:10_001])
     rows = flat[11_000:14_200].view(100, 32)[:, :24]
@@ -308,7 +289,10 @@ def test_copies_for_kernels_are_alike_in_size(monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(target[13_000 + 300 * row :][:200], flat[15_000 + 256 * row :][:200])
     assert torch.equal(target[20_000:20_160], flat[20_000:20_160])
     assert not target[13_200:13_300].any() and not target[20_160:].any()
-    assert max(sizes) <= 64 and len(launched) > 1 and max(launched) <= 127
+    assert len(copying.launched) > 1
+    for (number, _), arguments in copying.launched:
+        described = list(struct.iter_unpack("QQIIII", arguments[: 32 * number]))
+        assert number <= 127 and all(width * rows <= 64 for _, _, width, rows, _, _ in described)
 
 
 def test_beside_other_work_large_copies_are_left_to_the_copy_engines(monkeypatch: pytest.MonkeyPatch) -> None:
