@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.patterns.weights import quantize_kernel
 from raytorchrpc.patterns.weights.shards import Box
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES
 
@@ -136,7 +137,7 @@ def convert(name: str, source: torch.Tensor, targets: Sequence[torch.Tensor]) ->
 
 
 def _quantize(source: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> None:
-    if not source.numel():
+    if not source.numel() or quantize_kernel.quantize(source, values, scales, block):
         return
     rows, columns = map(min, block, source.shape)
     width = source.shape[1]
