@@ -225,7 +225,8 @@ class Formation:
                 f"no answer within {self.timeout_s:g} s (a sync actor answers between its methods; is it still "
                 f"starting, waiting for resources, or busy?)"
             )
-        return " ".join(str(error).split()) or repr(error)
+        text = re.sub(r"\x1b\[\d*m", "", str(error))  # Ray's colours
+        return " ".join(text.split()) or repr(error)
 
 
 def form_group(

@@ -67,6 +67,12 @@ class GroupState:
                 self.lost.pop(name, None)
             self.changed.notify_all()
 
+    def retry_later(self, names: Iterable[str]) -> None:
+        """Put off the next attempt to readmit these."""
+        for name in names:
+            if (lost := self.lost.get(name)) is not None:
+                lost.retry_later()
+
     def causes(self) -> dict[str, str]:
         """Why each lost member is lost, by name."""
         with self.changed:

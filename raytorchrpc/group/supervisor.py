@@ -100,22 +100,27 @@ class Supervisor:
         deadline = time.monotonic() + timeout_s
 
         def add() -> tuple[str, ...]:
-            handles = participants_of(actors, False, first_rank=self.roster.next_rank)
-            self.roster.check_newcomers(handles)
+            handles = self._newcomers(actors)
             self._admit(handles, deadline, timeout_s, "added")
             return tuple(handles)
 
-        names: tuple[str, ...] = self._request(add, timeout_s + _CHANGE_S)
-        return names
+        self._check_running()
+        # Newcomers may be busy. This thread waits for them: the supervisor's has to detect losses.
+        ray_calls.wait_for_answers(self._newcomers(actors), deadline)
+        return tuple(self._request(add, timeout_s + _CHANGE_S))
+
+    def _newcomers(self, actors: Any) -> dict[str, Any]:
+        handles = participants_of(actors, False, first_rank=self.roster.next_rank)
+        self.roster.check_newcomers(handles)
+        return handles
 
     def remove(self, names: Sequence[str], timeout_s: float) -> None:
-        self._request(lambda: self._remove(tuple(names), timeout_s), timeout_s + _CHANGE_S)
+        until = time.monotonic() + timeout_s
+        leaving = self._request(lambda: self._remove(tuple(names)), timeout_s + _CHANGE_S)
+        ray_calls.have_leave(self.roster, leaving, until, for_good=False)
 
     def wait_ready(self, timeout_s: float, names: Sequence[str] | None = None) -> dict[str, str]:
-        """Block until these members, or all, can be called; returns those that cannot, and why.
-
-        Returns early when the group ends.
-        """
+        """Block until these members, or all, can be called, or the group ends; returns those that cannot, and why."""
 
         def not_ready() -> dict[str, str]:
             behind = dict.fromkeys(tuple(self._announcer.behind), "it has not yet learned who else is a member")
@@ -196,10 +201,7 @@ class Supervisor:
         reachable = roster.handles if current_session() == self._session else roster.local
         asked = {name: handle for name, handle in reachable.items() if name not in but}
         try:
-            leave = dict.fromkeys(asked, (roster.generation, True))
-            _, failures = ray_calls.call_all(asked, join.leave, leave, until)
-            if busy := [name for name, error in failures.items() if isinstance(error, TimeoutError)]:
-                logger.warning("group %r: leaving when their methods return: %s", roster.name, ", ".join(busy))
+            ray_calls.have_leave(roster, asked, until, for_good=True)
         except Exception:
             logger.warning("group %r: its end could not be announced to all members", roster.name, exc_info=True)
         return asked.keys()
@@ -309,7 +311,7 @@ class Supervisor:
             if lost.announced:
                 self._events.put(Change("back", (name,)))
         elif not lost.announced and isinstance(error.__cause__, OSError):
-            # The connection was refused, where one existed. A process that only hangs would have accepted it.
+            # The connection was refused, where one existed: a process that only hangs would have accepted it.
             self._announce_losses([name], [])
 
     # --- changes ----------------------------------------------------------------------------------------------------
@@ -346,9 +348,7 @@ class Supervisor:
         except RayTorchRpcError as error:
             logger.warning("group %r: %s could not return yet: %s", self.roster.name, ", ".join(names), error)
             failed = [name for name in names if name in getattr(error, "members", ())]
-            for name in failed or names:  # the next poll readmits the others without them
-                if (lost := self._state.lost.get(name)) is not None:
-                    lost.retry_later()
+            self._state.retry_later(failed or names)  # the next poll readmits the others
 
     def _admit(
         self, handles: dict[str, Any], deadline: float, timeout_s: float, kind: Literal["added", "back"]
@@ -386,15 +386,13 @@ class Supervisor:
         state.recover(handles)
         self._events.put(Change(kind, tuple(handles)))
 
-    def _remove(self, names: tuple[str, ...], timeout_s: float) -> None:
+    def _remove(self, names: tuple[str, ...]) -> dict[str, Any]:
+        """Returns the handles of those that have to leave now."""
         self.roster.check_leavers(names)
         leaving = {name: self.roster.records[name].handle for name in names}
         for name in names:
             self._connections.forget(name)
         self._announcer.announce_removal(names)
-        until, arguments = time.monotonic() + timeout_s, dict.fromkeys(names, (self.roster.generation,))
-        _, failures = ray_calls.call_all(leaving, join.leave, arguments, until)
-        for name, error in failures.items():
-            logger.warning("group %r: %s leaves when its current method returns (%s)", self.roster.name, name, error)
         self._strike(names)
         self._events.put(Change("removed", names))
+        return leaving
