@@ -343,8 +343,9 @@ class Supervisor:
 
     def _readmit(self, names: Sequence[str]) -> None:
         handles = {name: self.roster.records[name].handle for name in names}
+        patience_s = max(self._state.lost[name].patience_s for name in names)
         try:
-            self._admit(handles, time.monotonic() + _CHANGE_S, _CHANGE_S, "back")
+            self._admit(handles, time.monotonic() + patience_s, patience_s, "back")
         except RayTorchRpcError as error:
             logger.warning("group %r: %s could not return yet: %s", self.roster.name, ", ".join(names), error)
             failed = [name for name in names if name in getattr(error, "members", ())]
@@ -355,14 +356,14 @@ class Supervisor:
     ) -> None:
         state, announcer, others = self._state, self._announcer, list[str]()
         call_all = self._restarts.call_all if kind == "back" else ray_calls.call_all
-        formation = Formation(self.roster, handles, deadline, timeout_s, self._tried, call_all)
+        patience = (RETURN_S,) if kind == "back" else ()  # how long the group waits for one that may be suspended
+        formation = Formation(self.roster, handles, deadline, timeout_s, self._tried, call_all, *patience)
         formation.probe()
         try:
             prepared = {**state.prepared, **formation.prepare()}
             roster = formation.roster
             info = roster.info(prepared)
             others = announcer.others(handles)
-            patience = (RETURN_S,) if kind == "back" else ()
             prepared.update(announcer.prepare_arrivals(list(handles), others, roster, info, prepared, *patience))
             away = {name: lost.cause for name, lost in state.lost.items() if lost.announced and name not in handles}
             formation.commit(info, prepared, away, {*state.lost, *announcer.behind}.difference(away, handles))
@@ -381,10 +382,11 @@ class Supervisor:
         if kind == "back":
             self._restarts.readmitted(handles)
         announcer.mark_current(handles)
-        self._detector.watch([name for name, handle in handles.items() if handle is not None])
         announcer.activate(list(handles), others)
         state.recover(handles)
         self._events.put(Change(kind, tuple(handles)))
+        # Last: one that does not answer is lost again, until it can be watched.
+        self._detector.watch([name for name, handle in handles.items() if handle is not None], *patience)
 
     def _remove(self, names: tuple[str, ...]) -> dict[str, Any]:
         """Returns the handles of those that have to leave now."""

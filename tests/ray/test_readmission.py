@@ -17,6 +17,7 @@ import ray
 
 import raytorchrpc as rtr
 from raytorchrpc._compat import ray_internals
+from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.ray_calls import RestartedActors
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
@@ -73,6 +74,31 @@ def test_a_restarted_actor_that_hangs_delays_no_other(
         os.kill(suspended.pop(), signal.SIGCONT)
         assert {news.get(timeout=30).members for _ in range(2)} == {("a",), ("c",)}
         group.wait_ready(30)
+
+
+def test_a_member_that_was_silent_as_it_returned_is_watched_again(
+    spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, silent = ControlConnections.watch, [1]
+
+    def silent_once(self: ControlConnections, name: str, ended: Any, patience_s: float) -> None:
+        is_readmission = threading.current_thread().name == "raytorchrpc-group-default"
+        if name == "a" and is_readmission and silent:
+            silent.pop()
+            raise rtr.RpcTimeout("'a' does not answer")
+        watch(self, name, ended, patience_s)
+
+    a, b = (spawn(Returning, max_restarts=-1) for _ in range(2))
+    with rtr.init_group({"a": a, "b": b}) as group:
+        monkeypatch.setattr(ControlConnections, "watch", silent_once)
+        news: queue.Queue[rtr.Change] = queue.Queue()
+        group.on_change(news.put)
+        for incarnation in (1, 2):
+            os.kill(state(a).pid, signal.SIGKILL)
+            assert [news.get(timeout=30).kind for _ in range(2)] == ["lost", "back"]
+            group.wait_ready(30)
+            assert group.members[0].incarnation == incarnation
+        assert not silent
 
 
 @pytest.mark.parametrize("change", ["add", "remove"])
