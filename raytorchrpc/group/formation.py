@@ -138,11 +138,12 @@ class Formation:
         gone = ray_internals.dead_jobs()
         for member, probe in taken.items():
             owner = probe.owner
-            if owner is None or probe.generation == self.roster.generation:
-                continue  # it answered an attempt to admit it too late: prepare() leaves that first
+            # Of this generation: it answered an earlier attempt too late. In all these cases prepare() leaves first.
+            if owner is None or probe.generation in (self.roster.generation, *ray_calls.ended_here):
+                continue
             # A detached actor outlives its job.
             ended = ray_internals.actor_is_dead(owner.actor) if owner.actor is not None else owner.job in gone
-            if not ended:  # else prepare() leaves it
+            if not ended:
                 raise BootstrapError(
                     f"{member!r} is already in group {probe.group!r}; end that one first "
                     f"(get_group({probe.group!r}).shutdown() in the process that formed it)",

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,6 +36,9 @@ _RESTART_POLL_S = 0.05
 #: A restarted process that was asked to poll its mailbox and does not, for instance because it could start no thread,
 #: is asked again after so long (seconds).
 _ASK_AGAIN_S = 2.0
+
+#: Generations of groups that this process has ended. Their members may not have left yet.
+ended_here: deque[str] = deque(maxlen=1024)
 
 
 def call_all(
@@ -132,8 +136,9 @@ class RestartedActors:
         only logged.
         """
         record = None
-        if roster is None:
+        if roster is None and not self._ended.is_set():
             self._ended.set()
+            ended_here.append(self._generation)
         try:
             if roster is not None:
                 actors = tuple(
