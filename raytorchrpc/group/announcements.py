@@ -152,7 +152,9 @@ class Announcer:
         def resync() -> None:
             answers: dict[str, Any] = {}
             try:
-                answers, _ = self._connections.call_all(updates.apply, arguments, time.monotonic() + _PREPARE_S)
+                answers, failures = self._connections.call_all(updates.apply, arguments, time.monotonic() + _PREPARE_S)
+                for error in failures.values():
+                    logger.info("%s could not be resynchronised yet: %s", name, error)
             finally:
                 done = answers.get(name)
                 threads.persist(lambda: self._submit(lambda: self._handle_resynced(name, step, done)), _PREPARE_S)

@@ -59,15 +59,15 @@ class FailureDetector:
         self._state, self._connections, self._restarts = state, connections, restarts
         self._submit, self._dialled = submit, dialled
 
-    def watch(self, names: Sequence[str]) -> None:
-        """Connect to these members. Blocks; one that cannot be reached is lost."""
+    def watch(self, names: Sequence[str], patience_s: float = _CONNECT_S) -> None:
+        """Connect to these members. Blocks, for each at most ``patience_s``; one that cannot be reached is lost."""
         roster = self._state.roster
         self._connections.reach({name for name in roster.records if roster.reached_by_tcp(name)})
         for name in names:
             self._set_address(name)
             incarnation = roster.records[name].member.incarnation
             try:
-                self._connect(name, incarnation, _CONNECT_S)
+                self._connect(name, incarnation, patience_s)
             except RayTorchRpcError as error:
                 self._suspect(name, incarnation, str(error))
 

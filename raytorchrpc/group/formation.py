@@ -25,6 +25,8 @@ from raytorchrpc.membership.messages import GroupInfo, Prepared, Probe
 
 T = TypeVar("T")
 
+#: How long a rollback waits for the participants (seconds).
+_UNDO_S = 5.0
 #: The name of a driver that is a member.
 DRIVER = "driver"
 
@@ -96,17 +98,19 @@ class Formation:
         timeout_s: float,
         tried: Mapping[str, int] | None = None,
         call_all: Callable[..., Answers] = ray_calls.call_all,
+        undo_s: float = _UNDO_S,
     ) -> None:
         """``participants``: the handles of those that join, by name. ``roster``: of the members so far.
 
-        ``tried``: see Roster.admit. ``call_all``: calls the participants, as ``ray_calls.call_all`` does.
+        ``tried``: see Roster.admit. ``call_all``: calls the participants, as ``ray_calls.call_all`` does. ``undo_s``:
+        how long a rollback waits for them.
         """
         self.participants = participants
         self._tried = tried
         self.roster = roster
         self.timeout_s = timeout_s
         self.deadline = deadline
-        self._call_all = call_all
+        self._call_all, self._undo_s = call_all, undo_s
         self._attempt = uuid.uuid4().hex[:12]
         self._restarting = False
         """Ray reported that a participant restarts when the attempt was rolled back."""
@@ -134,11 +138,12 @@ class Formation:
         gone = ray_internals.dead_jobs()
         for member, probe in taken.items():
             owner = probe.owner
-            if owner is None:
+            # Of this generation: it answered an earlier attempt too late. In all these cases prepare() leaves first.
+            if owner is None or probe.generation in (self.roster.generation, *ray_calls.ended_here):
                 continue
             # A detached actor outlives its job.
             ended = ray_internals.actor_is_dead(owner.actor) if owner.actor is not None else owner.job in gone
-            if not ended:  # else prepare() leaves it
+            if not ended:
                 raise BootstrapError(
                     f"{member!r} is already in group {probe.group!r}; end that one first "
                     f"(get_group({probe.group!r}).shutdown() in the process that formed it)",
@@ -189,7 +194,7 @@ class Formation:
 
     def roll_back(self) -> None:
         """Undo what was begun. A participant that is stuck undoes it as soon as it runs again."""
-        patience = time.monotonic() + min(5.0, self.timeout_s)
+        patience = time.monotonic() + min(self._undo_s, self.timeout_s)
         arguments = {member: (self._attempt,) for member in self.participants}
         _, failures = self._call_all(self.participants, join.give_up, arguments, patience)
         self._restarting = any(isinstance(error, ActorUnavailableError) for error in failures.values())
@@ -225,7 +230,8 @@ class Formation:
                 f"no answer within {self.timeout_s:g} s (a sync actor answers between its methods; is it still "
                 f"starting, waiting for resources, or busy?)"
             )
-        return " ".join(str(error).split()) or repr(error)
+        text = re.sub(r"\x1b\[\d*m", "", str(error))  # Ray's colours
+        return " ".join(text.split()) or repr(error)
 
 
 def form_group(

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from raytorchrpc.calls.mailbox import ANSWERS, REQUESTS, Process, Record, answer
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
 from raytorchrpc.group.control_connections import Answers, Arguments
 from raytorchrpc.group.roster import Roster
+from raytorchrpc.membership import join
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,9 @@ _RESTART_POLL_S = 0.05
 #: A restarted process that was asked to poll its mailbox and does not, for instance because it could start no thread,
 #: is asked again after so long (seconds).
 _ASK_AGAIN_S = 2.0
+
+#: Generations of groups that this process has ended. Their members may not have left yet.
+ended_here: deque[str] = deque(maxlen=1024)
 
 
 def call_all(
@@ -89,6 +94,19 @@ def call_all(
     return results, failures
 
 
+def have_leave(roster: Roster, handles: Mapping[str, Any], until: float, for_good: bool) -> None:
+    """Have these members leave the group. Those that are busy leave later, and are logged."""
+    arguments = dict.fromkeys(handles, (roster.generation, for_good))
+    _, failures = call_all(handles, join.leave, arguments, until)
+    if busy := [name for name, error in failures.items() if isinstance(error, TimeoutError)]:
+        logger.warning("group %r: leaving when their methods return: %s", roster.name, ", ".join(busy))
+
+
+def wait_for_answers(handles: Mapping[str, Any], deadline: float) -> None:
+    """Block until each actor runs a call, or one cannot."""
+    call_all(handles, rejoin.begin, dict.fromkeys(handles, ()), deadline, fail_fast=True, retry_restarting=True)
+
+
 def _call(handle: Any, function: Callable[..., Any], args: Any) -> Any:
     """In the actor's present process alone: with the actor's own ``max_task_retries`` Ray might run it in the next."""
     return handle.__ray_call__.options(max_task_retries=0).remote(function, *args)
@@ -104,6 +122,7 @@ class RestartedActors:
 
     def __init__(self, generation: str) -> None:
         self._generation = generation
+        self._ended = threading.Event()
         self._asked: dict[str, Process] = {}
         """By actor: the last process that was asked to poll its mailbox."""
         self._ask_again: dict[Process, float] = {}
@@ -113,8 +132,13 @@ class RestartedActors:
         """Numbers of the requests by which these processes show that they run."""
 
     def post(self, roster: Roster | None) -> None:
-        """Post which actors the group readmits; None removes the record. Failures are only logged."""
+        """Post which actors the group readmits; None removes the record, and ends all waits for answers. Failures are
+        only logged.
+        """
         record = None
+        if roster is None and not self._ended.is_set():
+            self._ended.set()
+            ended_here.append(self._generation)
         try:
             if roster is not None:
                 actors = tuple(
@@ -218,6 +242,8 @@ class RestartedActors:
                     (results if is_result else failures)[member] = value
                 elif now >= deadline:
                     failures[member] = TimeoutError("no answer")
+                elif self._ended.is_set():
+                    failures[member] = BootstrapError("the group was shut down meanwhile")
                 elif check and not process.is_current():
                     failures[member] = BootstrapError("its process has ended")
                     self._forget(process)
@@ -225,7 +251,7 @@ class RestartedActors:
                     continue
                 del pending[member]
             if pending:
-                threading.Event().wait(_ANSWER_S)  # Ray's store offers nothing to wait on
+                self._ended.wait(_ANSWER_S)  # Ray's store offers nothing to wait on
         return results, failures
 
 

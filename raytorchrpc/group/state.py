@@ -13,6 +13,9 @@ from raytorchrpc.membership.updates import Loss
 
 #: Pause before another attempt to admit a restarted actor (seconds): doubled each time, up to the limit.
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
+#: How long an attempt may take (seconds): doubled each time, up to the limit. The process may be suspended, and losses
+#: of others are announced only after the attempt.
+_FIRST_PATIENCE_S, _LONGEST_PATIENCE_S = 2.0, 10.0
 
 
 class LostMember:
@@ -29,6 +32,8 @@ class LostMember:
         """A thread is trying to connect to it again."""
         self.restarted = False
         """Ray has restarted the actor, and its new process listens for requests."""
+        self.patience_s = _FIRST_PATIENCE_S
+        """How long the next attempt to admit it may take."""
         self._retry_s = _FIRST_RETRY_S
 
     def retry_later(self) -> None:
@@ -36,6 +41,7 @@ class LostMember:
         self.restarted = False  # others that return by then do not wait for it
         self.next_poll = time.monotonic() + self._retry_s
         self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
+        self.patience_s = min(2 * self.patience_s, _LONGEST_PATIENCE_S)
 
 
 @dataclass
@@ -66,6 +72,12 @@ class GroupState:
             for name in names:
                 self.lost.pop(name, None)
             self.changed.notify_all()
+
+    def retry_later(self, names: Iterable[str]) -> None:
+        """Put off the next attempt to readmit these."""
+        for name in names:
+            if (lost := self.lost.get(name)) is not None:
+                lost.retry_later()
 
     def causes(self) -> dict[str, str]:
         """Why each lost member is lost, by name."""

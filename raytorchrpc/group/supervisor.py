@@ -100,22 +100,27 @@ class Supervisor:
         deadline = time.monotonic() + timeout_s
 
         def add() -> tuple[str, ...]:
-            handles = participants_of(actors, False, first_rank=self.roster.next_rank)
-            self.roster.check_newcomers(handles)
+            handles = self._newcomers(actors)
             self._admit(handles, deadline, timeout_s, "added")
             return tuple(handles)
 
-        names: tuple[str, ...] = self._request(add, timeout_s + _CHANGE_S)
-        return names
+        self._check_running()
+        # Newcomers may be busy. This thread waits for them: the supervisor's has to detect losses.
+        ray_calls.wait_for_answers(self._newcomers(actors), deadline)
+        return tuple(self._request(add, timeout_s + _CHANGE_S))
+
+    def _newcomers(self, actors: Any) -> dict[str, Any]:
+        handles = participants_of(actors, False, first_rank=self.roster.next_rank)
+        self.roster.check_newcomers(handles)
+        return handles
 
     def remove(self, names: Sequence[str], timeout_s: float) -> None:
-        self._request(lambda: self._remove(tuple(names), timeout_s), timeout_s + _CHANGE_S)
+        until = time.monotonic() + timeout_s
+        leaving = self._request(lambda: self._remove(tuple(names)), timeout_s + _CHANGE_S)
+        ray_calls.have_leave(self.roster, leaving, until, for_good=False)
 
     def wait_ready(self, timeout_s: float, names: Sequence[str] | None = None) -> dict[str, str]:
-        """Block until these members, or all, can be called; returns those that cannot, and why.
-
-        Returns early when the group ends.
-        """
+        """Block until these members, or all, can be called, or the group ends; returns those that cannot, and why."""
 
         def not_ready() -> dict[str, str]:
             behind = dict.fromkeys(tuple(self._announcer.behind), "it has not yet learned who else is a member")
@@ -196,10 +201,7 @@ class Supervisor:
         reachable = roster.handles if current_session() == self._session else roster.local
         asked = {name: handle for name, handle in reachable.items() if name not in but}
         try:
-            leave = dict.fromkeys(asked, (roster.generation, True))
-            _, failures = ray_calls.call_all(asked, join.leave, leave, until)
-            if busy := [name for name, error in failures.items() if isinstance(error, TimeoutError)]:
-                logger.warning("group %r: leaving when their methods return: %s", roster.name, ", ".join(busy))
+            ray_calls.have_leave(roster, asked, until, for_good=True)
         except Exception:
             logger.warning("group %r: its end could not be announced to all members", roster.name, exc_info=True)
         return asked.keys()
@@ -309,7 +311,7 @@ class Supervisor:
             if lost.announced:
                 self._events.put(Change("back", (name,)))
         elif not lost.announced and isinstance(error.__cause__, OSError):
-            # The connection was refused, where one existed. A process that only hangs would have accepted it.
+            # The connection was refused, where one existed: a process that only hangs would have accepted it.
             self._announce_losses([name], [])
 
     # --- changes ----------------------------------------------------------------------------------------------------
@@ -341,28 +343,27 @@ class Supervisor:
 
     def _readmit(self, names: Sequence[str]) -> None:
         handles = {name: self.roster.records[name].handle for name in names}
+        patience_s = max(self._state.lost[name].patience_s for name in names)
         try:
-            self._admit(handles, time.monotonic() + _CHANGE_S, _CHANGE_S, "back")
+            self._admit(handles, time.monotonic() + patience_s, patience_s, "back")
         except RayTorchRpcError as error:
             logger.warning("group %r: %s could not return yet: %s", self.roster.name, ", ".join(names), error)
             failed = [name for name in names if name in getattr(error, "members", ())]
-            for name in failed or names:  # the next poll readmits the others without them
-                if (lost := self._state.lost.get(name)) is not None:
-                    lost.retry_later()
+            self._state.retry_later(failed or names)  # the next poll readmits the others
 
     def _admit(
         self, handles: dict[str, Any], deadline: float, timeout_s: float, kind: Literal["added", "back"]
     ) -> None:
         state, announcer, others = self._state, self._announcer, list[str]()
         call_all = self._restarts.call_all if kind == "back" else ray_calls.call_all
-        formation = Formation(self.roster, handles, deadline, timeout_s, self._tried, call_all)
+        patience = (RETURN_S,) if kind == "back" else ()  # how long the group waits for one that may be suspended
+        formation = Formation(self.roster, handles, deadline, timeout_s, self._tried, call_all, *patience)
         formation.probe()
         try:
             prepared = {**state.prepared, **formation.prepare()}
             roster = formation.roster
             info = roster.info(prepared)
             others = announcer.others(handles)
-            patience = (RETURN_S,) if kind == "back" else ()
             prepared.update(announcer.prepare_arrivals(list(handles), others, roster, info, prepared, *patience))
             away = {name: lost.cause for name, lost in state.lost.items() if lost.announced and name not in handles}
             formation.commit(info, prepared, away, {*state.lost, *announcer.behind}.difference(away, handles))
@@ -381,20 +382,19 @@ class Supervisor:
         if kind == "back":
             self._restarts.readmitted(handles)
         announcer.mark_current(handles)
-        self._detector.watch([name for name, handle in handles.items() if handle is not None])
         announcer.activate(list(handles), others)
         state.recover(handles)
         self._events.put(Change(kind, tuple(handles)))
+        # Last: one that does not answer is lost again, until it can be watched.
+        self._detector.watch([name for name, handle in handles.items() if handle is not None], *patience)
 
-    def _remove(self, names: tuple[str, ...], timeout_s: float) -> None:
+    def _remove(self, names: tuple[str, ...]) -> dict[str, Any]:
+        """Returns the handles of those that have to leave now."""
         self.roster.check_leavers(names)
         leaving = {name: self.roster.records[name].handle for name in names}
         for name in names:
             self._connections.forget(name)
         self._announcer.announce_removal(names)
-        until, arguments = time.monotonic() + timeout_s, dict.fromkeys(names, (self.roster.generation,))
-        _, failures = ray_calls.call_all(leaving, join.leave, arguments, until)
-        for name, error in failures.items():
-            logger.warning("group %r: %s leaves when its current method returns (%s)", self.roster.name, name, error)
         self._strike(names)
         self._events.put(Change("removed", names))
+        return leaving

@@ -105,7 +105,8 @@ def _start(instance: Any, spec: JoinSpec) -> LocalMember:
     if (stale := current_local()) is not None:
         if stale.generation != spec.replaces:
             raise BootstrapError(f"{spec.name!r} has joined group {stale.group!r} meanwhile")
-        logger.warning("%s leaves group %r: the process that formed it has ended", stale.me.name, stale.group)
+        if stale.generation != spec.generation:
+            logger.warning("%s leaves group %r, which has ended", stale.me.name, stale.group)
         leave(instance, stale.generation)
     if _preparing is not None:  # an earlier attempt that was not rolled back
         leave(instance, _preparing[0].generation)

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
+from raytorchrpc._compat import ray_internals
 from raytorchrpc._compat.ray_internals import ActorState
 from raytorchrpc.calls.mailbox import Owner
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError
 from raytorchrpc.group import formation
+from raytorchrpc.group.ray_calls import RestartedActors
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.membership import join
 from tests.unit import clusters
@@ -30,6 +32,8 @@ class Actors:
         self.pids = {"learner": 10, "collector": 20}
         self.during: Any = lambda step, number: {}
         self.rounds = 0
+        self.generation: str | None = None
+        """Of the group that the learner is in already."""
 
     def state(self, name: str) -> ActorState:
         return ActorState("ALIVE", self.pids[name], f"node-{self.cluster[name].boot_id}", "")
@@ -40,14 +44,17 @@ class Actors:
         probes = {name: probe._replace(pid=self.pids[name]) for name, probe in probes_of(self.cluster).items()}
         results: dict[str, Any] = dict.fromkeys(arguments)
         if function is join.probe:
-            results = probes
+            taken = {"group": "g", "generation": self.generation, "owner": Owner("job", None)}
+            results = {**probes, "learner": probes["learner"]._replace(**taken)} if self.generation else probes
         if function is join.prepare:
             roster = Roster("g", GroupConfig(), Owner("job", None), self.cluster[NAMES[0]])
             results = prepared_of(roster.admit(dict.fromkeys(NAMES), probes))
         return {name: result for name, result in results.items() if name not in failures}, failures
 
-    def form(self) -> Any:
+    def form(self, of_this_group: bool = False) -> Any:
         roster = Roster("g", GroupConfig(), Owner("job", None), self.cluster[NAMES[0]])
+        if of_this_group:
+            self.generation = roster.generation
         return formation.form_group(roster, {name: name for name in NAMES}, 20, lambda roster, *_: roster)
 
 
@@ -56,6 +63,7 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> Actors:
     made = Actors()
     monkeypatch.setattr(formation.ray_internals, "actor_state", made.state)
     monkeypatch.setattr(formation.ray_internals, "actor_id_of", lambda handle: handle)
+    monkeypatch.setattr(formation.ray_internals, "dead_jobs", frozenset)
     monkeypatch.setattr(formation, "worker_ids", SimpleNamespace(highest_elsewhere=lambda _: 0, record=lambda _: None))
     monkeypatch.setattr(formation, "Formation", partial(formation.Formation, call_all=made.call_all))
     return made
@@ -98,3 +106,23 @@ def test_an_actor_that_the_others_cannot_reach_is_named(actors: Actors) -> None:
         actors.form()
     assert set(raised.value.members) == set(NAMES)
     assert actors.rounds == 1
+
+
+def test_a_process_that_joined_when_the_attempt_was_given_up_joins_again(actors: Actors) -> None:
+    roster = actors.form(of_this_group=True)
+    assert roster.spec("learner", "attempt").replaces == roster.generation
+
+
+def test_a_member_that_has_not_left_a_group_that_this_process_has_ended_is_taken(
+    actors: Actors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_internals, "store", lambda key, value: None)
+    actors.generation = "ended here"
+    RestartedActors("ended here").post(None)
+    assert actors.form().spec("learner", "attempt").replaces == "ended here"
+
+
+def test_a_member_of_another_group_is_refused(actors: Actors) -> None:
+    actors.generation = "another"
+    with pytest.raises(BootstrapError, match="already in group"):
+        actors.form()

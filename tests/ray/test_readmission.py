@@ -1,0 +1,126 @@
+"""The supervisor goes on while an actor that is about to be a member does not answer."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import raytorchrpc as rtr
+from raytorchrpc._compat import ray_internals
+from raytorchrpc.group.control_connections import ControlConnections
+from raytorchrpc.group.ray_calls import RestartedActors
+from tests.ray.actors import Latch
+from tests.ray.conftest import Spawn
+from tests.ray.returning import Returning
+
+
+def state(actor: Any) -> ray_internals.ActorState:
+    return ray_internals.actor_state(ray_internals.actor_id_of(actor))
+
+
+def restart(actor: Any) -> int:
+    """Kill it; returns the pid of its next process."""
+    before = state(actor).pid
+    os.kill(before, signal.SIGKILL)
+    until = time.monotonic() + 60
+    while (now := state(actor)).state != "ALIVE" or now.pid == before:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return now.pid
+
+
+@pytest.fixture
+def suspended() -> Iterator[list[int]]:
+    """Processes that go on after the test."""
+    pids: list[int] = []
+    yield pids
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_restarted_actor_that_hangs_delays_no_other(
+    spawn: Spawn, suspended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_are_there = threading.Event()
+    is_listening = RestartedActors.is_listening
+
+    def once_both_are_there(self: RestartedActors, handle: Any, there: ray_internals.ActorState) -> bool:
+        return both_are_there.is_set() and is_listening(self, handle, there)
+
+    monkeypatch.setattr(RestartedActors, "is_listening", once_both_are_there)
+    a, b, c = (spawn(Returning, max_restarts=-1) for _ in range(3))
+    with rtr.init_group({"a": a, "b": b, "c": c}) as group:
+        suspended.append(restart(a))
+        os.kill(suspended[0], signal.SIGSTOP)
+        restart(b)
+        news: queue.Queue[rtr.Change] = queue.Queue()
+        group.on_change(news.put)
+        both_are_there.set()
+        back = news.get(timeout=5)
+        assert (back.kind, back.members) == ("back", ("b",))
+        os.kill(state(c).pid, signal.SIGKILL)
+        lost = news.get(timeout=5)
+        assert (lost.kind, lost.members) == ("lost", ("c",))
+        os.kill(suspended.pop(), signal.SIGCONT)
+        assert {news.get(timeout=30).members for _ in range(2)} == {("a",), ("c",)}
+        group.wait_ready(30)
+
+
+def test_a_member_that_was_silent_as_it_returned_is_watched_again(
+    spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, silent = ControlConnections.watch, [1]
+
+    def silent_once(self: ControlConnections, name: str, ended: Any, patience_s: float) -> None:
+        is_readmission = threading.current_thread().name == "raytorchrpc-group-default"
+        if name == "a" and is_readmission and silent:
+            silent.pop()
+            raise rtr.RpcTimeout("'a' does not answer")
+        watch(self, name, ended, patience_s)
+
+    a, b = (spawn(Returning, max_restarts=-1) for _ in range(2))
+    with rtr.init_group({"a": a, "b": b}) as group:
+        monkeypatch.setattr(ControlConnections, "watch", silent_once)
+        news: queue.Queue[rtr.Change] = queue.Queue()
+        group.on_change(news.put)
+        for incarnation in (1, 2):
+            os.kill(state(a).pid, signal.SIGKILL)
+            assert [news.get(timeout=30).kind for _ in range(2)] == ["lost", "back"]
+            group.wait_ready(30)
+            assert group.members[0].incarnation == incarnation
+        assert not silent
+
+
+@pytest.mark.parametrize("change", ["add", "remove"])
+def test_a_loss_is_told_while_a_change_waits_for_a_busy_actor(spawn: Spawn, tmp_path: Path, change: str) -> None:
+    latch = Latch.make(tmp_path / "latch")
+    a, b, busy = spawn(Returning), spawn(Returning), spawn(Returning)
+    members = {"a": a, "b": b} if change == "add" else {"a": a, "b": b, "busy": busy}
+    with rtr.init_group(members) as group, ThreadPoolExecutor() as pool:
+        news: queue.Queue[rtr.Change] = queue.Queue()
+        group.on_change(news.put)
+        held = busy.hold.remote(latch)
+        arrived = latch.await_arrival()
+        waits = pool.submit(
+            lambda: group.add({"busy": busy}) if change == "add" else group.remove(["busy"], timeout_s=60)
+        )
+        if change == "remove":
+            assert news.get(timeout=30).kind == "removed"
+        os.kill(state(b).pid, signal.SIGKILL)
+        lost = news.get(timeout=10)
+        assert lost.kind in ("lost", "dead") and lost.members == ("b",)
+        assert not waits.done()
+        latch.release(arrived)
+        waits.result(60)
+        ray.get(held)
+        assert ("busy" in {member.name for member in group.members}) == (change == "add")
