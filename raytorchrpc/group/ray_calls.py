@@ -94,6 +94,11 @@ def call_all(
     return results, failures
 
 
+def ask_to_leave(roster: Roster, handles: Mapping[str, Any]) -> None:
+    """Does not block; ``have_leave`` waits for them, unless its caller is interrupted."""
+    call_all(handles, join.leave, dict.fromkeys(handles, (roster.generation,)), time.monotonic())
+
+
 def have_leave(roster: Roster, handles: Mapping[str, Any], until: float, for_good: bool) -> None:
     """Have these members leave the group. Those that are busy leave later, and are logged."""
     arguments = dict.fromkeys(handles, (roster.generation, for_good))

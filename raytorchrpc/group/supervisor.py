@@ -66,11 +66,10 @@ class Supervisor:
         self._connections = ControlConnections(roster.credentials, roster.local)
         self._restarts = ray_calls.RestartedActors(roster.generation)
         self._announcer = Announcer(self._state, self._connections, self._submit)
-        submit, dialled = self._submit, self._handle_dialled
-        self._detector = FailureDetector(self._state, self._connections, self._restarts, submit, dialled)
+        parts = self._state, self._connections, self._restarts
+        self._detector = FailureDetector(*parts, self._submit, self._handle_dialled)
         self._tracing = Tracing(self._connections)
-        self._threads: list[threading.Thread] = []
-        self._no_more_posts = threading.Event()
+        self._threads, self._no_more_posts = list[threading.Thread](), threading.Event()
         try:
             self._restarts.post(roster)
             self._detector.watch([name for name, handle in roster.handles.items() if handle is not None])
@@ -389,12 +388,13 @@ class Supervisor:
         self._detector.watch([name for name, handle in handles.items() if handle is not None], *patience)
 
     def _remove(self, names: tuple[str, ...]) -> dict[str, Any]:
-        """Returns the handles of those that have to leave now."""
+        """Returns the handles of those that were asked to leave."""
         self.roster.check_leavers(names)
         leaving = {name: self.roster.records[name].handle for name in names}
         for name in names:
             self._connections.forget(name)
         self._announcer.announce_removal(names)
+        ray_calls.ask_to_leave(self.roster, leaving)
         self._strike(names)
         self._events.put(Change("removed", names))
         return leaving
