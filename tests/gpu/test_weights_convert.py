@@ -11,6 +11,8 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.patterns.weights import conversions
+from raytorchrpc.patterns.weights.quantize_kernel import QUANTIZE
+from tests.conformance.peers import wait_until
 from tests.gpu.ends import ends
 
 pytestmark = pytest.mark.gpu
@@ -36,8 +38,10 @@ def converted(weight: torch.Tensor, block: tuple[int, int]) -> list[torch.Tensor
     return [values.view(torch.uint8), scales]
 
 
-def differences() -> list[str]:
-    """Which weights the GPU converts otherwise than the CPU."""
+def differences(compiled: bool) -> list[str]:
+    """Which weights the GPU converts otherwise than the CPU: by torch, or by the kernel once it is compiled."""
+    if compiled:
+        assert wait_until(lambda: QUANTIZE.ready_on(torch.device("cuda", 0)) is not None, 30)
     found: list[str] = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for shape, block in (((300, 260), (128, 128)), ((129, 7), (4, 8)), ((1024, 1024), (128, 128))):
@@ -76,7 +80,8 @@ def follow(store: rtr.WeightStore, versions: int) -> int:
 
 
 def test_a_gpu_converts_as_the_cpu_does(actors: dict[str, Any]) -> None:
-    assert ray.get(actors["learner"].run.remote(differences), timeout=120) == []
+    for compiled in (False, True):
+        assert ray.get(actors["learner"].run.remote(differences, compiled), timeout=120) == []
 
 
 def test_versions_are_not_mixed_while_new_ones_are_published(actors: dict[str, Any]) -> None:
