@@ -61,6 +61,7 @@ class Rejoin:
         self._local: Any = None
         self._refusal: NotAMember | None = None
         self._thread: threading.Thread | None = None
+        self._came_by_mailbox = True
 
     def start(self) -> None:
         """Start to poll. Raises ThreadShortage."""
@@ -121,7 +122,7 @@ class Rejoin:
     def joined(self, local: Any) -> None:
         """This process is that member now; None: it has left the group."""
         with self._lock:
-            self._local = local
+            self._local, self._came_by_mailbox = local, threading.current_thread() is self._thread
             waiters, self._waiters = (self._waiters, []) if local is not None else ([], self._waiters)
         for waiter in waiters:
             waiter.member.settle(local)
@@ -174,7 +175,9 @@ class Rejoin:
                 mailbox.answer(request, ray_internals.actor_instance())
                 since = time.monotonic()
                 continue
-            if self._local is not None and (now - since > _CLOSE_S or mailbox.is_over()):
+            # A group that took it in by another way knows nothing of the mailbox.
+            over = not self._came_by_mailbox or now - since > _CLOSE_S
+            if self._local is not None and (over or mailbox.is_over()):
                 return
             if now >= next_check:
                 next_check = now + _CHECK_S
