@@ -107,6 +107,7 @@ class Client:
     async def cancel(self, service: Any) -> bool:
         """Cancels a task here, which cancels the method at the service. Stops the job whose deadline passed."""
         waiting = asyncio.ensure_future(rtr.rpc_async(service).work("cancelled"))
+        await asyncio.sleep(0)  # begins the task: until then it cannot cancel its call
         await rtr.rpc_async(service).quick(0)  # sent after the job, which is therefore running
         waiting.cancel()
         await asyncio.wait([waiting])
