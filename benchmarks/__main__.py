@@ -11,7 +11,7 @@ from benchmarks._harness import machine
 #: Modules of this package that run by default, each with a function ``main(quick)``.
 ALL = (
     *("atari", "calls", "formation", "huge_pages", "objectrefs", "observability", "protection", "queues", "tensors"),
-    *("sharded_weights", "tutorial", "weight_conversions", "weight_readers", "weights"),
+    *("sharded_weights", "tutorial", "weight_conversions", "weight_prefetch", "weight_readers", "weights"),
 )
 #: Benchmarks with options of their own, which run only when they are named.
 NAMED = ("scale", "soak")
