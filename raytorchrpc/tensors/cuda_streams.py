@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -29,14 +29,28 @@ def handoff_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
     kept: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in on_gpu.values():
         kept.setdefault(tensor.device, []).append(tensor)
-    made = {device: torch.cuda.current_stream(device).record_event() for device in kept}
+    follow = follow_streams(kept)
+
+    def make_current() -> None:
+        follow()
+        for device, its_tensors in kept.items():
+            stream = torch.cuda.current_stream(device)
+            for tensor in its_tensors:
+                tensor.record_stream(stream)
+
+    return make_current
+
+
+def follow_streams(devices: Iterable[torch.device]) -> Callable[[], None]:
+    """Call this on the thread (and streams) that use tensors of these GPUs; call the result on the next such thread.
+
+    Its streams then wait for the first one's. The memory must outlive what its streams do with it.
+    """
+    made = {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
     def make_current() -> None:
         for device, event in made.items():
-            stream = torch.cuda.current_stream(device)
-            stream.wait_event(event)
-            for tensor in kept[device]:
-                tensor.record_stream(stream)
+            torch.cuda.current_stream(device).wait_event(event)
 
     return make_current
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,11 +16,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from raytorchrpc.calls.receive_into import obstacle_of
 from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.patterns.weights.module_state import ModuleState
 from raytorchrpc.patterns.weights.plan import PlaceInWhole
 from raytorchrpc.patterns.weights.shards import Model, Shard, local_tensor, shards_of
 from raytorchrpc.patterns.weights.targets import SameTensors
 from raytorchrpc.tensors import host_device_copy
-from raytorchrpc.tensors.cuda_streams import handoff_streams, nothing
+from raytorchrpc.tensors.cuda_streams import follow_streams, nothing
 
 _INSTEAD = "swap(in_place=True) copies into the tensors instead"
 
@@ -51,17 +53,24 @@ class BufferSpec(NamedTuple):
             )
 
 
+#: What tells how memory is seen.
+_KINDS: tuple[Callable[[torch.Tensor], Any], ...] = (
+    *(torch.Tensor.size, torch.Tensor.stride, torch.Tensor.is_inference),
+    *(operator.attrgetter("dtype"), operator.attrgetter("device")),
+)
+
+
 class _Memory(NamedTuple):
     """Where tensors lie, and how their memory is seen."""
 
     addresses: list[int]
-    kinds: list[Any]
+    kinds: tuple[list[Any], ...]
+    """The shape of each tensor, then its strides, and so on."""
 
     @staticmethod
     def of(tensors: Mapping[str, torch.Tensor]) -> _Memory:
         found = tensors.values()
-        kinds = [(its.dtype, its.shape, its.stride(), its.device, its.is_inference()) for its in found]
-        return _Memory(list(map(torch.Tensor.data_ptr, found)), kinds)
+        return _Memory(list(map(torch.Tensor.data_ptr, found)), tuple([list(map(kind, found)) for kind in _KINDS]))
 
     def slots(self) -> list[int]:
         """A number for each tensor; equal for those that are the same memory, seen in the same way."""
@@ -70,8 +79,8 @@ class _Memory(NamedTuple):
             return list(places)
         found: dict[Any, int] = {}
         keys = [
-            (address, kind) if address and 0 not in kind[1] else place
-            for place, address, kind in zip(places, self.addresses, self.kinds, strict=True)
+            (address, *kind) if address and 0 not in kind[0] else place
+            for place, address, *kind in zip(places, self.addresses, *self.kinds, strict=True)
         ]
         return [found.setdefault(key, len(found)) for key in keys]
 
@@ -101,7 +110,8 @@ class ModelTensors:
             known: of the model's tensors at its last prefetch.
         """
         self._model, self._store = model, store
-        self.own = _by_name(model)
+        self._state = _state_of(model)
+        self.own = self._state.saved
         is_known = known is not None and known.are_those_of(self.own)
         shards = {} if is_known else shards_of(self.own if isinstance(model, torch.nn.Module) else model, store)
         self.local = {name: local_tensor(tensor) for name, tensor in self.own.items()}
@@ -134,9 +144,11 @@ class ModelTensors:
 
     def now(self) -> ModelTensors:
         """Return the model's tensors as they are now. Raises ConfigurationError."""
-        now = _by_name(self._model)
-        is_same = list(map(id, now.values())) == list(map(id, self.own.values())) and list(now) == list(self.own)
+        state, before = _state_of(self._model), self.own
+        now = state.saved
+        is_same = list(now) == list(before) and all(map(operator.is_, now.values(), before.values()))
         if is_same and _Memory.of({name: local_tensor(tensor) for name, tensor in now.items()}) == self._memory:
+            self._state = state
             return self
         return ModelTensors(self._model, self._store)
 
@@ -162,26 +174,21 @@ class ModelTensors:
                 f"swap() cannot replace the memory of a {type(self._model).__name__} of tensors, because a module may "
                 f"use the same tensors: prefetch the module, or {_INSTEAD}"
             )
-        registered: dict[int, torch.Tensor] = {}
-        for module in self._model.modules():
-            for tensor in chain(module._parameters.values(), module._buffers.values()):
-                if tensor is not None:
-                    registered[id(tensor)] = tensor
         slots: dict[int, int] = {}  # by the address of the storage
         for name in (name for name in self.own if name in names and self.local[name].numel()):
             tensor = self.local[name]
             storage = tensor.untyped_storage()
             obstacle = _obstacle(tensor, storage) if tensor is self.own[name] else _obstacle_of_shards(self._model)
-            if obstacle is None and id(self.own[name]) not in registered:
+            if obstacle is None and name in self._state.made:
                 obstacle = "is made by state_dict(), and is not a parameter or buffer of the module"
             slot = self.specs[name].slot
             if obstacle is None and slots.setdefault(storage.data_ptr(), slot) != slot:
                 obstacle = "shares memory with another tensor of the model"
             if obstacle is not None:
                 raise ConfigurationError(f"swap() cannot replace {name!r}, which {obstacle}: {_INSTEAD}")
-        for name in names:
-            registered.pop(id(self.own[name]), None)
-        for tensor in filter(_is_plain, map(local_tensor, registered.values())):
+        replaced = {id(self.own[name]) for name in names}
+        stays = (tensor for tensor in (*self.own.values(), *self._state.passing) if id(tensor) not in replaced)
+        for tensor in filter(_is_plain, map(local_tensor, stays)):
             if tensor.numel() and (found := slots.get(tensor.untyped_storage().data_ptr())) is not None:
                 name = next(name for name in names if self.specs[name].slot == found)
                 raise ConfigurationError(
@@ -189,12 +196,13 @@ class ModelTensors:
                 )
 
 
-def _by_name(model: Any) -> dict[str, torch.Tensor]:
+def _state_of(model: Any) -> ModuleState:
     """A model's tensors: those of a module are its own parameters and buffers."""
     if isinstance(model, torch.nn.Module):
-        return dict(model.state_dict(keep_vars=True))
+        return ModuleState.of(model)
     named = model.items() if isinstance(model, Mapping) else ()
-    return {str(name): value.tensor if isinstance(value, Shard) else value for name, value in named}
+    tensors = {str(name): value.tensor if isinstance(value, Shard) else value for name, value in named}
+    return ModuleState(tensors, [], frozenset())
 
 
 def _writes(tensors: dict[str, torch.Tensor]) -> list[int]:
@@ -263,19 +271,24 @@ class ModelBuffers:
         Yields the version that they hold, if that is known. It counts as unknown until the caller sets it again. At the
         end, blocks until the GPUs have finished.
         """
+        devices = {spec.device for spec in specs.values() if spec.device.type == "cuda"}
+        if specs != self.specs:
+            self._allocate(specs)  # on default streams, where their memory can be freed without regard to the pull's
+            self._wait_for_readers = follow_streams(devices)
         with ExitStack() as stack:
-            devices = {spec.device for spec in specs.values() if spec.device.type == "cuda"}
             for device in devices:
                 if device not in self._streams:
                     self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                 stack.enter_context(torch.cuda.stream(self._streams[device]))
-            if specs != self.specs:
-                self._allocate(specs)
             held, self.version = self.version, None
             self._wait_for_readers()
             self._wait_for_readers = nothing
-            yield held
-            self._wait_for_pull = handoff_streams(list(self.tensors.values()))
+            try:
+                yield held
+            except BaseException:
+                self._keep_for_current_streams()  # they may write yet
+                raise
+            self._wait_for_pull = follow_streams(devices)
             for device in devices:
                 arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 arrived.record(self._streams[device])
@@ -283,13 +296,24 @@ class ModelBuffers:
 
     def _allocate(self, specs: dict[str, BufferSpec]) -> None:
         self.tensors, self.specs, self.version = {}, {}, None  # free those first
-        self._wait_for_readers = nothing
         made: dict[int, torch.Tensor] = {}
         for spec in specs.values():
             if spec.slot not in made:
                 made[spec.slot] = spec.allocate()
         self.tensors = {name: made[spec.slot] for name, spec in specs.items()}
         self.specs = specs
+
+    def _keep_for_current_streams(self) -> None:
+        """Have the buffers' memory, once it is freed, wait for this thread's streams."""
+        for tensor in self.tensors.values():
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+    def _take_from_pull(self) -> None:
+        """Have this thread's streams wait for the pull."""
+        self._wait_for_pull()
+        if any(torch.cuda.current_stream(device) != torch.cuda.default_stream(device) for device in self._streams):
+            self._keep_for_current_streams()
 
     def exchange(self, model: ModelTensors, version: int | None) -> None:
         """Give the model's tensors the memory of the buffers, and the buffers that of the model: all, or none.
@@ -302,25 +326,29 @@ class ModelBuffers:
         slots = {self.specs[name].slot for name in self.names}
         moved = [name for name, spec in self.specs.items() if spec.slot in slots]
         owners = [model.local[name] for name in moved]
-        self._wait_for_pull()
+        self._take_from_pull()
         with _unrecorded(owners):
-            buffers = {self.specs[name].slot: self.tensors[name] for name in moved}
-            theirs = {self.specs[name].slot: owner.data for name, owner in zip(moved, owners, strict=True)}
-            before = [(tensor, tensor.data) for tensor in (*owners, *buffers.values())]
+            buffers = [self.tensors[name] for name in moved]
+            theirs = [owner.data for owner in owners]
+            all_have_buffers = False
             try:
-                for name, owner in zip(moved, owners, strict=True):
-                    owner.data = self.tensors[name]
-                for slot, buffer in buffers.items():  # the same tensors, which the next pull knows
-                    buffer.data = theirs[slot]
+                for owner, buffer in zip(owners, buffers, strict=True):
+                    owner.data = buffer
+                all_have_buffers = True
+                for buffer, memory in zip(buffers, theirs, strict=True):  # the same tensors, which the next pull knows
+                    buffer.data = memory
                 self.version = version
             except BaseException:
-                for tensor, old in before:
-                    tensor.data = old
+                if all_have_buffers:
+                    for owner, buffer in zip(owners, buffers, strict=True):
+                        buffer.data = owner.data
+                for owner, memory in zip(owners, theirs, strict=True):
+                    owner.data = memory
                 self.version = None
                 raise
         # A backward pass through a forward pass before the exchange raises torch's own error.
         increment_version([owner for owner in owners if not owner.is_inference()])
-        self._wait_for_readers = handoff_streams(list(self.tensors.values()))
+        self._wait_for_readers = follow_streams(self._streams)
 
     def copy_into(self, model: ModelTensors) -> None:
         """Copy into the model's tensors. The buffers keep their version. Otherwise as ``exchange``."""
@@ -331,10 +359,10 @@ class ModelBuffers:
         for name, target in zip(by_slot.values(), targets, strict=True):
             if (obstacle := obstacle_of(target)) is not None:
                 raise ConfigurationError(f"swap() cannot write to {name!r}, which {obstacle}")
-        self._wait_for_pull()
+        self._take_from_pull()
         with _unrecorded(targets):
             host_device_copy.copy_into(targets, [self.tensors[name] for name in by_slot.values()])
-        self._wait_for_readers = handoff_streams(list(self.tensors.values()))
+        self._wait_for_readers = follow_streams(self._streams)
 
 
 class BuffersByModel:

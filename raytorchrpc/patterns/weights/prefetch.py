@@ -19,7 +19,9 @@ from raytorchrpc.patterns.weights.conversions import Convert
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel, BufferSpec, ModelBuffers, ModelTensors
 from raytorchrpc.patterns.weights.names import Renamed
 from raytorchrpc.patterns.weights.shards import Model
-from raytorchrpc.process import fork, threads
+from raytorchrpc.process import fork
+from raytorchrpc.process.threads import ThreadShortage
+from raytorchrpc.process.workers import Workers
 
 
 class Store(Protocol):
@@ -257,6 +259,7 @@ class WeightPrefetch:
         return f"<raytorchrpc.WeightPrefetch from {self._store!r}: {state}>"
 
 
+_workers = Workers("raytorchrpc-prefetch")
 _beginning = threading.Lock()
 
 
@@ -280,8 +283,8 @@ def begin(
         handle = WeightPrefetch(store.name, tensors, buffers, transfer)
         buffers.prefetch = transfer.handle = weakref.ref(handle)
     try:
-        threads.start(transfer.run, name="raytorchrpc-prefetch")
-    except threads.ThreadShortage as shortage:
+        _workers.submit(transfer.run)
+    except ThreadShortage as shortage:
         transfer.settle(error=shortage)
         raise
     return handle

@@ -12,6 +12,7 @@ import torch
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.patterns.weights.module_state import ModuleState
 
 
 class Box(NamedTuple):
@@ -99,7 +100,7 @@ def has_shards(model: Any) -> bool:
 def shards_of(model: Any, store: str) -> dict[str, Shard]:
     """A model's tensors by name, without autograd. Raises ConfigurationError."""
     if isinstance(model, torch.nn.Module):
-        model = model.state_dict()
+        model = ModuleState.of(model).saved
     if not isinstance(model, Mapping):
         raise ConfigurationError(f"weights must be a module or tensors by name, not a {type(model).__name__}")
     return {str(name): _shard_of(str(name), value, store) for name, value in model.items()}

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from raytorchrpc.patterns.weights.module_state import ModuleState
 from raytorchrpc.patterns.weights.shards import Shard, local_tensor
 
 
 def values_of(model: Any) -> Any:
     """A model's values by name: the parameters of a module themselves, which stay the same between pulls."""
-    return model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
+    return ModuleState.of(model).saved if isinstance(model, torch.nn.Module) else model
 
 
 #: A model whose buffers are exchanged has two.
