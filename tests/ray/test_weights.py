@@ -15,9 +15,8 @@ import torch.distributed as dist
 import raytorchrpc as rtr
 from raytorchrpc.calls import current, member
 from raytorchrpc.calls.weight_counters import PullCounter
-from raytorchrpc.patterns.weights.match import ModelMatch
+from raytorchrpc.patterns.weights.match import LayoutMatch
 from raytorchrpc.patterns.weights.pull import Pull
-from raytorchrpc.patterns.weights.targets import KnownMemory
 from tests.conformance.peers import wait_until
 from tests.ray.actors import AsyncRunner, Peer
 from tests.ray.conftest import Spawn
@@ -425,7 +424,7 @@ def test_readers_that_die_and_a_home_that_does(spawn: Spawn, actors: dict[str, A
     def begin_to_read() -> int:
         assert store.version() == 1
         local = current.process_member()
-        match = ModelMatch("weights", filled(0.0), None, KnownMemory(), False, True)
+        match = LayoutMatch("weights", None)
         counter = PullCounter(("weights", "home"))
         pull = Pull(store, local, match, time.monotonic() + 60, counter)
         return pull.lease(None, None, False, store.wait).lease

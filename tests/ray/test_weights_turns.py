@@ -11,7 +11,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.calls import current
-from raytorchrpc.patterns.weights import match, relayed
+from raytorchrpc.patterns.weights import relayed, selection
 from raytorchrpc.patterns.weights.published import KIND
 from tests.conformance.peers import wait_until
 from tests.ray.actors import Peer
@@ -25,7 +25,7 @@ BYTES = 4 * 4 * SIZE
 
 
 def take_turns(patience_s: float = 5.0) -> None:
-    match.IN_TURN, match.WORTH_A_TURN = {"cpu"}, 1
+    selection.IN_TURN, selection.WORTH_A_TURN = {"cpu"}, 1
     relayed.PullInTurn.piece_bytes, relayed.PullInTurn.pieces = 1 << 20, 64
     relayed._PATIENCE_S = patience_s
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from raytorchrpc.patterns.weights.deltas import TINY, Runs, Span, bytes_of, span_of
-from raytorchrpc.patterns.weights.match import Selection
 from raytorchrpc.patterns.weights.plan import Row, strides_of
+from raytorchrpc.patterns.weights.selection import Selection
 from raytorchrpc.patterns.weights.snapshots import Region
 from raytorchrpc.tensors.dtypes import as_copyable
 

@@ -126,7 +126,9 @@ def plan(request: Request, layouts: Sequence[Sequence[Row]], near: Sequence[int]
         if (mismatch := _mismatch(name, wanted, held, request.options.convert)) is not None:
             wrong.append(mismatch)
             continue
-        ranked = sorted(held, key=lambda one: (near[one.source], (one.source + turn + number) % len(layouts)))
+        ranked = held
+        if len(held) > 1:
+            ranked = sorted(held, key=lambda one: (near[one.source], (one.source + turn + number) % len(layouts)))
         missing = _cover(wanted, ranked, moves)
         if missing:
             wrong.append(
@@ -286,7 +288,7 @@ def _fused(
 
 
 def _mismatch(name: str, wanted: Wanted, held: Sequence[Held], convert: Convert) -> str | None:
-    if len({(one.global_shape, one.dtype) for one in held}) > 1:
+    if len(held) > 1 and len({(one.global_shape, one.dtype) for one in held}) > 1:
         return f"{name!r} differs between publishers: {_shown(held)}"
     shape, dtype = held[0].global_shape, held[0].dtype
     if shape != wanted.global_shape:

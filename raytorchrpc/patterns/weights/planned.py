@@ -12,8 +12,8 @@ import torch
 
 from raytorchrpc.lanes.base import Part, Parts
 from raytorchrpc.patterns.weights.conversions import converted
-from raytorchrpc.patterns.weights.match import KnownLayout, Offsets, Selection, writable_device_type
 from raytorchrpc.patterns.weights.plan import Move, Request, plan, region_of
+from raytorchrpc.patterns.weights.selection import KnownLayout, Offsets, Selection, writable_device_type
 from raytorchrpc.patterns.weights.shards import Shard
 from raytorchrpc.patterns.weights.snapshots import Region
 from raytorchrpc.patterns.weights.targets import Targets

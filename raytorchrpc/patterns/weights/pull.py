@@ -14,17 +14,18 @@ from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.receive_into import Spread
 from raytorchrpc.calls.weight_counters import PullCounter
-from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
+from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Part
 from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights import published
 from raytorchrpc.patterns.weights.delta_pull import Change, apply, divide, messages
 from raytorchrpc.patterns.weights.feeds import feeds_of
-from raytorchrpc.patterns.weights.match import LayoutMatch, Offsets, Selection
+from raytorchrpc.patterns.weights.match import LayoutMatch
 from raytorchrpc.patterns.weights.published import lease_is_valid_until
 from raytorchrpc.patterns.weights.relayed import Origin, PullInTurn, RelayedPull
 from raytorchrpc.patterns.weights.relays import Advice
 from raytorchrpc.patterns.weights.requests import Requests
+from raytorchrpc.patterns.weights.selection import Offsets, Selection
 from raytorchrpc.patterns.weights.snapshots import Places
 from raytorchrpc.patterns.weights.versions import VersionLease
 
@@ -59,6 +60,10 @@ class Pull:
         """Where it pulls from."""
         return self.home, self._store._instance_id
 
+    def loss_of(self, lost: PeerLost) -> PeerLost:
+        """The error for the loss of a member: it says what was lost with the home."""
+        return self._store._home_lost(lost) if lost.peer == self.home else lost
+
     # --- the lease -----------------------------------------------------------------------------------------------
 
     def lease(
@@ -84,11 +89,8 @@ class Pull:
             if found is not None:
                 match.set_lease(found)
             return
-        device_type = None
-        if in_place and not match.converts:
-            device_type = self._readable_in_place(self.home, match.likely_device_type)
-        elif match.to_prepare is not None:
-            device_type = self._readable_in_place(self.home, match.to_prepare)
+        wanted = match.device_type_of_answer if in_place else match.to_prepare
+        device_type = self._readable_in_place(self.home, wanted)
         answer = Spread(partial(self._parts_of_answer, device_type))
         alike, signature = None if match.known is None else match.known.alike, None
         if alike is not None and self._takes_turns(alike.device):
@@ -105,9 +107,7 @@ class Pull:
         if sent is not None:
             response = self._store._response(sent)
             del sent  # see _response
-            self._match.match_ahead()
             run(response)
-        _ = self._match.targets  # raises if the model is invalid, though there may be nothing to pull
         return self._match.lease
 
     def answers_within(self, seconds: float) -> bool:
@@ -330,7 +330,7 @@ class Pull:
     def _take_turn(self, selection: Selection) -> bool:
         """Copy from the one that is before this member; False if that is not possible."""
         lease, layout = self._match.leased, self._match.layout
-        alike = selection.alike(layout)
+        alike = selection.alike(layout, self._match.bytes_of(selection))
         if alike is None or alike is not layout.alike:  # this model is another
             self._give_turn_back()
             return False

@@ -11,9 +11,9 @@ from raytorchrpc.calls.future import Future
 from raytorchrpc.errors import LaneUnavailable, NotFound, PeerLost, RpcTimeout
 from raytorchrpc.patterns.weights import feeds, published
 from raytorchrpc.patterns.weights.feeds import Feed, feeds_of
-from raytorchrpc.patterns.weights.match import Selection
 from raytorchrpc.patterns.weights.relays import Advice
 from raytorchrpc.patterns.weights.requests import AHEAD, Address, Requests, stream
+from raytorchrpc.patterns.weights.selection import Selection
 from raytorchrpc.patterns.weights.snapshots import TensorSpec
 from raytorchrpc.tensors.cuda_streams import nothing
 

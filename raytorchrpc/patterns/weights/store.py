@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.current import process_member
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.weight_counters import PullCounter, StoreKey
+from raytorchrpc.calls.weight_counters import StoreKey
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound
 from raytorchrpc.patterns.handle import Handle, Steps, begin, checked_count, run
 from raytorchrpc.patterns.weights.conversions import Convert, converts_blocks
 from raytorchrpc.patterns.weights.coordinator import LOOK, Committed
-from raytorchrpc.patterns.weights.match import Carry, KnownLayout, ModelMatch
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel
+from raytorchrpc.patterns.weights.model_pull import Carry, ModelPull, Remembered
 from raytorchrpc.patterns.weights.names import Only, Renamed, globs_of, selected
 from raytorchrpc.patterns.weights.plan import Options
 from raytorchrpc.patterns.weights.prefetch import PullOptions, WeightPrefetch
@@ -23,10 +23,8 @@ from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
 from raytorchrpc.patterns.weights.progress import publishing, pulling
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
 from raytorchrpc.patterns.weights.publishers import names_of, shards_of_publisher, stage
-from raytorchrpc.patterns.weights.pull import Pull, Source
-from raytorchrpc.patterns.weights.sharded import Remembered, ShardedPull
+from raytorchrpc.patterns.weights.pull import Source
 from raytorchrpc.patterns.weights.shards import Model, has_shards, resolved, shards_of
-from raytorchrpc.patterns.weights.targets import KnownMemory
 from raytorchrpc.patterns.weights.versions import PulledVersions, checked_version
 from raytorchrpc.process import threads
 
@@ -89,9 +87,7 @@ class WeightStore(Handle):
 
     def _set_state(self, *state: Any) -> None:
         super()._set_state(*state)
-        self._known_layout: KnownLayout | None = None
-        self._known_memory = KnownMemory()
-        self._remembered, self._by_plan = Remembered(), False  # whether the last pull was by a plan
+        self._remembered = Remembered()
         self._silent: set[Source] = set()  # publishers that do not answer
         self._prefetch_buffers = BuffersByModel()
         self._publishers: tuple[str, ...] | None = self._settings[2] if len(self._settings) > 2 else None
@@ -255,64 +251,12 @@ class WeightStore(Handle):
         instance_id, failures, globs = self._instance_id or 0, _pulled.failures, globs_of(only)
         if carry is not None or (since is not None and not _pulled.has(instance_id, since, globs)):
             since = None
-        by_plan = bool(converts_blocks(convert) or self._publishers or mapping or globs)
-        # Weights have no history, whatever autograd context asks for them.
-        with torch_internals.autograd_context(torch_internals.NO_CONTEXT), pulling(local, self._key) as counter:
-            self._by_plan = by_plan or has_shards(model)
-            if self._by_plan:
-                self._check_unsharded("carry=", carry)
-                if carry is not None:
-                    raise ConfigurationError("carry= brings whole tensors as published: leave out the other options")
-                options = Options.of(mapping, convert, strict, globs)
-                pulled = self._pull_shards(local, model, options, version, since, until, counter)
-            else:
-                match = ModelMatch(self._name, model, self._known_layout, self._known_memory, bool(convert), strict)
-                pulled = self._pull_whole(local, match, version, since, until, carry, counter)
-            counter.version = pulled
-        _pulled.add(instance_id, pulled, failures, globs)
-        return pulled
+        by_blocks, options = converts_blocks(convert), Options.of(mapping, convert, strict, globs)
+        if carry is not None:
+            self._check_unsharded("carry=")
+            if by_blocks or options.mapping or globs or has_shards(model):
+                raise ConfigurationError("carry= brings whole tensors as published: leave out the other options")
 
-    def _pull_whole(
-        self,
-        local: LocalMember,
-        match: ModelMatch,
-        version: int | None,
-        since: int | None,
-        until: float,
-        carry: Carry | None,
-        counter: PullCounter,
-    ) -> int:
-        pull = Pull(self, local, match, until, counter)
-        try:
-            lease = pull.lease(version, since, carry is None, self.wait)
-            if lease.lease:
-                selection = match.selection()
-                self._known_layout = match.layout_for_next()
-                pull.check_ties()
-                pull.expect(selection)
-                if carry is None:
-                    pull.bring(selection)
-            if carry is not None:
-                match.carry_by(carry)
-                counter.add(counter.expected)
-        except BaseException:
-            if match.lease is not None:
-                _pulled.forget(self._instance_id or 0)
-            raise
-        finally:
-            pull.release()
-        return lease.version
-
-    def _pull_shards(
-        self,
-        local: LocalMember,
-        model: Model,
-        options: Options,
-        version: int | None,
-        since: int | None,
-        until: float,
-        counter: PullCounter,
-    ) -> int:
         def look(wanted: int | None) -> Committed | None:
             while self._publishers is not None:
                 left = max(0.0, until - time.monotonic())
@@ -328,19 +272,22 @@ class WeightStore(Handle):
             there = zip(self.publishers, committed.instances, strict=True)
             return [shards_of_publisher(self, name, instance) for name, instance in there]
 
-        pull = ShardedPull(
-            local, self._name, model, options, until, look, sources, self.wait, self._remembered, self._silent, counter
-        )
-        try:
-            return pull.bring(version, since)
-        except BaseException:
-            _pulled.forget(self._instance_id or 0)
-            raise
-        finally:
-            self._remembered = pull.remembered
+        # Weights have no history, whatever autograd context asks for them.
+        with torch_internals.autograd_context(torch_internals.NO_CONTEXT), pulling(local, self._key) as counter:
+            known = self._remembered, self._silent
+            pull = ModelPull(local, self._name, model, options, until, look, sources, self.wait, *known, counter, carry)
+            try:
+                counter.version = pulled = pull.bring(version, since)
+            except BaseException:
+                _pulled.forget(instance_id)
+                raise
+            finally:
+                self._remembered = pull.remembered
+        _pulled.add(instance_id, pulled, failures, globs)
+        return pulled
 
-    def _check_unsharded(self, what: str, given: Any = True) -> None:
-        if given is not None and self._publishers is not None:
+    def _check_unsharded(self, what: str) -> None:
+        if self._publishers is not None:
             raise ConfigurationError(f"{what} is for whole tensors of one home; {self._name!r} has several publishers")
 
     async def apull(self, model: Model, version: int | None = None, **options: Any) -> int:
@@ -349,9 +296,9 @@ class WeightStore(Handle):
 
     def _names_pulled(self) -> frozenset[str]:
         """The names of the model's tensors that the last pull of this handle brought, if it was not ``strict``."""
-        if self._by_plan and (planned := self._remembered.planned) is not None:
-            return frozenset(bring.target for source in planned.sources for bring in source.brings)
-        return frozenset() if self._known_layout is None else frozenset(row[0] for row in self._known_layout.rows)
+        planned = self._remembered.planned
+        sources = () if planned is None else planned.sources
+        return frozenset(bring.target for source in sources for bring in source.brings)
 
     def prefetch(
         self,

@@ -39,13 +39,6 @@ def ties_of(tensors: Mapping[T, torch.Tensor]) -> list[tuple[T, T]]:
     return found
 
 
-def ties_of_model(rows: Sequence[Row], targets: Mapping[str, torch.Tensor]) -> list[Tie]:
-    """Return the pairs of published tensors that go into one tensor of a model, name by name."""
-    places = {name: place for place, (name, *_) in enumerate(rows)}
-    there = {name: target for name, target in targets.items() if name in places}
-    return [Tie((places[one], places[other]), (one, other), (one,)) for one, other in ties_of(there)]
-
-
 def ties_of_plan(
     request: Request, layouts: Sequence[Sequence[Row]], moves: Sequence[Sequence[Move]]
 ) -> list[list[Tie]]:

@@ -1,10 +1,10 @@
-"""Pulls of shards: from several publishers, or into parts of global tensors."""
+"""One pull of a version: from one publisher or several, into whole tensors of a model or its shards."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,59 +15,26 @@ from raytorchrpc.calls.weight_counters import PullCounter
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost
 from raytorchrpc.patterns.handle import Handle
 from raytorchrpc.patterns.weights.coordinator import Committed
-from raytorchrpc.patterns.weights.match import WORTH_A_TURN, KnownLayout, LayoutMatch, Selection
+from raytorchrpc.patterns.weights.match import LayoutMatch
 from raytorchrpc.patterns.weights.mismatch import check_writable
 from raytorchrpc.patterns.weights.plan import Options, Request
 from raytorchrpc.patterns.weights.planned import Filled, Planned, make_plan, signature_of
 from raytorchrpc.patterns.weights.pull import Pull, Source
+from raytorchrpc.patterns.weights.selection import KnownLayout
 from raytorchrpc.patterns.weights.shards import Shard, local_tensor, shards_of
 from raytorchrpc.patterns.weights.targets import KnownTargets, Targets, values_of
 from raytorchrpc.patterns.weights.ties import ties_of
 from raytorchrpc.patterns.weights.usable import UNUSED, Silent, UsableSources
 from raytorchrpc.patterns.weights.versions import VersionLease
+from raytorchrpc.tensors.dtypes import DTYPE_NAMES
 
 #: Of a source that is not asked.
 _NOTHING = KnownLayout(0, [], [])
 
 
-class _SourceMatch(LayoutMatch):
-    """What a pull brings from one source, by a plan."""
-
-    targets: Mapping[str, torch.Tensor] = {}
-
-    def __init__(self, store: str, known: KnownLayout | None, filled: Filled | None) -> None:
-        super().__init__(store, known)
-        self.follow(filled)
-
-    def follow(self, filled: Filled | None) -> None:
-        """Bring this; None: nothing is planned yet."""
-        self.planned = filled
-        self.device_type = None if filled is None else filled.device_type
-        self.ties = () if filled is None else filled.ties
-        self._parts = None if filled is None else filled.parts
-
-    @property
-    def likely_device_type(self) -> str | None:
-        """None also if the response to the lease request cannot bring the tensors: they have to be converted first."""
-        if self.planned is None or any(name is not None for _, name in self.planned.selection.places):
-            return None
-        return self.device_type
-
-    def set_lease(self, lease: Any) -> None:
-        super().set_lease(lease)
-        if lease.rows is not None:  # the plan was for another layout
-            self.follow(None)
-        elif lease.changed is not None:
-            self._parts = None
-
-    def selection(self) -> Selection:
-        assert self.planned is not None
-        return self.planned.selection.only(self.leased.changed)
-
-    def bytes_of(self, selection: Selection) -> int:
-        if self.planned is not None and selection is self.planned.selection:
-            return self.planned.nbytes
-        return selection.nbytes
+#: Moves tensors by other means than the group's lanes, such as a collective: ``carry(version, tensors)`` sends them at
+#: the home, and fills them at the readers.
+Carry = Callable[[int, Sequence[torch.Tensor]], None]
 
 
 class Remembered(NamedTuple):
@@ -77,7 +44,7 @@ class Remembered(NamedTuple):
     targets: KnownTargets | None = None
 
 
-class ShardedPull:
+class ModelPull:
     """One pull into a model, by the thread that uses it."""
 
     def __init__(
@@ -93,6 +60,7 @@ class ShardedPull:
         remembered: Remembered,
         silent: set[Source],
         counter: PullCounter,
+        carry: Carry | None = None,
     ) -> None:
         """
         Args:
@@ -102,11 +70,12 @@ class ShardedPull:
             wait: ``wait(version, seconds)`` blocks until that version or a newer one is there.
             remembered: by the pull before.
             silent: see ``UsableSources``.
+            carry: see ``WeightStore.pull``.
         """
         self._local, self._store, self._options, self._until = local, store, options, until
         self._look, self._sources, self._wait = look, sources, wait
         self._values = values_of(model)
-        self.remembered, self._counter = remembered, counter
+        self.remembered, self._counter, self._carry = remembered, counter, carry
         self._usable = UsableSources(local, silent)
         self._publishers: list[str] = []
 
@@ -148,13 +117,13 @@ class ShardedPull:
         near = self._usable.begin(version, sources)
         planned = self._fill_again(near)
         to_prepare = _device_type_of(self._values) if planned is None else None
-        matches: list[_SourceMatch] = []
+        layouts = self._known_layouts(len(sources)) if planned is None else planned[0].layouts
+        matches: list[LayoutMatch] = []
         pulls: list[tuple[int, Pull]] = []
         try:
             for number, source in enumerate(sources):
-                known = None if planned is None else planned[0].layouts[number]
-                matches.append(_SourceMatch(self._store, known, None if planned is None else planned[1][number]))
-                matches[-1].to_prepare = to_prepare
+                filled = None if planned is None else planned[1][number]
+                matches.append(LayoutMatch(self._store, layouts[number], filled, to_prepare))
                 is_needed = planned is None or len(sources) == 1 or planned[0].sources[number].brings
                 if near[number] < UNUSED and is_needed:
                     pulls.append((number, Pull(source, self._local, matches[number], self._until, self._counter)))
@@ -167,17 +136,20 @@ class ShardedPull:
                     return self._bring(version, None, sources)
                 self._plan_anew(matches, near)
             for _, pull in pulls:
-                self._usable.asked = pull.source
-                pull.check_ties()
-            for at, (number, pull) in enumerate(pulls):
-                self._usable.asked = pull.source
-                pull.begin(matches[number].selection(), caller_waits=not at)
+                with self._asking(pull):
+                    pull.check_ties()
+            for at, (number, pull) in enumerate(pulls if self._carry is None else ()):
+                with self._asking(pull):
+                    pull.begin(matches[number].selection(), caller_waits=not at)
             for number, pull in pulls:
                 pull.expect(matches[number].selection())
+            if self._carry is not None:
+                self._carry_to_model(self._carry, matches[0])
+                return found
             for number, pull in pulls:
-                self._usable.asked = pull.source
                 try:
-                    pull.bring(matches[number].selection())
+                    with self._asking(pull):
+                        pull.bring(matches[number].selection())
                 except NotFound as error:
                     raise PeerLost(pull.home, f"it has lost its shards of version {found}: {error}", True) from error
             return found
@@ -185,18 +157,28 @@ class ShardedPull:
             for _, pull in pulls:
                 pull.release()
 
+    @contextmanager
+    def _asking(self, pull: Pull) -> Iterator[None]:
+        """Whatever is raised within comes from this source."""
+        self._usable.asked = pull.source
+        try:
+            yield
+        except PeerLost as lost:
+            raise pull.loss_of(lost) from lost
+
     def _lease(
         self,
         pulls: Sequence[tuple[int, Pull]],
         version: int | None,
         since: int | None,
-        matches: Sequence[_SourceMatch],
+        matches: Sequence[LayoutMatch],
         near: tuple[int, ...],
     ) -> int:
         """Lease a version at each source. Nothing is written before all have agreed. Returns the version."""
         usable, alone = self._usable, len(pulls) == 1
         answers: list[VersionLease | None] = []
-        in_place = alone and all(match.planned is not None for match in matches)  # the same request brings the tensors
+        is_planned = all(match.planned is not None for match in matches)
+        in_place = alone and is_planned and self._carry is None  # the same request brings the tensors
         for at, (_, pull) in enumerate(pulls):
             usable.asked = pull.source
             pull.ask(version, since, in_place, caller_waits=not at)  # this thread waits for the first
@@ -223,6 +205,11 @@ class ShardedPull:
             return planned, planned.fill(targets)
         return (planned, self._follow(planned)) if planned.asked == signature_of(self._request) else None
 
+    def _known_layouts(self, count: int) -> Sequence[KnownLayout | None]:
+        """The layouts of so many sources, as the pull before found them."""
+        planned = self.remembered.planned
+        return planned.layouts if planned is not None and len(planned.layouts) == count else (None,) * count
+
     def _follow(self, planned: Planned) -> list[Filled]:
         """Remember the plan; returns what it brings into this model."""
         known = KnownTargets(self._values, self._options)
@@ -231,14 +218,11 @@ class ShardedPull:
             targets = Targets({name: shard.tensor for name, shard in self._request.targets.items()}, {})
         filled = planned.fill(targets)
         both = zip(planned.layouts, filled, strict=True)
-        layouts = tuple(
-            layout._replace(alike=its.selection.alike(layout) if its.nbytes >= WORTH_A_TURN else None)
-            for layout, its in both
-        )
+        layouts = tuple(layout._replace(alike=its.selection.alike(layout, its.nbytes)) for layout, its in both)
         self.remembered = Remembered(planned._replace(layouts=layouts), known)
         return filled
 
-    def _can_plan(self, without: set[int], matches: Sequence[_SourceMatch], near: tuple[int, ...]) -> bool:
+    def _can_plan(self, without: set[int], matches: Sequence[LayoutMatch], near: tuple[int, ...]) -> bool:
         """Whether the other sources have all that the model wants. ``without``: by number."""
         if not self._options.strict:  # what those alone have would be left out unseen
             return False
@@ -249,7 +233,7 @@ class ShardedPull:
             return True
         return False
 
-    def _plan_anew(self, matches: Sequence[_SourceMatch], near: tuple[int, ...]) -> None:
+    def _plan_anew(self, matches: Sequence[LayoutMatch], near: tuple[int, ...]) -> None:
         layouts = [_NOTHING if match.known is None or match.lease is None else match.known for match in matches]
         if UNUSED in near and not self._options.strict:  # what those alone have would be left out unseen
             self._usable.check_whole()
@@ -260,8 +244,18 @@ class ShardedPull:
                 self._usable.check_whole()
             raise
         for match, filled in zip(matches, self._follow(planned), strict=True):
-            match.filled = False
-            match.follow(filled)
+            match.planned = filled
+
+    def _carry_to_model(self, carry: Carry, match: LayoutMatch) -> None:
+        """Have ``carry`` fill the model. Raises ConfigurationError unless the model has all tensors as published."""
+        targets, rows = self._request.targets, match.layout.rows
+        if any(name not in targets or DTYPE_NAMES[targets[name].tensor.dtype] != dtype for name, dtype, *_ in rows):
+            raise ConfigurationError(
+                "carry= brings all tensors as they were published: the model needs each of them, under the same dtype"
+            )
+        with torch.no_grad():
+            carry(match.leased.version, [targets[name].tensor for name, *_ in rows])
+        self._counter.add(self._counter.expected)
 
 
 def _device_type_of(values: Any) -> str | None:
