@@ -18,7 +18,7 @@ from raytorchrpc.lanes.base import Part
 from raytorchrpc.lanes.cuda_ipc.copy_kernel import COPY_ROWS, Copies
 from raytorchrpc.lanes.cuda_ipc.mappings import Mappings
 from raytorchrpc.lanes.cuda_ipc.regions import Scatter
-from raytorchrpc.patterns.weights import sharded
+from raytorchrpc.patterns.weights import model_pull
 from raytorchrpc.process.cuda_driver import driver
 from raytorchrpc.process.cuda_kernels import Kernel
 from tests.gpu.ends import ends, in_actor
@@ -102,7 +102,7 @@ def publish(store: rtr.WeightStore, number: int) -> int:
 def pull_first(store: rtr.WeightStore) -> bool:
     """Plan only once another thread has mapped what the pull will read; whether one has."""
     seen: list[bool] = []
-    mapped, get, plan = threading.Event(), Mappings.get, sharded.make_plan
+    mapped, get, plan = threading.Event(), Mappings.get, model_pull.make_plan
 
     @functools.wraps(get)
     def note(*args: Any) -> Any:
@@ -115,12 +115,12 @@ def pull_first(store: rtr.WeightStore) -> bool:
         seen.append(mapped.wait(30))
         return plan(*args)
 
-    Mappings.get, sharded.make_plan = note, wait  # type: ignore[method-assign, assignment]
+    Mappings.get, model_pull.make_plan = note, wait  # type: ignore[method-assign, assignment]
     try:
         model = {f"{name}": torch.zeros(128, 1 << 14, device="cuda") for name in range(20)}
         store.pull(model)
     finally:
-        Mappings.get, sharded.make_plan = get, plan  # type: ignore[method-assign]
+        Mappings.get, model_pull.make_plan = get, plan  # type: ignore[method-assign]
     for tensor in model.values():
         assert not tensor[:64].any() and bool((tensor[64:] == 1).all())
     return seen == [True]

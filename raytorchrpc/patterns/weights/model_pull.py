@@ -38,10 +38,14 @@ Carry = Callable[[int, Sequence[torch.Tensor]], None]
 
 
 class Remembered(NamedTuple):
-    """What one pull leaves for the next."""
+    """What a pull leaves for the next ones."""
 
-    planned: Planned | None = None
-    targets: KnownTargets | None = None
+    planned: Planned
+    targets: KnownTargets
+
+
+#: What a handle remembers: the last pulls of different models, or with different options.
+MOST_REMEMBERED = 4
 
 
 class ModelPull:
@@ -57,7 +61,7 @@ class ModelPull:
         look: Callable[[int | None], Committed | None],
         sources: Callable[[Committed | None], Sequence[Handle]],
         wait: Callable[[int, float], Any],
-        remembered: Remembered,
+        remembered: tuple[Remembered, ...],
         silent: set[Source],
         counter: PullCounter,
         carry: Carry | None = None,
@@ -68,7 +72,7 @@ class ModelPull:
             look: the version to pull; None if the home alone decides.
             sources: handles of the members that have it.
             wait: ``wait(version, seconds)`` blocks until that version or a newer one is there.
-            remembered: by the pull before.
+            remembered: by the pulls before, the last one first.
             silent: see ``UsableSources``.
             carry: see ``WeightStore.pull``.
         """
@@ -132,7 +136,7 @@ class ModelPull:
                 return found
             if any(match.planned is None for match in matches):
                 if planned is not None:  # some layout is another now; the others may be, too
-                    self.remembered = Remembered()
+                    self.remembered = self.remembered[1:]
                     return self._bring(version, None, sources)
                 self._plan_anew(matches, near)
             for _, pull in pulls:
@@ -193,22 +197,28 @@ class ModelPull:
         return next((answer.version for answer in answers if answer is not None), version or 0)
 
     def _fill_again(self, near: tuple[int, ...]) -> tuple[Planned, list[Filled]] | None:
-        """The plan of the pull before, and what it brings into this model; None if it does not apply."""
-        planned, known = self.remembered
-        if planned is None or planned.near != near:
-            return None
-        targets = None if known is None else known.found_in(self._values, self._options)
-        if targets is not None and not targets.known:  # the tensors have other memory since
-            check_writable(self._store, targets.tensors)
-            targets = targets if ties_of(targets.tensors) == planned.tied else None
-        if targets is not None:
-            return planned, planned.fill(targets)
-        return (planned, self._follow(planned)) if planned.asked == signature_of(self._request) else None
+        """The plan of a pull before, and what it brings into this model; None if none applies."""
+        there = [one for one in self.remembered if one.planned.near == near]
+        for one in there:
+            planned, targets = one.planned, one.targets.found_in(self._values, self._options)
+            if targets is not None and not targets.known:  # the tensors have other memory since
+                check_writable(self._store, targets.tensors)
+                targets = targets if ties_of(targets.tensors) == planned.tied else None
+            if targets is not None:
+                self._remember(one)
+                return planned, planned.fill(targets)
+        asked = signature_of(self._request) if there else None
+        planned = next((one.planned for one in there if one.planned.asked == asked), None)
+        return None if planned is None else (planned, self._follow(planned))
+
+    def _remember(self, one: Remembered) -> None:
+        others = [other for other in self.remembered if other is not one and not other.targets.are_gone]
+        self.remembered = (one, *others[: MOST_REMEMBERED - 1])
 
     def _known_layouts(self, count: int) -> Sequence[KnownLayout | None]:
-        """The layouts of so many sources, as the pull before found them."""
-        planned = self.remembered.planned
-        return planned.layouts if planned is not None and len(planned.layouts) == count else (None,) * count
+        """The layouts of so many sources, as a pull before found them."""
+        known = (one.planned.layouts for one in self.remembered)
+        return next((layouts for layouts in known if len(layouts) == count), (None,) * count)
 
     def _follow(self, planned: Planned) -> list[Filled]:
         """Remember the plan; returns what it brings into this model."""
@@ -219,7 +229,7 @@ class ModelPull:
         filled = planned.fill(targets)
         both = zip(planned.layouts, filled, strict=True)
         layouts = tuple(layout._replace(alike=its.selection.alike(layout, its.nbytes)) for layout, its in both)
-        self.remembered = Remembered(planned._replace(layouts=layouts), known)
+        self._remember(Remembered(planned._replace(layouts=layouts), known))
         return filled
 
     def _can_plan(self, without: set[int], matches: Sequence[LayoutMatch], near: tuple[int, ...]) -> bool:

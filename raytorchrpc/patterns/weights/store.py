@@ -87,7 +87,7 @@ class WeightStore(Handle):
 
     def _set_state(self, *state: Any) -> None:
         super()._set_state(*state)
-        self._remembered = Remembered()
+        self._remembered: tuple[Remembered, ...] = ()
         self._silent: set[Source] = set()  # publishers that do not answer
         self._prefetch_buffers = BuffersByModel()
         self._publishers: tuple[str, ...] | None = self._settings[2] if len(self._settings) > 2 else None
@@ -296,8 +296,7 @@ class WeightStore(Handle):
 
     def _names_pulled(self) -> frozenset[str]:
         """The names of the model's tensors that the last pull of this handle brought, if it was not ``strict``."""
-        planned = self._remembered.planned
-        sources = () if planned is None else planned.sources
+        sources = [source for last in self._remembered[:1] for source in last.planned.sources]
         return frozenset(bring.target for source in sources for bring in source.brings)
 
     def prefetch(

@@ -60,6 +60,11 @@ class SameTensors:
             return False
         return all(map(is_, [known() for known in self._tensors], tensors.values()))
 
+    @property
+    def are_gone(self) -> bool:
+        """Whether nobody has the first of them any longer."""
+        return bool(self._tensors) and self._tensors[0]() is None
+
 
 class KnownTargets:
     """A model's tensors, as the plan of a pull found them. Keeps none of their memory."""
@@ -70,6 +75,11 @@ class KnownTargets:
         self._asked, self._places = asked, list(map(_place_of, values.values()))
         self._kinds = _kinds(list(map(local_tensor, tensors.values())))
         self._same, self._memory = SameTensors(tensors), KnownMemory()
+
+    @property
+    def are_gone(self) -> bool:
+        """See ``SameTensors.are_gone``."""
+        return self._same.are_gone
 
     def found_in(self, values: Any, asked: Any) -> Targets | None:
         """The tensors' present memory; None unless a pull would bring the same into them."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.errors import PeerLost
-from raytorchrpc.patterns.weights import pull
+from raytorchrpc.patterns.weights import model_pull, pull
+from raytorchrpc.patterns.weights.plan import Request
 from raytorchrpc.patterns.weights.published import TENSORS
 from tests.unit.members import Members
 from tests.unit.patterns.weight_values import values
@@ -97,6 +99,59 @@ def test_since_brings_everything_after_a_pull_that_failed_in_the_middle(
         assert values(mine) == [1.0, 1.0, 2.0, 2.0, 2.0], "tensors of two versions"
         assert store.pull(mine, since=2) == 2
         assert values(mine) == [2.0] * 5
+
+
+def test_one_handle_pulls_into_several_models_by_plans_of_their_own(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with other options. A plan is made once, and dropped with its model, or when others were pulled since."""
+    planned: list[int] = []
+    make_plan = model_pull.make_plan
+
+    def note(request: Request, *args: Any) -> Any:
+        planned.append(len(request.targets))
+        return make_plan(request, *args)
+
+    monkeypatch.setattr(model_pull, "make_plan", note)
+    publish(members, 1.0)
+    models = [model(0.0), model(0.0), model(0.0, count=2), {"layer3": torch.zeros(100, dtype=torch.float64)}]
+    with members.acting("a"):
+        store = rtr.WeightStore.find("w")
+
+        def pull_all() -> None:
+            for mine in models:
+                store.pull(mine, convert=len(mine) == 1, strict=len(mine) == 5)
+
+        for value in (1.0, 2.0, 3.0):
+            pull_all()
+            assert [values(mine) for mine in models] == [[value] * len(mine) for mine in models]
+            assert planned == [5, 2, 1], "the second model is like the first"
+            with members.acting("home"):
+                publish(members, value + 1)
+        assert len(store._remembered) == 4
+        models = [model(0.0, count=1)]
+        gc.collect()
+        pull_all()
+        assert len(store._remembered) == 1, "those of models that are gone are forgotten"
+        models += [model(0.0, count) for count in (2, 3, 4, 5, 5)]
+        for _ in range(2):
+            pull_all()
+        assert [values(mine) for mine in models] == [[4.0] * len(mine) for mine in models]
+        assert len(store._remembered) == 4
+
+
+def test_a_plan_ends_with_the_layout_that_it_was_made_for(members: Members) -> None:
+    publish(members, 1.0)
+    with members.acting("a"):
+        store, models = rtr.WeightStore.find("w"), [model(0.0), model(0.0, count=2)]
+        for mine in models:
+            store.pull(mine, strict=False)
+        with members.acting("home"):
+            rtr.WeightStore("w").publish(dict(reversed(model(2.0, count=7).items())))
+        for _ in range(2):
+            for mine in models:
+                store.pull(mine, strict=False)
+                assert values(mine) == [2.0] * len(mine)
 
 
 def test_what_does_not_fit_is_named_up_to_ten_tensors(members: Members) -> None:
