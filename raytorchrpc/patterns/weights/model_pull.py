@@ -208,8 +208,8 @@ class ModelPull:
                 self._remember(one)
                 return planned, planned.fill(targets)
         asked = signature_of(self._request) if there else None
-        planned = next((one.planned for one in there if one.planned.asked == asked), None)
-        return None if planned is None else (planned, self._follow(planned))
+        same = next((one.planned for one in there if one.planned.asked == asked), None)
+        return None if same is None else (same, self._follow(same))
 
     def _remember(self, one: Remembered) -> None:
         others = [other for other in self.remembered if other is not one and not other.targets.are_gone]
