@@ -14,6 +14,8 @@ SLACK_S = 1.0
 MIB = 1 << 20
 #: Descriptors of the connections by torchrpc that a member made whose host has lost its power: nobody hangs up.
 FDS_OF_A_SILENT_PEER = 19
+#: Descriptors of the connections by torchrpc with a member on another host, more than with one on the same.
+FDS_OF_A_FAR_PEER = 30
 #: Descriptors that are open for a moment in the calm too.
 FDS_SPARE = 6
 ANONYMOUS = 24 * MIB
@@ -72,10 +74,11 @@ def judge_rest(first: Rest, now: Mapping[str, Any], silent: int, pooled: int) ->
     ``pooled``: bytes of its own memory that a lane may keep for later.
     """
     before, found = first.left, []
+    moved = now["far"] - before["far"]  # Ray starts a member again on any host
     if now["restless"]:
         found.append(f"RESTLESS: {now['restless']}")
     for what, allowed in (
-        ("fds", FDS_OF_A_SILENT_PEER * silent + FDS_SPARE),
+        ("fds", FDS_OF_A_SILENT_PEER * silent + FDS_OF_A_FAR_PEER * moved + FDS_SPARE),
         ("threads", THREADS),
         ("arena", 0),
         ("under way", 0),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import ipaddress
 import os
 import random
 import resource
@@ -23,6 +24,7 @@ import torch
 
 import raytorchrpc as rtr
 from benchmarks._resources import held, measurable_memory, settle
+from raytorchrpc.calls import current
 from tests.faults.control import Control
 from tests.faults.faults import KB, MB
 
@@ -289,10 +291,12 @@ class Worker:
         restless = settle(seconds)
         now = held()
         names = sorted(name for name in now.python_threads if not name.startswith("test-"))
+        local = current.process_member()
+        far = sum(route.member.node_id != local.me.node_id for route in local.peers.routes)
         return {
             "restless": restless, "fds": now.fds, "threads": now.threads, "arena": now.arena_used,
             "under way": now.in_flight, "anonymous": now.anonymous, "objects": now.objects, "names": names,
-            "by class": dict(now.by_class), "open": _descriptors(),
+            "by class": dict(now.by_class), "open": _descriptors(), "far": far,
         }  # fmt: skip
 
 
@@ -343,10 +347,22 @@ def _outcome(call: str, kind: str, target: str, began: float, timeout: float, er
 def _descriptors() -> dict[str, int]:
     """How many of each kind are open."""
     found: dict[str, int] = {}
+    connections = _connections()
     for fd in os.listdir("/proc/self/fd"):
         try:
-            kind = os.readlink(f"/proc/self/fd/{fd}").split(":[")[0]
+            kind, _, number = os.readlink(f"/proc/self/fd/{fd}").partition(":[")
         except OSError:
             continue
+        kind = connections.get(number.rstrip("]"), kind)
         found[kind] = found.get(kind, 0) + 1
+    return found
+
+
+def _connections() -> dict[str, str]:
+    """Each TCP socket of this host by its inode: what it is connected to, and in which state."""
+    found: dict[str, str] = {}
+    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        _, _, remote, state, *_, inode = line.split()[:10]
+        address = ipaddress.ip_address(bytes.fromhex(remote.split(":")[0])[::-1])
+        found[inode] = f"TCP {address} in state {int(state, 16)}"
     return found
