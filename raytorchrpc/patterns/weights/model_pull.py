@@ -135,8 +135,8 @@ class ModelPull:
             if found == since:
                 return found
             if any(match.planned is None for match in matches):
-                if planned is not None:  # some layout is another now; the others may be, too
-                    self.remembered = self.remembered[1:]
+                if planned is not None:  # some layout is another now; the others may be, and those of other plans
+                    self.remembered = ()
                     return self._bring(version, None, sources)
                 self._plan_anew(matches, near)
             for _, pull in pulls:

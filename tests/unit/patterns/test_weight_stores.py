@@ -154,6 +154,18 @@ def test_a_plan_ends_with_the_layout_that_it_was_made_for(members: Members) -> N
                 assert values(mine) == [2.0] * len(mine)
 
 
+def test_a_plan_of_another_layout_is_not_followed_for_a_model_that_is_alike(members: Members) -> None:
+    publish(members, 1.0)
+    with members.acting("a"):
+        store, first, second = rtr.WeightStore.find("w"), model(0.0), model(0.0)
+        store.pull(first)
+        with members.acting("home"):
+            rtr.WeightStore("w").publish(dict(reversed(model(2.0).items())))
+        store.pull(second)
+        store.pull(first)
+    assert values(first) == values(second) == [2.0] * 5
+
+
 def test_what_does_not_fit_is_named_up_to_ten_tensors(members: Members) -> None:
     with members.acting("home"):
         rtr.WeightStore("w").publish(model(1.0, count=12))
