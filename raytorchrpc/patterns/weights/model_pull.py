@@ -16,7 +16,6 @@ from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost
 from raytorchrpc.patterns.handle import Handle
 from raytorchrpc.patterns.weights.coordinator import Committed
 from raytorchrpc.patterns.weights.match import LayoutMatch
-from raytorchrpc.patterns.weights.mismatch import check_writable
 from raytorchrpc.patterns.weights.plan import Options, Request
 from raytorchrpc.patterns.weights.planned import Filled, Planned, make_plan, signature_of
 from raytorchrpc.patterns.weights.pull import Pull, Source
@@ -85,9 +84,7 @@ class ModelPull:
 
     @cached_property
     def _request(self) -> Request:
-        request = Request.of(self._store, shards_of(self._values, self._store), self._options, self._publishers)
-        check_writable(self._store, {name: shard.tensor for name, shard in request.targets.items()})
-        return request
+        return Request.of(self._store, shards_of(self._values, self._store), self._options, self._publishers)
 
     def bring(self, version: int | None, since: int | None) -> int:
         """Bring a version into the model; returns its number. See ``WeightStore.pull``."""
@@ -202,7 +199,7 @@ class ModelPull:
         for one in there:
             planned, targets = one.planned, one.targets.found_in(self._values, self._options)
             if targets is not None and not targets.known:  # the tensors have other memory since
-                check_writable(self._store, targets.tensors)
+                one.planned.check_writable(self._store, targets.tensors)
                 targets = targets if ties_of(targets.tensors) == planned.tied else None
             if targets is not None:
                 self._remember(one)
@@ -221,7 +218,8 @@ class ModelPull:
         return next((layouts for layouts in known if len(layouts) == count), (None,) * count)
 
     def _follow(self, planned: Planned) -> list[Filled]:
-        """Remember the plan; returns what it brings into this model."""
+        """Remember the plan; returns what it brings into this model. Raises ConfigurationError."""
+        planned.check_writable(self._store, {name: shard.tensor for name, shard in self._request.targets.items()})
         known = KnownTargets(self._values, self._options)
         targets = known.found_in(self._values, self._options)
         if targets is None:  # the model makes its tensors anew whenever it is asked
