@@ -79,6 +79,8 @@ class ModelPull:
         self._look, self._sources, self._wait = look, sources, wait
         self._values = values_of(model)
         self.remembered, self._counter, self._carry = remembered, counter, carry
+        self.has_begun = False
+        """Whether some tensors may have been written."""
         self._usable = UsableSources(local, silent)
         self._publishers: list[str] = []
 
@@ -117,7 +119,7 @@ class ModelPull:
         self._publishers = [source.home for source in sources]
         near = self._usable.begin(version, sources)
         planned = self._fill_again(near)
-        to_prepare = _device_type_of(self._values) if planned is None else None
+        to_prepare = _device_type_of(self._values) if planned is None and self._carry is None else None
         layouts = self._known_layouts(len(sources)) if planned is None else planned[0].layouts
         matches: list[LayoutMatch] = []
         pulls: list[tuple[int, Pull]] = []
@@ -139,6 +141,7 @@ class ModelPull:
             for _, pull in pulls:
                 with self._asking(pull):
                     pull.check_ties()
+            self.has_begun = True
             for at, (number, pull) in enumerate(pulls if self._carry is None else ()):
                 with self._asking(pull):
                     pull.begin(matches[number].selection(), caller_waits=not at)
@@ -152,9 +155,10 @@ class ModelPull:
                     with self._asking(pull):
                         pull.bring(matches[number].selection())
                 except NotFound as error:
-                    raise PeerLost(pull.home, f"it has lost its shards of version {found}: {error}", True) from error
+                    raise PeerLost(pull.home, f"it has lost version {found}: {error}", True) from error
             return found
         finally:
+            self.has_begun |= any(match.filled for match in matches)
             for _, pull in pulls:
                 pull.release()
 
@@ -165,6 +169,8 @@ class ModelPull:
         try:
             yield
         except PeerLost as lost:
+            if lost.peer != pull.home:
+                raise
             raise pull.loss_of(lost) from lost
 
     def _lease(
@@ -183,6 +189,8 @@ class ModelPull:
         for at, (_, pull) in enumerate(pulls):
             usable.asked = pull.source
             pull.ask(version, since, in_place, caller_waits=not at)  # this thread waits for the first
+        if not is_planned:
+            _ = self._request  # raises if the model is invalid, though there may be nothing to pull
         silent = usable.silent([pull for _, pull in pulls])
         if silent and self._can_plan({number for number, pull in pulls if pull in silent}, matches, near):
             usable.leave_out(silent)

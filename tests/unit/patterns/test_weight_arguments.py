@@ -71,6 +71,20 @@ def test_a_model_that_does_not_fit_is_told_what_to_do(
 
 
 @READERS
+def test_an_invalid_model_is_named_though_there_is_nothing_to_pull(members: Members, reader: str) -> None:
+    with members.acting("home"):
+        publishes = rtr.WeightStore("w")
+        assert publishes.version() == 0
+    with members.acting(reader):
+        for newest in (0, 1):
+            with pytest.raises(rtr.ConfigurationError, match="weights must be a module or tensors by name, not a list"):
+                rtr.WeightStore.find("w").pull([], since=newest)  # type: ignore[arg-type]
+            with members.acting("home"):
+                publishes.publish(model())
+            rtr.WeightStore.find("w").pull(model())
+
+
+@READERS
 def test_tensors_that_a_pull_does_not_write_may_be_expanded(published: Members, reader: str) -> None:
     """The second pull finds other memory than the first."""
     mine = model(z=torch.zeros(1).expand(3))

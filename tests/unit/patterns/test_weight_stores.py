@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.errors import PeerLost
+from raytorchrpc.errors import NotFound, PeerLost
 from raytorchrpc.patterns.weights import model_pull, pull
 from raytorchrpc.patterns.weights.plan import Request
 from raytorchrpc.patterns.weights.published import TENSORS
@@ -99,6 +99,23 @@ def test_since_brings_everything_after_a_pull_that_failed_in_the_middle(
         assert values(mine) == [1.0, 1.0, 2.0, 2.0, 2.0], "tensors of two versions"
         assert store.pull(mine, since=2) == 2
         assert values(mine) == [2.0] * 5
+
+
+def test_since_counts_after_a_pull_that_failed_before_it_wrote(members: Members) -> None:
+    publish(members, 1.0)
+    with members.acting("a"):
+        store, mine = rtr.WeightStore.find("w"), model(0.0)
+        store.pull(mine)
+        for error, wrong, options in (
+            (NotFound, mine, {"version": 9}),
+            (rtr.ConfigurationError, model(0.0, count=2), {}),
+            (rtr.ConfigurationError, [], {}),
+        ):
+            with pytest.raises(error):
+                store.pull(wrong, **options)
+        mine["layer0"].fill_(7.0)
+        assert store.pull(mine, since=1) == 1
+    assert values(mine) == [7.0, 1.0, 1.0, 1.0, 1.0], "nothing was brought"
 
 
 def test_one_handle_pulls_into_several_models_by_plans_of_their_own(
