@@ -190,6 +190,7 @@ class WeightPrefetch:
         return self._transfer.outcome.result()
 
     def __await__(self) -> Generator[Any, None, int]:
+        fork.check_process()
         version = yield from asyncio.wrap_future(self._transfer.outcome).__await__()
         if self._is_cancelled:
             raise _cancelled(self._store)
@@ -272,7 +273,8 @@ def begin(
     model: Model,
     options: PullOptions,
 ) -> WeightPrefetch:
-    """Start the thread that pulls; see ``WeightStore.prefetch``."""
+    """Have a thread pull; see ``WeightStore.prefetch``."""
+    fork.check_process()  # a child has none of the threads
     buffers, tensors = models.of(model, store.name)
     transfer = Transfer(store, has_pulled, options, buffers, tensors.specs)
     with _beginning:

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.errors import PeerLost
+from raytorchrpc.errors import NotAMember, PeerLost
 from raytorchrpc.patterns.weights.published import LEASE, TENSORS
+from raytorchrpc.process import fork
 from tests.conformance.peers import wait_until
 from tests.unit.members import Members
 from tests.unit.patterns.weight_values import values
@@ -526,6 +527,23 @@ def test_models_of_every_kind(members: Members, in_place: bool) -> None:
                 model.state_dict() if model is frozen else model.fill(-1.0)
             assert [tensor.stride() for tensor in model.state_dict().values()] == strides
     assert half.first.weight.dtype is torch.bfloat16
+
+
+def test_a_forked_child_is_refused(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread of its parent's would ever pull for it."""
+    publish(members, 1.0)
+
+    async def wait_for(handle: Any) -> int:
+        return int(await handle)
+
+    with members.acting("a"):
+        handle = store_of(members).prefetch(Net())
+        handle.wait()
+        monkeypatch.setattr(fork, "_origin", "member 'a'")
+        with pytest.raises(NotAMember):
+            store_of(members).prefetch(Net())
+        with pytest.raises(NotAMember):
+            asyncio.run(wait_for(handle))
 
 
 def test_buffers_end_with_their_model(members: Members) -> None:
