@@ -275,6 +275,7 @@ class ModelBuffers:
         """
         devices = {spec.device for spec in specs.values() if spec.device.type == "cuda"}
         if specs != self.specs:
+            self._wait_for_readers()  # what is freed may be allocated again at once
             self._allocate(specs)  # on default streams, where their memory can be freed without regard to the pull's
             self._wait_for_readers = follow_streams(devices)
         with ExitStack() as stack:

@@ -14,6 +14,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.errors import NotAMember, PeerLost
+from raytorchrpc.patterns.weights.model_buffers import BufferSpec, ModelBuffers
 from raytorchrpc.patterns.weights.published import LEASE, TENSORS
 from raytorchrpc.process import fork
 from tests.conformance.peers import wait_until
@@ -527,6 +528,15 @@ def test_models_of_every_kind(members: Members, in_place: bool) -> None:
                 model.state_dict() if model is frozen else model.fill(-1.0)
             assert [tensor.stride() for tensor in model.state_dict().values()] == strides
     assert half.first.weight.dtype is torch.bfloat16
+
+
+def test_buffers_are_freed_once_streams_have_read_them() -> None:
+    buffers, seen = ModelBuffers(), list[tuple[int, ...]]()
+    for shape in ((3,), (4,)):
+        with buffers.writable({"weight": BufferSpec.of(torch.zeros(shape), 0, None)}):
+            assert buffers.tensors["weight"].shape == shape
+        buffers._wait_for_readers = lambda: seen.append(tuple(buffers.tensors["weight"].shape))
+    assert seen == [(3,)]
 
 
 def test_a_forked_child_is_refused(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
