@@ -264,10 +264,12 @@ def test_one_question_brings_what_lies_on_the_same_host(actors: dict[str, Any], 
     def calls() -> int:
         return sum(row.calls for row in current.process_member().counters.rows(""))
 
-    def follow(convert: bool) -> int:
+    def follow(convert: bool, strided: bool = False) -> int:
         half = {f"layer{n}": torch.zeros(size).bfloat16() for n, size in enumerate((SMALL, LARGE, 3))}
         half["steps"] = torch.tensor(0)
         model = half if convert else filled(-1.0)
+        if strided:
+            model = {name: torch.empty(*its.shape, 2, dtype=its.dtype)[..., 1] for name, its in model.items()}
         store.pull(model, convert=convert)  # opens it, and learns what it has
         before = calls()
         store.pull(model, convert=convert)
@@ -276,6 +278,7 @@ def test_one_question_brings_what_lies_on_the_same_host(actors: dict[str, Any], 
         return made
 
     assert in_actor(actors["a"], follow, False) == 2, "a question, and word that it was read"
+    assert in_actor(actors["a"], follow, False, True) == 2
     assert in_actor(actors["a"], follow, True) == 3, "two questions where dtypes are converted"
 
 

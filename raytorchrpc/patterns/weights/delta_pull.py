@@ -47,11 +47,10 @@ def divide(
     """
     changes: list[Change] = []
     rest: list[int] = []
-    for index, ((place, conversion), target) in enumerate(zip(selection.places, selection.targets, strict=True)):
+    for index, ((place, conversion), target, region) in enumerate(zip(*selection, strict=True)):
         change = None
         if conversion is None and place in deltas and _is_writable(target):
             shape = rows[place][2]
-            region = (0, shape, None) if selection.regions is None else selection.regions[index]
             change = _change(place, region, shape, target, deltas[place])
         if change is not None and (change.bytes * times < target.nbytes or change.is_tiny):
             changes.append(change)

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from raytorchrpc.calls.receive_into import obstacle_of
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.patterns.weights.module_state import ModuleState
-from raytorchrpc.patterns.weights.plan import PlaceInWhole
+from raytorchrpc.patterns.weights.plan import Options, PlaceInWhole
 from raytorchrpc.patterns.weights.shards import Model, Shard, local_tensor, shards_of
 from raytorchrpc.patterns.weights.targets import SameTensors
 from raytorchrpc.tensors import host_device_copy
@@ -246,6 +246,8 @@ class ModelBuffers:
         """Held by the thread that pulls into the buffers, or exchanges them."""
         self.version: int | None = None
         """The version that the buffers hold, bit for bit, if that is known."""
+        self.how: Options | None = None
+        """The options that brought it."""
         self.names: frozenset[str] = frozenset()
         """Names of the tensors that the version has."""
         self.specs: dict[str, BufferSpec] = {}
@@ -273,6 +275,7 @@ class ModelBuffers:
         """
         devices = {spec.device for spec in specs.values() if spec.device.type == "cuda"}
         if specs != self.specs:
+            self._wait_for_readers()  # what is freed may be allocated again at once
             self._allocate(specs)  # on default streams, where their memory can be freed without regard to the pull's
             self._wait_for_readers = follow_streams(devices)
         with ExitStack() as stack:

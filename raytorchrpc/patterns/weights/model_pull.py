@@ -16,7 +16,6 @@ from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost
 from raytorchrpc.patterns.handle import Handle
 from raytorchrpc.patterns.weights.coordinator import Committed
 from raytorchrpc.patterns.weights.match import LayoutMatch
-from raytorchrpc.patterns.weights.mismatch import check_writable
 from raytorchrpc.patterns.weights.plan import Options, Request
 from raytorchrpc.patterns.weights.planned import Filled, Planned, make_plan, signature_of
 from raytorchrpc.patterns.weights.pull import Pull, Source
@@ -80,14 +79,14 @@ class ModelPull:
         self._look, self._sources, self._wait = look, sources, wait
         self._values = values_of(model)
         self.remembered, self._counter, self._carry = remembered, counter, carry
+        self.has_begun = False
+        """Whether some tensors may have been written."""
         self._usable = UsableSources(local, silent)
         self._publishers: list[str] = []
 
     @cached_property
     def _request(self) -> Request:
-        request = Request.of(self._store, shards_of(self._values, self._store), self._options, self._publishers)
-        check_writable(self._store, {name: shard.tensor for name, shard in request.targets.items()})
-        return request
+        return Request.of(self._store, shards_of(self._values, self._store), self._options, self._publishers)
 
     def bring(self, version: int | None, since: int | None) -> int:
         """Bring a version into the model; returns its number. See ``WeightStore.pull``."""
@@ -120,7 +119,7 @@ class ModelPull:
         self._publishers = [source.home for source in sources]
         near = self._usable.begin(version, sources)
         planned = self._fill_again(near)
-        to_prepare = _device_type_of(self._values) if planned is None else None
+        to_prepare = _device_type_of(self._values) if planned is None and self._carry is None else None
         layouts = self._known_layouts(len(sources)) if planned is None else planned[0].layouts
         matches: list[LayoutMatch] = []
         pulls: list[tuple[int, Pull]] = []
@@ -135,13 +134,14 @@ class ModelPull:
             if found == since:
                 return found
             if any(match.planned is None for match in matches):
-                if planned is not None:  # some layout is another now; the others may be, too
-                    self.remembered = self.remembered[1:]
+                if planned is not None:  # some layout is another now; the others may be, and those of other plans
+                    self.remembered = ()
                     return self._bring(version, None, sources)
                 self._plan_anew(matches, near)
             for _, pull in pulls:
                 with self._asking(pull):
                     pull.check_ties()
+            self.has_begun = True
             for at, (number, pull) in enumerate(pulls if self._carry is None else ()):
                 with self._asking(pull):
                     pull.begin(matches[number].selection(), caller_waits=not at)
@@ -155,9 +155,10 @@ class ModelPull:
                     with self._asking(pull):
                         pull.bring(matches[number].selection())
                 except NotFound as error:
-                    raise PeerLost(pull.home, f"it has lost its shards of version {found}: {error}", True) from error
+                    raise PeerLost(pull.home, f"it has lost version {found}: {error}", True) from error
             return found
         finally:
+            self.has_begun |= any(match.filled for match in matches)
             for _, pull in pulls:
                 pull.release()
 
@@ -168,6 +169,8 @@ class ModelPull:
         try:
             yield
         except PeerLost as lost:
+            if lost.peer != pull.home:
+                raise
             raise pull.loss_of(lost) from lost
 
     def _lease(
@@ -186,6 +189,8 @@ class ModelPull:
         for at, (_, pull) in enumerate(pulls):
             usable.asked = pull.source
             pull.ask(version, since, in_place, caller_waits=not at)  # this thread waits for the first
+        if not is_planned:
+            _ = self._request  # raises if the model is invalid, though there may be nothing to pull
         silent = usable.silent([pull for _, pull in pulls])
         if silent and self._can_plan({number for number, pull in pulls if pull in silent}, matches, near):
             usable.leave_out(silent)
@@ -202,7 +207,7 @@ class ModelPull:
         for one in there:
             planned, targets = one.planned, one.targets.found_in(self._values, self._options)
             if targets is not None and not targets.known:  # the tensors have other memory since
-                check_writable(self._store, targets.tensors)
+                one.planned.check_writable(self._store, targets.tensors)
                 targets = targets if ties_of(targets.tensors) == planned.tied else None
             if targets is not None:
                 self._remember(one)
@@ -221,7 +226,8 @@ class ModelPull:
         return next((layouts for layouts in known if len(layouts) == count), (None,) * count)
 
     def _follow(self, planned: Planned) -> list[Filled]:
-        """Remember the plan; returns what it brings into this model."""
+        """Remember the plan; returns what it brings into this model. Raises ConfigurationError."""
+        planned.check_writable(self._store, {name: shard.tensor for name, shard in self._request.targets.items()})
         known = KnownTargets(self._values, self._options)
         targets = known.found_in(self._values, self._options)
         if targets is None:  # the model makes its tensors anew whenever it is asked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -35,28 +34,35 @@ def _walk(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[torch.
     """Parameters and buffers by name, those that are not persistent, and whether ``state_dict`` would give the same."""
     found: dict[str, torch.Tensor] = {}
     passing: list[torch.Tensor] = []
-    has_code, kinds, waiting = False, set(), list[tuple[str, Any]]([("", module)])
-    while waiting:
-        prefix, part = waiting.pop()
-        its = part.__dict__
-        kinds.add(type(part))
-        if its.get("_state_dict_hooks", True) or its.get("_state_dict_pre_hooks", True) or "state_dict" in its:
-            has_code = True
-        for name, tensor in part._parameters.items():
-            if tensor is not None:
+    kinds = set[Any]()
+    has_code = _visit("", module, found, passing, kinds)
+    return found, passing, not has_code and all(map(_saves_as_torch_does, kinds))
+
+
+def _visit(
+    prefix: str, part: Any, found: dict[str, torch.Tensor], passing: list[torch.Tensor], kinds: set[Any]
+) -> bool:
+    """Add what a module and its parts have. Returns whether one of these saves it by code of its own."""
+    its = part.__dict__
+    has_code = its.get("_state_dict_hooks", True) or its.get("_state_dict_pre_hooks", True)
+    has_code = bool(has_code) or "state_dict" in its or "_save_to_state_dict" in its
+    kinds.add(type(part))
+    for name, tensor in part._parameters.items():
+        if tensor is not None:
+            found[prefix + name] = tensor
+    if buffers := part._buffers:
+        not_saved = part._non_persistent_buffers_set
+        for name, tensor in buffers.items():
+            if tensor is not None and name in not_saved:
+                passing.append(tensor)
+            elif tensor is not None:
                 found[prefix + name] = tensor
-        if buffers := part._buffers:
-            its_passing = part._non_persistent_buffers_set
-            passing += [tensor for name in its_passing if (tensor := buffers[name]) is not None]
-            saved = ((name, tensor) for name, tensor in buffers.items() if name not in its_passing)
-            found.update({prefix + name: tensor for name, tensor in saved if tensor is not None})
-        if parts := part._modules:
-            named = reversed(list(parts.items()))
-            waiting += [(f"{prefix}{name}.", its_part) for name, its_part in named if its_part is not None]
-    return found, passing, not has_code and all(map(_saves_as_torch_does, kinds))  # type: ignore[arg-type]
+    for name, its_part in part._modules.items():
+        if its_part is not None:
+            has_code |= _visit(f"{prefix}{name}.", its_part, found, passing, kinds)
+    return has_code
 
 
-@functools.lru_cache(4096)
 def _saves_as_torch_does(kind: Any) -> bool:
     """Whether modules of a class save their parameters, buffers and parts without code of their own."""
     names = "state_dict", "_save_to_state_dict", "get_extra_state"

@@ -1,4 +1,4 @@
-"""Plans a pull of shards: which region of which publisher's tensors goes to which region of the model's.
+"""Plans a pull: which region of which publisher's tensors goes to which region of the model's.
 
 Pure: global indices in, regions out. Every element comes from one publisher, so no byte moves that is not needed.
 """

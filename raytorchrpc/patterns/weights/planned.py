@@ -12,6 +12,7 @@ import torch
 
 from raytorchrpc.lanes.base import Part, Parts
 from raytorchrpc.patterns.weights.conversions import converted
+from raytorchrpc.patterns.weights.mismatch import check_writable
 from raytorchrpc.patterns.weights.plan import Move, Request, plan, region_of
 from raytorchrpc.patterns.weights.selection import KnownLayout, Offsets, Selection, writable_device_type
 from raytorchrpc.patterns.weights.shards import Shard
@@ -134,6 +135,11 @@ class Planned(NamedTuple):
         """Names of one tensor of the model."""
         found: list[tuple[str, str]] = self.asked[-1]
         return found
+
+    def check_writable(self, store: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise ConfigurationError, which names it, for a tensor that it fills and that cannot be written."""
+        names = {name for source in self.sources for piece in source.pieces for name in piece.names}
+        check_writable(store, {name: tensor for name, tensor in tensors.items() if name in names})
 
     def fill(self, targets: Targets) -> list[Filled]:
         """What comes from each source, into the model's tensors as they are now."""

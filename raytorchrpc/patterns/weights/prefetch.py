@@ -18,6 +18,7 @@ from raytorchrpc.patterns.handle import run
 from raytorchrpc.patterns.weights.conversions import Convert
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel, BufferSpec, ModelBuffers, ModelTensors
 from raytorchrpc.patterns.weights.names import Renamed
+from raytorchrpc.patterns.weights.plan import Options
 from raytorchrpc.patterns.weights.shards import Model
 from raytorchrpc.process import fork
 from raytorchrpc.process.threads import ThreadShortage
@@ -120,8 +121,9 @@ class Transfer:
                 return since
         if buffers.reader is None:
             buffers.reader = copy.copy(store)  # of its own, so that it knows the layout of the version it pulled
+        how = Options.of(mapping, convert, strict)
         with buffers.writable(self._specs) as held:
-            tensors, held = buffers.as_model(), None if only else held
+            tensors, held = buffers.as_model(), None if only or how != buffers.how else held
             pulled: int = buffers.reader.pull(
                 tensors,
                 version,
@@ -136,7 +138,7 @@ class Transfer:
         if pulled != held:
             brings_all = strict and not only
             names = frozenset(tensors) if brings_all else frozenset(tensors) & buffers.reader._names_pulled()
-        buffers.version, buffers.names = None if only else pulled, names
+        buffers.version, buffers.how, buffers.names = None if only else pulled, how, names
         self.brought = True
         return pulled
 
@@ -188,6 +190,7 @@ class WeightPrefetch:
         return self._transfer.outcome.result()
 
     def __await__(self) -> Generator[Any, None, int]:
+        fork.check_process()
         version = yield from asyncio.wrap_future(self._transfer.outcome).__await__()
         if self._is_cancelled:
             raise _cancelled(self._store)
@@ -270,7 +273,8 @@ def begin(
     model: Model,
     options: PullOptions,
 ) -> WeightPrefetch:
-    """Start the thread that pulls; see ``WeightStore.prefetch``."""
+    """Have a thread pull; see ``WeightStore.prefetch``."""
+    fork.check_process()  # a child has none of the threads
     buffers, tensors = models.of(model, store.name)
     transfer = Transfer(store, has_pulled, options, buffers, tensors.specs)
     with _beginning:

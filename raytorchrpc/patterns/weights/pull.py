@@ -61,8 +61,8 @@ class Pull:
         return self.home, self._store._instance_id
 
     def loss_of(self, lost: PeerLost) -> PeerLost:
-        """The error for the loss of a member: it says what was lost with the home."""
-        return self._store._home_lost(lost) if lost.peer == self.home else lost
+        """The error for the loss of the home: it says what was lost with it."""
+        return self._store._home_lost(lost)
 
     # --- the lease -----------------------------------------------------------------------------------------------
 

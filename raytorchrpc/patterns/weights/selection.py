@@ -26,7 +26,7 @@ class Alike(NamedTuple):
     signature: str
     device: torch.device
     places: list[tuple[int, str | None]]
-    regions: Sequence[Region] | None
+    regions: Sequence[Region]
 
 
 class KnownLayout(NamedTuple):
@@ -63,8 +63,7 @@ class Selection(NamedTuple):
     places: list[tuple[int, str | None]]
     """Place in the layout, and the name of the conversion (None: unconverted); see ``conversions``."""
     targets: Sequence[torch.Tensor]  # where each of them goes
-    regions: Sequence[Region] | None = None
-    """Of each of them, if not all are brought whole."""
+    regions: Sequence[Region]  # what of the published tensor it gets
 
     @property
     def nbytes(self) -> int:
@@ -79,8 +78,8 @@ class Selection(NamedTuple):
 
     def at(self, indices: Sequence[int]) -> Selection:
         """Return what it has at these indices."""
-        regions = None if self.regions is None else [self.regions[index] for index in indices]
-        return Selection([self.places[index] for index in indices], [self.targets[index] for index in indices], regions)
+        targets, regions = [self.targets[index] for index in indices], [self.regions[index] for index in indices]
+        return Selection([self.places[index] for index in indices], targets, regions)
 
     def messages(self, size: int) -> list[Selection]:
         """Divide into messages of at most ``size`` bytes; a larger tensor is a message of its own."""
@@ -98,8 +97,7 @@ class Selection(NamedTuple):
         places: list[tuple[int, str | None]] = []
         targets: list[torch.Tensor] = []
         regions: list[Region] = []
-        for index, (place, target) in enumerate(zip(self.places, self.targets, strict=True)):
-            first, shape, strides = (0, tuple(target.shape), None) if self.regions is None else self.regions[index]
+        for place, target, (first, shape, strides) in zip(*self, strict=True):
             along = next((dimension for dimension, extent in enumerate(shape) if extent > 1), None)
             extent = 1 if along is None else shape[along]
             step = max(1, extent * size // max(1, target.nbytes))
@@ -131,11 +129,8 @@ class Selection(NamedTuple):
         """Return which part of a snapshot's memory goes to each target, by piece; see ``Snapshot.pieces``."""
         offsets = offsets or Offsets(known)
         parts: dict[str | None, list[Part]] = {}
-        for index, ((place, name), target) in enumerate(zip(self.places, self.targets, strict=True)):
-            begin, strides = offsets.of(place, name), None
-            if self.regions is not None:
-                first, _, strides = self.regions[index]
-                begin += first * target.itemsize
+        for (place, name), target, (first, _, strides) in zip(*self, strict=True):
+            begin = offsets.of(place, name) + first * target.itemsize
             parts.setdefault(name, []).append(Part(begin, target, strides))
         return list(parts.values())
 

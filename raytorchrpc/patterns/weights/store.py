@@ -279,7 +279,8 @@ class WeightStore(Handle):
             try:
                 counter.version = pulled = pull.bring(version, since)
             except BaseException:
-                _pulled.forget(instance_id)
+                if pull.has_begun:
+                    _pulled.forget(instance_id)
                 raise
             finally:
                 self._remembered = pull.remembered

@@ -30,9 +30,9 @@ class KnownMemory:
     def __init__(self) -> None:
         self._last: tuple[tuple[Any, dict[Hashable, Any]], ...] = ()
 
-    def of(self, tensors: Sequence[torch.Tensor], use: Hashable = None) -> dict[Hashable, Any]:
-        """What is known, to be added to. ``tensors``: of the dtypes and shapes of before, for the same ``use``."""
-        memory, last = (use, *[list(map(ask, tensors)) for ask in _OF_MEMORY]), self._last
+    def of(self, tensors: Sequence[torch.Tensor]) -> dict[Hashable, Any]:
+        """What is known, to be added to. ``tensors``: of the dtypes and shapes of before."""
+        memory, last = [list(map(ask, tensors)) for ask in _OF_MEMORY], self._last
         found: tuple[Any, dict[Hashable, Any]] = next((one for one in last if one[0] == memory), (memory, {}))
         if not last or last[0] is not found:
             self._last = (found, *[one for one in last if one is not found][: _MEMORIES - 1])

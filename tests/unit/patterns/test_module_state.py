@@ -51,6 +51,18 @@ def _patched() -> nn.Module:
     return module
 
 
+def _saves_another() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module._save_to_state_dict = lambda state, prefix, _: state.update({f"{prefix}q": module.weight})  # type: ignore[method-assign]
+    return nn.Sequential(module)
+
+
+def _without_a_buffer() -> nn.Module:
+    module = Buffers()
+    del module._buffers["passing"]  # which leaves its name among those that are not persistent
+    return module
+
+
 def _hooked(register: Callable[[nn.Module], object]) -> nn.Module:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     register(module[1])
@@ -85,6 +97,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "tensors of its own": lambda: nn.Sequential(SavesMore(2, 2), nn.Linear(2, 2)),
     "extra state": lambda: nn.Sequential(Extra(2, 2)),
     "a method of the instance": _patched,
+    "a method of the instance that saves": _saves_another,
+    "a buffer that was removed": _without_a_buffer,
     "a hook": lambda: _hooked(lambda part: part._register_state_dict_hook(_drop_bias)),
     "a hook before": lambda: _hooked(lambda part: part.register_state_dict_pre_hook(_replace)),
 }
@@ -119,3 +133,20 @@ def test_changes_of_a_module_are_seen() -> None:
     module[0]._register_state_dict_hook(lambda module, state, prefix, metadata: state.pop("1.last", None) and None)
     module[1] = nn.Linear(1, 1)
     assert list(ModuleState.of(module).saved) == ["0.weight", "1.weight", "1.bias"]
+
+
+def test_a_class_that_is_changed_later_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(nn.Linear):
+        pass
+
+    module = nn.Sequential(Plain(2, 2))
+    assert list(ModuleState.of(module).saved) == ["0.weight", "0.bias"]
+    monkeypatch.setattr(Plain, "_save_to_state_dict", SavesMore._save_to_state_dict)
+    assert list(ModuleState.of(module).saved) == ["0.more"]
+
+
+def test_a_module_within_itself_is_refused_as_by_torch() -> None:
+    module = nn.Sequential(nn.Sequential())
+    module[0].append(module)
+    with pytest.raises(RecursionError):
+        ModuleState.of(module)

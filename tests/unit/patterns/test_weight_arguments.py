@@ -45,12 +45,9 @@ def error_of(members: Members, reader: str, tensors: dict[str, Any], **options: 
 
 
 READERS = pytest.mark.parametrize("reader", ["home", "a"])
-#: As such, and by a plan.
-PULLS = pytest.mark.parametrize("options", [{}, {"only": "*"}], ids=["whole", "planned"])
 
 
 @READERS
-@PULLS
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
@@ -68,9 +65,36 @@ PULLS = pytest.mark.parametrize("options", [{}, {"only": "*"}], ids=["whole", "p
     ],
 )
 def test_a_model_that_does_not_fit_is_told_what_to_do(
-    published: Members, reader: str, options: dict[str, Any], tensors: dict[str, Any], message: str
+    published: Members, reader: str, tensors: dict[str, Any], message: str
 ) -> None:
-    assert message in error_of(published, reader, tensors, **options)
+    assert message in error_of(published, reader, tensors)
+
+
+@READERS
+def test_an_invalid_model_is_named_though_there_is_nothing_to_pull(members: Members, reader: str) -> None:
+    with members.acting("home"):
+        publishes = rtr.WeightStore("w")
+        assert publishes.version() == 0
+    with members.acting(reader):
+        for newest in (0, 1):
+            with pytest.raises(rtr.ConfigurationError, match="weights must be a module or tensors by name, not a list"):
+                rtr.WeightStore.find("w").pull([], since=newest)  # type: ignore[arg-type]
+            with members.acting("home"):
+                publishes.publish(model())
+            rtr.WeightStore.find("w").pull(model())
+
+
+@READERS
+def test_tensors_that_a_pull_does_not_write_may_be_expanded(published: Members, reader: str) -> None:
+    """The second pull finds other memory than the first."""
+    mine = model(z=torch.zeros(1).expand(3))
+    with published.acting(reader):
+        store = rtr.WeightStore.find("w")
+        for only in (None, ("x", "y")):
+            for _ in range(2):
+                assert store.pull(mine, strict=False, only=only) == 1
+                assert mine["x"].all()
+                mine["x"].data = torch.zeros(3, 4)
 
 
 def compiled(layers: torch.nn.Sequential) -> torch.nn.Sequential:
@@ -78,7 +102,6 @@ def compiled(layers: torch.nn.Sequential) -> torch.nn.Sequential:
     return layers
 
 
-@PULLS
 @pytest.mark.parametrize(
     ("wrap", "publishes", "message"),
     [
@@ -88,15 +111,13 @@ def compiled(layers: torch.nn.Sequential) -> torch.nn.Sequential:
         (compiled, False, "model's names have '_orig_mod.' inside: pull with mapping={name: name.replace"),
     ],
 )
-def test_names_that_a_wrapper_has_changed(
-    members: Members, options: dict[str, Any], wrap: Any, publishes: bool, message: str
-) -> None:
+def test_names_that_a_wrapper_has_changed(members: Members, wrap: Any, publishes: bool, message: str) -> None:
     models = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)) for _ in range(2)]
     with members.acting("home"):
         store = rtr.WeightStore("w")
         store.publish(wrap(models[0]) if publishes else models[0])
         with pytest.raises(rtr.ConfigurationError, match=message):
-            store.pull(models[1] if publishes else wrap(models[1]), **options)
+            store.pull(models[1] if publishes else wrap(models[1]))
         if wrap is compiled and not publishes:
             store.pull(models[1], mapping={name: name.replace("_orig_mod.", "") for name in models[1].state_dict()})
             both = zip(models[0].parameters(), models[1].parameters(), strict=True)

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.errors import PeerLost
+from raytorchrpc.errors import NotAMember, PeerLost
+from raytorchrpc.patterns.weights.model_buffers import BufferSpec, ModelBuffers
 from raytorchrpc.patterns.weights.published import LEASE, TENSORS
+from raytorchrpc.process import fork
 from tests.conformance.peers import wait_until
 from tests.unit.members import Members
 from tests.unit.patterns.weight_values import values
@@ -459,6 +461,17 @@ def test_buffers_that_were_copied_keep_their_version(members: Members) -> None:
     assert (model.first.weight.unique().item(), model.first.bias.unique().item()) == (-1.0, 2.0)
 
 
+def test_buffers_that_were_filled_under_other_names_are_filled_anew(members: Members) -> None:
+    with members.acting("home"):
+        publishes = rtr.WeightStore("w", track=True)
+        publishes.publish({"one": torch.full((3,), 1.0), "two": torch.full((3,), 2.0)})
+    model = torch.nn.ParameterDict({"mine": torch.zeros(3)})
+    with members.acting("a"):
+        for name, value in (("one", 1.0), ("two", 2.0), ("two", 2.0), ("one", 1.0)):
+            store_of(members).prefetch(model, mapping={"mine": name}, strict=False).swap(in_place=True)
+            assert holds(model, value)
+
+
 def test_a_failed_prefetch_leaves_no_version_in_the_buffers(members: Members) -> None:
     publish_tracked(members, 1.0, 1.0)
     model, lane = Net(), members.lanes["a"]
@@ -515,6 +528,32 @@ def test_models_of_every_kind(members: Members, in_place: bool) -> None:
                 model.state_dict() if model is frozen else model.fill(-1.0)
             assert [tensor.stride() for tensor in model.state_dict().values()] == strides
     assert half.first.weight.dtype is torch.bfloat16
+
+
+def test_buffers_are_freed_once_streams_have_read_them() -> None:
+    buffers, seen = ModelBuffers(), list[tuple[int, ...]]()
+    for shape in ((3,), (4,)):
+        with buffers.writable({"weight": BufferSpec.of(torch.zeros(shape), 0, None)}):
+            assert buffers.tensors["weight"].shape == shape
+        buffers._wait_for_readers = lambda: seen.append(tuple(buffers.tensors["weight"].shape))
+    assert seen == [(3,)]
+
+
+def test_a_forked_child_is_refused(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread of its parent's would ever pull for it."""
+    publish(members, 1.0)
+
+    async def wait_for(handle: Any) -> int:
+        return int(await handle)
+
+    with members.acting("a"):
+        handle = store_of(members).prefetch(Net())
+        handle.wait()
+        monkeypatch.setattr(fork, "_origin", "member 'a'")
+        with pytest.raises(NotAMember):
+            store_of(members).prefetch(Net())
+        with pytest.raises(NotAMember):
+            asyncio.run(wait_for(handle))
 
 
 def test_buffers_end_with_their_model(members: Members) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.errors import PeerLost
+from raytorchrpc.errors import NotFound, PeerLost
 from raytorchrpc.patterns.weights import model_pull, pull
 from raytorchrpc.patterns.weights.plan import Request
 from raytorchrpc.patterns.weights.published import TENSORS
@@ -101,6 +101,23 @@ def test_since_brings_everything_after_a_pull_that_failed_in_the_middle(
         assert values(mine) == [2.0] * 5
 
 
+def test_since_counts_after_a_pull_that_failed_before_it_wrote(members: Members) -> None:
+    publish(members, 1.0)
+    with members.acting("a"):
+        store, mine = rtr.WeightStore.find("w"), model(0.0)
+        store.pull(mine)
+        for error, wrong, options in (
+            (NotFound, mine, {"version": 9}),
+            (rtr.ConfigurationError, model(0.0, count=2), {}),
+            (rtr.ConfigurationError, [], {}),
+        ):
+            with pytest.raises(error):
+                store.pull(wrong, **options)
+        mine["layer0"].fill_(7.0)
+        assert store.pull(mine, since=1) == 1
+    assert values(mine) == [7.0, 1.0, 1.0, 1.0, 1.0], "nothing was brought"
+
+
 def test_one_handle_pulls_into_several_models_by_plans_of_their_own(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +169,18 @@ def test_a_plan_ends_with_the_layout_that_it_was_made_for(members: Members) -> N
             for mine in models:
                 store.pull(mine, strict=False)
                 assert values(mine) == [2.0] * len(mine)
+
+
+def test_a_plan_of_another_layout_is_not_followed_for_a_model_that_is_alike(members: Members) -> None:
+    publish(members, 1.0)
+    with members.acting("a"):
+        store, first, second = rtr.WeightStore.find("w"), model(0.0), model(0.0)
+        store.pull(first)
+        with members.acting("home"):
+            rtr.WeightStore("w").publish(dict(reversed(model(2.0).items())))
+        store.pull(second)
+        store.pull(first)
+    assert values(first) == values(second) == [2.0] * 5
 
 
 def test_what_does_not_fit_is_named_up_to_ten_tensors(members: Members) -> None:
