@@ -94,22 +94,23 @@ class Formation:
         self,
         roster: Roster,
         participants: dict[str, Any],
-        deadline: float,
         timeout_s: float,
         tried: Mapping[str, int] | None = None,
         call_all: Callable[..., Answers] = ray_calls.call_all,
         undo_s: float = _UNDO_S,
+        *,
+        deadline: float | None = None,
     ) -> None:
         """``participants``: the handles of those that join, by name. ``roster``: of the members so far.
 
         ``tried``: see Roster.admit. ``call_all``: calls the participants, as ``ray_calls.call_all`` does. ``undo_s``:
-        how long a rollback waits for them.
+        how long a rollback waits for them. ``deadline``: None: ``timeout_s`` from now on.
         """
         self.participants = participants
         self._tried = tried
         self.roster = roster
         self.timeout_s = timeout_s
-        self.deadline = deadline
+        self.deadline = time.monotonic() + timeout_s if deadline is None else deadline
         self._call_all, self._undo_s = call_all, undo_s
         self._attempt = uuid.uuid4().hex[:12]
         self._restarting = False
@@ -161,6 +162,15 @@ class Formation:
                 members=others,
             )
         return prepared
+
+    def raise_unless_restarted(self, error: BootstrapError) -> None:
+        """Raise the error of this attempt, unless another one may succeed.
+
+        An actor that went away for a restart after it was probed returns as another process.
+        """
+        restarts = isinstance(error.__cause__, ActorUnavailableError) or self.has_restarted()
+        if not restarts or time.monotonic() >= self.deadline:
+            raise error
 
     def has_restarted(self) -> bool:
         """Whether Ray has restarted a participant since it was probed, or is about to: for an attempt that failed."""
@@ -243,7 +253,7 @@ def form_group(
     """Form a new group; returns what ``finish`` makes of it. Leaves nothing behind if either fails."""
     deadline = time.monotonic() + timeout_s
     while True:
-        formation = Formation(roster, participants, deadline, timeout_s)
+        formation = Formation(roster, participants, timeout_s, deadline=deadline)
         try:
             formation.probe()
             try:
@@ -255,7 +265,4 @@ def form_group(
                 formation.roll_back()
                 raise
         except BootstrapError as error:
-            # An actor that went away for a restart after it was probed returns as another process: begin again.
-            restarts = isinstance(error.__cause__, ActorUnavailableError) or formation.has_restarted()
-            if not restarts or time.monotonic() >= deadline:
-                raise
+            formation.raise_unless_restarted(error)

@@ -199,8 +199,8 @@ class Group:
         """Add actors while calls continue; returns their ``Member``s. They get the next ranks.
 
         Blocks until every member can call them. ``actors`` and errors are as for ``init_group``; if it fails, nothing
-        has changed. CUDA tensors to and from added members do not use torchrpc, whose device maps are fixed when its
-        agents start; all other lanes work.
+        has changed. An actor that Ray restarts meanwhile is waited for. CUDA tensors to and from added members do not
+        use torchrpc, whose device maps are fixed when its agents start; all other lanes work.
         """
         host = self._own("add")
         check_timeout(timeout_s)

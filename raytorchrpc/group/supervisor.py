@@ -99,9 +99,13 @@ class Supervisor:
         deadline = time.monotonic() + timeout_s
 
         def add() -> tuple[str, ...]:
-            handles = self._newcomers(actors)
-            self._admit(handles, deadline, timeout_s, "added")
-            return tuple(handles)
+            formation = Formation(self.roster, self._newcomers(actors), timeout_s, self._tried, deadline=deadline)
+            try:
+                self._admit("added", formation)
+            except BootstrapError as error:
+                formation.raise_unless_restarted(error)
+                return add()
+            return tuple(formation.participants)
 
         self._check_running()
         # Newcomers may be busy. This thread waits for them: the supervisor's has to detect losses.
@@ -344,24 +348,20 @@ class Supervisor:
         handles = {name: self.roster.records[name].handle for name in names}
         patience_s = max(self._state.lost[name].patience_s for name in names)
         try:
-            self._admit(handles, time.monotonic() + patience_s, patience_s, "back")
+            its = Formation(self.roster, handles, patience_s, self._tried, self._restarts.call_all, RETURN_S)
+            self._admit("back", its)
         except RayTorchRpcError as error:
             logger.warning("group %r: %s could not return yet: %s", self.roster.name, ", ".join(names), error)
             failed = [name for name in names if name in getattr(error, "members", ())]
             self._state.retry_later(failed or names)  # the next poll readmits the others
 
-    def _admit(
-        self, handles: dict[str, Any], deadline: float, timeout_s: float, kind: Literal["added", "back"]
-    ) -> None:
-        state, announcer, others = self._state, self._announcer, list[str]()
-        call_all = self._restarts.call_all if kind == "back" else ray_calls.call_all
+    def _admit(self, kind: Literal["added", "back"], formation: Formation) -> None:
+        state, announcer, others, handles = self._state, self._announcer, list[str](), formation.participants
         patience = (RETURN_S,) if kind == "back" else ()  # how long the group waits for one that may be suspended
-        formation = Formation(self.roster, handles, deadline, timeout_s, self._tried, call_all, *patience)
         formation.probe()
         try:
             prepared = {**state.prepared, **formation.prepare()}
-            roster = formation.roster
-            info = roster.info(prepared)
+            roster, info = formation.roster, formation.roster.info(prepared)
             others = announcer.others(handles)
             prepared.update(announcer.prepare_arrivals(list(handles), others, roster, info, prepared, *patience))
             away = {name: lost.cause for name, lost in state.lost.items() if lost.announced and name not in handles}

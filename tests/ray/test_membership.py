@@ -15,6 +15,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost
+from raytorchrpc.group.formation import Formation
 from raytorchrpc.membership.updates import Loss, apply, mark_lost
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
@@ -212,6 +213,23 @@ def test_an_addition_that_fails_changes_nothing(spawn: Spawn) -> None:
             group.add({"c": other}, timeout_s=10)
         assert len(group) == 2
         assert ask(a, "b", "count")[1] == 1
+
+
+def test_an_actor_that_ray_restarts_while_it_is_added(spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, c = spawn(Returning), spawn(Returning), spawn(Returning, max_restarts=-1)
+    prepare, killed = Formation.prepare, list[int]()
+
+    def kill_first(self: Formation) -> dict[str, Any]:
+        if not killed:
+            killed.append(self.roster.records["c"].probe.pid)
+            os.kill(killed[0], signal.SIGKILL)
+        return prepare(self)
+
+    with rtr.init_group({"a": a, "b": b}) as group:
+        monkeypatch.setattr(Formation, "prepare", kill_first)
+        (added,) = group.add({"c": c})
+        assert added.pid != killed[0]
+        assert ask(b, "c", "count")[1] == 1 and ask(c, "a", "count")[1] == 1
 
 
 def test_members_are_removed_while_calls_go_on(spawn: Spawn, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def test_members_that_could_return_do_not_wait_for_those_that_could_not(
     def admit(*_: Any) -> None:
         raise BootstrapError("no answer", members=failed)
 
-    supervisor: Any = SimpleNamespace(_state=state, roster=roster, _admit=admit)
+    restarts = SimpleNamespace(call_all=None)
+    supervisor: Any = SimpleNamespace(_state=state, roster=roster, _restarts=restarts, _tried={}, _admit=admit)
     Supervisor._readmit(supervisor, ["a", "b"])
     assert [name for name, lost in state.lost.items() if lost.restarted] == still_there
