@@ -19,7 +19,7 @@ from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.patterns.weights.module_state import ModuleState
 from raytorchrpc.patterns.weights.plan import PlaceInWhole
 from raytorchrpc.patterns.weights.shards import Model, Shard, local_tensor, shards_of
-from raytorchrpc.patterns.weights.targets import SameTensors
+from raytorchrpc.patterns.weights.targets import SameTensors, check_lasting
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.cuda_streams import follow_streams, nothing
 
@@ -166,6 +166,10 @@ class ModelTensors:
             f"the model has changed since its prefetch from {self._store!r}: {changed!r} is not what it was; "
             f"cancel the prefetch, and prefetch again"
         )
+
+    def check_lasting(self, names: frozenset[str]) -> None:
+        """Raise ConfigurationError, which names it, for one of these that ``state_dict`` makes anew each time."""
+        check_lasting(self._store, self._model, {name: tensor for name, tensor in self.own.items() if name in names})
 
     def check_replaceable(self, names: frozenset[str]) -> None:
         """Raise ConfigurationError, which names a tensor, unless these can be given other memory."""
@@ -361,6 +365,7 @@ class ModelBuffers:
                 raise ConfigurationError(f"swap() cannot write to {name!r}, which {obstacle}")
         self._take_from_pull()
         with _unrecorded(targets):
+        model.check_lasting(self.names)
             host_device_copy.copy_into(targets, [self.tensors[name] for name in by_slot.values()])
         self._wait_for_readers = follow_streams(self._streams)
 
