@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+#: Methods that an instance can have of its own. torch asks the class for ``get_extra_state``.
+_OWN = frozenset({"state_dict", "_save_to_state_dict"})
+
 
 class ModuleState(NamedTuple):
     """The tensors of a module, at one moment."""
@@ -40,7 +43,7 @@ def _walk(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[torch.
         prefix, part = waiting.pop()
         its = part.__dict__
         kinds.add(type(part))
-        if its.get("_state_dict_hooks", True) or its.get("_state_dict_pre_hooks", True) or "state_dict" in its:
+        if its.get("_state_dict_hooks", True) or its.get("_state_dict_pre_hooks", True) or not _OWN.isdisjoint(its):
             has_code = True
         for name, tensor in part._parameters.items():
             if tensor is not None:

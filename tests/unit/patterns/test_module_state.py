@@ -51,6 +51,16 @@ def _patched() -> nn.Module:
     return module
 
 
+def _patched_part() -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 2))
+
+    def save(self: nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}adapter"] = self.weight
+
+    module[0]._save_to_state_dict = types.MethodType(save, module[0])  # type: ignore[method-assign]
+    return module
+
+
 def _hooked(register: Callable[[nn.Module], object]) -> nn.Module:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     register(module[1])
@@ -85,6 +95,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "tensors of its own": lambda: nn.Sequential(SavesMore(2, 2), nn.Linear(2, 2)),
     "extra state": lambda: nn.Sequential(Extra(2, 2)),
     "a method of the instance": _patched,
+    "a method of a part": _patched_part,
     "a hook": lambda: _hooked(lambda part: part._register_state_dict_hook(_drop_bias)),
     "a hook before": lambda: _hooked(lambda part: part.register_state_dict_pre_hook(_replace)),
 }
