@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from raytorchrpc.calls.receive_into import obstacle_of
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.patterns.weights.module_state import ModuleState
-from raytorchrpc.patterns.weights.plan import PlaceInWhole
+from raytorchrpc.patterns.weights.plan import Options, PlaceInWhole
 from raytorchrpc.patterns.weights.shards import Model, Shard, local_tensor, shards_of
 from raytorchrpc.patterns.weights.targets import SameTensors, check_lasting
 from raytorchrpc.tensors import host_device_copy
@@ -250,6 +250,8 @@ class ModelBuffers:
         """Held by the thread that pulls into the buffers, or exchanges them."""
         self.version: int | None = None
         """The version that the buffers hold, bit for bit, if that is known."""
+        self.options: Options | None = None
+        """Of the pull that brought it."""
         self.names: frozenset[str] = frozenset()
         """Names of the tensors that the version has."""
         self.specs: dict[str, BufferSpec] = {}
@@ -363,9 +365,9 @@ class ModelBuffers:
         for name, target in zip(by_slot.values(), targets, strict=True):
             if (obstacle := obstacle_of(target)) is not None:
                 raise ConfigurationError(f"swap() cannot write to {name!r}, which {obstacle}")
+        model.check_lasting(self.names)
         self._take_from_pull()
         with _unrecorded(targets):
-        model.check_lasting(self.names)
             host_device_copy.copy_into(targets, [self.tensors[name] for name in by_slot.values()])
         self._wait_for_readers = follow_streams(self._streams)
 

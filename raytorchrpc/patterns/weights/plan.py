@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-from raytorchrpc.patterns.weights.conversions import FP8, SOURCES, BlockFp8, Convert, blocks_in, scales_of
+from raytorchrpc.patterns.weights.conversions import (
+    FP8,
+    SOURCES,
+    BlockFp8,
+    Convert,
+    blocks_in,
+    converts_blocks,
+    scales_of,
+)
 from raytorchrpc.patterns.weights.mismatch import check_fits, dtype_mismatch, shape_mismatch
 from raytorchrpc.patterns.weights.names import Renamed, renames, selected, selects
 from raytorchrpc.patterns.weights.shards import Box, Shard
@@ -79,8 +87,14 @@ class Options(NamedTuple):
     def of(
         mapping: Renamed | None = None, convert: Convert = False, strict: bool = True, only: tuple[str, ...] = ()
     ) -> Options:
-        """Of the arguments of a pull."""
+        """Of the arguments of a pull. Raises ConfigurationError."""
+        converts_blocks(convert)  # which checks it
         return Options(renames(mapping), convert, strict, only)
+
+    @property
+    def form(self) -> Hashable:
+        """What a tensor of a model gets from a version: a model has the version in this form."""
+        return tuple(self.mapping.items()), self.convert
 
 
 class Request(NamedTuple):
