@@ -136,7 +136,8 @@ class ModelPull:
                 return found
             if any(match.planned is None for match in matches):
                 if planned is not None:  # some layout is another now; the others may be, too
-                    self.remembered = self.remembered[1:]
+                    stale = planned[0].asked  # of the plans of like models, too
+                    self.remembered = tuple(one for one in self.remembered if one.planned.asked != stale)
                     return self._bring(version, None, sources)
                 self._plan_anew(matches, near)
             for _, pull in pulls:
