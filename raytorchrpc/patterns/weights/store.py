@@ -332,9 +332,10 @@ class WeightStore(Handle):
                 serves does not count.
 
         Raises:
-            ConfigurationError: this is not a model, or the model has a prefetch that was neither swapped nor cancelled.
-                Errors of the pull are raised by ``wait`` and ``swap`` of the result.
+            ConfigurationError: this is not a model, a version is not a number, or the model has a prefetch that was
+                neither swapped nor cancelled. Errors of the pull are raised by ``wait`` and ``swap`` of the result.
         """
+        version, since = checked_version("version", version), checked_version("since", since)
         options = PullOptions(version, since, convert, strict, mapping, globs_of(only), timeout)
 
         def has_pulled(known: int) -> bool:

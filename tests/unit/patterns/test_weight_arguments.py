@@ -179,6 +179,9 @@ def test_version_numbers_are_whole_numbers(members: Members) -> None:
                 store.publish(model(), wrong)
             with pytest.raises(rtr.ConfigurationError, match="version= has to be the number of a version, not"):
                 store.wait(wrong, 0)
+            for option in ("version", "since"):
+                with pytest.raises(rtr.ConfigurationError, match=f"{option}= has to be the number of a version, not"):
+                    store.prefetch(model(), **{option: wrong})
         assert store.publish(model(), torch.tensor(7)) == 7  # type: ignore[arg-type]
         assert type(store.version()) is int
 
