@@ -21,7 +21,7 @@ from raytorchrpc.patterns.weights.planned import Filled, Planned, make_plan, sig
 from raytorchrpc.patterns.weights.pull import Pull, Source
 from raytorchrpc.patterns.weights.selection import KnownLayout
 from raytorchrpc.patterns.weights.shards import Shard, local_tensor, shards_of
-from raytorchrpc.patterns.weights.targets import KnownTargets, Targets, values_of
+from raytorchrpc.patterns.weights.targets import KnownTargets, Targets, check_lasting, values_of
 from raytorchrpc.patterns.weights.ties import ties_of
 from raytorchrpc.patterns.weights.usable import UNUSED, Silent, UsableSources
 from raytorchrpc.patterns.weights.versions import VersionLease
@@ -77,7 +77,7 @@ class ModelPull:
         """
         self._local, self._store, self._options, self._until = local, store, options, until
         self._look, self._sources, self._wait = look, sources, wait
-        self._values = values_of(model)
+        self._model, self._values = model, values_of(model)
         self.remembered, self._counter, self._carry = remembered, counter, carry
         self.has_begun = False
         """Whether some tensors may have been written."""
@@ -228,6 +228,8 @@ class ModelPull:
     def _follow(self, planned: Planned) -> list[Filled]:
         """Remember the plan; returns what it brings into this model. Raises ConfigurationError."""
         planned.check_writable(self._store, {name: shard.tensor for name, shard in self._request.targets.items()})
+        brought = dict.fromkeys(bring.target for source in planned.sources for bring in source.brings)
+        check_lasting(self._store, self._model, {name: self._values[name] for name in brought})
         known = KnownTargets(self._values, self._options)
         targets = known.found_in(self._values, self._options)
         if targets is None:  # the model makes its tensors anew whenever it is asked

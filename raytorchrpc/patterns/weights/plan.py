@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-from raytorchrpc.patterns.weights.conversions import FP8, SOURCES, BlockFp8, Convert, blocks_in, scales_of
+from raytorchrpc.patterns.weights.conversions import (
+    FP8,
+    SOURCES,
+    BlockFp8,
+    Convert,
+    blocks_in,
+    converts_blocks,
+    scales_of,
+)
 from raytorchrpc.patterns.weights.mismatch import check_fits, dtype_mismatch, shape_mismatch
 from raytorchrpc.patterns.weights.names import Renamed, renames, selected, selects
 from raytorchrpc.patterns.weights.shards import Box, Shard
@@ -79,8 +87,14 @@ class Options(NamedTuple):
     def of(
         mapping: Renamed | None = None, convert: Convert = False, strict: bool = True, only: tuple[str, ...] = ()
     ) -> Options:
-        """Of the arguments of a pull."""
+        """Of the arguments of a pull. Raises ConfigurationError."""
+        converts_blocks(convert)  # which checks it
         return Options(renames(mapping), convert, strict, only)
+
+    @property
+    def form(self) -> Hashable:
+        """What a tensor of a model gets from a version: a model has the version in this form."""
+        return tuple(self.mapping.items()), self.convert
 
 
 class Request(NamedTuple):
@@ -91,6 +105,8 @@ class Request(NamedTuple):
     options: Options
     publishers: Sequence[str]
     """Their names."""
+    elsewhere: frozenset[str] = frozenset()
+    """Published names of what goes to tensors of the model that ``options.only`` does not select."""
 
     @staticmethod
     def of(store: str, model: Mapping[str, Shard], options: Options, publishers: Sequence[str]) -> Request:
@@ -102,7 +118,9 @@ class Request(NamedTuple):
             names |= {name + options.convert.suffix for name in names}
         mapping = {name: parts for name, parts in options.mapping.items() if name in names or name not in model}
         targets = {name: shard for name, shard in model.items() if name in names}
-        return Request(store, targets, options._replace(mapping=mapping), publishers)
+        others = (options.mapping.get(name, (name,)) for name in model if name not in names)
+        elsewhere = frozenset(part for parts in others for part in parts)
+        return Request(store, targets, options._replace(mapping=mapping), publishers, elsewhere)
 
 
 def plan(request: Request, layouts: Sequence[Sequence[Row]], near: Sequence[int], turn: int) -> list[list[Move]]:
@@ -137,6 +155,7 @@ def plan(request: Request, layouts: Sequence[Sequence[Row]], near: Sequence[int]
             )
     if request.options.strict:
         used = {part for name in request.targets for part in request.options.mapping.get(name, (name,))}
+        used |= request.elsewhere
         lacking = [name for name in published if name not in used and selects(request.options.only, name)]
         wrong += [f"the model has no {name!r}, which was published" for name in lacking]
     check_fits(request.store, wrong, lacking, unpublished)

@@ -181,4 +181,5 @@ def signature_of(request: Request) -> Any:
         (name, shard.tensor.dtype, shard.tensor.shape, shard.global_shape, shard.offset)
         for name, shard in request.targets.items()
     ]
-    return targets, request.options, ties_of({name: shard.tensor for name, shard in request.targets.items()})
+    tied = ties_of({name: shard.tensor for name, shard in request.targets.items()})
+    return targets, request.options, request.elsewhere, tied

@@ -16,7 +16,8 @@ from raytorchrpc.errors import ConfigurationError, RpcTimeout
 from raytorchrpc.patterns.handle import begin as begin_operation
 from raytorchrpc.patterns.handle import run
 from raytorchrpc.patterns.weights.conversions import Convert
-from raytorchrpc.patterns.weights.model_buffers import BuffersByModel, BufferSpec, ModelBuffers, ModelTensors
+from raytorchrpc.patterns.weights.model_buffers import BuffersByModel, ModelBuffers
+from raytorchrpc.patterns.weights.model_tensors import BufferSpec, ModelTensors
 from raytorchrpc.patterns.weights.names import Renamed
 from raytorchrpc.patterns.weights.plan import Options
 from raytorchrpc.patterns.weights.shards import Model
@@ -115,15 +116,15 @@ class Transfer:
     def _pull_into_buffers(self, until: float) -> int:
         version, since, convert, strict, mapping, only, _ = self._options
         buffers, store = self._buffers, self._store
+        options = Options.of(mapping, convert, strict, only)
         if since is not None or buffers.reader is None:
             newest = store.wait(0, _left(until))  # binds the handle
             if since is not None and self._has_pulled(since) and since == (newest if version is None else version):
                 return since
         if buffers.reader is None:
             buffers.reader = copy.copy(store)  # of its own, so that it knows the layout of the version it pulled
-        how = Options.of(mapping, convert, strict)
         with buffers.writable(self._specs) as held:
-            tensors, held = buffers.as_model(), None if only or how != buffers.how else held
+            tensors, held = buffers.as_model(), held if options == buffers.options and not only else None
             pulled: int = buffers.reader.pull(
                 tensors,
                 version,
@@ -138,7 +139,7 @@ class Transfer:
         if pulled != held:
             brings_all = strict and not only
             names = frozenset(tensors) if brings_all else frozenset(tensors) & buffers.reader._names_pulled()
-        buffers.version, buffers.how, buffers.names = None if only else pulled, how, names
+        buffers.version, buffers.options, buffers.names = None if only else pulled, options, names
         self.brought = True
         return pulled
 

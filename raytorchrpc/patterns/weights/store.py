@@ -225,8 +225,8 @@ class WeightStore(Handle):
             version: None: the newest; if nothing is published yet, waits for the first version.
             since: the version that the model has, as an earlier pull of this process from this store returned it. If it
                 is still the newest, nothing is brought. In a store with ``track``, only tensors that have changed since
-                are brought, or only the elements that have. The model must hold exactly that version. Any other number
-                has no effect: everything is brought.
+                are brought, or only the elements that have. The model must hold exactly that version, as a pull with
+                the same ``mapping`` and ``convert`` left it. Any other number has no effect: everything is brought.
             convert: convert tensors whose floating dtype differs from the published one. The home does so once for each
                 version and dtype; bfloat16 needs half the bytes of float32. Without it, another dtype is an error.
                 ``BlockFp8()`` converts matrices to fp8, with a scale for each block.
@@ -249,9 +249,9 @@ class WeightStore(Handle):
         until = time.monotonic() + wait_s
         run(self._bind(local, wait_s))
         instance_id, failures, globs = self._instance_id or 0, _pulled.failures, globs_of(only)
-        if carry is not None or (since is not None and not _pulled.has(instance_id, since, globs)):
-            since = None
         by_blocks, options = converts_blocks(convert), Options.of(mapping, convert, strict, globs)
+        if carry is not None or (since is not None and not _pulled.has(instance_id, since, globs, options.form)):
+            since = None
         if carry is not None:
             self._check_unsharded("carry=")
             if by_blocks or options.mapping or globs or has_shards(model):
@@ -284,7 +284,7 @@ class WeightStore(Handle):
                 raise
             finally:
                 self._remembered = pull.remembered
-        _pulled.add(instance_id, pulled, failures, globs)
+        _pulled.add(instance_id, pulled, failures, globs, options.form)
         return pulled
 
     def _check_unsharded(self, what: str) -> None:
@@ -333,12 +333,14 @@ class WeightStore(Handle):
                 serves does not count.
 
         Raises:
-            ConfigurationError: this is not a model, or the model has a prefetch that was neither swapped nor cancelled.
-                Errors of the pull are raised by ``wait`` and ``swap`` of the result.
+            ConfigurationError: this is not a model, a version is not a number, or the model has a prefetch that was
+                neither swapped nor cancelled. Errors of the pull are raised by ``wait`` and ``swap`` of the result.
         """
+        version, since = checked_version("version", version), checked_version("since", since)
         options = PullOptions(version, since, convert, strict, mapping, globs_of(only), timeout)
 
         def has_pulled(known: int) -> bool:
-            return _pulled.has(self._instance_id or 0, known, options.only)
+            form = Options.of(mapping, convert, strict, options.only).form
+            return _pulled.has(self._instance_id or 0, known, options.only, form)
 
         return begin_prefetch(self, self._prefetch_buffers, has_pulled, model, options)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.patterns.weights.module_state import ModuleState
 from raytorchrpc.patterns.weights.shards import Shard, local_tensor
 
@@ -16,6 +17,24 @@ from raytorchrpc.patterns.weights.shards import Shard, local_tensor
 def values_of(model: Any) -> Any:
     """A model's values by name: the parameters of a module themselves, which stay the same between pulls."""
     return ModuleState.of(model).saved if isinstance(model, torch.nn.Module) else model
+
+
+def check_lasting(store: str, model: Any, values: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError, which names it, for a tensor that a module's ``state_dict`` makes anew each time.
+
+    What is written to it does not reach the module. ``values``: some of ``values_of(model)``.
+    """
+    if not isinstance(model, torch.nn.Module):
+        return
+    own = set(map(id, (*model.parameters(), *model.buffers())))
+    made = [name for name, value in values.items() if id(value) not in own and value.numel()]
+    again = model.state_dict(keep_vars=True) if made else {}
+    for name in made:
+        if name not in again or local_tensor(again[name]).data_ptr() != local_tensor(values[name]).data_ptr():
+            raise ConfigurationError(
+                f"{name!r} of the weights for {store!r} is a copy that state_dict() makes, and what is written to it "
+                f"does not reach the model: pull a dict of the model's own tensors, such as dict(named_parameters())"
+            )
 
 
 #: A model whose buffers are exchanged has two.

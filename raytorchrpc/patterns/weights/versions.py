@@ -6,7 +6,7 @@ import operator
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, overload
 
 from raytorchrpc.calls.member import LocalMember
@@ -131,31 +131,34 @@ class PulledVersions:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._versions: OrderedDict[tuple[int, int, tuple[str, ...]], None] = OrderedDict()
+        self._versions: OrderedDict[tuple[int, int, tuple[str, ...], Hashable], None] = OrderedDict()
         self.failures = 0
         """How many pulls have failed and may have left a model with tensors of several versions."""
 
-    def add(self, instance_id: int, version: int, failures: int, only: tuple[str, ...] = ()) -> None:
+    def add(
+        self, instance_id: int, version: int, failures: int, only: tuple[str, ...] = (), form: Hashable = None
+    ) -> None:
         """Note that a version has been pulled.
 
         Args:
             failures: when the pull began; no effect if there are more now. Otherwise it would count for the model of
                 another thread, whose pull has failed meanwhile.
             only: the globs of its tensors; none for all.
+            form: see ``Options.form``.
         """
         with self._lock:
             if failures != self.failures:
                 return
-            self._versions[instance_id, version, only] = None
-            self._versions.move_to_end((instance_id, version, only))
+            self._versions[instance_id, version, only, form] = None
+            self._versions.move_to_end((instance_id, version, only, form))
             if len(self._versions) > _REMEMBERED:
                 self._versions.popitem(last=False)
 
-    def has(self, instance_id: int, version: int, only: tuple[str, ...] = ()) -> bool:
-        """Whether a model of this process may have this version, or these tensors of it."""
+    def has(self, instance_id: int, version: int, only: tuple[str, ...] = (), form: Hashable = None) -> bool:
+        """Whether a model of this process may have this version in this form, or these tensors of it."""
         with self._lock:
             pulled = self._versions
-            return (instance_id, version, ()) in pulled or (instance_id, version, only) in pulled
+            return (instance_id, version, (), form) in pulled or (instance_id, version, only, form) in pulled
 
     def forget(self, instance_id: int) -> None:
         """Forget a store's versions: a pull has failed and may have left a model with tensors of several versions."""

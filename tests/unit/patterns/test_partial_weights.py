@@ -123,6 +123,18 @@ def test_names_have_to_be_the_same_among_those(members: Members) -> None:
         pulled(members, only="lora_*", carry=lambda version, tensors: None)
 
 
+def test_what_other_tensors_of_the_model_take_is_not_lacking(members: Members) -> None:
+    with members.acting("home"):
+        rtr.WeightStore("w").publish({"a": torch.ones(3), "b": torch.full((3,), 2.0), "d": torch.full((3,), 4.0)})
+    mine = {"a": torch.zeros(3), "b": torch.zeros(3), "d": torch.zeros(3)}
+    with members.acting("a"):
+        store = rtr.WeightStore.find("w")
+        store.pull(mine, only=["a", "d"], mapping={"a": "b", "b": "a"})
+        assert [float(tensor[0]) for tensor in mine.values()] == [2.0, 0.0, 4.0]
+        with pytest.raises(rtr.ConfigurationError, match="the model has no 'a', which was published"):
+            store.pull(mine, only=["a", "d"], mapping={"a": "b"})
+
+
 def test_since_counts_for_the_same_part(members: Members) -> None:
     """A model that has pulled some tensors of a version does not have that version."""
     publish(members, 1)

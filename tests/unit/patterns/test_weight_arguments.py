@@ -97,6 +97,39 @@ def test_tensors_that_a_pull_does_not_write_may_be_expanded(published: Members, 
                 mine["x"].data = torch.zeros(3, 4)
 
 
+class Copies(torch.nn.Linear):
+    """Saves copies of some parameters, and views of the others."""
+
+    def __init__(self, *copied: str) -> None:
+        super().__init__(2, 2)
+        self.copied = copied
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        saved = super().state_dict(*args, **options)
+        return {name: its.clone() if name in self.copied else its[:] for name, its in saved.items()}
+
+
+def test_copies_that_a_module_makes_are_named(members: Members) -> None:
+    """What is written to them does not reach the module."""
+    model, partly = Copies("weight"), Copies("weight", "bias")
+    with members.acting("home"):
+        store, parts = rtr.WeightStore("w"), rtr.WeightStore("parts")
+        store.publish({"weight": torch.ones(2, 2), "bias": torch.ones(2)})
+        parts.publish({"bias": torch.ones(2)})
+        for _ in range(2):
+            with pytest.raises(rtr.ConfigurationError, match="'weight' of the weights for 'w' is a copy that"):
+                store.pull(model)
+        assert not bool((model.bias == 1).any()), "nothing is written"
+        store.pull(model, only="bias")
+        assert bool((model.bias == 1).all()), "views of its parameters are no copies"
+        with torch.no_grad():
+            model.bias.zero_()
+        parts.pull(model, strict=False)
+        assert bool((model.bias == 1).all()), "the copy is not written"
+        with pytest.raises(rtr.ConfigurationError, match="'bias' of the weights for 'parts' is a copy"):
+            parts.pull(partly, strict=False)
+
+
 def compiled(layers: torch.nn.Sequential) -> torch.nn.Sequential:
     layers[1] = torch.compile(layers[1], backend="eager")
     return layers
@@ -166,6 +199,9 @@ def test_version_numbers_are_whole_numbers(members: Members) -> None:
                 store.publish(model(), wrong)
             with pytest.raises(rtr.ConfigurationError, match="version= has to be the number of a version, not"):
                 store.wait(wrong, 0)
+            for option in ("version", "since"):
+                with pytest.raises(rtr.ConfigurationError, match=f"{option}= has to be the number of a version, not"):
+                    store.prefetch(model(), **{option: wrong})
         assert store.publish(model(), torch.tensor(7)) == 7  # type: ignore[arg-type]
         assert type(store.version()) is int
 

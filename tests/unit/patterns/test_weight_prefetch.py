@@ -14,7 +14,8 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.errors import NotAMember, PeerLost
-from raytorchrpc.patterns.weights.model_buffers import BufferSpec, ModelBuffers
+from raytorchrpc.patterns.weights.model_buffers import ModelBuffers
+from raytorchrpc.patterns.weights.model_tensors import BufferSpec
 from raytorchrpc.patterns.weights.published import LEASE, TENSORS
 from raytorchrpc.process import fork
 from tests.conformance.peers import wait_until
@@ -234,8 +235,12 @@ def test_tensors_that_cannot_be_replaced_are_named(
         with pytest.raises(rtr.ConfigurationError, match=reason + r".*swap\(in_place=True\)"):
             handle.swap()
         assert set(torch.cat([tensor.flatten() for tensor in model.parameters()]).tolist()) <= {-1.0, 0.0}
+        if prepare is made:
+            with pytest.raises(rtr.ConfigurationError, match=r"'first.bias' of the weights .* is a copy that"):
+                handle.swap(in_place=True)
+            return
         assert handle.swap(in_place=True) == 1
-    assert prepare is made or bool((bias == 1.0).all())
+    assert bool((bias == 1.0).all())
 
 
 def test_a_swap_that_fails_changes_nothing(members: Members) -> None:
@@ -411,6 +416,47 @@ def test_since_brings_what_the_buffers_lack(members: Members) -> None:
         old = {name: tensor.data for name, tensor in model.named_parameters()}
         assert store.prefetch(model).swap() == 3 and holds(model, 3.0) is False
         assert model.first.weight.unique().item() == 1.0, "without since=, what the model held is not taken for granted"
+
+
+@pytest.mark.parametrize("track", [False, True])
+def test_what_the_buffers_hold_counts_for_the_same_options_only(members: Members, track: bool) -> None:
+    """Buffers that hold a version by another mapping, or other names of it, lack it."""
+    with members.acting("home"):
+        home = rtr.WeightStore("w", track=track)
+        home.publish({"weight": torch.full((3, 3), 1.0), "bias": torch.full((3,), 2.0), "other": torch.full((3,), 3.0)})
+    model = torch.nn.Linear(3, 3)
+    model.register_buffer("other", torch.zeros(3))
+    swapped = {"bias": "other", "other": "bias"}
+    with members.acting("a"):
+        store = store_of(members)
+        assert store.prefetch(model).swap(in_place=True) == 1
+        assert (model.bias[0].item(), model.other[0].item()) == (2.0, 3.0)
+        assert store.prefetch(model, mapping=swapped).swap(in_place=True) == 1
+        assert (model.bias[0].item(), model.other[0].item()) == (3.0, 2.0)
+        assert store.pull(model) == 1
+    with members.acting("home"):
+        home.publish({"weight": torch.full((3, 3), 1.0), "bias": torch.full((3,), 2.0), "other": torch.full((3,), 9.0)})
+    with members.acting("a"):
+        assert store.prefetch(model, since=1, mapping=swapped).swap() == 2
+        assert (model.bias[0].item(), model.other[0].item()) == (9.0, 2.0)
+        assert store.pull(model, since=2) == 2, "no pull without mapping has returned this version"
+        assert (model.bias[0].item(), model.other[0].item()) == (2.0, 9.0)
+        model.more = torch.nn.Parameter(torch.zeros(3))
+        assert store.prefetch(model, strict=False).swap(in_place=True) == 2
+        with pytest.raises(rtr.ConfigurationError, match="'more' of the model was not published"):
+            store.prefetch(model).swap(in_place=True)
+
+
+def test_buffers_that_hold_fp8_are_filled_again_without_scales(members: Members) -> None:
+    with members.acting("home"):
+        rtr.WeightStore("w").publish({"weight": torch.full((4, 4), 6.0)})
+    model = {"weight": torch.zeros(4, 4, dtype=torch.float8_e4m3fn), "weight_scale_inv": torch.zeros(1, 1)}
+    with members.acting("a"):
+        store = store_of(members)
+        assert store.prefetch(model, convert=rtr.BlockFp8()).swap(in_place=True) == 1
+        assert model["weight"].float().unique().item() == 448.0
+        assert store.prefetch(model, convert=True, strict=False).swap(in_place=True) == 1
+        assert model["weight"].float().unique().item() == 6.0
 
 
 def test_a_model_that_was_trained_does_not_count_as_the_version_it_was(members: Members) -> None:

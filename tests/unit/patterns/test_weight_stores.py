@@ -171,16 +171,23 @@ def test_a_plan_ends_with_the_layout_that_it_was_made_for(members: Members) -> N
                 assert values(mine) == [2.0] * len(mine)
 
 
-def test_a_plan_of_another_layout_is_not_followed_for_a_model_that_is_alike(members: Members) -> None:
+def test_plans_of_like_models_end_with_their_layout(members: Members) -> None:
     publish(members, 1.0)
+    models = [model(0.0) for _ in range(3)]
     with members.acting("a"):
-        store, first, second = rtr.WeightStore.find("w"), model(0.0), model(0.0)
-        store.pull(first)
+        store = rtr.WeightStore.find("w")
+        for mine in models:
+            store.pull(mine)
         with members.acting("home"):
             rtr.WeightStore("w").publish(dict(reversed(model(2.0).items())))
-        store.pull(second)
-        store.pull(first)
-    assert values(first) == values(second) == [2.0] * 5
+        for mine in (*models, model(0.0)):
+            store.pull(mine)
+            assert values(mine) == [2.0] * len(mine)
+        with members.acting("home"):
+            rtr.WeightStore("w").publish(model(3.0))
+        another = model(0.0)
+        store.pull(another)
+        assert values(another) == [3.0] * len(another), "no pull into this very model has come before"
 
 
 def test_what_does_not_fit_is_named_up_to_ten_tensors(members: Members) -> None:
