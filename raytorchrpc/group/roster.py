@@ -99,14 +99,15 @@ class Roster:
             tls=self.tls,
         )
 
-    def check_newcomers(self, handles: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError for actors or names that are members already."""
+    def check_newcomers(self, handles: dict[str, Any]) -> dict[str, Any]:
+        """Return these. Raises ConfigurationError for actors or names that are members already."""
         known = {ray_internals.actor_id_of(handle): name for name, handle in self.handles.items() if handle is not None}
         for name, handle in handles.items():
             if name in self.records:
                 raise ConfigurationError(f"group {self.name!r} has a member {name!r} already")
             if (taken := known.get(ray_internals.actor_id_of(handle))) is not None:
                 raise ConfigurationError(f"{name!r} is a member of group {self.name!r} already, as {taken!r}")
+        return handles
 
     def check_leavers(self, names: Sequence[str]) -> None:
         """Raise ConfigurationError unless all of these can be removed; NotAMember for names that are not members."""

@@ -98,24 +98,24 @@ class Supervisor:
         """Admit actors; returns their names."""
         deadline = time.monotonic() + timeout_s
 
-        def add() -> tuple[str, ...]:
+        def add() -> tuple[str, ...] | None:
+            """None: Ray has restarted one of them."""
             formation = Formation(self.roster, self._newcomers(actors), timeout_s, self._tried, deadline=deadline)
             try:
                 self._admit("added", formation)
             except BootstrapError as error:
                 formation.raise_unless_restarted(error)
-                return add()
+                return None
             return tuple(formation.participants)
 
         self._check_running()
-        # Newcomers may be busy. This thread waits for them: the supervisor's has to detect losses.
+        # Newcomers may be busy or restart. This thread waits for them: the supervisor's has to detect losses.
         ray_calls.wait_for_answers(self._newcomers(actors), deadline)
-        return tuple(self._request(add, timeout_s + _CHANGE_S))
+        names = self._request(add, timeout_s + _CHANGE_S)
+        return self.add(actors, max(0.0, deadline - time.monotonic())) if names is None else tuple(names)
 
     def _newcomers(self, actors: Any) -> dict[str, Any]:
-        handles = participants_of(actors, False, first_rank=self.roster.next_rank)
-        self.roster.check_newcomers(handles)
-        return handles
+        return self.roster.check_newcomers(participants_of(actors, False, first_rank=self.roster.next_rank))
 
     def remove(self, names: Sequence[str], timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
