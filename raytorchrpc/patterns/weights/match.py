@@ -48,9 +48,7 @@ class LayoutMatch:
     @property
     def device_type_of_answer(self) -> str | None:
         """None also if the response to the lease request cannot bring the tensors: they have to be converted first."""
-        if self.planned is None or any(name is not None for _, name in self.planned.selection.places):
-            return None
-        return self.planned.device_type
+        return None if self.planned is None or self.planned.converts else self.planned.device_type
 
     @property
     def ties(self) -> Sequence[Tie]:
@@ -101,10 +99,10 @@ class LayoutMatch:
             return None
         fields, pieces = answer
         self.set_lease(VersionLease(*fields))
-        if not pieces or self.device_type != device_type or self.leased.deltas:
+        if not pieces or self.device_type_of_answer != device_type or self.leased.deltas:
             return None
         selection = self.selection()
-        if not selection.targets or any(name is not None for _, name in selection.places) or self.doubtful():
+        if not selection.targets or self.doubtful():
             return None
         self.filled = True
         return self.parts_of(selection)

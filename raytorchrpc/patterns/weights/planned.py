@@ -69,6 +69,8 @@ class Filled(NamedTuple):
     device_type: str | None
     """See ``LayoutMatch.device_type``."""
     nbytes: int
+    converts: bool
+    """Whether the publisher has to convert some of it first."""
     ties: Sequence[Tie]
     """See ``LayoutMatch.ties``."""
 
@@ -80,10 +82,12 @@ class _Piece(NamedTuple):
     names: list[str]
     """Of the model's tensors that it fills."""
     nbytes: int
+    converts: bool
 
     @staticmethod
     def of(brings: list[_Bring]) -> _Piece:
-        return _Piece(brings, [*dict.fromkeys(bring.target for bring in brings)], sum(bring.nbytes for bring in brings))
+        names, nbytes = [*dict.fromkeys(bring.target for bring in brings)], sum(bring.nbytes for bring in brings)
+        return _Piece(brings, names, nbytes, brings[0].place[1] is not None)
 
     def parts(self, targets: Mapping[str, torch.Tensor], known: dict[Hashable, Any]) -> Parts:
         def make(index: int) -> Part:
@@ -117,7 +121,8 @@ class _Source(NamedTuple):
             filled = [tensor for its in parts for tensor in its.filled]
             known["device type"] = writable_device_type(filled) if filled else None
         selection = Selection(self.places, _Views(self.brings, targets.tensors), self.regions)
-        return Filled(selection, parts, known["device type"], sum(piece.nbytes for piece in self.pieces), self.ties)
+        nbytes, converts = sum(piece.nbytes for piece in self.pieces), any(piece.converts for piece in self.pieces)
+        return Filled(selection, parts, known["device type"], nbytes, converts, self.ties)
 
 
 class Planned(NamedTuple):

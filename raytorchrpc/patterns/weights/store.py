@@ -249,12 +249,12 @@ class WeightStore(Handle):
         until = time.monotonic() + wait_s
         run(self._bind(local, wait_s))
         instance_id, failures, globs = self._instance_id or 0, _pulled.failures, globs_of(only)
-        by_blocks, options = converts_blocks(convert), Options.of(mapping, convert, strict, globs)
+        options = Options.of(mapping, convert, strict, globs)
         if carry is not None or (since is not None and not _pulled.has(instance_id, since, globs, options.form)):
             since = None
         if carry is not None:
             self._check_unsharded("carry=")
-            if by_blocks or options.mapping or globs or has_shards(model):
+            if converts_blocks(convert) or options.mapping or globs or has_shards(model):
                 raise ConfigurationError("carry= brings whole tensors as published: leave out the other options")
 
         def look(wanted: int | None) -> Committed | None:
