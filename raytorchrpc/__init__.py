@@ -13,6 +13,7 @@ from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.stream import Stream
 from raytorchrpc.calls.verbs import remote, rpc_async, rpc_sync
+from raytorchrpc.calls.waiting import allow_calls
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.decorator import method
 from raytorchrpc.errors import (
@@ -83,6 +84,7 @@ __all__ = [
     "Topic",
     "TransferFailed",
     "WeightStore",
+    "allow_calls",
     "await_membership",
     "current_member",
     "gather",

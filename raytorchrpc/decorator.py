@@ -56,14 +56,15 @@ def method(
 ) -> Any:
     """Let the other members of a group call this actor method directly.
 
-    ``handle.method.remote()`` works as before. However they are called, decorated methods keep the actor's own
-    concurrency: one at a time in a sync actor, up to ``max_concurrency`` in a threaded or async actor. A sync method
-    that is called directly runs on a thread of the member's own. A coroutine, and every method of an async actor, runs
-    on the actor's event loop.
+    ``handle.method.remote()`` works as before. However they are called, methods keep the actor's own concurrency. In a
+    sync actor one method runs at a time, decorated or not; others may run while it waits in a blocking operation of
+    this package, or in ``allow_calls``. In a threaded or async actor up to ``max_concurrency`` decorated methods run.
+    A sync method that is called directly runs on a thread of the member's own. A coroutine, and every method of an
+    async actor, runs on the actor's event loop.
 
     A generator method, sync or async, returns a ``Stream`` to a direct call: an iterator that brings its items one by
-    one. It runs only as its caller takes items, and counts as running, towards the actor's concurrency, until it ends
-    or the stream is closed.
+    one. It runs only as its caller takes items. In a threaded or async actor it counts as running until it ends or the
+    stream is closed; a sync actor runs other methods between two items.
 
     Raises ConfigurationError for arguments that do not fit.
 
@@ -92,8 +93,8 @@ def method(
     if function is None:
         options = {"concurrent": concurrent, "share": share, "keep": keep, "objectref": objectref, "retry": retry}
         return functools.partial(method, **options, ahead=ahead)
-    if not inspect.isfunction(function):
-        raise ConfigurationError(f"@raytorchrpc.method decorates functions in a class body, not {function!r}")
+    if not inspect.isfunction(function) or function.__name__ == "__init__":
+        raise ConfigurationError(f"@raytorchrpc.method decorates methods in a class body, not {function!r}")
     streams = _checked_stream(function, objectref, ahead)
     on_loop = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
     group = ray_internals.concurrency_group_of(function)

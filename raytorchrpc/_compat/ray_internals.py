@@ -51,6 +51,35 @@ def actor_event_loop(concurrency_group: str | None) -> asyncio.AbstractEventLoop
     return loop
 
 
+_wrapped_manager: Any = None
+
+
+def wrap_actor_methods(wrap: Callable[[str, Any, Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have Ray run ``wrap(name, method, executor)`` instead of each method's executor in this process. Idempotent.
+
+    For the methods of an actor whose class is loaded, and of one that is loaded later. An executor is called with the
+    instance and the arguments. Ray knows coroutines by the attributes ``name`` and ``method`` of what it runs.
+    """
+    global _wrapped_manager
+    manager = _worker().function_actor_manager
+    if manager is _wrapped_manager:
+        return
+    make = manager._make_actor_method_executor
+
+    def wrapped(executor: Any) -> Any:
+        function: Any = wrap(executor.name, executor.method, executor)
+        function.name, function.method = executor.name, executor.method
+        return function
+
+    manager._make_actor_method_executor = lambda name, method: wrapped(make(name, method))
+    known = manager._function_execution_info
+    for key, info in list(known.items()):
+        if info and hasattr(info[0], "method"):  # (function, its name, ...); tasks have plain functions
+            known[key] = type(info)(wrapped(info[0]), *info[1:])
+    manager.execution_infos.clear()  # a copy, by task; Ray looks a missing one up again
+    _wrapped_manager = manager
+
+
 def concurrency_group_of(function: Any) -> str | None:
     """The group named by ``@ray.method(concurrency_group=...)`` on this method."""
     group: str | None = getattr(function, "__ray_concurrency_group__", None)

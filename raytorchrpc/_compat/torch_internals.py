@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -167,6 +167,21 @@ def find_workers_by(find: Callable[[int], str | None]) -> None:
     """Have torch's own API look up an integer with ``find``: the name of a worker, or None for a worker id."""
     global _find_worker
     _find_worker = find
+
+
+def wait_for_rrefs_inside(around: Callable[[], AbstractContextManager[None]]) -> None:
+    """Have ``RRef.to_here`` wait inside ``around()``. Idempotent."""
+    rref: Any = torch._C._distributed_rpc.PyRRef
+    if hasattr(rref.to_here, "__wrapped__"):
+        return
+    fetch = rref.to_here
+
+    @functools.wraps(fetch)
+    def to_here(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with around():
+            return fetch(self, *args, **kwargs)
+
+    rref.to_here = to_here
 
 
 def stop_agent() -> None:

@@ -24,7 +24,7 @@ def wait(
 
     Both lists keep the order of ``futures``. ``done`` has at most ``num_returns`` futures, and fewer only after the
     timeout; ``not_done`` has the rest. A future is done, too, if its call failed, was cancelled or passed its deadline:
-    ``result`` raises the error. Meanwhile calls that come back to this actor run on this thread.
+    ``result`` raises the error. Other methods of a sync actor may run meanwhile.
 
     Raises RayTorchRpcError on an event loop, unless ``timeout`` is 0; use ``asyncio.wait`` there.
 
@@ -62,7 +62,7 @@ def gather(*futures: Future[Any], return_exceptions: bool = False) -> list[Any]:
     """Block until all futures are done; return their results in the order of the arguments.
 
     If a call fails, its error is raised at once, and the other calls continue. With ``return_exceptions`` the errors
-    take their places among the results. Meanwhile calls that come back to this actor run on this thread.
+    take their places among the results. Other methods of a sync actor may run meanwhile.
 
     Raises RayTorchRpcError on an event loop; use ``await asyncio.gather(*futures)`` there.
     """

@@ -1,4 +1,4 @@
-"""Exposed methods: what ``@method`` records about a function, and how its wrapper takes a turn at the actor's gate."""
+"""Exposed methods: what ``@method`` records about a function, and how methods take a turn at the actor's gate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import gates
 from raytorchrpc.calls.event_loops import on_loop
 from raytorchrpc.calls.scope import Scope, current_scope
-from raytorchrpc.errors import RayTorchRpcError
 
 MARK = "__raytorchrpc_method__"
 
@@ -51,61 +50,79 @@ def _gate_for(note: Exposed, instance: Any) -> gates.Gate | None:
     gate = gates.gate_of(instance, group)
     admission = current_scope.get().admission
     # A method that calls another method of its own object is admitted already.
-    return None if admission is not None and admission.taken else gate
+    return None if admission is not None and admission.held else gate
 
 
 def take_turn(note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     gate = _gate_for(note, instance)
     if gate is None:
         return note.function(instance, *args, **kwargs)
+    return _run_in_turn(gate, _label(note.function), note.function, (instance, *args), kwargs)
+
+
+def _run_in_turn(
+    gate: gates.Gate, label: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     scope = current_scope.get()
-    admission = _enter(note, gate, scope)
+    admission = _enter(gate, label, scope)
     if admission is None:
-        return note.function(instance, *args, **kwargs)
+        return function(*args, **kwargs)
     before = current_scope.set(scope.inside(admission))
     try:
-        return note.function(instance, *args, **kwargs)
+        return function(*args, **kwargs)
     finally:
         current_scope.reset(before)
-        gate.leave(admission)
+        admission.leave()
 
 
-def _enter(note: Exposed, gate: gates.Gate, scope: Scope) -> gates.Admission | None:
+def _label(function: Callable[..., Any]) -> str:
+    """Class.method, for messages."""
+    return function.__qualname__.rpartition("<locals>.")[2]
+
+
+def _enter(gate: gates.Gate, label: str, scope: Scope) -> gates.Admission | None:
     """Block until admitted. None on an event loop where no admission is free.
 
     Waiting would block the loop that the holder needs; nothing else runs on it meanwhile anyway.
     """
-    looping = on_loop()
-    if not looping and gate.held(scope.path):
-        raise RayTorchRpcError(
-            f"{note.function.__qualname__} was called by a concurrent method, on behalf of a call whose chain is "
-            f"inside this actor already and waits: it would wait for itself; make it concurrent=True as well"
-        )
-    return gate.enter_now() if looping else gate.enter()
+    return gate.enter_now(label) if on_loop() else gate.enter(label, scope.path)
 
 
 def generate_in_turn(
     note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Generator[Any, Any, Any]:
-    """As ``take_turn``, for a generator: it keeps its turn until it ends."""
-    gate, scope = _gate_for(note, instance), current_scope.get()
-    admission = None if gate is None else _enter(note, gate, scope)
+    """As ``take_turn``, for a generator."""
+    gate = _gate_for(note, instance)
     generator = note.function(instance, *args, **kwargs)
-    if admission is None:
+    if gate is None:
         return (yield from generator)
+    return (yield from _steps_in_turn(gate, _label(note.function), generator))
+
+
+def _steps_in_turn(gate: gates.Gate, label: str, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """Run a generator: in a monitor each step has a turn, elsewhere the generator keeps its turn until it ends."""
+    scope, admission = current_scope.get(), None
     try:
         while True:
-            before = current_scope.set(scope.inside(admission))
+            if admission is None:
+                admission = _enter(gate, label, scope)
+            before = current_scope.set(scope if admission is None else scope.inside(admission))
             try:
                 item = next(generator)
             except StopIteration as stop:
                 return stop.value
             finally:
                 current_scope.reset(before)
+            if admission is not None and gate.lends:
+                admission.leave()
+                admission = None
             yield item
     finally:
+        if admission is None:  # closed between two steps, perhaps by a finalizer, which may not wait
+            admission = gate.enter_now(label)
         generator.close()
-        admission.gate.leave(admission)
+        if admission is not None:
+            admission.leave()
 
 
 async def generate_in_turn_on_loop(
@@ -113,7 +130,8 @@ async def generate_in_turn_on_loop(
 ) -> AsyncGenerator[Any, None]:
     """As ``generate_in_turn``, for an async generator."""
     gate, scope = _gate_for(note, instance), current_scope.get()
-    admission = None if gate is None or gate.held(scope.path) else await gate.enter_on_loop()
+    queues = gate is not None and not gate.held(scope.path)
+    admission = await gate.enter_on_loop(_label(note.function)) if gate is not None and queues else None
     generator = note.function(instance, *args, **kwargs)
     try:
         while True:
@@ -128,7 +146,7 @@ async def generate_in_turn_on_loop(
     finally:
         await generator.aclose()
         if admission is not None:
-            admission.gate.leave(admission)
+            admission.leave()
 
 
 async def take_turn_on_loop(note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -138,10 +156,46 @@ async def take_turn_on_loop(note: Exposed, instance: Any, args: tuple[Any, ...],
     scope = current_scope.get()
     if gate.held(scope.path):  # it would wait for itself
         return await note.function(instance, *args, **kwargs)
-    admission = await gate.enter_on_loop()
+    admission = await gate.enter_on_loop(_label(note.function))
     before = current_scope.set(scope.inside(admission))
     try:
         return await note.function(instance, *args, **kwargs)
     finally:
         current_scope.reset(before)
-        gate.leave(admission)
+        admission.leave()
+
+
+# --- undecorated methods ---------------------------------------------------------------------------------------------
+
+_takes_turns = False
+
+
+def take_turns(whether: bool = True) -> None:
+    """Have the undecorated methods of the actor in this process take turns with the others, if it is a sync actor."""
+    global _takes_turns
+    _takes_turns = whether
+    if whether:
+        ray_internals.wrap_actor_methods(_in_turn)
+
+
+def _in_turn(name: str, method: Any, executor: Callable[..., Any]) -> Callable[..., Any]:
+    """What Ray is to run instead of ``executor``, which runs the method of that name."""
+    is_rays = name.startswith("__ray_") and name != "__ray_call__"
+    if is_rays or name == "__init__" or exposed(method) or ray_internals.concurrency_group_of(method):
+        return executor
+    label = "a function (__ray_call__)" if name == "__ray_call__" else _label(method)
+
+    def run(instance: Any, *args: Any, **kwargs: Any) -> Any:
+        gate = gates.gate_of(instance, None) if _takes_turns else None
+        if gate is None or not gate.lends or (name == "__ray_call__" and _is_internal(args)):
+            return executor(instance, *args, **kwargs)
+        result = _run_in_turn(gate, label, executor, (instance, *args), kwargs)
+        return _steps_in_turn(gate, label, result) if isinstance(result, Generator) else result
+
+    return run
+
+
+def _is_internal(args: tuple[Any, ...]) -> bool:
+    """Whether a function is of this package, which joins groups by it, or of Ray, which moves tensors by it."""
+    module = str(getattr(args[0] if args else None, "__module__", ""))
+    return module.partition(".")[0] in (__name__.partition(".")[0], "ray")

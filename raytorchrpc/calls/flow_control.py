@@ -153,8 +153,7 @@ class CreditWindows:
     def take(self, peer: Member, method: str, size: int, patience_s: float) -> tuple[Credit, float]:
         """Credit for a call, and the seconds it took to get it (0 if the window had room).
 
-        Blocks while the window is full, at most ``patience_s``, and meanwhile serves calls of this chain that come
-        back to this actor. Raises PeerBusy, RpcTimeout.
+        Blocks while the window is full, at most ``patience_s``. Raises PeerBusy, RpcTimeout.
         """
         limit = current_scope.get().limit
         windows = self._by_rank if limit is None or limit.over else limit.windows

@@ -129,10 +129,7 @@ class IncomingCalls:
         gate = gates.gate_of(self.callee.instance, job.exposed.concurrency_group)
         if gate is None:
             raise NotAMember(f"the actor of member {self.callee.name!r} is gone from its process")
-        admission = gate.held(job.scope.path) if job.scope.path else None
-        if admission is None:
-            return gate.request(job)
-        if admission.owner is not None:
-            return None if gate.post(admission, job) else gate.request(job)
-        job.run_inside(admission)
-        return None
+        work = gate.request(job)
+        if work is None and job.admission is None and (due := gate.due(job)) < gate.review_at:
+            self.callee.review(gate, due)
+        return work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Coroutine, Generator, Sequence
@@ -13,7 +14,7 @@ from raytorchrpc import errors
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls.event_loops import start_on_loop
 from raytorchrpc.calls.exposed import Exposed
-from raytorchrpc.calls.gates import Admission, Work
+from raytorchrpc.calls.gates import Admission, Gate, Work
 from raytorchrpc.calls.out_of_band import PendingTensors
 from raytorchrpc.calls.payload import PayloadStep
 from raytorchrpc.calls.peers import PeerRoute
@@ -26,6 +27,7 @@ from raytorchrpc.calls.stream_table import StreamTable
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.process import threads
+from raytorchrpc.process.deadlines import Deadlines
 from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors import host_device_copy, unpicklable
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
@@ -43,14 +45,26 @@ class Callee:
         payloads: PayloadStep,
         replies: Replies,
         workers: Workers,
+        deadlines: Deadlines,
     ) -> None:
         """``instance``: the actor; None in a driver. ``local``: what services get instead of the actor."""
         self.name, self.instance, self.local = name, instance, local
         self.codec, self.payloads, self.replies, self.workers = codec, payloads, replies, workers
         self.is_async = instance is not None and ray_internals.actor_is_async()
+        self.deadlines = deadlines
         self.tasks: set[asyncio.Task[None]] = set()
         """The jobs on event loops."""
         self.streams = StreamTable()
+
+    def review(self, gate: Gate, due: float) -> None:
+        """Review the jobs that wait at the gate when that is due (``time.monotonic``), and as long as there are any."""
+        if due < gate.review_at:
+            gate.review_at = due
+            self.deadlines.at(due, partial(self._review, gate))
+
+    def _review(self, gate: Gate) -> None:
+        gate.review_at = math.inf  # first: who queues from now on asks again
+        self.review(gate, gate.review())
 
 
 class Job:
@@ -78,6 +92,7 @@ class Job:
         until = header.deadline
         limit = Limit(time.monotonic() + header.seconds if until is None else until)
         self.scope = Scope(header.path, limit)
+        self.path = header.path
         self.context = torch_internals.current_autograd_context()
         self.label = f"{callee.name}.{header.method}"
         if tracer is not None:
@@ -92,18 +107,23 @@ class Job:
         return self._work
 
     @property
+    def deadline(self) -> float | None:
+        return self.scope.deadline
+
+    @property
     def may_not_wait(self) -> bool:
-        """See Workers.submit: the method that holds the last thread may wait for this very call."""
-        return self.scope.holds_a_thread
+        """See Workers.submit: the methods that hold all threads may wait for this very call, or for its admission."""
+        return self.scope.holds_a_thread or (self.admission is not None and self.admission.gate.lends)
 
     def spawn(self, work: Work) -> None:
         self.callee.workers.submit(work)
 
     def run_inside(self, admission: Admission) -> None:
-        if admission.owner is None:
-            self._start_on_loop(admission, None)
-        else:
-            self._run(admission)
+        self._start_on_loop(admission, None)
+
+    def refuse(self, error: Exception) -> None:
+        self.message, self.pending = NO_MESSAGE, ()  # discards the out-of-band arguments
+        self.spawn(partial(self._refuse, error))
 
     def _work(self) -> None:
         """Run this job, then all that inherit the admission, on the same thread. The queue may be of any length."""
@@ -185,7 +205,7 @@ class Job:
             )
             self.spawn(partial(self._refuse, error))
             if to_leave is not None:
-                to_leave.gate.leave(to_leave)
+                to_leave.leave()
 
         start_on_loop(loop, self.scope.path, create, refuse)
 
@@ -209,7 +229,7 @@ class Job:
         finally:
             self._end()
             if to_leave is not None:
-                to_leave.gate.leave(to_leave)
+                to_leave.leave()
 
     def _end(self) -> None:
         host_device_copy.reap_copies()
@@ -221,7 +241,7 @@ class Job:
             self.span.begin()
         deadline = self.scope.deadline
         if deadline is not None and time.monotonic() > deadline:
-            raise RpcTimeout(f"{self.label} waited for its turn until the deadline; it did not run")
+            raise RpcTimeout(f"{self.label} waited for its turn until its deadline, and did not run")
         callee, message = self.callee, self.message
         message.make_current()
         try:

@@ -79,7 +79,7 @@ class LocalMember:
         )
         self.replies = Replies(me.name, self.codec, self.deadlines)
         token = process_token(generation, me.rank, me.incarnation)
-        callee = Callee(me.name, instance, self, self.codec, self.payloads, self.replies, self.workers)
+        callee = Callee(me.name, instance, self, self.codec, self.payloads, self.replies, self.workers, self.deadlines)
         self.incoming = IncomingCalls(token, methods, callee, self.peers)
         self.services.open("stream", "", lambda: callee.streams)
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import ray
 
 from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls.exposed import take_turns
 from raytorchrpc.calls.mailbox import Mailbox, Process, Record, find_record
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import NotAMember, RpcTimeout
@@ -131,6 +132,7 @@ class Rejoin:
         with self._lock:
             self._refusal = refusal
             waiters, self._waiters = self._waiters, []
+        take_turns(_was_member)
         for waiter in waiters:
             waiter.member.settle(None, refusal)
         self._deadlines.stop()
@@ -215,6 +217,7 @@ def _begin(actor_id: str) -> Rejoin:
     with _lock:
         if _current is None or _current.over:
             rejoin = Rejoin(actor_id)
+            take_turns()  # Ray may run a method before the actor is a member again
             rejoin.start()  # if it raises, the next call tries again
             _current = rejoin
         return _current

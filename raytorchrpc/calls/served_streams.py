@@ -32,8 +32,8 @@ class StreamJob(CancellableJob):
     """A call of a generator method. It replies at once, with the number of the stream.
 
     From then on it answers requests for items, and advances the generator only for a request, until the generator ends
-    or the stream is closed. Meanwhile it keeps its admission. A stream without a request by the call's deadline is
-    closed.
+    or the stream is closed. Between two items it lends its admission, as any method that waits. A stream without a
+    request by the call's deadline is closed.
     """
 
     _number: int | None = None
@@ -117,7 +117,7 @@ class StreamJob(CancellableJob):
         finally:
             self._end()
             if to_leave is not None:
-                to_leave.gate.leave(to_leave)
+                to_leave.leave()
 
     async def _serve_on_loop(self) -> None:
         try:
@@ -172,6 +172,8 @@ class StreamJob(CancellableJob):
         return MAX_TIMEOUT_S if self._position or deadline is None else max(0.0, deadline - time.monotonic())
 
     def _next_request(self) -> ItemRequest | None:
+        with waiting.allow_calls():  # those that wait already, as in any wait; the next request may be here
+            pass
         while isinstance(found := self._look(), DeferredReply):
             if not waiting.wait_serving(WaitableReply(found), self._patience()) and not self._position:
                 return None

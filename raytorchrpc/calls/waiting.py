@@ -1,15 +1,17 @@
-"""Waits for a call while serving the calls of its chain that come back to this actor."""
+"""Waits for a call, and lends the admission of the waiting method meanwhile."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
 
 from raytorchrpc.calls.event_loops import Token, blocking_loop, on_loop
-from raytorchrpc.calls.gates import ON_ONE_STACK, Admission, run_on_another_stack
+from raytorchrpc.calls.gates import Admission
 from raytorchrpc.calls.scope import current_scope
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Waitable(Protocol):
@@ -27,46 +29,71 @@ class Waitable(Protocol):
 
 
 def wait_serving(pending: Waitable, timeout_s: float) -> bool:
-    """Block until ``pending`` is done, and meanwhile run the calls that come back to this thread's admission.
+    """Block until ``pending`` is done, and let other methods of this actor run meanwhile; see ``gates``.
 
-    False if ``timeout_s`` passes first.
+    False if ``timeout_s`` passes first. Returns only when it is this method's turn again.
     """
     if pending.loop_token is not None and on_loop():
         with blocking_loop(pending.loop_token):
             return pending.wait(timeout_s)
-    admission = current_scope.get().admission
-    # A thread that the method started may have copied its context.
-    if admission is None or admission.owner != threading.get_ident():
+    admission = _own_admission()
+    if admission is None or timeout_s <= 0:
         return pending.wait(timeout_s)
-    return _serve_inbox(admission, pending, time.monotonic() + timeout_s)
+    admission.lend()
+    try:
+        return pending.wait(timeout_s)
+    finally:
+        admission.regain()
 
 
-def _serve_inbox(admission: Admission, pending: Waitable, deadline: float) -> bool:
-    finished = False
-    with admission.gate.lock:
-        changed = admission.changed
+@contextmanager
+def allow_calls() -> Iterator[None]:
+    """Let direct calls run in this sync actor while the block runs: ``with raytorchrpc.allow_calls(): ray.get(ref)``.
 
-    def finish() -> None:
-        nonlocal finished
-        with changed:
-            finished = True
-            changed.notify_all()
+    The blocking operations of this package do so by themselves. Use it around other waits (``ray.get``,
+    ``time.sleep``, a lock, a long computation that touches nothing of the actor), and with ``pass`` as the block to let
+    in, in the order of their arrival, the calls that wait already. The block must not use the actor's state. Its end
+    blocks until no other method of the actor runs.
 
-    pending.add_done_callback(finish)
-    while True:
-        with changed:
-            while not finished and not admission.inbox:
-                remaining = deadline - time.monotonic()
-                if remaining <= 0 or not changed.wait(remaining):
-                    return finished
-            if finished:
-                return True
-            job = admission.inbox.popleft()
-        admission.nested += 1
-        try:
-            if admission.nested % ON_ONE_STACK:
-                job.run_inside(admission)
-            else:
-                run_on_another_stack(admission, job)
-        finally:
-            admission.nested -= 1
+    No effect in threaded and async actors, in methods with ``concurrent=True``, and outside a method.
+    """
+    admission = _own_admission()
+    if admission is None or not admission.held:
+        yield
+        return
+    admission.lend()
+    try:
+        yield
+    finally:
+        admission.regain()
+
+
+@contextmanager
+def keep_admission() -> Iterator[Callable[[F], F]]:
+    """Keep the admission during waits, for an operation that leaves the actor's state incomplete in between.
+
+    Yields a decorator for functions in which it is lent all the same.
+    """
+    scope = current_scope.get()
+
+    def lending(function: F) -> F:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = current_scope.set(scope)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                current_scope.reset(before)
+
+        return call  # type: ignore[return-value]
+
+    before = current_scope.set(scope._replace(admission=None))
+    try:
+        yield lending
+    finally:
+        current_scope.reset(before)
+
+
+def _own_admission() -> Admission | None:
+    """The admission of the method that runs on this thread; a thread that it started may have copied its context."""
+    admission = current_scope.get().admission
+    return None if admission is None or admission.owner != threading.get_ident() else admission

@@ -24,9 +24,11 @@ from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.counters import PairStats
 from raytorchrpc.calls.current import current_local, set_local
+from raytorchrpc.calls.exposed import take_turns
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.peer_table import Absence
 from raytorchrpc.calls.peers import Member, PeerRoute, process_token
+from raytorchrpc.calls.waiting import allow_calls
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, RayTorchRpcError
 from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import PeerAddress, PeerLane, Pending
@@ -116,9 +118,11 @@ def _start(instance: Any, spec: JoinSpec) -> LocalMember:
     if identity is None:
         raise BootstrapError(f"the torchrpc agent of {spec.name!r} was stopped while it joined")
     torch_internals.find_workers_by(_worker_of_rank)
+    torch_internals.wait_for_rrefs_inside(allow_calls)
     me = replace(spec.member, rpc_name=identity.name, worker_id=identity.worker_id)
     max_bytes = spec.config.max_bytes_in_flight or default_capacity()
     methods = exposed_methods(instance)
+    take_turns()
     local = LocalMember(spec.group, spec.generation, me, spec.config, instance, methods, max_bytes)
     _preparing = spec, local  # from here on ``leave`` undoes it
     if spec.config.switch_interval_s is not None:

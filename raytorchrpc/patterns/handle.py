@@ -41,7 +41,7 @@ request_ids = itertools.count(1)
 
 
 def run(steps: Steps[T]) -> T:
-    """Run an operation on this thread. Blocks; meanwhile the thread serves nested calls that come back to its actor."""
+    """Run an operation on this thread. Blocks, and lets other methods of a sync actor run meanwhile."""
     try:
         pending = next(steps)
         while True:

@@ -127,7 +127,8 @@ class Loaded:
             began = time.monotonic()
             try:
                 first = None if futures else latch
-                futures.append(rtr.rpc_async("b", timeout=timeout).take(first, torch.ones(size // 4)))
+                patience = 60 if len(futures) < 4 else timeout  # those that wait there must not end before
+                futures.append(rtr.rpc_async("b", timeout=patience).take(first, torch.ones(size // 4)))
             except rtr.RayTorchRpcError as error:
                 return len(futures), time.monotonic() - began, f"{type(error).__name__}: {error}", peak_rss() - before
 

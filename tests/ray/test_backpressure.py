@@ -76,7 +76,6 @@ def test_a_receiver_that_stands_still_bounds_the_memory_at_both_ends(
     assert 3 < last_s < 25
     assert grown < 200 * MIB
     standing.open()
-    # Those that waited for their turn beyond their deadline do not run, and make room too.
     assert ray.get(a.call.remote("b", "double", 1), timeout=60) == 2
     assert ray.get(b.peak_rss.remote()) - before < 200 * MIB
     assert ray.get(a.under_way.remote()) == (0, 0)

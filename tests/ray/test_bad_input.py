@@ -841,7 +841,7 @@ def test_a_deadline_that_passes_ends_every_kind_of_wait(pair: tuple[Any, Any], l
     for elapsed, error in waits:
         assert isinstance(error, rtr.RpcTimeout)
         assert isinstance(error, TimeoutError)
-        assert "b.hold did not answer by its deadline" in str(error)
+        assert "b.hold did not answer by its deadline" in str(error) or "b.hold was running" in str(error)
         assert 0.15 < elapsed < 20
     assert ray.get(a.run.remote(error_of_the_call)) is None
 
@@ -911,10 +911,9 @@ def test_a_timeout_that_is_no_number_of_seconds_is_refused(pair: tuple[Any, Any]
         raise cause_of(pair[0].call.remote("b", "double", 1, timeout=timeout))
 
 
-def test_a_call_on_behalf_of_another_ends_by_that_ones_deadline(pair: tuple[Any, Any], latch: MakeLatch) -> None:
+def test_a_call_on_behalf_of_another_ends_by_that_ones_deadline(spawn: Spawn, latch: MakeLatch) -> None:
     """b, asked by a, asks back for longer than a waits."""
-    a, b = pair
-    gate = latch()
+    a, b, gate = spawn(Peer, max_concurrency=2), spawn(Peer), latch()
 
     def hold_for_a_minute() -> None:
         rtr.rpc_sync("a", timeout=60).hold(gate)
@@ -926,5 +925,6 @@ def test_a_call_on_behalf_of_another_ends_by_that_ones_deadline(pair: tuple[Any,
         rtr.rpc_sync(target, timeout=10).double(1)  # b takes the next call: it no longer waits
         return time.monotonic() - start
 
-    assert ray.get(a.run.remote(call, b), timeout=60) < 9
-    gate.open_for_all()
+    with rtr.init_group({"a": a, "b": b}, name="deadlines"):
+        assert ray.get(a.run.remote(call, b), timeout=60) < 9
+        gate.open_for_all()

@@ -54,6 +54,26 @@ def test_any_function_runs_on_any_actor(spawn: Spawn) -> None:
     assert inside(spawn(Plain), lambda instance: instance.double(21)) == 42
 
 
+def test_what_ray_runs_for_a_method_can_be_wrapped(spawn: Spawn) -> None:
+    """FunctionActorManager._make_actor_method_executor, _function_execution_info and execution_infos: without them the
+    undecorated methods of a sync actor run beside the others.
+    """
+
+    def wrap(instance: Any) -> None:
+        def twice(name: str, method: Any, executor: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda instance, *args: (
+                executor(instance, *args) * 2 if name == "double" else executor(instance, *args)
+            )
+
+        ray_internals.wrap_actor_methods(twice)
+
+    actor = spawn(Plain)
+    assert ray.get(actor.double.remote(21), timeout=60) == 42
+    inside(actor, wrap)
+    assert ray.get(actor.double.remote(21), timeout=60) == 84
+    assert inside(actor, lambda instance: instance.double(21)) == 42
+
+
 def test_a_value_is_kept_where_the_whole_cluster_reads_it(cluster: None) -> None:
     """ray.experimental.internal_kv._internal_kv_put, _internal_kv_get, _internal_kv_list and _internal_kv_del: without
     them ``raytorchrpc top`` sees detached groups alone, and a restarted actor is back only when it has nothing to do.

@@ -84,7 +84,7 @@ def test_sync_and_async(sources: list[Any], target: str, sizes: tuple[int, ...])
         assert all(tensor is buffer for tensor, buffer in zip(result, buffers, strict=True))
         assert all(holds(buffer, 5.0 + number) for number, buffer in enumerate(buffers))
         future = rtr.rpc_async(target, into=buffers).filled(9.0, *sizes)
-        assert future._call.wait(20)
+        rtr.wait([future], timeout=20)
         assert all(holds(buffer, 5.0 + number) for number, buffer in enumerate(buffers)), "nobody has taken it yet"
         result = future.wait()
         assert all(tensor is buffer for tensor, buffer in zip(result, buffers, strict=True))

@@ -39,5 +39,5 @@ def make_callee(
     payloads = PayloadStep(99, PayloadSplitter(tensor_lanes or {}), cast("DeferredCleanup", None))
     replies = Replies("callee", codec, deadlines)
     workers = Workers("test")
-    callee = Callee("callee", None, local, codec, payloads, replies, workers)
+    callee = Callee("callee", None, local, codec, payloads, replies, workers, deadlines)
     return IncomingCalls(TOKEN, methods or {}, callee, peers)

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, Protocol
 
+from raytorchrpc.calls.waiting import allow_calls
 from raytorchrpc.errors import ConfigurationError, RpcTimeout
 from raytorchrpc.patterns.handle import begin as begin_operation
 from raytorchrpc.patterns.handle import run
@@ -183,7 +184,8 @@ class WeightPrefetch:
             ConfigurationError: the prefetch was cancelled.
         """
         fork.check_process()
-        concurrent.futures.wait((self._transfer.outcome,), timeout)
+        with allow_calls():
+            concurrent.futures.wait((self._transfer.outcome,), timeout)
         if not self.done():
             raise RpcTimeout(f"the weights of {self._store!r} have not arrived within {timeout:.3g} s; they still may")
         if self._is_cancelled:

@@ -17,6 +17,7 @@ import torch
 
 from raytorchrpc.calls.current import current_local
 from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.waiting import allow_calls
 from raytorchrpc.errors import ConfigurationError, NotFound, RpcTimeout
 from raytorchrpc.patterns.handle import Handle, Steps, begin
 from raytorchrpc.patterns.home import factories, register_methods, setting_names
@@ -118,7 +119,9 @@ class PublishedShards(PublishedWeights):
     @contextmanager
     def one_thread(self, until: float) -> Iterator[None]:
         """While a thread of this member publishes a version; others wait."""
-        if not self._staging.acquire(timeout=max(0.0, until - time.monotonic())):
+        with allow_calls():  # the one that publishes may need this actor to go on
+            begins = self._staging.acquire(timeout=max(0.0, until - time.monotonic()))
+        if not begins:
             raise RpcTimeout("another thread of this member waits for the other publishers; this one published nothing")
         try:
             yield

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.current import process_member
 from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.waiting import keep_admission
 from raytorchrpc.calls.weight_counters import StoreKey
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound
 from raytorchrpc.patterns.handle import Handle, Steps, begin, checked_count, run
@@ -273,9 +274,11 @@ class WeightStore(Handle):
             return [shards_of_publisher(self, name, instance) for name, instance in there]
 
         # Weights have no history, whatever autograd context asks for them.
-        with torch_internals.autograd_context(torch_internals.NO_CONTEXT), pulling(local, self._key) as counter:
-            known = self._remembered, self._silent
-            pull = ModelPull(local, self._name, model, options, until, look, sources, self.wait, *known, counter, carry)
+        # No other method of the actor is to see a model that is filled in part.
+        no_history = torch_internals.autograd_context(torch_internals.NO_CONTEXT)
+        with no_history, pulling(local, self._key) as counter, keep_admission() as lending:
+            known, look, wait = (self._remembered, self._silent), lending(look), lending(self.wait)
+            pull = ModelPull(local, self._name, model, options, until, look, sources, wait, *known, counter, carry)
             try:
                 counter.version = pulled = pull.bring(version, since)
             except BaseException:

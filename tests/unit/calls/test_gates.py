@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import queue
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,8 +19,8 @@ from raytorchrpc.calls import event_loops
 from raytorchrpc.calls import gates as execution
 from raytorchrpc.calls.gates import Admission, Gate, Work
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
-from raytorchrpc.calls.waiting import wait_serving
-from raytorchrpc.errors import RayTorchRpcError
+from raytorchrpc.calls.waiting import allow_calls, keep_admission, wait_serving
+from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
 from raytorchrpc.process.deadlines import Deadlines
 from raytorchrpc.process.deferred_cleanup import DeferredCleanup
 from raytorchrpc.process.workers import Workers
@@ -54,32 +56,29 @@ class Waiting:
 class Method:
     """A job whose work the test does by hand, in the order it was admitted."""
 
-    def __init__(self, log: list[str], name: str, inside: Callable[[Admission], None] | None = None) -> None:
-        self.log, self.name, self.inside = log, name, inside
+    def __init__(self, log: list[str], name: str, path: tuple[str, ...] = (), deadline: float | None = None) -> None:
+        self.log, self.label, self.path, self.deadline = log, name, path, deadline
         self.admission: Admission | None = None
-        self.ran_on: int | None = None
-
-    @property
-    def label(self) -> str:
-        return self.name
+        self.spawned = False
+        self.refusal: Exception | None = None
 
     def admit(self, admission: Admission) -> Work | None:
         self.admission = admission
-        self.log.append(self.name)
+        self.log.append(self.label)
         return lambda: None
 
     def spawn(self, work: Work) -> None:
-        work()
+        self.spawned = True
 
     def run_inside(self, admission: Admission) -> None:
-        self.admission, self.ran_on = admission, threading.get_ident()
-        self.log.append(f"{self.name} inside")
-        if self.inside is not None:
-            self.inside(admission)
+        raise AssertionError("no event loop here")
+
+    def refuse(self, error: Exception) -> None:
+        self.refusal = error
 
     def leave(self) -> None:
         assert self.admission is not None
-        self.admission.gate.leave(self.admission)
+        self.admission.leave()
 
 
 def on_thread(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -142,12 +141,12 @@ def test_threads_that_enter_and_jobs_share_one_line() -> None:
         time.sleep(0)
     assert gate.request(fourth) is None
 
-    gate.leave(first)
+    first.leave()
     assert log == ["second"] and not entered.is_set()
     second.leave()
     admission = join()
     assert log == ["second"] and admission.owner not in (None, threading.get_ident())
-    gate.leave(admission)
+    admission.leave()
     assert log == ["second", "fourth"]
 
 
@@ -171,10 +170,10 @@ def test_a_chain_finds_the_seat_it_holds_and_no_other() -> None:
     assert gate.held((elsewhere.token, mine.token)) is mine
     assert gate.held((mine.token, its.token)) is its  # the latest
     assert gate.held((elsewhere.token,)) is None
-    assert mine.taken
-    gate.leave(mine)
+    assert mine.held
+    mine.leave()
     assert gate.held((mine.token,)) is None
-    assert not mine.taken
+    assert not mine.held
 
 
 def test_tokens_are_never_used_twice() -> None:
@@ -183,141 +182,225 @@ def test_tokens_are_never_used_twice() -> None:
     for gate in gates * 10:
         admission = gate.enter()
         tokens.append(admission.token)
-        gate.leave(admission)
+        admission.leave()
     assert len(set(tokens)) == 30
 
 
-# --- coming back to an admission -----------------------------------------------------------------------------------
+# --- monitors --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def admission() -> Iterator[Admission]:
-    """This thread runs a method in a gate of one."""
-    gate = Gate(1)
-    admission = gate.enter()
+@pytest.fixture(params=["sync actor", "threaded actor"])
+def admission(request: pytest.FixtureRequest) -> Iterator[Admission]:
+    """This thread runs a method, in the monitor of a sync actor, or in one of two admissions of a threaded one."""
+    gate = Gate(1, lends=True, token="actor") if request.param == "sync actor" else Gate(2)
+    admission = gate.enter("first")
     before = current_scope.set(Scope((admission.token,), None, admission))
     yield admission
     current_scope.reset(before)
 
 
-def test_what_comes_back_runs_on_the_thread_that_waits_in_order(admission: Admission) -> None:
+def come_back(admission: Admission, method: Method) -> None:
+    """The method is called by a call of the admission's chain."""
+    method.path = (admission.token,)
+    admission.gate.request(method)
+
+
+def test_others_run_in_order_while_a_method_waits_and_it_goes_on_after_them(admission: Admission) -> None:
     log: list[str] = []
     waiting = Waiting()
     methods = [Method(log, str(number)) for number in range(3)]
-    methods[2].inside = lambda _: waiting.finish()
+    for method in methods:
+        come_back(admission, method)
+    assert log == []  # it runs
 
-    def come_back() -> None:
-        for method in methods:
-            assert admission.gate.post(admission, method)
-
-    join = on_thread(come_back)
-    assert wait_serving(waiting, PATIENCE_S)
-    join()
-    assert log == ["0 inside", "1 inside", "2 inside"]
-    assert {method.ran_on for method in methods} == {threading.get_ident()}
-    assert {method.admission for method in methods} == {admission}
-
-
-def test_what_came_back_early_runs_when_the_method_first_waits(admission: Admission) -> None:
-    log: list[str] = []
-    waiting = Waiting()
-    admission.gate.post(admission, Method(log, "early", lambda _: waiting.finish()))
-    assert log == []
-    assert wait_serving(waiting, PATIENCE_S)
-    assert log == ["early inside"]
-
-
-def test_a_wait_inside_a_wait(admission: Admission) -> None:
-    log: list[str] = []
-    outer, inner = Waiting(), Waiting()
-
-    def wait_again(_: Admission) -> None:
-        admission.gate.post(admission, Method(log, "second", lambda _: inner.finish()))
-        assert wait_serving(inner, PATIENCE_S)
-        log.append("first goes on")
-        outer.finish()
-
-    admission.gate.post(admission, Method(log, "first", wait_again))
-    assert wait_serving(outer, PATIENCE_S)
-    assert log == ["first inside", "second inside", "first goes on"]
-
-
-def _descend(admission: Admission, log: list[str], depth: int) -> Waiting:
-    """What comes back, and what comes back to that, so deep; ends from the innermost outwards."""
-    waiting = Waiting()
-
-    def inside(_: Admission) -> None:
-        if depth > 1:
-            inner = _descend(admission, log, depth - 1)
-            assert wait_serving(inner, PATIENCE_S)
+    def others() -> None:
+        assert waiting.watched.wait(PATIENCE_S)
+        assert log == ["0"] and methods[0].spawned
         waiting.finish()
+        for method in methods:
+            log.append(f"end of {method.label}")
+            method.leave()
 
-    admission.gate.post(admission, Method(log, str(depth), inside))
-    return waiting
+    join = on_thread(others)
+    assert wait_serving(waiting, PATIENCE_S)
+    assert log == ["0", "end of 0", "1", "end of 1", "2", "end of 2"]
+    assert admission.held and admission.owner == threading.get_ident()
+    join()
 
 
-def test_what_comes_back_a_thousand_times_finds_stack_to_run_on(admission: Admission) -> None:
+def test_a_method_that_waits_in_turn_lets_the_one_before_go_on(admission: Admission) -> None:
+    """Unlike on one stack: the first needs not wait for what the second waits for."""
     log: list[str] = []
-    assert wait_serving(_descend(admission, log, 1000), PATIENCE_S)
-    assert log == [f"{depth} inside" for depth in range(1000, 0, -1)]
-    assert (admission.owner, admission.nested) == (threading.get_ident(), 0)
-    assert wait_serving(_descend(admission, log, 1), PATIENCE_S), "and the admission is this thread's again"
+    first, second, inner = Waiting(), Waiting(), Method(log, "inner")
+
+    def run_inner() -> None:
+        assert first.watched.wait(PATIENCE_S)
+        come_back(admission, inner)
+        assert inner.admission is not None
+        inner.admission.owner = threading.get_ident()
+        current_scope.set(Scope(inner.path, None, inner.admission))
+        first.finish()
+        assert wait_serving(second, PATIENCE_S)
+        log.append("inner goes on")
+        inner.leave()
+
+    join = on_thread(run_inner)
+    assert wait_serving(first, PATIENCE_S)
+    log.append("outer goes on")
+    second.finish()
+    with allow_calls():
+        join()
+    assert log == ["inner", "outer goes on", "inner goes on"]
+
+
+def test_a_strange_call_may_run_while_a_sync_actors_method_waits_and_in_no_ones_place_elsewhere() -> None:
+    log: list[str] = []
+    for gate, expected in ((Gate(1, lends=True, token="actor"), ["stranger"]), (Gate(1), [])):
+        admission = gate.enter()
+        stranger = Method(log, "stranger")
+        assert gate.request(stranger) is None
+        admission.lend()
+        assert log == expected
+        if stranger.admission:
+            stranger.leave()
+        admission.regain()
+        log.clear()
 
 
 def test_what_comes_back_without_an_end_is_refused(admission: Admission, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "MOST_NESTED", 20)
     log: list[str] = []
-    refused: list[str] = []
+    running = admission
+    for _ in range(20):
+        running.lend()
+        again = Method(log, "again")
+        come_back(admission, again)
+        assert again.admission is not None
+        running = again.admission
+    running.lend()
+    with pytest.raises(RayTorchRpcError, match=r"again was not called.*come back to that actor 20 times"):
+        come_back(admission, Method(log, "again"))
+    assert len(log) == 20
 
-    def again(_: Admission) -> None:
-        waiting = Waiting()
-        try:
-            admission.gate.post(admission, Method(log, "again", lambda _: (again(admission), waiting.finish())[1]))
-        except RayTorchRpcError as error:
-            refused.append(str(error))
-        else:
-            assert wait_serving(waiting, PATIENCE_S)
 
-    again(admission)
-    assert len(log) == 20 and admission.nested == 0
-    assert [text[: text.index(":")] for text in refused] == ["again was not called"]
-    assert "come back to that actor 20 times" in refused[0]
+def test_only_so_many_methods_of_a_sync_actor_wait_and_chains_still_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "MOST_LENT", 3)
+    log: list[str] = []
+    gate = Gate(1, lends=True, token="actor")
+    waiting: list[Admission] = []
+    for number in range(3):
+        waiting.append(gate.enter(str(number)))
+        waiting[-1].lend()
+    late, back = Method(log, "late"), Method(log, "back", ("actor",))
+    assert gate.request(late) is None and gate.request(back) is not None
+    assert log == ["back"]
+    back.leave()
+    waiting[0].regain()
+    assert log == ["back"]
+    waiting[0].leave()
+    assert log == ["back", "late"] and late.spawned
 
 
 def test_a_wait_that_runs_out_says_so_and_can_be_repeated(admission: Admission) -> None:
     waiting = Waiting()
     assert not wait_serving(waiting, 0.01)
+    assert admission.held
     waiting.finish()
     assert wait_serving(waiting, 0.0)
 
 
-def test_a_seat_that_is_given_up_hands_what_nobody_ran_to_the_line(admission: Admission) -> None:
+def test_an_admission_that_is_given_up_leaves_what_came_back_to_the_line(admission: Admission) -> None:
     log: list[str] = []
     gate = admission.gate
+    stranger = Method(log, "stranger")
+    if not gate.lends:
+        assert gate.request(stranger) is not None  # the other admission of the threaded actor
+        log.clear()
     left = [Method(log, "left 1"), Method(log, "left 2")]
     for method in left:
-        assert gate.post(admission, method)
-    gate.leave(admission)
-    assert log == ["left 1"]  # one at a time, with an admission of its own
+        come_back(admission, method)
+    admission.leave()
+    assert log == ["left 1"]  # with an admission of its own
     left[0].leave()
     assert log == ["left 1", "left 2"]
-    assert not gate.post(admission, Method(log, "too late"))
     left[1].leave()
     assert gate.enter_now() is not None
 
 
-def test_another_thread_in_a_copy_of_the_context_does_not_take_the_seat_for_its_own(admission: Admission) -> None:
-    import contextvars
+def test_a_method_that_outlives_the_one_whose_chain_it_came_with_goes_on() -> None:
+    gate, log = Gate(1), list[str]()
+    outer = gate.enter()
+    outer.lend()
+    inner = Method(log, "inner")
+    come_back(outer, inner)
+    assert inner.admission is not None
+    inner.admission.lend()
+    outer.regain()
+    join = on_thread(inner.admission.regain)
+    outer.leave()
+    join()
+    inner.leave()
+    assert gate.enter_now() is not None
 
-    log: list[str] = []
+
+def test_another_thread_in_a_copy_of_the_context_does_not_lend_the_admission(admission: Admission) -> None:
     waiting = Waiting()
-    context = contextvars.copy_context()
-    join = on_thread(lambda: context.run(wait_serving, waiting, PATIENCE_S))
+    join = on_thread(partial(contextvars.copy_context().run, wait_serving, waiting, PATIENCE_S))
     assert waiting.watched.wait(PATIENCE_S)
-    admission.gate.post(admission, Method(log, "mine"))
+    log: list[str] = []
+    come_back(admission, Method(log, "mine"))
     waiting.finish()
     assert join()
-    assert log == []  # only the thread of the method may run it
+    assert log == []  # only the thread of the method may let it in
+
+
+def test_an_operation_may_keep_its_admission_while_it_waits(admission: Admission) -> None:
+    log: list[str] = []
+    waiting = Waiting()
+    method = Method(log, "other")
+    come_back(admission, method)
+    waiting.finish()
+    with keep_admission() as lending:
+        assert wait_serving(waiting, PATIENCE_S)
+        assert log == []
+        release = on_thread(lambda: _leave_when_admitted(method))
+        assert lending(wait_serving)(waiting, PATIENCE_S)
+        release()
+    assert log == ["other"] and admission.held
+
+
+def _leave_when_admitted(method: Method) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while method.admission is None and time.monotonic() < until:
+        time.sleep(0)
+    method.leave()
+
+
+def test_a_call_that_one_method_keeps_waiting_is_logged_once_with_both_names(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execution, "SLOW_S", 0.0)
+    gate = Gate(1, lends=True, token="actor")
+    gate.enter("Learner.train")
+    gate.request(Method([], "learner.push"))
+    for _ in range(3):
+        gate.review()
+    (line,) = caplog.messages
+    assert "learner.push waits for Learner.train" in line
+    assert "allow_calls()" in line and "concurrent=True" in line
+
+
+def test_a_call_whose_deadline_is_near_is_refused_with_the_name_of_the_method_that_runs() -> None:
+    gate = Gate(1, lends=True, token="actor")
+    running = gate.enter("Learner.train")
+    late, patient = Method([], "late", deadline=time.monotonic() + 0.001), Method([], "patient")
+    gate.request(late)
+    gate.request(patient)
+    assert time.monotonic() < gate.review() < time.monotonic() + 10  # again, because the other waits
+    assert isinstance(late.refusal, RpcTimeout) and "Learner.train" in str(late.refusal)
+    assert "did not run" in str(late.refusal) and patient.refusal is None
+    running.leave()
+    assert patient.admission is not None and late.admission is None
 
 
 # --- scopes --------------------------------------------------------------------------------------------------

@@ -1,0 +1,259 @@
+"""A sync actor is a monitor: one of its methods runs at any instant, and others run only while it waits for us."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import raytorchrpc as rtr
+from tests.ray.actors import Latch
+from tests.ray.conftest import Spawn
+from tests.ray.monitored import GroupedLearner, Learner
+
+MakeLatch = Callable[[], Latch]
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> None:
+    """Here one group serves the whole module."""
+
+
+@pytest.fixture(scope="module")
+def members(spawn_for_module: Spawn) -> Iterator[dict[str, Any]]:
+    handles = {name: spawn_for_module(Learner) for name in ("learner", "one", "two")}
+    with rtr.init_group(handles, config=rtr.GroupConfig(rpc_timeout_s=30)):
+        yield handles
+
+
+def inside(handle: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Begin it in the actor's process, as a method that is not decorated."""
+    return handle.run.remote(function, *args)
+
+
+def get(ref: Any) -> Any:
+    return ray.get(ref, timeout=60)
+
+
+def call(method: str, times: int, *args: Any) -> None:
+    for _ in range(times):
+        getattr(rtr.rpc_sync("learner"), method)(*args)
+
+
+def read_stream(times: int) -> None:
+    assert len(list(rtr.rpc_sync("learner").stream(times))) == times
+
+
+def test_no_update_is_lost(members: dict[str, Any]) -> None:
+    learner, one, two = members.values()
+    before = get(learner.total.remote())
+    generated = learner.generate.options(num_returns="streaming").remote(20)
+    refs = [
+        learner.plain.remote(40),
+        inside(one, call, "add", 20),
+        inside(two, call, "inherited", 20),
+        inside(one, call, "add_twice", 5),
+        inside(two, call, "pass_on", 5, "one", 3),  # comes back once
+        inside(two, read_stream, 20),
+        *[learner.add.remote() for _ in range(10)],
+        *[learner.inherited.remote() for _ in range(5)],
+        *[learner.overridden.remote() for _ in range(5)],
+        learner.__ray_call__.remote(lambda self: self.plain(10)),
+    ]
+    get(refs)
+    assert len(list(generated)) == 20
+    assert get(learner.total.remote()) - before == 40 + 20 + 20 + 10 + 5 * 4 + 20 + 10 + 5 + 5 + 10 + 20
+
+
+def test_a_loop_over_a_queue_serves_calls_between_its_steps(members: dict[str, Any]) -> None:
+    learner, one, two = members.values()
+    before = get(learner.total.remote())
+    queue: rtr.Queue[int] = rtr.Queue("steps", home="two", maxsize=1000)
+    get(inside(two, queue.put_many, list(range(50))))
+    working = learner.work_on.remote(queue, 60)
+    get(inside(one, call, "add", 30))  # before the queue has what the loop still waits for
+    assert ray.wait([working], timeout=0)[0] == []
+    get(inside(two, queue.put_many, list(range(10))))
+    get(working)
+    assert get(learner.total.remote()) - before == 90
+
+
+#: Operations that block until the latch opens or, without "latch" in them, until ``END`` runs in another member.
+WAITS: dict[str, Callable[[Latch], Any]] = {
+    "rpc_sync": lambda latch: rtr.rpc_sync("two").hold(latch),
+    "Future.wait": lambda latch: rtr.rpc_async("two").hold(latch).wait(),
+    "Future.result": lambda latch: rtr.rpc_async("two").hold(latch).result(timeout=20),
+    "wait": lambda latch: rtr.wait([rtr.rpc_async("two").hold(latch)]),
+    "gather": lambda latch: rtr.gather(rtr.rpc_async("two").hold(latch), rtr.rpc_async("two").double(1)),
+    "next": lambda latch: next(rtr.rpc_sync("two").hold_and_yield(latch)),
+    "allow_calls": lambda latch: _wait_in_something_else(latch),
+    "Queue.get": lambda _: rtr.Queue("empty", home="two").get(),
+    "Queue.items": lambda _: next(iter(rtr.Queue("also empty", home="two").items())),
+    "Queue.put": lambda _: rtr.Queue("full", home="two", maxsize=1).put(1),
+    "Subscription.get": lambda _: next(iter(rtr.Topic("news", home="two").subscribe())),
+    "WeightStore.wait": lambda _: rtr.WeightStore("waited for", home="one").wait(1),
+    "WeightStore.pull": lambda _: rtr.WeightStore("pulled", home="one").pull({"w": torch.zeros(2)}),
+    "prefetch": lambda _: rtr.WeightStore("fetched", home="one").prefetch({"w": torch.zeros(2)}).swap(in_place=True),
+}
+END: dict[str, Callable[[], Any]] = {
+    "Queue.get": lambda: rtr.Queue("empty", home="two").put(1),
+    "Queue.items": lambda: rtr.Queue("also empty", home="two").put(1),
+    "Queue.put": lambda: rtr.Queue("full", home="two", maxsize=1).get(),
+    "Subscription.get": lambda: rtr.Topic("news", home="two").publish(1),
+    "WeightStore.wait": lambda: rtr.WeightStore("waited for", home="one").publish({"w": torch.ones(2)}),
+    "WeightStore.pull": lambda: rtr.WeightStore("pulled", home="one").publish({"w": torch.ones(2)}),
+    "prefetch": lambda: rtr.WeightStore("fetched", home="one").publish({"w": torch.ones(2)}),
+}
+
+
+def _wait_in_something_else(latch: Latch) -> None:
+    with rtr.allow_calls():
+        latch.pass_through()
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_others_run_while_a_method_waits_in_an_operation_of_the_package(
+    members: dict[str, Any], latch: MakeLatch, what: str
+) -> None:
+    learner, one, _ = members.values()
+    gate = latch()
+    if what == "Queue.put":
+        get(inside(one, lambda: rtr.Queue("full", home="two", maxsize=1).put(0)))
+    waiting = learner.waits.remote(WAITS[what], gate)
+    get(inside(one, lambda: rtr.rpc_sync("learner").await_beginning()))
+    get(inside(one, call, "add", 3))  # would not come back before the wait is over
+    if what in END:
+        get(inside(one, END[what]))
+    else:
+        gate.release(gate.await_arrival())
+    assert get(waiting) == 3
+
+
+def test_what_waits_in_something_else_keeps_others_out(members: dict[str, Any], latch: MakeLatch) -> None:
+    learner, one, two = members.values()
+    gate = latch()
+    staying = learner.stays.remote(gate)
+    held = gate.await_arrival()
+    adding = inside(one, call, "add", 1)
+    assert get(inside(two, lambda: rtr.rpc_sync("learner").await_beginning())) is None  # but what is concurrent runs
+    assert ray.wait([adding], timeout=0.2)[0] == []
+    gate.release(held)
+    get([staying, adding])
+
+
+def test_a_call_that_waits_long_names_what_it_waits_for(members: dict[str, Any], latch: MakeLatch) -> None:
+    learner, one, two = members.values()
+    gate = latch()
+
+    def call_in_vain() -> tuple[str, float]:
+        began = time.monotonic()
+        error = rtr.rpc_async("learner", timeout=3).add().exception()
+        assert isinstance(error, rtr.RpcTimeout)
+        return str(error), time.monotonic() - began
+
+    before = get(learner.total.remote())
+    get(inside(learner, watch_log))
+    staying = learner.stays.remote(gate)
+    held = gate.await_arrival()
+    others = inside(two, call, "add", 1)
+    text, seconds = get(inside(one, call_in_vain))
+    assert "learner.add" in text and "Learner.stays" in text and "did not run" in text
+    assert seconds > 2.5
+    gate.release(held)
+    get([staying, others])
+    assert get(learner.total.remote()) == before + 1  # what was refused did not run later
+    lines = get(inside(learner, taken_log))
+    assert len(lines) == 1, lines
+    assert "learner.add waits for Learner.stays" in lines[0]
+    assert "allow_calls" in lines[0] and "concurrent=True" in lines[0]
+
+
+def watch_log() -> None:
+    import logging
+
+    class Keep(logging.Handler):
+        lines: list[str] = []  # noqa: RUF012
+
+        def emit(self, record: logging.LogRecord) -> None:
+            self.lines.append(record.getMessage())
+
+    logging.getLogger("raytorchrpc").addHandler(Keep())
+
+
+def taken_log() -> list[str]:
+    import logging
+
+    keep: Any = logging.getLogger("raytorchrpc").handlers.pop()
+    return list(keep.lines)
+
+
+def test_methods_that_call_each_other_at_once_all_end(members: dict[str, Any]) -> None:
+    """Each waits for the other's actor: with admissions that are kept, all would wait until their deadlines."""
+    names = list(members)
+    began = time.monotonic()
+    refs = [
+        inside(handle, lambda: rtr.gather(*[rtr.rpc_async(a).pass_on(b, 3) for a in names for b in names if a != b]))
+        for handle in members.values()
+        for _ in range(3)
+    ]
+    get(refs)
+    assert time.monotonic() - began < 20
+
+
+def test_a_restarted_actor_is_a_monitor_before_it_is_a_member(spawn: Spawn, latch: MakeLatch) -> None:
+    """Ray runs its method again at once; the actor joins, and calls come, while it runs."""
+    gate = latch()
+    actor, caller = spawn(Learner, max_restarts=1, max_task_retries=1), spawn(Learner)
+    with rtr.init_group({"learner": actor, "caller": caller}, name="restarted"):
+        staying = actor.stays.remote(gate)
+        held = gate.await_arrival()
+        get(inside(caller, lambda: rtr.rpc_sync("learner").await_beginning()))
+        ray.kill(actor, no_restart=False)
+        get(inside(caller, lambda: rtr.rpc_sync("learner", retry=5).await_beginning()))  # of the new process
+        adding = inside(caller, lambda: rtr.rpc_sync("learner").add())
+        assert ray.wait([adding], timeout=0.3)[0] == []
+        gate.release(held)
+        get(staying)
+        assert get(adding) == 1
+
+
+def test_concurrency_groups_of_a_sync_actor_run_beside_its_methods(spawn: Spawn, latch: MakeLatch) -> None:
+    gate = latch()
+    grouped = spawn(ray.remote(concurrency_groups={"io": 1})(GroupedLearner))
+    caller = spawn(Learner)
+    with rtr.init_group({"learner": grouped, "caller": caller}, name="grouped"):
+        staying = grouped.stays.remote(gate)
+        held = gate.await_arrival()
+        adding = inside(caller, call, "add", 1)
+        assert get(grouped.beside.remote()) == "beside"
+        assert ray.wait([adding], timeout=0.2)[0] == []
+        gate.release(held)
+        get([staying, adding])
+
+
+def test_an_actor_in_no_group_is_left_alone(spawn: Spawn) -> None:
+    def takes_turns(instance: Any) -> bool:
+        from raytorchrpc.calls import exposed
+
+        return exposed._takes_turns
+
+    actor = spawn(Learner)
+    get(actor.plain.remote(1))
+    until = time.monotonic() + 20
+    while get(actor.__ray_call__.remote(takes_turns)):  # a fresh process looks whether a group waits for it
+        assert time.monotonic() < until
+
+
+def test_what_is_no_method_cannot_be_decorated() -> None:
+    with pytest.raises(rtr.ConfigurationError, match="__init__"):
+
+        class Decorated:
+            @rtr.method
+            def __init__(self) -> None: ...
+
+    with pytest.raises(rtr.ConfigurationError, match="property"):
+        rtr.method(property(lambda self: 1))
