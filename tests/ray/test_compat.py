@@ -65,6 +65,7 @@ def test_what_ray_runs_for_a_method_can_be_wrapped(spawn: Spawn) -> None:
                 executor(instance, *args) * 2 if name == "double" else executor(instance, *args)
             )
 
+        ray_internals._wrapped_manager = None  # an actor's process wraps them when it imports the package
         ray_internals.wrap_actor_methods(twice)
 
     actor = spawn(Plain)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -257,3 +261,78 @@ def test_what_is_no_method_cannot_be_decorated() -> None:
 
     with pytest.raises(rtr.ConfigurationError, match="property"):
         rtr.method(property(lambda self: 1))
+
+
+DIRECT = ["add", "inherited", "add_twice", "pass_on", "stream", "waits_for_a_queue"]
+
+
+def call_at_random(me: str, seed: int, calls: int) -> dict[str, int]:
+    """Direct calls of every kind, from four threads; what came of them."""
+    ends: Counter[str] = Counter()
+
+    def work(thread: int) -> None:
+        rng = random.Random(seed * 10 + thread)
+        for _ in range(calls // 4):
+            method = rng.choice(DIRECT)
+            try:
+                learner = rtr.rpc_sync("learner", timeout=60)
+                if method == "stream":
+                    list(learner.stream(2))
+                elif method == "pass_on":
+                    learner.pass_on(me, rng.randrange(3))
+                elif method == "waits_for_a_queue":
+                    learner.wait_for_an_item(me)
+                else:
+                    getattr(learner, method)()
+                ends["answered"] += 1
+            except rtr.PeerLost:
+                ends["lost"] += 1
+                rtr.rpc_async("learner", timeout=60, retry=20).await_nothing().exception()  # until it is back
+            except Exception as error:
+                ends[f"{method}: {error!r}"] += 1
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    with rtr.allow_calls():
+        for thread in threads:
+            thread.join()
+    return dict(ends)
+
+
+@pytest.mark.parametrize(("calls", "kills"), [(400, 1), pytest.param(10_000, 12, marks=pytest.mark.slow)])
+def test_no_two_methods_run_at_once_under_kills(spawn: Spawn, calls: int, kills: int) -> None:
+    learner = spawn(Learner, max_restarts=-1)
+    callers = {name: spawn(Learner) for name in ("one", "two")}
+    rng = random.Random(calls)
+    with rtr.init_group({"learner": learner, **callers}, name="kills"):
+        direct = [inside(handle, call_at_random, name, calls, calls // 3) for name, handle in callers.items()]
+        through_ray, ends = 0, Counter[str]()
+        while ray.wait(direct, num_returns=2, timeout=0)[1] or through_ray < calls // 3:
+            refs = [
+                rng.choice(
+                    [
+                        lambda: learner.plain.remote(2),
+                        lambda: learner.overridden.remote(),
+                        lambda: learner.add_twice.remote(),
+                        lambda: learner.__ray_call__.remote(lambda self: self.plain(1)),
+                        lambda: learner.wait_for_an_item.remote("one"),
+                    ]
+                )()
+                for _ in range(20)
+            ]
+            if sum(ends.values()) < kills and through_ray > (1 + sum(ends.values())) * calls // 3 // (kills + 1):
+                ray.kill(learner, no_restart=False)
+                ends["kills"] += 1
+            through_ray += len(refs)
+            for ref in refs:
+                with suppress(ray.exceptions.RayActorError, rtr.PeerLost):
+                    get(ref)
+        outcomes = Counter[str]()
+        for ref in direct:
+            outcomes.update(ray.get(ref, timeout=200))
+        assert outcomes.keys() <= {"answered", "lost"}, outcomes
+        assert outcomes["answered"] > calls // 3
+        assert ends["kills"] == kills
+        count, updates = get(learner.check.remote())
+        assert count == updates  # since its last start
