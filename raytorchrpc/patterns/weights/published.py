@@ -74,7 +74,7 @@ class Readable:
     def __init__(self, local: LocalMember) -> None:
         self._local = local
         moves = [lane.move for lane in local.tensor_lanes.values() if lane.capabilities.parallel_move]
-        self.pool = SnapshotPool(self._allocate_shared, local.deadlines, self._fence, *moves[:1])
+        self.pool = SnapshotPool(self._allocate_shared, local.deadlines, local.cleanup.leave, self._fence, *moves[:1])
 
     def _allocate_shared(self, size: int) -> torch.Tensor | None:
         """Allocate memory that peers on this host read in place, if a lane offers any."""
