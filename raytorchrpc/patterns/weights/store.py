@@ -50,8 +50,8 @@ class WeightStore(Handle):
     pull.
 
     A pull never brings tensors of two versions: a version that is being read does not change, and the next version goes
-    to memory that no reader uses. The store has memory for two versions, and for as many more as are being read or
-    kept.
+    to memory that no reader uses. Each publisher has memory for two versions, and for as many more as are being read,
+    kept, or not yet published by the others. What it has not used for two seconds is freed; ``stats`` shows it.
 
     Members that pull the same feed one another: one member of each other host pulls into memory that it keeps for its
     host, and these, like readers on several GPUs of the home's host, stand in a line. The home sends each
