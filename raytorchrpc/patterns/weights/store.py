@@ -12,6 +12,7 @@ from raytorchrpc.calls.current import process_member
 from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
+from raytorchrpc.calls.services import builtin_services
 from raytorchrpc.calls.weight_counters import StoreKey, WeightStats
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import Handle, Steps, begin, checked_count, run
@@ -270,24 +271,25 @@ class WeightStore(Handle):
 
         Returns False if the pull cannot succeed until the deadline. Raises PeerLost if a publisher is lost for good.
         """
-        known, lost = self._instance_id, error.peer if isinstance(error, PeerLost) else self._home
-        for member, service, args in (
-            (lost, FIND, (self.kind, self._name)),  # any request: it is sent again when the member is back
-            (self._home, OPEN, (self.kind, self._name, self._settings)),
-        ):
-            left = until - time.monotonic()
-            if left <= 0:
-                return False
-            if local.peers.route(member).member.rank != local.me.rank:
-                with suppress(RpcTimeout):
-                    call = local.outgoing.call(member, service, args, {}, CallOptions(left, retry=_OFTEN))
-                    answer: Any = Future(call).wait()
-                    if service == OPEN:
-                        self._instance_id = answer
-        if isinstance(error, NotFound) and self._instance_id == known and version is not None:
-            with suppress(PeerLost, NotFound):  # lost once more
-                return self.version() < version <= self.wait(version, max(0.0, until - time.monotonic()))
+        known, lost = self._instance_id, self._home
+        if isinstance(error, PeerLost) and error.peer in self.publishers:
+            lost = error.peer
+        with suppress(RpcTimeout):
+            self._outlast(local, lost, FIND, (self.kind, self._name), until)  # any request would do
+            opened = self._outlast(local, self._home, OPEN, (self.kind, self._name, self._settings), until)
+            self._instance_id = opened
+            if isinstance(error, NotFound) and opened == known and version is not None:
+                with suppress(PeerLost, NotFound):  # lost once more
+                    return self.version() < version <= self.wait(version, max(0.0, until - time.monotonic()))
         return until > time.monotonic()
+
+    @staticmethod
+    def _outlast(local: LocalMember, member: str, service: str, args: tuple[Any, ...], until: float) -> Any:
+        """Send a request that waits for the member to come back. Raises RpcTimeout at ``until``."""
+        if member == local.me.name:
+            return builtin_services[service].function(local, local.me.rank, *args)
+        options = CallOptions(max(0.001, until - time.monotonic()), retry=_OFTEN)
+        return Future(local.outgoing.call(member, service, args, {}, options)).wait()
 
     def _pull(
         self,
