@@ -26,11 +26,11 @@ class WeightStats:
     ``served`` has the same by version, of the newest ones. ``published`` is the version published last, and
     ``published_bytes`` the size of what this member has of it.
 
-    ``versions`` are those whose tensors this member has, for itself and for others. ``held`` is the memory that it has
-    for them, converted copies and what is ready for the next version included. ``mapped`` is memory of other members
-    on this host that it has mapped to read weights, of all stores; it counts in their ``held``, too. ``readers`` has
-    ``bytes_out`` by the member that has brought them, and ``sources`` has ``bytes_in`` by the member that they are
-    from, whichever lane carried them.
+    ``versions`` are those whose tensors this member has for others. ``held`` is the memory that it has for them,
+    converted copies and room for the next version included. ``mapped`` is memory of other members on this host that it
+    has mapped to read weights, of all their stores; it counts in their ``held``, too. ``readers`` has ``bytes_out`` by
+    the member that has brought them. ``sources`` has what pulls that have ended brought from other members, by member.
+    Both count every lane.
     """
 
     member: str
