@@ -248,6 +248,7 @@ class WeightStore(Handle):
             through_restarts: until ``timeout``, wait for publishers that are lost and restarted by Ray, and for the
                 versions that they publish then, instead of raising PeerLost, NotFound or Empty. If the home was
                 restarted, this handle refers to its new store from then on, whose versions count from 1 again.
+                While it waits, the model may have tensors of two versions.
             carry: moves the tensors instead of the lanes, while the home calls ``broadcast``. ``since`` has no effect.
 
         Raises:
