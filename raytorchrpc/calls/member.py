@@ -60,7 +60,7 @@ class LocalMember:
         self.at_end: list[Callable[[], None]] = []
         """Called when this process leaves the group; short, must not raise."""
         self.codec = Codec(ray_internals.cloudpickler())
-        self.counters, self.weights = CallCounters(), WeightCounters()
+        self.counters, self.weights = CallCounters(), WeightCounters(self._mapped)
         self.services = Services()
         guests = Guests(lambda rank: self.services.lose(rank, ended=True), self.deadlines)
         self.peers = PeerTable(group, self.services, guests)
@@ -82,6 +82,9 @@ class LocalMember:
         callee = Callee(me.name, instance, self, self.codec, self.payloads, self.replies, self.workers, self.deadlines)
         self.incoming = IncomingCalls(token, methods, callee, self.peers)
         self.services.open("stream", "", lambda: callee.streams)
+
+    def _mapped(self, peer: str) -> int:
+        return sum(lane.mapped(peer) for lane in tuple(self.tensor_lanes.values()))
 
     @property
     def tracer(self) -> Tracer | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 #: Identifies a store in a member's counters: its name, and the name of its home.
 StoreKey = tuple[str, str]
@@ -15,13 +18,19 @@ _VERSIONS = 4
 
 @dataclass(frozen=True)
 class WeightStats:
-    """The weights of one store in one member, which pulls, publishes or relays them.
+    """The weights of one store in one member, which pulls, publishes or relays them. All sizes are bytes.
 
     ``pulled`` is the version pulled last, ``arriving`` that of a pull under way (0: none). ``brought`` and ``missing``
     are the bytes that this member has of the one that arrives, else of the one pulled last, and those that are still to
     come. ``bytes_in`` and ``bytes_out`` are totals of what it has brought, and of what others have brought from it;
     ``served`` has the same by version, of the newest ones. ``published`` is the version published last, and
     ``published_bytes`` the size of what this member has of it.
+
+    ``versions`` are those whose tensors this member has for others. ``held`` is the memory that it has for them,
+    converted copies and room for the next version included. ``mapped`` is memory of other members on this host that it
+    has mapped to read weights, of all their stores; it counts in their ``held``, too. ``readers`` has ``bytes_out`` by
+    the member that has brought them. ``sources`` has what pulls that have ended brought from other members, by member.
+    Both count every lane.
     """
 
     member: str
@@ -38,6 +47,11 @@ class WeightStats:
     published: int = 0
     published_bytes: int = 0
     served: tuple[tuple[int, int], ...] = ()
+    versions: tuple[int, ...] = ()
+    held: int = 0
+    mapped: int = 0
+    readers: tuple[tuple[str, int], ...] = ()
+    sources: tuple[tuple[str, int], ...] = ()
 
     @property
     def served_of_newest(self) -> int:
@@ -55,6 +69,8 @@ class PullCounter:
         """Bytes, of this version."""
         self.in_vain = 0
         """Bytes brought before the pull began again."""
+        self.sources: dict[str, int] = {}
+        """Bytes by the member that they came from."""
 
     def begin_again(self) -> None:
         """Bring everything from the beginning, maybe of another version."""
@@ -66,16 +82,39 @@ class PullCounter:
         self.version = version
         self.expected += size
 
-    def add(self, size: int) -> None:
-        """So many bytes have been brought, or their copies queued on a GPU."""
+    def add(self, size: int, source: str | None = None) -> None:
+        """So many bytes have been brought, or their copies queued on a GPU.
+
+        ``source``: the member that they came from; None: this one.
+        """
         self.brought += size
+        if source is not None:
+            self.sources[source] = self.sources.get(source, 0) + size
+
+
+class Holder(Protocol):
+    """Has memory for versions of a store."""
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The versions whose tensors are here."""
+
+    @property
+    def held(self) -> int:
+        """Bytes of the memory for them, and of what is ready for the next."""
 
 
 class _Store:
-    __slots__ = ("arrived", "bytes_in", "bytes_out", "failures", "published", "pulled", "pulls", "served", "under_way")
+    __slots__ = (
+        *("arrived", "bytes_in", "bytes_out", "failures", "holders", "published", "pulled", "pulls", "readers"),
+        *("served", "sources", "under_way"),
+    )
 
     def __init__(self) -> None:
         self.under_way: list[PullCounter] = []
+        self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+        self.readers: dict[str, int] = {}
+        self.sources: dict[str, int] = {}
         self.pulled = self.arrived = 0  # the version pulled last, and its bytes
         self.pulls = self.failures = self.bytes_in = self.bytes_out = 0
         self.published = (0, 0)
@@ -85,7 +124,9 @@ class _Store:
 class WeightCounters:
     """One member's counters. Thread-safe; one short lock per event."""
 
-    def __init__(self) -> None:
+    def __init__(self, mapped: Callable[[str], int] = lambda peer: 0) -> None:
+        """``mapped(peer)``: bytes of that member's memory that are mapped here."""
+        self._mapped = mapped
         self._lock = threading.Lock()
         self._stores: dict[StoreKey, _Store] = {}
 
@@ -108,6 +149,8 @@ class WeightCounters:
             found = self._of(pull.store)
             found.under_way.remove(pull)
             found.bytes_in += pull.in_vain + pull.brought
+            for source, size in pull.sources.items():
+                found.sources[source] = found.sources.get(source, 0) + size
             if failed:
                 found.failures += 1
                 return
@@ -123,19 +166,44 @@ class WeightCounters:
                 found.served.clear()
             found.published = version, size
 
-    def served(self, store: StoreKey, version: int, size: int) -> None:
+    def served(self, store: StoreKey, version: int, size: int, reader: str) -> None:
         """Another member has brought so many bytes of a version from here."""
         with self._lock:
             found = self._of(store)
             found.bytes_out += size
+            found.readers[reader] = found.readers.get(reader, 0) + size
             found.served[version] = found.served.pop(version, 0) + size
             if len(found.served) > _VERSIONS:
                 found.served.popitem(last=False)
 
+    def watch(self, store: StoreKey, holder: Holder) -> None:
+        """Count the memory of ``holder`` as long as it exists."""
+        with self._lock:
+            self._of(store).holders.add(holder)
+
     def rows(self, member: str) -> list[WeightStats]:
         """A snapshot of the counters."""
         with self._lock:
-            return [_row(member, key, found) for key, found in self._stores.items()]
+            rows = [(_row(member, key, one), one) for key, one in self._stores.items()]
+            # Nothing has moved yet where one holds memory alone.
+            used = [(row, list(one.holders)) for row, one in rows if one.under_way or row != _blank(row)]
+        return [self._with_memory(row, holders) for row, holders in used]
+
+    def row(self, member: str, store: StoreKey) -> WeightStats:
+        """The counters of one store."""
+        with self._lock:
+            found = self._of(store)
+            row, holders = _row(member, store, found), list(found.holders)
+        return self._with_memory(row, holders)
+
+    def _with_memory(self, row: WeightStats, holders: list[Holder]) -> WeightStats:
+        versions = sorted({version for holder in holders for version in holder.kept})
+        held, mapped = sum(holder.held for holder in holders), sum(self._mapped(source) for source, _ in row.sources)
+        return replace(row, versions=tuple(versions), held=held, mapped=mapped)
+
+
+def _blank(row: WeightStats) -> WeightStats:
+    return WeightStats(row.member, row.store, row.home)
 
 
 def _row(member: str, key: StoreKey, found: _Store) -> WeightStats:
@@ -153,4 +221,6 @@ def _row(member: str, key: StoreKey, found: _Store) -> WeightStats:
         published=found.published[0],
         published_bytes=found.published[1],
         served=tuple(sorted(found.served.items())),
+        readers=tuple(sorted(found.readers.items())),
+        sources=tuple(sorted(found.sources.items())),
     )

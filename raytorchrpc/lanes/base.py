@@ -301,6 +301,10 @@ class TensorLane(PeerLane):
         """
         return None
 
+    def mapped(self, peer: str) -> int:
+        """Bytes of what a peer has lent that are mapped in this process."""
+        return 0
+
     def move(self, target: int, source: int, size: int) -> None:
         """Copy ``size`` bytes from one address of this process to another, with all of the lane's copy threads.
 

@@ -1,8 +1,47 @@
-"""The memory that this process may use."""
+"""The memory that this process may use, and what malloc keeps of it."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+from contextlib import suppress
+
+from raytorchrpc.process import threads
+
+#: What malloc keeps is looked at after so many bytes, and returned to the system if it is more (bytes).
+_KEPT = 256 << 20
+_LIBC = ctypes.CDLL(None)
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in (*(f"unused{number}" for number in range(8)), "free", "top")]
+
+
+class MallocTrimmer:
+    """Bounds the free memory that malloc keeps where a lane's library allocates and frees each message.
+
+    Before version 2.38, glibc finds no room for an aligned block, such as that of a tensor, where one of the same size
+    was freed. Each thread also keeps free memory of its own. In a loop of pulls of 50 MB, a process grew by 2 GB.
+    """
+
+    def __init__(self) -> None:
+        self._size, self._trims = 0, hasattr(_LIBC, "mallinfo2") and hasattr(_LIBC, "malloc_trim")
+        if self._trims:
+            _LIBC.mallinfo2.restype = _MallInfo
+
+    def count(self, size: int) -> None:
+        """Note that so many bytes are allocated for a message. Quick; a thread of its own trims."""
+        self._size += size  # another thread's count may be lost
+        if self._size >= _KEPT:
+            self._size = 0
+            if self._trims:
+                with suppress(threads.ThreadShortage):
+                    threads.start(self._trim, name="raytorchrpc-trim")
+
+    @staticmethod
+    def _trim() -> None:
+        if _LIBC.mallinfo2().free > _KEPT:
+            _LIBC.malloc_trim(0)
 
 
 def default_capacity() -> int:

@@ -19,6 +19,7 @@ from tests.conformance.peers import wait_until
 from tests.ray.actors import Latch
 from tests.ray.call_actors import LARGE, Store
 from tests.ray.conftest import Spawn
+from tests.unit.process.test_memory import freed_memory, needs_mallinfo, resident
 
 MIB = 1 << 20
 
@@ -265,6 +266,21 @@ def test_what_does_not_fit_goes_by_torchrpc(two: list[Any], form: Callable[..., 
     assert lanes["torchrpc"][0] >= 16_000_000
     assert lanes["shm"][0] >= 3_200_000
     assert all_given_back(two)
+
+
+@needs_mallinfo
+def test_messages_over_torchrpc_leave_no_memory_behind(two: list[Any], form: Callable[..., rtr.Group]) -> None:
+    form(two, shm_bytes=4 * MIB)
+
+    def exchange() -> bool:
+        large = torch.zeros(4 * MIB)
+        with freed_memory():
+            kept = resident()
+            for _ in range(10):
+                rtr.rpc_sync("q").echo(large)
+            return wait_until(lambda: kept - resident() > 200 * MIB, 20)
+
+    assert in_actor(two[0], exchange)
 
 
 @pytest.mark.parametrize("size", [1000, LARGE])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import re
 import signal
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -17,7 +19,7 @@ import torch
 
 import raytorchrpc as rtr
 from tests.conformance.peers import wait_until
-from tests.ray.actors import Peer
+from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.weight_helpers import no_group_is_left, pid_of  # noqa: F401
 
@@ -111,6 +113,48 @@ def test_a_version_is_there_once_all_have_published_it(actors: dict[str, Any], s
     assert ray.get(actors["t0"].run.remote(publish, store, 0, 2), timeout=60) == 2
     assert ray.get(waiting, timeout=60) == 2
     assert ray.get(actors["g0"].run.remote(pulled, store, 1, 0, 2), timeout=60) == (2, [])
+
+
+#: Bytes of each publisher's shard, and how many versions it publishes.
+PIECE, VERSIONS = 4 << 20, 60
+
+
+def publish_often(store: rtr.WeightStore, number: int) -> None:
+    rows = torch.zeros(PIECE // 4096, 1024)
+    for version in range(1, VERSIONS + 1):
+        store.publish({"w": rtr.Shard(rows.fill_(version), (2 * len(rows), 1024), (number * len(rows), 0))})
+
+
+def pull_often(store: rtr.WeightStore) -> None:
+    model, version = {"w": torch.zeros(2 * PIECE // 4096, 1024)}, 0
+    while version < VERSIONS:
+        version = store.pull(model, since=version)
+        assert bool((model["w"] == version).all())
+
+
+def lent_memory() -> float:
+    """Bytes of pieces that this process lends or has mapped; what several processes have is divided among them."""
+    with open("/proc/self/smaps") as file:
+        found = re.findall(r"memfd:raytorchrpc.*\nSize: +(\d+) kB(?:\n.*)*?\nPss: +(\d+) kB", file.read())
+    return float(sum(int(pss) for size, pss in found if int(size) == PIECE >> 10) << 10)
+
+
+def test_a_busy_store_has_memory_for_two_versions_when_it_rests(actors: dict[str, Any], store: rtr.WeightStore) -> None:
+    runs = [actors[name].run.remote(publish_often, store, at) for at, name in enumerate(PUBLISHERS)]
+    ray.get([*runs, *(actors[name].run.remote(pull_often, store) for name in ("g0", "g1"))], timeout=60)
+
+    def total() -> float:
+        return float(sum(ray.get([actor.run.remote(lent_memory) for actor in actors.values()], timeout=60)))
+
+    assert wait_until(lambda: total() <= 2 * 2 * PIECE, 20), f"{total() / PIECE} pieces"
+    found = dict(zip(actors, ray.get([actor.run.remote(store.stats) for actor in actors.values()]), strict=True))
+    for name in PUBLISHERS:
+        assert found[name].versions == (VERSIONS,) and found[name].held <= 2 * PIECE and not found[name].mapped
+    for reader in ("g0", "g1"):
+        its = found[reader]
+        assert dict(its.sources).keys() == set(PUBLISHERS) and not its.held and its.mapped >= 2 * PIECE
+        assert [dict(found[name].readers)[reader] for name in PUBLISHERS] == [size for _, size in its.sources]
+        assert sum(size for _, size in its.sources) == its.bytes_in
 
 
 def test_a_publisher_does_not_run_away(actors: dict[str, Any], store: rtr.WeightStore) -> None:
@@ -255,6 +299,46 @@ def lost_in_vain(name: str) -> str:
     return type(raised.value).__name__
 
 
+def kill(actor: Any) -> int:
+    pid: int = ray.get(actor.run.remote(os.getpid), timeout=60)
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def await_restart(actor: Any, pid: int, group: rtr.Group) -> None:
+    """``pid``: of the process that was killed."""
+    wait_until(lambda: pid_of(actor) not in (None, pid), 60)
+    group.wait_ready(60)
+
+
+def follow(store: rtr.WeightStore, latch: Latch) -> list[Any]:
+    """Pull again when a publisher is lost, and then twice with one handle."""
+    model = {name: shard(name, 1, 0, 2) for name in SHAPES}
+    assert store.pull(model) == 1
+    latch.pass_through()
+    with pytest.raises((rtr.PeerLost, rtr.NotFound)):
+        wait_until(lambda: not store.pull(model), 20)
+    versions = [store.pull(model, timeout=60, through_restarts=True), store.pull(model)]
+    assert all(_same(model[name], shard(name, 1, 0, 2, versions[-1])) for name in SHAPES)
+    return versions
+
+
+@pytest.mark.parametrize(("lost", "version"), [("t0", 5), ("t1", 2)])
+def test_a_follower_waits_through_the_restart_of_a_publisher(
+    actors: dict[str, Any], group: rtr.Group, store: rtr.WeightStore, lost: str, version: int, tmp_path: Path
+) -> None:
+    """With the first publisher its store ends, and a new one begins."""
+    publish_all(actors, store, 1)
+    latch = Latch.make(tmp_path / "latch")
+    following = actors["g0"].run.remote(follow, store, latch)
+    held = latch.await_arrival()
+    pid = kill(actors[lost])
+    latch.release(held)
+    await_restart(actors[lost], pid, group)
+    publish_all(actors, rtr.WeightStore(store.name, publishers=PUBLISHERS), version)
+    assert ray.get(following, timeout=60) == [version, version]
+
+
 def test_a_restarted_publisher_leaves_no_mixed_version(
     actors: dict[str, Any], group: rtr.Group, store: rtr.WeightStore
 ) -> None:
@@ -262,10 +346,7 @@ def test_a_restarted_publisher_leaves_no_mixed_version(
     publish_all(actors, store, 1)
     model = ray.get(actors["g1"].run.remote(remember, store), timeout=60)
     assert ray.get(actors["t0"].run.remote(publish, store, 0, 2), timeout=60) == 2
-    pid = ray.get(actors["t1"].run.remote(os.getpid))
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: pid_of(actors["t1"]) not in (None, pid), 60)
-    group.wait_ready(60)
+    await_restart(actors["t1"], kill(actors["t1"]), group)
     assert ray.get(actors["g1"].run.remote(lost_in_vain, model), timeout=60) == "NotFound"
     runs = [
         actors[name].run.remote(lambda s, at: s.publish({n: shard(n, 0, at, 2, 3) for n in SHAPES}), store, at)

@@ -16,6 +16,9 @@ from raytorchrpc.process.identity import has_ended
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.mmap.restype = ctypes.c_void_p
 LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+#: FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+_FREE_PAGES = 3
 
 
 class SharedAddress(NamedTuple):
@@ -54,10 +57,15 @@ class SharedBytes:
         self.address = SharedAddress(os.getpid(), fd, name, size)
         self.bytes = numpy.frombuffer(mapped, dtype=numpy.uint8)
 
-    def close(self) -> None:
-        """Prevent peers from mapping it from now on. Idempotent."""
+    def close(self, *, free: bool = False) -> None:
+        """Prevent peers from mapping it from now on. Idempotent.
+
+        ``free``: return its pages to the system, though peers still have it mapped; all its bytes become 0.
+        """
         fd, self.address = self.address.fd, self.address._replace(fd=-1)
         if fd >= 0:
+            if free and self.address.pid == os.getpid():  # in a forked child the memory is still the parent's
+                LIBC.fallocate(fd, _FREE_PAGES, 0, self.address.size)
             os.close(fd)
 
 
@@ -87,6 +95,13 @@ def open_shared(address: SharedAddress) -> int:
     if address.name not in os.readlink(path):
         raise Gone("shm", "another process has that pid now")
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+
+def is_open(address: SharedAddress) -> bool:
+    """Whether the process of an address lives and has not closed the memory."""
+    with contextlib.suppress(OSError):
+        return address.name in os.readlink(f"/proc/{address.pid}/fd/{address.fd}")
+    return False
 
 
 def _advise(mapped: mmap.mmap) -> None:

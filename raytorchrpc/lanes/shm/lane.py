@@ -144,6 +144,9 @@ class ShmLane(TensorLane):
         except LaneUnavailable:
             return None
 
+    def mapped(self, peer: str) -> int:
+        return self._borrower.mapped(peer)
+
     def _take(self, size: int, peer: str) -> Slot:
         if self._former_peers:
             self._reclaim_from_dead()

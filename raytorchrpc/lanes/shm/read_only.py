@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy
 import torch
 
-from raytorchrpc.lanes.common.shared_memory import SharedAddress, SharedBytes, map_shared
-
-#: Most pieces of peers' memory that stay mapped: those used last.
-_MAPPED = 16
+from raytorchrpc.lanes.common.shared_memory import SharedAddress, SharedBytes, is_open, map_shared
 
 #: A descriptor: (addresses of the pieces, for each tensor (piece, offset)).
 Places = tuple[tuple[tuple[int, int, str, int], ...], tuple[tuple[int, int], ...]]
@@ -40,7 +36,7 @@ class Lender:
 
     def _drop(self, begin: int) -> None:
         if (shared := self._pieces.pop(begin, None)) is not None:
-            shared.close()
+            shared.close(free=True)
 
     def places(self, tensors: Sequence[torch.Tensor]) -> Places | None:
         """Return where these tensors are, or None unless all of them lie in lent memory."""
@@ -70,23 +66,32 @@ class Lender:
 
 
 class Borrower:
-    """The memory that peers lend, mapped here. Thread-safe."""
+    """The memory that peers lend, mapped here for as long as they lend it. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._mapped: OrderedDict[tuple[str, str], numpy.ndarray] = OrderedDict()
+        self._mapped: dict[tuple[str, SharedAddress], numpy.ndarray] = {}
+        """By peer and address."""
 
     def bytes_at(self, peer: str, address: SharedAddress) -> numpy.ndarray:
         """Map a piece. Raises LaneUnavailable."""
-        key = peer, address.name
+        key = peer, address
         with self._lock:
             array = self._mapped.get(key)
             if array is None:
+                self._unmap_closed()  # a peer that lends a new piece may have dropped others
                 array = self._mapped[key] = map_shared(address)
-            self._mapped.move_to_end(key)
-            while len(self._mapped) > _MAPPED:
-                self._mapped.popitem(last=False)
             return array
+
+    def _unmap_closed(self) -> None:
+        for key in [key for key in self._mapped if not is_open(key[1])]:
+            del self._mapped[key]
+
+    def mapped(self, peer: str) -> int:
+        """Bytes of the memory that a peer lends and that is mapped here."""
+        with self._lock:
+            self._unmap_closed()
+            return sum(address.size for owner, address in self._mapped if owner == peer)
 
     def forget(self, peer: str | None = None) -> None:
         """Unmap the memory of that peer, or of all peers if None."""

@@ -23,6 +23,7 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, Remo
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Released, Serve, Spawn
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.torchrpc.agent import Fabric, FabricPeer, KnownPeer, process_fabric
+from raytorchrpc.process.memory import MallocTrimmer
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.cuda_streams import check_mapped, handoff_streams
 from raytorchrpc.tensors.dtypes import UNCOPIED, copied
@@ -37,6 +38,7 @@ _BROKEN = re.compile(
 #: Shortest time between two renewals of broken connections to one peer (seconds).
 _RENEW_EVERY_S = 0.5
 _serving: TorchRpcLane | None = None  # serves the requests that arrive in this process; None after close()
+_trimmer = MallocTrimmer()
 
 
 class TorchRpcLane(MessageLane):
@@ -213,12 +215,18 @@ class _TorchPending(Pending):
             header, *body = self._future.wait()
         except RuntimeError as error:
             raise self._failed(error) from error
-        return Message(header, Encoded(*body))
+        return Message(header, _counted(Encoded(*body)))
+
+
+def _counted(body: Encoded) -> Encoded:
+    if body.tensors:
+        _trimmer.count(sum(tensor.nbytes for tensor in body.tensors if tensor.is_cpu))
+    return body
 
 
 def _as_torch(message: Message) -> tuple[Any, ...]:
     """Return what torch sends of a message: its header, and the fields of its body."""
-    body = message.body
+    body = _counted(message.body)
     # torch sends a small part of a large storage as a clone, and aborts the process if it cannot clone the dtype.
     tensors = [copied(tensor) if tensor.dtype in UNCOPIED else tensor for tensor in body.tensors]
     return message.header, body.payload, tensors, list(body.rrefs), body.buffers
@@ -257,7 +265,7 @@ def _pass_on(
         raise RuntimeError("raytorchrpc: this process has left the group")
     future: torch.futures.Future[Any] = torch.futures.Future(devices=lane.devices)
     header, *body = request
-    encoded = Encoded(*body)
+    encoded = _counted(Encoded(*body))
     work = lane.serve(Message(header, encoded, handoff_streams(encoded.tensors)), partial(reply, future))
     if work is not None:
         lane.spawn(work)

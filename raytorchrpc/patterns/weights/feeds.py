@@ -12,6 +12,7 @@ import torch
 
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.weight_counters import StoreKey
 from raytorchrpc.errors import LaneUnavailable, NotFound
 from raytorchrpc.patterns.handle import give_up_at
 from raytorchrpc.patterns.home import register_methods
@@ -165,6 +166,11 @@ class Feeds(Readable):
         self._waiting: list[tuple[str, int, DeferredReply]] = []
         """For the feed of a version."""
 
+    @property
+    def kept(self) -> tuple[int, ...]:
+        with self._lock:
+            return tuple(feed.version for feed in self._feeds.values() if feed.is_lasting)
+
     def open(self, signature: str, feed: Feed) -> int:
         """Begin to feed others. Returns a lease for the caller, which writes the memory."""
         with self._lock:
@@ -290,14 +296,16 @@ class Feeds(Readable):
             reply.settle(None, error)
 
 
-def feeds_of(local: LocalMember, homes: Sequence[str], address: tuple[str, str, int | None]) -> Feeds:
+def feeds_of(local: LocalMember, store: StoreKey, homes: Sequence[str], address: tuple[str, str, int | None]) -> Feeds:
     """The feeds of this member for the weights at an address. ``homes``: the members without which nobody pulls them.
 
     To be called before the home hears of a pull that might feed others: they come at once.
     """
     name = f"{address[1]} {address[2]}"  # of this instance of the store
     ranks = [local.peers.route(home).member.rank for home in homes]
-    return local.services.open(KIND, name, lambda: Feeds(local, name, ranks))
+    feeds = local.services.open(KIND, name, lambda: Feeds(local, name, ranks))
+    local.weights.watch(store, feeds)
+    return feeds
 
 
 register_methods({LEASE: Feeds.serve_lease, PIECE: Feeds.serve_piece, CONFIRM: Feeds.serve_confirm})

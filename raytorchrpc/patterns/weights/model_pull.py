@@ -86,7 +86,13 @@ class ModelPull:
 
     @cached_property
     def _request(self) -> Request:
-        return Request.of(self._store, shards_of(self._values, self._store), self._options, self._publishers)
+        shards = shards_of(self._values, self._store)
+        request = Request.of(self._store, shards, self._options, self._publishers)
+        if isinstance(self._values, Mapping) and len(shards) < len(self._values):  # this process has nothing of some
+            absent = (str(name) for name in self._values if str(name) not in shards)
+            parts = (part for name in absent for part in self._options.mapping.get(name, (name,)))
+            request = request._replace(elsewhere=request.elsewhere.union(parts))
+        return request
 
     def bring(self, version: int | None, since: int | None) -> int:
         """Bring a version into the model; returns its number. See ``WeightStore.pull``."""

@@ -122,6 +122,11 @@ class ModelTensors:
 
     def _make_specs(self, shards: Mapping[str, Shard]) -> dict[str, BufferSpec]:
         places = [None if shard.is_whole else (shard.global_shape, shard.offset) for shard in shards.values()]
+        if absent := [name for name in self.local if name not in shards]:
+            raise ConfigurationError(
+                f"{absent[0]!r} of the weights for {self._store!r} is a number, and this process is not in its device "
+                f"mesh, which prefetch() does not support: pull() this model"
+            )
         rows = zip(self.local.items(), self._memory.slots(), places, strict=True)
         return {name: BufferSpec.of(tensor, slot, place) for (name, tensor), slot, place in rows}
 

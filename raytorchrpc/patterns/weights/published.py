@@ -74,7 +74,7 @@ class Readable:
     def __init__(self, local: LocalMember) -> None:
         self._local = local
         moves = [lane.move for lane in local.tensor_lanes.values() if lane.capabilities.parallel_move]
-        self.pool = SnapshotPool(self._allocate_shared, local.deadlines, self._fence, *moves[:1])
+        self.pool = SnapshotPool(self._allocate_shared, local.deadlines, local.cleanup.leave, self._fence, *moves[:1])
 
     def _allocate_shared(self, size: int) -> torch.Tensor | None:
         """Allocate memory that peers on this host read in place, if a lane offers any."""
@@ -107,10 +107,23 @@ class Readable:
     def close(self, error: Exception) -> None:
         """See ``Served``."""
 
-    def release(self, lease: int, store: StoreKey | None = None, version: int = 0, size: int = 0) -> None:
+    @property
+    def held(self) -> int:
+        """See ``Holder``."""
+        return self.pool.held
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """See ``Holder``."""
+        raise NotImplementedError
+
+    def release(self, caller: int, lease: int, store: StoreKey | None = None, version: int = 0, size: int = 0) -> None:
         """End a lease, under which its reader has brought ``size`` bytes of a version of ``store``."""
         if store is not None:
-            self._local.weights.served(store, version, size)
+            reader = f"rank {caller}"
+            with suppress(NotAMember):  # it has just left
+                reader = self._local.peers.route_back(caller).member.name
+            self._local.weights.served(store, version, size, reader)
         self.pool.release(lease)
 
     def serve_pieces(self, caller: int, lease: int, places: Places, device_type: str) -> list[torch.Tensor]:
@@ -196,6 +209,11 @@ class PublishedWeights(Readable, VersionWaits):
         for reply in due:
             reply.settle(version)
         return version
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        with self._lock:
+            return tuple(self._versions)
 
     def last(self) -> int:
         """The highest number that was published; 0 before the first."""
@@ -382,6 +400,6 @@ register_methods(
         PIECES: Readable.serve_pieces,
         EQUAL: lambda weights, _, lease, pairs: weights.pool.leased(lease).equal(pairs),
         DELTAS: lambda weights, _, lease, spans: weights.pool.leased(lease).read_deltas(spans),
-        RELEASE: lambda weights, _, lease, *brought: weights.release(lease, *brought),
+        RELEASE: Readable.release,
     }
 )

@@ -176,10 +176,20 @@ class PublishedShards(PublishedWeights):
 
 
 def _open(local: LocalMember, name: str, settings: Any) -> PublishedWeights | Coordinator:
-    return Coordinator(local, name, settings) if len(settings) > 2 else PublishedWeights(local, settings)
+    if len(settings) > 2:
+        return Coordinator(local, name, settings)
+    weights = PublishedWeights(local, settings)
+    local.weights.watch((name, local.me.name), weights)
+    return weights
+
+
+def _open_shards(local: LocalMember, name: str, settings: Any) -> PublishedShards:
+    shards = PublishedShards(local, settings)
+    local.weights.watch((name.rsplit(" ", 1)[0], settings[2]), shards)  # see ``shards_name``
+    return shards
 
 
 factories[KIND] = _open
 setting_names[KIND] = setting_names[SHARDS] = ("keep", "track", "publishers")
-factories[SHARDS] = lambda local, name, settings: PublishedShards(local, settings)
+factories[SHARDS] = _open_shards
 register_methods({RETIRE: lambda weights, _, oldest: weights.retire_before(oldest)})

@@ -95,7 +95,7 @@ class Pull:
         alike, signature = None if match.known is None else match.known.alike, None
         if alike is not None and self._takes_turns(alike.device):
             signature = alike.signature
-            feeds_of(self._local, *self._origin[1:])
+            feeds_of(self._local, self._requests.counter.store, *self._origin[1:])
         request = (*self._address, *args, left, device_type, signature)
         self._asked = self._store._send(
             self._local, published.LEASE, request, left, caller_waits=caller_waits, into=answer
@@ -349,7 +349,7 @@ class Pull:
         """Tell those that would be fed by this member that they have to look elsewhere."""
         if self._has_turn and (alike := self._match.layout.alike) is not None:
             self._had_turn, version = True, self._match.leased.version
-            feeds_of(self._local, *self._origin[1:]).fail(alike.signature, version, None)
+            feeds_of(self._local, self._requests.counter.store, *self._origin[1:]).fail(alike.signature, version, None)
             report = (*self._address, (version, alike.signature), self._local.me.rank)
             self._requests.notify(self.home, published.REPORT, report)
 

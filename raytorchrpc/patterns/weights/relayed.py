@@ -67,7 +67,7 @@ class FedPull:
         self._what, self._selection = what, selection
         self._fetch, self._check_lease = fetch, check_lease
         self._size = max(self.piece_bytes, sum(target.nbytes for target in selection.targets) // self.pieces)
-        self._mine = feeds_of(requests.local, *origin[1:])
+        self._mine = feeds_of(requests.local, requests.counter.store, *origin[1:])
 
     def _pieces(self, selection: Selection) -> list[Selection]:
         return selection.in_slices(self._size).messages(self._size)

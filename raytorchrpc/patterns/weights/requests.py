@@ -12,7 +12,7 @@ from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.weight_counters import PullCounter
-from raytorchrpc.errors import RayTorchRpcError
+from raytorchrpc.errors import NotAMember, RayTorchRpcError
 
 #: The address of the object that serves tensors: a store's, or that of a member's relayed weights.
 Address = tuple[str, str, int | None]
@@ -46,8 +46,15 @@ class Requests:
 
     def count(self, source: Any, size: int) -> None:
         """Count bytes that have come from a member."""
-        self.counter.add(size)
+        self.counter.add(size, self._name_of(source))
         self._brought[source] = self._brought.get(source, 0) + size
+
+    def _name_of(self, member: Any) -> str:
+        if isinstance(member, str):
+            return member
+        with suppress(NotAMember):  # it has just left
+            return str(self.local.peers.route(member).member.name)
+        return f"rank {member}"
 
     def report(self, source: Any) -> tuple[Any, ...]:
         """What a member that granted a lease is told with the end of it."""

@@ -98,18 +98,22 @@ def has_shards(model: Any) -> bool:
 
 
 def shards_of(model: Any, store: str) -> dict[str, Shard]:
-    """A model's tensors by name, without autograd. Raises ConfigurationError."""
+    """A model's tensors by name, without autograd. Raises ConfigurationError.
+
+    Leaves out DTensors that are numbers, without dimensions, if this process is not in their device mesh.
+    """
     if isinstance(model, torch.nn.Module):
         model = ModuleState.of(model).saved
     if not isinstance(model, Mapping):
         raise ConfigurationError(f"weights must be a module or tensors by name, not a {type(model).__name__}")
-    return {str(name): _shard_of(str(name), value, store) for name, value in model.items()}
+    shards = ((str(name), _shard_of(str(name), value, store)) for name, value in model.items())
+    return {name: shard for name, shard in shards if shard is not None}
 
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
 
 
-def _shard_of(name: str, value: Any, store: str) -> Shard:
+def _shard_of(name: str, value: Any, store: str) -> Shard | None:
     if type(value) in _PLAIN or (isinstance(value, torch.Tensor) and not _is_dtensor(value)):
         dense = _dense(name, value, store)
         shape = tuple(dense.shape)
@@ -121,10 +125,7 @@ def _shard_of(name: str, value: Any, store: str) -> Shard:
         if len(offset) < value.dim():  # it has nothing of the tensor
             offset = (0,) * value.dim()
         if local.dim() != value.dim():
-            raise ConfigurationError(
-                f"{name!r} of the weights for {store!r} is a number, and this process is not in its device mesh: "
-                f"leave it out"
-            )
+            return None  # a shard without elements has a dimension
         return Shard(local, tuple(value.shape), offset)
     raise ConfigurationError(
         f"{name!r} of the weights for {store!r} is a {type(value).__name__}, not a tensor: leave it out, or give a "

@@ -10,6 +10,8 @@ import itertools
 import math
 import secrets
 import threading
+import time
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -29,8 +31,8 @@ _ALIGN = 64
 #: A tensor of this size or more is copied by several threads (bytes).
 _LARGE = 8 << 20
 
-#: Unused memory of one layout that is kept for the next snapshots.
-_SPARE = 2
+#: Unused memory is freed after this time, but for one snapshot's of each layout (seconds).
+_UNUSED_S = 2.0
 
 #: Tensors of a snapshot: (place in the layout, name of the conversion (None: unconverted); see ``conversions``).
 Places = Sequence[tuple[int, str | None]]
@@ -102,6 +104,9 @@ class VersionMemory:
                 for spec, offset in zip(specs, offsets, strict=True)
             ]
         self.pieces = list(pieces.values())
+        self.nbytes = sum(sizes.values())
+        self.unused_since = 0.0
+        """While it is spare (``time.monotonic``)."""
         self.changed: list[int | None] = [None] * len(specs)
         """For each tensor, the version in which the content that is here was new."""
         self.own_reads: list[Callable[[], None]] = []
@@ -292,18 +297,27 @@ class SnapshotPool:
         self,
         allocate_shared: AllocateShared,
         deadlines: Deadlines,
+        leave: Callable[..., object],
         fence: Callable[[int], None],
         copy_bytes: CopyBytes = ctypes.memmove,
     ) -> None:
-        """``fence(device)``: orders this thread's CUDA work after the reads by peers of memory of that GPU."""
+        """
+        Args:
+            leave: see ``DeferredCleanup.leave``; it frees memory, which takes about 0.1 s for each GB.
+            fence: ``fence(device)`` orders this thread's CUDA work after the reads by peers of memory of that GPU.
+        """
         self._allocate_shared, self._deadlines, self.copy_bytes = allocate_shared, deadlines, copy_bytes
-        self._fence = fence
+        self._leave, self._fence = leave, fence
         self._lock = threading.Lock()
         self._leases: dict[int, tuple[Snapshot, int, Callable[[], None]]] = {}
         # Random, so that leases of an earlier process of this member, or of another object, are not valid here.
         self._numbers = itertools.count(1 + secrets.randbits(48))
         self._spare: dict[Hashable, list[VersionMemory]] = {}
-        """By the specs that have been asked for since unused memory was freed: of others, none is kept."""
+        """By the specs that have been asked for since the layout changed: of others, none is kept. The memory that was
+        used last is at the end.
+        """
+        self._will_shrink = False
+        self._made: weakref.WeakSet[VersionMemory] = weakref.WeakSet()
 
     def memory(self, specs: Sequence[TensorSpec], name: str | None = None) -> VersionMemory:
         """Return memory that this thread may write to, once reads by GPUs have ended.
@@ -314,6 +328,8 @@ class SnapshotPool:
         if memory is None:
             specs = specs if name is None else converted_specs(specs, name)
             memory = VersionMemory(specs, self._allocate_shared)
+            with self._lock:
+                self._made.add(memory)
         for index in {tensor.device.index for tensor in memory.tensors if tensor.is_cuda}:
             self._fence(index)  # peers may still be reading it with their GPUs
         own_reads, memory.own_reads = memory.own_reads, []
@@ -388,10 +404,36 @@ class SnapshotPool:
         if snapshot.retired and not snapshot.readers:
             for name, memory in [(None, snapshot.memory), *snapshot.converted.items()]:
                 spare = self._spare.get((tuple(snapshot.specs), name))
-                if spare is not None and len(spare) < _SPARE:
+                if spare is not None:
+                    memory.unused_since = time.monotonic()
                     spare.append(memory)
+                    if len(spare) > 1 and not self._will_shrink:
+                        self._shrink_at(memory.unused_since + _UNUSED_S)
             snapshot.converted = {}
+
+    def _shrink_at(self, when: float) -> None:
+        self._will_shrink = True
+        self._deadlines.at(when, self._shrink)
+
+    def _shrink(self) -> None:
+        """Free memory that nobody has used for a while. What a busy store uses in turns, it keeps."""
+        since, surplus = time.monotonic() - _UNUSED_S, list[VersionMemory]()
+        with self._lock:
+            self._will_shrink = False
+            for spare in self._spare.values():
+                while len(spare) > 1 and spare[0].unused_since <= since:
+                    surplus.append(spare.pop(0))
+            left = [spare[0].unused_since for spare in self._spare.values() if len(spare) > 1]
+            if left:
+                self._shrink_at(min(left) + _UNUSED_S)
+        self._leave(surplus.clear)
 
     @property
     def readers(self) -> int:
         return len(self._leases)
+
+    @property
+    def held(self) -> int:
+        """Bytes of the memory of all snapshots, and of what is spare."""
+        with self._lock:
+            return sum(memory.nbytes for memory in self._made)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.current import process_member
+from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.options import CallOptions
+from raytorchrpc.calls.services import builtin_services
 from raytorchrpc.calls.waiting import keep_admission
-from raytorchrpc.calls.weight_counters import StoreKey
-from raytorchrpc.errors import ConfigurationError, Empty, NotFound
+from raytorchrpc.calls.weight_counters import StoreKey, WeightStats
+from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import Handle, Steps, begin, checked_count, run
+from raytorchrpc.patterns.home import FIND, OPEN
 from raytorchrpc.patterns.weights.conversions import Convert, converts_blocks
 from raytorchrpc.patterns.weights.coordinator import LOOK, Committed
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel
@@ -29,6 +34,9 @@ from raytorchrpc.patterns.weights.shards import Model, has_shards, resolved, sha
 from raytorchrpc.patterns.weights.versions import PulledVersions, checked_version
 from raytorchrpc.process import threads
 
+#: How often a request is sent again that waits for a member to come back: until its deadline.
+_OFTEN = 1 << 30
+
 _pulled = PulledVersions()
 
 
@@ -44,8 +52,8 @@ class WeightStore(Handle):
     pull.
 
     A pull never brings tensors of two versions: a version that is being read does not change, and the next version goes
-    to memory that no reader uses. The store has memory for two versions, and for as many more as are being read or
-    kept.
+    to memory that no reader uses. Each publisher has memory for two versions, and for as many more as are being read,
+    kept, or not yet published by the others. What it has not used for two seconds is freed; ``stats`` shows it.
 
     Members that pull the same feed one another: one member of each other host pulls into memory that it keeps for its
     host, and these, like readers on several GPUs of the home's host, stand in a line. The home sends each
@@ -214,6 +222,7 @@ class WeightStore(Handle):
         mapping: Renamed | None = None,
         only: Only | None = None,
         timeout: float | None = None,
+        through_restarts: bool = False,
         carry: Carry | None = None,
     ) -> int:
         """Bring a version into the model's tensors, in place; returns its number.
@@ -237,6 +246,10 @@ class WeightStore(Handle):
             only: a glob of the model's names, or several. Brings these tensors; ``strict`` applies to them. The version
                 that it returns is a ``since`` for the same ``only``.
             timeout: seconds for the whole pull; None: ``rpc_timeout_s``.
+            through_restarts: until ``timeout``, wait for publishers that are lost and restarted by Ray, and for the
+                versions that they publish then, instead of raising PeerLost, NotFound or Empty. If the home was
+                restarted, this handle refers to its new store from then on, whose versions count from 1 again.
+                While it waits, the model may have tensors of two versions.
             carry: moves the tensors instead of the lanes, while the home calls ``broadcast``. ``since`` has no effect.
 
         Raises:
@@ -247,8 +260,53 @@ class WeightStore(Handle):
         """
         version, since = checked_version("version", version), checked_version("since", since)
         local, wait_s = run(begin(timeout))
-        until = time.monotonic() + wait_s
-        run(self._bind(local, wait_s))
+        until, options = time.monotonic() + wait_s, (convert, strict, mapping, only, carry)
+        while True:
+            try:
+                return self._pull(local, model, version, since, until, *options)
+            except (PeerLost, NotFound, Empty, RpcTimeout) as error:
+                if not through_restarts or not self._follows(local, error, version, until):
+                    raise
+
+    def _follows(self, local: LocalMember, error: RayTorchRpcError, version: int | None, until: float) -> bool:
+        """After a pull has failed, wait for the publishers and follow the home to its present store.
+
+        Returns False if the pull cannot succeed until the deadline. Raises PeerLost if a publisher is lost for good.
+        """
+        known, lost = self._instance_id, self._home
+        if isinstance(error, PeerLost) and error.peer in self.publishers:
+            lost = error.peer
+        with suppress(RpcTimeout):
+            self._outlast(local, lost, FIND, (self.kind, self._name), until)  # any request would do
+            opened = self._outlast(local, self._home, OPEN, (self.kind, self._name, self._settings), until)
+            self._instance_id = opened
+            if isinstance(error, NotFound) and opened == known and version is not None:
+                with suppress(PeerLost, NotFound):  # lost once more
+                    return self.version() < version <= self.wait(version, max(0.0, until - time.monotonic()))
+        return until > time.monotonic()
+
+    @staticmethod
+    def _outlast(local: LocalMember, member: str, service: str, args: tuple[Any, ...], until: float) -> Any:
+        """Send a request that waits for the member to come back. Raises RpcTimeout at ``until``."""
+        if member == local.me.name:
+            return builtin_services[service].function(local, local.me.rank, *args)
+        options = CallOptions(max(0.001, until - time.monotonic()), retry=_OFTEN)
+        return Future(local.outgoing.call(member, service, args, {}, options)).wait()
+
+    def _pull(
+        self,
+        local: LocalMember,
+        model: Model,
+        version: int | None,
+        since: int | None,
+        until: float,
+        convert: Convert,
+        strict: bool,
+        mapping: Renamed | None,
+        only: Only | None,
+        carry: Carry | None,
+    ) -> int:
+        run(self._bind(local, max(0.0, until - time.monotonic())))
         instance_id, failures, globs = self._instance_id or 0, _pulled.failures, globs_of(only)
         options = Options.of(mapping, convert, strict, globs)
         if carry is not None or (since is not None and not _pulled.has(instance_id, since, globs, options.form)):
@@ -264,6 +322,7 @@ class WeightStore(Handle):
                 found = run(self._request(local, LOOK, (*self._address, wanted), left))
                 if found is not None:
                     return Committed(*found)
+                shards_of(model, self._name)  # raises what would be wrong at any version
                 self.wait(1, left)
             return None
 
@@ -347,3 +406,15 @@ class WeightStore(Handle):
             return _pulled.has(self._instance_id or 0, known, options.only, form)
 
         return begin_prefetch(self, self._prefetch_buffers, has_pulled, model, options)
+
+    # --- memory --------------------------------------------------------------------------------------------------
+
+    def stats(self) -> WeightStats:
+        """Return what this member has of the store and has moved, in bytes. Never blocks; asks no other member.
+
+        ``versions`` that are here and memory ``held`` for them; memory of publishers that is ``mapped`` here; bytes
+        that others have pulled from here (``readers``, by member) and that came here (``sources``, by member), also
+        through shared memory; version and bytes of the last pull and publish. See its docstring for all fields.
+        """
+        local = process_member()
+        return local.weights.row(local.me.name, self._key)

@@ -182,7 +182,7 @@ def test_weights_have_their_version_and_the_bytes_of_it(counters: CallCounters, 
     weights.end_pull(pull, failed=False)
     weights.end_pull(weights.begin_pull(("policy", "t0")), failed=True)
     weights.published(("mine", "a"), 8, 50)
-    weights.served(("policy", "t0"), 3, 1000)  # to a member that this one relays to
+    weights.served(("policy", "t0"), 3, 1000, "b")  # to a member that this one relays to
     exporting.record()
     exporting.record()
     assert meters.total("raytorchrpc_weight_pulls", outcome="ok") == 1

@@ -42,7 +42,11 @@ def feeds() -> Iterator[Feeds]:
     lane.lend = lambda size: None  # type: ignore[attr-defined]
     peers = SimpleNamespace(route_back=lambda rank: route)
     local: Any = SimpleNamespace(
-        tensor_lanes={"lane": lane}, deadlines=deadlines, peers=peers, me=SimpleNamespace(rank=0)
+        tensor_lanes={"lane": lane},
+        deadlines=deadlines,
+        cleanup=SimpleNamespace(leave=lambda function: function()),
+        peers=peers,
+        me=SimpleNamespace(rank=0),
     )
     yield Feeds(local, "store 1", [9])
     deadlines.stop()

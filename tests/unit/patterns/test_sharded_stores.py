@@ -120,5 +120,25 @@ def test_a_process_outside_of_a_device_mesh_has_nothing_of_its_tensors(members: 
         assert store().pull(outside) == 1 and outside["own"].tolist() == [1.0]
         outside["own"].zero_()
         assert store().prefetch(outside).swap(in_place=True) == 1 and outside["own"].tolist() == [1.0]
-    with members.acting("b"), pytest.raises(rtr.ConfigurationError, match="is not in its device mesh: leave it out"):
-        store().publish({"x": foreign()})
+
+
+def test_a_process_outside_of_a_device_mesh_has_nothing_of_its_numbers(members: Members, foreign: Any) -> None:
+    for name, number in (("a", torch.tensor(3.0)), ("b", foreign())):
+        with members.acting(name):
+            assert store().publish({"x": number, "own": torch.ones(1)}) == 1
+    with members.acting("home"):
+        mine: dict[str, Any] = {"x": torch.tensor(0.0), "own": torch.zeros(1)}
+        assert store().pull(mine) == 1 and mine["x"] == 3
+        outside = {"x": foreign(), "own": torch.zeros(1)}
+        assert store().pull(outside) == 1 and outside["own"] == 1
+        with pytest.raises(rtr.ConfigurationError, match=r"'x' .* is not in its device mesh"):
+            store().prefetch(outside)
+
+
+@pytest.mark.parametrize("offset", [(5, 0), (-1, 0), (0, 1)])
+def test_a_shard_outside_of_its_tensor_is_refused_at_once(members: Members, offset: tuple[int, int]) -> None:
+    """Also if nothing is published yet, for which a pull waits."""
+    wrong = {"w": rtr.Shard(torch.zeros(4, 4), (8, 4), offset)}
+    for name, use in (("home", store().pull), ("a", store().publish)):
+        with members.acting(name), pytest.raises(rtr.ConfigurationError, match=r"'w' .* does not lie in a global"):
+            use(wrong, timeout=20)

@@ -319,3 +319,16 @@ def test_a_tensor_that_was_transposed_in_place_is_filled_by_its_indices(members:
             mine.pull(model, mapping={"matrix": "matrix"})
             assert torch.equal(matrix, torch.arange(16.0).view(4, 4))
             matrix.t_()
+
+
+def test_a_pull_of_a_version_that_is_gone_for_good_does_not_wait(members: Members) -> None:
+    publish(members, 1, 1.0)
+    publish(members, 2, 1.0)
+    mine, matrix = store(members, "home"), torch.zeros(8, 4)
+    with pytest.raises(rtr.NotFound, match="version 1 "):
+        pulled(members, mine, {"matrix": matrix}, version=1, timeout=20, through_restarts=True)
+    members.members["a"].services._served.clear()  # as after a restart
+    publish(members, 1, 3.0)
+    assert pulled(members, mine, {"matrix": matrix}, timeout=20, through_restarts=True) == 1
+    assert matrix.unique().tolist() == [3.0]
+    assert pulled(members, mine, {"matrix": matrix}) == 1, "the handle refers to the new store"

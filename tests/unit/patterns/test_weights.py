@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.lanes.shm.read_only import Borrower, Lender
 from raytorchrpc.patterns.weights.published import PublishedWeights
 from raytorchrpc.patterns.weights.relays import Advice, RelayPlan
-from raytorchrpc.patterns.weights.snapshots import copy_tensors, equal_bits
+from raytorchrpc.patterns.weights.snapshots import VersionMemory, copy_tensors, equal_bits
 from raytorchrpc.patterns.weights.versions import PulledVersions
 from raytorchrpc.process.deadlines import Deadlines
 from tests.conformance.peers import wait_until
@@ -31,7 +32,11 @@ def store(deadlines: Deadlines, keep: int = 1, track: bool = False) -> Published
         return SimpleNamespace(member=readers[rank])
 
     local: Any = SimpleNamespace(
-        tensor_lanes={}, deadlines=deadlines, peers=SimpleNamespace(route=route), me=SimpleNamespace(node_id="here")
+        tensor_lanes={},
+        deadlines=deadlines,
+        cleanup=SimpleNamespace(leave=lambda function: function()),
+        peers=SimpleNamespace(route=route),
+        me=SimpleNamespace(node_id="here"),
     )
     return PublishedWeights(local, (keep, track))
 
@@ -73,6 +78,23 @@ def test_what_is_read_stays_as_it_is_and_memory_is_used_again(deadlines: Deadlin
     weights.pool.release(first.lease)
     weights.pool.release(first.lease)
     assert weights.pool.readers == 0
+
+
+def test_memory_that_is_used_in_turns_is_kept_and_freed_once_it_is_not(deadlines: Deadlines, monkeypatch: Any) -> None:
+    weights, made = store(deadlines), list[object]()
+    allocate = VersionMemory.__init__
+    monkeypatch.setattr(VersionMemory, "__init__", lambda self, *args: (made.append(self), allocate(self, *args))[1])
+    for _ in range(3):
+        leases = [(weights.publish(model(1), None), look(weights).lease)[1] for _ in range(5)]  # slow readers
+        weights.publish(model(1), None)
+        for lease in leases:
+            weights.pool.release(lease)
+    assert len(made) == 6, "each reader had a version, one more was the newest"
+    size = weights.held // len(made)
+    made.clear()
+    assert wait_until(lambda: weights.held == 2 * size, LONG), "the newest version, and memory for the next"
+    weights.publish(model(1), None)
+    assert not made
 
 
 def test_versions_ascend_and_the_newest_are_kept(deadlines: Deadlines) -> None:
@@ -312,6 +334,31 @@ def test_lent_memory_is_found_and_ends_with_its_last_tensor() -> None:
     assert lender.places([other]) is not None and len(lender._pieces) == 1
     borrower.forget("peer")
     assert not borrower._mapped
+    lender.close()
+
+
+def test_memory_that_is_lent_no_more_is_freed_for_those_that_have_it_mapped() -> None:
+    lender, borrower = Lender(), Borrower()
+    pieces = [lender.make(1 << 16).fill_(number + 1) for number in range(40)]
+
+    def mapped(piece: torch.Tensor) -> torch.Tensor:
+        found = lender.places([piece])
+        assert found is not None
+        return torch.from_numpy(borrower.bytes_at("peer", SharedAddress(*found[0][0])))
+
+    views = [mapped(piece) for piece in pieces]
+    assert borrower.mapped("peer") == 40 << 16, "all of what is lent stays mapped"
+    child = os.fork()
+    if not child:
+        pieces.clear()  # frees nothing: the parent has it
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert [int(view[0]) for view in views] == list(range(1, 41))
+    del pieces[1:]
+    assert not any(bool(view.any()) for view in views[1:]), "the pages are gone"
+    assert bool((mapped(pieces[0]) == 1).all())
+    mapped(lender.make(1 << 12))  # whoever lends another piece may have dropped some
+    assert len(borrower._mapped) == 2 and borrower.mapped("other") == 0
     lender.close()
 
 
