@@ -28,7 +28,7 @@ def endpoint(name: str, wants_gpu: bool = False, lanes: Sequence[str] = ()) -> E
     """Describe this process. ``lanes``: lanes of other distributions to look for; see ``Endpoint.lanes``."""
     node_ip = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
     found = probe.probe(name=name, node_ip=node_ip, wants_gpu=wants_gpu)
-    return found.model_copy(update={"lanes": registry.distributions(lanes)}) if lanes else found
+    return found.changed({"lanes": registry.distributions(lanes)}) if lanes else found
 
 
 def asked_for_gpu(instance: Any) -> bool:
