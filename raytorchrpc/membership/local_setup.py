@@ -18,6 +18,7 @@ from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import MessageLane, TensorLane
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.membership.messages import JoinSpec
+from raytorchrpc.rdt.api import load_where_possible
 from raytorchrpc.topology import probe
 from raytorchrpc.topology.endpoint import Endpoint
 
@@ -87,6 +88,14 @@ def open_lanes(spec: JoinSpec, local: LocalMember) -> dict[str, Any]:
             continue
         local.tensor_lanes[row.name] = lane
     return addresses
+
+
+def preload() -> None:
+    """Import what joining a group needs, while the process of an actor starts: a group waits for its slowest member."""
+    for row in registry.LANES:
+        if row.always or row.name == "shm":
+            registry.resolve(row, row.make)
+    load_where_possible()
 
 
 def make_lane(row: registry.Lane, setup: LaneSetup) -> MessageLane | TensorLane:
