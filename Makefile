@@ -36,6 +36,11 @@ env: $(STAMP) ## build the environment in .venv (once; again when its inputs cha
 
 demo: $(STAMP) ## train a classifier over direct calls between Ray actors, under a minute
 	@$(BIN)/raytorchrpc demo $(ARGS)
+	@printf '\n%s\n' "Next:"
+	@printf '  %-46s # %s\n' \
+	  "$(BIN)/python examples/parameter_server.py" "a program of one file to start from" \
+	  "$(BIN)/raytorchrpc doctor" "what this machine supports, and what it lacks" \
+	  "$(BIN)/raytorchrpc bench --quick" "your figures, next to plain Ray"
 
 test: $(STAMP) ## run the tests (GPU tests are skipped where there is no GPU)
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(TESTS)" $(ARGS)
@@ -58,6 +63,15 @@ clean: ## remove build output and caches (delete .venv by hand to start over)
 	@rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	@find raytorchrpc tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
+# Runs pip, and shows every few seconds how long it has been working. The clock ends with this shell, also by Ctrl-C.
+PROGRESS_S ?= 5
+define install
+@end='\n'; if [ -t 1 ]; then end='\r'; fi; \
+( s=0; while sleep $(PROGRESS_S) && kill -0 $$$$ 2>/dev/null; do \
+    s=$$((s + $(PROGRESS_S))); printf "      pip has been working for $$s s$$end"; done ) & \
+clock=$$!; $(1) install -qq $(2); status=$$?; kill $$clock 2>/dev/null; exit $$status
+endef
+
 # torch comes first and alone, so that the pinned build is the one every other package finds installed.
 # The stamp is written last: an interrupted installation is simply carried on by the next make.
 $(STAMP): pyproject.toml constraints.txt
@@ -70,9 +84,9 @@ $(STAMP): pyproject.toml constraints.txt
 	    { echo "could not create $(VENV) (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }; \
 	fi
 	@echo "[env 2/3] installing $(TORCH) (the big one: one to five minutes)"
-	@$(PIP) install -qq "$(TORCH)"
+	$(call install,$(PIP),"$(TORCH)")
 	@echo "[env 3/3] installing Ray, the tools and raytorchrpc itself (about a minute)"
-	@$(PIP) install -qq -e '.[dev]' -c constraints.txt
+	$(call install,$(PIP),-e '.[dev]' -c constraints.txt)
 	@touch $@
 
 $(DOCS_STAMP): pyproject.toml constraints.txt

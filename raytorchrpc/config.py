@@ -88,7 +88,7 @@ class GroupConfig:
     tls: bool = False
     """Encrypt TCP connections between members by TLS 1.3, with a key that is created for the group. Lanes that
     cannot encrypt (torchrpc, nccl, nixl) are left out between members that do not share a host's network, and with
-    torchrpc RRefs and distributed autograd there. Forming the group needs ``pip install 'raytorchrpc[tls]'``."""
+    torchrpc RRefs and distributed autograd there. Forming the group needs ``pip install '.[tls]'`` in a checkout."""
 
     transports: tuple[str, ...] | None = None
     """TensorPipe transports for every member. None: routing chooses."""

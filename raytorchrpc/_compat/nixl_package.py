@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-NIXL_MISSING = "NIXL is not installed for this torch build: pip install 'raytorchrpc[nixl]'"
+NIXL_MISSING = "NIXL is not installed for this torch build: pip install '.[nixl]' in a checkout"
 
 
 def nixl_package() -> str | None:

@@ -93,7 +93,7 @@ def open_lanes(spec: JoinSpec, local: LocalMember) -> dict[str, Any]:
 def preload() -> None:
     """Import what joining a group needs, while the process of an actor starts: a group waits for its slowest member."""
     for row in registry.LANES:
-        if row.always or row.name == "shm":
+        if row.always or row.carries == ("cpu",):
             registry.resolve(row, row.make)
     load_where_possible()
 

@@ -74,4 +74,4 @@ def test_without_the_cli_extra_one_line_names_the_command(missing: str, monkeypa
     with pytest.raises(SystemExit) as ended:
         main()
     # Python prints it on stderr, and the exit code is 1.
-    assert ended.value.code == f"raytorchrpc: the command line needs {missing}: pip install 'raytorchrpc[cli]'"
+    assert ended.value.code == f"raytorchrpc: the command line needs {missing}: pip install '.[cli]' in a checkout"
