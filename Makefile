@@ -63,13 +63,11 @@ clean: ## remove build output and caches (delete .venv by hand to start over)
 	@rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	@find raytorchrpc tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
-# Runs pip, and shows every few seconds how long it has been working. The clock ends with this shell, also by Ctrl-C.
-PROGRESS_S ?= 5
+# Says what pip installs, and adds a dot every few seconds while it works. The dots end with this shell, also by Ctrl-C.
+DOT_S ?= 3
 define install
-@end='\n'; if [ -t 1 ]; then end='\r'; fi; \
-( s=0; while sleep $(PROGRESS_S) && kill -0 $$$$ 2>/dev/null; do \
-    s=$$((s + $(PROGRESS_S))); printf "      pip has been working for $$s s$$end"; done ) & \
-clock=$$!; $(1) install -qq $(2); status=$$?; kill $$clock 2>/dev/null; exit $$status
+@printf '%s ' "$(1)"; ( while sleep $(DOT_S) && kill -0 $$$$ 2>/dev/null; do printf .; done ) & dots=$$!; \
+$(2); status=$$?; kill $$dots 2>/dev/null; echo; exit $$status
 endef
 
 # torch comes first and alone, so that the pinned build is the one every other package finds installed.
@@ -83,10 +81,9 @@ $(STAMP): pyproject.toml constraints.txt
 	  $(PYTHON) -m venv --clear $(VENV) || \
 	    { echo "could not create $(VENV) (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }; \
 	fi
-	@echo "[env 2/3] installing $(TORCH) (the big one: one to five minutes)"
-	$(call install,$(PIP),"$(TORCH)")
-	@echo "[env 3/3] installing Ray, the tools and raytorchrpc itself (about a minute)"
-	$(call install,$(PIP),-e '.[dev]' -c constraints.txt)
+	$(call install,[env 2/3] installing $(TORCH) (the big one: one to five minutes),$(PIP) install -qq "$(TORCH)")
+	$(call install,[env 3/3] installing Ray and everything else (about a minute),\
+	  $(PIP) install -qq -e '.[dev]' -c constraints.txt)
 	@touch $@
 
 $(DOCS_STAMP): pyproject.toml constraints.txt
