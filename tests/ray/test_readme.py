@@ -61,15 +61,14 @@ def test_the_readme_has_a_program() -> None:
     assert any(block.language == "python" and block.where.startswith("README.md") for block in blocks())
 
 
-@pytest.mark.parametrize("block", PROGRAMS)
-def test_a_program_runs_as_it_is(block: Block, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(block.code, encoding="utf-8")
+def run_program(code: str, folder: Path, *before: str) -> tuple[int, str]:
+    program = folder / "program.py"
+    program.write_text(code, encoding="utf-8")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "RAYTORCHRPC_"))}
     environ |= {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.ray.local_ray", str(program)],
-        cwd=tmp_path,
+        [sys.executable, *before, str(program)],
+        cwd=folder,
         env=environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -79,7 +78,23 @@ def test_a_program_runs_as_it_is(block: Block, tmp_path: Path) -> None:
         output, _ = process.communicate(timeout=250)
     finally:
         process.kill()
-    assert process.returncode == 0, f"{block.where}\n{output}"
+    return process.returncode, output
+
+
+@pytest.mark.parametrize("block", PROGRAMS)
+def test_a_program_runs_as_it_is(block: Block, tmp_path: Path) -> None:
+    code, output = run_program(block.code, tmp_path, "-m", "tests.ray.local_ray")
+    assert code == 0, f"{block.where}\n{output}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["calls", "tensors"])
+def test_a_page_pasted_as_one_program_ends_quietly(page: str, tmp_path: Path) -> None:
+    """In a Ray as ``ray.init()`` starts it, with a log monitor that shows what the actors print."""
+    where = f"docs/howto/{page}.md:"
+    snippets = [block.code for block in blocks() if block.language == "py" and block.where.startswith(where)]
+    code, output = run_program("\n\n".join(snippets), tmp_path)
+    assert code == 0 and not re.search(r"Error|Traceback|\[W\d", output), output
 
 
 @pytest.mark.parametrize("block", FRAGMENTS)
