@@ -14,7 +14,7 @@ from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.text.settings import did_you_mean, explain, nearest, read_bytes
 
 if TYPE_CHECKING:
-    from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+    from pydantic import BaseModel, BeforeValidator, Field
 
     Bytes = Annotated[int, BeforeValidator(read_bytes)]
 
@@ -37,7 +37,7 @@ class GroupConfig:
     rpc_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 60.0
     """Default deadline of a call, in seconds."""
 
-    lanes: Annotated[tuple[str, ...], AfterValidator(_known_lanes)] | None = None
+    lanes: tuple[str, ...] | None = None
     """Lanes a route may use; None lets routing choose among raytorchrpc's own. A name with a leading ``-`` forbids that
     lane. A lane of another distribution (docs/howto/write-a-lane.md) is used only if it is named here, and is then
     preferred."""
@@ -47,7 +47,7 @@ class GroupConfig:
     ``{"actor": {"learner": {"cpu": 0}}}`` has the actor's CPU tensors arrive on the learner's ``cuda:0``,
     ``{"actor": {"learner": {0: "cpu"}}}`` its CUDA tensors on the learner's CPU. None generates one for every pair."""
 
-    local_devices: Annotated[tuple[int, ...], AfterValidator(_cuda_indices)] | None = None
+    local_devices: tuple[int, ...] | None = None
     """Local CUDA indices that generated device maps may use. None: all visible devices."""
 
     shm_bytes: Annotated[Bytes, Field(ge=1 << 20)] | None = None
@@ -72,7 +72,7 @@ class GroupConfig:
     interface: str | None = None
     """Network interface that torchrpc listens on. None: the one with the Ray node's address."""
 
-    torchrpc_from: Annotated[tuple[str, ...], AfterValidator(_networks)] = ()
+    torchrpc_from: tuple[str, ...] = ()
     """Further addresses or networks (CIDR) from which torchrpc's listener accepts connections. The listener has no
     authentication, so by default it accepts them only from the members' hosts; ``("0.0.0.0/0", "::/0")`` accepts all.
     Needed where a member appears under a translated address (NAT)."""
@@ -163,20 +163,23 @@ def _model() -> type[BaseModel]:
     """
     from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_model
 
-    names = {"AfterValidator": AfterValidator, "Field": Field, "Bytes": Annotated[int, BeforeValidator(read_bytes)]}
+    names = {"Field": Field, "Bytes": Annotated[int, BeforeValidator(read_bytes)]}
     types = get_type_hints(GroupConfig, {**globals(), **names}, include_extras=True)
+    checks: dict[str, Callable[[Any], Any]]
+    checks = {"lanes": _known_lanes, "local_devices": _cuda_indices, "torchrpc_from": _networks}
+    types |= {name: Annotated[types[name], AfterValidator(check)] for name, check in checks.items()}
     values: dict[str, Any] = {field.name: (types[field.name], field.default) for field in fields(GroupConfig)}
     return create_model("GroupConfig", __config__=ConfigDict(extra="forbid"), **values)
 
 
-def _known_lanes(lanes: tuple[str, ...]) -> tuple[str, ...]:
+def _known_lanes(lanes: tuple[str, ...] | None) -> tuple[str, ...] | None:
     is_known, names = lane_names
-    for lane in lanes:
+    for lane in lanes or ():
         if not is_known(lane.removeprefix("-")):
             known = [*names()]
             meant = did_you_mean(lane.removeprefix("-"), known)
             raise ValueError(f"unknown lane {lane!r}{meant}; known lanes: {', '.join(known)}")
-        if not lane.startswith("-") and f"-{lane}" in lanes:
+        if not lane.startswith("-") and f"-{lane}" in (lanes or ()):
             raise ValueError(f"lane {lane!r} is both asked for and forbidden")
     return lanes
 
@@ -190,8 +193,8 @@ def _networks(texts: tuple[str, ...]) -> tuple[str, ...]:
     return texts
 
 
-def _cuda_indices(devices: tuple[int, ...]) -> tuple[int, ...]:
-    for index in devices:
+def _cuda_indices(devices: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    for index in devices or ():
         if index < 0:
             raise ValueError(f"{index} is not a CUDA device index")
     return devices

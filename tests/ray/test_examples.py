@@ -118,6 +118,15 @@ def test_a_cache_handed_over_decodes_as_one_process_does() -> None:
     assert any("shm" in line and "decode" in line for line in before), "the caches did not go by shared memory"
 
 
+@pytest.mark.usefixtures("cluster")
+def test_the_job_runs_without_a_job_server_and_shows_its_environment() -> None:
+    """``train.py`` in the Ray that RAY_ADDRESS names; as a submitted job: ``test_jobs``."""
+    ran = script("job/train", "--workers", "1", "--steps", "10", RAY_ADDRESS=ray.get_runtime_context().gcs_address)
+    assert ran.returncode == 0 and ran.stdout.splitlines()[-1].startswith("JOB OK: 2 members"), ran.stdout + ran.stderr
+    shown = script("job/submit", "--show")
+    assert json.loads(shown.stdout)["working_dir"] == str(ROOT / "examples" / "job")
+
+
 @pytest.mark.slow
 def test_pipeline_gradients_equal_those_of_one_process() -> None:
     figures = pipeline_autograd("--rounds", "1", "--repeats", "1")
