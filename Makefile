@@ -36,6 +36,11 @@ env: $(STAMP) ## build the environment in .venv (once; again when its inputs cha
 
 demo: $(STAMP) ## train a classifier over direct calls between Ray actors, under a minute
 	@$(BIN)/raytorchrpc demo $(ARGS)
+	@printf '\n%s\n' "Next:"
+	@printf '  %-46s # %s\n' \
+	  "$(BIN)/python examples/parameter_server.py" "a program of one file to start from" \
+	  "$(BIN)/raytorchrpc doctor" "what this machine supports, and what it lacks" \
+	  "$(BIN)/raytorchrpc bench --quick" "your figures, next to plain Ray"
 
 test: $(STAMP) ## run the tests (GPU tests are skipped where there is no GPU)
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(TESTS)" $(ARGS)
@@ -58,6 +63,13 @@ clean: ## remove build output and caches (delete .venv by hand to start over)
 	@rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	@find raytorchrpc tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
+# Says what pip installs, and adds a dot every few seconds while it works. The dots end with this shell, also by Ctrl-C.
+DOT_S ?= 3
+define install
+@printf '%s ' "$(1)"; ( while sleep $(DOT_S) && kill -0 $$$$ 2>/dev/null; do printf .; done ) & dots=$$!; \
+$(2); status=$$?; kill $$dots 2>/dev/null; echo; exit $$status
+endef
+
 # torch comes first and alone, so that the pinned build is the one every other package finds installed.
 # The stamp is written last: an interrupted installation is simply carried on by the next make.
 $(STAMP): pyproject.toml constraints.txt
@@ -69,10 +81,9 @@ $(STAMP): pyproject.toml constraints.txt
 	  $(PYTHON) -m venv --clear $(VENV) || \
 	    { echo "could not create $(VENV) (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }; \
 	fi
-	@echo "[env 2/3] installing $(TORCH) (the big one: one to five minutes)"
-	@$(PIP) install -qq "$(TORCH)"
-	@echo "[env 3/3] installing Ray, the tools and raytorchrpc itself (about a minute)"
-	@$(PIP) install -qq -e '.[dev]' -c constraints.txt
+	$(call install,[env 2/3] installing $(TORCH) (the big one: one to five minutes),$(PIP) install -qq "$(TORCH)")
+	$(call install,[env 3/3] installing Ray and everything else (about a minute),\
+	  $(PIP) install -qq -e '.[dev]' -c constraints.txt)
 	@touch $@
 
 $(DOCS_STAMP): pyproject.toml constraints.txt

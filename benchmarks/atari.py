@@ -67,7 +67,7 @@ def measured(settings: Any, iterations: int, repeats: int) -> dict[str, list[flo
 
 def main(quick: bool = False, cases: Iterable[str] = tuple(CASES)) -> None:
     if importlib.util.find_spec("ale_py") is None or importlib.util.find_spec("gymnasium") is None:
-        print("\nAtari DQN: skipped, because it needs ALE: pip install 'raytorchrpc[atari]'")
+        print("\nAtari DQN: skipped, because it needs ALE: pip install '.[atari]' in a checkout")
         return
     from examples.atari_dqn.settings import Settings
 

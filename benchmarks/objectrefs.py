@@ -101,9 +101,12 @@ def _one_gpu(quick: bool) -> None:
     _compare(title, transports, loads, lambda load, peer: None, quick, one_gpu=True)
 
 
+_NIXL_MISSING = "not installed: pip install '.[nixl]' in a checkout"
+
+
 def _nixl() -> Transport:
     missing = importlib.util.find_spec("nixl") is None
-    return Transport("RDT nixl", "NIXL", obstacle="not installed: pip install 'raytorchrpc[nixl]'" if missing else None)
+    return Transport("RDT nixl", "NIXL", obstacle=_NIXL_MISSING if missing else None)
 
 
 def _gpus() -> list[str]:

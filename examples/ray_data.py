@@ -5,7 +5,7 @@ Members called feeders each iterate over a share of the dataset and put batches 
 trainer, where tensors arrive by shared memory. It blocks the pipeline when the trainer is slower. A single trainer that
 has the time can call ``iter_torch_batches`` directly; feeders take that work, and the object store, off it.
 
-    pip install 'raytorchrpc[data]'
+    pip install '.[data]' in a checkout
     python examples/ray_data.py               # 8,000 rows, about twenty seconds
     python examples/ray_data.py --rows 2000   # the short form
 
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> Result:
     if options.rows < 500 or options.epochs < 1 or not 1 <= options.batch <= options.rows // 10:
         parser.error("--rows must be at least 500, --epochs at least 1, and --batch 1 to a tenth of --rows")
     if missing := [name for name in ("numpy", "pandas", "pyarrow") if find_spec(name) is None]:
-        sys.exit(f"ray_data: Ray Data needs {' and '.join(missing)}: pip install 'raytorchrpc[data]'")
+        sys.exit(f"ray_data: Ray Data needs {' and '.join(missing)}: pip install '.[data]' in a checkout")
 
     if not ray.is_initialized():  # a caller may have initialised Ray already
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)

@@ -271,7 +271,7 @@ def main(arguments: list[str] | None = None) -> Result:
     if options.gpus not in (0, 2, 4):
         parser.error("--gpus must be 0, 2 or 4")
     if find_spec("transformers") is None:
-        sys.exit("rl_post_training: it needs transformers: pip install 'raytorchrpc[llm]'")
+        sys.exit("rl_post_training: it needs transformers: pip install '.[llm]' in a checkout")
     options.device, options.backend = ("cuda", "nccl") if options.gpus else ("cpu", "gloo")
 
     if not ray.is_initialized():  # a caller may have initialised Ray already

@@ -6,6 +6,7 @@ in an actor that Ray has restarted it lets the actor's group take it back.
 """
 
 from raytorchrpc import rdt
+from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.combined import gather, wait
 from raytorchrpc.calls.current import await_membership, current_member
@@ -39,6 +40,7 @@ from raytorchrpc.errors import (
 from raytorchrpc.group.changes import Change
 from raytorchrpc.group.group import Group, get_group, init_group
 from raytorchrpc.group.process_groups import process_group, process_group_info
+from raytorchrpc.membership import local_setup
 from raytorchrpc.membership.process_group import ProcessGroupInfo
 from raytorchrpc.patterns.queues.queue import Queue
 from raytorchrpc.patterns.queues.topic import Subscription, Topic
@@ -102,4 +104,6 @@ __all__ = [
     "wait",
 ]
 
+if ray_internals.runs_tasks():
+    local_setup.preload()
 rejoin.begin()

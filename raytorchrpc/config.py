@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.text.settings import did_you_mean, explain, nearest, read_bytes
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, BeforeValidator, Field
+
+    Bytes = Annotated[int, BeforeValidator(read_bytes)]
 
 ENV_PREFIX = "RAYTORCHRPC_"
 
@@ -21,11 +26,8 @@ ENV_PREFIX = "RAYTORCHRPC_"
 lane_names: tuple[Callable[[str], bool], Callable[[], Iterable[str]]] = (lambda _name: True, list)
 
 
-#: A number of bytes, or text with a unit, such as "512MiB".
-_Bytes = Annotated[int, BeforeValidator(read_bytes)]
-
-
-class GroupConfig(BaseModel, frozen=True, extra="forbid"):
+@dataclass(frozen=True, init=False)
+class GroupConfig:
     """Settings of one group; immutable, the same on every member.
 
     Every field can be set in the environment as ``RAYTORCHRPC_<FIELD>`` (see ``from_env``), so a submitted job can be
@@ -48,7 +50,7 @@ class GroupConfig(BaseModel, frozen=True, extra="forbid"):
     local_devices: tuple[int, ...] | None = None
     """Local CUDA indices that generated device maps may use. None: all visible devices."""
 
-    shm_bytes: Annotated[_Bytes, Field(ge=1 << 20)] | None = None
+    shm_bytes: Annotated[Bytes, Field(ge=1 << 20)] | None = None
     """The most memory that a member uses for CPU tensors in transit, for shm and for nixl each: a number of bytes, or
     text with a unit, such as ``"4GiB"`` (powers of 1024) or ``"4GB"`` (powers of 1000). None: a quarter of the memory
     that the process may use. It is allocated when needed and kept until the group ends."""
@@ -59,7 +61,7 @@ class GroupConfig(BaseModel, frozen=True, extra="forbid"):
     max_calls_in_flight: Annotated[int, Field(ge=1)] = 10_000
     """Calls that a member may have in flight to one peer. ``when_full`` says what happens to further calls."""
 
-    max_bytes_in_flight: Annotated[_Bytes, Field(ge=1)] | None = None
+    max_bytes_in_flight: Annotated[Bytes, Field(ge=1)] | None = None
     """Bytes of arguments in flight to one peer: a number, or text such as ``"64MiB"``. None: a quarter of the memory
     that the process may use. A larger call is sent when nothing else is in flight."""
 
@@ -86,7 +88,7 @@ class GroupConfig(BaseModel, frozen=True, extra="forbid"):
     tls: bool = False
     """Encrypt TCP connections between members by TLS 1.3, with a key that is created for the group. Lanes that
     cannot encrypt (torchrpc, nccl, nixl) are left out between members that do not share a host's network, and with
-    torchrpc RRefs and distributed autograd there. Forming the group needs ``pip install 'raytorchrpc[tls]'``."""
+    torchrpc RRefs and distributed autograd there. Forming the group needs ``pip install '.[tls]'`` in a checkout."""
 
     transports: tuple[str, ...] | None = None
     """TensorPipe transports for every member. None: routing chooses."""
@@ -108,48 +110,8 @@ class GroupConfig(BaseModel, frozen=True, extra="forbid"):
     endpoint) and to ``raytorchrpc top``. None: never. It costs a thread per member, and a series per pair and lane in
     Ray, which grows with the square of the group; so it is off by default."""
 
-    @field_validator("lanes")
-    @classmethod
-    def _lanes_are_known(cls, lanes: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        is_known, names = lane_names
-        for lane in lanes or ():
-            if not is_known(lane.removeprefix("-")):
-                known = [*names()]
-                meant = did_you_mean(lane.removeprefix("-"), known)
-                raise ValueError(f"unknown lane {lane!r}{meant}; known lanes: {', '.join(known)}")
-            if not lane.startswith("-") and f"-{lane}" in (lanes or ()):
-                raise ValueError(f"lane {lane!r} is both asked for and forbidden")
-        return lanes
-
-    @field_validator("torchrpc_from")
-    @classmethod
-    def _networks_are_valid(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
-        for text in texts:
-            try:
-                ipaddress.ip_network(text, strict=False)
-            except ValueError:
-                raise ValueError(f"{text!r} is neither an address nor a network such as 10.0.0.0/8") from None
-        return texts
-
-    @field_validator("local_devices")
-    @classmethod
-    def _local_devices_are_indices(cls, devices: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        for index in devices or ():
-            if index < 0:
-                raise ValueError(f"{index} is not a CUDA device index")
-        return devices
-
     def __init__(self, **values: Any) -> None:
-        # pydantic's own error is a ValueError subclass that cannot be raised or caught as one of ours.
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise ConfigurationError(f"GroupConfig: {explain(error, type(self).model_fields)}") from error
-
-    if not TYPE_CHECKING:  # so that an assignment stays an error for type checkers
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            raise ConfigurationError(f"GroupConfig is frozen: create another one with {name}={value!r}")
+        self.__dict__.update(_checked(values))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ, **overrides: Any) -> GroupConfig:
@@ -164,22 +126,78 @@ class GroupConfig(BaseModel, frozen=True, extra="forbid"):
             if not variable.startswith(ENV_PREFIX):
                 continue
             field = variable.removeprefix(ENV_PREFIX).lower()
-            if field not in cls.model_fields:
-                similar = nearest(field, cls.model_fields)
-                known = ", ".join(ENV_PREFIX + name.upper() for name in cls.model_fields)
+            if field not in FIELDS:
+                similar = nearest(field, FIELDS)
+                known = ", ".join(ENV_PREFIX + name.upper() for name in FIELDS)
                 hint = f"; known: {known}" if similar is None else f" (did you mean {ENV_PREFIX}{similar.upper()}?)"
                 raise ConfigurationError(f"{variable} is not a setting{hint}")
             values[field] = _parse(variable, field, text)
             given[field] = f"{variable}={text!r}"
-        values |= overrides
+        for field in overrides:
+            given.pop(field, None)
+        return cls(**_checked(values | overrides, given))
+
+
+def _refuse(config: GroupConfig, name: str, value: Any) -> None:
+    raise ConfigurationError(f"GroupConfig is frozen: create another one with {name}={value!r}")
+
+
+GroupConfig.__setattr__ = _refuse  # type: ignore[method-assign, assignment]
+FIELDS = tuple(field.name for field in fields(GroupConfig))
+
+
+def _checked(values: Mapping[str, Any], given: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The values of all fields. ``given``: see ``explain``. Raises ConfigurationError."""
+    from pydantic import ValidationError
+
+    try:
+        return dict(_model()(**values))
+    except ValidationError as error:  # pydantic's own error cannot be raised or caught as one of ours
+        raise ConfigurationError(f"GroupConfig: {explain(error, FIELDS, given)}") from error
+
+
+@functools.cache
+def _model() -> type[BaseModel]:
+    """Checks the settings by pydantic, which takes as long to load as the whole of raytorchrpc: only the process that
+    forms a group needs it.
+    """
+    from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_model
+
+    names = {"Field": Field, "Bytes": Annotated[int, BeforeValidator(read_bytes)]}
+    types = get_type_hints(GroupConfig, {**globals(), **names}, include_extras=True)
+    checks: dict[str, Callable[[Any], Any]]
+    checks = {"lanes": _known_lanes, "local_devices": _cuda_indices, "torchrpc_from": _networks}
+    types |= {name: Annotated[types[name], AfterValidator(check)] for name, check in checks.items()}
+    values: dict[str, Any] = {field.name: (types[field.name], field.default) for field in fields(GroupConfig)}
+    return create_model("GroupConfig", __config__=ConfigDict(extra="forbid"), **values)
+
+
+def _known_lanes(lanes: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    is_known, names = lane_names
+    for lane in lanes or ():
+        if not is_known(lane.removeprefix("-")):
+            known = [*names()]
+            meant = did_you_mean(lane.removeprefix("-"), known)
+            raise ValueError(f"unknown lane {lane!r}{meant}; known lanes: {', '.join(known)}")
+        if not lane.startswith("-") and f"-{lane}" in (lanes or ()):
+            raise ValueError(f"lane {lane!r} is both asked for and forbidden")
+    return lanes
+
+
+def _networks(texts: tuple[str, ...]) -> tuple[str, ...]:
+    for text in texts:
         try:
-            return cls(**values)
-        except ConfigurationError as error:
-            if not isinstance(error.__cause__, ValidationError):
-                raise
-            for field in overrides:
-                given.pop(field, None)
-            raise ConfigurationError(f"GroupConfig: {explain(error.__cause__, cls.model_fields, given)}") from error
+            ipaddress.ip_network(text, strict=False)
+        except ValueError:
+            raise ValueError(f"{text!r} is neither an address nor a network such as 10.0.0.0/8") from None
+    return texts
+
+
+def _cuda_indices(devices: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    for index in devices or ():
+        if index < 0:
+            raise ValueError(f"{index} is not a CUDA device index")
+    return devices
 
 
 _LIST_FIELDS = {"lanes", "local_devices", "transports", "channels", "torchrpc_from"}

@@ -71,7 +71,10 @@ def connect(address: str) -> Any:
             f"to the values that the cluster was started with"
         ) from error
     except (OSError, ValueError, RuntimeError) as error:
-        raise SubmissionError(f"no Ray job server answers at {address}: {error}") from error
+        raise SubmissionError(
+            f"no Ray job server answers at {address}: {error}; it runs on the head node, if that has ray[default], and "
+            f"serves other machines only if the head was started with --dashboard-host"
+        ) from error
 
 
 async def follow(client: Any, job: str) -> None:

@@ -17,7 +17,7 @@ _STYLES = {"raytorchrpc": "-", "for comparison": "--", "limit": ":"}
 def check_available() -> None:
     """Raises ConfigurationError, with the remedy, if matplotlib is missing."""
     if find_spec("matplotlib") is None:
-        raise ConfigurationError("--plot needs matplotlib: pip install 'raytorchrpc[bench]'")
+        raise ConfigurationError("--plot needs matplotlib: pip install '.[bench]' in a checkout")
 
 
 def heading(version: str, started: str, machine: Sequence[str]) -> str:

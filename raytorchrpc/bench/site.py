@@ -133,7 +133,7 @@ _NEEDS: Mapping[Need, Callable[[Site], str | None]] = {
     "NCCL RDMA": _nccl_rdma,
     "NCCL GPUDirect": lambda site: _nccl_rdma(site) or rdma.ucx_obstacle(site.a.endpoint, site.b.endpoint, cuda=True),
     "pynng": lambda site: _package(site, "pynng", "pynng"),
-    "nixl": lambda site: _package(site, "nixl", "'raytorchrpc[nixl]'"),
+    "nixl": lambda site: _package(site, "nixl", "'.[nixl]' in a checkout"),
 }
 
 

@@ -14,5 +14,5 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in {"click", "rich", "typer"}:
             raise
-        sys.exit(f"raytorchrpc: the command line needs {error.name}: pip install 'raytorchrpc[cli]'")
+        sys.exit(f"raytorchrpc: the command line needs {error.name}: pip install '.[cli]' in a checkout")
     app()

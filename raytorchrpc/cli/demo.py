@@ -27,7 +27,7 @@ def run(*, workers: int, target: float, max_steps: int, seed: int, address: str 
     accuracy is not reached.
     """
     if find_spec("sklearn") is None:
-        raise _failure("the demo needs scikit-learn: pip install 'raytorchrpc[demo]'")
+        raise _failure("the demo needs scikit-learn: pip install '.[demo]' in a checkout")
     console = Console()
     console.print(f"Starting a parameter server and {workers} worker(s) as Ray actors ...")
     try:

@@ -67,8 +67,8 @@ def gather_from(root: Path) -> Evidence:
     uid = _number(root / "proc/self/status", "Uid:")
     limit = _number(root / "proc/self/limits", "Max locked memory")
     probed = probe.probe(node_ip="", wants_gpu=False, root=root)
-    endpoint = probed.model_copy(
-        update={
+    endpoint = probed.changed(
+        {
             "hostname": sysfs.read(root / "proc/sys/kernel/hostname") or "",
             "pid": 0,
             "uid": uid or 0,

@@ -25,7 +25,7 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
             "gpu-nvml-missing",
             "nvidia-ml-py is not installed",
             "NVLinks were not counted; CUDA reported peer access",
-            "pip install 'raytorchrpc[doctor]'",
+            "pip install '.[doctor]' in a checkout",
         )
     given, host = len(evidence.gpu_files), len(evidence.pci_gpus)
     if evidence.container and 0 < given < host:

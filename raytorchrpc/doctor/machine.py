@@ -73,7 +73,7 @@ def _nixl(installed: bool) -> Finding:
         "nixl-missing",
         "there are RDMA adapters, but NIXL is not installed",
         "between hosts, CPU tensors use torchrpc (TCP on RoCE) and CUDA tensors nccl or torchrpc",
-        "pip install 'raytorchrpc[nixl]' on every node",
+        "pip install '.[nixl]' in a checkout, on every node",
     )
 
 

@@ -121,7 +121,7 @@ def _roce(endpoint: Endpoint) -> Iterator[Finding]:
             "or macvlan) or use the host's network",
         )
     if not every and roce[0][0] is endpoint.hcas[0]:
-        install = "pip install 'raytorchrpc[nixl]' sends CPU tensors between hosts over RDMA too"
+        install = "pip install '.[nixl]' in a checkout sends CPU tensors between hosts over RDMA too"
         yield note(
             "rdma-roce",
             "RoCE: the routed address is not at GID index 0, or packets from that index have hop limit 1",

@@ -7,14 +7,13 @@ a detached group; it sees other groups only if they post their status in the clu
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
-
-from pydantic import TypeAdapter, ValidationError
+from typing import TYPE_CHECKING, NamedTuple
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.counters import PairStats
@@ -24,6 +23,9 @@ from raytorchrpc.group.roster import Roster
 from raytorchrpc.membership.join import member_of
 from raytorchrpc.membership.ray_metrics import Reading, reading
 from raytorchrpc.process import threads
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -64,15 +66,19 @@ class GroupStatus:
     weights: tuple[WeightStats, ...] = ()
 
     def to_json(self) -> bytes:
-        return _AS_JSON.dump_json(self)
+        return _as_json().dump_json(self)
 
 
-_AS_JSON = TypeAdapter(GroupStatus)
+@functools.cache
+def _as_json() -> TypeAdapter[GroupStatus]:
+    from pydantic import TypeAdapter  # takes as long to load as the whole of raytorchrpc
+
+    return TypeAdapter(GroupStatus)
 
 
 def from_json(text: bytes) -> GroupStatus:
     """Raises ValueError for anything else."""
-    return _AS_JSON.validate_json(text)
+    return _as_json().validate_json(text)
 
 
 def member_status(generation: str) -> Reading:
@@ -144,7 +150,7 @@ def posted() -> list[GroupStatus]:
             continue
         try:
             one = from_json(text)
-        except ValidationError as error:
+        except ValueError as error:
             logger.debug("posted by another release: %s", error)
             continue
         # Clocks of hosts differ, by seconds at worst.

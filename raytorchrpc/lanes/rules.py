@@ -71,7 +71,7 @@ def nixl_rule(pair: Pair, traffic: Traffic) -> Verdict:
     without = sorted(e.name for e in (a, b) if not e.nixl)
     if without:
         where = f" in {without[0]}" if len(without) == 1 else ""
-        return f"NIXL is not installed for torch{where}: pip install 'raytorchrpc[nixl]'"
+        return f"NIXL is not installed for torch{where}: pip install '.[nixl]' in a checkout"
     if named:
         return f"one-sided reads {'over what UCX selects' if no_rdma else 'by RDMA'}", "asked for by name"
     return "one-sided reads by RDMA", "different hosts, both with adapters that UCX can use"

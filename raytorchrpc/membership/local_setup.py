@@ -18,6 +18,7 @@ from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import MessageLane, TensorLane
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.membership.messages import JoinSpec
+from raytorchrpc.rdt.api import load_where_possible
 from raytorchrpc.topology import probe
 from raytorchrpc.topology.endpoint import Endpoint
 
@@ -28,7 +29,7 @@ def endpoint(name: str, wants_gpu: bool = False, lanes: Sequence[str] = ()) -> E
     """Describe this process. ``lanes``: lanes of other distributions to look for; see ``Endpoint.lanes``."""
     node_ip = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
     found = probe.probe(name=name, node_ip=node_ip, wants_gpu=wants_gpu)
-    return found.model_copy(update={"lanes": registry.distributions(lanes)}) if lanes else found
+    return found.changed({"lanes": registry.distributions(lanes)}) if lanes else found
 
 
 def asked_for_gpu(instance: Any) -> bool:
@@ -87,6 +88,14 @@ def open_lanes(spec: JoinSpec, local: LocalMember) -> dict[str, Any]:
             continue
         local.tensor_lanes[row.name] = lane
     return addresses
+
+
+def preload() -> None:
+    """Import what joining a group needs, while the process of an actor starts: a group waits for its slowest member."""
+    for row in registry.LANES:
+        if row.always or row.carries == ("cpu",):
+            registry.resolve(row, row.make)
+    load_where_possible()
 
 
 def make_lane(row: registry.Lane, setup: LaneSetup) -> MessageLane | TensorLane:

@@ -8,6 +8,7 @@ member, and over a separate connection to any other process of the job (a driver
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import Any
@@ -43,6 +44,12 @@ def enable_where_possible() -> None:
         enable()
     except Exception as error:  # the interface is an alpha: any release of Ray may change it
         logger.info("ObjectRefs do not use the group's lanes with this release of Ray: %r", error)
+
+
+def load_where_possible() -> None:
+    """Import what ``enable_where_possible`` needs."""
+    with contextlib.suppress(Exception):  # logged when it is enabled
+        import raytorchrpc.rdt.transport  # noqa: F401
 
 
 async def get(refs: Any, timeout: float | None = None) -> Any:

@@ -46,7 +46,7 @@ def plan(
     this torch build does not have, or asks for a lane that cannot be loaded; BootstrapError, naming the members, if
     their torch releases differ.
     """
-    members = {name: e if e.name == name else e.model_copy(update={"name": name}) for name, e in endpoints.items()}
+    members = {name: e if e.name == name else e.changed({"name": name}) for name, e in endpoints.items()}
     _check_torch(members)
     lanes = _candidates(config)
     agents, warnings = backends.plan_agents(members, config)
@@ -89,8 +89,8 @@ def _last_resorts(routes: Mapping[tuple[str, str], PairRoute], lanes: Sequence[_
 _Verdicts = tuple[tuple[LaneChoice, ...], tuple[Rejection, ...]]
 #: Placeholders for the two members' names in verdicts that many pairs share; no member's name contains them.
 _A, _B = "\ue000", "\ue001"
-#: Fields of an endpoint that no lane's rule reads.
-_OWN = frozenset({"name", "pid", "shm_free_bytes"})
+#: Fields of an endpoint that no lane's rule reads, with a value that stands for all.
+_OWN = {"name": "", "pid": 0, "shm_free_bytes": 0}
 
 
 class _Judge:
@@ -106,7 +106,7 @@ class _Judge:
         self._members, self._agents, self._config, self._lanes = members, agents, config, lanes
         kinds: dict[tuple[str, AgentPlan], int] = {}
         self._kinds = {
-            name: kinds.setdefault((endpoint.model_dump_json(exclude=set(_OWN)), agents[name]), len(kinds))
+            name: kinds.setdefault((repr(endpoint.changed(_OWN)), agents[name]), len(kinds))
             for name, endpoint in members.items()
         }
         self._found: dict[tuple[int, int], tuple[_Verdicts, bool]] = {}
@@ -115,8 +115,8 @@ class _Judge:
     def verdicts(self, a: str, b: str) -> _Verdicts:
         key = self._kinds[a], self._kinds[b]
         if key not in self._found:
-            first = self._members[a].model_copy(update={"name": _A})
-            second = self._members[b].model_copy(update={"name": _B})
+            first = self._members[a].changed({"name": _A})
+            second = self._members[b].changed({"name": _B})
             named, agents = self._config.lanes or (), (self._agents[a], self._agents[b])
             pair = Pair(first, second, *agents, named, self._config.always_tcp, self._config.tls)
             verdicts = _judge(pair, self._lanes)

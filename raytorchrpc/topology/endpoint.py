@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict
-
-
-class _Evidence(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+T = TypeVar("T", bound="_Evidence")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Evidence:
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}  # for the doctor, which reads endpoints as JSON
+
+    def changed(self: T, fields: Mapping[str, Any]) -> T:
+        """A copy with these fields replaced."""
+        return replace(self, **fields)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gpu(_Evidence):
     """One GPU that the process sees."""
 
@@ -32,6 +40,7 @@ class Gpu(_Evidence):
     (NCCL can use that, TensorPipe cannot); None = unknown."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Gid(_Evidence):
     """One filled slot of a port's GID table."""
 
@@ -48,6 +57,7 @@ class Gid(_Evidence):
         return ipaddress.IPv6Address(self.value).is_link_local
 
 
+@dataclass(frozen=True, kw_only=True)
 class HcaPort(_Evidence):
     """One port of an RDMA adapter."""
 
@@ -60,6 +70,7 @@ class HcaPort(_Evidence):
     gids: tuple[Gid, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
 class Hca(_Evidence):
     """One RDMA adapter."""
 
@@ -75,6 +86,7 @@ class Hca(_Evidence):
         return next((port for port in self.ports if port.number == number), None)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Interface(_Evidence):
     """One network interface of this process's network namespace."""
 
@@ -84,6 +96,7 @@ class Interface(_Evidence):
     up: bool = True
 
 
+@dataclass(frozen=True, kw_only=True)
 class Endpoint(_Evidence):
     """The description of one process that it publishes to its group. Sizes are in bytes."""
 
@@ -117,7 +130,7 @@ class Endpoint(_Evidence):
     tensorpipe_channels: tuple[str, ...] = ()
     nixl: bool = False
     """NIXL is installed, for the CUDA release of this torch build."""
-    lanes: dict[str, str] = {}
+    lanes: dict[str, str] = field(default_factory=dict)
     """Of the lanes of other distributions that the group asks for, those installed here: name -> distribution, with
     its version."""
     wants_gpu: bool = False

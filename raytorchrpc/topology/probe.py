@@ -17,6 +17,7 @@ import socket
 from pathlib import Path
 from typing import Literal
 
+from raytorchrpc._compat import nixl_package
 from raytorchrpc.topology import sysfs
 from raytorchrpc.topology.endpoint import Endpoint, Gid, Gpu, Hca, HcaPort, Interface
 
@@ -51,8 +52,6 @@ def probe(*, name: str = "", node_ip: str, wants_gpu: bool = True, root: Path = 
     A missing or unreadable file leaves its field empty and raises nothing.
     """
     import torch
-
-    from raytorchrpc._compat import nixl_package
 
     transports, channels = tensorpipe_backends()
     return Endpoint(

@@ -32,7 +32,7 @@ needs_nixl = pytest.mark.skipif(nixl_package.nixl_package() is None, reason=nixl
 
 
 def test_without_the_package_the_lane_says_what_to_install() -> None:
-    with pytest.raises(LaneUnavailable, match=r"pip install 'raytorchrpc\[nixl\]'"):
+    with pytest.raises(LaneUnavailable, match=r"pip install '\.\[nixl\]' in a checkout"):
         Agent(None, {})
 
 

@@ -29,7 +29,7 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
 def group(request: pytest.FixtureRequest, cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     lanes: str = request.param
     if lanes == "nixl" and importlib.util.find_spec("nixl") is None:
-        pytest.skip("NIXL is not installed: pip install 'raytorchrpc[nixl]'")
+        pytest.skip("NIXL is not installed: pip install '.[nixl]' in a checkout")
     with running(tmp_path_factory.mktemp(lanes), 1 + list(LANES).index(lanes), lanes) as run:
         yield run
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("aiohttp", reason="jobs need ray[default]: pip install 'raytorchrpc[jobs]'")
+pytest.importorskip("aiohttp", reason="jobs need ray[default]: pip install '.[jobs]' in a checkout")
 
 from tests.multihost.conftest import given
 from tests.multihost.rig import REPO, Host

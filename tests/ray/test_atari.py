@@ -16,8 +16,8 @@ import pytest
 import ray
 import torch
 
-pytest.importorskip("ale_py", reason="the Atari example needs ALE: pip install 'raytorchrpc[atari]'")
-pytest.importorskip("gymnasium", reason="the Atari example needs gymnasium: pip install 'raytorchrpc[atari]'")
+pytest.importorskip("ale_py", reason="the Atari example needs ALE: pip install '.[atari]' in a checkout")
+pytest.importorskip("gymnasium", reason="the Atari example needs gymnasium: pip install '.[atari]' in a checkout")
 
 from examples.atari_dqn.network import Network
 from examples.atari_dqn.player import Player

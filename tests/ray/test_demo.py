@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from raytorchrpc.cli import main
-from tests.ray.commands import Command
+from tests.ray.commands import ROOT, Command
 
 
 @pytest.fixture
@@ -33,6 +36,33 @@ def test_reaches_the_accuracy_and_shows_what_the_calls_cost(demo: Command) -> No
     assert medians.keys() == {"direct", "object store"}, out
     assert all(value > 0 for value in medians.values())
     assert demo.gone_within(40)
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_make_demo_ends_with_commands_to_go_on_with() -> None:
+    ran = make("-o", f"{sys.prefix}/.installed", "demo", f"VENV={sys.prefix}", "ARGS=--help")
+    assert ran.returncode == 0, ran.stderr
+    before, _, after = ran.stdout.partition("\nNext:\n")
+    assert "Train a classifier" in before
+    following = [line.split() for line in after.splitlines()]
+    assert len(following) == 3
+    for program, argument, *_ in following:
+        assert os.access(program, os.X_OK)
+        assert argument in ("doctor", "bench") or (ROOT / argument).is_file()
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_make_shows_that_pip_works_and_whether_it_failed(succeeds: bool, tmp_path: Path) -> None:
+    pip = tmp_path / "bin" / "python"
+    pip.parent.mkdir()
+    pip.write_text(f"#!/bin/sh\ncase $* in *--version) ;; *torch==*) sleep 0.5; {str(succeeds).lower()} ;; esac\n")
+    pip.chmod(0o755)
+    ran = make("env", f"VENV={tmp_path}", "DOT_S=0.1")
+    assert (ran.returncode == 0, (tmp_path / ".installed").exists()) == (succeeds, succeeds), ran.stderr
+    assert re.search(r"^\[env 2/3\] installing torch==.* \.{2,}$", ran.stdout, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -74,4 +104,4 @@ def test_without_the_cli_extra_one_line_names_the_command(missing: str, monkeypa
     with pytest.raises(SystemExit) as ended:
         main()
     # Python prints it on stderr, and the exit code is 1.
-    assert ended.value.code == f"raytorchrpc: the command line needs {missing}: pip install 'raytorchrpc[cli]'"
+    assert ended.value.code == f"raytorchrpc: the command line needs {missing}: pip install '.[cli]' in a checkout"

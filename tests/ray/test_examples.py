@@ -92,7 +92,7 @@ def test_help_and_bad_options(name: str, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_an_example_that_lacks_packages_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_data, "find_spec", lambda name: None if name == "pyarrow" else object())
-    with pytest.raises(SystemExit, match=r"^ray_data: Ray Data needs pyarrow: pip install 'raytorchrpc\[data\]'$"):
+    with pytest.raises(SystemExit, match=r"^ray_data: Ray Data needs pyarrow: pip install '\.\[data\]' in a checkout$"):
         ray_data.main([])
 
 
@@ -116,6 +116,15 @@ def test_a_cache_handed_over_decodes_as_one_process_does() -> None:
     *before, last = ran.stdout.splitlines()
     assert last == "checked: 2 answers of 8 tokens equal those of a single process"
     assert any("shm" in line and "decode" in line for line in before), "the caches did not go by shared memory"
+
+
+@pytest.mark.usefixtures("cluster")
+def test_the_job_runs_without_a_job_server_and_shows_its_environment() -> None:
+    """``train.py`` in the Ray that RAY_ADDRESS names; as a submitted job: ``test_jobs``."""
+    ran = script("job/train", "--workers", "1", "--steps", "10", RAY_ADDRESS=ray.get_runtime_context().gcs_address)
+    assert ran.returncode == 0 and ran.stdout.splitlines()[-1].startswith("JOB OK: 2 members"), ran.stdout + ran.stderr
+    shown = script("job/submit", "--show")
+    assert json.loads(shown.stdout)["working_dir"] == str(ROOT / "examples" / "job")
 
 
 @pytest.mark.slow

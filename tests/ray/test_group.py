@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -81,6 +82,16 @@ def test_every_kind_of_actor_reaches_every_kind(kinds: Kinds) -> None:
         }
         for pair, answer in answers.items():
             assert ray.get(answer, timeout=60) == 42, pair
+
+
+def test_an_actor_has_loaded_what_it_needs_to_join_when_its_process_starts(spawn: Spawn, peers: list[Any]) -> None:
+    def loaded() -> set[str]:
+        return ray.get(fresh.__ray_call__.remote(lambda _: set(sys.modules)))
+
+    fresh = spawn(Peer, runtime_env={"env_vars": {"AS_RAY_STARTS_IT": "1"}})  # no fork of a warm process
+    before = loaded()
+    with rtr.init_group([fresh, peers[0]]):
+        assert loaded() - before == set()
 
 
 def test_an_actor_that_never_imported_raytorchrpc_is_a_member_without_methods(kinds: Kinds, peers: list[Any]) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +18,7 @@ import pytest
 import raytorchrpc as rtr
 from tests.ray.heads import ROOT, Head, head
 
-pytest.importorskip("aiohttp", reason="jobs need ray[default]: pip install 'raytorchrpc[jobs]'")
+pytest.importorskip("aiohttp", reason="jobs need ray[default]: pip install '.[jobs]' in a checkout")
 
 SUCCESS = re.compile(r"^JOB OK: \d members on 1 node\(s\)", re.MULTILINE)
 
@@ -66,6 +69,36 @@ def test_bad_input_gets_one_line(
     lines = [line for line in err.splitlines() if "WARNING" not in line]
     assert code == 1 and len(lines) == 1, out + err
     assert lines[0].startswith("submit.py: ") and re.search(message, lines[0]), err
+
+
+def isolated(commands: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script of bash in the checkout, with a network and processes of its own."""
+    spaces = ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if subprocess.run([*spaces, "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to create namespaces")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTEST", "PYTHON"))}
+    with tempfile.TemporaryDirectory(prefix="rtr-") as folder:  # Ray's sockets lie in it, so its path has to be short
+        programs = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', os.defpath)}"
+        environment = {**kept, "PATH": programs, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": folder}
+        return subprocess.run(
+            [*spaces, "bash", "-euc", f"ip link set lo up\n{commands}"],
+            cwd=ROOT,
+            env={**environment, "RAY_USAGE_STATS_ENABLED": "0"},
+            capture_output=True,
+            text=True,
+            timeout=250,
+        )
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_submit_a_job() -> None:
+    """As printed, with Ray's own ports, in namespaces of their own; the cluster ends with them."""
+    page = (ROOT / "docs" / "jobs.md").read_text(encoding="utf-8")
+    (commands,) = [block for block in re.findall(r"^```console\n(.*?)^```$", page, re.M | re.S) if "ray start" in block]
+    assert len(commands.splitlines()) == 3
+    ran = isolated(commands)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert SUCCESS.search(ran.stdout) and ran.stdout.rstrip().endswith("SUCCEEDED")
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 
 from tests.ray.scripts import Script
 
-pytest.importorskip("aiohttp", reason="the endpoint needs ray[default]: pip install 'raytorchrpc[jobs]'")
+pytest.importorskip("aiohttp", reason="the endpoint needs ray[default]: pip install '.[jobs]' in a checkout")
 
 CODE = """
 import urllib.request

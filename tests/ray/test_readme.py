@@ -7,8 +7,10 @@ only names that it or an earlier fence of the page defines; in that case the pag
 from __future__ import annotations
 
 import builtins
+import json
 import os
 import re
+import shlex
 import subprocess
 import symtable
 import sys
@@ -16,6 +18,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import ray
+
+import raytorchrpc as rtr
+from tests.ray.actors import Peer
+from tests.ray.conftest import Spawn
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -54,15 +61,14 @@ def test_the_readme_has_a_program() -> None:
     assert any(block.language == "python" and block.where.startswith("README.md") for block in blocks())
 
 
-@pytest.mark.parametrize("block", PROGRAMS)
-def test_a_program_runs_as_it_is(block: Block, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(block.code, encoding="utf-8")
+def run_program(code: str, folder: Path, *before: str) -> tuple[int, str]:
+    program = folder / "program.py"
+    program.write_text(code, encoding="utf-8")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "RAYTORCHRPC_"))}
     environ |= {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.ray.local_ray", str(program)],
-        cwd=tmp_path,
+        [sys.executable, *before, str(program)],
+        cwd=folder,
         env=environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -72,7 +78,23 @@ def test_a_program_runs_as_it_is(block: Block, tmp_path: Path) -> None:
         output, _ = process.communicate(timeout=250)
     finally:
         process.kill()
-    assert process.returncode == 0, f"{block.where}\n{output}"
+    return process.returncode, output
+
+
+@pytest.mark.parametrize("block", PROGRAMS)
+def test_a_program_runs_as_it_is(block: Block, tmp_path: Path) -> None:
+    code, output = run_program(block.code, tmp_path, "-m", "tests.ray.local_ray")
+    assert code == 0, f"{block.where}\n{output}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["calls", "tensors"])
+def test_a_page_pasted_as_one_program_ends_quietly(page: str, tmp_path: Path) -> None:
+    """In a Ray as ``ray.init()`` starts it, with a log monitor that shows what the actors print."""
+    where = f"docs/howto/{page}.md:"
+    snippets = [block.code for block in blocks() if block.language == "py" and block.where.startswith(where)]
+    code, output = run_program("\n\n".join(snippets), tmp_path)
+    assert code == 0 and not re.search(r"Error|Traceback|\[W\d", output), output
 
 
 @pytest.mark.parametrize("block", FRAGMENTS)
@@ -141,3 +163,62 @@ def _anchors(page: Path) -> set[str]:
     """As GitHub makes them of headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+#: Runs each command in this one process, and prints its exit code and what it printed. A command that starts a process
+#: of its own would take seconds.
+_RUN_EACH = """
+import contextlib, io, json, runpy, sys
+for module, arguments in json.load(sys.stdin):
+    sys.argv[:] = [module, *arguments]
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_module(module, run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code or 0
+    print(json.dumps([code, out.getvalue(), err.getvalue()]))
+"""
+
+
+def commands() -> list[list[str]]:
+    """The pages' commands that this library provides, but for ``bench`` and ``demo``, which have tests of their own."""
+    found = []
+    for page in PAGES:
+        for match in _FENCE.finditer(page.read_text(encoding="utf-8")):
+            lines = match["code"].replace("\\\n", "").splitlines() if match["language"] == "console" else []
+            words = [shlex.split(line.removeprefix("$ "), comments=True) for line in lines]
+            found += [each for each in words if each[:1] == ["raytorchrpc"] and each[1] not in ("bench", "demo")]
+            found += [each for each in words if each[:2] == ["python", "-m"] and each[2].startswith("raytorchrpc")]
+    return found
+
+
+def test_every_command_of_a_page_runs(spawn: Spawn, tmp_path: Path) -> None:
+    learner = spawn(Peer, name="learner")
+    collector = spawn(Peer, name="collector", namespace="jobs")
+    (tmp_path / "copy" / "proc").mkdir(parents=True)
+    given = []
+    for words in dict.fromkeys(map(tuple, commands())):
+        module, words = (words[2], words[3:]) if words[0] == "python" else ("raytorchrpc.cli", words[1:])
+        arguments = [ray.get_runtime_context().gcs_address if word == "10.0.0.1:6379" else word for word in words]
+        arguments = arguments[: arguments.index(">")] if ">" in arguments else arguments
+        if arguments[:1] == ["top"] and "--once" not in arguments:
+            arguments.append("--once")  # it would run until Ctrl-C
+        given.append((module, arguments))
+    assert {"doctor", "manifest", "top"} <= {arguments[0] for _, arguments in given if arguments}
+    with rtr.init_group([learner, collector], name="learners", detached=True):
+        ran = subprocess.run(
+            [sys.executable, "-c", _RUN_EACH],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+            input=json.dumps(given),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert ran.returncode == 0, ran.stderr
+    for (_, arguments), line in zip(given, ran.stdout.splitlines(), strict=True):
+        code, out, err = json.loads(line)
+        # The doctor may find a problem here.
+        assert code in ((0,) if arguments[:1] in (["top"], ["manifest"]) else (0, 1)) and not err, (arguments, out, err)
+        assert out or "--output" in arguments, arguments

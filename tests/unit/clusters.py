@@ -60,10 +60,7 @@ def _hca(name: str, link_layer: str, gids: tuple[Gid, ...]) -> Hca:
 
 def with_port(hcas: tuple[Hca, ...], name: str, **changes: Any) -> tuple[Hca, ...]:
     """The adapters with port 1 of one of them changed."""
-    return tuple(
-        hca.model_copy(update={"ports": (hca.ports[0].model_copy(update=changes),)}) if hca.name == name else hca
-        for hca in hcas
-    )
+    return tuple(hca.changed({"ports": (hca.ports[0].changed(changes),)}) if hca.name == name else hca for hca in hcas)
 
 
 def efa_hcas() -> tuple[Hca, ...]:
@@ -133,7 +130,7 @@ def one_host(count: int = 2) -> Cluster:
 def one_host_two_gpus() -> Cluster:
     """Ray's default masking: each process sees its own GPU as index 0."""
     gpus = a100s(2)
-    return group(*(member(n, cuda=True, gpus=(gpu.model_copy(update={"index": 0}),)) for n, gpu in enumerate(gpus)))
+    return group(*(member(n, cuda=True, gpus=(gpu.changed({"index": 0}),)) for n, gpu in enumerate(gpus)))
 
 
 def two_hosts() -> Cluster:
@@ -148,10 +145,7 @@ def two_pods_one_host(*, gpus: bool = True) -> Cluster:
     """Same boot id, own namespaces, equal pids, and each pod is given another GPU."""
     mine = a100s(2)
     return group(
-        *(
-            member(n, pod=n, pid=42, cuda=gpus, gpus=(mine[n].model_copy(update={"index": 0}),) if gpus else ())
-            for n in range(2)
-        )
+        *(member(n, pod=n, pid=42, cuda=gpus, gpus=(mine[n].changed({"index": 0}),) if gpus else ()) for n in range(2))
     )
 
 
@@ -177,10 +171,10 @@ def public_nodes(hcas: Callable[[int], tuple[Hca, ...]] | None = None, **changes
 
 
 def small_bar1_nodes() -> Cluster:
-    gpus = tuple(gpu.model_copy(update={"bar1_bytes": 256 * MIB}) for gpu in a100s())
+    gpus = tuple(gpu.changed({"bar1_bytes": 256 * MIB}) for gpu in a100s())
     return public_nodes(gpus=gpus)
 
 
 def no_resource1_nodes() -> Cluster:
-    gpus = tuple(gpu.model_copy(update={"resource1_present": False}) for gpu in a100s())
+    gpus = tuple(gpu.changed({"resource1_present": False}) for gpu in a100s())
     return public_nodes(gpus=gpus)

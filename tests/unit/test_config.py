@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +18,7 @@ def test_defaults_need_nothing() -> None:
 def test_is_immutable_and_survives_a_pickle() -> None:
     config = GroupConfig(lanes=("-socket",), rpc_timeout_s=3, device_maps={"a": "1_0_0"})
     assert pickle.loads(pickle.dumps(config)) == config
+    assert replace(config, rpc_timeout_s=4) == GroupConfig(**{**vars(config), "rpc_timeout_s": 4})
     with pytest.raises(ValueError, match="frozen"):
         config.rpc_timeout_s = 5  # type: ignore[misc]
 

@@ -99,3 +99,13 @@ def test_ci_runs_on_the_oldest_versions_that_are_declared() -> None:
     for requirement in declared:
         assert f'"{requirement.replace(">=", "==")}.*"' in oldest
     assert f'python: "{PROJECT["requires-python"].removeprefix(">=")}"' in oldest
+
+
+def test_an_extra_is_installed_from_a_checkout() -> None:
+    """The package is on no index: ``pip install 'raytorchrpc[cli]'`` would fail, or install somebody else's."""
+    shown = set()
+    for file in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *map(ROOT.joinpath, FILES)):
+        text = file.read_text(encoding="utf-8")
+        assert not re.search(r"pip install \S*raytorchrpc\b(?!-\*\.whl)", text), file
+        shown.update(*(extras.split(",") for extras in re.findall(r"pip install '\.\[([\w,]+)\]'", text)))
+    assert {"cli", "jobs", "nixl"} <= shown <= EXTRAS.keys()

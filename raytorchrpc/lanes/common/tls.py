@@ -36,7 +36,7 @@ def make_identity(name: str) -> bytes:
     except ImportError as error:
         raise ConfigurationError(
             "GroupConfig(tls=True) needs the package cryptography in the process that forms the group: "
-            "pip install 'raytorchrpc[tls]'"
+            "pip install '.[tls]' in a checkout"
         ) from error
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])

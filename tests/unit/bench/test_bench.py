@@ -129,7 +129,7 @@ def test_a_plot_without_matplotlib_is_one_line(monkeypatch: Any) -> None:
     monkeypatch.setattr("raytorchrpc.bench.plots.find_spec", lambda name: None)
     ran = CliRunner().invoke(app, ["bench", "--plot", "x.png"])
     assert ran.exit_code == 2
-    assert ran.stderr == "raytorchrpc bench: --plot needs matplotlib: pip install 'raytorchrpc[bench]'\n"
+    assert ran.stderr == "raytorchrpc bench: --plot needs matplotlib: pip install '.[bench]' in a checkout\n"
 
 
 def test_nodes_are_found_by_id_address_and_name() -> None:
@@ -241,7 +241,8 @@ def test_two_hosts() -> None:
 def test_what_is_not_installed_is_named_with_the_remedy() -> None:
     here = site(place(packages=frozenset()))
     assert obstacle(BY_NAME["nng-TCP"], "cpu", here) == "pynng is not installed: pip install pynng"
-    assert obstacle(BY_NAME["ray-rdt-nixl"], "cpu", here) == ("nixl is not installed: pip install 'raytorchrpc[nixl]'")
+    missing = "nixl is not installed: pip install '.[nixl]' in a checkout"
+    assert obstacle(BY_NAME["ray-rdt-nixl"], "cpu", here) == missing
 
 
 def test_the_lanes_and_settings_of_every_row_exist() -> None:

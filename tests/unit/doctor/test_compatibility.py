@@ -40,7 +40,7 @@ def test_nodes_that_fit_show_their_routes_alone() -> None:
 
 def test_different_torch_releases_form_no_group() -> None:
     cluster = public_nodes()
-    cluster["worker_1"] = cluster["worker_1"].model_copy(update={"torch_version": "2.11.0"})
+    cluster["worker_1"] = cluster["worker_1"].changed({"torch_version": "2.11.0"})
     assert ids(cluster)["together-no-group"] == "problem"
     assert not make_report(evidence(cluster), "1").healthy()
 
@@ -69,7 +69,7 @@ def test_a_gid_index_that_differs_from_host_to_host() -> None:
     def hcas(host: int) -> Any:
         ports = roce_hcas()[:1]
         gids = ports[0].ports[0].gids
-        return with_port(ports, "mlx5_0", gids=tuple(g.model_copy(update={"index": g.index + 2 * host}) for g in gids))
+        return with_port(ports, "mlx5_0", gids=tuple(g.changed({"index": g.index + 2 * host}) for g in gids))
 
     found = one(compatibility.findings(evidence(public_nodes(hcas))), "together-gid-index-differs")
     assert found.level == "note" and "3 on worker_0; 5 on worker_1" in found.seen

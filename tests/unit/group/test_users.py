@@ -39,7 +39,7 @@ def test_the_process_that_forms_the_group_counts_too() -> None:
 def test_members_of_two_user_namespaces_count_as_two_users() -> None:
     first = clusters.member(0, uid=0)
     inside = clusters.member(1, uid=0)
-    inside = inside.model_copy(update={"namespaces": {**inside.namespaces, "user": "another"}})
+    inside = inside.changed({"namespaces": {**inside.namespaces, "user": "another"}})
     with pytest.raises(ConfigurationError, match="user namespaces"):
         form(first, inside, first)
 

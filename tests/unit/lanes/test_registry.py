@@ -43,7 +43,7 @@ def own_lanes(site: Path) -> Path:
 def neighbours(*lanes: dict[str, str]) -> dict[str, Endpoint]:
     """Two members of one host with these lanes of other distributions."""
     found = clusters.one_host(2)
-    return {name: e.model_copy(update={"lanes": has}) for (name, e), has in zip(found.items(), lanes, strict=True)}
+    return {name: e.changed({"lanes": has}) for (name, e), has in zip(found.items(), lanes, strict=True)}
 
 
 # --- the rows of this package ------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ CASES = {
         ("LimitMEMLOCK=infinity",),
     ),
     "adapters not given to the container": Case(
-        lambda: public_nodes(same(tuple(hca.model_copy(update={"verbs_device": False}) for hca in infiniband_hcas()))),
+        lambda: public_nodes(same(tuple(hca.changed({"verbs_device": False}) for hca in infiniband_hcas()))),
         APART,
         ("uv",),
         ("cma", "mpt_uv", *CUDA_LOCAL),
@@ -312,7 +312,7 @@ def test_a_plan_made_of_an_earlier_one_is_the_same_plan(case: Case) -> None:
     before = case.cluster()
     first = plan(before, GroupConfig())
     names = list(before)
-    now = {**before, names[0]: before[names[0]].model_copy(update={"pid": 4711})}
+    now = {**before, names[0]: before[names[0]].changed({"pid": 4711})}
     assert plan(now, GroupConfig(), (before, first)) == plan(now, GroupConfig())
     fewer = {name: before[name] for name in names[1:]}
     assert plan(fewer, GroupConfig(), (before, first)) == plan(fewer, GroupConfig())
@@ -354,7 +354,7 @@ def test_working_adapters_stay_off_when_every_member_is_on_one_host() -> None:
 
 
 def test_a_member_without_rdma_leaves_it_to_the_others() -> None:
-    cluster = {**public_nodes(), "plain": member(7, host=7).model_copy(update={"name": "plain"})}
+    cluster = {**public_nodes(), "plain": member(7, host=7).changed({"name": "plain"})}
     routes = plan(cluster, GroupConfig())
     assert routes.agents["plain"].transports == ("uv",)
     assert by_torchrpc(routes.route("worker_0", "worker_1"), "cpu") == "torchrpc over ibv, channel basic"
@@ -392,7 +392,7 @@ def test_equal_pids_on_different_hosts_are_no_conflict() -> None:
 
 
 def test_mig_slices_have_no_cuda_ipc() -> None:
-    slices = tuple(gpu.model_copy(update={"name": "NVIDIA A100-SXM4-80GB MIG 1g.10gb"}) for gpu in a100s(2))
+    slices = tuple(gpu.changed({"name": "NVIDIA A100-SXM4-80GB MIG 1g.10gb"}) for gpu in a100s(2))
     routes = plan(group(*(member(n, cuda=True, gpus=(slices[n],)) for n in range(2))), GroupConfig())
     assert "cuda_ipc" not in routes.agents["worker_0"].channels
     assert any("MIG slice" in note for note in routes.agents["worker_0"].notes)
@@ -498,7 +498,7 @@ def test_cpu_tensors_need_no_common_network_or_files() -> None:
 
 def test_members_on_one_gpu_are_told_which_it_is() -> None:
     both = a100s(2)
-    turned = tuple(gpu.model_copy(update={"index": 1 - gpu.index}) for gpu in reversed(both))
+    turned = tuple(gpu.changed({"index": 1 - gpu.index}) for gpu in reversed(both))
     first = member(0, cuda=True, gpus=both[:1])
     every = member(1, cuda=True, gpus=both)
     other = member(2, cuda=True, gpus=turned)
@@ -517,7 +517,7 @@ def test_gpus_of_two_hosts_or_out_of_reach_are_not_shared() -> None:
     assert plan(group(*apart), GroupConfig()).route("worker_0", "worker_1").same_gpus == ()
     together = group(*(member(n, cuda=True, gpus=alike) for n in range(2)))
     assert plan(together, GroupConfig(lanes=("-cuda_ipc",))).route("worker_0", "worker_1").same_gpus == ()
-    nameless = tuple(gpu.model_copy(update={"uuid": ""}) for gpu in alike)
+    nameless = tuple(gpu.changed({"uuid": ""}) for gpu in alike)
     unknown = group(*(member(n, cuda=True, gpus=nameless) for n in range(2)))
     assert plan(unknown, GroupConfig()).route("worker_0", "worker_1").same_gpus == ()
 
@@ -540,7 +540,7 @@ def test_members_without_gpus_are_told_so() -> None:
 
 
 def test_mig_slices_share_no_memory() -> None:
-    gpu = a100s(2)[1].model_copy(update={"name": "NVIDIA A100-SXM4-80GB MIG 1g.10gb"})  # one side is enough
+    gpu = a100s(2)[1].changed({"name": "NVIDIA A100-SXM4-80GB MIG 1g.10gb"})  # one side is enough
     route = plan(neighbours(gpus=(gpu,)), GroupConfig()).route("worker_0", "worker_1")
     assert (lane(route, "cpu"), lane(route, "cuda")) == ("shm", "torchrpc")
     assert "MIG" in why_not(route, "cuda_ipc", "cuda")
@@ -660,8 +660,8 @@ def test_one_that_may_not_be_read_takes_cma_from_its_host_alone() -> None:
 
 def test_each_agent_listens_on_the_interface_of_its_own_node_address() -> None:
     cluster = clusters.two_hosts()
-    renamed = cluster["worker_1"].interfaces[1].model_copy(update={"name": "ens5"})
-    cluster["worker_1"] = cluster["worker_1"].model_copy(update={"interfaces": (renamed,)})
+    renamed = cluster["worker_1"].interfaces[1].changed({"name": "ens5"})
+    cluster["worker_1"] = cluster["worker_1"].changed({"interfaces": (renamed,)})
     agents = plan(cluster, GroupConfig()).agents
     assert (agents["worker_0"].interface, agents["worker_0"].address) == ("eth0", "10.0.0.1")
     assert (agents["worker_1"].interface, agents["worker_1"].address) == ("ens5", "10.0.1.1")
@@ -672,7 +672,7 @@ def test_an_interface_can_be_named() -> None:
     for n, name in enumerate(cluster):
         extra = clusters.Interface(name="ib0", addresses=(f"192.168.0.{n}",))
         interfaces = (*cluster[name].interfaces, extra)
-        cluster[name] = cluster[name].model_copy(update={"interfaces": interfaces})
+        cluster[name] = cluster[name].changed({"interfaces": interfaces})
     agent = plan(cluster, GroupConfig(interface="ib0")).agents["worker_1"]
     assert (agent.interface, agent.address) == ("ib0", "192.168.0.1")
 
@@ -774,7 +774,7 @@ def test_calls_fall_through_to_torchrpc() -> None:
 
 # -- nccl ----------------------------------------------------------------------------------------------------
 
-DMA_BUF = tuple(gpu.model_copy(update={"dma_buf": True}) for gpu in a100s())
+DMA_BUF = tuple(gpu.changed({"dma_buf": True}) for gpu in a100s())
 
 
 @pytest.mark.parametrize(
@@ -849,7 +849,7 @@ def test_nccl_needs_two_whole_gpus() -> None:
     config = GroupConfig(lanes=("socket", "shm", "nccl", "torchrpc"))
     route = plan(neighbours(gpus=(a100s(2)[0],)), config).route("worker_0", "worker_1")
     assert why_not(route, "nccl", "cuda") == "both members use one GPU, and NCCL needs two"
-    slices = tuple(gpu.model_copy(update={"name": f"{gpu.name} MIG 1g.10gb"}) for gpu in a100s(2))
+    slices = tuple(gpu.changed({"name": f"{gpu.name} MIG 1g.10gb"}) for gpu in a100s(2))
     route = plan(neighbours(gpus=slices), config).route("worker_0", "worker_1")
     assert "MIG" in why_not(route, "nccl", "cuda")
 
@@ -861,7 +861,7 @@ BY_NAME = GroupConfig(lanes=("socket", "nixl", "torchrpc"))
 
 
 def with_nixl(cluster: Cluster) -> Cluster:
-    return {name: each.model_copy(update={"nixl": True}) for name, each in cluster.items()}
+    return {name: each.changed({"nixl": True}) for name, each in cluster.items()}
 
 
 @pytest.mark.parametrize(
@@ -931,7 +931,7 @@ def test_nixl_leaves_gpu_memory_alone_that_adapters_may_not_reach() -> None:
 
 def test_nixl_has_to_be_installed_on_both_sides() -> None:
     both = public_nodes()
-    one = {**both, "worker_0": both["worker_0"].model_copy(update={"nixl": True})}
+    one = {**both, "worker_0": both["worker_0"].changed({"nixl": True})}
     for cluster, said in (
         (one, "NIXL is not installed for torch in worker_1: pip"),
         (both, "not installed for torch: pip"),
@@ -955,7 +955,7 @@ def test_the_order_of_members_does_not_matter_to_nixl() -> None:
 
 def test_torch_releases_must_agree() -> None:
     cluster = clusters.one_host(4)
-    cluster["worker_2"] = cluster["worker_2"].model_copy(update={"torch_version": "2.11.0+cu130"})
+    cluster["worker_2"] = cluster["worker_2"].changed({"torch_version": "2.11.0+cu130"})
     with pytest.raises(BootstrapError, match=r"worker_2 has 2\.11\.0\+cu130, worker_0 has 2\.13\.0\+cpu") as caught:
         plan(cluster, GroupConfig())
     assert caught.value.members == ("worker_2",)
@@ -963,7 +963,7 @@ def test_torch_releases_must_agree() -> None:
 
 def test_patch_releases_and_builds_may_differ() -> None:
     cluster = clusters.one_host(2)
-    cluster["worker_1"] = cluster["worker_1"].model_copy(update={"torch_version": "2.13.1+cu130"})
+    cluster["worker_1"] = cluster["worker_1"].changed({"torch_version": "2.13.1+cu130"})
     plan(cluster, GroupConfig())
 
 
@@ -1056,7 +1056,7 @@ def test_table_of_a_small_group_has_one_line_per_pair() -> None:
 @pytest.mark.parametrize("name", ["worker", "evaluation_collector", "a-member-with-a-name-of-40-characters-here"])
 def test_the_table_fits_a_terminal_and_names_each_reason_once(width: int, name: str) -> None:
     endpoints = [
-        member(n, host=n // 2).model_copy(update={"name": f"{name}_{n}"}) for n in range(_TABLE_LIMIT)
+        member(n, host=n // 2).changed({"name": f"{name}_{n}"}) for n in range(_TABLE_LIMIT)
     ]  # the most members with a line for each pair
     for plans in (plan(group(*endpoints), GroupConfig()), plan(clusters.hosts_of(4, 8), GroupConfig())):
         text = plans.table(width)
@@ -1077,7 +1077,7 @@ def test_table_of_a_big_group_has_one_line_per_kind() -> None:
 
 
 def test_table_of_a_big_group_tells_two_kinds_of_members_apart() -> None:
-    learner = member(0, host=9).model_copy(update={"name": "learner"})
+    learner = member(0, host=9).changed({"name": "learner"})
     rows = table_rows(plan(group(learner, *(member(n) for n in range(1, 12))), GroupConfig()))
     assert [row[:3] for row in rows] == [
         ["worker_1..worker_11", "each other", "socket [1]"],

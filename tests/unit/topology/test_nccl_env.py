@@ -67,7 +67,7 @@ def test_infiniband_needs_no_gid_index_and_one_queue_pair() -> None:
 
 def test_ports_that_cannot_be_used_are_left_out() -> None:
     hcas = with_port(infiniband_hcas()[:3], "mlx5_0", state="DOWN")
-    hcas = (*hcas[:2], hcas[2].model_copy(update={"verbs_device": False}))
+    hcas = (*hcas[:2], hcas[2].changed({"verbs_device": False}))
     advice = advise(node(hcas))[HCA]
     assert advice.value == "=mlx5_1:1"
     assert "mlx5_0:1 (cannot be used), mlx5_2:1 (cannot be used)" in advice.reason
@@ -105,14 +105,14 @@ def test_the_gid_index_is_that_of_a_routed_address_held_here(
 
 
 def test_adapters_that_need_different_indices_are_left_to_nccl() -> None:
-    other = roce_with((5, "25.11.128.2", "RoCE v2", "eth1"))[0].model_copy(update={"name": "mlx5_9"})
+    other = roce_with((5, "25.11.128.2", "RoCE v2", "eth1"))[0].changed({"name": "mlx5_9"})
     advice = advise(node((*roce_hcas()[:1], other)))[GID]
     assert advice.value is None
     assert "mlx5_0:1 3, mlx5_9:1 5" in advice.reason
 
 
 def test_the_gid_index_follows_the_adapters_that_somebody_chose() -> None:
-    other = roce_with((5, "25.11.128.2", "RoCE v2", "eth1"))[0].model_copy(update={"name": "mlx5_9"})
+    other = roce_with((5, "25.11.128.2", "RoCE v2", "eth1"))[0].changed({"name": "mlx5_9"})
     hcas = (*roce_hcas()[:1], other)
     assert values(node(hcas), NCCL_IB_HCA="=mlx5_9")[GID] == "5"
     assert values(node(hcas), NCCL_IB_HCA="^mlx5_9")[GID] == "3"

@@ -19,11 +19,11 @@ from raytorchrpc.topology.endpoint import Hca
 from tests.unit import clusters
 from tests.unit.clusters import Cluster, a100s, efa_hcas, infiniband_hcas, member, public_nodes, roce_hcas, with_port
 
-DMA_BUF = tuple(gpu.model_copy(update={"dma_buf": True}) for gpu in a100s())
+DMA_BUF = tuple(gpu.changed({"dma_buf": True}) for gpu in a100s())
 
 
 def with_nixl(cluster: Cluster) -> Cluster:
-    return {name: each.model_copy(update={"nixl": True}) for name, each in cluster.items()}
+    return {name: each.changed({"nixl": True}) for name, each in cluster.items()}
 
 
 def preferred(routes: RoutePlan, traffic: Any, a: str = "worker_0", b: str = "worker_1") -> str:
@@ -46,7 +46,7 @@ def both(hcas: tuple[Hca, ...]) -> Callable[[int], tuple[Hca, ...]]:
 
 
 def hidden(hcas: tuple[Hca, ...], name: str) -> tuple[Hca, ...]:
-    return tuple(h.model_copy(update={"verbs_device": False}) if h.name == name else h for h in hcas)
+    return tuple(h.changed({"verbs_device": False}) if h.name == name else h for h in hcas)
 
 
 FIRST_UNUSABLE = {
@@ -79,7 +79,7 @@ def test_roce_that_needs_another_gid_index() -> None:
     def hcas(host: int) -> tuple[Hca, ...]:  # the same address, at index 3 on one host and at 5 on the other
         moved = roce_hcas()
         for hca in moved:
-            gids = tuple(gid.model_copy(update={"index": gid.index + 2 * host}) for gid in hca.ports[0].gids)
+            gids = tuple(gid.changed({"index": gid.index + 2 * host}) for gid in hca.ports[0].gids)
             moved = with_port(moved, hca.name, gids=gids)
         return moved
 
@@ -126,7 +126,7 @@ def test_containers_that_share_a_host_but_not_its_gpus() -> None:
         assert preferred(routes, traffic, "worker_0", "worker_2") == "torchrpc"
     assert findings(cluster)["together-containers-apart"] == {"warning"}
     # With adapters in the pods, RDMA between them is TensorPipe's to use; its memory sharing still is not.
-    with_rdma = {name: each.model_copy(update={"hcas": infiniband_hcas()}) for name, each in cluster.items()}
+    with_rdma = {name: each.changed({"hcas": infiniband_hcas()}) for name, each in cluster.items()}
     agents = plan(with_rdma, GroupConfig()).agents
     assert all("cuda_ipc" not in agent.channels and agent.transports[0] == "ibv" for agent in agents.values())
 
