@@ -159,7 +159,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one table, covering one interval.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only one line of JSON per update.")] = False,
 ) -> None:
-    """Show a cluster's groups live: calls, latency and failures by pair, lane and method, queues, weights, lost members."""
+    """Show a cluster's groups live: calls by pair, lane and method, queues, weights, and lost members."""
     given = dict(locals())
     from raytorchrpc.cli.top import run
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from raytorchrpc.calls.metrics import METRICS, series
 
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-_CHOSEN = 'group=~"$group", member=~"$member"'
+_GROUP = 'group=~"$group"'
+_CHOSEN = f'{_GROUP}, member=~"$member"'
 _COLUMNS, _HEIGHT = 24, 8
 
 
@@ -42,11 +43,12 @@ def _means(title: str, *by: str) -> Panel:
 
 
 _STORE = ("group", "store", "home")
-_NEWEST = f"max by ({', '.join(_STORE)}) (last_over_time({series('weight_version')}"
+_NEWEST = _now("weight_version", *_STORE, of=', role="published"', merge="max")
+_PULLED = _now("weight_version", *_STORE, "member", of=', role="pulled"', merge="max")
 _LAG = Panel(
     "Policy lag: versions that a reader is behind",
-    f'{_NEWEST}{{group=~"$group", role="published"}}[1m])) - on ({", ".join(_STORE)}) group_right () '
-    f"({_now('weight_version', *_STORE, 'member', of=', role="pulled"', merge='max')} > 0)",
+    # Whichever members are chosen: the publisher need not be one of them.
+    f"{_NEWEST.replace(_CHOSEN, _GROUP)} - on ({', '.join(_STORE)}) group_right () ({_PULLED} > 0)",
     ("store", "member"),
 )
 _FINE = "(needs metrics_period_s)"
@@ -108,7 +110,7 @@ def build() -> dict[str, Any]:
     return {
         **{"title": "raytorchrpc", "uid": "raytorchrpc", "tags": ["ray"], "schemaVersion": 39, "editable": True},
         **{"time": {"from": "now-30m", "to": "now"}, "refresh": "10s", "panels": panels},
-        "templating": {"list": [_source(), _variable("group"), _variable("member", 'group=~"$group"')]},
+        "templating": {"list": [_source(), _variable("group"), _variable("member", _GROUP)]},
     }
 
 
