@@ -47,6 +47,16 @@ class QueueStats:
         """How many operations wait."""
         return {"put": len(self.putting), "get": len(self.getting)}
 
+    @property
+    def label(self) -> str:
+        """Such as ``queue batches``, or ``topic news > collector_1``."""
+        return f"{self.kind} {self.name}{f' > {self.subscriber}' if self.subscriber else ''}"
+
+    @property
+    def waiters(self) -> tuple[str, ...]:
+        """The operations that wait, and whose they are."""
+        return *(f"put: {who}" for who in self.putting), *(f"get: {who}" for who in self.getting)
+
 
 @dataclass(frozen=True)
 class MemberStats:

@@ -16,9 +16,8 @@ _NAMED = 3
 #: Columns of the tables: the field that each shows.
 _CALLS = {"calls": "calls", "failed": "failures", "MB out": "bytes_out", "MB in": "bytes_in", "mean\nms": "mean_ms"}
 _QUEUES = {
-    **{"kind": "kind", "name": "name", "home": "home", "subscriber": "subscriber", "to put": "putting"},
-    **{"to get": "getting", "items": "items", "MB": "bytes", "oldest\ns": "oldest_s"},
-    **{"put": "put", "taken": "taken", "dropped": "dropped"},
+    **{"queue or topic": "label", "home": "home", "waiting": "waiters", "items": "items", "MB": "bytes"},
+    **{"oldest\ns": "oldest_s", "put": "put", "taken": "taken", "dropped": "dropped"},
 }
 _WEIGHTS = {
     **{"store": "store", "home": "home", "member": "member", "pub-\nlished": "published", "pulled": "pulled"},
@@ -75,7 +74,7 @@ class GroupStats(tuple[PairStats, ...]):
         parts = [_table(self, {"caller": "caller", "peer": "peer", "lane": "lane", **_CALLS}, 3, width, seconds, extra)]
         for rows, columns, texts in (
             (self.methods, {"peer": "peer", "method": "method", **_CALLS}, 2),
-            (self.queues, _QUEUES, 6),
+            (self.queues, _QUEUES, 3),
             (self.weights, _WEIGHTS, 3),
         ):
             parts += [_table(rows, columns, texts, width, seconds)] if rows else []
@@ -107,7 +106,7 @@ def _cell(name: str, value: Any, seconds: float) -> str:
     if isinstance(value, tuple):
         counts = Counter(value)
         shown = [who if count == 1 else f"{who} x{count}" for who, count in list(counts.items())[:_NAMED]]
-        return ", ".join([*shown, f"{len(counts) - _NAMED} more"] if len(counts) > _NAMED else shown)
+        return "\n".join([*shown, f"{len(counts) - _NAMED} more"] if len(counts) > _NAMED else shown)
     if value is None:
         return "-"
     megabytes = name.startswith("bytes") or name in ("brought", "missing", "served_of_newest")
