@@ -92,7 +92,7 @@ def look_stats(*rows: PairStats) -> object:
 def test_queues_show_rates_age_and_who_waits() -> None:
     def queue(put: int, taken: int) -> QueueStats:
         waits = ("c0", "c0", "c1", "c2", "c3")
-        return QueueStats("a", "queue", "batches", "", 7, 3_000_000, 1.5, put, taken, ("p",), waits)
+        return QueueStats("a", "queue", "batches", "", 7, 3_000_000, 1.5, put, taken, 0, ("p",), waits)
 
     topic = QueueStats("a", "topic", "news", "b", items=2, dropped=4)
     shown = between(look(1.0, queues=[queue(10, 5)]), look(3.0, queues=[queue(30, 9), topic]))
