@@ -31,14 +31,10 @@ def test_columns_never_touch_and_fit_the_terminal(width: int, name: str) -> None
 
 
 def test_rows_add_up_methods_and_methods_add_up_callers() -> None:
-    reading = Reading(
-        [row("a", "c", "shm", 10, 5, 1.0), row("a", "c", "shm", 20, 1, 1.0, "put"), row("b", "c", "shm", 1, 1, 3.0)]
-    )
-    stats = GroupStats(reading)
-    assert [(each.caller, each.calls, each.failures, each.finished) for each in stats] == [
-        ("a", 30, 3, 30),
-        ("b", 1, 0, 1),
-    ]
+    rows = [row("a", "c", "shm", 10, 5, 1.0), row("a", "c", "shm", 20, 1, 1.0, "put"), row("b", "c", "shm", 1, 1, 3.0)]
+    stats = GroupStats(Reading(rows))
+    counts = [(each.caller, each.calls, each.failures, each.finished) for each in stats]
+    assert counts == [("a", 30, 3, 30), ("b", 1, 0, 1)]
     assert [(each.peer, each.method, each.calls, each.seconds) for each in stats.methods] == [
         ("c", "step", 11, 4.0),
         ("c", "put", 20, 1.0),

@@ -212,8 +212,8 @@ def test_weights_have_their_version_and_the_bytes_of_it(source: Source) -> None:
 
 def test_a_member_reads_its_queues_topics_and_calls_by_name(members: Members) -> None:
     with members.acting("home"):
-        queue, topic = rtr.Queue("batches", maxsize=2), rtr.Topic("news")
-        queue.put_many([1, 2])
+        rtr.Topic("news")
+        rtr.Queue("batches", maxsize=2).put_many([1, 2])
     with members.acting("b"):
         subscription = rtr.Topic("news", home="home").subscribe("drop_oldest", maxsize=1)
     with members.acting("a"):
