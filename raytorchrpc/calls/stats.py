@@ -14,7 +14,7 @@ from raytorchrpc.text import tables as text_tables
 #: A table names at most so many of the members that wait at a queue.
 _NAMED = 3
 #: Columns of the tables: the field that each shows.
-_CALLS = {"calls": "calls", "failed": "failures", "MB out": "bytes_out", "MB in": "bytes_in", "mean\nms": "mean_ms"}
+_CALLS = {"calls": "calls", "failed": "failures", "MB out": "bytes_out", "MB in": "bytes_in", "ms/call": "mean_ms"}
 _QUEUES = {
     **{"queue or topic": "label", "home": "home", "waiting": "waiters", "items": "items", "MB": "bytes"},
     **{"oldest\ns": "oldest_s", "put": "put", "taken": "taken", "dropped": "dropped"},
