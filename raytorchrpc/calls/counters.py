@@ -29,7 +29,7 @@ class PairStats:
     ``bytes_out`` and ``bytes_in`` count pickles and tensors. ``seconds`` is the total time from sending a call to
     taking its result, of the calls whose result was taken. ``latency[n]`` counts those that took at least 2 ** (n - 1)
     and less than 2 ** n microseconds; the last entry counts all longer ones. ``errors`` counts failed calls by the name
-    of the exception's type.
+    of the exception's type. ``in_flight``: calls by all lanes without an answer, in rows of ``GroupStats``.
     """
 
     KEY: ClassVar = ("caller", "peer", "lane", "method")
@@ -45,6 +45,7 @@ class PairStats:
     seconds: float = 0.0
     errors: dict[str, int] = field(default_factory=dict)
     latency: list[int] = field(default_factory=lambda: [0] * BUCKETS)
+    in_flight: int = 0
 
     @property
     def failures(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from raytorchrpc.calls.counters import PairStats, merged
@@ -47,11 +47,11 @@ class GroupStats(tuple[PairStats, ...]):
         reading = reading or Reading()
         self = super().__new__(cls, merged(reading.calls, "caller", "peer", "lane"))
         self._reading, self.missing = reading, tuple(missing)
-        self.methods, self.queues, self.weights = (
-            merged(reading.calls, "peer", "method"),
-            reading.queues,
-            reading.weights,
-        )
+        in_flight = {row.member: row.in_flight for row in reading.members}
+        for row in self:
+            row.in_flight = in_flight.get(row.caller, {}).get(row.peer, 0)
+        self.methods = merged(reading.calls, "peer", "method")
+        self.queues, self.weights = reading.queues, reading.weights
         return self
 
     def __getnewargs__(self) -> tuple[Reading, tuple[str, ...]]:
@@ -69,35 +69,24 @@ class GroupStats(tuple[PairStats, ...]):
             seconds: show counts divided by this; 0: show them as they are.
         """
         width = text_tables.terminal_columns() if width is None else width
-        in_flight = {(row.member, to): count for row in self._reading.members for to, count in row.in_flight.items()}
-        extra = {"in\nflight": [str(in_flight.get((row.caller, row.peer), 0)) for row in self]}
-        parts = [_table(self, {"caller": "caller", "peer": "peer", "lane": "lane", **_CALLS}, 3, width, seconds, extra)]
-        for rows, columns, texts in (
+        tables: list[tuple[Sequence[Any], dict[str, str], int]] = [
+            (self, {"caller": "caller", "peer": "peer", "lane": "lane", **_CALLS, "in\nflight": "in_flight"}, 3),
             (self.methods, {"peer": "peer", "method": "method", **_CALLS}, 2),
             (self.queues, _QUEUES, 3),
             (self.weights, _WEIGHTS, 3),
-        ):
-            parts += [_table(rows, columns, texts, width, seconds)] if rows else []
-        return "\n\n".join(parts)
+        ]
+        return "\n\n".join(_table(*each, width, seconds) for each in tables if each[0] or each[0] is self)
 
 
-def _table(
-    rows: Iterable[Any],
-    columns: Mapping[str, str],
-    texts: int,
-    width: int,
-    seconds: float,
-    extra: Mapping[str, Sequence[str]] = {},
-) -> str:
+def _table(rows: Sequence[Any], columns: dict[str, str], texts: int, width: int, seconds: float) -> str:
     """``texts``: how many columns are texts."""
-    counts = set(getattr(next(iter(rows), None), "COUNTS", ())) | {"failures"}
-    heads = [f"{head}\n/s" if seconds and name in counts else head for head, name in columns.items()]
-    lines = []
-    for place, row in enumerate(rows):
-        cells = [_cell(name, getattr(row, name), seconds if name in counts else 0) for name in columns.values()]
-        lines.append((getattr(row, "calls", 0), [*cells, *(column[place] for column in extra.values())]))
-    ordered = [line for _, line in sorted(lines, key=lambda line: -line[0])]
-    return text_tables.table([*heads, *extra], ordered, width=width, right=len(heads) + len(extra) - texts)
+    counts = {"failures", *getattr(rows[0], "COUNTS", ())} if rows and seconds else set()
+    heads = [f"{head}\n/s" if name in counts else head for head, name in columns.items()]
+    lines = [
+        [_cell(name, getattr(row, name), seconds if name in counts else 0) for name in columns.values()]
+        for row in sorted(rows, key=lambda row: -getattr(row, "calls", 0))
+    ]
+    return text_tables.table(heads, lines, width=width, right=len(heads) - texts)
 
 
 def _cell(name: str, value: Any, seconds: float) -> str:

@@ -95,18 +95,14 @@ def update(before: Update | None, now: GroupStatus) -> Update:
 def as_data(shown: Update) -> dict[str, Any]:
     """For --json."""
     status, stats, seconds = shown
-    tables: dict[str, Sequence[Any]] = {
-        "pairs": stats,
-        "methods": stats.methods,
-        "queues": stats.queues,
-        "weights": stats.weights,
+    lists: dict[str, Sequence[Any]] = {
+        **{"pairs": stats, "methods": stats.methods, "queues": stats.queues},
+        **{"weights": stats.weights, "members": status.reading.members},
     }
-    members = {row.member: row for row in status.reading.members}
     return {
-        **{"group": status.group, "generation": status.generation, "members": list(status.members)},
-        **{"away": status.away, "silent": list(status.silent), "seconds": seconds},
-        **{key: [asdict(row) for row in rows] for key, rows in tables.items()},
-        "in_flight": {name: row.in_flight for name, row in members.items() if row.in_flight},
+        **{"group": status.group, "generation": status.generation, "seconds": seconds},
+        **{"away": status.away, "silent": list(status.silent)},
+        **{key: [asdict(row) for row in rows] for key, rows in lists.items()},
     }
 
 

@@ -6,14 +6,14 @@ process, asks through the cluster's key-value store: groups post their status th
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-from pydantic import TypeAdapter, ValidationError
+from typing import TYPE_CHECKING
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.metrics import Reading
@@ -22,6 +22,9 @@ from raytorchrpc.group.roster import Roster
 from raytorchrpc.membership.join import member_of
 from raytorchrpc.membership.ray_metrics import reading
 from raytorchrpc.process import threads
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +42,7 @@ _POSTS, _LOOKS = "status/", "looking"
 
 @dataclass(frozen=True)
 class GroupStatus:
-    """The status of a group at one time. Goes to JSON and back (``AS_JSON``)."""
+    """The status of a group at one time. Goes to JSON and back (``as_json``)."""
 
     group: str
     generation: str
@@ -53,7 +56,12 @@ class GroupStatus:
     reading: Reading
 
 
-AS_JSON = TypeAdapter(GroupStatus)
+@functools.cache
+def as_json() -> TypeAdapter[GroupStatus]:
+    """Converts a status."""
+    from pydantic import TypeAdapter  # takes as long to load as the whole of raytorchrpc
+
+    return TypeAdapter(GroupStatus)
 
 
 def member_status(generation: str, peers: bool) -> Reading:
@@ -76,8 +84,8 @@ def group_status(
     asked = {name: (roster.generation, peers) for name in roster.records if name not in away}
     found, failures = connections.call_all(member_status, asked, time.monotonic() + timeout_s)
     together = Reading.of_all(found[name] for name in asked if name in found)
-    times = roster.name, roster.generation, time.monotonic()
-    return GroupStatus(*times, tuple(roster.records), dict(away), tuple(failures), together)
+    group = roster.name, roster.generation, time.monotonic(), tuple(roster.records)
+    return GroupStatus(*group, dict(away), tuple(failures), together)
 
 
 def post_status(
@@ -99,7 +107,7 @@ def post_status(
             if now != look:
                 look, until = now, time.monotonic() + _LOOK_S
             if time.monotonic() < until:
-                ray_internals.store(key, AS_JSON.dump_json(status()))
+                ray_internals.store(key, as_json().dump_json(status()))
                 posted = True
             elif posted:
                 ray_internals.store(key, None)
@@ -136,8 +144,8 @@ class ClusterWatch:
             try:
                 if (text := ray_internals.stored(key)) is None:  # removed meanwhile
                     continue
-                one = AS_JSON.validate_json(text)
-            except ValidationError as error:
+                one = as_json().validate_json(text)
+            except ValueError as error:
                 logger.debug("posted by another release: %s", error)
                 continue
             now, (at, seen, changed) = time.monotonic(), self._posts.get(key, (one.at, 0.0, False))

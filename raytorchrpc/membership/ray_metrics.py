@@ -72,7 +72,7 @@ class Exporter:
         def again() -> None:
             local.deadlines.at(time.monotonic() + period_s, lambda: local.workers.submit(step))
 
-        local.at_end.append(lambda: self._try_to_record(last=True))
+        local.before_end.append(lambda: self._try_to_record(last=True))
         again()
 
     def _try_to_record(self, last: bool) -> None:

@@ -79,7 +79,9 @@ def test_a_group_is_shown_by_top_in_a_process_of_its_own_and_can_be_traced(
         code, out, err = top.run("--address", address, "--group", "seen", "--once", "--json", "--interval", "0.2")
         assert code == 0, err
         (seen,) = json.loads(out)
-        assert seen["members"] == ["a", "b"] and [pair["lane"] for pair in seen["pairs"]] == ["socket"]
+        assert [row["member"] for row in seen["members"]] == ["a", "b"] and [
+            pair["lane"] for pair in seen["pairs"]
+        ] == ["socket"]
         assert [row["method"] for row in seen["methods"]] == ["double"] and seen["seconds"] > 0
         code, out, err = top.run("--address", address, "--group", "absent", "--once")
         assert (code, out) == (2, "") and err.count("\n") == 1 and "no group 'absent'" in err

@@ -13,6 +13,7 @@ import pytest
 import raytorchrpc as rtr
 from raytorchrpc.calls.counters import BUCKETS, CallCounters
 from raytorchrpc.calls.metrics import METRICS, MemberStats, QueueStats, Reading
+from raytorchrpc.calls.spans import Tracer
 from raytorchrpc.calls.weight_counters import WeightCounters
 from raytorchrpc.errors import PeerLost, RpcTimeout
 from raytorchrpc.membership.ray_metrics import Exporter, reading
@@ -214,6 +215,8 @@ def test_a_member_reads_its_queues_topics_and_calls_by_name(members: Members) ->
     with members.acting("home"):
         rtr.Topic("news")
         rtr.Queue("batches", maxsize=2).put_many([1, 2])
+    tracer = Tracer(1, 100)
+    members.members["a"].trace(tracer)
     with members.acting("b"):
         subscription = rtr.Topic("news", home="home").subscribe("drop_oldest", maxsize=1)
     with members.acting("a"):
@@ -239,3 +242,4 @@ def test_a_member_reads_its_queues_topics_and_calls_by_name(members: Members) ->
     methods = {row.method for row in reading(members.members["a"]).calls}
     assert {"queue batches.take", "queue batches.put", "topic news.put"} <= methods
     assert {row.peer for row in reading(members.members["a"], peers=False).calls} == {""}
+    assert {"home.queue batches.put", "home.topic news.put"} <= {event.name for event in tracer.taken()[0]}
