@@ -60,12 +60,12 @@ class QueueStats:
 
 @dataclass(frozen=True)
 class MemberStats:
-    """A member: how often Ray has ``restarted`` it, how many peers are ``away`` for it, and its calls ``in_flight`` by
-    peer, with the ``bytes_in_flight`` of their arguments.
+    """A member: how often it has ``returned`` to the group, how many peers are ``away`` for it, and its calls
+    ``in_flight`` by peer, with the ``bytes_in_flight`` of their arguments.
     """
 
     member: str
-    restarted: int = 0
+    returned: int = 0
     away: int = 0
     in_flight: dict[str, int] = field(default_factory=dict)
     bytes_in_flight: int = 0
@@ -164,7 +164,7 @@ METRICS = {
     "weight_version_bytes": Metric("gauge", "weights", _STATES, "bytes of that version; see below", "state"),
     "weight_bytes": Metric("counter", "weights", _BYTES, "bytes pulled, and pulled by others from here", "direction"),
     "weight_pulls": Metric("counter", "weights", {"ok": "pulls", "failed": "failures"}, "pulls that ended", "outcome"),
-    "restarts": Metric("gauge", "members", "restarted", "how often Ray has restarted the member"),
+    "returns": Metric("gauge", "members", "returned", "how often the member has come back to the group"),
     "peers_away": Metric("gauge", "members", "away", "peers that the member cannot call"),
 }
 

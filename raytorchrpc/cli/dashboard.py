@@ -90,7 +90,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         _rates("Failed calls per second, by error", "failures", "error"),
         _rates("Failed calls per second, by member", "failures", "member"),
         _values("Peers that a member cannot call", "peers_away", "member", merge="max"),
-        _values("Restarts, by member", "restarts", "member", merge="max"),
+        _values("Returns after a loss, by member", "returns", "member", merge="max"),
     ),
 }
 
