@@ -105,10 +105,10 @@ class GroupConfig:
     leaves it as it is, at 5 ms unless the program has set it. A call to a member that runs Python code waits for one
     interval, or for several if its tensors are on a GPU. Shorter ones cost programs with several threads some time."""
 
-    metrics_period_s: Annotated[float, Field(ge=0.1, le=3600)] | None = None
-    """Period, in seconds, at which members export their counters to Ray's metrics (and so to the node's Prometheus
-    endpoint) and to ``raytorchrpc top``. None: never. It costs a thread per member, and a series per pair and lane in
-    Ray, which grows with the square of the group; so it is off by default."""
+    metrics_period_s: Annotated[float, Field(ge=0, le=3600)] | None = None
+    """Period, in seconds, at which members export their counters to Ray's metrics, and so to the node's Prometheus
+    endpoint. None exports totals every 10 s. A number exports finer series: by method and by subscriber, and latencies.
+    0 exports nothing. ``raytorchrpc top`` and ``Group.stats`` work in any case."""
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(_checked(values))

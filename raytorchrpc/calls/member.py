@@ -59,6 +59,8 @@ class LocalMember:
         self.tensor_lanes: dict[str, TensorLane] = {}
         self.at_end: list[Callable[[], None]] = []
         """Called when this process leaves the group; short, must not raise."""
+        self.before_end: list[Callable[[], None]] = []
+        """Likewise, before anything is closed."""
         self.codec = Codec(ray_internals.cloudpickler())
         self.counters, self.weights = CallCounters(), WeightCounters(self._mapped)
         self.services = Services()
@@ -97,6 +99,8 @@ class LocalMember:
 
     def leave(self) -> None:
         """Stop serving and calling. Idempotent, bounded, never raises."""
+        for begin in self.before_end:
+            begin()
         self.peers.close()
         everything: list[MessageLane | TensorLane] = [*self.lanes, *self.tensor_lanes.values()]
         for lane in everything:

@@ -12,7 +12,7 @@ from ray import ObjectRef
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls import protocol
-from raytorchrpc.calls.counters import CallCounters
+from raytorchrpc.calls.counters import CallCounters, counted_name
 from raytorchrpc.calls.event_loops import Token, on_loop, token_on_loop
 from raytorchrpc.calls.flow_control import CreditWindows
 from raytorchrpc.calls.future import Call
@@ -101,8 +101,8 @@ class OutgoingCalls:
     ) -> OutgoingCall:
         """As ``call``, once, by this route."""
         self.peers.check_present(route)
-        peer, tracer = route.member.name, self.tracer
-        span = None if tracer is None else tracer.call(f"{peer}.{method}", options.caller_waits)
+        peer, tracer, counted = route.member.name, self.tracer, counted_name(method, args)
+        span = None if tracer is None else tracer.call(f"{peer}.{counted}", options.caller_waits)
         loop_token = token_on_loop()
         number = next(self._numbers) if options.cancellable else 0
         header, body = self._request(protocol.CALL, route, method, args, kwargs, options.timeout, loop_token, number)
@@ -132,7 +132,8 @@ class OutgoingCalls:
             raise
         deadline = started + header.seconds
         call = OutgoingCall(self, route, method, lane, pending, started, deadline, payload, options, loop_token, number)
-        self.counters.sent(peer, call.sent_by, size)
+        call.counted = counted
+        self.counters.sent(peer, call.sent_by, counted, size)
         if span is not None:
             span.sent(lane.name, payload.lane, size, started)
             call.span = span
@@ -148,7 +149,7 @@ class OutgoingCalls:
         lane: Any = route.fabric
         message = Message(tuple(header), host_device_copy.outbound(body, route.devices))
         rref = lane.remote(route.member.name, message, header.seconds)
-        self.counters.sent(route.member.name, lane.name, body_bytes(body))
+        self.counters.sent(route.member.name, lane.name, method, body_bytes(body))
         return rref
 
     def control(self, route: PeerRoute, lane: MessageLane, kind: int, timeout_s: float, number: int = 0) -> Pending:

@@ -43,6 +43,8 @@ class OutgoingCall(Call):
 
     span: CallSpan | None = None
     """If it is traced."""
+    counted = ""
+    """The name under which it is counted."""
 
     def __init__(
         self,
@@ -268,6 +270,7 @@ class OutgoingCall(Call):
 
     def _count(self, size: int, came_by: str, error: BaseException | None) -> None:
         elapsed = time.monotonic() - self._started
-        self._calls.counters.finished(self._route.member.name, self.sent_by, came_by, size, elapsed, error)
+        peer, lane = self._route.member.name, self.sent_by
+        self._calls.counters.finished(peer, lane, self.counted, came_by, size, elapsed, error)
         if self.span is not None:
             self.span.end(size, error)

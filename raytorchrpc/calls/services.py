@@ -136,6 +136,12 @@ class Services:
         """The object of that name, or None."""
         return self._served.get((kind, name))
 
+    def metric_rows(self) -> list[Any]:
+        """What the objects that have a ``metric_rows(kind, name)`` show in the metrics: ``QueueStats``."""
+        with self._lock:
+            served = [(*key, found) for key, found in self._served.items() if hasattr(found, "metric_rows")]
+        return [row for kind, name, found in served for row in found.metric_rows(kind, name)]
+
     def names(self, kind: str) -> list[str]:
         """The names of all objects of that kind."""
         with self._lock:

@@ -24,7 +24,8 @@ class WeightStats:
     are the bytes that this member has of the one that arrives, else of the one pulled last, and those that are still to
     come. ``bytes_in`` and ``bytes_out`` are totals of what it has brought, and of what others have brought from it;
     ``served`` has the same by version, of the newest ones. ``published`` is the version published last, and
-    ``published_bytes`` the size of what this member has of it.
+    ``published_bytes`` the size of what this member has of it. ``lag`` is by how many versions ``pulled`` is behind the
+    one published last; only ``Group.stats`` and ``raytorchrpc top`` know it.
 
     ``versions`` are those whose tensors this member has for others. ``held`` is the memory that it has for them,
     converted copies and room for the next version included. ``mapped`` is memory of other members on this host that it
@@ -52,6 +53,7 @@ class WeightStats:
     mapped: int = 0
     readers: tuple[tuple[str, int], ...] = ()
     sources: tuple[tuple[str, int], ...] = ()
+    lag: int = 0
 
     @property
     def served_of_newest(self) -> int:

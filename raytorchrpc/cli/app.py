@@ -159,11 +159,21 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one table, covering one interval.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only one line of JSON per update.")] = False,
 ) -> None:
-    """Show a cluster's groups live: calls, bytes, latency and failures by pair and lane, and lost members."""
+    """Show a cluster's groups live: calls by pair, lane and method, queues, weights, and lost members."""
     given = dict(locals())
     from raytorchrpc.cli.top import run
 
     raise typer.Exit(run(**given))
+
+
+@app.command(cls=Command)
+def dashboard() -> None:
+    """Print a dashboard for Ray's Grafana, as JSON to import there."""
+    import json
+
+    from raytorchrpc.cli.dashboard import build
+
+    typer.echo(json.dumps(build(), indent=1))
 
 
 app.add_typer(manifest.app, name="manifest")

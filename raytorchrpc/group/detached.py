@@ -17,7 +17,6 @@ from raytorchrpc.errors import BootstrapError
 from raytorchrpc.group.change_feed import ChangeFeed
 from raytorchrpc.group.changes import Change, ChangeLog
 from raytorchrpc.group.formation import current_session
-from raytorchrpc.group.status import STATUS_S, GroupStatus, posted
 from raytorchrpc.group.supervisor import Supervisor, form
 from raytorchrpc.group.tracing import BEGIN_S, COLLECT_S
 from raytorchrpc.membership.messages import GroupInfo
@@ -152,29 +151,6 @@ def find_detached(name: str) -> DetachedHost | None:
         return DetachedHost(name, ray.get_actor(name, namespace=NAMESPACE))
     except (ValueError, BootstrapError):
         return None
-
-
-def cluster_status(name: str | None = None) -> list[GroupStatus]:
-    """The status of the cluster's groups, or of those of one name: detached groups, and groups that post their status.
-
-    Groups that do not answer are left out. Blocks a few seconds at most.
-    """
-    named = ray.util.list_named_actors(all_namespaces=True)
-    hosts = [each["name"] for each in named if each["namespace"] == NAMESPACE and name in (None, each["name"])]
-    found: dict[str, GroupStatus] = {}
-    for each in hosts:
-        try:
-            actor = ray.get_actor(each, namespace=NAMESPACE)
-            # With a deadline: its group may be forming, or ending.
-            one: GroupStatus = ray.get(actor.do.remote("status", STATUS_S), timeout=2 * STATUS_S)
-        except (RayError, ValueError, BootstrapError, TimeoutError) as error:
-            logger.debug("detached group %r: %s", each, error)
-            continue
-        found[one.generation] = one
-    for one in posted():
-        if name in (None, one.group):
-            found.setdefault(one.generation, one)
-    return sorted(found.values(), key=lambda status: (status.group, status.generation))
 
 
 def _answer(name: str, reference: Any, patience_s: float) -> Any:

@@ -15,9 +15,9 @@ from ray.actor import ActorHandle
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import rejoin
-from raytorchrpc.calls.counters import GroupStats
 from raytorchrpc.calls.current import current_local, process_member
 from raytorchrpc.calls.peers import Member
+from raytorchrpc.calls.stats import GroupStats
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
 from raytorchrpc.group.arguments import check_events, check_timeout
@@ -108,10 +108,11 @@ class Group:
         return dict(info.device_maps.get(first, {}).get(second, {}))
 
     def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> GroupStats:
-        """Calls, bytes and seconds by pair and lane, since the group was formed. ``print`` shows a table.
+        """Calls, bytes and seconds by pair and lane, since the group was formed. ``print`` shows tables.
 
-        Collected through Ray: a member that is busy in a method for longer than ``timeout_s`` seconds is listed in
-        ``missing``.
+        ``GroupStats.methods``, ``queues`` and ``weights`` show the calls by method, queues and topics, and versions of
+        weights. Members answer beside their methods, so a busy one is not waited for. A member that is away, or does
+        not answer within ``timeout_s`` seconds, is listed in ``missing``.
         """
         return self._own("stats").stats(timeout_s=timeout_s)
 

@@ -1,27 +1,26 @@
-"""The status of a group: its members' counters, calls in flight, and members that are away.
+"""The status of a group: its members' figures, and members that are away.
 
-Members answer on threads of their own, so no method is disturbed or waited for. Another driver asks the host actor of
-a detached group; it sees other groups only if they post their status in the cluster's key-value store, which
-``GroupConfig.metrics_period_s`` turns on.
+Members answer on threads of their own, so no method is disturbed or waited for. ``raytorchrpc top``, in another
+process, asks through the cluster's key-value store: groups post their status there while somebody looks.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.counters import PairStats
-from raytorchrpc.calls.weight_counters import WeightStats
+from raytorchrpc.calls.metrics import Reading
 from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.membership.join import member_of
-from raytorchrpc.membership.ray_metrics import Reading, reading
+from raytorchrpc.membership.ray_metrics import reading
 from raytorchrpc.process import threads
 
 if TYPE_CHECKING:
@@ -31,129 +30,127 @@ logger = logging.getLogger(__name__)
 
 #: For the members to answer (seconds).
 STATUS_S = 2.0
-#: Where statuses are posted.
-_POSTS = "looks/"
-
-
-class UnderWay(NamedTuple):
-    """Calls of one member to another that have no answer yet, and bytes of their arguments."""
-
-    caller: str
-    peer: str
-    calls: int
-    bytes: int
+#: How often a group checks whether somebody looks, and posts its status while somebody does (seconds).
+PERIOD_S = 1.0
+#: A look ends unless it is renewed within this time, and a post counts as old (seconds).
+_LOOK_S = 10.0
+#: In a post, members of a larger group add up their calls over all peers: its size is linear in the members.
+_MOST_WITH_PEERS = 32
+#: Where statuses are posted, and where a process that looks changes the value.
+_POSTS, _LOOKS = "status/", "looking"
 
 
 @dataclass(frozen=True)
 class GroupStatus:
-    """The status of a group at one time. Goes to JSON and back (``to_json``, ``from_json``)."""
+    """The status of a group at one time. Goes to JSON and back (``as_json``)."""
 
     group: str
     generation: str
     at: float
     """Seconds, by a clock that is the same for every status of this group."""
     members: tuple[str, ...]
-    rows: tuple[PairStats, ...]
-    under_way: tuple[UnderWay, ...]
     away: dict[str, str]
     """Members that are away, and why."""
     silent: tuple[str, ...]
     """Members that did not answer, though they are not known to be away."""
-    posted: float = 0.0
-    """Time of day when it was posted (seconds), 0 if it was not."""
-    period_s: float = 0.0
-    """How often it is posted."""
-    weights: tuple[WeightStats, ...] = ()
-
-    def to_json(self) -> bytes:
-        return _as_json().dump_json(self)
+    reading: Reading
 
 
 @functools.cache
-def _as_json() -> TypeAdapter[GroupStatus]:
+def as_json() -> TypeAdapter[GroupStatus]:
+    """Converts a status."""
     from pydantic import TypeAdapter  # takes as long to load as the whole of raytorchrpc
 
     return TypeAdapter(GroupStatus)
 
 
-def from_json(text: bytes) -> GroupStatus:
-    """Raises ValueError for anything else."""
-    return _as_json().validate_json(text)
-
-
-def member_status(generation: str) -> Reading:
-    """What this member has counted."""
-    return reading(member_of(generation))
+def member_status(generation: str, peers: bool) -> Reading:
+    """What this member has counted; see ``ray_metrics.reading``."""
+    return reading(member_of(generation), peers)
 
 
 def group_status(
-    roster: Roster, connections: ControlConnections, away: Mapping[str, str], timeout_s: float = STATUS_S
+    roster: Roster,
+    connections: ControlConnections,
+    away: Mapping[str, str],
+    timeout_s: float = STATUS_S,
+    peers: bool | None = None,
 ) -> GroupStatus:
-    """Ask all members that are not away. Blocks until all have answered, at most ``timeout_s``."""
-    asked = {name: (roster.generation,) for name in roster.records if name not in away}
+    """Ask all members that are not away. Blocks until all have answered, at most ``timeout_s``.
+
+    ``peers``: whether to have calls by peer; None: only in a small group.
+    """
+    peers = len(roster.records) <= _MOST_WITH_PEERS if peers is None else peers
+    asked = {name: (roster.generation, peers) for name in roster.records if name not in away}
     found, failures = connections.call_all(member_status, asked, time.monotonic() + timeout_s)
-    in_order = {name: found[name] for name in asked if name in found}
-    return GroupStatus(
-        roster.name,
-        roster.generation,
-        time.monotonic(),
-        tuple(roster.records),
-        tuple(row for one in in_order.values() for row in one.rows),
-        tuple(
-            UnderWay(name, peer, *counts)
-            for name, one in in_order.items()
-            for peer, counts in one.in_flight.items()
-            if counts[0]
-        ),
-        dict(away),
-        tuple(failures),
-        weights=tuple(row for one in in_order.values() for row in one.weights),
-    )
+    together = Reading.of_all(found[name] for name in asked if name in found)
+    group = roster.name, roster.generation, time.monotonic(), tuple(roster.records)
+    return GroupStatus(*group, dict(away), tuple(failures), together)
 
 
 def post_status(
-    status: Callable[[], GroupStatus | None], generation: str, period_s: float, stopped: threading.Event
+    status: Callable[[], GroupStatus], generation: str, stopped: threading.Event, lasts: Callable[[], bool]
 ) -> None:
-    """Post the status in the cluster's key-value store, until the group is stopped, and remove the post then.
+    """Post the status in the cluster's key-value store while somebody looks, until the group is stopped.
 
-    Also ends when ``status`` returns None: the cluster is gone. Runs on a thread of its own.
+    ``lasts``: whether this process is still connected to the cluster; this ends otherwise. Runs on a thread of its own.
     """
     key = _POSTS + generation
-    warned = False
+    look, until, posted, warned = b"", 0.0, False, False
 
-    def post() -> bool:
-        nonlocal warned
+    def step() -> bool:
+        nonlocal look, until, posted, warned
+        if stopped.wait(PERIOD_S) or not lasts():
+            return False
         try:
-            now = status()
-            if now is None:
-                return False
-            ray_internals.store(key, replace(now, posted=time.time(), period_s=period_s).to_json())
+            now = ray_internals.stored(_LOOKS) or b""
+            if now != look:
+                look, until = now, time.monotonic() + _LOOK_S
+            if time.monotonic() < until:
+                ray_internals.store(key, as_json().dump_json(status()))
+                posted = True
+            elif posted:
+                ray_internals.store(key, None)
+                posted = False
         except Exception as error:
             if not warned and not stopped.is_set():
                 logger.warning("the status of group generation %s cannot be posted: %s", key, error)
             warned = True
-        return not stopped.wait(period_s)
+        return True
 
-    threads.serve(post, f"the post of group {key}")
-    if stopped.is_set():  # else the cluster is not there
+    threads.serve(step, f"the post of group {key}")
+    if posted and stopped.is_set():  # else the cluster is not there
         try:
             ray_internals.store(key, None)
         except Exception as error:  # the cluster is gone
             logger.debug("the status of a group stays posted: %s", error)
 
 
-def posted() -> list[GroupStatus]:
-    """The posts that are not out of date: a process that was killed leaves its post behind."""
-    found = []
-    for text in map(ray_internals.stored, ray_internals.stored_keys(_POSTS)):
-        if text is None:  # removed meanwhile
-            continue
-        try:
-            one = from_json(text)
-        except ValueError as error:
-            logger.debug("posted by another release: %s", error)
-            continue
-        # Clocks of hosts differ, by seconds at worst.
-        if abs(time.time() - one.posted) < 3 * one.period_s + 2 * STATUS_S + 5:
-            found.append(one)
-    return found
+class ClusterWatch:
+    """Looks at the groups of a cluster. They begin to post within ``PERIOD_S``."""
+
+    def __init__(self) -> None:
+        self._posts: dict[str, tuple[float, float, bool]] = {}
+        """By key: time of the post by the group's clock, when it was first seen here, and whether it has changed."""
+
+    def groups(self, name: str | None = None) -> list[GroupStatus]:
+        """The latest status of each group, or of those of one name. Call it at least every few seconds.
+
+        A post that has not changed since the watch began may be that of a process that was killed, and is left out.
+        """
+        ray_internals.store(_LOOKS, secrets.token_bytes(8))
+        found = []
+        for key in ray_internals.stored_keys(_POSTS):
+            try:
+                if (text := ray_internals.stored(key)) is None:  # removed meanwhile
+                    continue
+                one = as_json().validate_json(text)
+            except ValueError as error:
+                logger.debug("posted by another release: %s", error)
+                continue
+            now, (at, seen, changed) = time.monotonic(), self._posts.get(key, (one.at, 0.0, False))
+            if at != one.at or key not in self._posts:
+                self._posts[key] = at, seen, changed = one.at, now, key in self._posts
+            if changed and now < seen + _LOOK_S and name in (None, one.group):
+                found.append(one)
+        return sorted(found, key=lambda status: (status.group, status.generation))

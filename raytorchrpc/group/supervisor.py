@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from raytorchrpc.calls.counters import GroupStats
+from raytorchrpc.calls.stats import GroupStats
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
 from raytorchrpc.group import ray_calls
@@ -30,7 +30,7 @@ from raytorchrpc.group.state import GroupState, LostMember
 from raytorchrpc.group.status import STATUS_S, GroupStatus, group_status, post_status
 from raytorchrpc.group.tracing import GroupTrace, Tracing
 from raytorchrpc.lanes.common.tls import make_identity
-from raytorchrpc.membership import join, local_setup
+from raytorchrpc.membership import local_setup
 from raytorchrpc.membership.messages import GroupInfo, Prepared
 from raytorchrpc.membership.process_group import ProcessGroupInfo
 from raytorchrpc.process import fork, threads
@@ -76,9 +76,8 @@ class Supervisor:
             fork.register(self)
             self._threads.append(threads.start(self._run, name=f"raytorchrpc-group-{roster.name}"))
             self._threads.append(self._events.start())
-            if (period_s := roster.config.metrics_period_s) is not None:
-                post = (self._status_to_post, roster.generation, period_s, self._no_more_posts)
-                self._threads.append(threads.start(post_status, *post, name=f"raytorchrpc-post-{roster.generation}"))
+            post = (self.status, roster.generation, self._no_more_posts, self._session_lasts)
+            self._threads.append(threads.start(post_status, *post, name=f"raytorchrpc-post-{roster.generation}"))
         except BaseException:
             self.stop()
             raise
@@ -157,18 +156,13 @@ class Supervisor:
             self._process_group_lock.release()
 
     def stats(self, timeout_s: float) -> GroupStats:
-        """The members' counters, collected through Ray."""
-        handles = self.roster.handles
-        arguments = dict.fromkeys(handles, (self.roster.generation,))
-        rows, failures = ray_calls.call_all(handles, join.stats, arguments, time.monotonic() + timeout_s)
-        return GroupStats((row for name in handles for row in rows.get(name, [])), tuple(failures))
+        """What all members have counted, by peer."""
+        status = self.status(timeout_s, peers=True)
+        return GroupStats(status.reading, (*status.away, *status.silent))
 
-    def status(self, timeout_s: float = STATUS_S) -> GroupStatus:
-        """The members' counters and calls in flight, collected over connections that no busy method holds up."""
-        return group_status(self.roster, self._connections, self._state.causes(), timeout_s)
-
-    def _status_to_post(self) -> GroupStatus | None:
-        return self.status() if self._session_lasts() else None
+    def status(self, timeout_s: float = STATUS_S, peers: bool | None = None) -> GroupStatus:
+        """See ``group_status``. Collected over connections that no busy method holds up."""
+        return group_status(self.roster, self._connections, self._state.causes(), timeout_s, peers)
 
     def begin_trace(self, capacity: int) -> None:
         self._check_running()

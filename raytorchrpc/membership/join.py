@@ -22,7 +22,6 @@ import ray
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls import protocol
-from raytorchrpc.calls.counters import PairStats
 from raytorchrpc.calls.current import current_local, set_local
 from raytorchrpc.calls.exposed import take_turns
 from raytorchrpc.calls.member import LocalMember
@@ -36,7 +35,7 @@ from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, process_fabric
 from raytorchrpc.lanes.torchrpc.lane import AbsentLane
 from raytorchrpc.membership.local_setup import asked_for_gpu, endpoint, exposed_methods, open_lanes
 from raytorchrpc.membership.messages import GroupInfo, JoinSpec, Prepared, Probe, Table
-from raytorchrpc.membership.ray_metrics import Exporter, reading
+from raytorchrpc.membership.ray_metrics import TOTALS_S, Exporter, reading
 from raytorchrpc.process.memory import default_capacity
 from raytorchrpc.rdt.api import enable_where_possible
 from raytorchrpc.routing.planner import forbidden
@@ -151,9 +150,9 @@ def commit(instance: Any, table: Table) -> None:
     with changing:
         if _preparing is not preparing:
             raise BootstrapError(f"group {table.info.name!r} was rolled back while it formed")
-        if spec.config.metrics_period_s is not None:
-            exporter = Exporter(local.group, local.me.name, partial(reading, local))
-            local.at_end.append(exporter.start(spec.config.metrics_period_s))
+        if (period_s := spec.config.metrics_period_s) != 0:
+            read, fine = partial(reading, local, peers=False), period_s is not None
+            Exporter(local.group, local.me.name, read, fine).start(local, TOTALS_S if period_s is None else period_s)
         set_local(local)
         _preparing, _joined = None, (spec, table)
     enable_where_possible()  # also in actors that Ray restarted, or that another actor created
@@ -332,14 +331,6 @@ def _end(local: LocalMember) -> None:
     except BaseException:  # Ctrl-C, in a driver: finish leaving first
         local.leave()
         raise
-
-
-def stats(instance: Any, generation: str) -> list[PairStats]:
-    """This member's counters; empty if it has left that generation."""
-    local = current_local()
-    if local is None or local.generation != generation:
-        return []
-    return local.counters.rows(local.me.name)
 
 
 def group_info() -> GroupInfo | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -254,17 +255,38 @@ def test_stats_count_calls_bytes_and_failures_by_pair(peers: list[Any]) -> None:
     assert group.stats() == (), "a new group counts anew, an ended one counts nothing"
 
 
-def test_stats_name_a_busy_member_and_do_not_wait_for_it(peers: list[Any], latch: Callable[[], Latch]) -> None:
-    with rtr.init_group({"a": peers[0], "b": peers[1]}) as group:
-        ray.get(peers[0].call.remote("b", "double", 1))
+def test_stats_have_busy_members_too_and_name_methods_queues_and_weights(
+    peers: list[Any], latch: Callable[[], Latch]
+) -> None:
+    def use(step: Callable[[rtr.Queue, rtr.WeightStore], object]) -> None:
+        step(rtr.Queue("batches", home="b"), rtr.WeightStore("policy", home="b"))
+
+    def weights() -> dict[str, torch.Tensor]:
+        return {"w": torch.zeros(10)}
+
+    a, b, c = peers
+    with rtr.init_group({"a": a, "b": b, "c": c}) as group:
+        ray.get(b.run.remote(use, lambda queue, store: store.publish(weights())))
+        ray.get(a.run.remote(use, lambda queue, store: (queue.put_many([1, 2, 3]), queue.get(), store.pull(weights()))))
+        ray.get(b.run.remote(use, lambda queue, store: [store.publish(weights()) for _ in range(2)]))
+        ray.get(a.call.remote("b", "double", 1))
         gate = latch()
-        working = peers[1].busy.remote(gate)
-        stats = group.stats(timeout_s=2)
-        gate.open()
+        working = b.busy.remote(gate)
+        arrived = gate.await_arrival()
+        stats = group.stats(timeout_s=10)
+        gate.release(arrived)
         ray.get(working)
-        assert stats.missing == ("b",)
-        assert [row.caller for row in stats] == ["a"]
-        assert "no answer from: b" in str(stats)
+    assert (stats.missing, {row.caller for row in stats}) == ((), {"a"})
+    methods = {row.method: row for row in stats.methods}
+    assert {"double", "queue batches.put", "queue batches.take", "weight store policy.lease"} <= methods.keys()
+    assert methods["double"].peer == "b" and methods["double"].mean_ms
+    (queue,) = stats.queues
+    assert (queue.home, queue.name, queue.items, queue.put, queue.taken) == ("b", "batches", 2, 3, 1)
+    assert {row.member: (row.published, row.pulled, row.lag) for row in stats.weights} == {
+        "a": (0, 1, 2),
+        "b": (3, 0, 0),
+    }
+    assert all(said in str(stats) for said in ("queue batches.put", "queue batches", "policy"))
 
 
 # --- views, copies, the driver --------------------------------------------------------------------------------

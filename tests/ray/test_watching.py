@@ -12,71 +12,79 @@ import pytest
 import ray
 
 import raytorchrpc as rtr
-from raytorchrpc.group.detached import cluster_status
-from raytorchrpc.group.status import GroupStatus
+from raytorchrpc.group.status import ClusterWatch, GroupStatus
 from tests.ray.actors import Latch, Peer
 from tests.ray.commands import Command
 from tests.ray.conftest import Spawn
 
 
-def settled(check: Callable[[list[GroupStatus]], bool], name: str) -> list[GroupStatus]:
+def settled(watch: ClusterWatch, check: Callable[[list[GroupStatus]], bool], name: str) -> list[GroupStatus]:
     """Poll: the cluster's store offers nothing to wait on."""
     until = time.monotonic() + 60
-    while not check(found := cluster_status(name)) and time.monotonic() < until:
+    while not check(found := watch.groups(name)) and time.monotonic() < until:
         time.sleep(0.05)
     assert check(found), found
     return found
 
 
-def test_a_group_that_posts_is_seen_with_its_busy_members_and_not_after_its_end(
+def test_a_group_without_a_setting_is_seen_with_its_busy_members_and_not_after_its_end(
     peers: list[Any], latch: Callable[[], Latch]
 ) -> None:
-    a, b, _ = peers
-    held = latch()
-    config = rtr.GroupConfig(metrics_period_s=0.1)
-    with rtr.init_group({"a": a, "b": b}, name="posted", config=config):
+    a, b, c = peers
+    held, watch = latch(), ClusterWatch()
+
+    def wait_for_items() -> None:
+        with pytest.raises(rtr.Closed):
+            rtr.Queue("empty", home="b").get()
+
+    with rtr.init_group({"a": a, "b": b, "c": c}, name="seen"):
         ray.get(a.call.remote("b", "double", 4))
+        getting = c.run.remote(wait_for_items)
         waiting = a.call.remote("b", "hold", held)  # Ray's queue of a is busy, and so is b
         arrived = held.await_arrival()
         (seen,) = settled(
+            watch,
             lambda found: bool(
                 found
-                and found[0].under_way
                 and not found[0].silent  # none was slow to answer
-                and [row.calls for row in found[0].rows] == [2]
+                and [row for row in found[0].reading.queues if row.getting]
             ),
-            "posted",
+            "seen",
         )
         held.release(arrived)
         assert ray.get(waiting) == "released"
-        assert (seen.members, seen.away, seen.silent) == (("a", "b"), {}, ())
-        assert [(one.caller, one.peer, one.calls) for one in seen.under_way] == [("a", "b", 1)]
-        assert [(row.caller, row.peer, row.lane, row.calls) for row in seen.rows] == [("a", "b", "socket", 2)]
-        assert cluster_status("another") == []
-    settled(lambda found: not found, "posted")
-
-
-def test_a_group_that_does_not_post_is_not_seen(peers: list[Any]) -> None:
-    with rtr.init_group({"a": peers[0], "b": peers[1]}, name="quiet"):
-        assert cluster_status("quiet") == []
+        ray.get(b.run.remote(lambda: rtr.Queue("empty").close()))
+        ray.get(getting)
+        assert (seen.members, seen.away) == (("a", "b", "c"), {})
+        assert {row.member: row.in_flight for row in seen.reading.members} == {"a": {"b": 1}, "b": {}, "c": {"b": 1}}
+        rows = {(row.caller, row.peer, row.lane, row.method, row.calls) for row in seen.reading.calls}
+        assert {("a", "b", "socket", "double", 1), ("a", "b", "socket", "hold", 1)} <= rows
+        assert [(row.name, row.getting) for row in seen.reading.queues] == [("empty", ("c",))]
+        assert watch.groups("another") == []
+    assert watch.groups("seen") == []
 
 
 @pytest.mark.slow
-def test_a_detached_group_is_shown_by_top_in_a_process_of_its_own_and_can_be_traced(
-    spawn: Spawn, tmp_path: Path
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_group_is_shown_by_top_in_a_process_of_its_own_and_can_be_traced(
+    detached: bool, spawn: Spawn, tmp_path: Path
 ) -> None:
-    a, b = (spawn(Peer, lifetime="detached", name=name, namespace="top") for name in ("a", "b"))
+    options: dict[str, Any] = {"lifetime": "detached", "namespace": "top"} if detached else {}
+    a, b = (spawn(Peer, **options, **({"name": name} if detached else {})) for name in ("a", "b"))
     address = ray.get_runtime_context().gcs_address
-    group = rtr.init_group({"a": a, "b": b}, name="seen", detached=True)
+    group = rtr.init_group({"a": a, "b": b}, name="seen", detached=detached)
     top = Command("top")
     try:
         ray.get(a.call.remote("b", "double", 4))
         code, out, err = top.run("--address", address, "--group", "seen", "--once", "--json", "--interval", "0.2")
         assert code == 0, err
         (seen,) = json.loads(out)
-        assert seen["members"] == ["a", "b"] and [pair["lane"] for pair in seen["pairs"]] == ["socket"]
+        assert [row["member"] for row in seen["members"]] == ["a", "b"] and [
+            pair["lane"] for pair in seen["pairs"]
+        ] == ["socket"]
+        assert [row["method"] for row in seen["methods"]] == ["double"] and seen["seconds"] > 0
         code, out, err = top.run("--address", address, "--group", "absent", "--once")
-        assert (code, out) == (2, "") and err.count("\n") == 1 and "metrics_period_s" in err
+        assert (code, out) == (2, "") and err.count("\n") == 1 and "no group 'absent'" in err
         with rtr.get_group("seen").trace(tmp_path / "run.json") as trace:
             ray.get(a.call.remote("b", "double", 4))
         assert (trace.events, trace.missing) == (2, ())

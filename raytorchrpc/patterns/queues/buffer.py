@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
@@ -54,11 +55,17 @@ class Buffer:
         """The subscriber cannot be reached, but its process may still live. Meanwhile it holds up no publisher."""
         self.getters: deque[Getter] = deque()
         self.count = self.bytes = self.taken = self.dropped = 0
-        self._items: deque[tuple[int, Item]] = deque()
-        """With positions: how many items were in the buffer before. In order; items that are taken leave gaps."""
+        self._items: deque[tuple[int, Item, float]] = deque()
+        """With positions (how many items were in the buffer before), and since when they wait. In order; items that are
+        taken leave gaps.
+        """
         self._end = 0  # the position of the next new item
         self._batches = 0
         self._put_back: dict[BatchId, None] = {}
+
+    def oldest_s(self) -> float:
+        """How long the oldest item has waited, in seconds; 0 if there is none."""
+        return time.monotonic() - self._items[0][2] if self._items else 0.0
 
     def fits(self, length: int, size: int) -> bool:
         """Whether there is room for this many items and bytes. An empty buffer has room for anything."""
@@ -71,8 +78,9 @@ class Buffer:
         if self.policy != "block":
             items = list(_one_by_one(items))
             size = sum(item.size for item in items)
+        now = time.monotonic()
         for item in items:
-            self._items.append((self._end, item))
+            self._items.append((self._end, item, now))
             self._end += item.length
             self.count += item.length
         self.bytes += size
@@ -82,7 +90,7 @@ class Buffer:
         if self.policy == "block":
             return
         while self.count > self.maxsize or (self.bytes > self.max_bytes and self.count > 1):
-            _, item = self._items.popleft()
+            _, item, _ = self._items.popleft()
             self.bytes -= item.size
             self.count -= item.length
             self.dropped += item.length
@@ -95,9 +103,10 @@ class Buffer:
         if len(self._put_back) > _REMEMBERED:
             del self._put_back[next(iter(self._put_back))]
         position = batch.batch_id[1]
+        since = self._items[0][2] if self._items else time.monotonic()  # older than those behind them, or just returned
         returned = []
         for item in batch if self.policy == "block" else _one_by_one(batch):
-            returned.append((position, item))
+            returned.append((position, item, since))
             position += item.length
             self.bytes += item.size
             self.count += item.length
@@ -114,7 +123,7 @@ class Buffer:
         taken = [self._pop(limit)]
         length, size = taken[0].length, taken[0].size
         while self._items and length < limit:
-            position, item = self._items[0]
+            position, item, _ = self._items[0]
             if position != begin + length or size + item.size > MESSAGE_BYTES:
                 break
             taken.append(self._pop(limit - length))
@@ -128,11 +137,11 @@ class Buffer:
 
     def _pop(self, limit: int) -> Item:
         """Remove the oldest item; splits its run if that is longer than ``limit``."""
-        position, item = self._items.popleft()
+        position, item, since = self._items.popleft()
         if item.length <= limit:
             return item
         items = split_run(item)
-        self._items.extendleft(reversed(list(enumerate(items[1:], position + 1))))
+        self._items.extendleft((position + place, items[place], since) for place in range(len(items) - 1, 0, -1))
         self.bytes += sum(one.size for one in items) - item.size
         return items[0]
 

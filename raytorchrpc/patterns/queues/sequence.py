@@ -162,7 +162,7 @@ class _Producer:
 class ReorderBuffer:
     """Admits the puts of each producer in the order in which they were sent. Thread-safe, never blocks."""
 
-    def __init__(self, put: Callable[[Sequence[Item], float], Any], deadlines: Deadlines) -> None:
+    def __init__(self, put: Callable[[Sequence[Item], float, int], Any], deadlines: Deadlines) -> None:
         self._put, self._deadlines = put, deadlines
         self._lock = threading.Lock()
         self._producers: dict[int, _Producer] = {}
@@ -179,7 +179,7 @@ class ReorderBuffer:
                 outcome = reply = DeferredReply()
                 producer.held[number] = _Held(before, items, until, reply)
             else:
-                outcome = self._put(items, until)
+                outcome = self._put(items, until, rank)
                 replies += self._admit_up_to(producer, number)
         _settle(replies)
         if reply is not None:
@@ -238,7 +238,7 @@ class ReorderBuffer:
             del producer.held[number]
             producer.last = max(producer.last, number)
             try:
-                outcome = self._put(held.items, held.until)
+                outcome = self._put(held.items, held.until, producer.rank)
             except RayTorchRpcError as error:
                 outcome = error
             replies.append((held.reply, outcome))

@@ -5,11 +5,15 @@ An item is taken from the home once, whatever happens to it afterwards; a consum
 
 from __future__ import annotations
 
+import operator
 import time
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.metrics import QueueStats
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.patterns.home import register_methods
@@ -45,6 +49,32 @@ class HomeStore(Store):
         stats["waiting_to_put"] += self.arrivals.held
         return stats
 
+    def metric_rows(self, kind: str, name: str) -> list[QueueStats]:
+        """What the metrics show of it: one row and, for a topic, another one for each member that has subscribed."""
+        me, found = self._local.me, dict[str, QueueStats]()
+        names = {route.member.rank: route.member.name for route in self._local.peers.routes}
+
+        def who(rank: int | None) -> str:
+            return me.name if rank is None else names.get(rank, "(not a member)")
+
+        def add(rank: int | None, *counts: int, oldest_s: float = 0.0, getting: Iterable[str] = ()) -> None:
+            subscriber = who(rank) if self.shared else ""
+            row = found.get(subscriber) or QueueStats(me.name, kind, name, subscriber)
+            items, size, taken, dropped = map(operator.add, (row.items, row.bytes, row.taken, row.dropped), counts)
+            row = replace(row, items=items, bytes=size, taken=taken, dropped=dropped)
+            found[subscriber] = replace(row, oldest_s=max(row.oldest_s, oldest_s), getting=(*row.getting, *getting))
+
+        with self._lock:
+            putting = tuple(who(putter.rank) for putter in self._putters)
+            found[""] = QueueStats(me.name, kind, name, "", put=self._put, putting=putting)
+            for rank, ended in self._ended.items():
+                add(rank, 0, 0, *ended)
+            for buffer in self._buffers.values():
+                getting = [who(getter.rank) for getter in buffer.getters]
+                counts = buffer.count, buffer.bytes, buffer.taken, buffer.dropped
+                add(buffer.rank, *counts, oldest_s=buffer.oldest_s(), getting=getting)
+        return list(found.values())
+
     def close(self, error: Exception) -> None:
         super().close(error)
         self.arrivals.close(error)
@@ -53,7 +83,7 @@ class HomeStore(Store):
 
     def serve_put(self, caller: int, packed: PackedItems, wait_s: float, mark: SequenceMark | None) -> Any:
         items, until = unpack(packed, caller, self.budget), time.monotonic() + wait_s
-        return self.put(items, until) if mark is None else self.arrivals.put(caller, mark, items, until)
+        return self.put(items, until, caller) if mark is None else self.arrivals.put(caller, mark, items, until)
 
     def serve_take(self, caller: int, key: str, limit: int, wait_s: float, request_id: int) -> Any:
         taken = self.take(key, limit, time.monotonic() + wait_s, caller, request_id)

@@ -33,6 +33,7 @@ class _Putter(NamedTuple):
     reply: DeferredReply
     items: Sequence[Item]
     size: int
+    rank: int | None
 
 
 class _Delivery(NamedTuple):
@@ -61,6 +62,8 @@ class Store:
         self._putters: deque[_Putter] = deque()
         self._closes = closes
         self._put = 0
+        self._ended: dict[int | None, tuple[int, int]] = {}
+        """Items taken and dropped in buffers that have ended, by subscriber."""
         self._broken: Exception | None = None
 
     # --- buffers -------------------------------------------------------------------------------------------------
@@ -77,13 +80,17 @@ class Store:
             self._overrun.pop(key, None)
             buffer = self._buffers.pop(key, None)
             if buffer is not None:
+                self._count_ended(buffer)
                 replies = [(getter.reply, ENDED) for getter in buffer.getters] + self._match()
         self._settle(replies)
 
     # --- putting and taking --------------------------------------------------------------------------------------
 
-    def put(self, items: Sequence[Item], until: float) -> bool | DeferredReply | None:
-        """Add all items or none. Returns ACCEPTED, FULL, ENDED, or a reply that becomes one of them by ``until``."""
+    def put(self, items: Sequence[Item], until: float, rank: int | None = None) -> bool | DeferredReply | None:
+        """Add all items or none. Returns ACCEPTED, FULL, ENDED, or a reply that becomes one of them by ``until``.
+
+        ``rank``: the member that puts; None: the home.
+        """
         size = sum(item.size for item in items)
         with self._lock:
             self._check()
@@ -93,7 +100,7 @@ class Store:
             if waits:
                 if until <= time.monotonic():
                     return FULL
-                putter = _Putter(DeferredReply(), items, size)
+                putter = _Putter(DeferredReply(), items, size, rank)
                 self._putters.append(putter)
             else:
                 self._append(items, size)
@@ -245,10 +252,14 @@ class Store:
         self._put += length
         for key, buffer in list(self._buffers.items()):
             if buffer.away and not buffer.fits(length, size):
-                del self._buffers[key]
+                self._count_ended(self._buffers.pop(key))
                 self._overrun[key] = Buffer(0, 0, buffer.policy, buffer.rank, buffer.process)
             else:
                 buffer.append(items, size)
+
+    def _count_ended(self, buffer: Buffer) -> None:
+        taken, dropped = self._ended.get(buffer.rank, (0, 0))
+        self._ended[buffer.rank] = taken + buffer.taken, dropped + buffer.dropped
 
     def _match(self) -> _Replies:
         """Serve waiting producers and consumers, first come, first served; returns the replies to settle."""

@@ -2,40 +2,53 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
-from raytorchrpc.calls.counters import GroupStats, PairStats
+from raytorchrpc.calls.counters import BUCKETS, PairStats, counted_name
+from raytorchrpc.calls.metrics import Reading
+from raytorchrpc.calls.stats import GroupStats
 
 LONG = "a-member-with-a-name-of-40-characters---"
+
+
+def row(caller: str, peer: str, lane: str, calls: int, size: int, seconds: float, method: str = "step") -> PairStats:
+    latency = [calls, *[0] * (BUCKETS - 1)]
+    return PairStats(caller, peer, lane, method, calls, size, size, seconds, {"KeyError": calls // 10}, latency)
 
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("name", ["a", "evaluation_collector", LONG])
 def test_columns_never_touch_and_fit_the_terminal(width: int, name: str) -> None:
-    rows = [
-        PairStats(name, f"{name}_1", "cuda_ipc", 123_456_789, 123_456, 10**13, 10**13, 1e7),
-        PairStats(f"{name}_1", name, "socket"),
-    ]
-    text = GroupStats(rows, ["silent"]).table(width)
-    head, _, *lines, missing = text.splitlines()
+    rows = [row(name, f"{name}_1", "cuda_ipc", 123_456_789, 10**13, 1e7), PairStats(f"{name}_1", name, "socket", "x")]
+    stats = GroupStats(Reading(rows), ["silent"])
+    text = stats.table(width)
     assert max(map(len, text.splitlines())) <= width
-    assert head.split()[-7:] == ["calls", "failed", "MB", "out", "MB", "in", "ms/call"]
-    figures = ["cuda_ipc", "123456789", "123456", "10000000.000", "10000000.000", "81.000"]
-    assert next(line.split()[-6:] for line in lines if "cuda_ipc" in line) == figures
-    assert missing == "no answer from: silent (busy or gone)"
+    figures = ["cuda_ipc", "123456789", "12345678", "10,000,000", "10,000,000", "81.0", "0"]
+    assert next(line.split()[-7:] for line in text.splitlines() if "cuda_ipc" in line) == figures
+    assert str(stats).splitlines()[-1] == "no answer from: silent (away or stopped)"
 
 
-def test_names_that_do_not_fit_beside_each_other_stand_below_each_other() -> None:
-    stats = GroupStats([PairStats("collector_of_host_17", "learner_of_host_17", "socket", 5, 0, 10**6, 0, 0.1)])
-    assert stats.table(80).splitlines() == [
-        "caller                lane    calls  failed  MB out  MB in  ms/call",
-        "  peer",
-        "--------------------  ------  -----  ------  ------  -----  -------",
-        "collector_of_host_17  socket      5       0   1.000  0.000   20.000",
-        "  learner_of_host_17",
+def test_rows_add_up_methods_and_methods_add_up_callers() -> None:
+    rows = [row("a", "c", "shm", 10, 5, 1.0), row("a", "c", "shm", 20, 1, 1.0, "put"), row("b", "c", "shm", 1, 1, 3.0)]
+    stats = GroupStats(Reading(rows))
+    counts = [(each.caller, each.calls, each.failures, each.finished) for each in stats]
+    assert counts == [("a", 30, 3, 30), ("b", 1, 0, 1)]
+    assert [(each.peer, each.method, each.calls, each.seconds) for each in stats.methods] == [
+        ("c", "step", 11, 4.0),
+        ("c", "put", 20, 1.0),
     ]
-    assert len(stats.table(120).splitlines()) == 3
+    again = pickle.loads(pickle.dumps(stats))
+    assert again == stats and again.methods == stats.methods
 
 
 def test_the_text_of_a_group_without_calls_has_only_the_heads() -> None:
-    assert len(str(GroupStats()).splitlines()) == 2
+    assert len(str(GroupStats()).splitlines()) == 3
+
+
+def test_a_service_is_counted_under_the_name_of_its_object() -> None:
+    assert counted_name("update", ("queue", "x")) == "update"
+    assert counted_name("raytorchrpc.put", ("queue", "batches", 7)) == "queue batches.put"
+    assert counted_name("raytorchrpc.weights.lease", ("weight store", "policy", 1)) == "weight store policy.lease"
+    assert counted_name("raytorchrpc.next", (3, 1)) == counted_name("raytorchrpc.next", ()) == "(next)"

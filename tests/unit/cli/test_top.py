@@ -6,105 +6,120 @@ import re
 
 import pytest
 
-from raytorchrpc.calls.counters import BUCKETS, CallCounters, PairStats
+from raytorchrpc.calls.counters import CallCounters, PairStats
+from raytorchrpc.calls.metrics import MemberStats, QueueStats, Reading
 from raytorchrpc.calls.weight_counters import WeightStats
-from raytorchrpc.cli.top import Rate, as_data, rates, run, tables
-from raytorchrpc.group.status import GroupStatus, UnderWay, from_json
+from raytorchrpc.cli.top import Update, as_data, run, tables, update
+from raytorchrpc.group.status import GroupStatus, as_json
 
 
-def look(counters: CallCounters, at: float, **more: object) -> GroupStatus:
-    values: dict[str, object] = {"under_way": (), "away": {}, "silent": (), **more}
-    return GroupStatus("g", "g1", at, ("a", "b"), tuple(counters.rows("a")), **values)  # type: ignore[arg-type]
+def look(at: float, *calls: PairStats, **more: object) -> GroupStatus:
+    values: dict[str, object] = {"away": {}, "silent": (), **more}
+    rows = {name: values.pop(name, []) for name in ("queues", "weights", "members")}
+    return GroupStatus("g", "g1", at, ("a", "b"), reading=Reading([*calls], **rows), **values)  # type: ignore[arg-type]
 
 
-def call(counters: CallCounters, count: int, seconds: float = 0.002, error: BaseException | None = None) -> None:
-    for _ in range(count):
-        counters.sent("b", "shm", 600_000)
-        counters.finished("b", "shm", "shm", 400_000, seconds, error)
-
-
-def test_rates_are_of_what_happened_between_two_looks() -> None:
+def counted(count: int, seconds: float = 0.002, errors: int = 0) -> PairStats:
     counters = CallCounters()
-    call(counters, 100, seconds=7)
-    before = look(counters, 50.0)
-    call(counters, 18)
-    call(counters, 2, error=ValueError())
-    (rate,) = rates(before, look(counters, 52.0))
-    assert (rate.caller, rate.peer, rate.lane) == ("a", "b", "shm")
-    assert rate.calls_per_s == 10 and rate.mb_per_s == pytest.approx(10)
-    assert rate.mean_ms == pytest.approx(2)
-    assert (rate.failures, rate.failures_per_s) == (2, 1)
+    for number in range(count):
+        counters.sent("b", "shm", "step", 600_000)
+        counters.finished("b", "shm", "step", "shm", 400_000, seconds, ValueError() if number < errors else None)
+    (row,) = counters.rows("a")
+    return row
 
 
-def test_the_first_look_and_a_quiet_pair_show_no_rate() -> None:
-    counters = CallCounters()
-    call(counters, 3)
-    first = look(counters, 1.0)
-    assert [rate.calls_per_s for rate in rates(None, first)] == [0]
-    (quiet,) = rates(first, look(counters, 2.0))
-    assert (quiet.calls_per_s, quiet.mean_ms) == (0, None)
+def between(before: GroupStatus, now: GroupStatus) -> Update:
+    return update(update(None, before), now)
 
 
-def test_a_member_that_came_back_counts_anew() -> None:
-    old, new = CallCounters(), CallCounters()
-    call(old, 100)
-    call(new, 4)
-    (rate,) = rates(look(old, 1.0), look(new, 2.0))
-    assert rate.calls_per_s == 4
+def line(text: str, start: str) -> list[str]:
+    return next(line for line in text.splitlines() if line.startswith(start)).split()
 
 
-def test_a_look_survives_its_way_as_json() -> None:
-    counters = CallCounters()
-    call(counters, 1, error=KeyError("x"))
-    seen = look(counters, 1.5, under_way=(UnderWay("a", "b", 3, 9),), away={"c": "its process ended"}, silent=("d",))
-    again = from_json(seen.to_json())
-    assert again == seen
-    assert isinstance(again.rows[0], PairStats) and len(again.rows[0].latency) == BUCKETS
-    assert again.rows[0].errors == (("KeyError", 1),)
+def test_counts_are_of_what_happened_between_two_looks() -> None:
+    shown = between(look(50.0, counted(100)), look(52.0, counted(120, errors=2)))
+    (pair,) = shown.stats
+    assert (pair.caller, pair.peer, pair.lane, pair.calls, pair.bytes_out) == ("a", "b", "shm", 20, 12_000_000)
+    assert pair.mean_ms == pytest.approx(2) and pair.errors == {"ValueError": 2}
+    text = tables([shown], 120)
+    assert line(text, "a ") == ["a", "b", "shm", "10.0", "1.00", "6.00", "4.00", "2.00", "0"]
+    assert line(text, "b ") == ["b", "step", "10.0", "1.00", "6.00", "4.00", "2.00"]
+    assert "failed so far: b.step: 2 x ValueError" in text
+
+
+def test_a_quiet_pair_has_no_mean_and_a_member_that_came_back_counts_anew() -> None:
+    quiet = between(look(1.0, counted(3)), look(2.0, counted(3)))
+    assert line(tables([quiet], 120), "a ")[3:] == ["0.00", "0.00", "0.00", "0.00", "-", "0"]
+    assert between(look(1.0, counted(100)), look(2.0, counted(4))).stats[0].calls == 4
+
+
+def test_a_status_survives_its_way_as_json() -> None:
+    queue = QueueStats("a", "queue", "q", "", 3, getting=("b",))
+    members = [MemberStats("a", 1, 2, {"b": 3}, 9)]
+    away, silent = {"c": "its process ended"}, ("d",)
+    seen = look(1.5, counted(2, errors=1), queues=[queue], members=members, away=away, silent=silent)
+    assert as_json().validate_json(as_json().dump_json(seen)) == seen
     with pytest.raises(ValueError, match="group"):
-        from_json(b"{}")
+        as_json().validate_json(b"{}")
 
 
 def test_the_table_says_who_is_away_and_what_is_in_flight() -> None:
-    counters = CallCounters()
-    before = look(counters, 1.0)
-    call(counters, 5)
-    now = look(counters, 2.0, under_way=(UnderWay("a", "b", 31, 9),), away={"c": "it died"}, silent=("d",))
-    found = rates(before, now)
-    text = tables([(now, found)], 120)
-    for said in ("group g", "shm", "5.00", "2.00", "31", "away: c (it died)", "no answer: d"):
+    members = [MemberStats("a", in_flight={"b": 31})]
+    now = look(2.0, counted(5), members=members, away={"c": "it died"}, silent=("d",))
+    text = tables([between(look(1.0), now)], 120)
+    for said in ("group g, 2 members", "away: c (it died)", "no answer: d"):
         assert said in text
-    assert "metrics_period_s" in tables([])
-    data = as_data(now, found)
-    assert data["in_flight"] == [{"caller": "a", "peer": "b", "calls": 31, "bytes": 9}]
-    assert data["pairs"][0]["calls_per_s"] == 5
+    assert line(text, "a ")[-1] == "31"
+    assert "no group" in tables([])
+    data = as_data(update(None, now))
+    assert data["pairs"][0]["in_flight"] == 31 and data["pairs"][0]["calls"] == data["methods"][0]["calls"] == 5
 
 
 @pytest.mark.parametrize("name", ["collector_1", "a-member-with-a-name-of-forty-two-characters"])
 def test_large_figures_and_names_fit_80_columns_and_never_touch(name: str) -> None:
-    seen = GroupStatus("learners", "g1", 2.0, (name, "learner_0"), (), under_way=(), away={}, silent=())
-    found = [Rate(name, "learner_0", "cuda_ipc", 123456.7, 12345.6, 12345.6, 123456, 99999.9)]
-    text = tables([(seen, found)], 80)
+    row = PairStats(name, "learner_0", "cuda_ipc", "", 123457, 12_345_600_000, 12_345_600_000, errors={"E": 99})
+    text = tables([Update(look(2.0), look_stats(row), 1.0)], 80)
+    pairs = text.partition("\n\n")[0]
     assert max(map(len, text.splitlines())) <= 80
-    assert re.search(r"cuda_ipc +123,457 +12,346 +12,346 +0 +123456 +100,000$", text, re.MULTILINE), text
-    assert name in "".join(line.partition(" ")[0] for line in text.splitlines())
+    assert re.search(r"cuda_ipc +123,457 +99.0 +12,346 +12,346 +- +0$", pairs, re.MULTILINE), text
+    assert name in "".join(line.partition(" ")[0] for line in pairs.splitlines())
 
 
-def test_weights_show_the_versions_and_what_is_still_to_come() -> None:
-    weights = (
-        WeightStats("r0", "policy", "t0", pulled=6, arriving=7, brought=16_000_000, missing=4_500_000),
-        WeightStats("r1", "policy", "t0", pulled=7, brought=20_500_000),
-        WeightStats("t0", "policy", "t0", published=7, bytes_out=99, served=((6, 41_000_000), (7, 36_500_000))),
+def look_stats(*rows: PairStats) -> object:
+    return update(None, look(1.0, *rows)).stats
+
+
+def test_queues_show_rates_age_and_who_waits() -> None:
+    def queue(put: int, taken: int) -> QueueStats:
+        waits = ("c0", "c0", "c1", "c2", "c3")
+        return QueueStats("a", "queue", "batches", "", 7, 3_000_000, 1.5, put, taken, 0, ("p",), waits)
+
+    topic = QueueStats("a", "topic", "news", "b", items=2, dropped=4)
+    shown = between(look(1.0, queues=[queue(10, 5)]), look(3.0, queues=[queue(30, 9), topic]))
+    text = tables([shown], 120)
+    *queue_lines, topic_line = (" ".join(line.split()) for line in text.splitlines()[-5:])
+    assert queue_lines == ["queue batches a put: p 7 3.00 1.50 10.0 2.00 0.00", "get: c0 x2", "get: c1", "2 more"]
+    assert topic_line.startswith("topic news > b a 2 ")
+    assert as_data(shown)["queues"][0]["taken"] == 4
+
+
+def test_weights_show_versions_the_lag_and_what_is_still_to_come() -> None:
+    reading = Reading.of_all(
+        Reading(weights=[row])
+        for row in (
+            WeightStats("r0", "policy", "t0", pulled=6, arriving=7, brought=16_000_000, missing=4_500_000),
+            WeightStats("r1", "policy", "t0", pulled=7, brought=20_500_000),
+            WeightStats("r2", "policy", "t0"),
+            WeightStats("t0", "policy", "t0", published=8, bytes_out=99, served=((6, 41_000_000), (8, 36_500_000))),
+        )
     )
-    status = look(CallCounters(), 1.0, weights=weights)
-    assert from_json(status.to_json()) == status
-    assert as_data(status, [])["weights"][0]["missing"] == 4_500_000
-    text = tables([(status, [])], 80)
-    assert max(map(len, text.splitlines())) <= 80
-    assert [line.split() for line in text.splitlines() if "policy" in line] == [
-        ["policy", "t0", "t0", "published", "7", "36.5"],
-        ["policy", "t0", "r0", "pulls", "7", "16.0", "4.5", "0.0"],
-        ["policy", "t0", "r1", "pulled", "7", "20.5", "0.0", "0.0"],
+    assert [row.lag for row in reading.weights] == [2, 1, 0, 0]
+    status = look(1.0, weights=reading.weights)
+    assert as_data(update(None, status))["weights"][0]["missing"] == 4_500_000
+    text = tables([update(None, status)], 100)
+    assert [line.split() for line in text.splitlines() if "policy" in line][:2] == [
+        ["policy", "t0", "r0", "0", "6", "2", "7", "16.0", "4.50", "0.00"],
+        ["policy", "t0", "r1", "0", "7", "1", "0", "20.5", "0.00", "0.00"],
     ]
 
 

@@ -1,0 +1,194 @@
+"""The one list of metrics: everything that ``Group.stats``, ``raytorchrpc top``, Prometheus and dashboards show.
+
+A member reads its figures as rows (``Reading``); ``METRICS`` says which series the fields of the rows make. No series
+names a member besides its own, but for subscribers at the home of their topic, so their number is linear in the
+members. Loads neither Ray nor torch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from raytorchrpc.calls.counters import PairStats, difference
+from raytorchrpc.calls.weight_counters import WeightStats
+
+
+@dataclass(frozen=True)
+class QueueStats:
+    """A queue, or the subscriptions of one member to a topic, at its home.
+
+    ``items`` and ``bytes`` wait there; ``oldest_s`` is how long the oldest item has waited, in seconds. ``put``,
+    ``taken`` and ``dropped`` count items since it was made. ``putting`` and ``getting`` name the members whose
+    operations wait for room or for items, once for each operation. ``subscriber`` is empty for a queue, and in the row
+    of a topic as a whole, which counts what was put.
+    """
+
+    KEY: ClassVar = ("home", "kind", "name", "subscriber")
+    COUNTS: ClassVar = ("put", "taken", "dropped")
+
+    home: str
+    kind: str
+    name: str
+    subscriber: str
+    items: int = 0
+    bytes: int = 0
+    oldest_s: float = 0.0
+    put: int = 0
+    taken: int = 0
+    dropped: int = 0
+    putting: tuple[str, ...] = ()
+    getting: tuple[str, ...] = ()
+
+    @property
+    def waiting(self) -> dict[str, int]:
+        """How many operations wait."""
+        return {"put": len(self.putting), "get": len(self.getting)}
+
+    @property
+    def label(self) -> str:
+        """Such as ``queue batches``, or ``topic news > collector_1``."""
+        return f"{self.kind} {self.name}{f' > {self.subscriber}' if self.subscriber else ''}"
+
+    @property
+    def waiters(self) -> tuple[str, ...]:
+        """The operations that wait, and whose they are."""
+        return *(f"put: {who}" for who in self.putting), *(f"get: {who}" for who in self.getting)
+
+
+@dataclass(frozen=True)
+class MemberStats:
+    """A member: how often it has ``returned`` to the group, how many peers are ``away`` for it, and its calls
+    ``in_flight`` by peer, with the ``bytes_in_flight`` of their arguments.
+    """
+
+    member: str
+    returned: int = 0
+    away: int = 0
+    in_flight: dict[str, int] = field(default_factory=dict)
+    bytes_in_flight: int = 0
+
+    @property
+    def calls_in_flight(self) -> int:
+        """Calls without an answer yet, to all peers."""
+        return sum(self.in_flight.values())
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one member, or several, have counted and measured."""
+
+    calls: list[PairStats] = field(default_factory=list)
+    queues: list[QueueStats] = field(default_factory=list)
+    weights: list[WeightStats] = field(default_factory=list)
+    members: list[MemberStats] = field(default_factory=list)
+
+    @classmethod
+    def of_all(cls, readings: Iterable[Reading]) -> Reading:
+        """The readings of several members as one. Weights then have their ``lag``."""
+        parts = [*readings]
+        found = cls(*([row for part in parts for row in getattr(part, each.name)] for each in fields(cls)))
+        newest: dict[tuple[str, str], int] = {}
+        for row in found.weights:
+            newest[row.store, row.home] = max(newest.get((row.store, row.home), 0), row.published)
+        lags = (max(0, newest[row.store, row.home] - row.pulled) if row.pulled else 0 for row in found.weights)
+        weights = [replace(row, lag=lag) for row, lag in zip(found.weights, lags, strict=True)]
+        return replace(found, weights=weights)
+
+    def since(self, before: Reading) -> Reading:
+        """With the counts of calls and queues since another reading; those of restarted members count from zero."""
+
+        def differences(now: Iterable[Any], then: Iterable[Any]) -> list[Any]:
+            known = {tuple(getattr(row, name) for name in row.KEY): row for row in then}
+            found = []
+            for row in now:
+                old = known.get(tuple(getattr(row, name) for name in row.KEY))
+                restarted = old is None or getattr(old, row.COUNTS[0]) > getattr(row, row.COUNTS[0])
+                found.append(row if restarted else difference(row, old))
+            return found
+
+        calls, queues = differences(self.calls, before.calls), differences(self.queues, before.queues)
+        return replace(self, calls=calls, queues=queues)
+
+
+class Metric(NamedTuple):
+    """What the series of one name show."""
+
+    kind: Literal["counter", "gauge"]
+    rows: str
+    """The field of ``Reading`` with the rows that it is made of."""
+    values: str | dict[str, str]
+    """The field of the rows; a dict has one for each value of the label ``by``. A field may itself be such a dict."""
+    help: str
+    by: str = ""
+    detail: bool = False
+    """Exported only with ``GroupConfig.metrics_period_s``."""
+    merge: Callable[[Any, Any], Any] = operator.add
+    """Makes one value of those that differ only in what is no label."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """All labels but ``group`` and ``member``."""
+        tags, fine = TAGS[self.rows]
+        return (*tags, *fine, *filter(None, (self.by,)))
+
+
+#: By field of ``Reading``: the fields of a row that are labels, and those that are only with ``metrics_period_s``.
+TAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "calls": (("lane",), ("method",)),
+    "queues": (("kind", "name"), ("subscriber",)),
+    "weights": (("store", "home"), ()),
+    "members": ((), ()),
+}
+_BYTES = {"out": "bytes_out", "in": "bytes_in"}
+_MOVED = {"put": "put", "taken": "taken", "dropped": "dropped"}
+_ROLES = {"pulled": "pulled", "arriving": "arriving", "published": "published"}
+_STATES = {"brought": "brought", "missing": "missing", "served": "served_of_newest"}
+METRICS = {
+    "calls": Metric("counter", "calls", "calls", "calls sent"),
+    "failures": Metric("counter", "calls", "errors", "calls that failed, by type of error", "error"),
+    "bytes": Metric("counter", "calls", _BYTES, "payload and tensors of calls and results", "direction"),
+    "finished": Metric("counter", "calls", "finished", "calls whose results were taken"),
+    "call_seconds_sum": Metric("counter", "calls", "seconds", "seconds from sending these calls to their results"),
+    "call_seconds_bucket": Metric("counter", "calls", "buckets", "those that took at most `le` seconds", "le", True),
+    "calls_in_flight": Metric("gauge", "members", "calls_in_flight", "calls without an answer"),
+    "bytes_in_flight": Metric("gauge", "members", "bytes_in_flight", "bytes of their arguments"),
+    "queue_items": Metric("gauge", "queues", "items", "items that wait in a queue, or for subscribers of a topic"),
+    "queue_bytes": Metric("gauge", "queues", "bytes", "bytes of these items"),
+    "queue_oldest_seconds": Metric("gauge", "queues", "oldest_s", "how long the oldest of them has waited", merge=max),
+    "queue_waiting": Metric("gauge", "queues", "waiting", "operations that wait for room or for items", "operation"),
+    "queue_moved": Metric("counter", "queues", _MOVED, "items put, taken and dropped", "operation"),
+    "weight_version": Metric("gauge", "weights", _ROLES, "version pulled or published last; 0: none", "role"),
+    "weight_version_bytes": Metric("gauge", "weights", _STATES, "bytes of that version; see below", "state"),
+    "weight_bytes": Metric("counter", "weights", _BYTES, "bytes pulled, and pulled by others from here", "direction"),
+    "weight_pulls": Metric("counter", "weights", {"ok": "pulls", "failed": "failures"}, "pulls that ended", "outcome"),
+    "returns": Metric("gauge", "members", "returned", "how often the member has come back to the group"),
+    "peers_away": Metric("gauge", "members", "away", "peers that the member cannot call"),
+}
+
+
+def series(name: str) -> str:
+    """The name of a metric in Prometheus."""
+    return f"ray_raytorchrpc_{name}{'_total' if METRICS[name].kind == 'counter' else ''}"
+
+
+#: By metric and the values of its labels.
+Samples = dict[tuple[str, tuple[str, ...]], float]
+
+
+def samples(reading: Reading, fine: bool) -> Samples:
+    """The series of one member. ``fine``: with the labels and the metrics that ``metrics_period_s`` turns on."""
+    found: Samples = {}
+    for name, metric in METRICS.items():
+        tags, more = TAGS[metric.rows]
+        for row in getattr(reading, metric.rows) if fine or not metric.detail else ():
+            who = *(getattr(row, tag) for tag in tags), *(getattr(row, tag) if fine else "" for tag in more)
+            values = metric.values if isinstance(metric.values, dict) else {"": metric.values}
+            for label, its_field in values.items():
+                value = getattr(row, its_field)
+                for by, number in (value if isinstance(value, dict) else {label: value}).items():
+                    key = name, (*who, by) if metric.by else who
+                    found[key] = metric.merge(found[key], number) if key in found else number
+    return found

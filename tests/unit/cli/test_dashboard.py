@@ -1,0 +1,46 @@
+"""``raytorchrpc dashboard``; tests/ray runs its queries in a Prometheus."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from raytorchrpc.calls.metrics import METRICS, TAGS, series
+from raytorchrpc.cli.app import app
+
+PAGE = Path(__file__).parents[3] / "docs" / "seeing.md"
+
+
+def test_the_dashboard_shows_every_series_and_no_other_and_its_panels_do_not_overlap() -> None:
+    printed = CliRunner().invoke(app, ["dashboard"])
+    assert printed.exit_code == 0
+    panels = json.loads(printed.stdout)["panels"]
+    queries = [panel["targets"][0]["expr"] for panel in panels if panel["type"] != "row"]
+    assert {name for query in queries for name in re.findall(r"ray_raytorchrpc_\w+", query)} == set(
+        map(series, METRICS)
+    )
+    cells = [
+        (x, y)
+        for each in (panel["gridPos"] for panel in panels)
+        for x in range(each["x"], each["x"] + each["w"])
+        for y in range(each["y"], each["y"] + each["h"])
+    ]
+    assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24
+    assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_the_page_lists_every_series_with_its_labels() -> None:
+    listed = re.findall(r"^\| `(ray_raytorchrpc_\w+)`(\*?) \| (.*) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    expected = []
+    for name, metric in METRICS.items():
+        tags, fine = TAGS[metric.rows]
+        labels = [
+            *(f"`{tag}`" for tag in tags),
+            *(f"`{tag}`*" for tag in fine),
+            *([f"`{metric.by}`"] * bool(metric.by)),
+        ]
+        expected.append((series(name), "*" * metric.detail, ", ".join(labels) or "-", metric.help))
+    assert listed == expected
