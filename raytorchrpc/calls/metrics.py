@@ -162,6 +162,7 @@ METRICS = {
     "queue_moved": Metric("counter", "queues", _MOVED, "items put, taken and dropped", "operation"),
     "weight_version": Metric("gauge", "weights", _ROLES, "version pulled or published last; 0: none", "role"),
     "weight_version_bytes": Metric("gauge", "weights", _STATES, "bytes of that version; see below", "state"),
+    "weight_memory": Metric("gauge", "weights", {"held": "held", "mapped": "mapped"}, "bytes of its memory", "state"),
     "weight_bytes": Metric("counter", "weights", _BYTES, "bytes pulled, and pulled by others from here", "direction"),
     "weight_pulls": Metric("counter", "weights", {"ok": "pulls", "failed": "failures"}, "pulls that ended", "outcome"),
     "returns": Metric("gauge", "members", "returned", "how often the member has come back to the group"),

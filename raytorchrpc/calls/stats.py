@@ -22,7 +22,7 @@ _QUEUES = {
 _WEIGHTS = {
     **{"store": "store", "home": "home", "member": "member", "pub-\nlished": "published", "pulled": "pulled"},
     **{"behind": "lag", "arriving": "arriving", "MB in": "brought", "MB\nto come": "missing"},
-    **{"MB out": "served_of_newest"},
+    **{"MB out": "served_of_newest", "MB\nheld": "held", "MB\nmapped": "mapped"},
 }
 
 
@@ -98,7 +98,7 @@ def _cell(name: str, value: Any, seconds: float) -> str:
         return "\n".join([*shown, f"{len(counts) - _NAMED} more"] if len(counts) > _NAMED else shown)
     if value is None:
         return "-"
-    megabytes = name.startswith("bytes") or name in ("brought", "missing", "served_of_newest")
+    megabytes = name.startswith("bytes") or name in ("brought", "missing", "served_of_newest", "held", "mapped")
     if not megabytes and not seconds and isinstance(value, int):
         return str(value)
     value = value / (1e6 if megabytes else 1) / (seconds or 1)

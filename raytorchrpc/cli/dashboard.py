@@ -83,6 +83,9 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         _values("Version published", "weight_version", "store", of=', role="published"', merge="max"),
         _LAG,
         _values("Bytes of the present version", "weight_version_bytes", "store", "member", "state", unit="bytes"),
+        _values(
+            "Memory held for readers, and mapped from others", "weight_memory", "store", "member", "state", unit="bytes"
+        ),
         _rates("Bytes per second", "weight_bytes", "store", "member", "direction", unit="Bps"),
         _rates("Pulls per second", "weight_pulls", "store", "outcome"),
     ),

@@ -107,7 +107,9 @@ def test_weights_show_versions_the_lag_and_what_is_still_to_come() -> None:
     reading = Reading.of_all(
         Reading(weights=[row])
         for row in (
-            WeightStats("r0", "policy", "t0", pulled=6, arriving=7, brought=16_000_000, missing=4_500_000),
+            WeightStats(
+                "r0", "policy", "t0", pulled=6, arriving=7, brought=16_000_000, missing=4_500_000, mapped=20_000_000
+            ),
             WeightStats("r1", "policy", "t0", pulled=7, brought=20_500_000),
             WeightStats("r2", "policy", "t0"),
             WeightStats("t0", "policy", "t0", published=8, bytes_out=99, served=((6, 41_000_000), (8, 36_500_000))),
@@ -116,10 +118,10 @@ def test_weights_show_versions_the_lag_and_what_is_still_to_come() -> None:
     assert [row.lag for row in reading.weights] == [2, 1, 0, 0]
     status = look(1.0, weights=reading.weights)
     assert as_data(update(None, status))["weights"][0]["missing"] == 4_500_000
-    text = tables([update(None, status)], 100)
+    text = tables([update(None, status)], 120)
     assert [line.split() for line in text.splitlines() if "policy" in line][:2] == [
-        ["policy", "t0", "r0", "0", "6", "2", "7", "16.0", "4.50", "0.00"],
-        ["policy", "t0", "r1", "0", "7", "1", "0", "20.5", "0.00", "0.00"],
+        ["policy", "t0", "r0", "0", "6", "2", "7", "16.0", "4.50", "0.00", "0.00", "20.0"],
+        ["policy", "t0", "r1", "0", "7", "1", "0", "20.5", "0.00", "0.00", "0.00", "0.00"],
     ]
 
 
