@@ -100,4 +100,10 @@ __all__ = [
     "wait",
 ]
 
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__", "errors"]
+
+
 rejoin.begin()
