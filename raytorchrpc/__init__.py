@@ -101,7 +101,6 @@ __all__ = [
 ]
 
 
-
 def __dir__() -> list[str]:
     return [*__all__, "__version__", "errors"]
 

@@ -716,3 +716,89 @@ def test_nothing_is_sent_back_to_a_member_that_was_removed(members: Members) -> 
         told = queue._send_urgently(local, WITHDRAW, (*queue._address, "", 1), retry=1)
         local.peers.remove_peer(0)
         assert isinstance(told.exception(LONG), rtr.RayTorchRpcError)
+
+
+# --- batches -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("consumer", ["home", "a"])
+def test_get_many_waits_for_as_many_as_it_needs(members: Members, consumer: str) -> None:
+    with members.acting("home"):
+        at_the_home = rtr.Queue("q")
+        at_the_home.put_many([0, 1, 2])
+
+    def put_later() -> None:
+        assert wait_until(lambda: bool(at_home(members).stats()["waiting_to_get"]), LONG), "three items do not suffice"
+        at_home(members).put(encode_items(members.members["home"].codec, range(3, 9), 6), 0)
+
+    with members.acting(consumer):
+        queue = rtr.Queue("q", home="home")
+        putting = in_thread(put_later)
+        taken = queue.get_many(6, min=5)
+        putting()
+        assert taken == [0, 1, 2, 3, 4, 5]
+        assert queue.get_many(9, 0.3, min=9) == [6, 7, 8], "after the timeout, what there is"
+        with pytest.raises(rtr.Empty):
+            queue.get_many(9, 0, min=9)
+        with pytest.raises(rtr.ConfigurationError, match="min=3 exceeds limit=2"):
+            queue.get_many(2, min=3)
+        queue.put("last")
+        queue.close()
+        assert queue.get_many(2, min=2) == ["last"], "at the end of the stream, what there is"
+
+
+@pytest.mark.parametrize("consumer", ["home", "a"])
+def test_items_that_a_cancelled_get_many_has_taken_go_back(members: Members, consumer: str) -> None:
+    with members.acting("home"):
+        queue = rtr.Queue("q")
+        queue.put_many(["first", "second"])
+
+    async def cancel() -> None:
+        getting = asyncio.create_task(rtr.Queue("q", home="home").aget_many(5, min=4))
+        await until(lambda: at_home(members).stats()["waiting_to_get"] == 1)
+        assert at_home(members).stats()["items"] == 0
+        getting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await getting
+        await until(lambda: at_home(members).stats()["items"] == 2)
+
+    with members.acting(consumer):
+        asyncio.run(cancel())
+        assert rtr.Queue("q", home="home").get_many(5) == ["first", "second"]
+
+
+@pytest.mark.parametrize("how", ["for", "async for"])
+@pytest.mark.parametrize("kind", ["queue", "topic"])
+def test_batches_are_of_one_size_and_collated(members: Members, kind: str, how: str) -> None:
+    async def collected(batches: Any) -> list[Any]:
+        return [batch async for batch in batches]
+
+    with members.acting("home"):
+        channel: Any = rtr.Queue("q") if kind == "queue" else rtr.Topic("q")
+    with members.acting("a"):
+        there = rtr.Queue("q", home="home") if kind == "queue" else rtr.Topic("q", home="home").subscribe()
+    with members.acting("home"):
+        put = channel.put if kind == "queue" else channel.publish
+        for number in range(7):
+            put({"x": torch.full((2, 3), float(number)), "pair": (number, torch.tensor(number)), "name": f"n{number}"})
+        channel.close()
+    with members.acting("a"):
+        batches = there.batches(3)
+        first, second, last = list(batches) if how == "for" else asyncio.run(collected(batches))
+    assert first["x"].shape == second["x"].shape == (3, 2, 3) and last["x"].shape == (1, 2, 3)
+    assert first["x"][:, 0, 0].tolist() == [0, 1, 2] and last["name"] == ["n6"]
+    assert second["pair"][0].tolist() == second["pair"][1].tolist() == [3, 4, 5]
+
+
+def test_how_items_become_a_batch_can_be_chosen(members: Members) -> None:
+    with members.acting("home"):
+        queue = rtr.Queue("q")
+        queue.put_many([torch.ones(2), torch.ones(3), "a", None, "b"])
+        queue.close()
+        batches = queue.batches(2)
+        with pytest.raises(rtr.ConfigurationError, match=r"these 2 items do not collate.*collate=list"):
+            next(batches)
+        batches = queue.batches(2, collate=list, drop_last=True)
+        assert list(batches) == [["a", None]]
+        with pytest.raises(rtr.ConfigurationError, match="size= must be a whole number"):
+            queue.batches(0)
