@@ -61,8 +61,8 @@ def wait(
 def gather(*futures: Future[Any], return_exceptions: bool = False) -> list[Any]:
     """Block until all futures are done; return their results in the order of the arguments.
 
-    If a call fails, its error is raised at once, and the other calls continue. With ``return_exceptions`` the errors
-    take their places among the results. Meanwhile calls that come back to this actor run on this thread.
+    If a call fails, its error is raised at once, and the other calls continue; their errors are not logged. With
+    ``return_exceptions`` the errors take their places among the results. Meanwhile calls that come back to this actor run on this thread.
 
     Raises RayTorchRpcError on an event loop; use ``await asyncio.gather(*futures)`` there.
     """
@@ -92,6 +92,8 @@ def _settle(futures: Iterable[Future[Any]], return_exceptions: bool) -> Future[A
                     continue
                 pending.discard(future)
                 if not return_exceptions and future._outcome is not None and future._outcome[1] is not None:
+                    for other in pending:
+                        other._call.forget_failure()
                     return future
     return None
 

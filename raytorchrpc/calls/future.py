@@ -71,6 +71,10 @@ class Call(ABC):
         """
 
     @abstractmethod
+    def forget_failure(self) -> None:
+        """Log nothing if the call fails and nobody takes the outcome."""
+
+    @abstractmethod
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call ``callback``, which is short, when the deadline passes; returns what prevents it."""
 

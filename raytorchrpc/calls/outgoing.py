@@ -27,6 +27,7 @@ from raytorchrpc.calls.receive_into import receiver
 from raytorchrpc.calls.retry import RetriedCall
 from raytorchrpc.calls.scope import current_scope
 from raytorchrpc.calls.spans import Tracer
+from raytorchrpc.calls.unretrieved import UnretrievedFailures
 from raytorchrpc.errors import (
     RayTorchRpcError,
     RpcTimeout,
@@ -65,6 +66,7 @@ class OutgoingCalls:
         self._rank, self._timeout_s = rank, timeout_s
         self.peers, self.payloads, self.codec, self._credit = peers, payloads, codec, credit
         self.counters, self.workers, self.deadlines = counters, workers, deadlines
+        self.unretrieved = UnretrievedFailures(peers, codec, workers, deadlines, payloads.cleanup)
         self._numbers = itertools.count(secrets.randbits(60))  # unlike those of an earlier process of this rank
 
     def call(
@@ -93,7 +95,8 @@ class OutgoingCalls:
 
         budget = self.budget(route.member.name, method, options.timeout)
         call = RetriedCall(self.peers, self.workers, self.deadlines, target, label, send, budget, retries)
-        call.cancellable = options.cancellable
+        if options.cancellable:
+            call.cancellable, call.unretrieved = True, self.unretrieved
         return call
 
     def send(

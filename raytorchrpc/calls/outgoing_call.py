@@ -43,6 +43,8 @@ class OutgoingCall(Call):
 
     span: CallSpan | None = None
     """If it is traced."""
+    _is_reported = False
+    """A failure is logged if this is dropped."""
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class OutgoingCall(Call):
         self._payload, self._options = payload, options
         self.loop_token, self._number = loop_token, number
         if number:
-            self.cancellable = True
+            self.cancellable = self._is_reported = True
         self.sent_by = payload.lane or lane.name
         """The lane of its payload."""
         self._lock = threading.Lock()
@@ -132,6 +134,7 @@ class OutgoingCall(Call):
 
     def cancel(self) -> None:
         self._count(0, self.sent_by, CancelledError())
+        self._is_reported = False
         self._taken, self._payload = True, _NO_PAYLOAD
         self._discard(self._fetch or self._pending)
         if self._number:
@@ -149,7 +152,11 @@ class OutgoingCall(Call):
             return None
         return None
 
+    def forget_failure(self) -> None:
+        self._is_reported = False
+
     def outcome(self) -> tuple[Any, BaseException | None]:
+        self._is_reported = False
         final = self._final()
         if final is None:
             return self._failed()
@@ -228,6 +235,7 @@ class OutgoingCall(Call):
         return self._after_reply(error) if fetched and isinstance(error, RayTorchRpcError) else error
 
     def expire(self) -> tuple[None, RpcTimeout]:
+        self._is_reported = False
         late = self._late()
         self._count(0, self.sent_by, late)
         return None, late
@@ -251,7 +259,12 @@ class OutgoingCall(Call):
         # Nobody took the result, or not in time: out-of-band tensors that arrive with it have to be discarded.
         # An interrupt may have ended __init__. In a fork the call is the parent's.
         with contextlib.suppress(Exception):
-            if not self._taken and self._error is None and not fork.forked():
+            if self._taken or fork.forked():
+                return
+            if self._is_reported:
+                final, member = self._fetch or self._pending, self._route.member
+                self._calls.unretrieved.watch(final, member.name, self._method, self._deadline)
+            if self._error is None:
                 self._discard(self._pending)
 
     def _discard(self, pending: Pending) -> None:
