@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.process import identity
 
 Token = str
@@ -33,6 +35,20 @@ def is_of_this_process(token: Token) -> bool:
 def on_loop() -> bool:
     """Whether this thread is running an event loop."""
     return asyncio._get_running_loop() is not None  # get_running_loop would raise in most calls
+
+
+def refuse_on_loop(operation: str, instead: str) -> None:
+    """Raise RayTorchRpcError if this thread runs an event loop, which waiting for ``operation`` would block.
+
+    Cells of a notebook run on the loop of IPython, which waits for them anyway.
+    """
+    if on_loop() and not _runs_cells():
+        raise RayTorchRpcError(f"{operation} would block this thread's event loop: use {instead}")
+
+
+def _runs_cells() -> bool:
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and ipython.get_ipython() is not None
 
 
 class _Start(NamedTuple):

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from raytorchrpc.calls import waiting
-from raytorchrpc.calls.event_loops import Token
+from raytorchrpc.calls.event_loops import Token, on_loop, refuse_on_loop
 from raytorchrpc.errors import CancelledError, ConfigurationError, PeerLost, RpcTimeout
 from raytorchrpc.process import fork
 
@@ -131,7 +131,8 @@ class _Watchers:
 class Future(Generic[T]):
     """The result of a direct call that may not have arrived yet. Made by ``rpc_async``; awaitable.
 
-    The result is unpickled once, by the thread that asks first (and on its CUDA stream). Thread-safe.
+    The result is unpickled once, by the thread that asks first (and on its CUDA stream). Thread-safe. On an event loop,
+    ``wait``, ``result`` and ``exception`` raise RayTorchRpcError while the call is not done: use ``await`` there.
     """
 
     _cancelled = False
@@ -260,6 +261,8 @@ class Future(Generic[T]):
             del self, error
 
     def _settle(self, timeout_s: float) -> None:
+        if timeout_s > 0 and on_loop() and not self.done():
+            refuse_on_loop(f"waiting for {self._call.label}", "`await future`")
         until = time.monotonic() + timeout_s
         while not self._settled(max(until - time.monotonic(), 0)):
             if time.monotonic() >= until and self._call.remaining() > 0:

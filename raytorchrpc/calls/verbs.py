@@ -10,6 +10,7 @@ import torch
 
 from raytorchrpc.calls import deferred
 from raytorchrpc.calls.current import current_local
+from raytorchrpc.calls.event_loops import on_loop, refuse_on_loop
 from raytorchrpc.calls.future import Call, Future, result_of
 from raytorchrpc.calls.options import CallOptions, checked_retry
 
@@ -52,6 +53,8 @@ class _Sync(_Proxy):
     _verb = "rpc_sync"
 
     def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
+        if on_loop():
+            refuse_on_loop("rpc_sync", f"`await raytorchrpc.rpc_async(target).{_name}(...)`")
         # No variable for the call: it may hold the error, whose traceback holds this frame.
         return result_of(self._call(_name, args, kwargs))
 
@@ -85,7 +88,8 @@ def rpc_sync(
 ) -> Any:
     """Call a method of another member and return its result: ``rpc_sync(target).method(*args)``.
 
-    Blocks until the result has arrived. Meanwhile a call that comes back to this actor runs on this thread. Arguments
+    Blocks until the result has arrived. Meanwhile a call that comes back to this actor runs on this thread. On an event
+    loop it raises RayTorchRpcError: use ``await rpc_async(target).method(*args)`` there. Arguments
     may hold tensors anywhere; the method gets private copies. If the device map brings tensors of a GPU to the CPU,
     they are copied before the call is sent.
 

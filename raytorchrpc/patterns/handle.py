@@ -13,13 +13,14 @@ from typing import Any, ClassVar, TypeVar
 from raytorchrpc.calls import guests, rejoin
 from raytorchrpc.calls import waiting as _waiting
 from raytorchrpc.calls.current import current_local, process_member
+from raytorchrpc.calls.event_loops import on_loop, refuse_on_loop
 from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.scope import current_scope
 from raytorchrpc.calls.services import DeferredReply, WaitableReply, builtin_services
-from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, PeerLost, RpcTimeout
+from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.home import FIND, OPEN, find
 from raytorchrpc.process.deadlines import Deadlines
 
@@ -31,6 +32,9 @@ ANSWER_S = 0.5
 #: How long an operation with timeout 0 waits for the home's answer (seconds).
 _ANSWER_NOW_S = 1.0
 
+#: What to use on an event loop.
+_REMEDY = "a coroutine (`aget`, `aput`, `apublish`, `apull`, `async for`), or `await asyncio.to_thread(...)`"
+
 #: An operation as a generator: it yields what it has to wait for, and is sent the result.
 Steps = Generator["Future[Any] | DeferredReply", Any, T]
 #: Identify requests of this process.
@@ -40,8 +44,30 @@ request_ids = itertools.count(1)
 # --- running operations --------------------------------------------------------------------------------------
 
 
+class _Blocking(threading.local):
+    """Whether this thread runs an operation that would block its event loop."""
+
+    a_loop = False
+
+
+_blocking = _Blocking()
+
+
 def run(steps: Steps[T]) -> T:
-    """Run an operation on this thread. Blocks; meanwhile the thread serves nested calls that come back to its actor."""
+    """Run an operation on this thread. Blocks; meanwhile the thread serves nested calls that come back to its actor.
+
+    On an event loop, an operation that has to wait raises RayTorchRpcError, before it sends anything.
+    """
+    if not on_loop():
+        return _run(steps)
+    before, _blocking.a_loop = _blocking.a_loop, True
+    try:
+        return _run(steps)
+    finally:
+        _blocking.a_loop = before
+
+
+def _run(steps: Steps[T]) -> T:
     try:
         pending = next(steps)
         while True:
@@ -62,6 +88,12 @@ def _wait(pending: Future[Any] | DeferredReply) -> Any:
             return pending.wait()
         finally:
             del pending
+    if _blocking.a_loop and not pending.done():
+        try:
+            refuse_on_loop("an operation that has to wait", _REMEDY)
+        except RayTorchRpcError:
+            pending.cancel()
+            raise
     _waiting.wait_serving(WaitableReply(pending), MAX_TIMEOUT_S)  # its deadline settles it
     return pending.outcome()
 
@@ -211,6 +243,7 @@ class Handle:
         Asks every member of the group and blocks until they have answered, at most ``timeout`` seconds. Raises
         NotFound if no member has the object.
         """
+        refuse_on_loop(f"{cls.__name__}.find", f"`await asyncio.to_thread(raytorchrpc.{cls.__name__}.find, {name!r})`")
         local = current_local()
         searched = [local] if local is not None else cls._groups_of_guest() or [process_member(timeout)]
         silent: list[str] = []
@@ -327,6 +360,8 @@ class Handle:
         self, local: LocalMember, service: str, args: tuple[Any, ...], wait_s: float | None, **options: Any
     ) -> Future[Any]:
         """Send a request to the home, which is another member."""
+        if _blocking.a_loop:
+            refuse_on_loop(f"{self.kind} {self._name!r}: waiting for its home {self._home!r}", _REMEDY)
         timeout = None if wait_s is None else _answer_timeout(wait_s)
         try:
             return Future(local.outgoing.call(self._home, service, args, {}, CallOptions(timeout, retry=0, **options)))

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, Protocol
 
+from raytorchrpc.calls.event_loops import refuse_on_loop
 from raytorchrpc.errors import ConfigurationError, RpcTimeout
 from raytorchrpc.patterns.handle import begin as begin_operation
 from raytorchrpc.patterns.handle import run
@@ -183,6 +184,8 @@ class WeightPrefetch:
             ConfigurationError: the prefetch was cancelled.
         """
         fork.check_process()
+        if timeout != 0 and not self.done():
+            refuse_on_loop(f"waiting for the weights of {self._store!r}", "`await prefetch`")
         concurrent.futures.wait((self._transfer.outcome,), timeout)
         if not self.done():
             raise RpcTimeout(f"the weights of {self._store!r} have not arrived within {timeout:.3g} s; they still may")

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.current import process_member
+from raytorchrpc.calls.event_loops import refuse_on_loop
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.weight_counters import StoreKey
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound
@@ -138,6 +139,8 @@ class WeightStore(Handle):
             )
         with publishing(local, self._key, tensors) as published:
             if self._publishers is not None:
+                instead = "`await asyncio.to_thread(store.publish, model)`"
+                refuse_on_loop(f"waiting for the other publishers of {self.kind} {self._name!r}", instead)
                 steps = stage(self, self.publishers, tensors, places, version, timeout, globs)
                 published.version = run(steps)
             else:
@@ -245,6 +248,7 @@ class WeightStore(Handle):
             PeerLost, RpcTimeout: the model may have tensors of two versions; pull again before you use it.
         """
         version, since = checked_version("version", version), checked_version("since", since)
+        refuse_on_loop(f"a pull from {self.kind} {self._name!r}", "`await store.apull(model)`")
         local, wait_s = run(begin(timeout))
         until = time.monotonic() + wait_s
         run(self._bind(local, wait_s))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,7 +69,7 @@ async def put_all(queue: rtr.Queue, count: int, **how: Any) -> list[Any]:
 
 
 def test_puts_that_arrive_in_any_order_are_admitted_in_that_of_the_calls(members: Members) -> None:
-    """By any handle; and those of a blocking call on the same event loop."""
+    """By any handle."""
     lane = members.lanes["a"]
 
     async def put(queue: rtr.Queue) -> None:
@@ -79,26 +81,10 @@ def test_puts_that_arrive_in_any_order_are_admitted_in_that_of_the_calls(members
             lane.release(number)
         await puts
 
-    async def put_more(queue: rtr.Queue) -> None:
-        lane.holds = lambda method: method == PUT
-        first = asyncio.create_task(queue.aput(4))
-        await until(lambda: len(lane.held) == 1)
-
-        def overtake() -> None:
-            assert wait_until(lambda: len(lane.held) == 2, LONG)
-            lane.release(1)
-            lane.release(0)
-
-        overtaken = in_thread(overtake)
-        queue.put(5)
-        overtaken()
-        await first
-
     with members.acting("a"):
         queue = made()
         asyncio.run(put(queue))
-        asyncio.run(put_more(queue))
-        assert queue.get_many(9) == [0, 1, 2, 3, 4, 5]
+        assert queue.get_many(9) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("producer", ["home", "a"])
@@ -716,6 +702,51 @@ def test_nothing_is_sent_back_to_a_member_that_was_removed(members: Members) -> 
         told = queue._send_urgently(local, WITHDRAW, (*queue._address, "", 1), retry=1)
         local.peers.remove_peer(0)
         assert isinstance(told.exception(LONG), rtr.RayTorchRpcError)
+
+
+# --- on an event loop ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("member", ["home", "a"])
+def test_what_would_block_an_event_loop_is_refused_and_changes_nothing(members: Members, member: str) -> None:
+    async def use(queue: rtr.Queue, topic: rtr.Topic, news: rtr.Subscription) -> None:
+        at_the_home = member == "home"
+        for blocks in (queue.get, lambda: queue.get(1), lambda: next(queue.batches(2)), news.get):
+            with pytest.raises(rtr.RayTorchRpcError, match="would block this thread's event loop: use a coroutine"):
+                blocks()
+        for sends in (lambda: queue.put(0), queue.qsize, queue.close, lambda: topic.publish(0)):
+            if not at_the_home:
+                with pytest.raises(rtr.RayTorchRpcError, match=r"would block .* `aput`.*to_thread"):
+                    sends()
+        with pytest.raises(rtr.RayTorchRpcError, match=r"to_thread\(raytorchrpc.Queue.find, 'q'\)"):
+            rtr.Queue.find("q")
+        await queue.aput(1)
+        if at_the_home:
+            assert queue.get_nowait() == 1, "it has nothing to wait for"
+            queue.put(2)
+            with pytest.raises(rtr.RayTorchRpcError, match="would block"):
+                queue.put(3)  # there is no room
+        stats = await asyncio.to_thread(queue.stats)
+        assert stats["items"] == 1 and not stats["waiting_to_put"] and not stats["waiting_to_get"]
+        news.cancel()
+        await until(lambda: at_home(members, "topic").stats()["buffers"] == 0)
+
+    with members.acting(member):
+        topic = rtr.Topic("q", home="home")
+        asyncio.run(use(made(maxsize=1), topic, topic.subscribe()))
+
+
+def test_cells_of_a_notebook_may_block(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run on the event loop of IPython."""
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
+
+    async def cell() -> Any:
+        queue = rtr.Queue("q", home="home")
+        queue.put(1)
+        return queue.get()
+
+    with members.acting("a"):
+        assert asyncio.run(cell()) == 1
 
 
 # --- batches -------------------------------------------------------------------------------------------------
