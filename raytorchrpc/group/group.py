@@ -17,13 +17,13 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.counters import GroupStats
 from raytorchrpc.calls.current import current_local, process_member
-from raytorchrpc.calls.peers import Member
+from raytorchrpc.calls.peers import Member, described, find, keys_of
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
 from raytorchrpc.group.arguments import check_events, check_timeout
 from raytorchrpc.group.changes import Change
 from raytorchrpc.group.detached import DetachedHost, find_detached, form_detached
-from raytorchrpc.group.formation import current_session, participants_of
+from raytorchrpc.group.formation import current_session, participants_of, with_named_maps
 from raytorchrpc.group.guest import own_groups
 from raytorchrpc.group.supervisor import Supervisor, form
 from raytorchrpc.group.tracing import Trace
@@ -33,7 +33,6 @@ from raytorchrpc.membership.process_group import ProcessGroupInfo
 from raytorchrpc.process import fork
 from raytorchrpc.routing import routes as _routes
 from raytorchrpc.tensors import devices
-from raytorchrpc.topology import device_map
 
 logger = logging.getLogger(__name__)
 
@@ -265,15 +264,16 @@ class Group:
         return [self._member(actor).name for actor in actors]
 
     def _member(self, target: Any) -> Member:
-        if isinstance(target, Member):
-            target = target.name
-        elif isinstance(target, ActorHandle):
-            target = ray_internals.actor_id_of(target)
-        for member in self.members:
-            if target in (member.name, member.rank, member.actor_id):
-                return member
-        names = ", ".join(f"{member.name} ({member.rank})" for member in self.members)
-        raise NotAMember(f"{target!r} is not in group {self.name!r}; its members: {names}")
+        members = self.members
+        actors = [member.actor_id and ray_internals.key_of_actor(member.actor_id) for member in members]
+        by_key = {
+            key: member
+            for member, actor in zip(members, actors, strict=True)
+            for key in keys_of(member.rank, member.name, actor)
+        }
+        return find(
+            target, by_key, lambda: described(f"group {self.name!r}", ((each.rank, each.name) for each in members))
+        )
 
     def __enter__(self) -> Group:
         return self
@@ -364,7 +364,7 @@ def init_group(
     participants = participants_of(actors, include_driver)
     _check_name(name)
     check_timeout(timeout_s)
-    device_map.given_maps(config, list(participants))
+    config = with_named_maps(config, participants)
     forming: Callable[..., Host] = form_detached if detached else form
     host = forming(name, config, participants, timeout_s)
     try:

@@ -135,7 +135,7 @@ def begin(timeout: float | None = None, home: str | None = None) -> Steps[tuple[
     except NotAMember as error:
         if home is None:
             raise
-        hint = "a driver may use queues and topics of a detached group after get_group(name)"
+        hint = "a driver may use queues, topics and weights of a detached group after get_group(name)"
         raise NotAMember(f"{error}; {hint}") from None
     local = yield awaited
     return local, max(0.0, _wait_limit(local, timeout) - (time.monotonic() - since))
@@ -144,6 +144,29 @@ def begin(timeout: float | None = None, home: str | None = None) -> Steps[tuple[
 def _as_guest(home: Any) -> tuple[LocalMember, Member] | None:
     """See ``calls.guests.OwnGroups.find``."""
     return None if guests.own_groups is None else guests.own_groups.find(home)
+
+
+def _groups_of_guest() -> list[LocalMember]:
+    return [] if guests.own_groups is None else guests.own_groups.everywhere()
+
+
+def member_name(target: Any, argument: str) -> str:
+    """The name of the member that ``target`` stands for: a name, rank or handle, or a Member.
+
+    In this process's group, or in those that it formed or fetched. Where it has no group, a name is taken as it is.
+    Raises NotAMember, and ConfigurationError naming ``argument``.
+    """
+    local = current_local()
+    if local is not None:
+        return local.peers.route(target).member.name
+    if isinstance(target, Member):
+        return target.name
+    if isinstance(target, str) and not target.isdecimal():
+        return target
+    found = _as_guest(target)
+    if found is None:
+        raise ConfigurationError(f"this process is in no group, so {argument}= takes members' names, not {target!r}")
+    return found[1].name
 
 
 def _wait_limit(local: LocalMember, timeout: float | None) -> float:
@@ -198,8 +221,6 @@ class Handle:
     """
 
     kind: ClassVar[str]
-    for_guests: ClassVar[bool] = False
-    """Processes that are no members can use it; see ``calls.guests``."""
 
     def __init__(self, name: str, home: Any, settings: Any) -> None:
         """Create the object if this process is its home, else when the handle is first used.
@@ -216,17 +237,11 @@ class Handle:
         if local is None and home is None:
             with contextlib.suppress(NotAMember):
                 local = process_member()
-        if local is not None:
-            home = local.me.name if home is None else local.peers.route(home).member.name
-        elif isinstance(home, Member):
-            home = home.name
-        elif not isinstance(home, str):
-            found = _as_guest(home) if self.for_guests and home is not None else None
-            if found is None:
-                raise ConfigurationError(
-                    f"{self.kind} {name!r} needs a home: this process is in no group, so pass home='a member's name'"
-                )
-            home = found[1].name
+        if local is None and home is None:
+            raise ConfigurationError(
+                f"{self.kind} {name!r} needs a home: this process is in no group, so pass home='a member's name'"
+            )
+        home = local.me.name if local is not None and home is None else member_name(home, "home")
         self._set_state(name, home, settings, None)
         if local is not None and local.me.name == home:
             run(self._bind(local))
@@ -245,7 +260,7 @@ class Handle:
         """
         refuse_on_loop(f"{cls.__name__}.find", f"`await asyncio.to_thread(raytorchrpc.{cls.__name__}.find, {name!r})`")
         local = current_local()
-        searched = [local] if local is not None else cls._groups_of_guest() or [process_member(timeout)]
+        searched = [local] if local is not None else _groups_of_guest() or [process_member(timeout)]
         silent: list[str] = []
         for local in searched:
             if (handle := cls._find_in(local, name, timeout, silent)) is not None:
@@ -253,10 +268,6 @@ class Handle:
         groups = " or ".join(repr(local.group) for local in searched)
         unheard = f"; {', '.join(silent)} did not answer" if silent else ""
         raise NotFound(f"no member of group {groups} has a {cls.kind} {name!r}{unheard}")
-
-    @classmethod
-    def _groups_of_guest(cls) -> list[LocalMember]:
-        return guests.own_groups.everywhere() if cls.for_guests and guests.own_groups is not None else []
 
     @classmethod
     def _find_in(cls: type[H], local: LocalMember, name: str, timeout: float | None, silent: list[str]) -> H | None:
@@ -303,6 +314,9 @@ class Handle:
         return f"<raytorchrpc.{type(self).__name__} {self._name!r} in {self._home!r}>"
 
     # --- for subclasses ------------------------------------------------------------------------------------------
+
+    def _begin(self, timeout: float | None = None) -> Steps[tuple[LocalMember, float]]:
+        return begin(timeout, self._home)
 
     @property
     def _lives_with(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from raytorchrpc.errors import (
     RpcTimeout,
     SerializationError,
 )
-from raytorchrpc.patterns.handle import Handle, Steps, arun, begin, checked_count, request_ids, run
+from raytorchrpc.patterns.handle import Handle, Steps, arun, checked_count, request_ids, run
 from raytorchrpc.patterns.queues.buffer import Batch
 from raytorchrpc.patterns.queues.items import (
     Item,
@@ -46,11 +46,6 @@ _RETURN_S, RETURNS = 60.0, 10
 
 class Channel(Handle):
     """A handle of a queue or topic."""
-
-    for_guests = True
-
-    def _begin(self, timeout: float | None = None) -> Steps[tuple[LocalMember, float]]:
-        return begin(timeout, self._home)
 
     def close(self, *, force: bool = False) -> None:
         """Declare that this producer has put its last item. Blocks for an answer of the home.

@@ -33,6 +33,9 @@ class Store(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def home(self) -> str: ...
+
     def wait(self, version: int = 1, timeout: float | None = None) -> int: ...
 
 
@@ -99,7 +102,7 @@ class Transfer:
         return since if has_all and since is not None and self._has_pulled(since) else None
 
     def _pull(self) -> int:
-        local, wait_s = run(begin_operation(self._options.timeout))
+        local, wait_s = run(begin_operation(self._options.timeout, self._store.home))
         until = time.monotonic() + wait_s
         del local
         if not self._buffers.writing.acquire(timeout=wait_s):

@@ -12,7 +12,7 @@ from raytorchrpc.calls.event_loops import refuse_on_loop
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.weight_counters import StoreKey
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound
-from raytorchrpc.patterns.handle import Handle, Steps, begin, checked_count, run
+from raytorchrpc.patterns.handle import Handle, Steps, checked_count, run
 from raytorchrpc.patterns.weights.conversions import Convert, converts_blocks
 from raytorchrpc.patterns.weights.coordinator import LOOK, Committed
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel
@@ -199,7 +199,7 @@ class WeightStore(Handle):
         return await threads.in_thread(self.wait, version, timeout)
 
     def _wait(self, version: int, timeout: float | None) -> Steps[int]:
-        local, wait_s = yield from begin(timeout)
+        local, wait_s = yield from self._begin(timeout)
         until = time.monotonic() + wait_s
         yield from self._bind(local, wait_s)
         left = max(0.0, until - time.monotonic())
@@ -249,7 +249,7 @@ class WeightStore(Handle):
         """
         version, since = checked_version("version", version), checked_version("since", since)
         refuse_on_loop(f"a pull from {self.kind} {self._name!r}", "`await store.apull(model)`")
-        local, wait_s = run(begin(timeout))
+        local, wait_s = run(self._begin(timeout))
         until = time.monotonic() + wait_s
         run(self._bind(local, wait_s))
         instance_id, failures, globs = self._instance_id or 0, _pulled.failures, globs_of(only)
