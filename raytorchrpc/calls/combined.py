@@ -13,10 +13,11 @@ from typing import Any
 from raytorchrpc.calls import waiting
 from raytorchrpc.calls.event_loops import refuse_on_loop
 from raytorchrpc.calls.future import Future
-from raytorchrpc.calls.options import checked_timeout
+from raytorchrpc.calls.options import checked_timeout, takes_timeout
 from raytorchrpc.errors import ConfigurationError
 
 
+@takes_timeout
 def wait(
     futures: Sequence[Future[Any]], num_returns: int = 1, timeout: float | None = None
 ) -> tuple[list[Future[Any]], list[Future[Any]]]:

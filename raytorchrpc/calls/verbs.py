@@ -12,7 +12,7 @@ from raytorchrpc.calls import deferred
 from raytorchrpc.calls.current import current_local
 from raytorchrpc.calls.event_loops import on_loop, refuse_on_loop
 from raytorchrpc.calls.future import Call, Future, result_of
-from raytorchrpc.calls.options import CallOptions, checked_retry
+from raytorchrpc.calls.options import CallOptions, checked_retry, takes_timeout
 
 #: Tensors to receive a result into: a list or a tuple.
 Into = Sequence[torch.Tensor] | None
@@ -77,6 +77,7 @@ class _Remote(_Proxy):
         return remote(self._target, _name, args, kwargs, self._options.timeout)
 
 
+@takes_timeout
 def rpc_sync(
     target: Target,
     *,
@@ -138,6 +139,7 @@ def rpc_sync(
     return _Sync(target, CallOptions(timeout, share, keep, into, retries, True))
 
 
+@takes_timeout
 def rpc_async(
     target: Target,
     *,
@@ -157,6 +159,7 @@ def rpc_async(
     return _Async(target, CallOptions(timeout, share, keep, into, retries, False, True))
 
 
+@takes_timeout
 def remote(target: Target, *, timeout: float | None = None) -> Any:
     """Like ``rpc_async``, but leave the result on the target and return torch's ``RRef`` to it at once."""
     return _Remote(target, CallOptions(timeout))

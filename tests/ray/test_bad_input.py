@@ -134,8 +134,8 @@ def test_a_request_that_cannot_work_is_refused(peers: list[Any], make: Callable[
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"timeout_s": 0}, "timeout_s must be above 0"),
-        ({"timeout_s": -1}, "timeout_s must be above 0"),
+        ({"timeout": 0}, "timeout must be above 0"),
+        ({"timeout": -1}, "timeout must be above 0"),
         ({"name": ""}, "group's name is a non-empty string"),
         ({"name": 7}, "group's name is a non-empty string"),
         ({"config": rtr.GroupConfig(transports=["carrier_pigeon"])}, "carrier_pigeon"),
@@ -193,7 +193,7 @@ def test_a_bad_device_map_says_where(peers: list[Any], maps: dict[str, Any], sai
 def test_a_malformed_device_map_is_refused_before_any_actor_is_asked(spawn: Spawn) -> None:
     never_placed = spawn(Peer, num_gpus=5)
     with pytest.raises(rtr.ConfigurationError, match="malformed"):
-        rtr.init_group([never_placed], config=rtr.GroupConfig(device_maps={"peer_0": "1_0"}), timeout_s=0.2)
+        rtr.init_group([never_placed], config=rtr.GroupConfig(device_maps={"peer_0": "1_0"}), timeout=0.2)
 
 
 def test_a_map_to_a_gpu_that_does_not_exist(spawn: Spawn, peers: list[Any]) -> None:
@@ -248,7 +248,7 @@ def test_an_actor_whose_init_fails_is_named_with_its_error(spawn: Spawn, peers: 
 def test_an_actor_that_finds_no_resources_is_named(spawn: Spawn, peers: list[Any]) -> None:
     unplaced = spawn(Peer, num_gpus=5)
     with pytest.raises(rtr.BootstrapError, match=r"'b': no answer within 2 s .*waiting for resources") as raised:
-        rtr.init_group({"a": peers[0], "b": unplaced}, timeout_s=2)
+        rtr.init_group({"a": peers[0], "b": unplaced}, timeout=2)
     assert raised.value.members == ("b",)
     assert_work(peers[:2])
 
@@ -256,14 +256,14 @@ def test_an_actor_that_finds_no_resources_is_named(spawn: Spawn, peers: list[Any
 def test_an_actor_that_can_never_be_placed_is_named(spawn: Spawn, peers: list[Any]) -> None:
     nowhere = spawn(Peer, scheduling_strategy=NodeAffinitySchedulingStrategy("ab" * 28, soft=False))
     with pytest.raises(rtr.BootstrapError, match=r"'b'.*not schedulable"):
-        rtr.init_group({"a": peers[0], "b": nowhere}, timeout_s=5)
+        rtr.init_group({"a": peers[0], "b": nowhere}, timeout=5)
 
 
 def test_an_actor_whose_queue_is_full_is_named(spawn: Spawn, peers: list[Any], latch: MakeLatch) -> None:
     full = spawn(Peer, max_pending_calls=1)
     full.busy.remote(latch())
     with pytest.raises(rtr.BootstrapError, match="'b'"):
-        rtr.init_group({"a": peers[0], "b": full}, timeout_s=5)
+        rtr.init_group({"a": peers[0], "b": full}, timeout=5)
 
 
 def test_an_actor_that_is_in_a_group_is_refused_until_that_one_ends(peers: list[Any]) -> None:
@@ -293,7 +293,7 @@ def test_a_busy_member_is_named_and_the_others_are_free_at_once(peers: list[Any]
     working = busy.busy.remote(gate)
     start = time.monotonic()
     with pytest.raises(rtr.BootstrapError, match=r"'c': no answer within 2 s .*between its methods") as raised:
-        rtr.init_group({"a": a, "b": b, "c": busy}, timeout_s=2)
+        rtr.init_group({"a": a, "b": b, "c": busy}, timeout=2)
     assert raised.value.members == ("c",)
     assert time.monotonic() - start < 20
     assert_work([a, b])
@@ -314,7 +314,7 @@ def test_a_member_that_gets_busy_while_the_group_forms(spawn: Spawn, peers: list
 
     def form() -> None:
         try:
-            rtr.init_group({"early": early, "late": late, "third": peers[1]}, timeout_s=1.5)
+            rtr.init_group({"early": early, "late": late, "third": peers[1]}, timeout=1.5)
         except Exception as error:
             errors.append(error)
 
@@ -351,7 +351,7 @@ def test_a_member_that_dies_while_the_group_forms(spawn: Spawn, peers: list[Any]
 
     ray.get(doomed.run.remote(die_when_the_agent_starts))
     with pytest.raises(rtr.BootstrapError, match="'doomed'"):
-        rtr.init_group({"a": peers[0], "doomed": doomed, "b": peers[1]}, timeout_s=40)
+        rtr.init_group({"a": peers[0], "doomed": doomed, "b": peers[1]}, timeout=40)
     assert_work(peers[:2])
 
 
@@ -495,7 +495,7 @@ def test_a_slow_threaded_member_that_was_rolled_back_keeps_nothing(
     gate = latch()
     ray.get(slow.run.remote(at_class_look_up, gate.pass_through))
     with pytest.raises(rtr.BootstrapError, match="'slow': no answer"):
-        rtr.init_group({"a": peers[0], "slow": slow}, timeout_s=1)
+        rtr.init_group({"a": peers[0], "slow": slow}, timeout=1)
     ray.get(slow.run.remote(at_class_look_up, None))
     gate.open()
     ray.get(slow.run.remote(wait_for_the_last_step))

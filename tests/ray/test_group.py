@@ -248,7 +248,7 @@ def test_stats_name_a_busy_member_and_do_not_wait_for_it(peers: list[Any], latch
         ray.get(peers[0].call.remote("b", "double", 1))
         gate = latch()
         working = peers[1].busy.remote(gate)
-        stats = group.stats(timeout_s=2)
+        stats = group.stats(timeout=2)
         gate.open()
         ray.get(working)
         assert stats.missing == ("b",)
@@ -375,7 +375,7 @@ def test_shutdown_does_not_wait_for_a_busy_member_which_leaves_later(
     group = rtr.init_group({"a": peers[0], "b": peers[1]}, name="busy one")
     gate = latch()
     working = peers[1].busy.remote(gate)
-    group.shutdown(timeout_s=2)
+    group.shutdown(timeout=2)
     assert "group 'busy one': leaving when their methods return: b" in caplog.text
     gate.open()
     ray.get(working)
