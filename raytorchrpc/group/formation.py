@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
@@ -276,8 +277,9 @@ def form_group(
 ) -> T:
     """Form a new group; returns what ``finish`` makes of it. Leaves nothing behind if either fails."""
     deadline = time.monotonic() + timeout_s
+    call_all = partial(ray_calls.call_all, notice=ray_calls.WaitingNotice(roster.name))
     while True:
-        formation = Formation(roster, participants, timeout_s, deadline=deadline)
+        formation = Formation(roster, participants, timeout_s, call_all=call_all, deadline=deadline)
         try:
             formation.probe()
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import re
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raytorchrpc as rtr
+from raytorchrpc.group import ray_calls
 from raytorchrpc.tensors.cuda_streams import check_mapped
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
@@ -251,6 +253,34 @@ def test_an_actor_that_finds_no_resources_is_named(spawn: Spawn, peers: list[Any
         rtr.init_group({"a": peers[0], "b": unplaced}, timeout=2)
     assert raised.value.members == ("b",)
     assert_work(peers[:2])
+
+
+def test_it_says_meanwhile_whom_it_waits_for_and_why(
+    spawn: Spawn,
+    peers: list[Any],
+    latch: MakeLatch,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(ray_calls, "_FIRST_NOTICE_S", 2.0)  # Ray reports what runs once a second
+    gate, unplaced = latch(), spawn(Peer, num_gpus=5)
+    working = peers[0].busy.remote(gate)
+    held = gate.await_arrival()
+    members = {"a": peers[0], "b": unplaced, "c": peers[1]}
+    with pytest.raises(rtr.BootstrapError, match=r"'a': no answer"):
+        rtr.init_group(members, timeout=2.5)
+    (notice,) = [record.getMessage() for record in caplog.records if record.name == ray_calls.__name__]
+    assert re.fullmatch(
+        r"group 'default', after 2 s, waits for a: busy in busy; b: pending resources \{.*GPU: 5.*\}", notice
+    )
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with pytest.raises(rtr.BootstrapError):
+        rtr.init_group(members, timeout=2.5)
+    line = capsys.readouterr().err
+    assert line.startswith("\r\x1b[Kgroup 'default', after") and line.endswith("\r\x1b[K") and "\n" not in line
+    gate.release(held)
+    ray.get(working, timeout=60)
 
 
 def test_an_actor_that_can_never_be_placed_is_named(spawn: Spawn, peers: list[Any]) -> None:
