@@ -355,8 +355,8 @@ def init_group(
             methods.
 
     Blocks until every member can reach every other. After 3 s, and then every 10 s, it says whom it waits for and why
-    ("a_3: pending resources {GPU: 1}"): in one line of a terminal, elsewhere in the log. On any error, members that had joined leave again, and a later
-    ``init_group`` of the same actors works.
+    ("a_3: pending resources {GPU: 1}"): in one line of a terminal, elsewhere in the log. On any error, members that had
+    joined leave again, and a later ``init_group`` of the same actors works.
 
     Raises ConfigurationError for a request that cannot work (empty list, duplicates, no handle, invalid device map) and
     BootstrapError for members that are dead, busy, unreachable, or in another group.
