@@ -153,7 +153,7 @@ def test_an_option_that_cannot_work_is_refused(peers: list[Any], options: dict[s
 
 @pytest.mark.parametrize(
     "options",
-    [{"config": {"rpc_timeout_s": 5}}, {"timeout_s": None}, {"timeout_s": "5"}, {"timeout_s": float("inf")}],
+    [{"config": {"rpc_timeout_s": 5}}, {"timeout": None}, {"timeout": "5"}, {"timeout": float("inf")}],
 )
 def test_an_option_of_the_wrong_type_is_refused(peers: list[Any], options: dict[str, Any]) -> None:
     with pytest.raises(rtr.ConfigurationError):
@@ -180,8 +180,8 @@ def test_a_misspelt_setting_in_the_environment_is_refused(peers: list[Any], monk
         ({"a": {"b": {"cpu": 0}}}, "map of a to b, entry cpu -> 0: b has no GPU 0"),
         ({"a": "1_0_cpu"}, "map of a to b, entry 0 -> cpu: a has no GPU 0"),
         ({"a": 7}, "a device map is a DeviceMap, its text form or"),
-        ({"nobody": "1_0_0"}, "no member 'nobody'"),
-        ({"a": "9_0_0"}, "no member 9"),
+        ({"nobody": "1_0_0"}, "'nobody' is not in the group; its members: a"),
+        ({"a": "9_0_0"}, "9 is not in the group"),
         ({"a": "1_0_0"}, "map of a to b, entry 0 -> 0: a has no GPU 0"),
     ],
 )
@@ -615,8 +615,8 @@ def error_of_the_call() -> BaseException | None:
         ("nobody", "'nobody' is not in group 'default'; its members: a .0., b .1."),
         (7, "7 is not in group"),
         (-1, "-1 is not in group"),
-        (None, "None is not a call target: pass an actor handle"),
-        (1.5, "1.5 is not a call target"),
+        (None, "None does not name a member: pass an actor handle"),
+        (1.5, "1.5 does not name a member"),
     ],
 )
 def test_an_unknown_target_is_told_who_there_is(pair: tuple[Any, Any], target: Any, said: str) -> None:

@@ -135,7 +135,7 @@ def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(rtr.NotAMember, match="has a member 'nowhere': group 'fed' has home, a"):
         rtr.Queue("q", home="nowhere").put(1)
     with pytest.raises(rtr.NotAMember, match="include_driver=True"):
-        rtr.WeightStore("w", home="home").pull({})
+        rtr.WeightStore("w", home="home").publish({"w": torch.ones(1)})
     with pytest.raises(rtr.ConfigurationError, match="pass home="):
         rtr.Queue("q")
     with pytest.raises(rtr.ConfigurationError, match="maxsize=50, not maxsize=3"):
