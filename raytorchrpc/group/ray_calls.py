@@ -165,8 +165,12 @@ def _why_silent(handle: Any, running: Mapping[str, str]) -> str:
     """Why an actor does not answer. ``running``: see ``ray_internals.running_methods``."""
     actor_id = ray_internals.actor_id_of(handle)
     state, method = ray_internals.actor_state(actor_id).state, running.get(actor_id)
-    if state in ("ALIVE", "RESTARTING") or method is not None:
-        return "restarting" if state == "RESTARTING" else f"busy in {method}" if method else "busy, or out of reach"
+    if method is not None:  # ours: its process imports this package first
+        return "loading raytorchrpc" if method == "__ray_call__" else f"busy in {method}"
+    if state == "ALIVE":
+        return "starting or busy"
+    if state == "RESTARTING":
+        return "restarting"
     if state == "DEPENDENCIES_UNREADY":
         return "waiting for the arguments of its __init__"
     needs = ", ".join(f"{name}: {amount:g}" for name, amount in ray_internals.required_resources(actor_id).items())
