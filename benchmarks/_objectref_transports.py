@@ -152,7 +152,7 @@ class Transport:
                 raise Failed("both actors got the same GPU" if not one_gpu else "the actors got different GPUs")
             if self.transport == "TORCHRPC":
                 name = f"objectrefs-{device}-{'same' if one_gpu else 'two'}"
-                self.group = rtr.init_group(dict(zip("ab", self.ends, strict=True)), name=name, timeout_s=TIMEOUT_S)
+                self.group = rtr.init_group(dict(zip("ab", self.ends, strict=True)), name=name, timeout=TIMEOUT_S)
             elif self.transport in ("GLOO", "NCCL"):
                 collective_group(list(self.ends), self.transport.lower(), TIMEOUT_S)
         except (Failed, RayError, rtr.RayTorchRpcError) as error:

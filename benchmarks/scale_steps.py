@@ -77,7 +77,7 @@ def exercise(
     news: queue.SimpleQueue[tuple[float, Change]] = queue.SimpleQueue()
     _all(actor.pid.remote() for actor in actors)  # wait until they have started
     began = time.monotonic()
-    group = rtr.init_group(actors, name=GROUP, config=config, timeout_s=TIMEOUT_S)
+    group = rtr.init_group(actors, name=GROUP, config=config, timeout=TIMEOUT_S)
     took["form"] = time.monotonic() - began
     try:
         group.on_change(lambda change: news.put((time.monotonic(), change)))

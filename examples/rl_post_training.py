@@ -123,7 +123,7 @@ class Generator:
     def generate(self, samples: rtr.Queue, weights: rtr.WeightStore) -> list[int]:
         """Generates until the queue is closed. Returns the versions that this process used."""
         while True:
-            number = rtr.process_group_info(timeout_s=120).number  # waits for the first one, and after a loss
+            number = rtr.process_group_info(timeout=120).number  # waits for the first one, and after a loss
             try:
                 if self._generate(number, samples, weights):
                     return self._versions

@@ -104,6 +104,11 @@ __all__ = [
     "wait",
 ]
 
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__", "errors"]
+
+
 if ray_internals.runs_tasks():
     local_setup.preload()
 rejoin.begin()

@@ -42,10 +42,11 @@ class GroupConfig:
     lane. A lane of another distribution (docs/howto/write-a-lane.md) is used only if it is named here, and is then
     preferred."""
 
-    device_maps: dict[str, Any] | None = None
-    """Device maps by member name: a ``DeviceMap``, its text form, or ``{peer: {local gpu: peer gpu}}``.
-    ``{"actor": {"learner": {"cpu": 0}}}`` has the actor's CPU tensors arrive on the learner's ``cuda:0``,
-    ``{"actor": {"learner": {0: "cpu"}}}`` its CUDA tensors on the learner's CPU. None generates one for every pair."""
+    device_maps: dict[Any, Any] | None = None
+    """Device maps by member: a ``DeviceMap``, its text form, or ``{peer: {local gpu: peer gpu}}``. Members and peers
+    are names, ranks or actor handles. ``{"actor": {"learner": {"cpu": 0}}}`` has the actor's CPU tensors arrive on the
+    learner's ``cuda:0``, ``{"actor": {"learner": {0: "cpu"}}}`` its CUDA tensors on the learner's CPU. None generates
+    one for every pair."""
 
     local_devices: tuple[int, ...] | None = None
     """Local CUDA indices that generated device maps may use. None: all visible devices."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import ModuleType
 from typing import Any
 
 from ray.runtime_env import RuntimeEnv
@@ -64,7 +65,8 @@ def runtime_env(**extra: Any) -> dict[str, Any]:
     the driver: export the variables before it starts if the driver is a member.
 
     Args:
-        extra: any field of Ray's ``runtime_env``: ``env_vars``, ``working_dir``, ``pip``, ... Not modified.
+        extra: any field of Ray's ``runtime_env``: ``env_vars``, ``working_dir``, ``pip``, ... Not modified. An imported
+            module in ``py_modules`` stands for its folder or file.
 
     Returns a new dict, which can be pickled and converted to JSON if ``extra`` can. Does not block.
 
@@ -76,6 +78,8 @@ def runtime_env(**extra: Any) -> dict[str, Any]:
             f"runtime_env has no field {unknown[0]!r}; known: {', '.join(sorted(f for f in _FIELDS if f[0] != '_'))}. "
             f"Add the field of a plug-in to the result"
         )
+    if isinstance(modules := extra.get("py_modules"), list):
+        extra["py_modules"] = [_source_of(module) if isinstance(module, ModuleType) else module for module in modules]
     try:
         RuntimeEnv(**extra)  # only for its checks
     except (TypeError, ValueError) as error:
@@ -87,3 +91,12 @@ def runtime_env(**extra: Any) -> dict[str, Any]:
     inherited = ray_internals.inherited_env_vars()
     chosen = {name: os.environ.get(name, value) for name, value in DEFAULTS.items() if name not in inherited}
     return {**extra, "env_vars": {**chosen, **given}}
+
+
+def _source_of(module: ModuleType) -> str:
+    """The folder of a package, or the file of a module: ``RuntimeEnv`` takes paths only, jobs too."""
+    places = [*getattr(module, "__path__", [])] or [getattr(module, "__file__", None) or ""]
+    if len(places) > 1 or not places[0]:
+        where = f"{len(places)} folders" if places[0] else "no file"
+        raise ConfigurationError(f"runtime_env: py_modules: {module.__name__!r} is in {where}: pass the path to upload")
+    return str(places[0])

@@ -70,7 +70,7 @@ class Session:
             members |= {f"collector_{number}": actor for number, actor in enumerate(self.collectors)}
             config = rtr.GroupConfig.from_env(lanes=LANES[self._transport_name])
             name = f"atari-{self._transport_name}"
-            group = rtr.init_group(members, name=name, config=config, timeout_s=START_S)
+            group = rtr.init_group(members, name=name, config=config, timeout=START_S)
             self._ending.callback(group.shutdown)
             group.on_change(self._changes.put)
             self._transport, self.routes = GroupTransport(depth), str(group.routes())

@@ -53,7 +53,7 @@ def main() -> int:
     ray.init(runtime_env=rtr.runtime_env(), log_to_driver=False)
     actor = ray.remote(Worker).options(num_cpus=1, num_gpus=int(options.backend == "nccl"))
     workers = [actor.remote() for _ in range(options.workers)]
-    with rtr.init_group(workers, timeout_s=600) as group:  # the cluster may have to add nodes first
+    with rtr.init_group(workers, timeout=600) as group:  # the cluster may have to add nodes first
         info = group.process_group(options.backend)
         print(f"{info.backend}: " + ", ".join(f"{name} is rank {rank}" for name, rank in info.ranks.items()))
         losses = ray.get([worker.train.remote(options.steps) for worker in workers])

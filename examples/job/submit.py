@@ -70,6 +70,11 @@ def connect(address: str) -> Any:
             f"{address} refused access ({text}); set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, "
             f"to the values that the cluster was started with"
         ) from error
+    except ConnectionRefusedError as error:
+        raise SubmissionError(
+            f"no Ray job server answers at {address}: connection refused; a head has one only with ray[default]: "
+            f"pip install 'ray[default]' there, and start Ray again (--dashboard-host=0.0.0.0 admits other hosts)"
+        ) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise SubmissionError(
             f"no Ray job server answers at {address}: {error}; it runs on the head node, if that has ray[default], and "

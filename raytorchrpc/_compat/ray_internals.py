@@ -154,6 +154,42 @@ def _death_cause(cause: Any) -> str:
     return text.partition(" Some common causes")[0]
 
 
+def required_resources(actor_id: str) -> dict[str, float]:
+    """The resources that an actor asked for, until Ray has placed it; empty afterwards."""
+    from ray import ActorID
+    from ray._private.state import state
+    from ray.core.generated import gcs_pb2
+
+    found = state.get_actor_info(ActorID.from_hex(actor_id))
+    return dict(_any(gcs_pb2).ActorTableData.FromString(found).required_resources) if found else {}
+
+
+def _any(untyped: Any) -> Any:
+    return untyped
+
+
+def running_methods() -> dict[str, str]:
+    """By actor: the method that Ray runs there, as far as Ray has reported it within the last seconds.
+
+    Reads all task events that Ray keeps: not for hot paths.
+    """
+    from ray._private.state import state
+    from ray.core.generated import common_pb2, gcs_pb2
+
+    events, status, parsed = _any(state), _any(common_pb2).TaskStatus, _any(gcs_pb2).TaskEvents.FromString
+    read = getattr(events, "_get_all_task_events", None)
+    if read is None:  # an older Ray
+        read_all = events._connect_and_get_accessor().get_task_events
+        read = lambda: map(parsed, read_all())  # noqa: E731
+    running: dict[str, str] = {}
+    for event in read():
+        times = event.state_updates.state_ts_ns
+        ended = times.keys() & {status.FINISHED, status.FAILED}
+        if event.task_info.actor_id and status.RUNNING in times and not ended:
+            running[event.task_info.actor_id.hex()] = event.task_info.name.rpartition(".")[2]
+    return running
+
+
 def inherited_env_vars() -> dict[str, str]:
     """``env_vars`` that Ray passes to every actor started from this process: those of the job, or of this worker."""
     import ray

@@ -88,7 +88,7 @@ class Pair:
                 ray.kill(end)
         if self.group is not None:
             with contextlib.suppress(Exception):
-                self.group.shutdown(timeout_s=1)  # the members are dead; this frees the local state
+                self.group.shutdown(timeout=1)  # the members are dead; this frees the local state
             self.group = None
         self.failed = self.failed or why
 
@@ -178,12 +178,12 @@ def _form(pair: Pair, row: Row, site: Site, timeout_s: float) -> rtr.Group:
     members, name = {"a": pair.a, "b": pair.b}, f"bench-{pair.name}-{os.getpid()}"
     try:
         config = rtr.GroupConfig(rpc_timeout_s=TIMEOUT_S, **settings)
-        group = rtr.init_group(members, name=name, config=config, timeout_s=timeout_s)
+        group = rtr.init_group(members, name=name, config=config, timeout=timeout_s)
     except (rtr.RayTorchRpcError, RayTaskError, RayActorError) as error:
         raise Failed(one_line(error)) from error
     chosen = group.routes().route("a", "b").lanes("cpu")
     if row.over and not (chosen and row.over in chosen[0].how):
-        group.shutdown(timeout_s=1)
+        group.shutdown(timeout=1)
         raise Failed(f"this pair uses {chosen[0].how if chosen else 'no lane'}, and no setting forces {row.over}")
     return group
 

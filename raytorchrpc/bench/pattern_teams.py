@@ -99,7 +99,7 @@ class Team:
         if self.row == OURS:
             try:
                 name = f"bench-{os.getpid()}-{next(_numbers)}"
-                self._group = rtr.init_group(self._actors, name=name, timeout_s=timeout_s)
+                self._group = rtr.init_group(self._actors, name=name, timeout=timeout_s)
             except (rtr.RayTorchRpcError, RayTaskError, RayActorError) as error:
                 raise Failed(one_line(error)) from error
         meeting = get(self._actors[0].open.remote(self.row, 0, self._actors, None), timeout_s)
@@ -185,7 +185,7 @@ class Team:
                 ray.kill(actor)
         if self._group is not None:
             with contextlib.suppress(Exception):
-                self._group.shutdown(timeout_s=1)  # the members are dead; this frees the local state
+                self._group.shutdown(timeout=1)  # the members are dead; this frees the local state
             self._group = None
         limit = time.monotonic() + 5
         while any(os.path.exists(f"/proc/{pid}") for pid in self._pids) and time.monotonic() < limit:

@@ -11,12 +11,13 @@ from functools import partial
 from typing import Any
 
 from raytorchrpc.calls import waiting
-from raytorchrpc.calls.event_loops import on_loop
+from raytorchrpc.calls.event_loops import refuse_on_loop
 from raytorchrpc.calls.future import Future
-from raytorchrpc.calls.options import checked_timeout
-from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
+from raytorchrpc.calls.options import checked_timeout, takes_timeout
+from raytorchrpc.errors import ConfigurationError
 
 
+@takes_timeout
 def wait(
     futures: Sequence[Future[Any]], num_returns: int = 1, timeout: float | None = None
 ) -> tuple[list[Future[Any]], list[Future[Any]]]:
@@ -43,7 +44,9 @@ def wait(
         raise ConfigurationError(f"num_returns={num_returns} exceeds the {len(everything)} futures")
     until = math.inf if timeout is None else time.monotonic() + checked_timeout(timeout)
     if timeout != 0:
-        _refuse_on_loop("wait", "`await asyncio.wait([asyncio.ensure_future(future) for future in futures])`")
+        refuse_on_loop(
+            "raytorchrpc.wait", "`await asyncio.wait([asyncio.ensure_future(future) for future in futures])`"
+        )
     num_returns = min(num_returns, len(everything))
     with _Arrivals(everything) as arrivals:
         while True:
@@ -61,12 +64,13 @@ def wait(
 def gather(*futures: Future[Any], return_exceptions: bool = False) -> list[Any]:
     """Block until all futures are done; return their results in the order of the arguments.
 
-    If a call fails, its error is raised at once, and the other calls continue. With ``return_exceptions`` the errors
-    take their places among the results. Other methods of a sync actor may run meanwhile.
+    If a call fails, its error is raised at once, and the other calls continue; their errors are not logged. With
+    ``return_exceptions`` the errors take their places among the results. Other methods of a sync actor may run
+    meanwhile.
 
     Raises RayTorchRpcError on an event loop; use ``await asyncio.gather(*futures)`` there.
     """
-    _refuse_on_loop("gather", "`await asyncio.gather(*futures)`")
+    refuse_on_loop("raytorchrpc.gather", "`await asyncio.gather(*futures)`")
     failed = _settle(_checked(futures), return_exceptions)
     try:
         if failed is not None:
@@ -92,14 +96,14 @@ def _settle(futures: Iterable[Future[Any]], return_exceptions: bool) -> Future[A
                     continue
                 pending.discard(future)
                 if not return_exceptions and future._outcome is not None and future._outcome[1] is not None:
+                    for other in pending:
+                        other._call.forget_failure()
                     return future
     return None
 
 
 class _Arrivals:
     """Collects futures as they become done, but not those whose deadline passes; see ``waiting.Waitable``."""
-
-    loop_token = None
 
     def __init__(self, futures: Collection[Future[Any]]) -> None:
         self.wanted = 1
@@ -169,8 +173,3 @@ def _checked(futures: Iterable[Any]) -> list[Future[Any]]:
 def _first_deadline(futures: Iterable[Future[Any]]) -> float:
     """Seconds until the first deadline."""
     return min(future._call.remaining() for future in futures)
-
-
-def _refuse_on_loop(name: str, instead: str) -> None:
-    if on_loop():
-        raise RayTorchRpcError(f"raytorchrpc.{name} would block this thread's event loop: use {instead}")

@@ -6,7 +6,7 @@ import asyncio
 
 from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.options import checked_timeout
+from raytorchrpc.calls.options import checked_timeout, takes_timeout
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.process import fork
 
@@ -54,6 +54,7 @@ def set_local(local: LocalMember | None) -> None:
     rejoin.joined(local)
 
 
+@takes_timeout
 def current_member(timeout: float | None = None) -> Member:
     """This process's own ``Member``. Raises NotAMember outside a group.
 

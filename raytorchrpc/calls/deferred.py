@@ -133,6 +133,10 @@ class DeferredCall(Call):
 
         self._sent.add_done_callback(follow)
 
+    def forget_failure(self) -> None:
+        if (call := self._call) is not None:
+            call.forget_failure()
+
     def expire(self) -> tuple[None, RpcTimeout]:
         call = self._call
         if call is not None:

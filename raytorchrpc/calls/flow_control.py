@@ -38,8 +38,6 @@ class Credit:
 class CreditRequest:
     """A queued request for credit; see ``waiting.Waitable``."""
 
-    loop_token = None
-
     def __init__(self, window: CreditWindow, size: int) -> None:
         self.size = size
         self.credit: Credit | None = None

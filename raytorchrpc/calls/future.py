@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from raytorchrpc.calls import waiting
-from raytorchrpc.calls.event_loops import Token
+from raytorchrpc.calls.event_loops import on_loop, refuse_on_loop
 from raytorchrpc.errors import CancelledError, ConfigurationError, PeerLost, RpcTimeout
 from raytorchrpc.process import fork
 
@@ -25,8 +25,6 @@ T = TypeVar("T")
 class Call(ABC):
     """One call in flight; what a ``Future`` waits for. Thread-safe."""
 
-    loop_token: Token | None = None
-    """In the path of the call, if it was made on an event loop."""
     peer_was_lost = False
     """After ``outcome``: the error is the loss of the peer, and not an exception of the method."""
     cancellable = False
@@ -69,6 +67,10 @@ class Call(ABC):
         """Have the callee drop or stop the call, as far as it can. The outcome is not taken any more, also if the call
         is not ``cancellable``. Waits end when the callee has answered.
         """
+
+    @abstractmethod
+    def forget_failure(self) -> None:
+        """Log nothing if the call fails and nobody takes the outcome."""
 
     @abstractmethod
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
@@ -127,7 +129,8 @@ class _Watchers:
 class Future(Generic[T]):
     """The result of a direct call that may not have arrived yet. Made by ``rpc_async``; awaitable.
 
-    The result is unpickled once, by the thread that asks first (and on its CUDA stream). Thread-safe.
+    The result is unpickled once, by the thread that asks first (and on its CUDA stream). Thread-safe. On an event loop,
+    ``wait``, ``result`` and ``exception`` raise RayTorchRpcError while the call is not done: use ``await`` there.
     """
 
     _cancelled = False
@@ -256,6 +259,8 @@ class Future(Generic[T]):
             del self, error
 
     def _settle(self, timeout_s: float) -> None:
+        if timeout_s > 0 and on_loop() and not self.done():
+            refuse_on_loop(f"waiting for {self._call.label}", "`await future`")
         until = time.monotonic() + timeout_s
         while not self._settled(max(until - time.monotonic(), 0)):
             if time.monotonic() >= until and self._call.remaining() > 0:

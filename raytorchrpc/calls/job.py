@@ -12,7 +12,6 @@ from typing import Any
 
 from raytorchrpc import errors
 from raytorchrpc._compat import ray_internals, torch_internals
-from raytorchrpc.calls.event_loops import start_on_loop
 from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.gates import Admission, Gate, Work
 from raytorchrpc.calls.out_of_band import PendingTensors
@@ -198,16 +197,7 @@ class Job:
             tasks.add(task)  # the loop itself keeps only a weak reference
             task.add_done_callback(tasks.discard)
 
-        def refuse() -> None:
-            error = RayTorchRpcError(
-                f"{self.label} was called back while this async actor's event loop is blocked by a synchronous wait "
-                f"in the same chain of calls; use `await rpc_async(...)` there"
-            )
-            self.spawn(partial(self._refuse, error))
-            if to_leave is not None:
-                to_leave.leave()
-
-        start_on_loop(loop, self.scope.path, create, refuse)
+        loop.call_soon_threadsafe(create)
 
     async def _run_on_loop(self, admission: Admission | None, to_leave: Admission | None) -> None:
         current_scope.set(self.scope.inside(admission))  # a task has a context of its own: nothing to reset

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
 from raytorchrpc.calls.receive_into import Receiver
 from raytorchrpc.errors import ConfigurationError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: The longest deadline of a call, as for ``GroupConfig.rpc_timeout_s``.
 MAX_TIMEOUT_S = 86400
@@ -39,6 +43,22 @@ def checked_timeout(timeout: Any) -> float:
     if isinstance(timeout, (int, float)) and timeout <= MAX_TIMEOUT_S:
         return float(timeout)
     raise ConfigurationError(f"timeout is a number of seconds up to {MAX_TIMEOUT_S}, not {timeout!r}")
+
+
+def takes_timeout(function: Callable[P, R]) -> Callable[P, R]:
+    """Have a function that takes ``timeout=`` name it when another spelling is passed."""
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if kwargs:
+            for name in kwargs:
+                if name.endswith("timeout_s"):
+                    where = "GroupConfig has rpc_timeout_s" if name == "rpc_timeout_s" else "only settings end in _s"
+                    right = "timeout" if name == "rpc_timeout_s" else name.removesuffix("_s")
+                    raise TypeError(f"{function.__name__} takes {right}= in seconds, not {name}=; {where}")
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def checked_retry(retry: Any) -> int:

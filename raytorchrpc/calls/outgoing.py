@@ -13,7 +13,7 @@ from ray import ObjectRef
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.counters import CallCounters, counted_name
-from raytorchrpc.calls.event_loops import Token, on_loop, token_on_loop
+from raytorchrpc.calls.event_loops import on_loop
 from raytorchrpc.calls.flow_control import CreditWindows
 from raytorchrpc.calls.future import Call
 from raytorchrpc.calls.options import DEFAULTS, CallOptions, checked_timeout
@@ -27,6 +27,7 @@ from raytorchrpc.calls.receive_into import receiver
 from raytorchrpc.calls.retry import RetriedCall
 from raytorchrpc.calls.scope import current_scope
 from raytorchrpc.calls.spans import Tracer
+from raytorchrpc.calls.unretrieved import UnretrievedFailures
 from raytorchrpc.errors import (
     RayTorchRpcError,
     RpcTimeout,
@@ -65,6 +66,7 @@ class OutgoingCalls:
         self._rank, self._timeout_s = rank, timeout_s
         self.peers, self.payloads, self.codec, self._credit = peers, payloads, codec, credit
         self.counters, self.workers, self.deadlines = counters, workers, deadlines
+        self.unretrieved = UnretrievedFailures(peers, codec, workers, deadlines, payloads.cleanup)
         self._numbers = itertools.count(secrets.randbits(60))  # unlike those of an earlier process of this rank
 
     def call(
@@ -93,7 +95,8 @@ class OutgoingCalls:
 
         budget = self.budget(route.member.name, method, options.timeout)
         call = RetriedCall(self.peers, self.workers, self.deadlines, target, label, send, budget, retries)
-        call.cancellable = options.cancellable
+        if options.cancellable:
+            call.cancellable, call.unretrieved = True, self.unretrieved
         return call
 
     def send(
@@ -103,9 +106,8 @@ class OutgoingCalls:
         self.peers.check_present(route)
         peer, tracer, counted = route.member.name, self.tracer, counted_name(method, args)
         span = None if tracer is None else tracer.call(f"{peer}.{counted}", options.caller_waits)
-        loop_token = token_on_loop()
         number = next(self._numbers) if options.cancellable else 0
-        header, body = self._request(protocol.CALL, route, method, args, kwargs, options.timeout, loop_token, number)
+        header, body = self._request(protocol.CALL, route, method, args, kwargs, options.timeout, number)
         size = body_bytes(body)
         credit, waited_s = self._credit.take(route.member, method, size, header.seconds)
         payload: Payload | None = None
@@ -131,7 +133,7 @@ class OutgoingCalls:
                 span.end(0, error)
             raise
         deadline = started + header.seconds
-        call = OutgoingCall(self, route, method, lane, pending, started, deadline, payload, options, loop_token, number)
+        call = OutgoingCall(self, route, method, lane, pending, started, deadline, payload, options, number)
         call.counted = counted
         self.counters.sent(peer, call.sent_by, counted, size)
         if span is not None:
@@ -145,7 +147,7 @@ class OutgoingCalls:
         """Send a call whose result stays in the target; returns torch's RRef to it."""
         route = self.peers.route_for_call(target)
         self.peers.check_present(route)
-        header, body = self._request(protocol.REMOTE, route, method, args, kwargs, timeout, None)
+        header, body = self._request(protocol.REMOTE, route, method, args, kwargs, timeout)
         lane: Any = route.fabric
         message = Message(tuple(header), host_device_copy.outbound(body, route.devices))
         rref = lane.remote(route.member.name, message, header.seconds)
@@ -186,7 +188,6 @@ class OutgoingCalls:
         args: tuple[Any, ...],
         kwargs: Any,
         timeout: float | None,
-        loop_token: Token | None,
         number: int = 0,
     ) -> tuple[RequestHeader, Encoded]:
         budget = self.budget(route.member.name, method, timeout)
@@ -200,8 +201,6 @@ class OutgoingCalls:
             label = f"{route.member.name}.{method}"
             raise SerializationError(unpicklable.argument(self.codec, label, args, kwargs or {}, error)) from error
         path = current_scope.get().path
-        if loop_token is not None:
-            path = (*path, loop_token)
         return RequestHeader(kind, self._rank, route.token, method, path, budget, until, None, number), body
 
     def budget(self, peer: str, method: str, timeout: float | None) -> float:

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from raytorchrpc.calls import protocol
-from raytorchrpc.calls.event_loops import Token
 from raytorchrpc.calls.future import Call, call_back
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.out_of_band import Payload
@@ -45,6 +44,8 @@ class OutgoingCall(Call):
     """If it is traced."""
     counted = ""
     """The name under which it is counted."""
+    _is_reported = False
+    """A failure is logged if this is dropped."""
 
     def __init__(
         self,
@@ -57,7 +58,6 @@ class OutgoingCall(Call):
         deadline: float,
         payload: Payload,
         options: CallOptions,
-        loop_token: Token | None = None,
         number: int = 0,
     ) -> None:
         """``number``: see ``RequestHeader.number``."""
@@ -67,9 +67,9 @@ class OutgoingCall(Call):
         self._lane, self._pending = lane, pending
         self._started, self._deadline = started, deadline
         self._payload, self._options = payload, options
-        self.loop_token, self._number = loop_token, number
+        self._number = number
         if number:
-            self.cancellable = True
+            self.cancellable = self._is_reported = True
         self.sent_by = payload.lane or lane.name
         """The lane of its payload."""
         self._lock = threading.Lock()
@@ -134,6 +134,7 @@ class OutgoingCall(Call):
 
     def cancel(self) -> None:
         self._count(0, self.sent_by, CancelledError())
+        self._is_reported = False
         self._taken, self._payload = True, _NO_PAYLOAD
         self._discard(self._fetch or self._pending)
         if self._number:
@@ -151,7 +152,11 @@ class OutgoingCall(Call):
             return None
         return None
 
+    def forget_failure(self) -> None:
+        self._is_reported = False
+
     def outcome(self) -> tuple[Any, BaseException | None]:
+        self._is_reported = False
         final = self._final()
         if final is None:
             return self._failed()
@@ -230,6 +235,7 @@ class OutgoingCall(Call):
         return self._after_reply(error) if fetched and isinstance(error, RayTorchRpcError) else error
 
     def expire(self) -> tuple[None, RpcTimeout]:
+        self._is_reported = False
         late = self._late()
         self._count(0, self.sent_by, late)
         return None, late
@@ -253,7 +259,12 @@ class OutgoingCall(Call):
         # Nobody took the result, or not in time: out-of-band tensors that arrive with it have to be discarded.
         # An interrupt may have ended __init__. In a fork the call is the parent's.
         with contextlib.suppress(Exception):
-            if not self._taken and self._error is None and not fork.forked():
+            if self._taken or fork.forked():
+                return
+            if self._is_reported:
+                final, member = self._fetch or self._pending, self._route.member
+                self._calls.unretrieved.watch(final, member.name, self._method, self._deadline)
+            if self._error is None:
                 self._discard(self._pending)
 
     def _discard(self, pending: Pending) -> None:

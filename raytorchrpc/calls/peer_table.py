@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.guests import Guests, is_guest
-from raytorchrpc.calls.peers import Member, PeerRoute
+from raytorchrpc.calls.peers import PeerRoute, described, find, keys_of
 from raytorchrpc.calls.services import Services
 from raytorchrpc.errors import NotAMember, PeerLost
 
@@ -47,9 +47,8 @@ class PeerTable:
         peer = route.member
         with self._changed:
             self._routes[peer.rank] = route
-            self._ranks[peer.name] = self._ranks[peer.rank] = peer.rank
-            if peer.actor_id is not None:
-                self._ranks[ray_internals.key_of_actor(peer.actor_id)] = peer.rank
+            actor = None if peer.actor_id is None else ray_internals.key_of_actor(peer.actor_id)
+            self._ranks.update(dict.fromkeys(keys_of(peer.rank, peer.name, actor), peer.rank))
             self._changed.notify_all()
 
     def mark_away(self, rank: int, absence: Absence) -> None:
@@ -94,21 +93,10 @@ class PeerTable:
 
         Raises NotAMember, with the names of the members.
         """
-        key: Any = target
-        if isinstance(target, Member):
-            key = target.name
-        elif not isinstance(target, (str, int)):
-            try:
-                key = ray_internals.actor_key(target)
-            except AttributeError:
-                raise NotAMember(
-                    f"{target!r} is not a call target: pass an actor handle, a member's name, its rank or a Member"
-                ) from None
-        rank = self._ranks.get(key)
-        if rank is None:
-            names = ", ".join(f"{route.member.name} ({route.member.rank})" for route in self.routes)
-            raise NotAMember(f"{target!r} is not in group {self._group!r}; its members: {names}")
-        return self._routes[rank]
+        return self._routes[find(target, self._ranks, self._described)]
+
+    def _described(self) -> str:
+        return described(f"group {self._group!r}", ((route.member.rank, route.member.name) for route in self.routes))
 
     def route_for_call(self, target: Any) -> PeerRoute:
         """As ``route``. Raises NotAMember also after this process has left the group."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+from raytorchrpc._compat import ray_internals
+from raytorchrpc.errors import NotAMember
 from raytorchrpc.lanes.base import MessageLane
 from raytorchrpc.tensors.devices import Device
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,3 +69,43 @@ class PeerRoute:
 def process_token(generation: str, rank: int, incarnation: int) -> str:
     """Names one member's present process in requests to it."""
     return f"{generation}.{rank}.{incarnation}"
+
+
+def keys_of(rank: int, name: str, actor: Any = None) -> tuple[Any, ...]:
+    """The keys by which ``find`` finds a member. ``actor``: its ``ray_internals.actor_key``, if it has one."""
+    return (rank, name) if actor is None else (rank, name, actor)
+
+
+def find(target: Any, by_key: Mapping[Any, T], group: Callable[[], str]) -> T:
+    """Find a member by what users pass for one: an actor handle, a name, a rank or a ``Member``. Hot path.
+
+    Args:
+        target: what was passed. Text of digits alone is a rank.
+        by_key: what to return, by ``keys_of`` each member.
+        group: describes the group for an error; see ``described``.
+
+    Raises NotAMember.
+    """
+    key: Any = target
+    if isinstance(target, Member):
+        key = target.name
+    elif not isinstance(target, (str, int)) or isinstance(target, bool):
+        try:
+            key = ray_internals.actor_key(target)
+        except AttributeError:
+            raise NotAMember(
+                f"{target!r} does not name a member: pass an actor handle, a member's name, its rank or a Member"
+            ) from None
+    found = by_key.get(key)
+    if found is None and isinstance(key, str) and key.isdecimal():
+        found = by_key.get(int(key))
+    if found is None:
+        raise NotAMember(f"{target!r} is not in {group()}")
+    return found
+
+
+def described(group: str, names: Iterable[tuple[int, str]]) -> str:
+    """A group and its members, for an error. ``names``: with ranks."""
+    shown = [f"{name} ({rank})" for rank, name in names]
+    rest = f", ... {len(shown) - 16} more" if len(shown) > 16 else ""
+    return f"{group}; its members: {', '.join(shown[:16])}{rest}"

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import ray
 
 from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls.event_loops import refuse_on_loop
 from raytorchrpc.calls.exposed import take_turns
 from raytorchrpc.calls.mailbox import Mailbox, Process, Record, find_record
 from raytorchrpc.calls.services import DeferredReply
@@ -242,6 +243,8 @@ def wait(timeout_s: float | None) -> tuple[Any, float | None]:
     """The LocalMember that this process becomes, and what is left of ``timeout_s``. Blocks; raises as ``awaited``."""
     since = time.monotonic()
     member = awaited(timeout_s)
+    if not member.done():
+        refuse_on_loop("waiting until this restarted actor is a member again", "`await raytorchrpc.await_membership()`")
     try:
         local = member.result(patience(timeout_s) + _GRACE_S)
     except FutureTimeoutError:

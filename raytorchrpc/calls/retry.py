@@ -10,6 +10,7 @@ from typing import Any
 from raytorchrpc.calls.future import Call, call_back
 from raytorchrpc.calls.peer_table import PeerTable
 from raytorchrpc.calls.scope import current_scope
+from raytorchrpc.calls.unretrieved import UnretrievedFailures
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.process.deadlines import Deadlines
 from raytorchrpc.process.workers import Workers
@@ -20,6 +21,9 @@ Send = Callable[[float], Call]
 
 class RetriedCall(Call):
     """A call of which each attempt is a call of its own. Thread-safe."""
+
+    unretrieved: UnretrievedFailures | None = None
+    """Logs a failure if this is dropped and no attempt is under way, which would do so."""
 
     def __init__(
         self,
@@ -53,7 +57,6 @@ class RetriedCall(Call):
         self._sent_to = self._peers.incarnation(self._target)
         try:
             self._current, self._lost = self._send(max(0.001, self.remaining())), None
-            self.loop_token = self._current.loop_token
         except PeerLost as lost:
             self._current, self._lost = None, lost.with_traceback(None)
         finally:
@@ -90,6 +93,8 @@ class RetriedCall(Call):
             with self._lock:
                 if self._current is current and self._retries > 0:
                     self._retries -= 1
+                    if current is not None:
+                        current.forget_failure()
                     try:
                         self._attempt()
                     except RayTorchRpcError as final:  # not sent again, for another reason
@@ -111,6 +116,7 @@ class RetriedCall(Call):
             current.add_done_callback(lambda: self._workers.submit(follow))
 
     def outcome(self) -> tuple[Any, BaseException | None] | None:
+        self.unretrieved = None
         current = self._current
         outcome = (None, self._lost) if current is None else current.outcome()
         assert outcome is not None  # an attempt does not retry by itself
@@ -124,13 +130,24 @@ class RetriedCall(Call):
             error = PeerLost(error.peer, error.cause)  # in an earlier attempt
         return value, error
 
+    def forget_failure(self) -> None:
+        self.unretrieved = None
+        if (current := self._current) is not None:
+            current.forget_failure()
+
+    def __del__(self) -> None:
+        lost, unretrieved = getattr(self, "_lost", None), self.unretrieved
+        if lost is not None and unretrieved is not None:
+            unretrieved.report(self._label, lost)
+
     def cancel(self) -> None:
-        self._cancelled, self._retries = True, 0
+        self._cancelled, self._retries, self.unretrieved = True, 0, None
         current = self._current
         if current is not None:
             current.cancel()
 
     def expire(self) -> tuple[None, RpcTimeout]:
+        self.unretrieved = None
         current, lost = self._current, self._lost
         if current is not None:
             return current.expire()

@@ -10,6 +10,7 @@ from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.payload import PayloadStep
 from raytorchrpc.calls.peer_table import PeerTable
 from raytorchrpc.calls.peers import PeerRoute
+from raytorchrpc.calls.unretrieved import UnretrievedFailures
 from raytorchrpc.lanes.base import MessageLane, Pending
 from raytorchrpc.process.deadlines import Deadlines
 from raytorchrpc.process.workers import Workers
@@ -25,6 +26,7 @@ class Sender(Protocol):
     counters: CallCounters
     workers: Workers
     deadlines: Deadlines
+    unretrieved: UnretrievedFailures
 
     def send(self, route: PeerRoute, method: str, args: tuple[Any, ...], kwargs: Any, options: CallOptions) -> Call:
         """Send a call once."""

@@ -53,8 +53,6 @@ class DeferredReply(Future[Any]):
 class WaitableReply:
     """Adapts a DeferredReply to ``waiting.Waitable``."""
 
-    loop_token = None
-
     def __init__(self, reply: DeferredReply) -> None:
         self._reply = reply
 
@@ -64,9 +62,6 @@ class WaitableReply:
         except FutureTimeoutError:
             return False
         return True
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        self._reply.add_done_callback(lambda _: callback())
 
 
 class Served(Protocol):

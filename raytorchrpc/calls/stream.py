@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from raytorchrpc.calls import protocol
+from raytorchrpc.calls.event_loops import refuse_on_loop
 from raytorchrpc.calls.future import Future, until_done
 from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions
 from raytorchrpc.calls.peers import PeerRoute
@@ -62,6 +63,8 @@ class Stream(Generic[T]):
             request = self._oldest()
             if request is None:
                 raise StopIteration
+            if not request.done():
+                refuse_on_loop(f"waiting for the next item of {self._label}", "`async for`")
             seconds = self._seconds()
             if not _arrives(request, seconds):
                 raise self._late(seconds)

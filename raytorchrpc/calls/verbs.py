@@ -10,8 +10,9 @@ import torch
 
 from raytorchrpc.calls import deferred
 from raytorchrpc.calls.current import current_local
+from raytorchrpc.calls.event_loops import on_loop, refuse_on_loop
 from raytorchrpc.calls.future import Call, Future, result_of
-from raytorchrpc.calls.options import CallOptions, checked_retry
+from raytorchrpc.calls.options import CallOptions, checked_retry, takes_timeout
 
 #: Tensors to receive a result into: a list or a tuple.
 Into = Sequence[torch.Tensor] | None
@@ -52,6 +53,8 @@ class _Sync(_Proxy):
     _verb = "rpc_sync"
 
     def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
+        if on_loop():
+            refuse_on_loop("rpc_sync", f"`await raytorchrpc.rpc_async(target).{_name}(...)`")
         # No variable for the call: it may hold the error, whose traceback holds this frame.
         return result_of(self._call(_name, args, kwargs))
 
@@ -74,6 +77,7 @@ class _Remote(_Proxy):
         return remote(self._target, _name, args, kwargs, self._options.timeout)
 
 
+@takes_timeout
 def rpc_sync(
     target: Target,
     *,
@@ -85,7 +89,8 @@ def rpc_sync(
 ) -> Any:
     """Call a method of another member and return its result: ``rpc_sync(target).method(*args)``.
 
-    Blocks until the result has arrived. Meanwhile a call that comes back to this actor runs on this thread. Arguments
+    Blocks until the result has arrived. Meanwhile a call that comes back to this actor runs on this thread. On an event
+    loop it raises RayTorchRpcError: use ``await rpc_async(target).method(*args)`` there. Arguments
     may hold tensors anywhere; the method gets private copies. If the device map brings tensors of a GPU to the CPU,
     they are copied before the call is sent.
 
@@ -134,6 +139,7 @@ def rpc_sync(
     return _Sync(target, CallOptions(timeout, share, keep, into, retries, True))
 
 
+@takes_timeout
 def rpc_async(
     target: Target,
     *,
@@ -153,6 +159,7 @@ def rpc_async(
     return _Async(target, CallOptions(timeout, share, keep, into, retries, False, True))
 
 
+@takes_timeout
 def remote(target: Target, *, timeout: float | None = None) -> Any:
     """Like ``rpc_async``, but leave the result on the target and return torch's ``RRef`` to it at once."""
     return _Remote(target, CallOptions(timeout))

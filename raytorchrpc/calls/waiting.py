@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-from raytorchrpc.calls.event_loops import Token, blocking_loop, on_loop
 from raytorchrpc.calls.gates import Admission
 from raytorchrpc.calls.scope import current_scope
 
@@ -17,15 +16,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Waitable(Protocol):
     """Something to wait for, as a call in flight."""
 
-    @property
-    def loop_token(self) -> Token | None:
-        """In the path of the call, if it was made on an event loop."""
-
     def wait(self, timeout_s: float) -> bool:
         """Block until done, at most ``timeout_s``; whether it is done."""
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback``, which is short, when done."""
 
 
 def wait_serving(pending: Waitable, timeout_s: float) -> bool:
@@ -33,9 +25,6 @@ def wait_serving(pending: Waitable, timeout_s: float) -> bool:
 
     False if ``timeout_s`` passes first. Returns only when it is this method's turn again.
     """
-    if pending.loop_token is not None and on_loop():
-        with blocking_loop(pending.loop_token):
-            return pending.wait(timeout_s)
     admission = _own_admission()
     if admission is None or timeout_s <= 0:
         return pending.wait(timeout_s)

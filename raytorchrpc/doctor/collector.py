@@ -17,6 +17,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ def gather(*, name: str = "", node_ip: str | None = None, wants_gpu: bool = True
         **{**files, "gpu_driver": files["gpu_driver"] or nvml.driver},
         shm_total_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
         ray_version=ray.__version__,
+        ray_jobs=all(map(find_spec, ("aiohttp", "aiohttp_cors"))),
         ray_token=ray_internals.ray_token(),
     )
 

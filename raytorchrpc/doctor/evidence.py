@@ -63,6 +63,8 @@ class Evidence(BaseModel, frozen=True, extra="forbid"):
     own_addresses: tuple[str, ...] | None = None
     """What the host name resolves to; empty: nothing. None = unknown."""
     ray_version: str | None = None
+    ray_jobs: bool | None = None
+    """``ray[default]`` is installed: a head started here accepts jobs. None = unknown."""
     ray_token: Literal["on", "off", "missing"] | None = None
     """Ray's token authentication in this process; ``missing``: on, but without a token."""
 

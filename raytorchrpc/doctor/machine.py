@@ -25,6 +25,14 @@ def software(evidence: Evidence) -> Iterator[Finding]:
         yield _torch(evidence)
     if evidence.ray_version is not None:
         yield ok("ray", f"Ray {evidence.ray_version}")
+        if evidence.ray_jobs is False:
+            yield note(
+                "ray-without-jobs",
+                "Ray is installed without ray[default]",
+                "a head that is started here has no job server, dashboard or metrics: submitting a job to it ends with "
+                "'connection refused'",
+                "on the head node, pip install 'ray[default]' of the same release, and start Ray again",
+            )
         yield from _token(evidence)
     if evidence.endpoint.torch_version and usable_ports(evidence.endpoint):
         yield _nixl(evidence.endpoint.nixl)

@@ -14,9 +14,9 @@ def check_events(events: Any) -> None:
         raise ConfigurationError(f"events is the number of events each member keeps, 1 or more; not {events!r}")
 
 
-def check_timeout(timeout_s: Any) -> None:
+def check_timeout(timeout: Any, name: str = "timeout") -> None:
     """Raise ConfigurationError unless this is a number of seconds."""
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_TIMEOUT_S:
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= MAX_TIMEOUT_S:
         raise ConfigurationError(
-            f"timeout_s must be above 0, and at most {MAX_TIMEOUT_S} (a day), in seconds; not {timeout_s!r}"
+            f"{name} must be above 0, and at most {MAX_TIMEOUT_S} (a day), in seconds; not {timeout!r}"
         )

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
@@ -15,6 +16,8 @@ from ray.exceptions import ActorUnavailableError
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.mailbox import Owner
+from raytorchrpc.calls.peers import described, find, keys_of
+from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.group import ray_calls, worker_ids
 from raytorchrpc.group.control_connections import Answers, Arguments
@@ -22,6 +25,7 @@ from raytorchrpc.group.roster import Roster
 from raytorchrpc.lanes import registry
 from raytorchrpc.membership import join
 from raytorchrpc.membership.messages import GroupInfo, Prepared, Probe
+from raytorchrpc.topology import device_map
 
 T = TypeVar("T")
 
@@ -79,6 +83,27 @@ def participants_of(actors: Any, include_driver: bool, first_rank: int = 0) -> d
             raise ConfigurationError(f"the name {DRIVER!r} is the driver's own with include_driver=True")
         named[DRIVER] = None
     return named
+
+
+def with_named_maps(config: GroupConfig, participants: Mapping[str, Any]) -> GroupConfig:
+    """The settings, with the members of device maps by name. Raises ConfigurationError.
+
+    ``participants``: as ``participants_of`` returns them.
+    """
+    if not config.device_maps:
+        return config
+    actors = [None if handle is None else ray_internals.actor_key(handle) for handle in participants.values()]
+    by_key = {
+        key: name
+        for rank, (name, actor) in enumerate(zip(participants, actors, strict=True))
+        for key in keys_of(rank, name, actor)
+    }
+    maps = device_map.given_maps(config, lambda target: find(target, by_key, lambda: _listed(participants)))
+    return replace(config, device_maps=maps)
+
+
+def _listed(participants: Mapping[str, Any]) -> str:
+    return described("the group", enumerate(participants))
 
 
 def _generated_name(handle: Any, rank: int) -> str:
@@ -252,8 +277,9 @@ def form_group(
 ) -> T:
     """Form a new group; returns what ``finish`` makes of it. Leaves nothing behind if either fails."""
     deadline = time.monotonic() + timeout_s
+    call_all = partial(ray_calls.call_all, notice=ray_calls.WaitingNotice(roster.name))
     while True:
-        formation = Formation(roster, participants, timeout_s, deadline=deadline)
+        formation = Formation(roster, participants, timeout_s, call_all=call_all, deadline=deadline)
         try:
             formation.probe()
             try:

@@ -16,14 +16,15 @@ from ray.actor import ActorHandle
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.current import current_local, process_member
-from raytorchrpc.calls.peers import Member
+from raytorchrpc.calls.options import takes_timeout
+from raytorchrpc.calls.peers import Member, described, find, keys_of
 from raytorchrpc.calls.stats import GroupStats
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
 from raytorchrpc.group.arguments import check_events, check_timeout
 from raytorchrpc.group.changes import Change
 from raytorchrpc.group.detached import DetachedHost, find_detached, form_detached
-from raytorchrpc.group.formation import current_session, participants_of
+from raytorchrpc.group.formation import current_session, participants_of, with_named_maps
 from raytorchrpc.group.guest import own_groups
 from raytorchrpc.group.supervisor import Supervisor, form
 from raytorchrpc.group.tracing import Trace
@@ -33,7 +34,6 @@ from raytorchrpc.membership.process_group import ProcessGroupInfo
 from raytorchrpc.process import fork
 from raytorchrpc.routing import routes as _routes
 from raytorchrpc.tensors import devices
-from raytorchrpc.topology import device_map
 
 logger = logging.getLogger(__name__)
 
@@ -107,14 +107,15 @@ class Group:
             info.plan.route(first, second)
         return dict(info.device_maps.get(first, {}).get(second, {}))
 
-    def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> GroupStats:
+    @takes_timeout
+    def stats(self, timeout: float = STATS_TIMEOUT_S) -> GroupStats:
         """Calls, bytes and seconds by pair and lane, since the group was formed. ``print`` shows tables.
 
         ``GroupStats.methods``, ``queues`` and ``weights`` show the calls by method, queues and topics, and versions of
         weights. Members answer beside their methods, so a busy one is not waited for. A member that is away, or does
-        not answer within ``timeout_s`` seconds, is listed in ``missing``.
+        not answer within ``timeout`` seconds, is listed in ``missing``.
         """
-        return self._own("stats").stats(timeout_s=timeout_s)
+        return self._own("stats").stats(timeout_s=timeout)
 
     def trace(self, path: str | os.PathLike[str], *, events: int = 200_000) -> Trace:
         """Record calls for Perfetto or chrome://tracing: ``with group.trace("run.json"): ...``.
@@ -138,10 +139,11 @@ class Group:
         check_events(events)
         return Trace(path, partial(host.begin_trace, events), host.end_trace)
 
-    def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
+    @takes_timeout
+    def shutdown(self, timeout: float = SHUTDOWN_TIMEOUT_S) -> None:
         """End the group. The actors keep running and can join another group. Idempotent, never raises.
 
-        Blocks until every member has left, at most ``timeout_s`` seconds. A member that is busy in a method of a sync
+        Blocks until every member has left, at most ``timeout`` seconds. A member that is busy in a method of a sync
         actor leaves when the method returns. Calls in flight fail with PeerLost, or still complete.
         """
         if fork.forked():
@@ -151,15 +153,16 @@ class Group:
         if _groups.get(name) is self:
             del _groups[name]
         own_groups.remove(self._first_info.generation)
-        host.end(timeout_s)
+        host.end(timeout)
 
+    @takes_timeout
     def process_group(
         self,
         backend: str,
         *,
         members: Sequence[Any] | None = None,
-        timeout_s: float = 60,
-        collective_timeout_s: float | None = None,
+        timeout: float = 60,
+        collective_timeout: float | None = None,
     ) -> ProcessGroupInfo:
         """Create a torch.distributed process group across members, for collectives, DDP and FSDP.
 
@@ -172,9 +175,9 @@ class Group:
                 tensors.
             members: handles, names, ranks or Members, for instance the learners without their collectors. The other
                 members then have no process group. None: all members.
-            timeout_s: seconds until BootstrapError names the members that failed. Members that are away may return
+            timeout: seconds until BootstrapError names the members that failed. Members that are away may return
                 within this time.
-            collective_timeout_s: deadline of each collective, in seconds. None: ``GroupConfig.rpc_timeout_s``.
+            collective_timeout: deadline of each collective, in seconds. None: ``GroupConfig.rpc_timeout_s``.
 
         Returns torch's ranks by member name: without gaps, in the order of the group's ranks. Blocks until all of them
         have the process group. Running methods are not interrupted.
@@ -184,19 +187,20 @@ class Group:
         group; BootstrapError.
         """
         host = self._own("process_group", "a member gets its own with raytorchrpc.process_group()")
-        check_timeout(timeout_s)
-        collective_s = self.config.rpc_timeout_s if collective_timeout_s is None else collective_timeout_s
-        check_timeout(collective_s)
+        check_timeout(timeout)
+        collective_s = self.config.rpc_timeout_s if collective_timeout is None else collective_timeout
+        check_timeout(collective_s, "collective_timeout")
         names = None if members is None else self._names("process_group(members=...)", members)
         if names is not None and not 0 < len(names) == len(set(names)):
             raise ConfigurationError(
                 f"process_group(members=...) takes each member once, and at least one; not {names}"
             )
-        return host.process_group(backend, timeout_s=timeout_s, collective_s=collective_s, names=names)
+        return host.process_group(backend, timeout_s=timeout, collective_s=collective_s, names=names)
 
     # --- members come and go -----------------------------------------------------------------------------------
 
-    def add(self, actors: Sequence[Any] | Mapping[str, Any], *, timeout_s: float = 60) -> tuple[Member, ...]:
+    @takes_timeout
+    def add(self, actors: Sequence[Any] | Mapping[str, Any], *, timeout: float = 60) -> tuple[Member, ...]:
         """Add actors while calls continue; returns their ``Member``s. They get the next ranks.
 
         Blocks until every member can call them. ``actors`` and errors are as for ``init_group``; if it fails, nothing
@@ -204,11 +208,12 @@ class Group:
         use torchrpc, whose device maps are fixed when its agents start; all other lanes work.
         """
         host = self._own("add")
-        check_timeout(timeout_s)
-        names = host.add(actors, timeout_s=timeout_s)
+        check_timeout(timeout)
+        names = host.add(actors, timeout_s=timeout)
         return tuple(member for member in self.members if member.name in names)
 
-    def remove(self, actors: Sequence[Any], *, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
+    @takes_timeout
+    def remove(self, actors: Sequence[Any], *, timeout: float = SHUTDOWN_TIMEOUT_S) -> None:
         """Remove members (handles, names, ranks or Members) while calls among the others continue. The actors keep
         running.
 
@@ -220,8 +225,8 @@ class Group:
         outside the group. Then nothing has changed.
         """
         host = self._own("remove")
-        check_timeout(timeout_s)
-        host.remove(self._names("remove", actors), timeout_s=timeout_s)
+        check_timeout(timeout)
+        host.remove(self._names("remove", actors), timeout_s=timeout)
 
     def on_change(self, callback: Callable[[Change], object]) -> Callable[[], None]:
         """Call ``callback(change)`` whenever members are lost, return, die for good, are added or removed.
@@ -234,25 +239,26 @@ class Group:
         """
         return self._own("on_change").listen(callback)
 
-    def wait_ready(self, timeout_s: float = 60) -> None:
+    @takes_timeout
+    def wait_ready(self, timeout: float = 60) -> None:
         """Block until every member can call every other: lost members have returned, or are dead and out of the group,
         and members that missed a change have caught up.
 
         In a member, waits only for peers it knows to be down. Raises BootstrapError, naming the members that are not
-        ready after ``timeout_s`` seconds.
+        ready after ``timeout`` seconds.
         """
-        check_timeout(timeout_s)
+        check_timeout(timeout)
         local = current_local()
         if self._host is not None:
-            away = self._host.wait_ready(timeout_s=timeout_s)
+            away = self._host.wait_ready(timeout_s=timeout)
         elif local is not None and local.generation == self.generation:
-            ready = local.peers.await_everybody(time.monotonic() + timeout_s)
+            ready = local.peers.await_everybody(time.monotonic() + timeout)
             away = {} if ready else {name: absence.cause for name, absence in local.peers.away().items()}
         else:
             raise NotAMember("Group.wait_ready() works in the process that formed the group, and in its members")
         if away:
             reasons = "; ".join(f"{name!r}: {cause}" for name, cause in away.items())
-            raise BootstrapError(f"not ready within {timeout_s:g} s: {reasons}", members=tuple(away))
+            raise BootstrapError(f"not ready within {timeout:g} s: {reasons}", members=tuple(away))
 
     def _own(self, what: str, hint: str = "this is a copy") -> Host:
         fork.check_process()
@@ -266,15 +272,16 @@ class Group:
         return [self._member(actor).name for actor in actors]
 
     def _member(self, target: Any) -> Member:
-        if isinstance(target, Member):
-            target = target.name
-        elif isinstance(target, ActorHandle):
-            target = ray_internals.actor_id_of(target)
-        for member in self.members:
-            if target in (member.name, member.rank, member.actor_id):
-                return member
-        names = ", ".join(f"{member.name} ({member.rank})" for member in self.members)
-        raise NotAMember(f"{target!r} is not in group {self.name!r}; its members: {names}")
+        members = self.members
+        actors = [member.actor_id and ray_internals.key_of_actor(member.actor_id) for member in members]
+        by_key = {
+            key: member
+            for member, actor in zip(members, actors, strict=True)
+            for key in keys_of(member.rank, member.name, actor)
+        }
+        return find(
+            target, by_key, lambda: described(f"group {self.name!r}", ((each.rank, each.name) for each in members))
+        )
 
     def __enter__(self) -> Group:
         return self
@@ -323,6 +330,7 @@ def get_group(name: str = "default") -> Group:
     raise NotAMember(f"this process is in no group {name!r} (known here: {', '.join(known) or 'none'})")
 
 
+@takes_timeout
 def init_group(
     actors: Sequence[Any] | Mapping[str, Any],
     *,
@@ -330,7 +338,7 @@ def init_group(
     config: GroupConfig | None = None,
     include_driver: bool = False,
     detached: bool = False,
-    timeout_s: float = 60,
+    timeout: float = 60,
 ) -> Group:
     """Join running Ray actors into a group whose members call each other directly.
 
@@ -344,11 +352,12 @@ def init_group(
             this process: restarted actors still return, and any later driver of the cluster can get the group with
             ``get_group(name)``, change it or end it. Its members should be detached actors, as Ray ends other actors
             with their driver. Without ``shutdown`` the group lasts as long as the cluster.
-        timeout_s: seconds until BootstrapError names the members that did not answer. A sync actor answers between its
+        timeout: seconds until BootstrapError names the members that did not answer. A sync actor answers between its
             methods.
 
-    Blocks until every member can reach every other. On any error, members that had joined leave again, and a later
-    ``init_group`` of the same actors works.
+    Blocks until every member can reach every other. After 3 s, and then every 10 s, it says whom it waits for and why
+    ("a_3: pending resources {GPU: 1}"): in one line of a terminal, elsewhere in the log. On any error, members that had
+    joined leave again, and a later ``init_group`` of the same actors works.
 
     Raises ConfigurationError for a request that cannot work (empty list, duplicates, no handle, invalid device map) and
     BootstrapError for members that are dead, busy, unreachable, or in another group.
@@ -364,10 +373,10 @@ def init_group(
         )
     participants = participants_of(actors, include_driver)
     _check_name(name)
-    check_timeout(timeout_s)
-    device_map.given_maps(config, list(participants))
+    check_timeout(timeout)
+    config = with_named_maps(config, participants)
     forming: Callable[..., Host] = form_detached if detached else form
-    host = forming(name, config, participants, timeout_s)
+    host = forming(name, config, participants, timeout)
     try:
         info = host.info
         group = _groups[name] = Group(info, host)

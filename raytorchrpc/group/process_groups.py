@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raytorchrpc.calls.current import process_member
+from raytorchrpc.calls.options import takes_timeout
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.group.control_connections import Answers, Arguments, ControlConnections
 from raytorchrpc.group.roster import Roster
@@ -30,20 +31,22 @@ if TYPE_CHECKING:
 _GIVE_UP_S = 1.0
 
 
-def process_group(*, timeout_s: float = 0.0) -> dist.ProcessGroup:
+@takes_timeout
+def process_group(*, timeout: float = 0.0) -> dist.ProcessGroup:
     """This member's torch.distributed process group, created by ``Group.process_group``.
 
     It is torch's default one (``torch.distributed.group.WORLD``), so DDP, FSDP and ``init_device_mesh`` find it by
-    themselves. Waits ``timeout_s`` seconds for one, as after the loss of a member; 0 does not wait.
+    themselves. Waits ``timeout`` seconds for one, as after the loss of a member; 0 does not wait.
 
     Raises ProcessGroupLost, with the cause, if there is none, and NotAMember outside a group.
     """
-    return collectives_of(process_member()).get(timeout_s)[0]
+    return collectives_of(process_member()).get(timeout)[0]
 
 
-def process_group_info(*, timeout_s: float = 0.0) -> ProcessGroupInfo:
+@takes_timeout
+def process_group_info(*, timeout: float = 0.0) -> ProcessGroupInfo:
     """Who is in this member's process group, and as which rank. Waits and raises as ``process_group``."""
-    return collectives_of(process_member()).get(timeout_s)[1]
+    return collectives_of(process_member()).get(timeout)[1]
 
 
 def check_backend(backend: Any, endpoints: Mapping[str, Endpoint]) -> None:

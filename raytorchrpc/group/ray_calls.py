@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
+import sys
 import threading
 import time
 import uuid
@@ -37,6 +39,9 @@ _RESTART_POLL_S = 0.05
 #: is asked again after so long (seconds).
 _ASK_AGAIN_S = 2.0
 
+#: When a group that forms first says whom it waits for, how often then, and how many members it names (seconds).
+_FIRST_NOTICE_S, _NOTICE_S, _NAMED = 3.0, 10.0, 8
+
 #: Generations of groups that this process has ended. Their members may not have left yet.
 ended_here: deque[str] = deque(maxlen=1024)
 
@@ -49,13 +54,30 @@ def call_all(
     *,
     fail_fast: bool = False,
     retry_restarting: bool = False,
+    notice: WaitingNotice | None = None,
 ) -> Answers:
     """Run ``function(instance, *arguments[name])`` at every named member; this process has the handle None.
 
     Returns results and failures by name; TimeoutError stands for no answer by the deadline. With ``fail_fast`` the
     first failure ends the wait, and members that have not answered are in neither. With ``retry_restarting`` an actor
-    that is restarting is called again.
+    that is restarting is called again. ``notice`` says meanwhile whom this waits for.
     """
+    try:
+        return _call_all(handles, function, arguments, deadline, fail_fast, retry_restarting, notice)
+    finally:
+        if notice is not None:
+            notice.clear()
+
+
+def _call_all(
+    handles: Mapping[str, Any],
+    function: Callable[..., Any],
+    arguments: Arguments,
+    deadline: float,
+    fail_fast: bool,
+    retry_restarting: bool,
+    notice: WaitingNotice | None,
+) -> Answers:
     results: dict[str, Any] = {}
     failures: dict[str, Exception] = {}
     pending: dict[Any, str] = {}
@@ -73,7 +95,11 @@ def call_all(
                 failures[member] = error
     while pending and not (fail_fast and failures):
         remaining = max(0.0, deadline - time.monotonic())
-        ready, _ = ray.wait(list(pending), num_returns=1, timeout=remaining)
+        until_notice = math.inf if notice is None else notice.due_in()
+        ready, _ = ray.wait(list(pending), num_returns=1, timeout=min(remaining, until_notice))
+        if not ready and notice is not None and until_notice < remaining:
+            notice.give({member: handles[member] for member in pending.values()})
+            continue
         if not ready:
             failures.update({member: TimeoutError("no answer") for member in pending.values()})
             break
@@ -92,6 +118,63 @@ def call_all(
     for reference in pending:
         _ignore_error(reference)
     return results, failures
+
+
+class WaitingNotice:
+    """Says whom a group that forms waits for, and why: after 3 s, and then every 10 s.
+
+    On a terminal it rewrites one line; elsewhere it is logged.
+    """
+
+    def __init__(self, group: str) -> None:
+        self._group, self._since = group, time.monotonic()
+        self._due = self._since + _FIRST_NOTICE_S
+        self._has_line = False
+
+    def due_in(self) -> float:
+        """Seconds until the next notice."""
+        return max(0.0, self._due - time.monotonic())
+
+    def give(self, handles: Mapping[str, Any]) -> None:
+        """Name these members. ``handles``: by name."""
+        self._due = time.monotonic() + _NOTICE_S
+        shown = dict(list(handles.items())[:_NAMED])
+        try:
+            running = ray_internals.running_methods()
+        except Exception as error:  # Ray may not keep task events
+            logger.debug("Ray does not say what its actors run: %s", error)
+            running = {}
+        reasons = "; ".join(f"{name}: {_why_silent(handle, running)}" for name, handle in shown.items())
+        more = f"; and {len(handles) - len(shown)} more" if len(handles) > len(shown) else ""
+        text = f"group {self._group!r}, after {time.monotonic() - self._since:.0f} s, waits for {reasons}{more}"
+        if sys.stderr.isatty():
+            columns = shutil.get_terminal_size().columns
+            print(f"\r\x1b[K{text[: columns - 1]}", end="", file=sys.stderr, flush=True)
+            self._has_line = True
+        else:
+            logger.warning("%s", text)
+
+    def clear(self) -> None:
+        """Erase the line on a terminal."""
+        if self._has_line:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self._has_line = False
+
+
+def _why_silent(handle: Any, running: Mapping[str, str]) -> str:
+    """Why an actor does not answer. ``running``: see ``ray_internals.running_methods``."""
+    actor_id = ray_internals.actor_id_of(handle)
+    state, method = ray_internals.actor_state(actor_id).state, running.get(actor_id)
+    if method is not None:  # ours: its process imports this package first
+        return "loading raytorchrpc" if method == "__ray_call__" else f"busy in {method}"
+    if state == "ALIVE":
+        return "starting or busy"
+    if state == "RESTARTING":
+        return "restarting"
+    if state == "DEPENDENCIES_UNREADY":
+        return "waiting for the arguments of its __init__"
+    needs = ", ".join(f"{name}: {amount:g}" for name, amount in ray_internals.required_resources(actor_id).items())
+    return f"pending resources {{{needs}}}" if needs else "starting"
 
 
 def ask_to_leave(roster: Roster, handles: Mapping[str, Any]) -> None:

@@ -13,13 +13,14 @@ from typing import Any, ClassVar, TypeVar
 from raytorchrpc.calls import guests, rejoin
 from raytorchrpc.calls import waiting as _waiting
 from raytorchrpc.calls.current import current_local, process_member
+from raytorchrpc.calls.event_loops import on_loop, refuse_on_loop
 from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.scope import current_scope
 from raytorchrpc.calls.services import DeferredReply, WaitableReply, builtin_services
-from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, PeerLost, RpcTimeout
+from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.home import FIND, OPEN, find
 from raytorchrpc.process.deadlines import Deadlines
 
@@ -31,6 +32,9 @@ ANSWER_S = 0.5
 #: How long an operation with timeout 0 waits for the home's answer (seconds).
 _ANSWER_NOW_S = 1.0
 
+#: What to use on an event loop.
+_REMEDY = "a coroutine (`aget`, `aput`, `apublish`, `apull`, `async for`), or `await asyncio.to_thread(...)`"
+
 #: An operation as a generator: it yields what it has to wait for, and is sent the result.
 Steps = Generator["Future[Any] | DeferredReply", Any, T]
 #: Identify requests of this process.
@@ -40,8 +44,30 @@ request_ids = itertools.count(1)
 # --- running operations --------------------------------------------------------------------------------------
 
 
+class _Blocking(threading.local):
+    """Whether this thread runs an operation that would block its event loop."""
+
+    a_loop = False
+
+
+_blocking = _Blocking()
+
+
 def run(steps: Steps[T]) -> T:
-    """Run an operation on this thread. Blocks, and lets other methods of a sync actor run meanwhile."""
+    """Run an operation on this thread. Blocks, and lets other methods of a sync actor run meanwhile.
+
+    On an event loop, an operation that has to wait raises RayTorchRpcError, before it sends anything.
+    """
+    if not on_loop():
+        return _run(steps)
+    before, _blocking.a_loop = _blocking.a_loop, True
+    try:
+        return _run(steps)
+    finally:
+        _blocking.a_loop = before
+
+
+def _run(steps: Steps[T]) -> T:
     try:
         pending = next(steps)
         while True:
@@ -62,6 +88,12 @@ def _wait(pending: Future[Any] | DeferredReply) -> Any:
             return pending.wait()
         finally:
             del pending
+    if _blocking.a_loop and not pending.done():
+        try:
+            refuse_on_loop("an operation that has to wait", _REMEDY)
+        except RayTorchRpcError:
+            pending.cancel()
+            raise
     _waiting.wait_serving(WaitableReply(pending), MAX_TIMEOUT_S)  # its deadline settles it
     return pending.outcome()
 
@@ -103,7 +135,7 @@ def begin(timeout: float | None = None, home: str | None = None) -> Steps[tuple[
     except NotAMember as error:
         if home is None:
             raise
-        hint = "a driver may use queues and topics of a detached group after get_group(name)"
+        hint = "a driver may use queues, topics and weights of a detached group after get_group(name)"
         raise NotAMember(f"{error}; {hint}") from None
     local = yield awaited
     return local, max(0.0, _wait_limit(local, timeout) - (time.monotonic() - since))
@@ -112,6 +144,29 @@ def begin(timeout: float | None = None, home: str | None = None) -> Steps[tuple[
 def _as_guest(home: Any) -> tuple[LocalMember, Member] | None:
     """See ``calls.guests.OwnGroups.find``."""
     return None if guests.own_groups is None else guests.own_groups.find(home)
+
+
+def _groups_of_guest() -> list[LocalMember]:
+    return [] if guests.own_groups is None else guests.own_groups.everywhere()
+
+
+def member_name(target: Any, argument: str) -> str:
+    """The name of the member that ``target`` stands for: a name, rank or handle, or a Member.
+
+    In this process's group, or in those that it formed or fetched. Where it has no group, a name is taken as it is.
+    Raises NotAMember, and ConfigurationError naming ``argument``.
+    """
+    local = current_local()
+    if local is not None:
+        return local.peers.route(target).member.name
+    if isinstance(target, Member):
+        return target.name
+    if isinstance(target, str) and not target.isdecimal():
+        return target
+    found = _as_guest(target)
+    if found is None:
+        raise ConfigurationError(f"this process is in no group, so {argument}= takes members' names, not {target!r}")
+    return found[1].name
 
 
 def _wait_limit(local: LocalMember, timeout: float | None) -> float:
@@ -166,8 +221,6 @@ class Handle:
     """
 
     kind: ClassVar[str]
-    for_guests: ClassVar[bool] = False
-    """Processes that are no members can use it; see ``calls.guests``."""
 
     def __init__(self, name: str, home: Any, settings: Any) -> None:
         """Create the object if this process is its home, else when the handle is first used.
@@ -184,17 +237,11 @@ class Handle:
         if local is None and home is None:
             with contextlib.suppress(NotAMember):
                 local = process_member()
-        if local is not None:
-            home = local.me.name if home is None else local.peers.route(home).member.name
-        elif isinstance(home, Member):
-            home = home.name
-        elif not isinstance(home, str):
-            found = _as_guest(home) if self.for_guests and home is not None else None
-            if found is None:
-                raise ConfigurationError(
-                    f"{self.kind} {name!r} needs a home: this process is in no group, so pass home='a member's name'"
-                )
-            home = found[1].name
+        if local is None and home is None:
+            raise ConfigurationError(
+                f"{self.kind} {name!r} needs a home: this process is in no group, so pass home='a member's name'"
+            )
+        home = local.me.name if local is not None and home is None else member_name(home, "home")
         self._set_state(name, home, settings, None)
         if local is not None and local.me.name == home:
             run(self._bind(local))
@@ -211,8 +258,9 @@ class Handle:
         Asks every member of the group and blocks until they have answered, at most ``timeout`` seconds. Raises
         NotFound if no member has the object.
         """
+        refuse_on_loop(f"{cls.__name__}.find", f"`await asyncio.to_thread(raytorchrpc.{cls.__name__}.find, {name!r})`")
         local = current_local()
-        searched = [local] if local is not None else cls._groups_of_guest() or [process_member(timeout)]
+        searched = [local] if local is not None else _groups_of_guest() or [process_member(timeout)]
         silent: list[str] = []
         for local in searched:
             if (handle := cls._find_in(local, name, timeout, silent)) is not None:
@@ -220,10 +268,6 @@ class Handle:
         groups = " or ".join(repr(local.group) for local in searched)
         unheard = f"; {', '.join(silent)} did not answer" if silent else ""
         raise NotFound(f"no member of group {groups} has a {cls.kind} {name!r}{unheard}")
-
-    @classmethod
-    def _groups_of_guest(cls) -> list[LocalMember]:
-        return guests.own_groups.everywhere() if cls.for_guests and guests.own_groups is not None else []
 
     @classmethod
     def _find_in(cls: type[H], local: LocalMember, name: str, timeout: float | None, silent: list[str]) -> H | None:
@@ -270,6 +314,9 @@ class Handle:
         return f"<raytorchrpc.{type(self).__name__} {self._name!r} in {self._home!r}>"
 
     # --- for subclasses ------------------------------------------------------------------------------------------
+
+    def _begin(self, timeout: float | None = None) -> Steps[tuple[LocalMember, float]]:
+        return begin(timeout, self._home)
 
     @property
     def _lives_with(self) -> tuple[str, ...]:
@@ -327,6 +374,8 @@ class Handle:
         self, local: LocalMember, service: str, args: tuple[Any, ...], wait_s: float | None, **options: Any
     ) -> Future[Any]:
         """Send a request to the home, which is another member."""
+        if _blocking.a_loop:
+            refuse_on_loop(f"{self.kind} {self._name!r}: waiting for its home {self._home!r}", _REMEDY)
         timeout = None if wait_s is None else _answer_timeout(wait_s)
         try:
             return Future(local.outgoing.call(self._home, service, args, {}, CallOptions(timeout, retry=0, **options)))

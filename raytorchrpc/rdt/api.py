@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls.event_loops import refuse_on_loop
 from raytorchrpc.process import threads
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ def wait(*refs: Any, timeout: float | None = None) -> None:
     """
     import ray
 
+    if timeout != 0:
+        refuse_on_loop("raytorchrpc.rdt.wait", "`await asyncio.to_thread(raytorchrpc.rdt.wait, *refs)`")
     until = None if timeout is None else time.monotonic() + timeout
     done, missing = ray.wait(list(refs), num_returns=len(refs), timeout=timeout, fetch_local=False)
     for ref in done:

@@ -17,15 +17,15 @@ result: a CPU tensor on the peer may also come from a CPU tensor here.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.errors import ConfigurationError, NotAMember
 from raytorchrpc.tensors.devices import CPU, Device
 from raytorchrpc.topology.endpoint import Endpoint
 
-Peer = str | int
+Peer = Any  # a member's name, its rank, an actor handle or a Member
 Pairs = tuple[tuple[Device, Device], ...]
 
 _ENTRY = re.compile(r"(\d+)_(\d+|cpu)_(\d+|cpu)")
@@ -35,7 +35,7 @@ _SHAPE = "expected <peer rank>_<local gpu>_<peer gpu>, e.g. 1_0_1, with cpu in p
 class DeviceMap:
     """The maps of one member: peer -> {local GPU: peer GPU}, with "cpu" in place of a GPU to cross.
 
-    Peers are member names or ranks; ``named`` replaces ranks by names. Immutable, hashable and picklable.
+    Peers are names, ranks, actor handles or Members; a group replaces them by names. Immutable, hashable, picklable.
     """
 
     _entries: tuple[tuple[Peer, Pairs], ...]
@@ -76,7 +76,7 @@ class DeviceMap:
 
     @classmethod
     def from_dict(cls, value: Mapping[Any, Any]) -> DeviceMap:
-        """Read ``{peer name or rank: {local gpu: peer gpu}}``; a GPU is 0, "0", "cuda:0" or torch.device.
+        """Read ``{peer: {local gpu: peer gpu}}``; a GPU is 0, "0", "cuda:0" or torch.device.
 
         In place of a GPU, "cpu" crosses: ``{"learner": {"cpu": 0}}``, ``{"learner": {0: "cpu"}}``.
 
@@ -84,8 +84,6 @@ class DeviceMap:
         """
         entries: dict[Peer, dict[Device, Device]] = {}
         for peer, pairs in value.items():
-            if isinstance(peer, bool) or not isinstance(peer, (str, int)):
-                raise ConfigurationError(f"device map: peer {peer!r} is neither a member's name nor its rank")
             if not isinstance(pairs, Mapping):
                 raise ConfigurationError(
                     f"device map for peer {peer!r}: expected {{local gpu: peer gpu}}, got {pairs!r}"
@@ -150,23 +148,18 @@ class DeviceMap:
         """The dict form that ``from_dict`` reads."""
         return {peer: dict(pairs) for peer, pairs in self._entries}
 
-    def named(self, members: Sequence[str], owner: str = "") -> DeviceMap:
-        """The same map with every rank replaced by the member's name.
-
-        Raises ConfigurationError naming ``owner``, the peer and the known members if there is none such.
-        """
+    def named(self, name_of: Callable[[Any], str], owner: str = "") -> DeviceMap:
+        """The same map with the name of each peer, ``name_of(peer)``. Raises ConfigurationError naming ``owner``."""
         where = f"device map of {owner or 'a member'}"
         entries: dict[str, dict[Device, Device]] = {}
         for peer, pairs in self._entries:
-            name = _member(peer, members)
-            if name is None:
-                raise ConfigurationError(f"{where}: no member {peer!r} ({_known(members)})")
+            name = _name(peer, name_of, where)
             mapped = entries.setdefault(name, {})
             for local, target in pairs:
                 if mapped.setdefault(local, target) != target:
                     raise ConfigurationError(
                         f"{where}: {_label(local)} is mapped to both {_label(mapped[local])} and {_label(target)} of "
-                        f"{name} (given by name and by rank)"
+                        f"{name} (given by name, rank or handle)"
                     )
         return DeviceMap(entries)
 
@@ -218,20 +211,19 @@ def gpu_count(side: Endpoint | int) -> int:
     return len(side.gpus) if side.wants_gpu else 0
 
 
-def given_maps(config: GroupConfig, members: Sequence[str]) -> dict[str, DeviceMap]:
-    """The maps that the configuration gives, read and with peers by name; needs no evidence.
+def given_maps(config: GroupConfig, name_of: Callable[[Any], str]) -> dict[str, DeviceMap]:
+    """The maps that the configuration gives, read, by names of members; needs no evidence.
 
-    Raises ConfigurationError for a malformed map (where), an unknown member or one that is given twice.
+    ``name_of(target)``: the name of the member that a key stands for. Raises ConfigurationError for a malformed map
+    (where), an unknown member or one that is given twice.
     """
     given: dict[str, DeviceMap] = {}
     for key, value in (config.device_maps or {}).items():
-        owner = _member(key, members)
-        if owner is None:
-            raise ConfigurationError(f"device_maps: no member {key!r} ({_known(members)})")
+        owner = _name(key, name_of, "device_maps")
         if owner in given:
-            raise ConfigurationError(f"device_maps: {owner!r} is given twice, by name and by rank")
+            raise ConfigurationError(f"device_maps: {owner!r} is given twice, by name, rank or handle")
         try:
-            given[owner] = DeviceMap.of(value).named(members, owner)
+            given[owner] = DeviceMap.of(value).named(name_of, owner)
         except ConfigurationError as error:
             raise ConfigurationError(f"device_maps[{key!r}]: {error}") from error
     return given
@@ -243,7 +235,7 @@ def resolve(
     """Every member's device map, checked against the GPUs of both sides, with peers by name.
 
     Args:
-        config: ``device_maps`` (by member name or rank) and ``local_devices``.
+        config: ``device_maps``, as ``given_maps`` returns them, and ``local_devices``.
         members: names in rank order.
         endpoints: each member's endpoint, or its number of GPUs.
 
@@ -252,12 +244,12 @@ def resolve(
     one direction of a pair, or two that are not each other's inverse, is fine: a result always goes back
     through the inverse of the map its request came by.
 
-    Raises ConfigurationError naming the member, the peer and the entry: an unknown member or peer, a GPU
-    that does not exist on either side, two GPUs sent to one, a map to oneself that is not the identity, a map by
-    which CPU tensors arrive on a GPU and CUDA tensors on the CPU.
+    Raises ConfigurationError naming the member, the peer and the entry: a GPU that does not exist on either side, two
+    GPUs sent to one, a map to oneself that is not the identity, a map by which CPU tensors arrive on a GPU and CUDA
+    tensors on the CPU.
     """
     sides = {name: endpoints[name] for name in members}
-    maps = given_maps(config, members)
+    maps = {owner: DeviceMap.of(given) for owner, given in (config.device_maps or {}).items()}
     generated = [name for name in members if name not in maps]
     most = max((gpu_count(sides[name]) for name in generated), default=0)
     missing = [index for index in config.local_devices or () if not 0 <= index < most]
@@ -319,15 +311,8 @@ def _device(device: Any, peer: Peer) -> Device:
     return int(match[1]) if match[1] else CPU
 
 
-def _member(key: Peer, members: Sequence[str]) -> str | None:
-    """A member's name from its name or rank. A name wins over a rank spelt the same way (JSON has both as text)."""
-    if isinstance(key, str) and (key in members or not key.isdecimal()):
-        return key if key in members else None
-    rank = int(key)
-    return members[rank] if 0 <= rank < len(members) else None
-
-
-def _known(members: Sequence[str]) -> str:
-    shown = ", ".join(f"{rank}: {name}" for rank, name in enumerate(members[:16]))
-    rest = f", ... {len(members) - 16} more" if len(members) > 16 else ""
-    return f"members: {shown}{rest}" if members else "no members are known"
+def _name(target: Any, name_of: Callable[[Any], str], where: str) -> str:
+    try:
+        return name_of(target)
+    except NotAMember as error:
+        raise ConfigurationError(f"{where}: {error}") from error

@@ -402,7 +402,7 @@ def running(
     settings = {"shm_bytes": 80 << 20, "rpc_timeout_s": 10, **LANES[route], **config}
     try:
         with rtr.init_group(
-            actors, name=f"faults-{seed}", config=rtr.GroupConfig(**settings), timeout_s=PATIENCE_S
+            actors, name=f"faults-{seed}", config=rtr.GroupConfig(**settings), timeout=PATIENCE_S
         ) as group:
             run = kind(group, actors, board, log, seed, hand or Here())
             run.pooled = settings["shm_bytes"] if route == "nixl" else 0

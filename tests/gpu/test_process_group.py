@@ -119,7 +119,7 @@ def test_a_member_that_is_killed_ends_it_and_the_next_one_works(pair: list[Any])
     with rtr.init_group(dict(zip("ab", pair, strict=True))) as group:
         news: queue.Queue[Any] = queue.Queue()
         group.on_change(news.put)
-        group.process_group("nccl", collective_timeout_s=60)
+        group.process_group("nccl", collective_timeout=60)
         assert at_all(pair, reduced) == [3.0, 3.0]
         under_way = pair[0].run.remote(never_met)
         assert not ray.wait([under_way], timeout=1)[0]

@@ -150,14 +150,6 @@ class AsyncRetried:
         assert me == rtr.current_member() and me.incarnation > 0
         return doubled, item, ticks, time.monotonic() - begun
 
-    async def on_the_loop(self, marker: str) -> Any:
-        """Blocks the loop, as rpc_sync does on one."""
-        doubled = rtr.rpc_sync("peer", timeout=40).double(21)
-        future = rtr.rpc_async("peer", timeout=40).double(1)
-        if first_time(marker):
-            os._exit(1)
-        return doubled, future.result()
-
 
 class Alone:
     """In no group."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import re
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raytorchrpc as rtr
+from raytorchrpc.group import ray_calls
 from raytorchrpc.tensors.cuda_streams import check_mapped
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
@@ -134,8 +136,8 @@ def test_a_request_that_cannot_work_is_refused(peers: list[Any], make: Callable[
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"timeout_s": 0}, "timeout_s must be above 0"),
-        ({"timeout_s": -1}, "timeout_s must be above 0"),
+        ({"timeout": 0}, "timeout must be above 0"),
+        ({"timeout": -1}, "timeout must be above 0"),
         ({"name": ""}, "group's name is a non-empty string"),
         ({"name": 7}, "group's name is a non-empty string"),
         ({"config": rtr.GroupConfig(transports=["carrier_pigeon"])}, "carrier_pigeon"),
@@ -151,7 +153,7 @@ def test_an_option_that_cannot_work_is_refused(peers: list[Any], options: dict[s
 
 @pytest.mark.parametrize(
     "options",
-    [{"config": {"rpc_timeout_s": 5}}, {"timeout_s": None}, {"timeout_s": "5"}, {"timeout_s": float("inf")}],
+    [{"config": {"rpc_timeout_s": 5}}, {"timeout": None}, {"timeout": "5"}, {"timeout": float("inf")}],
 )
 def test_an_option_of_the_wrong_type_is_refused(peers: list[Any], options: dict[str, Any]) -> None:
     with pytest.raises(rtr.ConfigurationError):
@@ -178,8 +180,8 @@ def test_a_misspelt_setting_in_the_environment_is_refused(peers: list[Any], monk
         ({"a": {"b": {"cpu": 0}}}, "map of a to b, entry cpu -> 0: b has no GPU 0"),
         ({"a": "1_0_cpu"}, "map of a to b, entry 0 -> cpu: a has no GPU 0"),
         ({"a": 7}, "a device map is a DeviceMap, its text form or"),
-        ({"nobody": "1_0_0"}, "no member 'nobody'"),
-        ({"a": "9_0_0"}, "no member 9"),
+        ({"nobody": "1_0_0"}, "'nobody' is not in the group; its members: a"),
+        ({"a": "9_0_0"}, "9 is not in the group"),
         ({"a": "1_0_0"}, "map of a to b, entry 0 -> 0: a has no GPU 0"),
     ],
 )
@@ -193,7 +195,7 @@ def test_a_bad_device_map_says_where(peers: list[Any], maps: dict[str, Any], sai
 def test_a_malformed_device_map_is_refused_before_any_actor_is_asked(spawn: Spawn) -> None:
     never_placed = spawn(Peer, num_gpus=5)
     with pytest.raises(rtr.ConfigurationError, match="malformed"):
-        rtr.init_group([never_placed], config=rtr.GroupConfig(device_maps={"peer_0": "1_0"}), timeout_s=0.2)
+        rtr.init_group([never_placed], config=rtr.GroupConfig(device_maps={"peer_0": "1_0"}), timeout=0.2)
 
 
 def test_a_map_to_a_gpu_that_does_not_exist(spawn: Spawn, peers: list[Any]) -> None:
@@ -248,22 +250,50 @@ def test_an_actor_whose_init_fails_is_named_with_its_error(spawn: Spawn, peers: 
 def test_an_actor_that_finds_no_resources_is_named(spawn: Spawn, peers: list[Any]) -> None:
     unplaced = spawn(Peer, num_gpus=5)
     with pytest.raises(rtr.BootstrapError, match=r"'b': no answer within 2 s .*waiting for resources") as raised:
-        rtr.init_group({"a": peers[0], "b": unplaced}, timeout_s=2)
+        rtr.init_group({"a": peers[0], "b": unplaced}, timeout=2)
     assert raised.value.members == ("b",)
     assert_work(peers[:2])
+
+
+def test_it_says_meanwhile_whom_it_waits_for_and_why(
+    spawn: Spawn,
+    peers: list[Any],
+    latch: MakeLatch,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(ray_calls, "_FIRST_NOTICE_S", 2.0)  # Ray reports what runs once a second
+    gate, unplaced = latch(), spawn(Peer, num_gpus=5)
+    working = peers[0].busy.remote(gate)
+    held = gate.await_arrival()
+    members = {"a": peers[0], "b": unplaced, "c": peers[1]}
+    with pytest.raises(rtr.BootstrapError, match=r"'a': no answer"):
+        rtr.init_group(members, timeout=2.5)
+    (notice,) = [record.getMessage() for record in caplog.records if record.name == ray_calls.__name__]
+    assert re.fullmatch(
+        r"group 'default', after 2 s, waits for a: busy in busy; b: pending resources \{.*GPU: 5.*\}", notice
+    )
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with pytest.raises(rtr.BootstrapError):
+        rtr.init_group(members, timeout=2.5)
+    line = capsys.readouterr().err
+    assert line.startswith("\r\x1b[Kgroup 'default', after") and line.endswith("\r\x1b[K") and "\n" not in line
+    gate.release(held)
+    ray.get(working, timeout=60)
 
 
 def test_an_actor_that_can_never_be_placed_is_named(spawn: Spawn, peers: list[Any]) -> None:
     nowhere = spawn(Peer, scheduling_strategy=NodeAffinitySchedulingStrategy("ab" * 28, soft=False))
     with pytest.raises(rtr.BootstrapError, match=r"'b'.*not schedulable"):
-        rtr.init_group({"a": peers[0], "b": nowhere}, timeout_s=5)
+        rtr.init_group({"a": peers[0], "b": nowhere}, timeout=5)
 
 
 def test_an_actor_whose_queue_is_full_is_named(spawn: Spawn, peers: list[Any], latch: MakeLatch) -> None:
     full = spawn(Peer, max_pending_calls=1)
     full.busy.remote(latch())
     with pytest.raises(rtr.BootstrapError, match="'b'"):
-        rtr.init_group({"a": peers[0], "b": full}, timeout_s=5)
+        rtr.init_group({"a": peers[0], "b": full}, timeout=5)
 
 
 def test_an_actor_that_is_in_a_group_is_refused_until_that_one_ends(peers: list[Any]) -> None:
@@ -293,7 +323,7 @@ def test_a_busy_member_is_named_and_the_others_are_free_at_once(peers: list[Any]
     working = busy.busy.remote(gate)
     start = time.monotonic()
     with pytest.raises(rtr.BootstrapError, match=r"'c': no answer within 2 s .*between its methods") as raised:
-        rtr.init_group({"a": a, "b": b, "c": busy}, timeout_s=2)
+        rtr.init_group({"a": a, "b": b, "c": busy}, timeout=2)
     assert raised.value.members == ("c",)
     assert time.monotonic() - start < 20
     assert_work([a, b])
@@ -314,7 +344,7 @@ def test_a_member_that_gets_busy_while_the_group_forms(spawn: Spawn, peers: list
 
     def form() -> None:
         try:
-            rtr.init_group({"early": early, "late": late, "third": peers[1]}, timeout_s=1.5)
+            rtr.init_group({"early": early, "late": late, "third": peers[1]}, timeout=1.5)
         except Exception as error:
             errors.append(error)
 
@@ -351,7 +381,7 @@ def test_a_member_that_dies_while_the_group_forms(spawn: Spawn, peers: list[Any]
 
     ray.get(doomed.run.remote(die_when_the_agent_starts))
     with pytest.raises(rtr.BootstrapError, match="'doomed'"):
-        rtr.init_group({"a": peers[0], "doomed": doomed, "b": peers[1]}, timeout_s=40)
+        rtr.init_group({"a": peers[0], "doomed": doomed, "b": peers[1]}, timeout=40)
     assert_work(peers[:2])
 
 
@@ -495,7 +525,7 @@ def test_a_slow_threaded_member_that_was_rolled_back_keeps_nothing(
     gate = latch()
     ray.get(slow.run.remote(at_class_look_up, gate.pass_through))
     with pytest.raises(rtr.BootstrapError, match="'slow': no answer"):
-        rtr.init_group({"a": peers[0], "slow": slow}, timeout_s=1)
+        rtr.init_group({"a": peers[0], "slow": slow}, timeout=1)
     ray.get(slow.run.remote(at_class_look_up, None))
     gate.open()
     ray.get(slow.run.remote(wait_for_the_last_step))
@@ -585,8 +615,8 @@ def error_of_the_call() -> BaseException | None:
         ("nobody", "'nobody' is not in group 'default'; its members: a .0., b .1."),
         (7, "7 is not in group"),
         (-1, "-1 is not in group"),
-        (None, "None is not a call target: pass an actor handle"),
-        (1.5, "1.5 is not a call target"),
+        (None, "None does not name a member: pass an actor handle"),
+        (1.5, "1.5 does not name a member"),
     ],
 )
 def test_an_unknown_target_is_told_who_there_is(pair: tuple[Any, Any], target: Any, said: str) -> None:

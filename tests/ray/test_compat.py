@@ -22,7 +22,8 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.tensors.codec import Codec
-from tests.ray.actors import Peer
+from tests.conformance.peers import wait_until
+from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.plain import Plain
 
@@ -309,3 +310,17 @@ def test_a_handle_says_whether_its_actor_may_receive_tensors(spawn: Spawn) -> No
     handles = [spawn(kind) for kind in kinds]
     assert all(hasattr(handle, "_ray_enable_tensor_transport") for handle in handles)
     assert [ray_internals.may_receive(handle) for handle in handles] == [False, True]
+
+
+def test_what_an_actor_waits_for_and_runs(spawn: Spawn, latch: Callable[[], Latch]) -> None:
+    """Task events and the actor's required resources (``state._get_all_task_events``), for the notice of init_group."""
+    unplaced, busy, gate = spawn(Peer, num_gpus=5), spawn(Peer), latch()
+    running = busy.busy.remote(gate)
+    held = gate.await_arrival()
+    assert ray_internals.required_resources(ray_internals.actor_id_of(unplaced))["GPU"] == 5
+    assert ray_internals.required_resources(ray_internals.actor_id_of(busy)) == {}
+    actor_id = ray_internals.actor_id_of(busy)
+    assert wait_until(lambda: ray_internals.running_methods().get(actor_id) == "busy", 20), "Ray reports once a second"
+    gate.release(held)
+    ray.get(running, timeout=60)
+    assert wait_until(lambda: actor_id not in ray_internals.running_methods(), 20)

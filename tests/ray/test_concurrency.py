@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import time
@@ -324,40 +325,26 @@ async def _via(me: str, depth: int) -> int:
 
 
 @pytest.mark.parametrize("how", ["run", "arun", "crun"])
-@pytest.mark.parametrize("verb", ["rpc_sync", "rpc_async"])
-def test_a_blocking_call_on_a_loop_that_is_called_back_fails_with_the_remedy(
-    members: Members, how: str, verb: str
-) -> None:
-    start = time.monotonic()
-    result = ray.get(getattr(members.handles["async"], how).remote(_block, "async", verb), timeout=60)
-    assert "await rpc_async" in result
+def test_what_would_block_a_loop_is_refused_with_the_remedy(members: Members, latch: MakeLatch, how: str) -> None:
+    """In an async actor, called through Ray or directly."""
+    remedies = ["await raytorchrpc.rpc_async(target).double(...)", "await future", "await future"]
+    assert ray.get(getattr(members.handles["async"], how).remote(_block, latch()), timeout=60) == remedies
     if how != "run":
-        result = members.in_("caller", lambda: getattr(rtr.rpc_sync("async"), how)(_block, "async", verb))
-        assert "await rpc_async" in result
-    assert time.monotonic() - start < 25
+        gate = latch()
+        assert members.in_("caller", lambda: getattr(rtr.rpc_sync("async"), how)(_block, gate)) == remedies
     assert members.in_("caller", lambda: rtr.rpc_sync("async").double(2)) == 4  # the loop goes on
 
 
-async def _block(me: str, verb: str) -> str:
-    def back() -> Any:
-        return rtr.rpc_sync(me).double(1)
-
-    try:
-        if verb == "rpc_sync":
-            rtr.rpc_sync("other").give(back)
-        else:
-            rtr.rpc_async("other").give(back).wait()
-    except rtr.RayTorchRpcError as error:
-        return str(error)
-    return "it worked"
-
-
-def test_a_blocking_call_on_a_loop_that_nobody_calls_back_works(members: Members) -> None:
-    async def block() -> Any:
-        return rtr.rpc_sync("other").double(4)
-
-    for how in ("run", "arun"):
-        assert ray.get(getattr(members.handles["async"], how).remote(block), timeout=60) == 8
+async def _block(gate: Latch) -> list[str]:
+    future = rtr.rpc_async("a").hold(gate)
+    remedies = []
+    for block in (lambda: rtr.rpc_sync("other").double(1), future.wait, lambda: future.result(5)):
+        with pytest.raises(rtr.RayTorchRpcError, match="would block this thread's event loop") as refused:
+            block()
+        remedies.append(str(refused.value).split("`")[1])
+    gate.release(await asyncio.to_thread(gate.await_arrival))
+    assert await future == future.result() == "released", "one that is done blocks nothing"
+    return remedies
 
 
 def test_an_async_actor_of_one_at_a_time(members: Members, latch: MakeLatch) -> None:

@@ -130,6 +130,6 @@ def test_a_detached_group_that_cannot_form_leaves_nothing(spawn: Spawn) -> None:
     ray.kill(gone)
     for _ in range(2):
         with pytest.raises(rtr.BootstrapError, match="'x'"):
-            rtr.init_group({"x": gone}, name="never", detached=True, timeout_s=20)
+            rtr.init_group({"x": gone}, name="never", detached=True, timeout=20)
     with pytest.raises(rtr.NotAMember):
         rtr.get_group("never")

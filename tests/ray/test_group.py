@@ -273,7 +273,7 @@ def test_stats_have_busy_members_too_and_name_methods_queues_and_weights(
         gate = latch()
         working = b.busy.remote(gate)
         arrived = gate.await_arrival()
-        stats = group.stats(timeout_s=10)
+        stats = group.stats(timeout=10)
         gate.release(arrived)
         ray.get(working)
     assert (stats.missing, {row.caller for row in stats}) == ((), {"a"})
@@ -408,7 +408,7 @@ def test_shutdown_does_not_wait_for_a_busy_member_which_leaves_later(
     group = rtr.init_group({"a": peers[0], "b": peers[1]}, name="busy one")
     gate = latch()
     working = peers[1].busy.remote(gate)
-    group.shutdown(timeout_s=2)
+    group.shutdown(timeout=2)
     assert "group 'busy one': leaving when their methods return: b" in caplog.text
     gate.open()
     ray.get(working)

@@ -32,7 +32,8 @@ def actors(spawn_for_module: Spawn) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
-    with rtr.init_group(actors, name="fed") as group:
+    maps = {actors["home"]: {actors["a"]: {}}, 1: rtr.DeviceMap.from_dict({0: {}})}
+    with rtr.init_group(actors, name="fed", config=rtr.GroupConfig(device_maps=maps)) as group:
         yield group
     assert not [thread.name for thread in threading.enumerate() if "guest" in thread.name]
 
@@ -71,6 +72,39 @@ def test_items_of_any_size_go_both_ways_while_the_home_is_busy(
     ray.get(busy, timeout=30)
 
 
+def test_a_member_can_be_named_in_any_form(group: rtr.Group, actors: dict[str, Any]) -> None:
+    """In the driver, which is no member, and in members."""
+    handle = actors["home"]
+    forms: list[Any] = [handle, "home", 0, "0", group.members[0]]
+
+    def homes(*forms: Any) -> set[str]:
+        stores = [rtr.WeightStore("w", home=form) for form in forms]
+        shared = [rtr.WeightStore("s", publishers=[form, "a"]) for form in forms]
+        assert {store.publishers for store in shared} == {("a", "home")}
+        return {handle.home for handle in (*stores, *(rtr.Queue("q", home=form) for form in forms))}
+
+    assert group.config.device_maps == {"home": rtr.DeviceMap(), "a": rtr.DeviceMap()}
+    assert {group.explain("a", form) for form in forms} == {group.explain("a", "home")}
+    assert {str(group.device_map(form, form)) for form in forms} == {"{}"}
+    with pytest.raises(rtr.NotAMember, match=r"'homer' is not in group 'fed'; its members: home \(0\), a \(1\)"):
+        group.remove(["homer"])
+    with pytest.raises(rtr.NotAMember, match="True does not name a member: pass an actor handle"):
+        group.explain(True, handle)
+    assert homes(*forms) == ray.get(actors["a"].run.remote(homes, *forms)) == {"home"}
+
+
+def test_a_driver_pulls_weights(actors: dict[str, Any]) -> None:
+    def publish(value: float) -> int:
+        return rtr.WeightStore("policy").publish({"w": torch.full((1 << 20,), value)})
+
+    store = rtr.WeightStore("policy", home=actors["home"])
+    assert store.version() == 0
+    model = {"w": torch.zeros(1 << 20)}
+    for version in (1, 2):
+        assert ray.get(actors["home"].run.remote(publish, float(version))) == store.wait(version) == version
+        assert store.pull(model) == version and model["w"].eq(version).all()
+
+
 def test_topics_and_find(actors: dict[str, Any]) -> None:
     topic = rtr.Topic("news", home="home")
     with topic.subscribe("latest") as mine:
@@ -101,7 +135,7 @@ def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(rtr.NotAMember, match="has a member 'nowhere': group 'fed' has home, a"):
         rtr.Queue("q", home="nowhere").put(1)
     with pytest.raises(rtr.NotAMember, match="include_driver=True"):
-        rtr.WeightStore("w", home="home").pull({})
+        rtr.WeightStore("w", home="home").publish({"w": torch.ones(1)})
     with pytest.raises(rtr.ConfigurationError, match="pass home="):
         rtr.Queue("q")
     with pytest.raises(rtr.ConfigurationError, match="maxsize=50, not maxsize=3"):

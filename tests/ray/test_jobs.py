@@ -53,7 +53,11 @@ def slow(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "variables", "message"),
     [
-        (["--address", "http://127.0.0.1:9"], {}, r"no Ray job server answers at http://127\.0\.0\.1:9: "),
+        (
+            ["--address", "http://127.0.0.1:9"],
+            {},
+            r"no Ray job server answers at http://127\.0\.0\.1:9: .*ray\[default\]",
+        ),
         ([], {"RAY_AUTH_TOKEN": None, "HOME": "/nonexistent"}, r"refused access .*RAY_AUTH_TOKEN"),
         slow(["--address", "head:8265"], {}, r"--address head:8265: not the address of a dashboard"),
         slow([], {"RAY_AUTH_TOKEN": "f" * 64}, r"refused access .*invalid"),

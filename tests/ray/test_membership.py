@@ -137,7 +137,7 @@ def test_who_comes_back_need_not_wait_for_another_that_is_away(spawn: Spawn, tmp
         assert ask(a, "b", "count")[1] == 1 and ask(b, "a", "count")[1] == 1
         with pytest.raises(PeerLost, match="'c'"):
             ask(b, "c", "count")
-        assert group.stats(timeout_s=2).missing == ("c",)
+        assert group.stats(timeout=2).missing == ("c",)
         latch.release(held)
         group.wait_ready(20)
         for caller, target in ((a, "c"), (b, "c"), (c, "b")):
@@ -210,7 +210,7 @@ def test_an_addition_that_fails_changes_nothing(spawn: Spawn) -> None:
     ray.kill(other)
     with rtr.init_group({"a": a, "b": b}) as group:
         with pytest.raises(BootstrapError, match="'c'"):
-            group.add({"c": other}, timeout_s=10)
+            group.add({"c": other}, timeout=10)
         assert len(group) == 2
         assert ask(a, "b", "count")[1] == 1
 

@@ -397,7 +397,7 @@ def test_a_member_that_is_killed_and_comes_back_and_one_that_leaves(spawn: Spawn
     with rtr.init_group({"a": a, "b": b, "c": c}) as group:
         news: queue.Queue[Any] = queue.Queue()
         group.on_change(news.put)
-        group.process_group("gloo", collective_timeout_s=4)
+        group.process_group("gloo", collective_timeout=4)
         assert at_all((a, b, c), reduced, 0) == [(6.0, 6.0, 0.0)] * 3
         under_way = [actor.run.remote(how_a_collective_ends) for actor in (a, c)]
         assert not ray.wait(under_way, timeout=0.5)[0], "it ended without b"
@@ -433,7 +433,7 @@ def test_a_member_waits_for_the_next_one(peers: list[Any]) -> None:
 
 
 def waits() -> int:
-    return rtr.process_group(timeout_s=30).rank()
+    return rtr.process_group(timeout=30).rank()
 
 
 def test_bad_input_is_refused_at_once_and_leaves_nothing(peers: list[Any], spawn: Spawn) -> None:
@@ -446,8 +446,8 @@ def test_bad_input_is_refused_at_once_and_leaves_nothing(peers: list[Any], spawn
         ):
             group.process_group("nccl")
         for seconds in (0, -1, float("nan"), "5"):
-            with pytest.raises(ConfigurationError, match="timeout_s must be above 0"):
-                group.process_group("gloo", collective_timeout_s=seconds)
+            with pytest.raises(ConfigurationError, match="collective_timeout must be above 0"):
+                group.process_group("gloo", collective_timeout=seconds)
         at_all(peers[1:2], begin_alone)
         try:
             with pytest.raises(ConfigurationError, match=r"initialised in 'b' already.*destroy_process_group"):

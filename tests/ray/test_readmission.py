@@ -112,7 +112,7 @@ def test_a_loss_is_told_while_a_change_waits_for_a_busy_actor(spawn: Spawn, tmp_
         held = busy.hold.remote(latch)
         arrived = latch.await_arrival()
         waits = pool.submit(
-            lambda: group.add({"busy": busy}) if change == "add" else group.remove(["busy"], timeout_s=60)
+            lambda: group.add({"busy": busy}) if change == "add" else group.remove(["busy"], timeout=60)
         )
         if change == "remove":
             assert news.get(timeout=30).kind == "removed"

@@ -93,10 +93,6 @@ def test_a_coroutine_waits_for_the_return_without_holding_up_its_loop(members: M
     assert ticks > 0 or waited_s < 0.25, "it may be back in the group already"
 
 
-def test_a_call_that_holds_up_the_loop_does_not_hold_up_the_return(members: Members, marker: str) -> None:
-    assert ray.get(members.asynchronous.on_the_loop.remote(marker), timeout=90) == (42, 2)
-
-
 def test_a_restarted_actor_is_back_though_its_method_goes_on_and_makes_no_call(
     members: Members, marker: str, tmp_path: Path
 ) -> None:

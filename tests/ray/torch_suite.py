@@ -215,7 +215,7 @@ class Group:
         for actor in self.actors:
             ray.kill(actor)
         if self.group is not None:
-            self.group.shutdown(timeout_s=1)
+            self.group.shutdown(timeout=1)
 
 
 Tests = list[tuple[str, str]]

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import inspect
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+import raytorchrpc as rtr
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
@@ -34,7 +37,6 @@ def test_is_immutable_and_survives_a_pickle() -> None:
         ({"tls": "maybe"}, "tls='maybe' must be True or False"),
         ({"when_full": "drop"}, "when_full='drop' must be 'block' or 'reject'"),
         ({"device_maps": "1_0_0"}, "device_maps='1_0_0' must be a dict"),
-        ({"device_maps": {1: "1_0_0"}}, "the key 1 in device_maps must be text"),
         ({"lanes": "-shm"}, r"lanes='-shm' must be a list: write lanes=\[\"-shm\"\]"),
         ({"lanes": "socket, shm"}, r"write lanes=\[\"socket\", \"shm\"\]"),
         ({"lanes": [1]}, r"lanes\[0\]=1 must be text"),
@@ -124,3 +126,33 @@ def test_code_wins_over_the_environment() -> None:
 def test_bad_environment_is_refused(environ: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         GroupConfig.from_env(environ)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: rtr.init_group([], timeout_s=10), r"init_group takes timeout= in seconds, not timeout_s="),
+        (
+            lambda: rtr.init_group([], rpc_timeout_s=1),
+            r"takes timeout= .*, not rpc_timeout_s=; GroupConfig has rpc_time",
+        ),
+        (lambda: rtr.rpc_sync("peer", timeout_s=10), r"rpc_sync takes timeout= "),
+        (lambda: rtr.rpc_async("peer", rpc_timeout_s=10), r"rpc_async takes timeout= "),
+        (lambda: rtr.Group.process_group(None, "gloo", collective_timeout_s=1), r"takes collective_timeout= "),
+        (lambda: rtr.wait([], timeout_s=1), r"wait takes timeout= "),
+    ],
+)
+def test_another_spelling_of_a_timeout_names_the_right_one(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_settings_name_their_unit_and_functions_do_not() -> None:
+    with pytest.raises(ConfigurationError, match=r"'timeout' \(did you mean 'rpc_timeout_s'\?\)"):
+        GroupConfig(timeout=10)
+    for name in rtr.__all__:
+        public = getattr(rtr, name)
+        functions = [public, *vars(public).values()] if inspect.isclass(public) else [public]
+        for function in filter(inspect.isfunction, functions):
+            if not function.__name__.startswith("_"):
+                assert not [each for each in inspect.signature(function).parameters if each.endswith("_s")], function

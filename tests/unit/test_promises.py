@@ -61,7 +61,6 @@ def test_the_tests_that_a_page_names_exist(page: str) -> None:
     ("page", "number"),
     [
         ("queues.md", f"one message ({items.MESSAGE_BYTES >> 20} MiB, or one item)"),
-        ("queues.md", f"parts (of `maxsize` items, or {items.MESSAGE_BYTES >> 20} MiB)"),
         ("queues.md", f"up to a { {4: 'quarter'}[services.SHARED_PART] } of each producer's"),
         ("queues.md", f"cut off for more than about {keepalive.SILENCE_S} s"),
         ("weights.md", f"at most {pull.MESSAGE_BYTES >> 20} MiB, or one tensor, in a message"),

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,16 @@ def test_it_joins_the_users_own_and_leaves_what_it_was_given_alone(tmp_path: Pat
     made["env_vars"]["LATER"] = "y"
     assert pickle.dumps(given) == before
     assert "LATER" not in rtr.runtime_env()["env_vars"]
+
+
+def test_an_imported_module_stands_for_its_folder_or_file() -> None:
+    given = [rtr, rtr.errors, "https://host/code.zip"]
+    made = rtr.runtime_env(py_modules=given)["py_modules"]
+    folder = str(Path(rtr.__file__).parent)
+    assert made == [folder, f"{folder}/errors.py", "https://host/code.zip"] and given[0] is rtr
+    assert json.loads(json.dumps(made)) == RuntimeEnv(py_modules=made)["py_modules"], "a job takes it too"
+    with pytest.raises(rtr.ConfigurationError, match=r"py_modules: 'sys' is in no file: pass the path"):
+        rtr.runtime_env(py_modules=[sys])
 
 
 def test_what_the_user_chose_stays() -> None:

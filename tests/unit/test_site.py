@@ -64,6 +64,8 @@ def test_every_setting_is_in_the_table_of_settings() -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     shown = [name for page in PAGES if page.startswith("reference/") for name in _SHOWN.findall(text_of(page))]
     assert sorted(shown) == sorted(rtr.__all__)
+    assert set(dir(rtr)) == {*rtr.__all__, "errors", "__version__"}, "what completion in an editor or a shell offers"
+    assert all(hasattr(rtr, name) for name in dir(rtr))
 
 
 @pytest.mark.parametrize("page", PAGES)

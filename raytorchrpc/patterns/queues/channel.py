@@ -16,13 +16,14 @@ from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import (
     Closed,
+    ConfigurationError,
     Full,
     PeerLost,
     RayTorchRpcError,
     RpcTimeout,
     SerializationError,
 )
-from raytorchrpc.patterns.handle import Handle, Steps, arun, begin, checked_count, request_ids, run
+from raytorchrpc.patterns.handle import Handle, Steps, arun, checked_count, request_ids, run
 from raytorchrpc.patterns.queues.buffer import Batch
 from raytorchrpc.patterns.queues.items import (
     Item,
@@ -45,11 +46,6 @@ _RETURN_S, RETURNS = 60.0, 10
 
 class Channel(Handle):
     """A handle of a queue or topic."""
-
-    for_guests = True
-
-    def _begin(self, timeout: float | None = None) -> Steps[tuple[LocalMember, float]]:
-        return begin(timeout, self._home)
 
     def close(self, *, force: bool = False) -> None:
         """Declare that this producer has put its last item. Blocks for an answer of the home.
@@ -157,17 +153,42 @@ class Channel(Handle):
 
     # --- taking --------------------------------------------------------------------------------------------------
 
-    def _take_from(self, key: str, limit: int, timeout: float | None, keep: bool) -> Steps[Any]:
-        """Take items from a buffer. Returns a list of values, EMPTY or ENDED."""
+    def _take_from(self, key: str, limit: int, timeout: float | None, keep: bool, least: int = 1) -> Steps[Any]:
+        """Take items from a buffer: at least ``least``, unless the timeout or the end of the stream comes first.
+
+        Returns a list of values, EMPTY or ENDED.
+        """
         local, wait_s = yield from self._begin(timeout)
         until = time.monotonic() + wait_s
-        if (yield from self._bind(local, wait_s)):
-            batch = yield from self._take_here(local, key, limit, until)
-            if batch and (keep or self._object(local).shared):
-                batch = Batch([private_copy(item) for item in batch], batch.batch_id)
-        else:
-            batch = yield from self._take_there(local, key, limit, until, keep)
-        return (yield from self._decode(local, key, batch)) if batch else batch
+        at_home = yield from self._bind(local, wait_s)
+        batches: list[Batch] = []
+        missing, most = least, limit
+        batch: Any = None
+        try:
+            while missing > 0 and (not batches or time.monotonic() < until):
+                if at_home:
+                    batch = yield from self._take_here(local, key, most, until)
+                    if batch and (keep or self._object(local).shared):
+                        batch = Batch([private_copy(item) for item in batch], batch.batch_id)
+                else:
+                    batch = yield from self._take_there(local, key, most, until, keep)
+                if not batch:
+                    break
+                batches.append(batch)
+                missing, most = missing - total_length(batch), most - total_length(batch)
+        except BaseException as error:
+            if not batches or not isinstance(error, RayTorchRpcError):  # else the next operation raises it
+                self._return_all(local, key, batches)
+                raise
+        if not batches:
+            return batch
+        return (yield from self._decode(local, key, batches))
+
+    def _return_all(self, local: LocalMember, key: str, batches: Sequence[Batch]) -> None:
+        """Return items to the home without waiting, as far as it can be reached."""
+        for batch in batches:
+            with suppress(RayTorchRpcError):
+                self._return(local, key, batch)
 
     def _take_here(self, local: LocalMember, key: str, limit: int, until: float) -> Steps[Any]:
         store: HomeStore = self._object(local)
@@ -205,42 +226,48 @@ class Channel(Handle):
             return error
         return PeerLost(lost.peer, f"{error.cause}; an item that was on its way may be lost", True)
 
-    def _decode(self, local: LocalMember, key: str, batch: Batch) -> Steps[list[Any]]:
-        """Return the values before the first item that cannot be decoded, and return the rest of the batch to the home.
+    def _decode(self, local: LocalMember, key: str, batches: list[Batch]) -> Steps[list[Any]]:
+        """Return the values before the first item that cannot be decoded, and return the items after it to the home.
 
-        If the first item of the batch cannot be decoded, it is lost and raises SerializationError.
+        If the very first item cannot be decoded, it is lost and raises SerializationError.
         """
-        try:
-            return decode_items(local.codec, batch)
-        except UndecodableItem as undecodable:
-            values, position, cause = undecodable.values, undecodable.position, undecodable.cause
-        except BaseException:  # interrupted
-            with suppress(RayTorchRpcError):
-                self._return(local, key, batch)
-            raise
-        if rest := batch.part(position if values else max(1, position)):
-            yield from self._wait_for_return(local, key, rest, batch.part(0, position))
-        if values:
-            return values
-        raise SerializationError(
-            f"an item of {self.kind} {self._name!r} in {self._home!r} cannot be unpickled here; it is lost: {cause!r}"
-        ) from cause
+        taken: list[Any] = []
+        for number, batch in enumerate(batches):
+            try:
+                taken += decode_items(local.codec, batch)
+            except UndecodableItem as undecodable:
+                values, position, cause = undecodable.values, undecodable.position, undecodable.cause
+            except BaseException:  # interrupted
+                self._return_all(local, key, batches)
+                raise
+            else:
+                continue
+            taken += values
+            rest = [batch.part(position if taken else max(1, position)), *batches[number + 1 :]]
+            decoded = [*batches[:number], batch.part(0, position)]
+            yield from self._wait_for_return(local, key, list(filter(None, rest)), list(filter(None, decoded)))
+            if taken:
+                return taken
+            label = f"an item of {self.kind} {self._name!r} in {self._home!r}"
+            raise SerializationError(f"{label} cannot be unpickled here; it is lost: {cause!r}") from cause
+        return taken
 
     # --- returning items to the home -----------------------------------------------------------------------------
 
-    def _wait_for_return(self, local: LocalMember, key: str, rest: Batch, rest_if_cancelled: Batch) -> Steps[None]:
-        """Return items and wait for the answer, so that the next ``get`` finds them."""
-        answer = self._return(local, key, rest)
+    def _wait_for_return(
+        self, local: LocalMember, key: str, rest: Sequence[Batch], rest_if_cancelled: Sequence[Batch]
+    ) -> Steps[None]:
+        """Return items and wait for the answers, so that the next ``get`` finds them."""
+        answers = [answer for batch in rest if (answer := self._return(local, key, batch)) is not None]
         try:
-            if answer is not None:
-                yield answer
+            while answers:
+                yield answers.pop()
         except BaseException as error:
-            if not isinstance(error, Exception) and rest_if_cancelled:
-                with suppress(RayTorchRpcError):
-                    self._return(local, key, rest_if_cancelled)
+            if not isinstance(error, Exception):
+                self._return_all(local, key, rest_if_cancelled)
             raise
         finally:
-            del answer
+            del answers
 
     def _return_late(self, local: LocalMember, key: str, future: Future[Any]) -> None:
         """Return the items of an abandoned request, however late they arrive."""
@@ -297,6 +324,9 @@ class Channel(Handle):
 class Items:
     """Iterates over the items that arrive, by ``for`` or ``async for``, until the stream ends."""
 
+    #: How many items the next step needs.
+    _least = 1
+
     def __init__(self, take: Callable[[int], Steps[Any]], batch: int) -> None:
         self._take, self._batch = take, checked_count("batch", batch)
         self._taken: deque[Any] = deque()
@@ -305,30 +335,67 @@ class Items:
         return self
 
     def __next__(self) -> Any:
-        while not self._taken:
-            taken = run(self._take(self._batch))
-            if taken is ENDED:
+        while len(self._taken) < self._least:
+            if self._is_over(run(self._take(self._batch - len(self._taken)))):
                 raise StopIteration
-            self._taken.extend(taken or ())
-        return self._taken.popleft()
+        return self._next()
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
 
     async def __anext__(self) -> Any:
-        while not self._taken:
-            taken = await arun(self._take(self._batch))
-            if taken is ENDED:
+        while len(self._taken) < self._least:
+            if self._is_over(await arun(self._take(self._batch - len(self._taken)))):
                 raise StopAsyncIteration
-            self._taken.extend(taken or ())
+        return self._next()
+
+    def _is_over(self, taken: Any) -> bool:
+        """Add what was taken. Returns whether there is nothing more to yield."""
+        if taken is ENDED:
+            self._least = 1  # the last batch is smaller
+            return not self._taken
+        self._taken.extend(taken or ())
+        return False
+
+    def _next(self) -> Any:
         return self._taken.popleft()
+
+
+class Batches(Items):
+    """Iterates over the items that arrive as batches of equal size, collated, until the stream ends."""
+
+    def __init__(
+        self, take: Callable[[int], Steps[Any]], size: int, collate: Callable[[list[Any]], Any] | None, drop_last: bool
+    ) -> None:
+        super().__init__(take, checked_count("size", size))
+        self._least, self._collate, self._drop_last = size, collate, drop_last
+
+    def _is_over(self, taken: Any) -> bool:
+        if taken is ENDED and self._drop_last:
+            self._taken.clear()
+        return super()._is_over(taken)
+
+    def _next(self) -> Any:
+        items, collate = list(self._taken), self._collate
+        self._taken.clear()
+        if collate is not None:
+            return collate(items)
+        from torch.utils.data import default_collate
+
+        try:
+            return default_collate(items)
+        except (TypeError, RuntimeError, KeyError) as error:
+            raise ConfigurationError(
+                f"these {len(items)} items do not collate, and are lost: {error}; put items of like shapes, or pass "
+                f"batches(..., collate=f), where f takes their list (collate=list leaves them as they are)"
+            ) from error
 
 
 class Consumer:
     """Takes items from one buffer at the home."""
 
-    def _take(self, limit: int, timeout: float | None, keep: bool) -> Steps[Any]:
-        """Take items: a list of values, EMPTY or ENDED."""
+    def _take(self, limit: int, timeout: float | None, keep: bool, least: int = 1) -> Steps[Any]:
+        """Take items: a list of values, EMPTY or ENDED; see ``Channel._take_from``."""
         raise NotImplementedError
 
     def _nothing(self, ended: bool) -> Exception:
@@ -346,22 +413,30 @@ class Consumer:
         """
         return self._checked(run(self._take(1, timeout, keep)))[0]
 
-    def get_many(self, limit: int, timeout: float | None = None, *, keep: bool = False) -> list[Any]:
-        """Take up to ``limit`` items with one message.
+    def get_many(self, limit: int, timeout: float | None = None, *, min: int = 1, keep: bool = False) -> list[Any]:
+        """Take up to ``limit`` items, with few messages.
 
-        Blocks until there is at least one item; then returns those that wait, at most 32 MiB. ``timeout``, ``keep``
-        and errors are those of ``get``.
+        Blocks until there are ``min`` items, by default one; then returns those that wait, at most 32 MiB beyond
+        ``min``. Returns fewer than ``min`` at the end of the stream, or after the timeout, if there is at least one.
+        ``timeout``, ``keep`` and errors are those of ``get``.
         """
-        taken: list[Any] = self._checked(run(self._take(checked_count("limit", limit), timeout, keep)))
+        taken: list[Any] = self._checked(run(self._take_many(limit, timeout, min, keep)))
         return taken
+
+    def _take_many(self, limit: int, timeout: float | None, least: int, keep: bool) -> Steps[Any]:
+        if checked_count("min", least) > checked_count("limit", limit):
+            raise ConfigurationError(f"min={least} exceeds limit={limit}, the most items to take")
+        return self._take(limit, timeout, keep, least)
 
     async def aget(self, timeout: float | None = None, *, keep: bool = False) -> Any:
         """Like ``get``, for coroutines. If it is cancelled, an item that arrives for it goes back to its place."""
         return self._checked(await arun(self._take(1, timeout, keep)))[0]
 
-    async def aget_many(self, limit: int, timeout: float | None = None, *, keep: bool = False) -> list[Any]:
+    async def aget_many(
+        self, limit: int, timeout: float | None = None, *, min: int = 1, keep: bool = False
+    ) -> list[Any]:
         """Like ``get_many``, for coroutines. If it is cancelled, items that arrive for it go back to their place."""
-        taken: list[Any] = self._checked(await arun(self._take(checked_count("limit", limit), timeout, keep)))
+        taken: list[Any] = self._checked(await arun(self._take_many(limit, timeout, min, keep)))
         return taken
 
     def _checked(self, taken: Any) -> Any:
@@ -370,13 +445,38 @@ class Consumer:
         return taken
 
     def items(self, *, batch: int = 1, keep: bool = False) -> Items:
-        """Return an iterator, for ``for`` and ``async for``, that waits for items until the stream ends.
+        """Return an iterator, for ``for`` and ``async for``, that yields single items until the stream ends.
 
         Args:
             batch: most items that one message brings. This consumer then has all of them; no other one gets them.
             keep: as for ``get``.
         """
         return Items(lambda limit: self._take(limit, None, keep), batch)
+
+    def batches(
+        self,
+        size: int,
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+        keep: bool = False,
+    ) -> Batches:
+        """Return an iterator, for ``for`` and ``async for``, that yields batches until the stream ends.
+
+        Waits for ``size`` items and stacks them along a new first dimension: items ``{"x": tensor of shape (84, 84)}``
+        become ``{"x": tensor of shape (size, 84, 84)}``.
+
+        Args:
+            size: items in a batch. The last one of the stream may be smaller.
+            collate: makes the batch of a list of items. None: ``torch.utils.data.default_collate``, which takes
+                tensors, arrays and numbers of like shapes, also in dicts, tuples and lists. ``list``: leave the items
+                as they are.
+            drop_last: leave out a last batch that is smaller.
+            keep: as for ``get``; useful only with a ``collate`` that keeps the items.
+
+        The iteration raises ConfigurationError for items that ``default_collate`` cannot collate; they are lost.
+        """
+        return Batches(lambda limit: self._take(limit, None, keep, limit), size, collate, drop_last)
 
     def __iter__(self) -> Iterator[Any]:
         return self.items()

@@ -125,8 +125,8 @@ class Queue(Consumer, Channel):
         """
         return {key: value for key, value in self._stats(_KEY).items() if key not in ("dropped", "buffers")}
 
-    def _take(self, limit: int, timeout: float | None, keep: bool) -> Steps[Any]:
-        return self._take_from(_KEY, limit, timeout, keep)
+    def _take(self, limit: int, timeout: float | None, keep: bool, least: int = 1) -> Steps[Any]:
+        return self._take_from(_KEY, limit, timeout, keep, least)
 
     def _nothing(self, ended: bool) -> Exception:
         if ended:

@@ -125,11 +125,11 @@ class Subscription(Consumer):
         self._topic, self._key = topic, key
         self._cancelled = False
 
-    def _take(self, limit: int, timeout: float | None, keep: bool) -> Steps[Any]:
+    def _take(self, limit: int, timeout: float | None, keep: bool, least: int = 1) -> Steps[Any]:
         if self._is_cancelled():
             return ENDED
         try:
-            return (yield from self._topic._take_from(self._key, limit, timeout, keep))
+            return (yield from self._topic._take_from(self._key, limit, timeout, keep, least))
         except NotFound:
             if self._is_cancelled():  # meanwhile
                 return ENDED

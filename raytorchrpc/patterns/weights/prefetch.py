@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, Protocol
 
+from raytorchrpc.calls.event_loops import refuse_on_loop
 from raytorchrpc.calls.waiting import allow_calls
 from raytorchrpc.errors import ConfigurationError, RpcTimeout
 from raytorchrpc.patterns.handle import begin as begin_operation
@@ -32,6 +33,9 @@ class Store(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def home(self) -> str: ...
 
     def wait(self, version: int = 1, timeout: float | None = None) -> int: ...
 
@@ -99,7 +103,7 @@ class Transfer:
         return since if has_all and since is not None and self._has_pulled(since) else None
 
     def _pull(self) -> int:
-        local, wait_s = run(begin_operation(self._options.timeout))
+        local, wait_s = run(begin_operation(self._options.timeout, self._store.home))
         until = time.monotonic() + wait_s
         del local
         if not self._buffers.writing.acquire(timeout=wait_s):
@@ -184,6 +188,8 @@ class WeightPrefetch:
             ConfigurationError: the prefetch was cancelled.
         """
         fork.check_process()
+        if timeout != 0 and not self.done():
+            refuse_on_loop(f"waiting for the weights of {self._store!r}", "`await prefetch`")
         with allow_calls():
             concurrent.futures.wait((self._transfer.outcome,), timeout)
         if not self.done():

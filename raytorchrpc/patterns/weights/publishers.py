@@ -15,11 +15,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from raytorchrpc.calls.current import current_local
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.waiting import allow_calls
 from raytorchrpc.errors import ConfigurationError, NotFound, RpcTimeout
-from raytorchrpc.patterns.handle import Handle, Steps, begin
+from raytorchrpc.patterns.handle import Handle, Steps, begin, member_name
 from raytorchrpc.patterns.home import factories, register_methods, setting_names
 from raytorchrpc.patterns.weights.coordinator import NEXT, RETIRE, SHARDS, STAGED, Coordinator, shards_name
 from raytorchrpc.patterns.weights.plan import PlaceInWhole
@@ -88,15 +87,7 @@ def names_of(members: Any, home: Any) -> tuple[str, ...]:
     members = getattr(members, "ranks", members)  # of a ProcessGroupInfo, the members' names
     if isinstance(members, str) or not members:
         raise ConfigurationError(f"publishers= is a list of members, such as ['left', 'right'], not {members!r}")
-    local = current_local()
-    names = [
-        local.peers.route(member).member.name if local is not None else getattr(member, "name", member)
-        for member in members
-    ]
-    if wrong := [name for name in names if not isinstance(name, str)]:
-        raise ConfigurationError(
-            f"this process is in no group, so publishers= has to be the members' names, not {wrong[0]!r}"
-        )
+    names = [member_name(member, "publishers") for member in members]
     if len(set(names)) < len(names):
         raise ConfigurationError(f"publishers= names a member twice: {', '.join(names)}")
     return tuple(sorted(names))

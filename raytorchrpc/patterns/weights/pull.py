@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from raytorchrpc.calls.future import Future
+from raytorchrpc.calls.guests import is_guest
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.receive_into import Spread
 from raytorchrpc.calls.weight_counters import PullCounter
@@ -296,6 +297,8 @@ class Pull:
 
     def _uses_relay(self, selection: Selection) -> bool:
         """Whether other members that are not on the home's host may pull the same."""
+        if is_guest(self._local.me.rank):  # no member connects to it
+            return False
         if self._requests.is_near(self.home) or sum(target.nbytes for target in selection.targets) < _WORTH_RELAYING:
             return False
         return self._far_members() > 1

@@ -63,8 +63,7 @@ class Requests:
 
     def is_near(self, member: Any) -> bool:
         """Whether a member is on this node."""
-        peers = self.local.peers
-        return bool(peers.route(member).member.node_id == peers.route(self.local.me.rank).member.node_id)
+        return self.local.peers.route(member).member.node_id == self.local.me.node_id
 
 
 def stream(requests: Iterable[Callable[[], Future[Any]]], ahead: int) -> Iterable[Any]:

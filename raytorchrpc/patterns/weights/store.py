@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.current import process_member
+from raytorchrpc.calls.event_loops import refuse_on_loop
 from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
@@ -16,7 +17,7 @@ from raytorchrpc.calls.services import builtin_services
 from raytorchrpc.calls.waiting import keep_admission
 from raytorchrpc.calls.weight_counters import StoreKey, WeightStats
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.patterns.handle import Handle, Steps, begin, checked_count, run
+from raytorchrpc.patterns.handle import Handle, Steps, checked_count, run
 from raytorchrpc.patterns.home import FIND, OPEN
 from raytorchrpc.patterns.weights.conversions import Convert, converts_blocks
 from raytorchrpc.patterns.weights.coordinator import LOOK, Committed
@@ -147,6 +148,8 @@ class WeightStore(Handle):
             )
         with publishing(local, self._key, tensors) as published:
             if self._publishers is not None:
+                instead = "`await asyncio.to_thread(store.publish, model)`"
+                refuse_on_loop(f"waiting for the other publishers of {self.kind} {self._name!r}", instead)
                 steps = stage(self, self.publishers, tensors, places, version, timeout, globs)
                 published.version = run(steps)
             else:
@@ -205,7 +208,7 @@ class WeightStore(Handle):
         return await threads.in_thread(self.wait, version, timeout)
 
     def _wait(self, version: int, timeout: float | None) -> Steps[int]:
-        local, wait_s = yield from begin(timeout)
+        local, wait_s = yield from self._begin(timeout)
         until = time.monotonic() + wait_s
         yield from self._bind(local, wait_s)
         left = max(0.0, until - time.monotonic())
@@ -259,7 +262,8 @@ class WeightStore(Handle):
             PeerLost, RpcTimeout: the model may have tensors of two versions; pull again before you use it.
         """
         version, since = checked_version("version", version), checked_version("since", since)
-        local, wait_s = run(begin(timeout))
+        refuse_on_loop(f"a pull from {self.kind} {self._name!r}", "`await store.apull(model)`")
+        local, wait_s = run(self._begin(timeout))
         until, options = time.monotonic() + wait_s, (convert, strict, mapping, only, carry)
         while True:
             try:

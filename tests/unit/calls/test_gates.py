@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from raytorchrpc.calls import event_loops
 from raytorchrpc.calls import gates as execution
 from raytorchrpc.calls.gates import Admission, Gate, Work
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
@@ -474,44 +473,6 @@ def test_a_cancelled_coroutine_leaves_its_seat_to_the_next(when: str) -> None:
         gate.leave(last)
 
     asyncio.run(main())
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_a_loop_that_stands_still_for_a_call_refuses_what_that_call_brings_back(early: bool) -> None:
-    async def main() -> list[str]:
-        log: list[str] = []
-        loop = asyncio.get_running_loop()
-        mine, other = event_loops.token_on_loop(), event_loops.token_on_loop()
-        assert mine and other and mine != other
-        waiting = Waiting(mine)
-
-        def start(name: str, *path: str) -> None:
-            def refuse() -> None:
-                log.append(f"{name} refused")
-                waiting.finish()
-
-            event_loops.start_on_loop(loop, path, lambda: log.append(f"{name} started"), refuse)
-
-        start("of another chain", other)
-        start("of no chain")
-        if early:
-            start("mine", "x", mine)  # before this thread waits
-            assert wait_serving(waiting, PATIENCE_S)
-        else:
-            join = on_thread(lambda: waiting.watched.wait(PATIENCE_S) and start("mine", mine, "x"))
-            assert wait_serving(waiting, PATIENCE_S)
-            join()
-        await asyncio.sleep(0)
-        start("later", mine)  # nobody stands still any more
-        await asyncio.sleep(0)
-        return log
-
-    order = ["mine refused", "of another chain started", "of no chain started", "later started"]
-    assert asyncio.run(main()) == order
-
-
-def test_a_thread_without_a_loop_needs_no_token() -> None:
-    assert event_loops.token_on_loop() is None
 
 
 # --- workers -------------------------------------------------------------------------------------------------

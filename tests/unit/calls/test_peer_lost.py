@@ -106,6 +106,9 @@ class Attempt:
     def outcome(self) -> tuple[None, RayTorchRpcError]:
         return None, self.error
 
+    def forget_failure(self) -> None:
+        """Nothing to log."""
+
 
 class Away:
     """The member that calls: its peer comes back, or never does."""

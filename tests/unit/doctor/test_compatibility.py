@@ -83,9 +83,10 @@ def test_token_authentication_on_some_nodes_only() -> None:
     assert "off on worker_1" in one(found, "together-token-uneven").seen
 
 
-def test_no_token_is_a_problem_of_the_process() -> None:
-    (alone,) = evidence(clusters.group(member()), ray_version="2.60.0", ray_token="missing")
+def test_ray_without_jobs_and_a_missing_token_are_told() -> None:
+    (alone,) = evidence(clusters.group(member()), ray_version="2.60.0", ray_token="missing", ray_jobs=False)
     assert {each.id for each in examine_evidence(alone) if each.level == "problem"} == {"ray-token-missing"}
+    assert "connection refused" in one(examine_evidence(alone), "ray-without-jobs").meaning
 
 
 @pytest.mark.parametrize(

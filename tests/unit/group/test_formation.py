@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,7 +64,7 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> Actors:
     monkeypatch.setattr(formation.ray_internals, "actor_id_of", lambda handle: handle)
     monkeypatch.setattr(formation.ray_internals, "dead_jobs", frozenset)
     monkeypatch.setattr(formation, "worker_ids", SimpleNamespace(highest_elsewhere=lambda _: 0, record=lambda _: None))
-    monkeypatch.setattr(formation, "Formation", partial(formation.Formation, call_all=made.call_all))
+    monkeypatch.setattr(formation.ray_calls, "call_all", made.call_all)
     return made
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,7 +69,7 @@ async def put_all(queue: rtr.Queue, count: int, **how: Any) -> list[Any]:
 
 
 def test_puts_that_arrive_in_any_order_are_admitted_in_that_of_the_calls(members: Members) -> None:
-    """By any handle; and those of a blocking call on the same event loop."""
+    """By any handle."""
     lane = members.lanes["a"]
 
     async def put(queue: rtr.Queue) -> None:
@@ -79,26 +81,10 @@ def test_puts_that_arrive_in_any_order_are_admitted_in_that_of_the_calls(members
             lane.release(number)
         await puts
 
-    async def put_more(queue: rtr.Queue) -> None:
-        lane.holds = lambda method: method == PUT
-        first = asyncio.create_task(queue.aput(4))
-        await until(lambda: len(lane.held) == 1)
-
-        def overtake() -> None:
-            assert wait_until(lambda: len(lane.held) == 2, LONG)
-            lane.release(1)
-            lane.release(0)
-
-        overtaken = in_thread(overtake)
-        queue.put(5)
-        overtaken()
-        await first
-
     with members.acting("a"):
         queue = made()
         asyncio.run(put(queue))
-        asyncio.run(put_more(queue))
-        assert queue.get_many(9) == [0, 1, 2, 3, 4, 5]
+        assert queue.get_many(9) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("producer", ["home", "a"])
@@ -716,3 +702,134 @@ def test_nothing_is_sent_back_to_a_member_that_was_removed(members: Members) -> 
         told = queue._send_urgently(local, WITHDRAW, (*queue._address, "", 1), retry=1)
         local.peers.remove_peer(0)
         assert isinstance(told.exception(LONG), rtr.RayTorchRpcError)
+
+
+# --- on an event loop ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("member", ["home", "a"])
+def test_what_would_block_an_event_loop_is_refused_and_changes_nothing(members: Members, member: str) -> None:
+    async def use(queue: rtr.Queue, topic: rtr.Topic, news: rtr.Subscription) -> None:
+        at_the_home = member == "home"
+        for blocks in (queue.get, lambda: queue.get(1), lambda: next(queue.batches(2)), news.get):
+            with pytest.raises(rtr.RayTorchRpcError, match="would block this thread's event loop: use a coroutine"):
+                blocks()
+        for sends in (lambda: queue.put(0), queue.qsize, queue.close, lambda: topic.publish(0)):
+            if not at_the_home:
+                with pytest.raises(rtr.RayTorchRpcError, match=r"would block .* `aput`.*to_thread"):
+                    sends()
+        with pytest.raises(rtr.RayTorchRpcError, match=r"to_thread\(raytorchrpc.Queue.find, 'q'\)"):
+            rtr.Queue.find("q")
+        await queue.aput(1)
+        if at_the_home:
+            assert queue.get_nowait() == 1, "it has nothing to wait for"
+            queue.put(2)
+            with pytest.raises(rtr.RayTorchRpcError, match="would block"):
+                queue.put(3)  # there is no room
+        stats = await asyncio.to_thread(queue.stats)
+        assert stats["items"] == 1 and not stats["waiting_to_put"] and not stats["waiting_to_get"]
+        news.cancel()
+        await until(lambda: at_home(members, "topic").stats()["buffers"] == 0)
+
+    with members.acting(member):
+        topic = rtr.Topic("q", home="home")
+        asyncio.run(use(made(maxsize=1), topic, topic.subscribe()))
+
+
+def test_cells_of_a_notebook_may_block(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run on the event loop of IPython."""
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
+
+    async def cell() -> Any:
+        queue = rtr.Queue("q", home="home")
+        queue.put(1)
+        return queue.get()
+
+    with members.acting("a"):
+        assert asyncio.run(cell()) == 1
+
+
+# --- batches -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("consumer", ["home", "a"])
+def test_get_many_waits_for_as_many_as_it_needs(members: Members, consumer: str) -> None:
+    with members.acting("home"):
+        at_the_home = rtr.Queue("q")
+        at_the_home.put_many([0, 1, 2])
+
+    def put_later() -> None:
+        assert wait_until(lambda: bool(at_home(members).stats()["waiting_to_get"]), LONG), "three items do not suffice"
+        at_home(members).put(encode_items(members.members["home"].codec, range(3, 9), 6), 0)
+
+    with members.acting(consumer):
+        queue = rtr.Queue("q", home="home")
+        putting = in_thread(put_later)
+        taken = queue.get_many(6, min=5)
+        putting()
+        assert taken == [0, 1, 2, 3, 4, 5]
+        assert queue.get_many(9, 0.3, min=9) == [6, 7, 8], "after the timeout, what there is"
+        with pytest.raises(rtr.Empty):
+            queue.get_many(9, 0, min=9)
+        with pytest.raises(rtr.ConfigurationError, match="min=3 exceeds limit=2"):
+            queue.get_many(2, min=3)
+        queue.put("last")
+        queue.close()
+        assert queue.get_many(2, min=2) == ["last"], "at the end of the stream, what there is"
+
+
+@pytest.mark.parametrize("consumer", ["home", "a"])
+def test_items_that_a_cancelled_get_many_has_taken_go_back(members: Members, consumer: str) -> None:
+    with members.acting("home"):
+        queue = rtr.Queue("q")
+        queue.put_many(["first", "second"])
+
+    async def cancel() -> None:
+        getting = asyncio.create_task(rtr.Queue("q", home="home").aget_many(5, min=4))
+        await until(lambda: at_home(members).stats()["waiting_to_get"] == 1)
+        assert at_home(members).stats()["items"] == 0
+        getting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await getting
+        await until(lambda: at_home(members).stats()["items"] == 2)
+
+    with members.acting(consumer):
+        asyncio.run(cancel())
+        assert rtr.Queue("q", home="home").get_many(5) == ["first", "second"]
+
+
+@pytest.mark.parametrize("how", ["for", "async for"])
+@pytest.mark.parametrize("kind", ["queue", "topic"])
+def test_batches_are_of_one_size_and_collated(members: Members, kind: str, how: str) -> None:
+    async def collected(batches: Any) -> list[Any]:
+        return [batch async for batch in batches]
+
+    with members.acting("home"):
+        channel: Any = rtr.Queue("q") if kind == "queue" else rtr.Topic("q")
+    with members.acting("a"):
+        there = rtr.Queue("q", home="home") if kind == "queue" else rtr.Topic("q", home="home").subscribe()
+    with members.acting("home"):
+        put = channel.put if kind == "queue" else channel.publish
+        for number in range(7):
+            put({"x": torch.full((2, 3), float(number)), "pair": (number, torch.tensor(number)), "name": f"n{number}"})
+        channel.close()
+    with members.acting("a"):
+        batches = there.batches(3)
+        first, second, last = list(batches) if how == "for" else asyncio.run(collected(batches))
+    assert first["x"].shape == second["x"].shape == (3, 2, 3) and last["x"].shape == (1, 2, 3)
+    assert first["x"][:, 0, 0].tolist() == [0, 1, 2] and last["name"] == ["n6"]
+    assert second["pair"][0].tolist() == second["pair"][1].tolist() == [3, 4, 5]
+
+
+def test_how_items_become_a_batch_can_be_chosen(members: Members) -> None:
+    with members.acting("home"):
+        queue = rtr.Queue("q")
+        queue.put_many([torch.ones(2), torch.ones(3), "a", None, "b"])
+        queue.close()
+        batches = queue.batches(2)
+        with pytest.raises(rtr.ConfigurationError, match=r"these 2 items do not collate.*collate=list"):
+            next(batches)
+        batches = queue.batches(2, collate=list, drop_last=True)
+        assert list(batches) == [["a", None]]
+        with pytest.raises(rtr.ConfigurationError, match="size= must be a whole number"):
+            queue.batches(0)

@@ -1,4 +1,4 @@
-"""Guests: a process that is no member uses queues and topics, and what becomes of them when it ends."""
+"""Guests: a process that is no member uses queues, topics and weights, and what becomes of them when it ends."""
 
 from __future__ import annotations
 
@@ -108,9 +108,36 @@ def test_a_guest_publishes_and_subscribes(members: Members) -> None:
 
 
 @pytest.mark.usefixtures("groups")
-def test_weights_are_for_members() -> None:
+@pytest.mark.usefixtures("groups")
+def test_a_guest_creates_a_store_and_pulls_from_it(members: Members) -> None:
+    """By any form of a target, with one publisher or several; only members publish."""
+    large, small = torch.randn(300, 1000), torch.arange(3.0)
+    home = members.members["home"].me
+    for target in ("home", 0, home):
+        store = rtr.WeightStore("w", home=target)
+        assert (store.home, store.version()) == ("home", 0)
+    with members.acting("home"):
+        rtr.WeightStore("w").publish({"large": large, "small": small})
+    mine = {"large": torch.zeros(300, 1000), "small": torch.zeros(3)}
+    assert store.wait() == store.version() == store.pull(mine) == 1
+    assert torch.equal(mine["large"], large) and torch.equal(mine["small"], small)
+    ahead = store.prefetch(mine, since=1)
+    assert ahead.wait() == 1
     with pytest.raises(rtr.NotAMember, match="include_driver=True"):
-        rtr.WeightStore("w", home="home").pull({})
+        store.publish(mine)
+
+    sharded = rtr.WeightStore("s", publishers=[members.members["b"].me, 1])
+    assert sharded.publishers == ("a", "b") and sharded.version() == 0
+
+    def publish(name: str, row: int) -> None:
+        with members.acting(name):
+            store = rtr.WeightStore("s", publishers=["a", "b"])
+            store.publish({"w": rtr.Shard(large[row : row + 150], (300, 1000), (row, 0))})
+
+    publish("a", 0)
+    publish("b", 150)
+    whole = torch.zeros(300, 1000)
+    assert sharded.pull({"w": whole}) == 1 and torch.equal(whole, large)
 
 
 def test_a_guest_that_is_silent_holds_nobody_up(

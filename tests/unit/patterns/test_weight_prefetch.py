@@ -363,21 +363,27 @@ def test_a_coroutine_awaits_it(members: Members) -> None:
     publish(members, 1.0)
     model, lane = Net(-1.0), members.lanes["a"]
 
-    async def follow() -> None:
-        assert await store_of(members).prefetch(model) == 1
+    async def follow(store: rtr.WeightStore) -> None:
+        for blocks, remedy in (
+            (store.pull, "await store.apull"),
+            (lambda m: store.prefetch(m).wait(), "await prefetch"),
+        ):
+            with pytest.raises(rtr.RayTorchRpcError, match=f"would block this thread's event loop: use `{remedy}"):
+                blocks(Net(-1.0))
+        assert await store.prefetch(model) == 1
         lane.holds = lambda method: method == LEASE
-        handle = store_of(members).prefetch(model)
+        handle = store.prefetch(model)
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(handle, 0.05)
         lane.release()
         assert await handle == 1 and handle.swap() == 1
-        cancelled = store_of(members).prefetch(model)
+        cancelled = store.prefetch(model)
         cancelled.cancel()
         with pytest.raises(rtr.ConfigurationError, match="was cancelled"):
             await cancelled
 
     with members.acting("a"):
-        asyncio.run(follow())
+        asyncio.run(follow(store_of(members)))
     assert holds(model, 1.0)
 
 

@@ -211,7 +211,7 @@ def test_publishers_are_members_names_outside_of_a_group() -> None:
         ([], "is a list of members"),
         ("left", "is a list of members"),
         (["left", "left"], "names a member twice: left, left"),
-        ([0, 1], "has to be the members' names, not 0"),
+        ([0, 1], "publishers= takes members' names, not 0"),
     ):
         with pytest.raises(rtr.ConfigurationError, match=message):
             rtr.WeightStore("policy", publishers=wrong)

@@ -8,8 +8,15 @@ import torch
 
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.topology.device_map import DeviceMap, gpu_pairs, inverse, resolve, way_back
+from raytorchrpc.group.formation import with_named_maps
+from raytorchrpc.topology import device_map
+from raytorchrpc.topology.device_map import DeviceMap, gpu_pairs, inverse, way_back
 from tests.unit.clusters import a100s, member
+
+
+def resolve(config: GroupConfig, members: list[str], endpoints: dict[str, Any]) -> dict[str, DeviceMap]:
+    """As a group does, for members without handles."""
+    return device_map.resolve(with_named_maps(config, dict.fromkeys(members)), members, endpoints)
 
 
 def check(maps: dict[str, Any], members: dict[str, Any]) -> None:
@@ -74,7 +81,6 @@ def test_dict_form_takes_every_way_to_name_a_gpu(pairs: dict[Any, Any]) -> None:
         ({"b": {True: 0}}, "True is not a CUDA device"),
         ({"b": {0: 1, "cuda:0": 0}}, "peer 'b': GPU 0 is mapped twice"),
         ({"b": [0, 1]}, "peer 'b': expected {local gpu: peer gpu}"),
-        ({1.5: {0: 1}}, "peer 1.5 is neither"),
     ],
 )
 def test_malformed_dict_names_the_peer(value: dict[Any, Any], said: str) -> None:
@@ -221,10 +227,14 @@ def test_auto_leaves_out_an_actor_that_asked_for_no_gpu_but_sees_some() -> None:
         ("a", "1_0_1", "device map of a to b, entry 0 -> 1: b has no GPU 1"),
         ("b", {"a": {0: 0}, "c": {0: 0}}, "device map of b to c.*c has no GPU 0"),
         ("a", {"d": {0: 0, 1: 0}}, "device map of a to d, entry 1 -> 0: GPU 0 of d is already the target"),
-        ("a", {"nobody": {0: 0}}, "device map of a: no member 'nobody' .members: 0: a, 1: b, 2: c, 3: d"),
-        ("a", "4_0_0", "device map of a: no member 4"),
+        (
+            "a",
+            {"nobody": {0: 0}},
+            "device map of a: 'nobody' is not in the group; its members: a .0., b .1., c .2., d .3.",
+        ),
+        ("a", "4_0_0", "device map of a: 4 is not in the group"),
         ("a", {"a": {0: 1}}, "device map of a to a, entry 0 -> 1: a member maps to itself only as 0 -> 0"),
-        ("nobody", {"a": {0: 0}}, "device_maps: no member 'nobody' .members: 0: a"),
+        ("nobody", {"a": {0: 0}}, "device_maps: 'nobody' is not in the group; its members: a"),
     ],
 )
 def test_validate_names_member_peer_and_entry(owner: str, text: Any, said: str) -> None:
@@ -280,7 +290,7 @@ def test_resolve_limits_generated_maps_to_local_devices() -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"device_maps": {"x": "0_0_0"}}, "device_maps: no member 'x' .members: 0: a, 1: b"),
+        ({"device_maps": {"x": "0_0_0"}}, "device_maps: 'x' is not in the group; its members: a .0., b .1."),
         ({"device_maps": {"a": "1_0"}}, r"device_maps\['a'\]: device map entry 1 .'1_0'. is malformed"),
         ({"device_maps": {"a": 7}}, r"device_maps\['a'\]: .*not 7"),
         ({"device_maps": {"a": "1_0_3"}}, "device map of a to b, entry 0 -> 3: b has no GPU 3"),
