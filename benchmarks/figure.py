@@ -12,8 +12,8 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
-
 from raytorchrpc.bench.options import show_size
+
 from raytorchrpc.bench.results import Run, read_run
 
 #: By row: label, colour (Okabe and Ito's palette for colour-blind readers), marker, dashes. Drawn where measured.

@@ -12,7 +12,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
-from benchmarks._harness import Row, show
+from benchmarks._harness import Line, Pick, Skipped, show, timed
 
 SIZE, ROUNDS, REPEATS = 1000, 10, 5
 EXAMPLE = Path(__file__).parent.parent / "examples" / "pipeline_autograd.py"
@@ -40,14 +39,11 @@ class Layer(nn.Module):
         return y.cpu() if self.staged else y
 
 
-def _trainer(local: Layer, remote: Any, x: Tensor) -> float:
-    start = time.perf_counter()
+def _train(local: Layer, remote: Any, x: Tensor) -> None:
     for _ in range(ROUNDS):
         with dist_autograd.context() as context:
             y = remote.rpc_sync().forward(local(x))
             dist_autograd.backward(context, [y.sum()])
-    torch.cuda.synchronize(0)
-    return time.perf_counter() - start
 
 
 def _published(rank: int, meeting: str, results: Any) -> None:
@@ -57,12 +53,12 @@ def _published(rank: int, meeting: str, results: Any) -> None:
         options.set_device_map("w1", {0: 1})
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     if rank == 0:
-        x = torch.randn(SIZE, SIZE, device="cuda:0")
-        medians = {}
+        x, medians = torch.randn(SIZE, SIZE, device="cuda:0"), {}
         for path, staged in (("staged", True), ("direct", False)):
             local, remote = Layer("cuda:0", staged), rpc.remote("w1", Layer, args=("cuda:1", staged))
-            _trainer(local, remote, x)  # connections and GPU start-up
-            medians[path] = statistics.median(_trainer(local, remote, x) for _ in range(REPEATS))
+            _train(local, remote, x)  # connections and GPU start-up
+            seconds = [timed(lambda local=local, remote=remote: _train(local, remote, x)) for _ in range(REPEATS)]
+            medians[path] = statistics.median(seconds)
             del remote
         results.put(medians)
     rpc.shutdown()
@@ -86,18 +82,17 @@ def _run_published() -> dict[str, float]:
     return medians
 
 
-def main(quick: bool = False) -> None:
+def main(pick: Pick) -> None:
     if torch.cuda.device_count() < 2:
-        print(f"\nThe tutorial: not run, it needs two GPUs and torch sees {torch.cuda.device_count()}")
-        return
+        raise Skipped(f"it needs two GPUs, and torch sees {torch.cuda.device_count()}")
     published = _run_published()
     command = [sys.executable, str(EXAMPLE), "--json", "--rounds", str(ROUNDS), "--repeats", str(REPEATS)]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     ours = json.loads(printed.strip().splitlines()[-1])
-    rows = [
-        Row("direct / published staged", ours["direct_s"], published["staged"], "s", "tutorial, CPU RPC", 0.25),
-        Row("direct / own staged", ours["direct_s"], ours["staged_s"], "s", "the example, staged", 0.25),
-        Row("direct / published direct", ours["direct_s"], published["direct"], "s", "tutorial, CUDA RPC"),
-        Row("staged / published staged", ours["staged_s"], published["staged"], "s", "tutorial, CPU RPC"),
+    lines = [
+        Line("direct / published staged", ours["direct_s"], published["staged"], "s", "tutorial, CPU RPC", 0.25),
+        Line("direct / own staged", ours["direct_s"], ours["staged_s"], "s", "the example, staged", 0.25),
+        Line("direct / published direct", ours["direct_s"], published["direct"], "s", "tutorial, CUDA RPC"),
+        Line("staged / published staged", ours["staged_s"], published["staged"], "s", "tutorial, CPU RPC"),
     ]
-    show(f"{ROUNDS} x forward and backward over two GPUs (gradients match: {ours['gradients_match']})", rows)
+    show(f"{ROUNDS} x forward and backward over two GPUs (gradients match: {ours['gradients_match']})", lines)

@@ -404,7 +404,7 @@ class PatternsRunner(Runner):
 
     @staticmethod
     def _key(row: Row, case: Case, device: Device) -> tuple[str, Device, Shape]:
-        return row.name, device, shape(row, case)
+        return row.actors, device, shape(row, case)
 
     def _obstacle(self, row: Row, case: Case, device: Device) -> str | None:
         usable = MemoryLimits.of(self.site, 0).host
