@@ -155,7 +155,7 @@ def local_ray(cpus: int = 4) -> Iterator[None]:
     try:
         yield
     finally:
-        _idle.clear()
+        end_idle()
         ray.shutdown()
 
 
@@ -204,6 +204,13 @@ def actors(count: int, *, gpus: Sequence[str | None] = (), fresh: bool = False, 
         raise
     for key, each in zip(wanted, found, strict=True):
         _idle.setdefault(key, []).append(each)
+
+
+def end_idle() -> None:
+    """End the actors that the next benchmark would have used."""
+    for each in [each for some in _idle.values() for each in some]:
+        ray.kill(each)
+    _idle.clear()
 
 
 def _start(gpu: str | None, env: Mapping[str, str]) -> Any:

@@ -93,7 +93,12 @@ def main(pick: Pick) -> None:
     ours, store, empty = _row(OURS, "TORCHRPC"), _row(PLAIN, None), _row(EMPTY, "EMPTY")
     gloo, nixl = _row("RDT gloo", "gloo"), _row("RDT nixl", "nixl", needs=("nixl",))
     others = [_row("Ray, zero-copy tensors", None, env=zero_copy), gloo, nixl]
-    _compare("CPU tensors by ObjectRef, one host", [ours, store, *pick(others, others, []), empty], "cpu", pick)
+    _compare(
+        "CPU tensors by ObjectRef, one host",
+        [ours, store, *pick(others, others, []), *pick([empty], [empty], [])],
+        "cpu",
+        pick,
+    )
     gpus = gpu_count()
     if gpus:
         rows = [_row(OURS, "TORCHRPC", one_gpu=True), _row("RDT cuda_ipc", "cuda_ipc", one_gpu=True),

@@ -184,7 +184,7 @@ def main(
     hosts_json: str | None = None,
 ) -> None:
     """Measure, or read stored figures; print the document and write the requested files."""
-    sizes = [int(size) for size in members.split(",")] if members else pick(SIZES, SIZES[:2], (2, 3))
+    sizes = [int(size) for size in members.split(",")] if members else pick(SIZES, SIZES[:2], (3,))
     keep = Path(json) if json else None
     found = _read(from_json) if from_json else measure(sizes, keep, pick(PLANNED, PLANNED, (20, 2)))
     text = _scale_report.document(found, _read(hosts_json) if hosts_json else [])

@@ -16,13 +16,13 @@ from typing import Any
 import ray
 
 import raytorchrpc as rtr
-from benchmarks._harness import local_ray
+from benchmarks._harness import Pick
 from benchmarks._resources import Held
 from benchmarks._soak_members import AsyncSoaker, Soaker
 from raytorchrpc.bench.tables import Table, plain
 from raytorchrpc.lanes.cuda_ipc.lane import MAPPINGS
 
-CALLS, QUICK_CALLS = 1_000_000, 20_000
+OPTIONS = ("calls",)
 #: Threads (or tasks) of each member that call.
 THREADS = 2
 SETTLE_S = 40.0  # longer than any deadline here
@@ -197,14 +197,15 @@ def table(verdict: Verdict) -> str:
     return plain(Table("Held after the first calls -> at the end", heads, tuple(rows)))
 
 
-def main(quick: bool = False, calls: int | None = None) -> None:
-    """Raises SystemExit if something grew or was wrong."""
-    with local_ray():
-        verdict = soak(calls or (QUICK_CALLS if quick else CALLS), progress=lambda line: print(line, flush=True))
+def main(pick: Pick, calls: int | None = None) -> None:
+    """Raises SystemExit if something grew or was wrong; a tiny run is too short to tell what grew."""
+    number, rounds = calls or pick(1_000_000, 20_000, 800), pick(20, 20, 1)
+    verdict = soak(number, rounds=rounds, progress=lambda line: print(line, flush=True))
     print(f"\nSoak: {verdict.calls} calls in {verdict.seconds:.0f} s ({verdict.calls / verdict.seconds:.0f}/s)")
     print(table(verdict))
     for text in (*verdict.grown, *verdict.restless, *verdict.first_wrong):
         print(f"  {text}")
-    print(f"  wrong results: {verdict.wrong}; {'passed' if verdict.passed else 'FAILED'}")
-    if not verdict.passed:
+    passed = verdict.passed or (pick(False, False, True) and not (verdict.wrong or verdict.restless))
+    print(f"  wrong results: {verdict.wrong}; {'passed' if passed else 'FAILED'}")
+    if not passed:
         raise SystemExit(1)
