@@ -160,8 +160,8 @@ def local_ray(cpus: int = 4) -> Iterator[None]:
 
 
 def gpu_count() -> int:
-    """GPUs that Ray has."""
-    return int(ray.cluster_resources().get("GPU", 0))
+    """GPUs that Ray has and torch sees."""
+    return min(int(ray.cluster_resources().get("GPU", 0)), torch.cuda.device_count())
 
 
 class End:
