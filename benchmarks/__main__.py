@@ -10,7 +10,7 @@ from benchmarks._harness import Skipped, local_ray, machine
 #: Modules of this package that run by default, each with a function ``main(pick)``.
 ALL = (
     *("atari", "calls", "formation", "huge_pages", "objectrefs", "observability", "protection", "queues", "tensors"),
-    *("sharded_weights", "tutorial", "weight_conversions", "weight_prefetch", "weight_readers", "weights"),
+    *("sharded_weights", "weight_conversions", "weight_prefetch", "weight_readers", "weights"),
 )
 #: Those that run only when they are named.
 NAMED = ("detection", "scale", "soak")

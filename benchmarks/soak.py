@@ -40,23 +40,20 @@ class Limit:
     unit: int = 1
 
 
+_OF_HEAP = "fragmentation that does not depend on calls; a leak of 35 bytes per call is as much"
+_OF_THREADS = "as many workers as ran at once in the last 30 s; four listeners"
+_AT_REST = "there are none at rest"
 LIMITS = (
-    Limit(
-        "anonymous memory, MiB",
-        lambda held: held.anonymous,
-        8 * MIB,
-        "heap fragmentation that does not depend on calls; a leak of 35 bytes per call is as much",
-        unit=MIB,
-    ),
+    Limit("anonymous memory, MiB", lambda held: held.anonymous, 8 * MIB, _OF_HEAP, unit=MIB),
     Limit("file descriptors", lambda held: held.fds, 0, "none is opened after the first calls"),
-    Limit("threads", lambda held: held.threads, 16, "as many workers as ran at once in the last 30 s; four listeners"),
-    Limit("arena bytes out", lambda held: held.arena_used, 0, "none is in use at rest"),
-    Limit("calls in flight", lambda held: held.in_flight, 0, "there are none at rest"),
-    Limit("results kept", lambda held: held.kept, 0, "there are none at rest"),
+    Limit("threads", lambda held: held.threads, 16, _OF_THREADS),
+    Limit("arena bytes out", lambda held: held.arena_used, 0, _AT_REST),
+    Limit("calls in flight", lambda held: held.in_flight, 0, _AT_REST),
+    Limit("results kept", lambda held: held.kept, 0, _AT_REST),
     Limit("deadlines", lambda held: held.deadlines, 64, "cancelled ones are removed when there are more than 64"),
     Limit("objects of the package", lambda held: held.objects, 0, "a call leaves none"),
     Limit("GPU segments mapped", lambda held: held.mapped, MAPPINGS, "one per segment of a peer's allocator"),
-    Limit("GPU memory in use, MiB", lambda held: held.gpu_allocated, 0, "none is in use at rest", unit=MIB),
+    Limit("GPU memory in use, MiB", lambda held: held.gpu_allocated, 0, _AT_REST, unit=MIB),
 )
 #: Shown, but allowed to grow.
 UNLIMITED: dict[str, Callable[[Held], int]] = {
