@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import ray
@@ -28,6 +28,8 @@ T = TypeVar("T")
 Pick = Callable[[T, T, T], T]
 """Chooses of (full, quick, tiny); a tiny run only shows that the benchmark works."""
 TIMEOUT_S = 300.0
+#: With what actors start.
+environment: Mapping[str, str] = rtr.runtime_env()["env_vars"]
 
 
 class Skipped(Exception):
@@ -123,6 +125,8 @@ def interleaved(
 
 def engine(rows: Sequence[Row], cases: Sequence[Case], device: Device = "cpu", **effort: Any) -> Run:
     """Measure these rows by the engine of ``raytorchrpc bench``; prints what has no figure."""
+    if not environment:
+        rows = [replace(row, bare_ends=range(99)) for row in rows]
     run = measure(Options(tuple(rows), (device,), tuple(cases), 1800.0, **effort), "", lambda text, part: None)
     for line in not_measured(run):
         print(f"  not measured: {line}")
@@ -214,7 +218,7 @@ def end_idle() -> None:
 
 
 def _start(gpu: str | None, env: Mapping[str, str]) -> Any:
-    variables = {**rtr.runtime_env()["env_vars"], **env, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
+    variables = {**environment, **env, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
     options = {"num_cpus": 0, "num_gpus": 0 if gpu is None else 0.05, "runtime_env": {"env_vars": variables}}
     return ray.remote(End).options(**options).remote()
 

@@ -22,7 +22,11 @@ HERE = str(Path(__file__).resolve().parents[1])
 def main(pick: Pick, against: str | None = None) -> None:
     with tempfile.TemporaryDirectory() as elsewhere:
         before = os.getcwd()
-        os.chdir(elsewhere)  # workers search the driver's folder before PYTHONPATH
+        if against is not None:
+            if not Path(against, "raytorchrpc").is_dir():
+                raise SystemExit(f"{against} is no checkout: it has no folder raytorchrpc")
+            against = str(Path(against).resolve())
+            os.chdir(elsewhere)  # workers search the driver's folder before PYTHONPATH
         try:
             _measure(pick, against, Path(elsewhere))
         finally:
@@ -34,7 +38,8 @@ def _measure(pick: Pick, against: str | None, folder: Path) -> None:
         return group.trace(folder / "trace.json")
 
     def row(name: str, checkout: str = HERE, **more: Any) -> Row:
-        return Row(name, "lane", "group", name, env={"PYTHONPATH": checkout}, **more)
+        env = {} if against is None else {"PYTHONPATH": checkout}
+        return Row(name, "lane", "group", name, env=env, **more)
 
     rows = [
         row("off"),

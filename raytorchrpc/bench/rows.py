@@ -37,7 +37,7 @@ class Row:
     """The group's settings (``GroupConfig``), for rows that form a group."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Additional environment of all actors."""
-    bare_ends: tuple[int, ...] = ()
+    bare_ends: Sequence[int] = ()
     """The ranks whose actors start without the environment of ``runtime_env()``."""
     around: Callable[[Any], AbstractContextManager[Any]] | None = None
     """Makes of the group a context for each of the row's turns; with ``own_turn``."""
