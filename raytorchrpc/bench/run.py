@@ -58,19 +58,10 @@ def _row_results(options: Options, runner: Runner) -> tuple[RowResult, ...]:
     found = []
     for device in options.devices:
         for row in (row for row in options.rows if device in row.devices):
-            cells = [cell for cell in runner.cells if (cell.row, cell.device) == (row.name, device)]
-            reasons = {cell.reason for cell in cells}
-            found.append(
-                RowResult(
-                    row=row.name,
-                    device=device,
-                    kind=KIND_TEXT[row.kind],
-                    what=row.what,
-                    published=row.published,
-                    reason=reasons.pop() if len(reasons) == 1 else None,
-                    comparable=not row.one_gpu,
-                )
-            )
+            reasons = {cell.reason for cell in runner.cells if (cell.row, cell.device) == (row.name, device)}
+            known: Any = {"what": row.what, "published": row.published, "comparable": not row.one_gpu}
+            reason = reasons.pop() if len(reasons) == 1 else None
+            found.append(RowResult(row=row.name, device=device, kind=KIND_TEXT[row.kind], reason=reason, **known))
     return tuple(found)
 
 

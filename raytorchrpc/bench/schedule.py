@@ -101,7 +101,8 @@ class Runner:
         limit = began + _START_S + _START_EACH_S * sum(team.shape.members for team in teams)
         waiting = list(teams)
         while waiting and self.clock() < limit:
-            names = ", ".join(team.name for team in waiting)
+            more = f" and {len(waiting) - 5} more" if len(waiting) > 5 else ""
+            names = ", ".join(team.name for team in waiting[:5]) + more
             up = f"{len(teams) - len(waiting)} of {len(teams)} rows"
             self.report(f"starting actors: those of {up} are up; waiting for {names}", self._done)
             waiting = [team for number, team in enumerate(waiting) if team.starts(0.0 if number else 1.0)]
@@ -133,12 +134,7 @@ class Runner:
 
     def _record(self, row: Row, device: Device, case: Case, figures: dict[str, Any], reason: str | None) -> None:
         """Record the figures, or without them the reason."""
-        known: dict[str, Any] = {
-            "pattern": case.pattern,
-            "variant": case.variant,
-            "bytes": case.size,
-            "unit": case.unit,
-        }
+        known: Any = {"pattern": case.pattern, "variant": case.variant, "bytes": case.size, "unit": case.unit}
         why = None if "median" in figures else reason or "unknown"
         self.cells.append(Cell(row=row.name, device=device, **known, **figures, reason=why))
 

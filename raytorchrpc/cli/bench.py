@@ -182,9 +182,9 @@ def _show(run: Run, *, against_published: bool) -> None:
         print("\n  ".join(("\nNot measured:", *missing)))
     if against_published:
         print(f"\n{published()[0]}")
+    print(f"\n{run.seconds:.0f} s; repeat with `{run.command}`.")
     if sentence := conclusion(run):
         print(f"\n{sentence}")
-    print(f"\n{run.seconds:.0f} s; repeat with `{run.command}`.")
 
 
 def _print_tables(shown: Sequence[Table]) -> None:
