@@ -24,7 +24,6 @@ import ray
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
-from ray.dag import InputNode
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -441,6 +440,8 @@ class GraphLink(Link):
     _graph: Any = None
 
     def resume(self) -> None:
+        from ray.dag import InputNode  # only the driver needs its many modules
+
         with InputNode() as payload:
             node = self.members[-1].take.bind(payload)
         self._graph = node.experimental_compile(_max_inflight_executions=_GRAPH_CALLS)
