@@ -1,4 +1,4 @@
-"""What all benchmarks share: interleaved timing, medians, tables with targets."""
+"""What the benchmarks share: their actors, the engine of ``raytorchrpc bench``, timing, tables."""
 
 from __future__ import annotations
 
@@ -10,16 +10,34 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
 
 import ray
 import torch
 
-from raytorchrpc.bench.tables import Table, plain
+import raytorchrpc as rtr
+from raytorchrpc.bench.cases import Case, Options
+from raytorchrpc.bench.results import Run
+from raytorchrpc.bench.rows import Device, Row
+from raytorchrpc.bench.run import measure
+from raytorchrpc.bench.schedule import BLOCK, rounds
+from raytorchrpc.bench.tables import Table, not_measured, plain
+
+T = TypeVar("T")
+Pick = Callable[[T, T, T], T]
+"""Chooses of (full, quick, tiny); a tiny run only shows that the benchmark works."""
+TIMEOUT_S = 300.0
+#: With what actors start.
+environment: Mapping[str, str] = rtr.runtime_env()["env_vars"]
+
+
+class Skipped(Exception):
+    """The benchmark cannot run here; the message says why."""
 
 
 @dataclass(frozen=True)
-class Row:
+class Line:
     """One line: our figure against that of a named peer, from the same run."""
 
     what: str
@@ -40,11 +58,56 @@ class Row:
         return "" if self.target is None else f"<= {self.target:g} {'ok' if self.ratio <= self.target else 'MISSED'}"
 
 
-#: Consecutive runs of one function.
-BLOCK = 10
+def show(title: str, lines: Sequence[Line]) -> None:
+    """Print a table, and append each line as a row of JSON to the file that BENCH_JSON names."""
+    heads = ("", "ours", "peer", "", "ratio", "target", "")
+    rows = [
+        (
+            line.what,
+            f"{line.ours:.4g}",
+            f"{line.peer:.4g}",
+            line.unit,
+            f"{line.ratio:.3f}",
+            line.verdict,
+            line.peer_name,
+        )
+        for line in lines
+    ]
+    print(f"\n{plain(Table(title, heads, tuple(rows)))}")
+    if path := os.environ.get("BENCH_JSON"):
+        with open(path, "a") as file:
+            for line in lines:
+                file.write(json.dumps({"title": title, **asdict(line), "ratio": line.ratio}) + "\n")
 
 
-def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 3) -> dict[str, float]:
+def machine() -> str:
+    """One line about this machine."""
+    gpus = f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else ""
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, Ray {ray.__version__}"
+    return f"{os.cpu_count()} cores{gpus}, {versions}"
+
+
+# --- timing ----------------------------------------------------------------------------------------------------------
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds of one run, and of the GPU's work that it queued."""
+    await_gpu()
+    begun = time.perf_counter()
+    run()
+    await_gpu()
+    return time.perf_counter() - begun
+
+
+def await_gpu() -> None:
+    """Block until this process's GPU has done what was queued."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def interleaved(
+    runs: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 3, block: int = BLOCK
+) -> dict[str, float]:
     """Median seconds of each function.
 
     They alternate, so that drift of the machine affects all of them, in blocks, so that each is as warm as in its own
@@ -54,44 +117,136 @@ def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int, warmup: 
         for _ in range(warmup):
             run()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for done in range(0, repeats, BLOCK):
-        for name, run in runs.items():
-            for _ in range(min(BLOCK, repeats - done)):
-                start = time.perf_counter()
-                run()
-                seconds[name].append(time.perf_counter() - start)
+    for turn in rounds(dict.fromkeys(runs, repeats), block):
+        for name, count in turn:
+            seconds[name] += [timed(runs[name]) for _ in range(count)]
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def engine(rows: Sequence[Row], cases: Sequence[Case], device: Device = "cpu", **effort: Any) -> Run:
+    """Measure these rows by the engine of ``raytorchrpc bench``; prints what has no figure."""
+    if not environment:
+        rows = [replace(row, bare_ends=range(99)) for row in rows]
+    run = measure(Options(tuple(rows), (device,), tuple(cases), 1800.0, **effort), "", lambda text, part: None)
+    for line in not_measured(run):
+        print(f"  not measured: {line}")
+    return run
+
+
+def ratios(run: Run, ours: str, peers: Mapping[str, str], target: Callable[[str, str], float | None]) -> list[Line]:
+    """A line for each case and peer (row -> name) that were measured. ``target``: by (case, peer)."""
+    lines = []
+    for cell in run.cells:
+        for row, name in peers.items():
+            peer = run.cell(row, cell.device, cell.label, cell.pattern)
+            if cell.row == ours and cell.median is not None and peer is not None and peer.median is not None:
+                what = ", ".join(filter(None, (cell.pattern, cell.label)))
+                lines.append(Line(what, cell.median, peer.median, cell.unit, name, target(what, row)))
+    return lines
+
+
+# --- Ray and actors --------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def local_ray(cpus: int = 4) -> Iterator[None]:
-    """Run a local Ray without a dashboard for the duration of the block."""
+    """Run a local Ray without a dashboard for the duration of the block, or use the one that runs."""
+    if ray.is_initialized():
+        yield
+        return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield
     finally:
+        end_idle()
         ray.shutdown()
 
 
-def show(title: str, rows: Sequence[Row]) -> None:
-    """Print a table, and append each row as a line of JSON to the file that BENCH_JSON names."""
-    heads = ("", "ours", "peer", "", "ratio", "target", "")
-    lines = [
-        (row.what, f"{row.ours:.4g}", f"{row.peer:.4g}", row.unit, f"{row.ratio:.3f}", row.verdict, row.peer_name)
-        for row in rows
-    ]
-    print(f"\n{plain(Table(title, heads, tuple(lines)))}")
-    if path := os.environ.get("BENCH_JSON"):
-        with open(path, "a") as file:
-            for row in rows:
-                file.write(json.dumps({"title": title, **asdict(row), "ratio": row.ratio}) + "\n")
+def gpu_count() -> int:
+    """GPUs that Ray has and torch sees."""
+    return min(int(ray.cluster_resources().get("GPU", 0)), torch.cuda.device_count())
 
 
-def machine() -> str:
-    """One line about this machine."""
-    gpus = f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else ""
-    return (
-        f"{os.cpu_count()} cores{gpus}, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"Ray {ray.__version__}"
-    )
+class End:
+    """The actor of most benchmarks: runs their functions, which keep what they need in it."""
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(self, *args)
+
+    @rtr.method
+    def take(self, value: Any = None) -> None:
+        """A call with a payload, or without."""
+        await_gpu()
+
+
+_idle: dict[tuple[Any, ...], list[Any]] = {}
+"""Actors that a benchmark has left to the next, by what they were started with."""
+
+
+@contextmanager
+def actors(count: int, *, gpus: Sequence[str | None] = (), fresh: bool = False, **env: str) -> Iterator[list[Any]]:
+    """So many living actors, started with ``runtime_env()``; of those that earlier benchmarks used, unless ``fresh``.
+
+    ``gpus``: CUDA_VISIBLE_DEVICES of each actor in turn.
+    """
+    wanted = []
+    for rank in range(count):
+        gpu = gpus[rank % len(gpus)] if gpus else None
+        wanted.append((gpu, *sorted(env.items())))
+    found = []
+    for key in wanted:
+        idle = [] if fresh else _idle.get(key, [])
+        found.append(idle.pop() if idle else _start(key[0], env))
+    try:
+        ray.get([each.run.remote(_reset) for each in found], timeout=TIMEOUT_S)
+        yield found
+        ray.get([each.run.remote(_reset) for each in found], timeout=TIMEOUT_S)
+    except BaseException:
+        for each in found:
+            ray.kill(each)
+        raise
+    for key, each in zip(wanted, found, strict=True):
+        _idle.setdefault(key, []).append(each)
+
+
+def end_idle() -> None:
+    """End the actors that the next benchmark would have used."""
+    for each in [each for some in _idle.values() for each in some]:
+        ray.kill(each)
+    _idle.clear()
+
+
+def _start(gpu: str | None, env: Mapping[str, str]) -> Any:
+    variables = {**environment, **env, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
+    options = {"num_cpus": 0, "num_gpus": 0 if gpu is None else 0.05, "runtime_env": {"env_vars": variables}}
+    return ray.remote(End).options(**options).remote()
+
+
+_THREADS = torch.get_num_threads()
+
+
+def _reset(end: End) -> None:
+    end.__dict__.clear()
+    torch.set_num_threads(_THREADS)
+
+
+@contextmanager
+def group_of(
+    *names: str, gpus: Sequence[str | None] = (), config: rtr.GroupConfig | None = None, **env: str
+) -> Iterator[tuple[rtr.Group, dict[str, Any]]]:
+    """A group of ``actors`` with these names."""
+    with actors(len(names), gpus=gpus, **env) as found:
+        members = dict(zip(names, found, strict=True))
+        with rtr.init_group(members, name=f"bench-{os.getpid()}", config=config) as group:
+            yield group, members
+
+
+def each(ends: Sequence[Any], function: Callable[..., T], *args: Any) -> list[T]:
+    """Run a function in all of these actors at once; returns the results."""
+    return list(ray.get([end.run.remote(function, *args) for end in ends], timeout=TIMEOUT_S))
+
+
+def on(end: Any, function: Callable[..., T], *args: Any) -> T:
+    """Run a function in one actor."""
+    return each([end], function, *args)[0]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raytorchrpc.bench.fit import nonnegative_terms
+from raytorchrpc.bench.tables import grid
 
 #: What the document predicts for (members).
 FAR = 1000
@@ -96,6 +97,7 @@ def document(found: Mapping[str, Any], hosts: Sequence[Mapping[str, Any]]) -> st
     """The whole of ``docs/scale.md``."""
     groups = found["groups"]
     sizes = [group["members"] for group in groups]
+    calls = sizes[-1] * (sizes[-1] - 1)
     left_out = "".join(f"\nNot measured: {reason}.\n" for reason in found["left_out"])
     return f"""# Scale
 
@@ -115,7 +117,7 @@ so look at how the times grow; a larger machine is faster.
 
 {_by_size(TIMES, groups)}
 
-All-to-all at {sizes[-1]} members is {_pairs(sizes[-1])} calls; each member sends all of its own at once. The first time
+All-to-all at {sizes[-1]} members is {calls:,} calls; each member sends all of its own at once. The first time
 includes making the connections. Each time includes the Ray calls that ask the members to begin.
 {_several_hosts(hosts)}
 ## Memory, sockets and threads of a member
@@ -149,15 +151,6 @@ and is for all members on this one host. It shows which term dominates; do not r
 """
 
 
-def _pairs(n: int) -> str:
-    return f"{n * (n - 1):,}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def show(value: float) -> str:
     """Two significant digits, and no exponent."""
     if value == 0:
@@ -169,7 +162,7 @@ def show(value: float) -> str:
 def _by_size(figures: Sequence[Figure], groups: Sequence[Mapping[str, Any]]) -> str:
     head = [f"members ({figures[0].unit})", *(str(group["members"]) for group in groups)]
     rows = [[figure.label, *(show(figure.of(group) * figure.scale) for group in groups)] for figure in figures]
-    return _table(head, rows)
+    return grid(head, rows)
 
 
 def _memory(groups: Sequence[Mapping[str, Any]]) -> str:
@@ -177,15 +170,10 @@ def _memory(groups: Sequence[Mapping[str, Any]]) -> str:
     for group in groups:
         for stage, label in STAGES.items():
             one = group["weights"][stage]
-            rows.append(
-                [
-                    f"{group['members']}: {label}",
-                    f"{one['private'] / _MIB:.1f}",
-                    f"{one['pss'] / _MIB:.1f}",
-                    *(f"{one[what]:g}" for what in ("descriptors", "sockets", "threads")),
-                ]
-            )
-    return _table(["members", "private (MiB)", "PSS (MiB)", "descriptors", "of these sockets", "threads"], rows)
+            memory = (f"{one[what] / _MIB:.1f}" for what in ("private", "pss"))
+            counts = (f"{one[what]:g}" for what in ("descriptors", "sockets", "threads"))
+            rows.append([f"{group['members']}: {label}", *memory, *counts])
+    return grid(["members", "private (MiB)", "PSS (MiB)", "descriptors", "of these sockets", "threads"], rows)
 
 
 def _laws(figures: Sequence[Figure], groups: Sequence[Mapping[str, Any]]) -> str:
@@ -196,7 +184,7 @@ def _laws(figures: Sequence[Figure], groups: Sequence[Mapping[str, Any]]) -> str
         text = " + ".join(f"{value:.2g}{power}" for value, power in terms if value) or "0"
         far = f"{show(found.at(FAR))} {figure.unit}".strip()
         rows.append([figure.label, text, f"{found.error:.0%}", far, found.dominant(FAR)])
-    return _table(["figure", "law", "off by", f"at {FAR:,}", "largest term there"], rows)
+    return grid(["figure", "law", "off by", f"at {FAR:,}", "largest term there"], rows)
 
 
 def _memory_far(groups: Sequence[Mapping[str, Any]]) -> str:
@@ -222,7 +210,7 @@ def _several_hosts(hosts: Sequence[Mapping[str, Any]]) -> str:
 The same on several simulated hosts: each has its own network, pid, mount, ipc and uts namespaces on this machine, and a
 bridge joins them (`tests/multihost`). Members on different hosts use TCP.
 
-{_table(head, rows)}
+{grid(head, rows)}
 """
 
 

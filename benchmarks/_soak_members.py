@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy
@@ -216,18 +215,14 @@ class Caller:
         return begun
 
     def _judged(self, call: Case, wait: Callable[[], Any]) -> Any:
-        with self._judging(call) as judge:
-            return judge(wait())
+        try:
+            return self._judge_value(call, wait())
+        except Exception as error:
+            self._judge_error(call, error)
 
     async def _awaited(self, call: Case, future: Any) -> Any:
-        with self._judging(call) as judge:
-            return judge(await future)
-
-    @contextmanager
-    def _judging(self, call: Case) -> Iterator[Callable[[Any], Any]]:
-        """Checks the exception of the block; yields a function that checks the value and returns it."""
         try:
-            yield functools.partial(self._judge_value, call)
+            return self._judge_value(call, await future)
         except Exception as error:
             self._judge_error(call, error)
 
@@ -248,7 +243,8 @@ class Caller:
 
     def _called_back(self, call: Case, future: Any) -> None:
         self._judged(call, future.wait)
-        self._tally.called_back()
+        with self._tally.lock:
+            self._tally.kept_promises += 1
 
     def _keep(self, call: Case, value: Any) -> None:
         """Hold a result for a while, and verify it again when it is dropped."""
@@ -268,19 +264,14 @@ class Tally:
     def __init__(self) -> None:
         self.calls = self.promised = self.kept_promises = self.wrong_ones = 0
         self.first_wrong: list[str] = []
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
     def wrong(self, what: str) -> None:
         """Count a wrong result."""
-        with self._lock:
+        with self.lock:
             self.wrong_ones += 1
             if len(self.first_wrong) < 3:
                 self.first_wrong.append(what[:400])
-
-    def called_back(self) -> None:
-        """Count a callback that has completed."""
-        with self._lock:
-            self.kept_promises += 1
 
 
 class Soaker:
@@ -301,7 +292,6 @@ class Soaker:
 
     @rtr.method
     def negate(self, value: Any, size: str, number: int) -> Any:
-        """Negates in place, because arguments belong to the receiver."""
         return self._negated(value, size, number)
 
     @rtr.method
@@ -309,6 +299,7 @@ class Soaker:
         return [self._negated(value, "20 KB", number + place) for place, value in enumerate(values)]
 
     def _negated(self, value: Any, size: str, number: int) -> Any:
+        """Negates in place, because arguments belong to the receiver."""
         if not is_stamped(value, size, number):
             self.tally.wrong(f"argument {number} of {size} arrived as {value!r}")
         return numpy.negative(value, out=value) if isinstance(value, numpy.ndarray) else value.neg_()

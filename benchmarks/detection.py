@@ -1,4 +1,4 @@
-"""How fast a group detects a lost member and restores it: ``python -m benchmarks.detection [--runs N]``.
+"""How fast a group detects a lost member and restores it.
 
 Hosts are network namespaces of this machine (see ``tests/multihost/rig``) with their own Ray cluster. One of three
 members is lost; the driver and another member are on the first host. Each figure is the median and the maximum of all
@@ -12,10 +12,10 @@ runs, in seconds after the fault:
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 
+from benchmarks._harness import Pick
 from raytorchrpc.bench.tables import Table, plain
 from tests.multihost.conftest import cluster
 from tests.multihost.rig import Host
@@ -81,17 +81,11 @@ def measure(runs: int) -> dict[str, list[Figures]]:
     return found
 
 
-def main(runs: int = 5) -> None:
+def main(pick: Pick) -> None:
     names = ("call", "told", "Ray", "back", "rejoin")
     rows = []
-    for case, figures in measure(runs).items():
+    for case, figures in measure(pick(5, 2, 1)).items():
         columns = [[each[name] for each in figures if name in each] for name in names]
         cells = (f"{statistics.median(values):.3f} ({max(values):.3f})" if values else "-" for values in columns)
         rows.append((case, *cells))
     print(plain(Table("Seconds after the fault: median (slowest)", ("", *names), tuple(rows))))
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5)
-    main(parser.parse_args().runs)

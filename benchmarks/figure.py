@@ -11,10 +11,9 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 
-from raytorchrpc.bench.options import show_size
-from raytorchrpc.bench.results import Run, read_run
+from raytorchrpc.bench.plots import label_logarithmic
+from raytorchrpc.bench.results import Run, read_run, show_size
 
 #: By row: label, colour (Okabe and Ito's palette for colour-blind readers), marker, dashes. Drawn where measured.
 LINES = {
@@ -31,7 +30,7 @@ LINES = {
 
 def draw(run: Run, path: Path) -> None:
     """Writes one panel as SVG: time against size, for CUDA tensors if the run has them."""
-    device = run.devices()[-1]
+    device, _ = run.tables()[-1]
     measured = {row.row: run.points(row) for row in run.measured(device)}
     figure = Figure(figsize=(9, 5.2), layout="constrained")
     axes = figure.subplots()
@@ -42,10 +41,8 @@ def draw(run: Run, path: Path) -> None:
             axes.plot(sizes, milliseconds, color=color, label=label, **look)
     axes.set(xscale="log", yscale="log", xlabel="size of the tensor", ylabel="milliseconds, median")
     axes.set_title(f"One {device.upper()} tensor to another actor, with acknowledgement: less is better")
-    axes.minorticks_off()
-    axes.xaxis.set_major_locator(LogLocator(numticks=10))
-    axes.xaxis.set_major_formatter(lambda size, _: show_size(int(size)))
-    axes.yaxis.set_major_formatter("{x:g}")
+    label_logarithmic(axes.xaxis, lambda size, _: show_size(size), (1,))
+    label_logarithmic(axes.yaxis, subs=(1,))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", frameon=False)
     hardware, software = "; ".join(run.machine[:-1]), run.machine[-1]

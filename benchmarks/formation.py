@@ -1,4 +1,4 @@
-"""Duration of ``init_group`` for live actors by group size, and CPU time of idle members."""
+"""Duration of ``init_group`` for living actors by group size, and CPU time of idle members."""
 
 from __future__ import annotations
 
@@ -7,76 +7,49 @@ import statistics
 import time
 from typing import Any
 
-import ray
-
 import raytorchrpc as rtr
-from benchmarks._harness import Row, local_ray, show
+from benchmarks._harness import Line, Pick, actors, each, show, timed
 
-SIZES = (8, 16, 32)
-
-
-@ray.remote(num_cpus=0)
-class Idler:
-    @rtr.method
-    def null(self) -> None:
-        return None
-
-    def alive(self) -> int:
-        return os.getpid()
-
-    def cpu_seconds(self) -> float:
-        times = os.times()
-        return times.user + times.system
+SIZES, LIMITS_S = (8, 16, 32), {8: 0.5, 32: 2.0}
 
 
-def _form(actors: list[Any]) -> float:
+def cpu_seconds(end: Any) -> float:
+    return os.times().user + os.times().system
+
+
+def _form(ends: list[Any]) -> float:
     start = time.perf_counter()
-    group = rtr.init_group(actors)
+    group = rtr.init_group(ends)
     took = time.perf_counter() - start
     group.shutdown()
     return took
 
 
-def main(quick: bool = False) -> None:
-    with local_ray():
-        sizes = SIZES[:1] if quick else SIZES
-        actors = [Idler.remote() for _ in range(max(sizes))]
-        ray.get([actor.alive.remote() for actor in actors])
-        first, again = {}, {}
-        done = 0
-        for size in sizes:  # a process's first group also starts its torchrpc agent
-            fresh = actors[done : done + size] if done + size <= len(actors) else None
-            if fresh:
-                first[size] = _form(fresh)
-                done += size
-        for size in sizes:
-            again[size] = statistics.median(_form(actors[:size]) for _ in range(3 if quick else 7))
-        limits = {8: 0.5, 16: None, 32: 2.0}
-        rows = [
-            Row(f"{size} members", took, limits[size] or 1.0, "s", "limit", 1.0 if limits[size] else None)
-            for size, took in again.items()
-        ]
-        rows += [Row(f"{size} members, first time", took, 1.0, "s", "(1 s)") for size, took in first.items()]
-        if not quick:
-            rows.append(Row("growth from 8 to 32", again[32], again[8] * 4, "s", "linear growth", 1.0))
-        show("init_group of living actors (medians)", rows)
-        _idle(actors, quick)
+def main(pick: Pick) -> None:
+    sizes = pick(SIZES, SIZES[:1], (2,))
+    fresh = pick(True, True, False)  # a process's first group also starts its torchrpc agent
+    with actors(sum(sizes), fresh=fresh) as ends:
+        places = [sum(sizes[:number]) for number in range(len(sizes))]
+        first = {size: _form(ends[at : at + size]) for at, size in zip(places, sizes, strict=True)}
+        again = {size: statistics.median(_form(ends[:size]) for _ in range(pick(7, 3, 1))) for size in sizes}
+        lines = [Line(f"{n} members", s, LIMITS_S.get(n, 1.0), "s", "limit", LIMITS_S.get(n) and 1.0)
+                 for n, s in again.items()]  # fmt: skip
+        lines += [Line(f"{n} members, first time", took, 1.0, "s", "(1 s)") for n, took in first.items()]
+        if 32 in again:
+            lines.append(Line("growth from 8 to 32", again[32], again[8] * 4, "s", "linear growth", 1.0))
+        show("init_group of living actors (medians)", lines)
+        _idle(ends[: max(sizes)], pick(5.0, 2.0, 0.1))
 
 
-def _idle(actors: list[Any], quick: bool) -> None:
+def _idle(ends: list[Any], window_s: float) -> None:
     """Compare the CPU time of idle members with that of the same actors outside a group."""
-    window = 2.0 if quick else 5.0
 
-    def spent() -> float:
-        before = ray.get([actor.cpu_seconds.remote() for actor in actors])
-        deadline = time.monotonic() + window
-        while (left := deadline - time.monotonic()) > 0:
-            time.sleep(left)
-        after = ray.get([actor.cpu_seconds.remote() for actor in actors])
-        return sum(after) - sum(before)
+    def share() -> float:
+        before = sum(each(ends, cpu_seconds))
+        wait = timed(lambda: time.sleep(window_s))
+        return (sum(each(ends, cpu_seconds)) - before) * 100 / wait / len(ends)
 
-    alone = spent()
-    with rtr.init_group(actors):
-        joined = spent()
-    share = 100 / window / len(actors)
-    print(f"  idle CPU per actor: {alone * share:.2f} % of a core outside a group, {joined * share:.2f} % inside")
+    alone = share()
+    with rtr.init_group(ends):
+        joined = share()
+    print(f"  idle CPU per actor: {alone:.2f} % of a core outside a group, {joined:.2f} % inside")

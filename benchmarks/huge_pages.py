@@ -5,84 +5,37 @@ One way plus an acknowledgement; the receiver allocates new memory for every ten
 
 from __future__ import annotations
 
-import statistics
-import time
 from pathlib import Path
 
-import ray
-import torch
-
-import raytorchrpc as rtr
-from benchmarks._harness import Row, local_ray, show
-
-SIZES = {10_000_000: 30, 40_000_000: 30, 640_000_000: 6}
-#: Consecutive calls of one pair of actors.
-BLOCK = 3
+from benchmarks._harness import Pick, engine, ratios, show
+from raytorchrpc.bench.cases import Case
+from raytorchrpc.bench.rows import Row
 
 TORCHRPC = ("socket", "torchrpc")
 #: The routes. The second is torchrpc's route between hosts, here over loopback.
 ROUTES = {
-    "torchrpc": rtr.GroupConfig(lanes=TORCHRPC),
-    "its TCP": rtr.GroupConfig(lanes=TORCHRPC, transports=("uv",), channels=("mpt_uv", "basic")),
-    "shm": rtr.GroupConfig(),
+    "torchrpc": {"lanes": TORCHRPC},
+    "its TCP": {"lanes": TORCHRPC, "transports": ("uv",), "channels": ("mpt_uv", "basic")},
+    "shm": {},
 }
-#: Which actors have the environment; the last case is the baseline.
-WITH = {"both": "Hh", "receiver only": "Ph", "sender only": "Hp", "neither": "Pp"}
+#: The ends that start without the environment.
+WITHOUT = {"both": (), "receiver only": (0,), "sender only": (1,), "neither": (0, 1)}
 
 
-@ray.remote(num_cpus=0)
-class Peer:
-    """Both ends."""
-
-    def __init__(self) -> None:
-        self.tensor = torch.ones(0)
-
-    @rtr.method
-    def take(self, tensor: torch.Tensor) -> int:
-        return tensor.nbytes
-
-    def send(self, receiver: str, size: int, repeats: int) -> list[float]:
-        """Seconds of each call."""
-        if self.tensor.nbytes != size:
-            self.tensor = torch.ones(size // 4)
-        tensor, direct = self.tensor, rtr.rpc_sync(receiver)
-        direct.take(tensor)  # warms the caches with a call of the same kind
-        seconds = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            direct.take(tensor)
-            seconds.append(time.perf_counter() - start)
-        return seconds
-
-
-def main(quick: bool = False) -> None:
+def main(pick: Pick) -> None:
     enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     mode = enabled.read_text().strip() if enabled.exists() else "missing"
     print(f"  {enabled}: {mode}")
-    with local_ray():
-        rows = [row for name in ROUTES for row in _route(name, quick, matters="[madvise]" in mode)]
-    show("runtime_env(): large CPU tensors, one host (medians)", rows)
-
-
-def _route(name: str, quick: bool, matters: bool) -> list[Row]:
-    """Rows of one route. Senders P and H, receivers p and h; H and h were started with ``runtime_env()``.
-
-    ``matters``: the kernel provides huge pages only on request.
-    """
-    plain, huge = Peer, Peer.options(runtime_env=rtr.runtime_env())
-    actors = {"P": plain.remote(), "H": huge.remote(), "p": plain.remote(), "h": huge.remote()}
-    rows = []
-    with rtr.init_group(actors, config=ROUTES[name]):
-        for size, repeats in SIZES.items():
-            seconds: dict[str, list[float]] = {case: [] for case in WITH}
-            for _ in range(0, repeats, BLOCK):
-                for case, (sender, receiver) in WITH.items():
-                    seconds[case] += ray.get(actors[sender].send.remote(receiver, size, 1 if quick else BLOCK))
-            ms = {case: statistics.median(values) * 1e3 for case, values in seconds.items()}
-            for case in list(WITH)[:-1]:
-                target = 0.7 if matters and name != "shm" and case == "both" and size > 1e8 else None
-                what = f"{name}, {size / 1e6:g} MB, {case}"
-                rows.append(Row(what, ms[case], ms["neither"], "ms", "neither started with it", target))
-    for actor in actors.values():
-        ray.kill(actor)
-    return rows
+    sizes = pick((10_000_000, 40_000_000, 640_000_000), (10_000_000, 40_000_000, 640_000_000), (1_000_000,))
+    ends = pick(list(WITHOUT), list(WITHOUT), ["both", "neither"])
+    for name in pick(list(ROUTES), list(ROUTES), ["shm"]):
+        rows = [Row(case, "lane", "group", case, config=ROUTES[name], bare_ends=WITHOUT[case]) for case in ends]
+        run = engine(
+            rows, [Case("quiet", size=size) for size in sizes], repeats=pick(10, 3, 1), window_s=pick(0.3, 0.1, 0)
+        )
+        for case in ends[:-1]:
+            # Where the kernel provides huge pages only on request.
+            matters = "[madvise]" in mode and name != "shm" and case == "both"
+            targets = {"quiet, 640 MB": 0.7} if matters else {}
+            lines = ratios(run, case, {"neither": "neither"}, lambda what, _, targets=targets: targets.get(what))
+            show(f"runtime_env(), {case}: large CPU tensors by {name}, one host (medians)", lines)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from benchmarks._harness import Row, interleaved, show
+from benchmarks._harness import Line, Pick, interleaved, show
 from raytorchrpc.lanes.base import Message, MessageLane, PeerAddress, Reply
 from raytorchrpc.lanes.common import protection
 from raytorchrpc.lanes.common.credentials import Credentials
@@ -26,23 +27,15 @@ SECRET = bytes(32)
 #: Payload in bytes, repeats, and the lane that carries it between hosts without torchrpc.
 SIZES = ((0, 1000, SocketLane), (20_000, 500, SocketLane), (10_000_000, 20, NngLane))
 MODES = ("unix", "bare", "authenticated", "tls")
+_TAGGED = protection.Tagged
 
 
-def _lane(
-    kind: type[Any], mode: str, rank: int, tls: bytes, serve: Callable[[Message, Reply], None]
-) -> tuple[Any, Any]:
+def _lane(kind: type[Any], mode: str, rank: int, tls: bytes, serve: Any) -> tuple[Any, Any]:
+    protection.Tagged = (lambda keys: None) if mode == "bare" else _TAGGED  # type: ignore[assignment,misc]
     credentials = Credentials(SECRET, rank, tls=tls if mode == "tls" else None)
     by_tcp = frozenset() if mode == "unix" else frozenset({"a", "b"})
     lane: MessageLane = kind("ab"[rank], credentials, tcp_host="127.0.0.1" if by_tcp else None, by_tcp=by_tcp)
     return lane, lane.open(serve, lambda work: work())
-
-
-def _bare(mode: str) -> None:
-    """Remove protection from this process's future connections."""
-    protection.Tagged = (lambda keys: None) if mode == "bare" else _TAGGED  # type: ignore[assignment,misc]
-
-
-_TAGGED = protection.Tagged
 
 
 def _serve(pipe: Connection, tls: bytes) -> None:
@@ -53,9 +46,7 @@ def _serve(pipe: Connection, tls: bytes) -> None:
 
     lanes = []
     while (asked := pipe.recv()) is not None:
-        kind, mode = asked
-        _bare(mode)
-        lane, address = _lane(kind, mode, 1, tls, answer)
+        lane, address = _lane(*asked, 1, tls, answer)
         lanes.append(lane)
         pipe.send(address)
         pipe.recv()  # the caller has connected
@@ -63,44 +54,41 @@ def _serve(pipe: Connection, tls: bytes) -> None:
         lane.close()
 
 
-def main(quick: bool = False) -> None:
+def _call(lane: MessageLane, message: Message) -> None:
+    pending = lane.call("b", message, 60, caller_waits=True)
+    pending.wait(60)
+    pending.take()
+
+
+def main(pick: Pick) -> None:
     tls = make_identity("benchmark")
     mine, its = multiprocessing.Pipe()
     callee = multiprocessing.get_context("spawn").Process(target=_serve, args=(its, tls))
     callee.start()
-    rows = []
+    lines = []
     try:
-        for size, repeats, kind in SIZES:
-            tensors = (torch.ones(size // 4),) if size else ()
-            message = Message((), Encoded(b"", tensors, (), 0))
+        for size, repeats, kind in pick(SIZES, SIZES, SIZES[1:2]):
+            message = Message((), Encoded(b"", (torch.ones(size // 4),) if size else (), (), 0))
             runs: dict[str, Callable[[], object]] = {}
             lanes = []
             for mode in MODES:
                 mine.send((kind, mode))
                 address = mine.recv()
-                _bare(mode)
                 lane, _ = _lane(kind, mode, 0, tls, lambda message, reply: None)
                 lane.connect([PeerAddress("b", address)])
                 lanes.append(lane)
-
-                def call(lane: MessageLane = lane, message: Message = message) -> None:
-                    pending = lane.call("b", message, 60, caller_waits=True)
-                    pending.wait(60)
-                    pending.take()
-
-                call()
+                runs[mode] = partial(_call, lane, message)
+                runs[mode]()
                 mine.send("connected")
-                runs[mode] = call
-            took = interleaved(runs, repeats // 10 if quick else repeats)
+            took = interleaved(runs, pick(repeats, repeats // 10, 3))
             for lane in lanes:
                 lane.close()
-            rows += [
-                Row(f"{mode}, {size / 1e3:g} kB, {kind.name}", took[mode] * 1e3, took["bare"] * 1e3, "ms", "bare TCP")
-                for mode in MODES
-                if mode != "bare"
-            ]
+            for mode in ("unix", "authenticated", "tls"):
+                what = f"{mode}, {size / 1e3:g} kB, {kind.name}"
+                lines.append(Line(what, took[mode] * 1e3, took["bare"] * 1e3, "ms", "bare TCP"))
     finally:
+        protection.Tagged = _TAGGED  # type: ignore[misc]
         mine.send(None)
         callee.join(20)
         callee.kill()
-    show("One call with a CPU tensor by protection of the connection (loopback, medians)", rows)
+    show("One call with a CPU tensor by protection of the connection (loopback, medians)", lines)

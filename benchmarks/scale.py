@@ -2,7 +2,8 @@
 
 ``python -m benchmarks scale [--members 8,16,32,64] [--markdown FILE] [--json FILE] [--hosts-json FILE]``. ``--json``
 stores the figures and measures only missing ones; ``--from-json`` measures nothing. ``--hosts-json`` names a list of
-objects, each with "hosts", "members" (on all hosts together) and "seconds" as ``scale_steps.exercise`` returns them.
+objects, each with "hosts", "members" (on all hosts together) and "seconds" as ``exercise`` returns them: it works with
+actors on one host and on several (``tests/multihost``).
 """
 
 from __future__ import annotations
@@ -10,28 +11,33 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import queue
+import signal
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 import raytorchrpc as rtr
 from benchmarks import _scale_report
-from benchmarks._harness import local_ray, machine
+from benchmarks._harness import Pick, machine
 from benchmarks._process import footprint
-from benchmarks.scale_steps import GROUP, TIMEOUT_S, Member, exercise
 from raytorchrpc.bench.site import free_memory
 from raytorchrpc.group.formation import current_owner
 from raytorchrpc.group.roster import Roster
+from raytorchrpc.group.supervisor import Change
 from raytorchrpc.lanes.common.acceptor import SocketAddress
 from raytorchrpc.lanes.common.credentials import Instance
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, FabricPeer
-from raytorchrpc.membership.join import Prepared, Probe
+from raytorchrpc.membership.messages import Prepared, Probe
 from raytorchrpc.topology import endpoint, probe
 
+OPTIONS = ("members", "markdown", "json", "from_json", "hosts_json")
 SIZES = (8, 16, 32, 64)
 #: Members and hosts of the group that is only planned.
 PLANNED = (1000, 16)
@@ -39,10 +45,21 @@ PLANNED = (1000, 16)
 _AT_ONCE = 16
 #: Free memory that the next group requires, relative to its estimated use.
 _MARGIN = 1.1
+#: Timeout of each step (seconds).
+TIMEOUT_S = 120.0
+#: The group's name.
+GROUP = "scale"
 
 
-class Weighed(Member):
-    """A member that measures itself."""
+# --- the timed life of a group -----------------------------------------------------------------------------------
+
+
+class Member:
+    """A member of the group; Ray restarts it (``max_restarts``)."""
+
+    @rtr.method(concurrent=True)
+    def null(self) -> None:
+        """A call without arguments or result."""
 
     def weigh(self) -> dict[str, int]:
         return footprint()
@@ -53,48 +70,155 @@ class Weighed(Member):
         for step in (1, -1):
             rtr.rpc_sync(members[(me.rank + step) % len(members)]).null()
 
+    def call_all(self) -> int:
+        """Call every other member once, concurrently; returns the number of calls."""
+        me = rtr.current_member()
+        calls = [rtr.rpc_async(peer).null() for peer in rtr.get_group(GROUP).members if peer.rank != me.rank]
+        for call in calls:
+            call.wait()
+        return len(calls)
+
+    def await_everybody(self) -> None:
+        rtr.get_group(GROUP).wait_ready(TIMEOUT_S)
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exercise(
+    actors: Sequence[Any],
+    config: rtr.GroupConfig | None = None,
+    between: Callable[[str, rtr.Group], object] = lambda stage, group: None,
+) -> dict[str, float]:
+    """Run all steps with live ``Member`` actors (with ``max_restarts``); returns the seconds of each.
+
+    form: ``init_group``. first_calls: every member calls every other, which also opens all connections. calls: again,
+    over open connections. lost: from the kill of every tenth member to the last ``on_change`` about it. ray_back: until
+    Ray has restarted the last of them. rejoin: from there to ``wait_ready``. calls_after: every member calls every
+    other again. shutdown: ``Group.shutdown``. ``between`` is called with "formed" before the first call and with
+    "talked" after the calls; its time is not counted. Raises what a step raises, after shutting the group down.
+    """
+    took: dict[str, float] = {}
+    news: queue.SimpleQueue[tuple[float, Change]] = queue.SimpleQueue()
+    _all(actors, "weigh")  # wait until they have started
+    began = time.monotonic()
+    group = rtr.init_group(actors, name=GROUP, config=config, timeout=TIMEOUT_S)
+    took["form"] = time.monotonic() - began
+    try:
+        group.on_change(lambda change: news.put((time.monotonic(), change)))
+        between("formed", group)
+        took["first_calls"] = _call_all_pairs(actors)
+        took["calls"] = _call_all_pairs(actors)
+        between("talked", group)
+        doomed = list(actors[::10])
+        names = {group.members[rank].name for rank in range(0, len(actors), 10)}
+        before = {member.name: member.incarnation for member in group.members}
+        began = time.monotonic()
+        for actor in doomed:
+            actor.die.remote()
+        took["lost"] = _await(news, "lost", names) - began
+        for actor in doomed:
+            _await_restart(actor)
+        alive = time.monotonic()
+        took["ray_back"] = alive - began
+        group.wait_ready(TIMEOUT_S)
+        took["rejoin"] = time.monotonic() - alive
+        for member in group.members:
+            if member.incarnation != before[member.name] + (member.name in names):
+                raise AssertionError(f"{member} has the wrong incarnation after its restart")
+        _all(actors, "await_everybody")
+        took["calls_after"] = _call_all_pairs(actors)
+    finally:
+        began = time.monotonic()
+        group.shutdown(TIMEOUT_S)
+        took["shutdown"] = time.monotonic() - began
+    return took
+
+
+def _await(news: queue.SimpleQueue[tuple[float, Change]], kind: str, names: set[str]) -> float:
+    """The time when the last of these changes was reported."""
+    left, until = set(names), time.monotonic() + TIMEOUT_S
+    while True:
+        when, change = news.get(timeout=max(0.0, until - time.monotonic()))
+        if change.kind == kind:
+            left.difference_update(change.members)
+        if not left:
+            return when
+
+
+def _await_restart(actor: Any) -> None:
+    """Wait until Ray has restarted the actor; until then calls may fail or block."""
+    until = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            _all([actor], "weigh")
+            return
+        except RayActorError:
+            if time.monotonic() > until:
+                raise
+            threading.Event().wait(0.02)  # Ray has no event to wait for
+
+
+def _call_all_pairs(actors: Sequence[Any]) -> float:
+    """Seconds until every member has called every other, including Ray's own calls."""
+    began = time.monotonic()
+    for count in _all(actors, "call_all"):
+        if count != len(actors) - 1:
+            raise AssertionError(f"{count} calls of {len(actors) - 1}")
+    return time.monotonic() - began
+
+
+def _all(actors: Iterable[Any], method: str) -> list[Any]:
+    return list(ray.get([getattr(actor, method).remote() for actor in actors], timeout=TIMEOUT_S))
+
+
+# --- figures of groups -------------------------------------------------------------------------------------------
+
 
 def main(
-    sizes: Sequence[int] = SIZES,
+    pick: Pick,
+    members: str | None = None,
     markdown: str | None = None,
-    keep: str | None = None,
-    kept: str | None = None,
-    hosts: str | None = None,
+    json: str | None = None,
+    from_json: str | None = None,
+    hosts_json: str | None = None,
 ) -> None:
     """Measure, or read stored figures; print the document and write the requested files."""
-    found = json.loads(Path(kept).read_text()) if kept else measure(sizes, Path(keep) if keep else None)
-    text = _scale_report.document(found, json.loads(Path(hosts).read_text()) if hosts else [])
+    sizes = [int(size) for size in members.split(",")] if members else pick(SIZES, SIZES[:2], (3,))
+    keep = Path(json) if json else None
+    found = _read(from_json) if from_json else measure(sizes, keep, pick(PLANNED, PLANNED, (20, 2)))
+    text = _scale_report.document(found, _read(hosts_json) if hosts_json else [])
     if markdown:
         Path(markdown).write_text(text)
     print(text)
 
 
-def measure(sizes: Sequence[int], keep: Path | None = None) -> dict[str, Any]:
+def _read(path: str | Path) -> Any:
+    return json.loads(Path(path).read_text())
+
+
+def measure(sizes: Sequence[int], keep: Path | None, planned: tuple[int, int]) -> dict[str, Any]:
     """All figures, as JSON. Those that ``keep`` already has are not measured again, so that each group can have its own
     run.
     """
-    found: dict[str, Any] = {"groups": []}
-    if keep is not None and keep.exists():
-        found = json.loads(keep.read_text())
+    found: dict[str, Any] = _read(keep) if keep is not None and keep.exists() else {"groups": []}
     found |= {"machine": machine(), "left_out": []}
-    with local_ray():
-        steps: list[tuple[str, Callable[[], Any]]] = [("alone", _alone), ("planned", lambda: plan_alone(*PLANNED))]
-        for name, step in steps:
-            if name not in found:
-                found[name] = step()
-                _keep(keep, found)
-        for size in sizes:
-            if any(group["members"] == size for group in found["groups"]):
-                continue
-            free = free_memory()
-            need = size * max((group["weights"]["talked"]["pss"] for group in found["groups"]), default=0)
-            if need * _MARGIN > free:
-                found["left_out"].append(
-                    f"{size} members: they would need {need / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
-                )
-                break
-            found["groups"] = sorted([*found["groups"], _group(size)], key=lambda group: group["members"])
+    steps: list[tuple[str, Callable[[], Any]]] = [("alone", _alone), ("planned", lambda: plan_alone(*planned))]
+    for name, step in steps:
+        if name not in found:
+            found[name] = step()
             _keep(keep, found)
+    for size in sizes:
+        if any(group["members"] == size for group in found["groups"]):
+            continue
+        free = free_memory()
+        need = size * max((group["weights"]["talked"]["pss"] for group in found["groups"]), default=0)
+        if need * _MARGIN > free:
+            short = f"{size} members: they would need {need / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
+            found["left_out"].append(short)
+            break
+        found["groups"] = sorted([*found["groups"], _group(size)], key=lambda group: group["members"])
+        _keep(keep, found)
     return found
 
 
@@ -111,31 +235,29 @@ def _alone() -> dict[str, float]:
             return footprint()
 
     actors = [ray.remote(num_cpus=0)(Plain).remote() for _ in range(4)]
-    found = _medians(ray.get([actor.weigh.remote() for actor in actors], timeout=TIMEOUT_S))
+    found = _medians(_all(actors, "weigh"))
     _end(actors)
     return found
 
 
 def _group(size: int) -> dict[str, Any]:
-    cls = ray.remote(num_cpus=0, max_restarts=-1)(Weighed)
+    cls = ray.remote(num_cpus=0, max_restarts=-1)(Member)
     actors: list[Any] = []
     while len(actors) < size:
         actors += (some := [cls.remote() for _ in range(min(_AT_ONCE, size - len(actors)))])
-        ray.get([actor.pid.remote() for actor in some], timeout=TIMEOUT_S)
+        _all(some, "weigh")
     weights: dict[str, dict[str, float]] = {}
     sent: dict[str, int] = {}
 
-    def weigh(stage: str) -> None:
-        weights[stage] = _medians(ray.get([actor.weigh.remote() for actor in actors], timeout=TIMEOUT_S))
-
     def between(stage: str, group: rtr.Group) -> None:
-        weigh(stage)
+        weights[stage] = _medians(_all(actors, "weigh"))
         if stage == "formed":
-            sent.update(_sent(group))
-            ray.get([actor.call_neighbours.remote() for actor in actors], timeout=TIMEOUT_S)
-            weigh("neighbours")
+            supervisor = group._own("scale")
+            sent.update(sizes_of(supervisor.roster, supervisor._state.prepared))
+            _all(actors, "call_neighbours")
+            weights["neighbours"] = _medians(_all(actors, "weigh"))
 
-    weigh("before")
+    weights["before"] = _medians(_all(actors, "weigh"))
     seconds = exercise(actors, between=between)
     _end(actors)
     return {"members": size, "seconds": seconds, "weights": weights, "sent": sent}
@@ -153,28 +275,22 @@ def _end(actors: Sequence[Any]) -> None:
         time.sleep(0.05)
 
 
-def _medians(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    listed = list(rows)
-    return {name: statistics.median(row[name] for row in listed) for name in listed[0]}
+def _medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
 # --- bytes sent by the process that forms the group --------------------------------------------------------------
 
 
-def _sent(group: rtr.Group) -> dict[str, int]:
-    supervisor = group._own("scale")
-    return sizes_of(supervisor.roster, supervisor._state.prepared)
-
-
 def sizes_of(roster: Roster, prepared: Mapping[str, Prepared]) -> dict[str, int]:
     """Bytes sent to all members together: to form the group, and when one member rejoins."""
     info, first = roster.info(prepared), next(iter(roster.records))
-    tables = {name: roster.table(name, info, prepared) for name in roster.records}
-    specs = {name: roster.spec(name) for name in roster.records}
-    told = [roster.arrival(name, info, prepared, (first,)) for name in roster.records if name != first]
+    tables = {name: _size(roster.table(name, info, prepared)) for name in roster.records}
+    specs = {name: _size(roster.spec(name)) for name in roster.records}
+    told = [_size(roster.arrival(name, info, prepared, (first,))) for name in roster.records if name != first]
     return {
-        "form": sum(_size(spec) for spec in specs.values()) + sum(_size(table) for table in tables.values()),
-        "rejoin": sum(_size(arrival) for arrival in told) + _size(specs[first]) + _size(tables[first]),
+        "form": sum(specs.values()) + sum(tables.values()),
+        "rejoin": sum(told) + specs[first] + tables[first],
     }
 
 
@@ -190,25 +306,20 @@ def plan_alone(members: int, hosts: int) -> dict[str, float]:
         name, host = f"member_{rank}", rank % hosts
         address = f"10.0.{host}.1"
         far = endpoint.Interface(name="eth0", up=True, addresses=(address,))
-        there = me.model_copy(
-            update={"name": name, "pid": rank, "boot_id": f"host-{host}", "node_ip": address, "interfaces": (far,)}
-        )
+        copied = {"name": name, "pid": rank, "boot_id": f"host-{host}", "node_ip": address, "interfaces": (far,)}
+        there = me.model_copy(update=copied)
         probes[name] = Probe(there, f"{host:056x}", rank, None, None, None, None, None)
     roster = Roster("planned", rtr.GroupConfig(), current_owner(), me)
     began = time.monotonic()
     roster = roster.admit(dict.fromkeys(probes), probes)
     took = {"members": members, "hosts": hosts, "plan_s": time.monotonic() - began}
     for name, record in roster.records.items():
-        member = record.member
-        listens = SocketAddress(
-            "raytorchrpc-" + os.urandom(12).hex(),
-            (probes[name].endpoint.node_ip, 40000),
-            Instance(member.rank, 0),
-        )
+        member, there = record.member, (probes[name].endpoint.node_ip, 40000)
+        listens = SocketAddress("raytorchrpc-" + os.urandom(12).hex(), there, Instance(member.rank, 0))
         agent = AgentIdentity(member.rpc_name, member.worker_id)
         torchrpc = FabricPeer(agent.name, agent.worker_id, "tcp://10.0.0.1:1", {})
         addresses = {"socket": listens, "torchrpc": torchrpc, "shm": f"{member.rank}:{os.urandom(8).hex()}"}
-        prepared[name] = Prepared(agent, addresses, {})
+        prepared[name] = Prepared(agent=agent, addresses=addresses, retries={}, pid=record.probe.pid)
     began = time.monotonic()
     sent = sizes_of(roster, prepared)
     took |= {"tables_s": time.monotonic() - began, "form_bytes": sent["form"], "rejoin_bytes": sent["rejoin"]}

@@ -16,13 +16,13 @@ from typing import Any
 import ray
 
 import raytorchrpc as rtr
-from benchmarks._harness import local_ray
+from benchmarks._harness import Pick
 from benchmarks._resources import Held
 from benchmarks._soak_members import AsyncSoaker, Soaker
 from raytorchrpc.bench.tables import Table, plain
 from raytorchrpc.lanes.cuda_ipc.lane import MAPPINGS
 
-CALLS, QUICK_CALLS = 1_000_000, 20_000
+OPTIONS = ("calls",)
 #: Threads (or tasks) of each member that call.
 THREADS = 2
 SETTLE_S = 40.0  # longer than any deadline here
@@ -40,23 +40,20 @@ class Limit:
     unit: int = 1
 
 
+_OF_HEAP = "fragmentation that does not depend on calls; a leak of 35 bytes per call is as much"
+_OF_THREADS = "as many workers as ran at once in the last 30 s; four listeners"
+_AT_REST = "there are none at rest"
 LIMITS = (
-    Limit(
-        "anonymous memory, MiB",
-        lambda held: held.anonymous,
-        8 * MIB,
-        "heap fragmentation that does not depend on calls; a leak of 35 bytes per call is as much",
-        unit=MIB,
-    ),
+    Limit("anonymous memory, MiB", lambda held: held.anonymous, 8 * MIB, _OF_HEAP, unit=MIB),
     Limit("file descriptors", lambda held: held.fds, 0, "none is opened after the first calls"),
-    Limit("threads", lambda held: held.threads, 16, "as many workers as ran at once in the last 30 s; four listeners"),
-    Limit("arena bytes out", lambda held: held.arena_used, 0, "none is in use at rest"),
-    Limit("calls in flight", lambda held: held.in_flight, 0, "there are none at rest"),
-    Limit("results kept", lambda held: held.kept, 0, "there are none at rest"),
+    Limit("threads", lambda held: held.threads, 16, _OF_THREADS),
+    Limit("arena bytes out", lambda held: held.arena_used, 0, _AT_REST),
+    Limit("calls in flight", lambda held: held.in_flight, 0, _AT_REST),
+    Limit("results kept", lambda held: held.kept, 0, _AT_REST),
     Limit("deadlines", lambda held: held.deadlines, 64, "cancelled ones are removed when there are more than 64"),
     Limit("objects of the package", lambda held: held.objects, 0, "a call leaves none"),
     Limit("GPU segments mapped", lambda held: held.mapped, MAPPINGS, "one per segment of a peer's allocator"),
-    Limit("GPU memory in use, MiB", lambda held: held.gpu_allocated, 0, "none is in use at rest", unit=MIB),
+    Limit("GPU memory in use, MiB", lambda held: held.gpu_allocated, 0, _AT_REST, unit=MIB),
 )
 #: Shown, but allowed to grow.
 UNLIMITED: dict[str, Callable[[Held], int]] = {
@@ -197,14 +194,15 @@ def table(verdict: Verdict) -> str:
     return plain(Table("Held after the first calls -> at the end", heads, tuple(rows)))
 
 
-def main(quick: bool = False, calls: int | None = None) -> None:
-    """Raises SystemExit if something grew or was wrong."""
-    with local_ray():
-        verdict = soak(calls or (QUICK_CALLS if quick else CALLS), progress=lambda line: print(line, flush=True))
+def main(pick: Pick, calls: int | None = None) -> None:
+    """Raises SystemExit if something grew or was wrong; a tiny run is too short to tell what grew."""
+    number, rounds = calls or pick(1_000_000, 20_000, 800), pick(20, 20, 1)
+    verdict = soak(number, rounds=rounds, progress=lambda line: print(line, flush=True))
     print(f"\nSoak: {verdict.calls} calls in {verdict.seconds:.0f} s ({verdict.calls / verdict.seconds:.0f}/s)")
     print(table(verdict))
     for text in (*verdict.grown, *verdict.restless, *verdict.first_wrong):
         print(f"  {text}")
-    print(f"  wrong results: {verdict.wrong}; {'passed' if verdict.passed else 'FAILED'}")
-    if not verdict.passed:
+    passed = verdict.passed or (pick(False, False, True) and not (verdict.wrong or verdict.restless))
+    print(f"  wrong results: {verdict.wrong}; {'passed' if passed else 'FAILED'}")
+    if not passed:
         raise SystemExit(1)

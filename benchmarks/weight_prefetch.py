@@ -6,13 +6,12 @@ import statistics
 import time
 from typing import Any
 
-import ray
 import torch
 from torch import nn
 
 import raytorchrpc as rtr
-from benchmarks._harness import Row, local_ray, show
-from benchmarks.sharded_weights import MODELS, Model
+from benchmarks._harness import Line, Pick, await_gpu, each, gpu_count, group_of, on, show, timed
+from benchmarks._models import MODELS, TINY, Model
 
 #: The time of the steps that one prefetch accompanies.
 ROUND_S = 0.5
@@ -27,13 +26,10 @@ class Layer(nn.Module):
     def __init__(self, shapes: Model) -> None:
         super().__init__()
         hidden, queries, keys, inner = shapes.hidden, shapes.queries, shapes.keys, shapes.inner
-        self.q, self.k, self.v, self.o = (
-            nn.Linear(*ends, bias=False)
-            for ends in ((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden))
-        )
-        self.gate, self.up, self.down = (
-            nn.Linear(*ends, bias=False) for ends in ((hidden, inner), (hidden, inner), (inner, hidden))
-        )
+        ends = ((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden))
+        self.q, self.k, self.v, self.o = (nn.Linear(*pair, bias=False) for pair in ends)
+        ends = ((hidden, inner), (hidden, inner), (inner, hidden))
+        self.gate, self.up, self.down = (nn.Linear(*pair, bias=False) for pair in ends)
         self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -44,137 +40,102 @@ class Layer(nn.Module):
         return tokens + self.down(nn.functional.silu(self.gate(normal)) * self.up(normal))
 
 
-def decoder(shapes: Model, device: str) -> nn.Module:
+def load(end: Any, store: Any, shapes: Model, device: str) -> int:
+    """Make the model; returns its bytes."""
+    if rtr.current_member().name == "reader":
+        torch.set_num_threads(1)  # so that the store has a core in every case
     with torch.device(device):
         layers = [Layer(shapes) for _ in range(shapes.layers)]
-        return nn.Sequential(nn.Embedding(shapes.vocabulary, shapes.hidden), *layers).bfloat16()
+        end.model = nn.Sequential(nn.Embedding(shapes.vocabulary, shapes.hidden), *layers).bfloat16()
+    end.store, end.tokens = store, torch.randint(shapes.vocabulary, (TOKENS[device],), device=device)
+    return sum(parameter.nbytes for parameter in end.model.parameters())
 
 
-class End:
-    model: nn.Module
-
-    def digest(self) -> list[float]:
-        """Sums of the weights."""
-        return [float(parameter.double().sum()) for parameter in self.model.parameters()]
+def digest(end: Any) -> list[float]:
+    """Sums of the weights."""
+    return [float(parameter.double().sum()) for parameter in end.model.parameters()]
 
 
-@ray.remote(num_cpus=0)
-class Publisher(End):
-    def load(self, store: rtr.WeightStore, shapes: Model, device: str) -> None:
-        self.store, self.model = store, decoder(shapes, device)
-
-    def publish(self) -> int:
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.normal_(std=0.02)
-        return self.store.publish(self.model)
+def publish(end: Any) -> int:
+    with torch.no_grad():
+        for parameter in end.model.parameters():
+            parameter.normal_(std=0.02)
+    return end.store.publish(end.model)
 
 
-@ray.remote(num_cpus=0)
-class Reader(End):
-    def load(self, store: rtr.WeightStore, shapes: Model, device: str) -> int:
-        """Make the model; returns its bytes."""
-        torch.set_num_threads(1)  # so that the store has a core in every case
-        self.store, self.device, self.shapes = store, device, shapes
-        self.model = decoder(shapes, device)
-        self.tokens = torch.randint(shapes.vocabulary, (TOKENS[device],), device=device)
-        return sum(parameter.nbytes for parameter in self.model.parameters())
+def pull(end: Any) -> float:
+    """Seconds that a loop would wait for a pull."""
+    return timed(lambda: end.store.pull(end.model))
 
-    def pull(self) -> float:
-        """Seconds that a loop would wait for a pull."""
+
+def _compute(end: Any, count: int) -> None:
+    for _ in range(count):
+        end.model(end.tokens).float().square().mean().backward()
+        end.model.zero_grad()
+
+
+def steps(end: Any, count: int) -> float:
+    """Seconds of so many forward and backward passes."""
+    return timed(lambda: _compute(end, count))
+
+
+def count_steps(end: Any, round_s: float) -> int:
+    """How many steps take about ``round_s``."""
+    steps(end, 2)
+    return max(2, round(round_s / statistics.median(steps(end, 1) for _ in range(5))))
+
+
+def beside(end: Any, count: int) -> tuple[float, float, int]:
+    """Seconds of the steps with a prefetch and a swap, those of these two calls, and the version."""
+    stalls, version = [], 0
+
+    def both() -> None:
+        nonlocal version
         began = time.perf_counter()
-        self.store.pull(self.model)
-        self._await_device()
-        return time.perf_counter() - began
-
-    def count_steps(self) -> int:
-        """How many steps take about ROUND_S."""
-        self._steps(2)
-        return max(2, round(ROUND_S / statistics.median(self._steps(1) for _ in range(5))))
-
-    def alone(self, steps: int) -> float:
-        return self._steps(steps)
-
-    def beside(self, steps: int) -> tuple[float, float, int]:
-        """Seconds of the steps with a prefetch and a swap, those of these two calls, and the version."""
-        began = time.perf_counter()
-        arriving = self.store.prefetch(self.model)
-        stall = time.perf_counter() - began
-        self._steps(steps)
+        arriving = end.store.prefetch(end.model)
+        stalls.append(time.perf_counter() - began)
+        _compute(end, count)
+        await_gpu()
         arriving.wait()
-        swapping = time.perf_counter()
-        version = arriving.swap()
-        stall += time.perf_counter() - swapping
-        self._await_device()
-        return time.perf_counter() - began, stall, version
-
-    def _steps(self, count: int) -> float:
-        """Seconds of forward and backward passes."""
         began = time.perf_counter()
-        for _ in range(count):
-            self.model(self.tokens).float().square().mean().backward()
-            self.model.zero_grad()
-        self._await_device()
-        return time.perf_counter() - began
+        version = arriving.swap()
+        stalls.append(time.perf_counter() - began)
 
-    def _await_device(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+    return timed(both), sum(stalls), version
 
 
-def main(quick: bool = False) -> None:
-    with local_ray():
-        gpus = int(ray.cluster_resources().get("GPU", 0))
-        device, models = ("cuda", MODELS[1:]) if gpus else ("cpu", MODELS[:1])
-        rows = [row for shapes in (models[:1] if quick else models) for row in _measure(min(gpus, 2), shapes, quick)]
-    show(f"Weights that arrive while a model computes, {device}, {gpus} GPUs (medians)", rows)
+def main(pick: Pick) -> None:
+    gpus = gpu_count()
+    device, models = ("cuda", MODELS[1:]) if gpus else ("cpu", MODELS[:1])
+    lines = [line for shapes in pick(models, models[:1], [TINY]) for line in _measure(gpus, device, shapes, pick)]
+    show(f"Weights that arrive while a model computes, {device}, {gpus} GPUs (medians)", lines)
 
 
-def _measure(gpus: int, shapes: Model, quick: bool) -> list[Row]:
-    """``gpus``: that the two use."""
-    publisher, reader = Publisher.options(num_gpus=gpus / 2).remote(), Reader.options(num_gpus=gpus / 2).remote()
-    alone, beside, stalls, pulls = [], [], [], []
-    with rtr.init_group({"publisher": publisher, "reader": reader}):
-        store: rtr.WeightStore = rtr.WeightStore("prefetch", home="publisher")
-        device = "cuda" if gpus else "cpu"
-        _, size = ray.get([end.load.remote(store, shapes, device) for end in (publisher, reader)])
-        steps = 0
-        for number in range(5 if quick else 20):
-            version = ray.get(publisher.publish.remote())
-            steps = steps or ray.get(reader.count_steps.remote())
-            if number % 2:
-                without = ray.get(reader.alone.remote(steps))
-                took, stall, got = ray.get(reader.beside.remote(steps))
-            else:
-                took, stall, got = ray.get(reader.beside.remote(steps))
-                without = ray.get(reader.alone.remote(steps))
+def _measure(gpus: int, device: str, shapes: Model, pick: Pick) -> list[Line]:
+    alone, with_it, stalls, pulls = [], [], [], []
+    with group_of("publisher", "reader", gpus=[str(gpu) for gpu in range(min(gpus, 2))]) as (_, ends):
+        publisher, reader = ends.values()
+        _, size = each([publisher, reader], load, rtr.WeightStore("prefetch", home="publisher"), shapes, device)
+        count = 0
+        for number in range(pick(20, 5, 3)):
+            version = on(publisher, publish)
+            count = count or on(reader, count_steps, pick(ROUND_S, ROUND_S, 0.02))
+            without = on(reader, steps, count) if number % 2 else 0.0
+            took, stall, got = on(reader, beside, count)
+            without = without or on(reader, steps, count)
             if got != version:
                 raise RuntimeError(f"version {got} was swapped in, not {version}")
-            pull = ray.get(reader.pull.remote())
-            for times, seconds in ((alone, without), (beside, took), (stalls, stall), (pulls, pull)):
+            pulled = on(reader, pull)
+            for times, seconds in ((alone, without), (with_it, took), (stalls, stall), (pulls, pulled)):
                 times += [seconds * 1e3] if number > 1 else []  # at first, plans and buffers are made
-        _check(publisher, reader)
-    for end in (publisher, reader):
-        ray.kill(end)
-    what = f"{shapes.name}, {size / 1e9:.3g} GB"
-    slower = statistics.median(with_it / without for with_it, without in zip(beside, alone, strict=True))
+        on(publisher, publish)
+        on(reader, beside, 1)
+        if on(publisher, digest) != on(reader, digest):
+            raise RuntimeError("the weights arrived changed")
+    what, median = f"{shapes.name}, {size / 1e9:.3g} GB", statistics.median
+    slower = median(seconds / without for seconds, without in zip(with_it, alone, strict=True))
     return [
-        Row(f"{what}: stall of prefetch() and swap()", statistics.median(stalls), MOST_STALL_MS, "ms", "limit", 1.0),
-        Row(f"{what}: stall", statistics.median(stalls), statistics.median(pulls), "ms", "a pull"),
-        Row(
-            f"{what}: {steps} steps",
-            slower * statistics.median(alone),
-            statistics.median(alone),
-            "ms",
-            "alone",
-            MOST_SLOWER,
-        ),
+        Line(f"{what}: stall of prefetch() and swap()", median(stalls), MOST_STALL_MS, "ms", "limit", 1.0),
+        Line(f"{what}: stall", median(stalls), median(pulls), "ms", "a pull"),
+        Line(f"{what}: {count} steps", slower * median(alone), median(alone), "ms", "without", MOST_SLOWER),
     ]
-
-
-def _check(publisher: Any, reader: Any) -> None:
-    """Compare what was published last with a prefetch of it."""
-    ray.get(publisher.publish.remote())
-    ray.get(reader.beside.remote(1))
-    if ray.get(publisher.digest.remote()) != ray.get(reader.digest.remote()):
-        raise RuntimeError("the weights arrived changed")

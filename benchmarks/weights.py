@@ -2,228 +2,172 @@
 
 from __future__ import annotations
 
-import os
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import ray
 import torch
 
 import raytorchrpc as rtr
-from benchmarks._harness import Row, interleaved, local_ray, show
+from benchmarks._harness import Line, Pick, actors, each, gpu_count, group_of, interleaved, on, show, timed
 
 READERS = 4
 SIZES = {10_000_000: 7, 1 << 30: 3}
-#: Of each kind, after a first one.
-STEPS = 5
 CUDA_SIZES = {10_000_000: 100, 1 << 30: 50}
 
 
 def model_of(size: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Weights like a transformer's: large and small tensors in each of 16 layers."""
     part = size // 4 // 16 // 4
-    return {
-        f"{layer}.{name}": torch.ones(count, device=device)
-        for layer in range(16)
-        for name, count in (("mlp", 2 * part), ("attention", 2 * part), ("norm", 256), ("bias", 256))
-    }
+    sides = ("mlp", 2 * part), ("attention", 2 * part), ("norm", 256), ("bias", 256)
+    return {f"{layer}.{name}": torch.ones(count, device=device) for layer in range(16) for name, count in sides}
 
 
-@ray.remote(num_cpus=0)
-class End:
-    """Learner or reader."""
-
-    def load(self, store: rtr.WeightStore | None, size: int, device: str = "cpu") -> None:
-        self.model, self.store = model_of(size, device), store
-
-    # With the store.
-
-    def publish(self) -> int:
-        return self.store.publish(self.model)
-
-    def pull(self, version: int) -> None:
-        self.store.pull(self.model, version)
-        if next(iter(self.model.values())).is_cuda:
-            torch.cuda.current_stream().synchronize()
-
-    # Steps that change some elements.
-
-    def load_bfloat16(self, store: rtr.WeightStore, size: int) -> None:
-        self.model = {name: tensor.bfloat16() for name, tensor in model_of(2 * size).items()}
-        self.store, self.version = store, 0
-
-    def step(self, share: float) -> float:
-        """Change a share of the elements, and publish; returns the seconds that publishing took."""
-        for tensor in self.model.values():
-            bits = tensor.view(torch.int16)
-            bits[torch.rand(tensor.shape, device=tensor.device) < share] += 1
-        return self._timed(lambda: self.store.publish(self.model))
-
-    def follow(self, knows: bool) -> float:
-        """Pull what has changed, or all; returns the seconds."""
-
-        def pull() -> None:
-            self.version = self.store.pull(self.model, since=self.version if knows else None)
-
-        return self._timed(pull)
-
-    def digest(self) -> int:
-        return sum(int(tensor.view(torch.int16).sum(dtype=torch.int64)) for tensor in self.model.values())
-
-    def _timed(self, run: Callable[[], object]) -> float:
-        on_gpu = next(iter(self.model.values())).is_cuda
-        if on_gpu:
-            torch.cuda.synchronize()
-        begun = time.perf_counter()
-        run()
-        if on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter() - begun
-
-    # With Ray.
-
-    def put(self) -> list[Any]:
-        return [ray.put(self.model)]
-
-    def get(self, ref: list[Any]) -> None:
-        for name, tensor in ray.get(ref[0]).items():
-            self.model[name].copy_(tensor)
-
-    # Limits.
-
-    def copies(self, repeats: int) -> float:
-        """Seconds for one copy within this process."""
-        other = {name: tensor.clone() for name, tensor in self.model.items()}
-
-        def copy() -> None:
-            for name, tensor in self.model.items():
-                other[name].copy_(tensor)
-
-        return interleaved({"copy": copy}, repeats)["copy"]
-
-    def raw(self, size: int, repeats: int) -> dict[str, float]:
-        """Seconds of copies between the GPUs in a process that has both: per tensor, and all in one."""
-        source, target = model_of(size, "cuda:0"), model_of(size, "cuda:1")
-        whole = torch.cat(list(source.values()))
-        there = torch.empty_like(whole, device="cuda:1")
-
-        def tensors() -> None:
-            for name, tensor in source.items():
-                target[name].copy_(tensor, non_blocking=True)
-            torch.cuda.synchronize(1)
-
-        def one() -> None:
-            there.copy_(whole, non_blocking=True)
-            torch.cuda.synchronize(1)
-
-        return interleaved({"tensors": tensors, "one": one}, repeats)
-
-    def pulls(self, repeats: int) -> float:
-        """Seconds of one pull."""
-        return interleaved({"pull": lambda: self.pull(1)}, repeats)["pull"]
+def load(end: Any, store: Any, size: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    end.store, end.version = store, 0
+    end.model = {name: tensor.to(dtype) for name, tensor in model_of(4 * size // dtype.itemsize, device).items()}
 
 
-def main(quick: bool = False) -> None:
-    for peer, zero_copy in (("Ray, zero-copy tensors", "1"), ("Ray by default", "0")):
-        os.environ["RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"] = zero_copy
-        with local_ray():
-            _cpu(quick, peer)
-    with local_ray():
-        changes(quick)
-    with local_ray():
-        gpus = int(ray.cluster_resources().get("GPU", 0))
-        if gpus >= 2:
-            cuda(quick)
-        else:
-            print(f"  CUDA rows: not run, they need two GPUs and Ray has {gpus}")
+def publish(end: Any) -> int:
+    return end.store.publish(end.model)
 
 
-def _cpu(quick: bool, peer: str) -> None:
-    learner, readers = End.remote(), [End.remote() for _ in range(READERS)]
-    rows = []
-    with rtr.init_group({"learner": learner, **{f"reader{number}": reader for number, reader in enumerate(readers)}}):
-        for size, repeats in SIZES.items():
-            if quick and size > 100_000_000:
-                continue
-            store = rtr.WeightStore(f"{size}", home="learner")
-            ray.get([end.load.remote(store, size) for end in (learner, *readers)])
-
-            def by_store() -> None:
-                version = ray.get(learner.publish.remote())
-                ray.get([reader.pull.remote(version) for reader in readers])
-
-            def by_ray() -> None:
-                ref = ray.get(learner.put.remote())
-                ray.get([reader.get.remote(ref) for reader in readers])
-
-            took: dict[str, list[float]] = {"store": [], "ray": []}
-            for run in (by_store, by_store, by_ray):
-                run()
-            for _ in range(repeats):
-                for name, run in (("store", by_store), ("ray", by_ray)):
-                    start = time.perf_counter()
-                    run()
-                    took[name].append(time.perf_counter() - start)
-            copy = ray.get(learner.copies.remote(3)) * 1e3
-            ms = {name: statistics.median(values) * 1e3 for name, values in took.items()}
-            what = f"CPU, {size / 1e6:.4g} MB to {READERS} actors"
-            rows.append(Row(what, ms["store"], ms["ray"], "ms", f"{peer}: put, get into the model", 0.3))
-            rows.append(Row(what, ms["store"], copy, "ms", "one copy of it within a process"))
-    for end in (learner, *readers):
-        ray.kill(end)
-    show("Weights from one actor to others of its host (medians)", rows)
+def pull(end: Any, version: int | None = None) -> float:
+    """Seconds of a pull."""
+    return timed(lambda: end.store.pull(end.model, version))
 
 
-def changes(quick: bool = False) -> list[Row]:
-    """Print and return rows for a step that changes 1 % of the elements of each tensor, next to full pulls.
+def pulls(end: Any, repeats: int) -> float:
+    """Median seconds of one pull."""
+    return interleaved({"pull": lambda: pull(end, 1)}, repeats)["pull"]
+
+
+def put(end: Any) -> list[Any]:
+    return [ray.put(end.model)]
+
+
+def get(end: Any, ref: list[Any]) -> None:
+    for name, tensor in ray.get(ref[0]).items():
+        end.model[name].copy_(tensor)
+
+
+def step(end: Any, share: float) -> float:
+    """Change a share of the elements, and publish; returns the seconds that publishing took."""
+    for tensor in end.model.values():
+        bits = tensor.view(torch.int16)
+        bits[torch.rand(tensor.shape, device=tensor.device) < share] += 1
+    return timed(lambda: publish(end))
+
+
+def follow(end: Any, knows: bool) -> float:
+    """Pull what has changed, or all; returns the seconds."""
+
+    def newest() -> None:
+        end.version = end.store.pull(end.model, since=end.version if knows else None)
+
+    return timed(newest)
+
+
+def digest(end: Any) -> int:
+    return sum(int(tensor.view(torch.int16).sum(dtype=torch.int64)) for tensor in end.model.values())
+
+
+def copies(end: Any, repeats: int) -> float:
+    """Seconds for one copy within this process."""
+    other = {name: tensor.clone() for name, tensor in end.model.items()}
+    return interleaved({"copy": lambda: [other[name].copy_(t) for name, t in end.model.items()]}, repeats)["copy"]
+
+
+def raw(end: Any, size: int, repeats: int) -> dict[str, float]:
+    """Seconds of copies between the GPUs in a process that has both: per tensor, and all in one."""
+    source, target = model_of(size, "cuda:0"), model_of(size, "cuda:1")
+    whole = torch.cat(list(source.values()))
+    there = torch.empty_like(whole, device="cuda:1")
+
+    def tensors() -> None:
+        for name, tensor in source.items():
+            target[name].copy_(tensor, non_blocking=True)
+        torch.cuda.synchronize(1)
+
+    def one() -> None:
+        there.copy_(whole, non_blocking=True)
+        torch.cuda.synchronize(1)
+
+    return interleaved({"tensors": tensors, "one": one}, repeats)
+
+
+def main(pick: Pick) -> None:
+    sizes = pick(SIZES, {10_000_000: 7}, {1_000_000: 1})
+    kinds = ("Ray, zero-copy tensors", "1"), ("Ray by default", "0")
+    for peer, zero_copy in pick(kinds, kinds, kinds[:1]):
+        env = {} if pick(False, False, True) else {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": zero_copy}
+        _cpu(sizes, peer, env)
+    _changes(pick(1 << 28, 1 << 26, 1 << 20), pick(5, 5, 1))
+    if gpu_count() >= 2:
+        _cuda({size: repeats for size, repeats in CUDA_SIZES.items() if size <= max(sizes)})
+    else:
+        print(f"  CUDA rows: not run, they need two GPUs and Ray has {gpu_count()}")
+
+
+def _cpu(sizes: dict[int, int], peer: str, env: dict[str, str]) -> None:
+    lines = []
+    with group_of("learner", *(f"reader{number}" for number in range(READERS)), **env) as (_, ends):
+        learner, *readers = ends.values()
+        for size, repeats in sizes.items():
+            each([learner, *readers], load, rtr.WeightStore(f"{size}", home="learner"), size)
+            runs = {
+                "store": lambda: each(readers, pull, on(learner, publish)),
+                "ray": lambda: each(readers, get, on(learner, put)),
+            }
+            took = interleaved(runs, repeats, warmup=2, block=1)
+            copied = on(learner, copies, 3) * 1e3
+            what, ours = f"CPU, {size / 1e6:.4g} MB to {READERS} actors", took["store"] * 1e3
+            lines.append(Line(what, ours, took["ray"] * 1e3, "ms", f"{peer}: put, get into the model", 0.3))
+            lines.append(Line(what, ours, copied, "ms", "one copy of it within a process"))
+    show("Weights from one actor to others of its host (medians)", lines)
+
+
+def _changes(size: int, repeats: int) -> None:
+    """A step that changes 1 % of the elements of each tensor, next to full pulls.
 
     They come over TCP, as between hosts: on one host whole tensors are copied from where they were published.
     """
-    learner, reader = (End.remote() for _ in range(2))
     config = rtr.GroupConfig(lanes=("socket", "torchrpc"), always_tcp=True)
-    rows = []
-    with rtr.init_group({"learner": learner, "reader": reader}, config=config):
-        for size in (1 << 26,) if quick else (1 << 28,):
-            store = rtr.WeightStore(f"changes {size}", home="learner", track=True)
-            ray.get([end.load_bfloat16.remote(store, size) for end in (learner, reader)])
-            took: dict[str, list[float]] = {"publish all": [], "all": [], "publish 1 %": [], "1 %": []}
-            for _ in range(STEPS + 1):
-                for share, what in ((1.0, "all"), (0.01, "1 %")):
-                    took[f"publish {what}"].append(ray.get(learner.step.remote(share)))
-                    took[what].append(ray.get(reader.follow.remote(share < 1)))
-                if ray.get(learner.digest.remote()) != ray.get(reader.digest.remote()):
-                    raise RuntimeError("the weights arrived changed")
-            ms = {what: statistics.median(seconds[1:]) * 1e3 for what, seconds in took.items()}
-            what = f"CPU, TCP, {size / 1e6:.4g} MB, 1 % of the elements changed"
-            rows.append(Row(what, ms["1 %"], ms["all"], "ms", "a pull of all", 0.15))
-            rows.append(Row(f"{what}: publish", ms["publish 1 %"], ms["publish all"], "ms", "publish of all"))
-    for end in (learner, reader):
-        ray.kill(end)
-    show("Weights of which a step changes little (medians)", rows)
-    return rows
+    with group_of("learner", "reader", config=config) as (_, ends):
+        learner, reader = ends.values()
+        store: Any = rtr.WeightStore("changes", home="learner", track=True)
+        each([learner, reader], load, store, size, "cpu", torch.bfloat16)
+        took: dict[str, list[float]] = {"publish all": [], "all": [], "publish 1 %": [], "1 %": []}
+        for _ in range(repeats + 1):
+            for share, what in ((1.0, "all"), (0.01, "1 %")):
+                took[f"publish {what}"].append(on(learner, step, share))
+                took[what].append(on(reader, follow, share < 1))
+            if on(learner, digest) != on(reader, digest):
+                raise RuntimeError("the weights arrived changed")
+    ms = {what: sorted(seconds[1:])[repeats // 2] * 1e3 for what, seconds in took.items()}
+    what = f"CPU, TCP, {size / 1e6:.4g} MB, 1 % of the elements changed"
+    lines = [
+        Line(what, ms["1 %"], ms["all"], "ms", "a pull of all", 0.15),
+        Line(f"{what}: publish", ms["publish 1 %"], ms["publish all"], "ms", "publish of all"),
+    ]
+    show("Weights of which a step changes little (medians)", lines)
 
 
-def cuda(quick: bool = False) -> list[Row]:
-    """Print and return rows for two GPUs, each with its own actor."""
-    sizes = {size: repeats for size, repeats in CUDA_SIZES.items() if not quick or size < 100_000_000}
-    both = End.options(num_gpus=2).remote()
-    raw = {size: ray.get(both.raw.remote(size, repeats)) for size, repeats in sizes.items()}
-    ray.kill(both)
-    learner, reader = (End.options(num_gpus=1).remote() for _ in range(2))
-    rows = []
-    with rtr.init_group({"learner": learner, "reader": reader}):
+def _cuda(sizes: dict[int, int]) -> None:
+    """Two GPUs, each with its own actor."""
+    with actors(1, gpus=["0,1"], RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES="1") as (both,):
+        copied = {size: on(both, raw, size, repeats) for size, repeats in sizes.items()}
+    lines = []
+    with group_of("learner", "reader", gpus=["0", "1"]) as (_, ends):
+        learner, reader = ends.values()
         for size, repeats in sizes.items():
-            store = rtr.WeightStore(f"{size}", home="learner")
-            ray.get([end.load.remote(store, size, "cuda") for end in (learner, reader)])
-            ray.get(learner.publish.remote())
-            took = ray.get(reader.pulls.remote(repeats)) * 1e3
+            each([learner, reader], load, rtr.WeightStore(f"{size}", home="learner"), size, "cuda")
+            on(learner, publish)
+            took = on(reader, pulls, repeats) * 1e3
             target = 1.3 if size > 1e8 else None
-            peers = {"tensors": "raw copies, one for each tensor", "one": "one raw copy of as many bytes"}
-            for name, peer in peers.items():
-                rows.append(Row(f"CUDA, {size / 1e6:.4g} MB", took, raw[size][name] * 1e3, "ms", peer, target))
-    for end in (learner, reader):
-        ray.kill(end)
-    show("Weights from one GPU to another (medians)", rows)
-    return rows
+            for name, peer in (
+                ("tensors", "raw copies, one for each tensor"),
+                ("one", "one raw copy of as many bytes"),
+            ):
+                peer_ms = copied[size][name] * 1e3
+                lines.append(Line(f"CUDA, {size / 1e6:.4g} MB", took, peer_ms, "ms", peer, target))
+    show("Weights from one GPU to another (medians)", lines)

@@ -1,36 +1,61 @@
-"""Results of runs, read and written as JSON, and the published figures that come with the package."""
+"""Results of runs as rows of JSON, and the published figures that come with the package."""
 
 from __future__ import annotations
 
 import csv
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 
-from raytorchrpc.bench.rows import Device
+from raytorchrpc.bench.rows import OURS, Device
 from raytorchrpc.errors import ConfigurationError
+
+Unit = Literal["ms", "calls/s", "% of a core"]
 
 
 class Cell(BaseModel, frozen=True, extra="forbid"):
-    """One row at one size: seconds, or the reason why there are none."""
+    """One row in one case: figures, or the reason why there are none."""
 
     row: str
     device: Device
+    pattern: str = ""
+    """Empty for a size."""
+    variant: str = ""
     bytes: int
-    median_s: float | None = None
-    low_s: float | None = None
-    """First quartile."""
-    high_s: float | None = None
-    """Third quartile."""
+    unit: Unit = "ms"
+    median: float | None = None
+    """In ``unit``: of all samples of a size; of the repeats of a pattern, each the median of its samples."""
+    low: float | None = None
+    """First quartile of a size; the lowest repeat of a pattern."""
+    high: float | None = None
+    """Third quartile of a size; the highest repeat of a pattern."""
+    p95: float | None = None
+    """95th percentile of all samples of a pattern; None for rates."""
+    repeats: int = 0
     samples: int = 0
+    caller_switches: float | None = None
+    """Context switches per call in the caller; in all-to-all per call and side, of a member that is both."""
+    caller_cpu_ms: float | None = None
+    callee_switches: float | None = None
+    callee_cpu_ms: float | None = None
     via: str | None = None
     """The lane that carried it, if the group's statistics show it."""
     reason: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The variant and the payload."""
+        return ", ".join(filter(None, (self.variant, show_payload(self.bytes))))
+
+    @property
+    def points(self) -> tuple[int, float] | None:
+        """(bytes, seconds), if it was measured."""
+        return None if self.median is None else (self.bytes, self.median / 1e3)
 
 
 class RowResult(BaseModel, frozen=True, extra="forbid"):
@@ -54,39 +79,76 @@ class Run(BaseModel, frozen=True, extra="forbid"):
     started: str
     """ISO 8601, UTC."""
     command: str
-    scope: str
+    """The command that repeats the run."""
+    scope: str = "one host"
     """``one host`` or ``two hosts``."""
     machine: tuple[str, ...]
     """The hardware and software, one fact per entry."""
     seconds: float
-    sizes: tuple[int, ...]
-    rows: tuple[RowResult, ...]
+    rows: tuple[RowResult, ...] = ()
     cells: tuple[Cell, ...]
 
-    def cell(self, row: RowResult, size: int) -> Cell | None:
-        """The result for that row and size."""
-        key = row.row, row.device, size
-        return next((cell for cell in self.cells if (cell.row, cell.device, cell.bytes) == key), None)
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old(cls, data: Any) -> Any:
+        """Accept results from when sizes and patterns had formats of their own, and sizes were in seconds."""
+        if not isinstance(data, dict) or not {"sizes", "window_s"} & data.keys():
+            return data
+        kept = {name: value for name, value in data.items() if name not in ("sizes", "window_s")}
+        return kept | {"cells": [{_NEW.get(name, name): _new(name, value) for name, value in cell.items()}
+                                 for cell in data.get("cells", ())]}  # fmt: skip
+
+    @property
+    def has_patterns(self) -> bool:
+        """Whether it is a run with ``--pattern``."""
+        return any(cell.pattern for cell in self.cells)
+
+    def cell(self, row: str, device: Device, label: str, pattern: str = "") -> Cell | None:
+        """The result for that row and case."""
+        return self._cells.get((row, device, pattern, label))
+
+    @functools.cached_property
+    def _cells(self) -> dict[tuple[str, str, str, str], Cell]:
+        return {(cell.row, cell.device, cell.pattern, cell.label): cell for cell in self.cells}
+
+    def labels(self, device: Device | None = None, pattern: str = "", *, measured: bool = False) -> list[str]:
+        """The cases of a pattern, in the order of the run."""
+        return list(dict.fromkeys(
+            cell.label for cell in self.cells
+            if cell.pattern == pattern and device in (None, cell.device) and (cell.median is not None or not measured)
+        ))  # fmt: skip
 
     def points(self, row: RowResult) -> list[tuple[int, float]]:
         """(bytes, seconds) of the measured sizes, ascending."""
-        cells = ((size, self.cell(row, size)) for size in self.sizes)
-        return [(size, cell.median_s) for size, cell in cells if cell and cell.median_s is not None]
+        cells = (self.cell(row.row, row.device, label) for label in self.labels(row.device))
+        return [cell.points for cell in cells if cell is not None and cell.points is not None]
 
     def measured(self, device: Device) -> list[RowResult]:
-        """Rows with at least one figure."""
+        """Rows with a figure for a size."""
         return [row for row in self.rows if row.device == device and self.points(row)]
 
-    def devices(self) -> list[Device]:
-        """The devices with a figure, CPU first."""
-        return [device for device in ("cpu", "cuda") if self.measured(device)]
+    def tables(self) -> list[tuple[Device, str]]:
+        """The devices and patterns with a figure, in the order of the run; of sizes CPU first."""
+        found = dict.fromkeys((cell.device, cell.pattern) for cell in self.cells if cell.median is not None)
+        return list(found) if self.has_patterns else sorted(found)
 
-    def fastest(self, device: Device, size: int, *, kinds: Sequence[str], but: str = "") -> tuple[str, float] | None:
-        """The fastest row of these kinds at that size, with its seconds."""
-        rivals = [r for r in self.measured(device) if r.kind in kinds and r.comparable and r.row != but]
-        cells = [cell for row in rivals if (cell := self.cell(row, size))]
-        found = [(cell.row, cell.median_s) for cell in cells if cell.median_s is not None]
-        return min(found, key=lambda pair: pair[1], default=None)
+    def names(self, device: Device, pattern: str) -> list[str]:
+        """The rows with a figure in that pattern, in their usual order."""
+        found = (cell for cell in self.cells if (cell.device, cell.pattern) == (device, pattern))
+        return list(dict.fromkeys(cell.row for cell in found if cell.median is not None))
+
+    def fastest(self, device: Device, label: str, kind: str) -> Cell | None:
+        """The fastest row of that kind at that size, ours aside."""
+        rivals = [row for row in self.measured(device) if row.kind == kind and row.comparable and row.row != OURS]
+        cells = [cell for row in rivals if (cell := self.cell(row.row, device, label)) and cell.median is not None]
+        return min(cells, key=lambda cell: cell.median or 0.0, default=None)
+
+
+_NEW = {"median_s": "median", "low_s": "low", "high_s": "high"}
+
+
+def _new(name: str, value: Any) -> Any:
+    return value * 1e3 if name in _NEW and value is not None else value
 
 
 def read_run(path: Path) -> Run:
@@ -109,6 +171,19 @@ def write_file(path: Path, content: str | bytes) -> None:
     except OSError as error:
         part.unlink(missing_ok=True)
         raise ConfigurationError(f"cannot write {path}: {error.strerror}") from error
+
+
+def show_size(size: float) -> str:
+    """Format bytes as the published tables do: ``1.25 KB``, ``640 MB``."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if size >= factor:
+            return f"{size / factor:.4g} {unit}"
+    return f"{size:g} B"
+
+
+def show_payload(size: int) -> str:
+    """``nothing``, or the size."""
+    return show_size(size) if size else "nothing"
 
 
 class Published(NamedTuple):

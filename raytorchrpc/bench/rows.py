@@ -1,8 +1,9 @@
-"""What is measured: one ``Row`` per transport and variant. Data only; each row states what it needs to run."""
+"""The rows of the tables: one ``Row`` per link and variant. Data only; each row states what it needs to run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -21,27 +22,31 @@ Need = Literal[
 KIND_TEXT: Mapping[Kind, str] = {"lane": "raytorchrpc", "peer": "for comparison", "limit": "limit"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
-    """One transport in one variant. Rows with the same ``pair`` share two actors."""
+    """One link in one variant. Rows with the same ``pair`` share two actors."""
 
     name: str
     kind: Kind
     transport: str
-    """A key of ``transports.TRANSPORTS``, or ``rdt``, which only a driver can request."""
+    """A key of ``links.LINKS``."""
     what: str
     devices: tuple[Device, ...] = DEVICES
     needs: tuple[Need, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     """The group's settings (``GroupConfig``), for rows that form a group."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Additional environment of both actors."""
+    """Additional environment of all actors."""
+    bare_ends: Sequence[int] = ()
+    """The ranks whose actors start without the environment of ``runtime_env()``."""
+    around: Callable[[Any], AbstractContextManager[Any]] | None = None
+    """Makes of the group a context for each of the row's turns; with ``own_turn``."""
     carries: tuple[str, ...] = ()
     """The lanes that may carry the tensor; a sample over any other lane does not count. Empty: any lane."""
     over: str = ""
     """What the route must say about carrying CPU tensors, for lanes that choose that themselves."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Passed to the transport."""
+    """Passed to the link."""
     pair: str = ""
     max_bytes: int | None = None
     host_copies: int = 5
@@ -153,14 +158,31 @@ QUICK: tuple[str, ...] = (
     *("auto", "torchrpc-TCP", "nccl-nvlink", "nng-TCP"),
     *("ray", "ray-zero-copy", "bare-nccl", "bare-socket", "memcpy", "gpu-copy"),
 )
+#: The same where there are at most ``FEW_CORES``: two pairs of actors for CPU tensors.
+QUICK_FEW: tuple[str, ...] = ("auto", "ray", "bare-socket", "memcpy", "gpu-copy")
+FEW_CORES = 4
+
+OURS, FLOOR = "auto", "floor"
+#: The rows of patterns, in the order of their tables.
+PATTERN_ROWS: tuple[Row, ...] = (
+    _lane(OURS, "raytorchrpc, with the lanes it chooses by itself"),
+    _peer("bare-torchrpc", "torchrpc", "torch.distributed.rpc as torch sets it up", own_turn=True),
+    _peer("ray", "ray", "Ray actor calls"),
+    _peer("ray-graph", "graph", "a Ray Compiled Graph, called by the driver", own_turn=True),
+    _peer("bare-nccl", "nccl", "NCCL send and receive with an acknowledgement, no call"),
+    _limit(FLOOR, "echo", "a bare echo of as many bytes over a Unix socket, paced alike, no call", **_CPU),
+)
 
 
-def choose(wanted: Sequence[str]) -> tuple[Row, ...]:
+def choose(wanted: Sequence[str], rows: Sequence[Row] = ROWS, more: str = "") -> tuple[Row, ...]:
     """The rows with these names or patterns (``nccl-*``), in table order. Raises ConfigurationError."""
-    chosen: set[str] = set()
-    for pattern in wanted:
-        found = {row.name for row in ROWS if fnmatchcase(row.name, pattern)}
-        if not found:
-            raise ConfigurationError(f"no row {pattern!r}; rows: {', '.join(row.name for row in ROWS)}")
-        chosen |= found
-    return tuple(row for row in ROWS if row.name in chosen)
+    names = matching("row", wanted, [row.name for row in rows], more)
+    return tuple(row for row in rows if row.name in names)
+
+
+def matching(kind: str, wanted: Sequence[str], known: Sequence[str], more: str = "") -> list[str]:
+    """The known names that match, in their own order. Raises ConfigurationError for one that matches nothing."""
+    for name in wanted:
+        if not any(fnmatchcase(one, name) for one in known):
+            raise ConfigurationError(f"no {kind} {name!r}; {kind}s: {', '.join(known)}{more}")
+    return [one for one in known if any(fnmatchcase(one, name) for name in wanted)]

@@ -1,4 +1,4 @@
-"""A whole run on an initialised Ray: describe the hosts, start the actors, measure, end the actors."""
+"""A whole run on an initialised Ray: describe the hosts, measure, end the actors."""
 
 from __future__ import annotations
 
@@ -13,46 +13,35 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytorchrpc import __version__
-from raytorchrpc.bench import pairs
-from raytorchrpc.bench.options import Options, show_size
-from raytorchrpc.bench.pairs import Failed, Pair, Placement, Series
-from raytorchrpc.bench.results import RowResult, Run
+from raytorchrpc.bench.cases import Options
+from raytorchrpc.bench.links import Failed, get
+from raytorchrpc.bench.results import RowResult, Run, show_size
 from raytorchrpc.bench.rows import KIND_TEXT
-from raytorchrpc.bench.schedule import Report, Sampler
-from raytorchrpc.bench.site import Host, MemoryLimits, Site, describe_host, obstacle
+from raytorchrpc.bench.schedule import PatternsRunner, Report, Runner, SizesRunner
+from raytorchrpc.bench.site import Host, Site, describe_host
+from raytorchrpc.bench.teams import Place
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 
-#: Share of the budget that starting the actors may use.
-_START_SHARE = 0.6
-#: Reserved for ending the actors and Ray (seconds).
-_SHUTDOWN_S = 6.0
 
+def measure(options: Options, command: str, report: Report) -> Run:
+    """Take all measurements. Always ends the actors it started.
 
-def measure(options: Options, command: str, report: Report, *, began: float) -> Run:
-    """Take all samples. Always ends the actors it started.
-
-    ``began``: the start of the budget by time.monotonic(), before Ray was started. Blocks until about
-    ``options.budget_s`` after it at most. Raises ConfigurationError for a host that Ray does not have, BootstrapError
-    if a host does not answer.
+    Blocks until the actors are up, and then for about ``options.budget_s`` at most. Raises ConfigurationError for a
+    host that Ray does not have, BootstrapError if a host does not answer.
     """
-    started = datetime.now(timezone.utc)
-    deadline = began + options.budget_s - _SHUTDOWN_S
+    started, began = datetime.now(timezone.utc), time.monotonic()
     report("examining the hosts", 0.0)
     nodes = _nodes(options.hosts)
-    site = _site(nodes, options.hosts is not None, deadline)
-    rows = [(row, device) for device in options.devices for row in options.rows if device in row.devices]
-    all_series = [Series(row, device, reason=obstacle(row, device, site)) for row, device in rows]
-    placement = Placement((nodes[0]["NodeID"], nodes[1]["NodeID"]), _gpus(options, site))
-    made: list[Pair] = []
+    site = _site(nodes, options.hosts is not None)
+    patterns = any(case.pattern for case in options.cases)
+    nodes_used = [node["NodeID"] for node in nodes]
+    place = Place(nodes_used, _gpus(options, site, patterns), frozenset(site.a.endpoint.tensorpipe_channels))
+    runner: Runner = (PatternsRunner if patterns else SizesRunner)(options, site, place, report)
     try:
-        _start(all_series, placement, made, report, began + options.budget_s * _START_SHARE)
-        gpu_free = min((r.gpu_free for pair in made for r in pair.ready if r.gpu), default=0)
-        sampler = Sampler(options, all_series, site, MemoryLimits.of(site, gpu_free), deadline, report)
-        sampler.run()
-        names = sorted({r.gpu_name for pair in made for r in pair.ready if r.gpu_name})
+        runner.run()
+        names = sorted({ready.gpu_name for team in runner.teams for ready in team.ready if ready.gpu_name})
     finally:
-        for pair in made:
-            pair.end("the run has ended")
+        runner.end()
     return Run(
         version=__version__,
         started=started.isoformat(timespec="seconds"),
@@ -60,24 +49,20 @@ def measure(options: Options, command: str, report: Report, *, began: float) -> 
         scope="one host" if site.same_host else "two hosts",
         machine=_machine(site, names),
         seconds=round(time.monotonic() - began, 1),
-        sizes=options.sizes,
-        rows=tuple(_row_result(series, sampler) for series in all_series),
-        cells=sampler.cells,
+        rows=_row_results(options, runner),
+        cells=tuple(runner.cells),
     )
 
 
-def _row_result(series: Series, sampler: Sampler) -> RowResult:
-    row = series.row
-    cells = [cell for cell in sampler.cells if (cell.row, cell.device) == (row.name, series.device)]
-    return RowResult(
-        row=row.name,
-        device=series.device,
-        kind=KIND_TEXT[row.kind],
-        what=row.what,
-        published=row.published,
-        reason=series.reason if all(cell.median_s is None for cell in cells) else None,
-        comparable=not row.one_gpu,
-    )
+def _row_results(options: Options, runner: Runner) -> tuple[RowResult, ...]:
+    found = []
+    for device in options.devices:
+        for row in (row for row in options.rows if device in row.devices):
+            reasons = {cell.reason for cell in runner.cells if (cell.row, cell.device) == (row.name, device)}
+            known: Any = {"what": row.what, "published": row.published, "comparable": not row.one_gpu}
+            reason = reasons.pop() if len(reasons) == 1 else None
+            found.append(RowResult(row=row.name, device=device, kind=KIND_TEXT[row.kind], reason=reason, **known))
+    return tuple(found)
 
 
 # --- hosts ---------------------------------------------------------------------------------------------------------
@@ -106,7 +91,7 @@ def find_node(host: str, nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     raise ConfigurationError(f"no Ray node {host!r}; nodes: {known}")
 
 
-def _site(nodes: tuple[dict[str, Any], dict[str, Any]], elsewhere: bool, deadline: float) -> Site:
+def _site(nodes: tuple[dict[str, Any], dict[str, Any]], elsewhere: bool) -> Site:
     if not elsewhere:
         host = _with_node(describe_host(nodes[0]["NodeManagerAddress"]), nodes[0])
         return Site(host, host)
@@ -116,7 +101,7 @@ def _site(nodes: tuple[dict[str, Any], dict[str, Any]], elsewhere: bool, deadlin
         task = ray.remote(describe_host).options(num_cpus=0, scheduling_strategy=there)
         asked.append(task.remote(node["NodeManagerAddress"]))
     try:
-        hosts: list[Host] = pairs.get(asked, min(60.0, deadline - time.monotonic()))
+        hosts: list[Host] = get(asked, 60.0)
     except Failed as failure:
         raise BootstrapError(f"cannot examine both hosts: {failure}") from failure
     return Site(*map(_with_node, hosts, nodes))
@@ -127,38 +112,15 @@ def _with_node(host: Host, node: dict[str, Any]) -> Host:
     return replace(host, gpus=int(has.get("GPU", 0)), store_bytes=int(has.get("object_store_memory", 0)))
 
 
-def _gpus(options: Options, site: Site) -> tuple[str | None, str | None]:
-    if options.hosts is not None or not site.has_gpus:
+def _gpus(options: Options, site: Site, patterns: bool) -> Sequence[str | None]:
+    """CUDA_VISIBLE_DEVICES of the actors, by rank: of patterns all GPUs, else at most two."""
+    if not site.has_gpus:
+        return ()
+    if options.hosts is not None:
         return None, None
     visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
-    numbers = visible or [str(index) for index in range(site.a.gpus)]
-    return numbers[0], numbers[1 if site.a.gpus > 1 and len(numbers) > 1 else 0]
-
-
-# --- actors -----------------------------------------------------------------------------------------------------------
-
-
-def _start(
-    all_series: Sequence[Series], placement: Placement, made: list[Pair], report: Report, deadline: float
-) -> None:
-    """Start the actors of every series that can run; appends each pair to ``made`` as soon as it exists."""
-    needed: dict[str, list[Series]] = {}
-    for series in all_series:
-        if series.reason is None:
-            needed.setdefault(series.row.actors, []).append(series)
-    for name, its in needed.items():
-        pair = pairs.start(name, its[0].row, any(series.device == "cuda" for series in its), placement)
-        made.append(pair)
-        for series in its:
-            series.pair = pair
-    for up, pair in enumerate(made, 1):
-        pair.await_start(deadline)
-        report(f"starting actors: {up} of {len(made)} pairs", 0.0)
-        if pair.failed:
-            pair.end(pair.failed)  # one that still starts would disturb the others
-            for series in needed[pair.name]:
-                series.reason = pair.failed
-    report("actors are up", 0.0)
+    numbers = (visible or [str(index) for index in range(site.a.gpus)])[: site.a.gpus]
+    return numbers if patterns else (numbers * 2)[:2] if len(numbers) == 1 else numbers[:2]
 
 
 def _machine(site: Site, gpu_names: Sequence[str]) -> tuple[str, ...]:

@@ -1,24 +1,28 @@
-"""The order of samples: warm-up, turns and repeats by size, within the limits of memory and time.
+"""The order of samples and turns, within the limits of memory and time.
 
-Sizes ascend. At sizes that fit into memory for all rows at once, rows alternate in blocks: drift of the machine affects
-all of them, and each transport is as warm as in its own loop. Larger sizes are measured row by row, and each row frees
-its memory before the next one's turn.
+Of sizes, samples are counted. Sizes ascend. At sizes that fit into memory for all rows at once, rows alternate in
+blocks: drift of the machine affects all of them, and each link is as warm as in its own loop. Larger sizes are measured
+row by row, and each row frees its memory before the next one's turn. Of patterns, windows of time are measured: rows
+take turns with the cases for which they need the same actors, several times over.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import quantiles
-from typing import Any
+from itertools import groupby
+from statistics import median, quantiles
+from typing import Any, TypeVar
 
-from raytorchrpc.bench.options import Options, show_size
-from raytorchrpc.bench.pairs import Failed, Series, Stuck, open_row
+from raytorchrpc.bench.cases import Case, Options, Shape, case_obstacle, shape
+from raytorchrpc.bench.links import Failed, Stuck
 from raytorchrpc.bench.results import Cell
-from raytorchrpc.bench.site import MemoryLimits, Site, needed, size_obstacle
+from raytorchrpc.bench.rows import Device, Row
+from raytorchrpc.bench.site import MemoryLimits, Site, needed, obstacle, size_obstacle
+from raytorchrpc.bench.teams import Place, Team, Turn
 
 #: Samples of one row per turn.
 BLOCK = 10
@@ -38,78 +42,217 @@ _TIMEOUT_S = 15.0
 #: Share of the remaining time that a slow row may use at one size; the last rows may use more.
 _TIME_SHARE = 0.2
 _LAST_TIME_SHARE = 0.8
+#: Most seconds per byte assumed for a link of which only one size has been measured.
+_SLOWEST_BYTE = 1e-8
+#: Longest time of one measurement of a pattern, and of connecting the actors of one row (seconds).
+_TURN_S = 60.0
+#: Longest time until actors have started, and what each of them adds (seconds); not part of the budget.
+_START_S, _START_EACH_S = 60.0, 15.0
+#: Reserved for ending the actors and Ray (seconds).
+_SHUTDOWN_S = 4.0
 
 OUT_OF_TIME = "the time budget is used up"
 
 Report = Callable[[str, float], None]
 """``report(current step, share of the work that is done)``."""
 
+Key = TypeVar("Key", bound=Hashable)
+
+
+def rounds(counts: Mapping[Key, int], blocks: Mapping[Key, int] | int) -> Iterator[list[tuple[Key, int]]]:
+    """How many samples each takes, round by round, until each has taken its count: in blocks, so that all alternate."""
+    left = dict(counts)
+    while left := {key: count for key, count in left.items() if count > 0}:
+        most = {key: blocks if isinstance(blocks, int) else blocks[key] for key in left}
+        yield [(key, min(most[key], count)) for key, count in left.items()]
+        left = {key: count - most[key] for key, count in left.items()}
+
 
 @dataclass
-class Sampler:
-    """Takes the samples of one run. ``cells`` is complete after ``run``."""
+class Runner:
+    """Takes the measurements of one run. ``cells`` is complete after ``run``."""
 
     options: Options
-    all_series: Sequence[Series]
     site: Site
-    memory: MemoryLimits
-    deadline: float
-    """By time.monotonic(); no sample starts that is expected to end later."""
+    place: Place
     report: Report
-    _time_share: float = _TIME_SHARE
-    _cells: dict[tuple[str, str, int], Cell] = field(default_factory=dict)
+    start: Callable[[Row, Place, Shape], Team] = Team
+    clock: Callable[[], float] = time.monotonic
+    teams: list[Team] = field(default_factory=list)
+    """All that were started."""
+    cells: list[Cell] = field(default_factory=list)
 
-    @property
-    def cells(self) -> tuple[Cell, ...]:
-        return tuple(self._cells.values())
+    def __post_init__(self) -> None:
+        self._deadline = self.clock() + self.options.budget_s - _SHUTDOWN_S
+        self._done = 0.0
 
     def run(self) -> None:
-        """Take every sample that fits into time and memory; a row that fails keeps its earlier figures."""
-        together = [size for size in self.options.sizes if self._fits_together(size)]
-        apart = [size for size in self.options.sizes if size not in together]
-        for number, size in enumerate(together):
-            # Later sizes are larger, but slow transports, which dominate their time, may be skipped.
-            self._in_turns(size, self._left() / (len(together) - number + 2 * len(apart)), number)
-            if size >= 50_000_000:
-                for series in {series.pair: series for series in self.all_series if series.alive}.values():
-                    self._drop(series)
+        """Take every measurement that fits into time and memory."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """End all actors."""
+        for team in self.teams:
+            team.end("the run has ended")
+
+    def _await(self, teams: Sequence[Team]) -> None:
+        """Wait for actors to start, outside the budget; those of teams that fail are ended."""
+        began = self.clock()
+        limit = began + _START_S + _START_EACH_S * sum(team.shape.members for team in teams)
+        waiting = list(teams)
+        while waiting and self.clock() < limit:
+            more = f" and {len(waiting) - 5} more" if len(waiting) > 5 else ""
+            names = ", ".join(team.name for team in waiting[:5]) + more
+            up = f"{len(teams) - len(waiting)} of {len(teams)} rows"
+            self.report(f"starting actors: those of {up} are up; waiting for {names}", self._done)
+            waiting = [team for number, team in enumerate(waiting) if team.starts(0.0 if number else 1.0)]
+        for team in waiting:
+            team.failed = f"Ray did not start its actors within {limit - began:.0f} s"
+        for team in teams:
+            if team.failed is not None:
+                team.end(team.failed)  # one that still starts would disturb the others
+        self._deadline += self.clock() - began
+
+    @contextmanager
+    def _turn(self, team: Team, row: Row, timeout_s: float) -> Iterator[None]:
+        if not row.own_turn:
+            yield
+            return
+        team.resume(row, timeout_s)
+        stuck = False
+        try:
+            yield
+        except Stuck:
+            stuck = True
+            raise
+        finally:
+            if not stuck:
+                team.pause(row, timeout_s)
+
+    def _left(self) -> float:
+        return max(0.0, self._deadline - self.clock())
+
+    def _record(self, row: Row, device: Device, case: Case, figures: dict[str, Any], reason: str | None) -> None:
+        """Record the figures, or without them the reason."""
+        known: Any = {"pattern": case.pattern, "variant": case.variant, "bytes": case.size, "unit": case.unit}
+        why = None if "median" in figures else reason or "unknown"
+        self.cells.append(Cell(row=row.name, device=device, **known, **figures, reason=why))
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Series:
+    """The samples of one row with tensors on one device."""
+
+    row: Row
+    device: Device
+    team: Team | None = None
+    reason: str | None = None
+    """Why it ended, or did not start."""
+    took: dict[int, float] = field(default_factory=dict)
+    """Seconds of the fastest recent sample, by bytes."""
+    via: str | None = None
+    """The lane that carried the last verified sample, if known."""
+
+    @property
+    def alive(self) -> bool:
+        """True while samples can be taken."""
+        return self.reason is None and self.team is not None and self.team.failed is None
+
+    def actors(self) -> Team:
+        """The team that takes the samples. Raises Failed if it cannot."""
+        if self.team is None or self.team.failed is not None:
+            raise Failed(self.team.failed or "" if self.team else "the row has no actors")
+        return self.team
+
+    def expected(self, size: int) -> float | None:
+        """Estimated seconds of a sample of that size, from smaller sizes; None before the first."""
+        if size in self.took or not self.took:
+            return self.took.get(size)
+        *before, last = sorted(self.took)
+        # A small tensor's time is overhead; a large one's is an upper bound per byte.
+        slope = min(_SLOWEST_BYTE, self.took[last] / last)
+        if before:
+            slope = max(0.0, self.took[last] - self.took[before[-1]]) / (last - before[-1])
+        return self.took[last] + slope * max(0, size - last)
+
+    def seconds(self, size: int) -> float:
+        """Seconds of one sample at the last measurement; never 0."""
+        return max(self.took.get(size, 0.0), 1e-6)
+
+
+class SizesRunner(Runner):
+    """Counts samples of sizes; a row that fails keeps its earlier figures."""
+
+    def run(self) -> None:
+        devices, rows = self.options.devices, self.options.rows
+        pairs = [(row, device) for device in devices for row in rows if device in row.devices]
+        self._all = [Series(row, device, reason=obstacle(row, device, self.site)) for row, device in pairs]
+        self._start_all()
+        gpu_free = min((ready.gpu_free for team in self.teams for ready in team.ready if ready.gpu), default=0)
+        self._memory = MemoryLimits.of(self.site, gpu_free)
+        self._time_share = _TIME_SHARE
+        self._recorded: set[tuple[str, Device, Case]] = set()
+        together = [case for case in self.options.cases if self._fits_together(case)]
+        apart = [case for case in self.options.cases if case not in together]
+        for number, case in enumerate(together):
+            # Later sizes are larger, but slow links, which dominate their time, may be skipped.
+            self._in_turns(case, self._left() / (len(together) - number + 2 * len(apart)), number)
+            if case.size >= 50_000_000:
+                for team in dict.fromkeys(series.team for series in self._all if series.alive):
+                    if team is not None:
+                        team.drop(self._timeout())
         self._row_by_row(apart, len(together))
-        for series in self.all_series:
-            for size in self.options.sizes:
-                self._record(series, size, reason=series.reason or OUT_OF_TIME)
+        for series in self._all:
+            for case in self.options.cases:
+                self._note(series, case, reason=series.reason or OUT_OF_TIME)
 
-    # --- all rows at one size ------------------------------------------------------------------------------------
+    def _start_all(self) -> None:
+        """Start the actors of every series that can run."""
+        wanted: dict[str, list[Series]] = {}
+        for series in self._all:
+            if series.reason is None:
+                wanted.setdefault(series.row.actors, []).append(series)
+        for its in wanted.values():
+            place = self.place if any(series.device == "cuda" for series in its) else self.place._replace(gpus=())
+            self.teams.append(team := self.start(its[0].row, place, shape(its[0].row, Case())))
+            for series in its:
+                series.team = team
+        self._await(self.teams)
+        for series in self._all:
+            series.reason = series.reason or (series.team.failed if series.team is not None else None)
 
-    def _fits_together(self, size: int) -> bool:
-        able = [series for series in self.all_series if series.alive and not self._too_big(series, size)]
-        each = [needed(series.row, series.device, size) for series in able]
+    def _fits_together(self, case: Case) -> bool:
+        able = [series for series in self._all if series.alive and not self._too_big(series, case)]
+        each = [needed(series.row, series.device, case.size) for series in able]
         host, gpu = sum(host for host, _ in each), sum(gpu for _, gpu in each)
-        return host <= self.memory.host * _SHARED_MEMORY and gpu <= self.memory.gpu * _SHARED_MEMORY
+        return host <= self._memory.host * _SHARED_MEMORY and gpu <= self._memory.gpu * _SHARED_MEMORY
 
-    def _in_turns(self, size: int, allotted: float, number: int) -> None:
+    def _in_turns(self, case: Case, allotted: float, number: int) -> None:
         warm = []
-        for series in self.all_series:
-            self._progress(f"{show_size(size)}: warming up {series.row.name}", number)
-            if self._warm_up(series, size):
+        for series in self._all:
+            self._progress(f"{case.label}: warming up {series.row.name}", number)
+            if self._warm_up(series, case):
                 warm.append(series)
-        counts = self._counts(warm, size, allotted)
+        counts = self._counts(warm, case, allotted)
         seconds: dict[Series, list[float]] = {series: [] for series in counts}
-        blocks = {series: count if series.row.own_turn else min(BLOCK, count) for series, count in counts.items()}
-        rounds = max((math.ceil(count / blocks[series]) for series, count in counts.items()), default=0)
-        for turn in range(rounds):
-            for series, count in counts.items():
-                due = min(blocks[series], count - turn * blocks[series])
-                if due > 0 and series.alive:
-                    self._progress(f"{show_size(size)}: {series.row.name}", number + (turn + 1) / (rounds + 1))
-                    seconds[series] += self._sample(series, size, due)
+        blocks = {series: count if series.row.own_turn else BLOCK for series, count in counts.items()}
+        turns = list(rounds(counts, blocks))
+        for turn, due in enumerate(turns, 1):
+            for series, count in due:
+                if series.alive:
+                    self._progress(f"{case.label}: {series.row.name}", number + turn / (len(turns) + 1))
+                    seconds[series] += self._sample(series, case, count)
         for series, taken in seconds.items():
-            self._record(series, size, taken, via=series.via)
+            self._note(series, case, taken)
 
-    def _counts(self, all_series: Sequence[Series], size: int, allotted: float) -> dict[Series, int]:
+    def _counts(self, able: Sequence[Series], case: Case, allotted: float) -> dict[Series, int]:
         """The number of samples for each series: the useful maximum, or as many as fit into the time."""
         of_most = 0.3 if self.options.budget_s <= 60 else 1.0
-        most = max(FEWEST, round(next(n for up_to, n in _REPEATS if size <= up_to) * of_most))
-        each = {series: _seconds(series, size) for series in all_series}
+        most = max(FEWEST, round(next(n for up_to, n in _REPEATS if case.size <= up_to) * of_most))
+        each = {series: series.seconds(case.size) for series in able}
         share = allotted / max(1, len(each))
         spare = sum(max(0.0, share - most * one) for one in each.values())
         share += spare / max(1, sum(most * one > share for one in each.values()))
@@ -117,136 +260,115 @@ class Sampler:
         for series, one in each.items():
             count = min(most, int(share / one))
             if count < FEWEST and FEWEST * one > self._left() * self._time_share:
-                self._record(series, size, reason=f"a sample takes about {one:.2g} s: {OUT_OF_TIME}")
+                self._note(series, case, reason=f"a sample takes about {one:.2g} s: {OUT_OF_TIME}")
             else:
                 counts[series] = max(FEWEST, count)
         return counts
 
-    # --- row by row ------------------------------------------------------------------------------------------------
-
-    def _row_by_row(self, sizes: Sequence[int], number: int) -> None:
+    def _row_by_row(self, cases: Sequence[Case], number: int) -> None:
         """Fastest rows first, so that limited time covers most of them."""
-        waiting = sorted(self.all_series, key=lambda series: series.expected(sizes[0]) or 0.0) if sizes else []
-        steps = max(1, len(waiting) * len(sizes))
+        waiting = sorted(self._all, key=lambda series: series.expected(cases[0].size) or 0.0) if cases else []
+        steps = max(1, len(waiting) * len(cases))
         while waiting:
             series = waiting.pop(0)
-            for index, size in enumerate(sizes):
-                done = steps - (len(waiting) + 1) * len(sizes) + index
-                self._progress(f"{show_size(size)}: {series.row.name}", number + len(sizes) * done / steps)
-                left = (1 + sum(other.alive for other in waiting)) * (len(sizes) - index)
+            for index, case in enumerate(cases):
+                done = steps - (len(waiting) + 1) * len(cases) + index
+                self._progress(f"{case.label}: {series.row.name}", number + len(cases) * done / steps)
+                left = (1 + sum(other.alive for other in waiting)) * (len(cases) - index)
                 self._time_share = max(_TIME_SHARE, _LAST_TIME_SHARE / left)
-                if not self._warm_up(series, size):
+                if not self._warm_up(series, case):
                     continue
-                for count in self._counts([series], size, self._left() / left).values():
-                    self._record(series, size, self._sample(series, size, count), via=series.via)
-            if any(other.pair is series.pair for other in waiting):
-                self._drop(series)
-            elif series.pair is not None:  # no other row uses its memory
-                series.pair.end("its turn has ended")
+                for count in self._counts([series], case, self._left() / left).values():
+                    self._note(series, case, self._sample(series, case, count))
+            if series.team is not None and series.team.failed is None:
+                if any(other.team is series.team for other in waiting):
+                    series.team.drop(self._timeout())
+                else:  # no other row uses its memory
+                    series.team.end("its turn has ended")
 
-    # --- one row at one size ------------------------------------------------------------------------------------
-
-    def _warm_up(self, series: Series, size: int) -> bool:
-        """Take two uncounted samples and verify the first. Returns False, and records the reason, if the row ends."""
+    def _warm_up(self, series: Series, case: Case) -> bool:
+        """Take two uncounted samples and verify the first. Returns False, and notes the reason, if the row ends."""
         series.via = None
-        reason = series.reason or self._too_big(series, size) or self._too_long(series, size)
+        reason = series.reason or self._too_big(series, case) or self._too_long(series, case)
         try:
             if reason is None:
-                open_row(series.actors(), series.row, self.site, self._timeout())
-                reason = self._verify(series, size)
+                series.actors().open(series.row, self._timeout())
+                reason = self._verify(series, case)
         except Failed as failure:
-            self._fail(series, size, failure)
+            self._fail(series, case, failure)
             return False
         if reason is not None:
-            self._record(series, size, via=series.via, reason=reason)
+            self._note(series, case, reason=reason)
         return reason is None
 
-    def _verify(self, series: Series, size: int) -> str | None:
+    def _verify(self, series: Series, case: Case) -> str | None:
         """Verify one sample and take another; returns why the row has no figure at this size, if so."""
-        with self._turn(series):
-            series.via = series.check(size, self._timeout(series.expected(size)))
-            if series.via is not None and series.row.carries and series.via not in series.row.carries:
+        team, row = series.actors(), series.row
+        with self._turn(team, row, self._timeout()):
+            timeout_s = self._timeout(series.expected(case.size))
+            series.via, series.took[case.size] = team.check(row, series.device, case, timeout_s)
+            if series.via is not None and row.carries and series.via not in row.carries:
                 return f"uses {series.via} at this size"
-            if reason := self._too_long(series, size):  # large sizes can be much slower than extrapolated
+            if reason := self._too_long(series, case):  # large sizes can be much slower than extrapolated
                 return reason
-            series.send(size, 1, self._timeout(series.expected(size)))
+            self._take(series, case, (0, 1), self._timeout(series.expected(case.size)))
         return None
 
-    def _sample(self, series: Series, size: int, count: int) -> list[float]:
+    def _take(self, series: Series, case: Case, counts: tuple[int, int], timeout_s: float) -> list[float]:
+        seconds = series.actors().sample(series.row, series.device, case, counts, timeout_s)
+        series.took[case.size] = min(seconds)
+        return seconds
+
+    def _sample(self, series: Series, case: Case, count: int) -> list[float]:
         try:
-            with self._turn(series):
-                lead = lead_in(_seconds(series, size))
-                expected = _seconds(series, size) * (count + lead)
+            with self._turn(series.actors(), series.row, self._timeout()):
+                lead = lead_in(series.seconds(case.size))
+                expected = series.seconds(case.size) * (count + lead)
                 if expected > self._left():
                     return []
-                return series.send(size, count + lead, self._timeout(expected))[lead:]
+                return self._take(series, case, (lead, count), self._timeout(expected))
         except Failed as failure:
-            self._fail(series, size, failure)
+            self._fail(series, case, failure)
             return []
 
-    @contextmanager
-    def _turn(self, series: Series) -> Iterator[None]:
-        if not series.row.own_turn:
-            yield
-            return
-        series.actors().call("resume", self._timeout(), series.row.name)
-        try:
-            yield
-        finally:
-            series.actors().call("pause", self._timeout(), series.row.name)
-
-    def _fail(self, series: Series, size: int, failure: Failed) -> None:
+    def _fail(self, series: Series, case: Case, failure: Failed) -> None:
         """End the row, and its actors if one may still be busy or no other row needs them."""
         series.reason = reason = str(failure)
-        self._record(series, size, reason=reason)
-        pair = series.pair
-        stuck = isinstance(failure, Stuck)
-        if pair is not None and (stuck or not any(other.pair is pair and other.alive for other in self.all_series)):
-            pair.end(f"its actors were killed because {series.row.name} with {series.device} tensors failed: {reason}")
+        self._note(series, case, reason=reason)
+        team = series.team
+        needed_yet = any(other.team is team and other.alive for other in self._all)
+        if team is not None and (isinstance(failure, Stuck) or not needed_yet):
+            team.end(f"its actors were killed because {series.row.name} with {series.device} tensors failed: {reason}")
 
-    def _too_big(self, series: Series, size: int) -> str | None:
-        return size_obstacle(series.row, series.device, size, self.memory)
+    def _too_big(self, series: Series, case: Case) -> str | None:
+        return size_obstacle(series.row, series.device, case.size, self._memory)
 
-    def _too_long(self, series: Series, size: int) -> str | None:
+    def _too_long(self, series: Series, case: Case) -> str | None:
         """Whether verification, warm-up and the fewest samples exceed the time, extrapolated from smaller sizes."""
         if self._left() <= 0:
             return OUT_OF_TIME
-        expected = series.expected(size)
+        expected = series.expected(case.size)
         if expected is not None and expected * (FEWEST + 2) > self._left() * self._time_share:
             return f"a sample may take {expected:.2g} s, and the time budget leaves {self._left():.0f} s"
         return None
 
-    def _left(self) -> float:
-        return max(0.0, self.deadline - time.monotonic())
-
     def _timeout(self, expected: float | None = None) -> float:
         return min(max(_TIMEOUT_S, 10 * (expected or 0.0)), self._left() + 2.0)
 
-    def _drop(self, series: Series) -> None:
-        with suppress(Failed):
-            series.drop(self._timeout())
-
-    # --- results -----------------------------------------------------------------------------------------
-
-    def _record(
-        self,
-        series: Series,
-        size: int,
-        seconds: Sequence[float] = (),
-        *,
-        via: str | None = None,
-        reason: str = OUT_OF_TIME,
-    ) -> None:
-        """Record the figures, or without enough samples the reason. The first record of a row and size counts."""
-        figures: dict[str, Any] = {"via": via, "reason": reason}
+    def _note(self, series: Series, case: Case, seconds: Sequence[float] = (), reason: str = OUT_OF_TIME) -> None:
+        """Record a series at a size. The first record counts."""
+        key = series.row.name, series.device, case
+        if key in self._recorded:
+            return
+        self._recorded.add(key)
+        figures: dict[str, Any] = {"via": series.via}
         if len(seconds) >= FEWEST:
-            low, median, high = quantiles(seconds, n=4, method="inclusive")
-            figures |= {"median_s": median, "low_s": low, "high_s": high, "samples": len(seconds), "reason": None}
-        name, device = series.row.name, series.device
-        self._cells.setdefault((name, device, size), Cell(row=name, device=device, bytes=size, **figures))
+            low, middle, high = (each * 1e3 for each in quantiles(seconds, n=4, method="inclusive"))
+            figures |= {"median": middle, "low": low, "high": high, "samples": len(seconds)}
+        self._record(series.row, series.device, case, figures, reason)
 
     def _progress(self, text: str, steps: float) -> None:
-        self.report(text, steps / max(1, len(self.options.sizes)))
+        self.report(text, steps / max(1, len(self.options.cases)))
 
 
 def lead_in(seconds: float) -> int:
@@ -254,6 +376,119 @@ def lead_in(seconds: float) -> int:
     return min(_LEAD_IN_MOST, max(1, round(_LEAD_IN_TOTAL_S / seconds))) if seconds < _LEAD_IN_S else 0
 
 
-def _seconds(series: Series, size: int) -> float:
-    """Seconds of one sample at the last measurement; never 0."""
-    return max(series.took.get(size, 0.0), 1e-6)
+# --- patterns --------------------------------------------------------------------------------------------------------
+
+
+class PatternsRunner(Runner):
+    """Measures windows of time in patterns of use."""
+
+    def run(self) -> None:
+        """Measure block by block. A block is a pattern's cases for which the rows need the same actors."""
+        self._living: dict[tuple[str, Device, Shape], Team] = {}
+        self._to_do = self._cases_left = len(self.options.cases) * len(self.options.devices)
+        for device in self.options.devices:
+            groups = groupby(self.options.cases, lambda case: (case.pattern, case.members, case.concurrency))
+            blocks = [list(block) for _, block in groups]
+            for number, block in enumerate(blocks):
+                self._block(block, device)
+                self._cases_left -= len(block)
+                self._done = 1 - self._cases_left / self._to_do
+                later = {self._key(row, case, device) for later in blocks[number + 1 :] for case in later
+                         for row in self.options.rows if not self._obstacle(row, case, device)}  # fmt: skip
+                for key in [key for key in self._living if key not in later]:
+                    self._living.pop(key).end("no case needs it", wait=True)
+
+    @staticmethod
+    def _key(row: Row, case: Case, device: Device) -> tuple[str, Device, Shape]:
+        return row.actors, device, shape(row, case)
+
+    def _obstacle(self, row: Row, case: Case, device: Device) -> str | None:
+        usable = MemoryLimits.of(self.site, 0).host
+        return case_obstacle(row, case, device, len(self.place.gpus), usable)
+
+    def _block(self, block: Sequence[Case], device: Device) -> None:
+        reasons = self._reasons = dict[tuple[Row, Case], str]()
+        self._turns = {(row, case): list[Turn]() for case in block for row in self.options.rows}
+        for row, case in self._turns:
+            if (reason := self._obstacle(row, case, device)) is not None:
+                reasons[row, case] = reason
+        able = {row: [case for case in block if (row, case) not in reasons] for row in self.options.rows}
+        teams = self._open({row: cases for row, cases in able.items() if cases}, device)
+        stop_at = self.clock() + self._left() * len(block) / self._cases_left
+        took = 0.0
+        for due in rounds(dict.fromkeys(teams, self.options.repeats), 1):
+            began = self.clock()
+            if took and began + took > stop_at:
+                break
+            for row, _ in due:
+                self.report(f"{device}, {block[0].pattern}: {row.name}", self._done)
+                self._measure(teams[row], row, able[row], device)
+            took = self.clock() - began
+        for (row, case), turns in self._turns.items():
+            reason = reasons.get((row, case))
+            if not turns and reason is None:
+                reason = (teams[row].failed if row in teams else None) or OUT_OF_TIME
+            self._record(row, device, case, {} if reason else summarize(turns), reason)
+
+    def _open(self, wanted: Mapping[Row, Sequence[Case]], device: Device) -> dict[Row, Team]:
+        """The connected actors of each row; all start at once."""
+        teams: dict[Row, Team] = {}
+        if self._left() <= 0:
+            return teams
+        place, fresh = self.place if device == "cuda" else self.place._replace(gpus=()), []
+        for row, cases in wanted.items():
+            key = self._key(row, cases[0], device)
+            if key not in self._living or self._living[key].failed:
+                self._living[key] = self.start(row, place, shape(row, cases[0]))
+                fresh.append(self._living[key])
+            teams[row] = self._living[key]
+        self.teams += fresh
+        self._await(fresh)
+        for row, team in teams.items():
+            if team.failed is None:
+                try:
+                    team.open(row, min(_TURN_S, self._left()))
+                except Failed as failure:
+                    team.end(str(failure))
+        return teams
+
+    def _measure(self, team: Team, row: Row, cases: Sequence[Case], device: Device) -> None:
+        """Measure each case of one row once. A case that fails is not tried again."""
+        due = [case for case in cases if (row, case) not in self._reasons]
+        if team.failed or self._left() <= 0 or not due:
+            return
+        try:
+            with self._turn(team, row, self._timeout()):
+                for case in due:
+                    if self._left() <= 0:
+                        break
+                    try:
+                        turn = team.turn(row, device, case, self.options.window_s, self._timeout())
+                        self._turns[row, case].append(turn)
+                    except Failed as failure:
+                        self._reasons[row, case] = str(failure) if self._left() > 0 else OUT_OF_TIME
+                        if isinstance(failure, Stuck):
+                            raise
+        except Failed as failure:
+            team.end(str(failure))
+
+    def _timeout(self) -> float:
+        return min(_TURN_S, self._left() + 2.0)
+
+
+def summarize(turns: Sequence[Turn]) -> dict[str, Any]:
+    """The figures of a cell."""
+    values, samples = [turn.value for turn in turns], [sample for turn in turns for sample in turn.samples]
+    figures: dict[str, Any] = {
+        "median": median(values),
+        "low": min(values),
+        "high": max(values),
+        "p95": quantiles(samples, n=20, method="inclusive")[-1] if len(samples) > 1 else None,
+        "repeats": len(turns),
+        "samples": len(samples),
+    }
+    for side, name in enumerate(("caller", "callee")):
+        for what, of in (("switches", [t.switches[side] for t in turns]), ("cpu_ms", [t.cpu_ms[side] for t in turns])):
+            known = [value for value in of if value is not None]
+            figures[f"{name}_{what}"] = median(known) if known else None
+    return figures

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from raytorchrpc.bench.options import show_size
+from raytorchrpc.bench.results import show_size
 from raytorchrpc.bench.rows import Device, Need, Row
 from raytorchrpc.topology import probe, rdma, sysfs
 from raytorchrpc.topology.endpoint import Endpoint

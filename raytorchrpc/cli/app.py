@@ -79,9 +79,9 @@ def bench(
         typer.Option(metavar="SIZES", help="Sizes, such as 20KB,1.25MB; default: the published ones."),
     ] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="Device of the tensors: cpu, cuda or all.")] = "all",
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer rows and sizes, under a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rows and sizes, under a minute of measuring.")] = False,
     budget_s: Annotated[
-        float | None, typer.Option("--budget", metavar="SECONDS", help="Time limit of the whole run.")
+        float | None, typer.Option("--budget", metavar="SECONDS", help="Time limit of measuring, once actors are up.")
     ] = None,
     hosts: Annotated[
         tuple[str, str] | None,
@@ -109,15 +109,11 @@ def bench(
     Exits with 0, with 2 for options that cannot work, or with 1 if the run fails.
     """
     given = {name: value for name, value in locals().items() if value is not None}
-    from raytorchrpc.cli import bench as sizes_command
-    from raytorchrpc.cli import bench_patterns
+    from raytorchrpc.cli.bench import run
     from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
     try:
-        if pattern or bench_patterns.has_patterns(results or []):
-            bench_patterns.run(**given)
-        else:
-            sizes_command.run(**given)
+        run(**given)
     except (RayTorchRpcError, ConnectionError) as error:
         typer.echo(f"raytorchrpc bench: {error}", err=True)
         bad_input = isinstance(error, ConfigurationError) or not isinstance(error, RayTorchRpcError)

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from raytorchrpc.bench import plots
-from raytorchrpc.bench.markdown import document
-from raytorchrpc.bench.options import Options, make_options
+from raytorchrpc.bench.cases import Options, make_options
 from raytorchrpc.bench.results import Run, published, read_run, write_file
-from raytorchrpc.bench.tables import Table, choice, figures, not_measured, plain, to_csv
+from raytorchrpc.bench.tables import Table, conclusion, document, not_measured, plain, tables, to_csv
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 from raytorchrpc.text.tables import paragraph
 
@@ -34,6 +33,7 @@ _PROGRESS_PERIOD_S = 5.0
 
 def run(
     *,
+    pattern: Sequence[str] = (),
     rows: Sequence[str] = (),
     sizes: Sequence[str] = (),
     device: str = "all",
@@ -58,28 +58,32 @@ def run(
     if against not in (None, "published"):
         raise ConfigurationError(f"--against {against!r} is unknown; known: published")
     asked = {
-        "rows": rows, "sizes": sizes, "device": device, "quick": quick, "budget": budget_s, "hosts": hosts,
-        "address": address,
+        "pattern": pattern, "rows": rows, "sizes": sizes, "device": device, "quick": quick, "budget": budget_s,
+        "hosts": hosts, "address": address,
     }  # fmt: skip
-    check_files([path for path in (csv, json, plot, markdown) if path is not None], plot)
+    _check_files([path for path in (csv, json, plot, markdown) if path is not None], plot)
     if results:
         if json or any(value not in ((), None, False, "all") for value in asked.values()):
             raise ConfigurationError("--from shows existing results and measures nothing; combine it only with outputs")
         runs = [read_run(path) for path in results]
     else:
-        options = make_options(rows=rows, sizes=sizes, device=device, quick=quick, budget_s=budget_s, hosts=hosts)
-        runs = [_measure(options, address, repeat_command(asked))]
+        if pattern and against:
+            raise ConfigurationError("--against has figures of sizes, not of patterns")
+        options = make_options(
+            pattern=pattern, rows=rows, sizes=sizes, device=device, quick=quick, budget_s=budget_s, hosts=hosts
+        )
+        runs = [_measure(options, address, _repeat_command(asked))]
     for result in runs:
         _show(result, against_published=against is not None)
     if json:
-        write_file(json, runs[0].model_dump_json(indent=1) + "\n")
+        write_file(json, runs[0].model_dump_json(indent=1, exclude_none=True) + "\n")
     if csv:
         write_file(csv, to_csv(runs))
     pictures = _draw(runs, plot, against_published=against is not None) if plot else []
     if markdown:
         names = [os.path.relpath(picture, markdown.parent) for picture in pictures]
         write_file(markdown, document(runs, names or [None] * len(runs)))
-    if not any(result.devices() for result in runs):
+    if not any(result.tables() for result in runs):
         raise RayTorchRpcError("no row produced a figure; the reasons are above")
 
 
@@ -93,7 +97,7 @@ def _draw(runs: Sequence[Run], plot: Path, *, against_published: bool) -> list[P
     return pictures
 
 
-def check_files(files: Sequence[Path], plot: Path | None) -> None:
+def _check_files(files: Sequence[Path], plot: Path | None) -> None:
     """Fail before minutes of measuring, not after them."""
     for path in files:
         if path.is_dir() or not os.access(path.parent, os.W_OK):
@@ -106,7 +110,7 @@ def check_files(files: Sequence[Path], plot: Path | None) -> None:
         plots.check_available()
 
 
-def repeat_command(asked: Mapping[str, Any]) -> str:
+def _repeat_command(asked: Mapping[str, Any]) -> str:
     """The command for the same run, without the outputs."""
     words = ["raytorchrpc", "bench"]
     for name, value in asked.items():
@@ -124,24 +128,16 @@ def repeat_command(asked: Mapping[str, Any]) -> str:
 
 def _measure(options: Options, address: str | None, command: str) -> Run:
     from raytorchrpc.bench.run import measure  # here: bad options are reported without loading Ray and torch
+    from raytorchrpc.process.ray_session import ray_session
 
     if options.hosts and address is None:
         address = os.environ.get("RAY_ADDRESS", "auto")
-    with session(address) as (report, began):
-        return measure(options, command, report, began=began)
-
-
-@contextmanager
-def session(address: str | None) -> Iterator[tuple[Callable[[str, float], None], float]]:
-    """Start Ray, or connect to it; yields the function that reports progress, and when this began."""
-    from raytorchrpc.process.ray_session import ray_session
-
-    began, cores = time.monotonic(), os.cpu_count() or 1
+    cores = os.cpu_count() or 1
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(max(_STARTING_AT_ONCE, cores)))
     with _errors_only(), _progress() as report:
         report("starting Ray" if address is None else f"connecting to {address}", 0.0)
         with ray_session(address, cpus=min(_CPUS, cores)):
-            yield report, began
+            return measure(options, command, report)
 
 
 @contextmanager
@@ -181,23 +177,21 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
 
 def _show(run: Run, *, against_published: bool) -> None:
     print("\n".join(("", *run.machine)))
-    tables = []
-    for device in run.devices():
-        tables += [figures(run, device, against_published=against_published), choice(run, device)]
-    print_tables(tables)
+    _print_tables(tables(run, against_published=against_published))
     if missing := not_measured(run):
         print("\n  ".join(("\nNot measured:", *missing)))
     if against_published:
         print(f"\n{published()[0]}")
     print(f"\n{run.seconds:.0f} s; repeat with `{run.command}`.")
+    if sentence := conclusion(run):
+        print(f"\n{sentence}")
 
 
-def print_tables(tables: Sequence[Table | None]) -> None:
+def _print_tables(shown: Sequence[Table]) -> None:
     """Print the tables, then what their columns mean. On a terminal, columns that do not fit follow below; files and
     pipes get every column on one line.
     """
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    shown = [table for table in tables if table is not None]
     for table in shown:
         print(f"\n{plain(table, width)}")
     notes = dict.fromkeys(note for table in shown for note in table.notes)

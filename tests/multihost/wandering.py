@@ -21,7 +21,7 @@ import torch
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
 import raytorchrpc as rtr
-from benchmarks import scale_steps
+from benchmarks import scale
 from raytorchrpc.lanes.torchrpc.agent import process_fabric
 from raytorchrpc.process import fork
 
@@ -215,12 +215,12 @@ class Tasks:
             assert time.monotonic() < until, f"{name} does not know the group as it is"
 
     def exercise(self, hosts: list[str], each: int) -> dict[str, float]:
-        """The steps of ``benchmarks.scale_steps`` with so many members on each host."""
-        cls = ray.remote(num_cpus=0, max_restarts=-1)(scale_steps.Member)
+        """The steps of ``benchmarks.scale`` with so many members on each host."""
+        cls = ray.remote(num_cpus=0, max_restarts=-1)(scale.Member)
         places = [{host: 0.001} for _ in range(each) for host in hosts]
         members = [cls.options(resources=place).remote() for place in places]
         self._actors.update({f"scale-{rank}": member for rank, member in enumerate(members)})
-        return scale_steps.exercise(members)
+        return scale.exercise(members)
 
     def state(self, name: str) -> str:
         """What Ray says of an actor."""

@@ -26,13 +26,13 @@ def bench() -> Iterator[Command]:
 def complete(run: Run) -> None:
     """Every row has a figure or a reason at every size, and never both."""
     for row in run.rows:
-        for size in run.sizes:
-            cell = run.cell(row, size)
-            assert cell is not None, (row.row, size)
-            assert (cell.median_s is None) != (cell.reason is None), cell
-            if cell.median_s is not None:
-                assert cell.low_s is not None and cell.high_s is not None
-                assert 0 < cell.low_s <= cell.median_s <= cell.high_s
+        for label in run.labels(row.device):
+            cell = run.cell(row.row, row.device, label)
+            assert cell is not None, (row.row, label)
+            assert (cell.median is None) != (cell.reason is None), cell
+            if cell.median is not None:
+                assert cell.low is not None and cell.high is not None
+                assert 0 < cell.low <= cell.median <= cell.high
                 assert cell.samples >= 3
 
 
@@ -47,8 +47,7 @@ def test_two_rows_two_sizes_and_every_output(bench: Command, tmp_path: Path) -> 
     run = read_run(tmp_path / "r.json")
     complete(run)
     assert {row.row for row in run.measured("cpu")} == {"auto", "memcpy"}
-    auto = next(row for row in run.rows if row.row == "auto")
-    assert [run.cell(auto, size).via for size in run.sizes] == ["socket", "shm"]  # type: ignore[union-attr]
+    assert [cell.via for cell in run.cells if cell.row == "auto"] == ["socket", "shm"]
     assert run.command == "raytorchrpc bench --rows auto,memcpy --sizes 20KB,1.25MB --device cpu --budget 200"
     assert "CPU tensors, one host" in out
     assert re.search(r"^auto +[\d.]+ ±\d+% +[\d.]+ ±\d+% ", out, re.MULTILINE), out
@@ -98,7 +97,29 @@ def test_quick_has_figures_of_ray_and_of_the_limits_beside_ours(bench: Command, 
     assert code == 0, out + err
     run = read_run(tmp_path / "quick.json")
     complete(run)
-    assert {"auto", "ray", "ray-zero-copy", "bare-socket", "memcpy"} <= {row.row for row in run.measured("cpu")}
+    assert {"auto", "ray", "bare-socket", "memcpy"} <= {row.row for row in run.measured("cpu")}
+    assert out.splitlines()[-1].startswith("Here a call with a tensor of 1.25 KB takes ")
+    assert "waiting for" in err
+    assert bench.gone_within(40)
+
+
+@pytest.mark.slow
+def test_two_patterns_have_figures_in_every_row(bench: Command, tmp_path: Path) -> None:
+    chosen = ["--pattern", "quiet,all-to-all", "--sizes", "nothing,1.25KB", "--device", "cpu", "--budget", "200"]
+    code, out, err = bench.run("--quick", *chosen, "--json", "r.json", folder=tmp_path, timeout=220)
+    assert code == 0, out + err
+    run = read_run(tmp_path / "r.json")
+    for cell in run.cells:
+        if cell.row in ("bare-nccl", "floor") or (cell.row, cell.pattern) == ("ray-graph", "all-to-all"):
+            assert cell.median is None and cell.reason
+            continue
+        assert cell.reason is None, cell
+        assert cell.median and cell.low and cell.high and 0 < cell.low <= cell.median <= cell.high
+        assert cell.samples >= 2 * cell.repeats > 0
+        assert cell.caller_cpu_ms and cell.caller_cpu_ms > 0
+        assert cell.caller_switches is not None and cell.caller_switches >= 0
+    assert {cell.variant for cell in run.cells} == {"", "4 members, sync", "4 members, async"}
+    assert "auto / bare-torchrpc" in out and "context switches" in out
     assert bench.gone_within(40)
 
 

@@ -26,7 +26,6 @@ NEEDS = {
     "raytorchrpc/bench": "bench",
     "raytorchrpc/cli": "cli",
     "raytorchrpc/cli/bench.py": "bench",
-    "raytorchrpc/cli/bench_patterns.py": "bench",
     "raytorchrpc/cli/demo.py": "demo",
     "raytorchrpc/cli/digits.py": "demo",
     "raytorchrpc/doctor/gpu_probe.py": "doctor",

@@ -1,4 +1,4 @@
-"""What the bench decides without a machine: options, what can run where, repeats, the line, tables."""
+"""What the bench decides without a machine: options, what can run where, the line, tables, files."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import csv
 import io
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from raytorchrpc.bench import cases as bench_cases
+from raytorchrpc.bench.cases import PATTERNS, Case, Shape, case_obstacle, cases, make_options, parse_size, shape
 from raytorchrpc.bench.fit import fit
-from raytorchrpc.bench.markdown import document
-from raytorchrpc.bench.options import Options, make_options, parse_size, show_size
-from raytorchrpc.bench.pairs import Failed, Pair, Series, Stuck
 from raytorchrpc.bench.results import (
     Cell,
     RowResult,
@@ -25,13 +23,13 @@ from raytorchrpc.bench.results import (
     published_curve,
     published_sizes,
     read_run,
+    show_size,
     write_file,
 )
-from raytorchrpc.bench.rows import QUICK, ROWS, Device, Row, choose
+from raytorchrpc.bench.rows import PATTERN_ROWS, QUICK, QUICK_FEW, ROWS, Device, choose
 from raytorchrpc.bench.run import find_node
-from raytorchrpc.bench.schedule import FEWEST, Sampler, lead_in
 from raytorchrpc.bench.site import Host, MemoryLimits, Site, free_memory, needed, obstacle, size_obstacle
-from raytorchrpc.bench.tables import choice, figures, not_measured, plain, to_csv
+from raytorchrpc.bench.tables import Table, conclusion, document, not_measured, plain, tables, to_csv
 from raytorchrpc.cli.app import app
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
@@ -39,6 +37,8 @@ from raytorchrpc.topology.endpoint import Endpoint, Gid, Hca, HcaPort
 
 GB = 10**9
 BY_NAME = {row.name: row for row in ROWS}
+PATTERN_ROW = {row.name: row for row in PATTERN_ROWS}
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
 
 # --- options -----------------------------------------------------------------------------------------------
@@ -46,14 +46,7 @@ BY_NAME = {row.name: row for row in ROWS}
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [
-        ("1250", 1250),
-        ("1.25KB", 1250),
-        ("20 kb", 20_000),
-        ("2.5gb", 2_500_000_000),
-        ("8MiB", 8 << 20),
-        ("1B", 1),
-    ],
+    [("1250", 1250), ("1.25KB", 1250), ("20 kb", 20_000), ("2.5gb", 25 * 10**8), ("8MiB", 8 << 20), ("1B", 1)],
 )
 def test_sizes_are_read(text: str, size: int) -> None:
     assert parse_size(text) == size
@@ -66,26 +59,36 @@ def test_what_is_no_size_is_refused_by_its_text(text: str) -> None:
     assert repr(text) in str(caught.value)
 
 
-def test_published_sizes_are_shown_as_they_are_read() -> None:
-    for size in published_sizes():
-        assert parse_size(show_size(size)) == size
-
-
 def test_a_run_covers_everything_unless_told_otherwise() -> None:
     usual = make_options()
-    assert usual.rows == ROWS
-    assert usual.devices == ("cpu", "cuda")
-    assert usual.sizes == published_sizes()
-    assert (usual.sizes[0], usual.sizes[-1], len(usual.sizes)) == (1250, 25 * 10**8, 8)
-    quick = make_options(quick=True)
-    assert {row.name for row in quick.rows} == set(QUICK)
-    assert quick.budget_s < 60
+    assert (usual.rows, usual.devices) == (ROWS, ("cpu", "cuda"))
+    sizes = [case.size for case in usual.cases]
+    assert sizes == list(published_sizes()) and [parse_size(show_size(size)) for size in sizes] == sizes
+    assert (sizes[0], sizes[-1], len(sizes)) == (1250, 25 * 10**8, 8)
     some = make_options(rows=["nccl-*,auto", "memcpy"], sizes=["1MB,1KB", "1000"], device="cpu")
     assert [row.name for row in some.rows] == ["auto", "nccl-nvlink", "nccl-TCP", "nccl-IB", "nccl-GDR", "memcpy"]
-    assert (some.sizes, some.devices) == ((1000, 10**6), ("cpu",))
+    assert ([case.size for case in some.cases], some.devices) == ([1000, 10**6], ("cpu",))
 
 
-# --- the command refuses bad options in one line, and starts nothing ----------------------------------------------
+@pytest.mark.parametrize(("cores", "rows"), [(2, QUICK_FEW), (32, QUICK)])
+def test_a_quick_run_starts_few_actors_where_there_are_few_cores(cores: int, rows: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(bench_cases.os, "cpu_count", lambda: cores)
+    quick = make_options(quick=True)
+    assert {row.name for row in quick.rows} == set(rows)
+    assert quick.budget_s < 60
+
+
+def test_patterns_rows_and_payloads_are_chosen_by_name() -> None:
+    some = make_options(pattern=["paced,all-*"], rows=["auto,ray*"], sizes=["10MB,nothing", "1.25KB"], device="cpu")
+    assert [row.name for row in some.rows] == ["auto", "ray", "ray-graph"]
+    assert {(case.pattern, case.size) for case in some.cases} == {
+        (pattern, size) for pattern in ("paced", "all-to-all") for size in (0, 1250, 10_000_000)
+    }
+    everything, quick = make_options(pattern=["all"]), make_options(pattern=["all"], quick=True)
+    assert (everything.rows, everything.repeats, quick.repeats) == (PATTERN_ROWS, 5, 3)
+    assert list(dict.fromkeys(case.pattern for case in everything.cases)) == list(PATTERNS)
+    assert {case.size for case in everything.cases} == {0, 1250, 10_000_000}
+    assert quick.budget_s < 90 and len(quick.cases) < len(everything.cases)
 
 
 @pytest.mark.parametrize(
@@ -104,17 +107,23 @@ def test_a_run_covers_everything_unless_told_otherwise() -> None:
         (["--from", "/no/such/result.json"], "cannot read /no/such/result.json"),
         (["--from", __file__], "is not a result of `raytorchrpc bench --json`"),
         (["--from", "x.json", "--quick"], "measures nothing"),
+        (["--from", "x.json", "--pattern", "quiet"], "measures nothing"),
         (["--address", "127.0.0.1:1"], "no Ray cluster answers at 127.0.0.1:1"),
+        (["--pattern", "waltz"], "no pattern 'waltz'; patterns: quiet, paced, "),
+        (["--pattern", "quiet", "--rows", "memcpy"], "no row 'memcpy'; rows: auto, bare-torchrpc, "),
+        (["--pattern", "quiet", "--sizes", "huge"], "size 'huge' is not a number of bytes"),
+        (["--pattern", "quiet", "--hosts", "a", "b"], "--pattern measures within one host"),
+        (["--pattern", "quiet", "--against", "published"], "--against has figures of sizes, not of patterns"),
     ],
 )
-def test_bad_options_are_one_line(arguments: list[str], says: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_bad_options_are_one_line_and_start_nothing(
+    arguments: list[str], says: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     ran = CliRunner().invoke(app, ["bench", *arguments])
     assert ran.exit_code == 2, ran.output
-    assert ran.stderr.startswith("raytorchrpc bench: ")
-    assert says in ran.stderr
-    assert ran.stderr.count("\n") == 1
-    assert ran.stdout == ""
+    assert ran.stderr.startswith("raytorchrpc bench: ") and says in ran.stderr
+    assert (ran.stderr.count("\n"), ran.stdout) == (1, "")
     assert not list(tmp_path.iterdir())
 
 
@@ -180,74 +189,90 @@ def runs(where: Site, device: Device) -> set[str]:
     return {row.name for row in ROWS if device in row.devices and obstacle(row, device, where) is None}
 
 
-ANYWHERE = {"torchrpc", "torchrpc-TCP", "nng-TCP", "nixl", "ray", "ray-zero-copy", "ray-rdt-gloo", "ray-rdt-nixl"}
-ANYWHERE |= {
-    "ray-rdt-torchrpc",
-    "auto",
-    "socket",
-    "bare-torchrpc",
-    "bare-nng",
-    "bare-socket",
-    "bare-socket-x4",
-    "memcpy",
-}
 CUDA_ANYWHERE = {"auto", "torchrpc", "torchrpc-TCP", "nixl", "ray", "ray-zero-copy", "bare-torchrpc"}
 CUDA_ANYWHERE |= {"ray-rdt-nixl", "ray-rdt-torchrpc"}
+ANYWHERE = CUDA_ANYWHERE | {"nng-TCP", "ray-rdt-gloo", "socket", "bare-nng", "bare-socket", "bare-socket-x4", "memcpy"}
 TWO_GPUS = {"nccl-TCP", "ray-rdt-nccl", "bare-nccl"}
 ONE_HOST_GPU = {"cuda-shared-tensor", "ray-rdt-cuda-ipc", "gpu-copy"}
+ADAPTER = {"gpus": 1, "hcas": (adapter(),)}
+DIRECT = {**ADAPTER, "peer_memory": True}
 
 
-def test_a_machine_without_gpus() -> None:
-    here = site(place())
-    assert runs(here, "cpu") == ANYWHERE | {"shm", "nng-ipc"}
-    assert runs(here, "cuda") == set()
-    assert obstacle(BY_NAME["auto"], "cuda", here) == "Ray has no GPU"
-    assert obstacle(BY_NAME["torchrpc-IB"], "cpu", here) == "needs two hosts"
+@pytest.mark.parametrize(
+    ("where", "device", "rows"),
+    [
+        (site(place()), "cpu", ANYWHERE | {"shm", "nng-ipc"}),
+        (site(place()), "cuda", set()),
+        (site(place(gpus=1)), "cuda", CUDA_ANYWHERE | ONE_HOST_GPU),
+        (site(place(gpus=2)), "cuda", CUDA_ANYWHERE | ONE_HOST_GPU | TWO_GPUS | {"nccl-nvlink"}),
+        (site(place(), place("two")), "cpu", ANYWHERE),
+        (site(place(**ADAPTER), place("two", **ADAPTER)), "cpu", ANYWHERE | {"torchrpc-IB"}),
+        (
+            site(place(**ADAPTER), place("two", **ADAPTER)),
+            "cuda",
+            CUDA_ANYWHERE | TWO_GPUS | {"torchrpc-IB", "nccl-IB", "nccl-GDR"},
+        ),
+        (
+            site(place(**DIRECT), place("two", **DIRECT)),
+            "cuda",
+            CUDA_ANYWHERE | TWO_GPUS | {"torchrpc-IB", "torchrpc-GDR", "nccl-IB", "nccl-GDR"},
+        ),
+    ],
+)
+def test_rows_run_where_they_can(where: Site, device: Device, rows: set[str]) -> None:
+    assert runs(where, device) == rows
 
 
-def test_one_gpu_can_be_shared_but_nccl_needs_two() -> None:
-    here = site(place(gpus=1))
-    assert runs(here, "cuda") == CUDA_ANYWHERE | ONE_HOST_GPU
-    assert obstacle(BY_NAME["nccl-nvlink"], "cuda", here) == "needs two GPUs, and there is one"
+@pytest.mark.parametrize(
+    ("row", "device", "where", "says"),
+    [
+        ("auto", "cuda", site(place()), "Ray has no GPU"),
+        ("torchrpc-IB", "cpu", site(place()), "needs two hosts"),
+        ("nccl-nvlink", "cuda", site(place(gpus=1)), "needs two GPUs, and there is one"),
+        ("nccl-IB", "cuda", site(place(gpus=2, hcas=(adapter("DOWN"),))), "no port of an RDMA adapter is active"),
+        ("bare-nccl", "cuda", site(place(gpus=2, nccl=False)), "this torch build has no NCCL"),
+        ("shm", "cpu", site(place(), place("two")), "needs both ends on one host"),
+        ("torchrpc-IB", "cpu", site(place(), place("two")), "no RDMA adapter (HCA)"),
+        ("auto", "cuda", site(place(gpus=1), place("two")), "Ray has no GPU on one of the nodes"),
+        ("torchrpc-GDR", "cuda", site(place(**ADAPTER), place("two", **ADAPTER)), "load nvidia-peermem"),
+        ("nng-TCP", "cpu", site(place(packages=frozenset())), "pynng is not installed: pip install pynng"),
+        ("ray-rdt-nixl", "cpu", site(place(packages=frozenset())), "pip install '.[nixl]'"),
+    ],
+)
+def test_a_row_that_cannot_run_says_why(row: str, device: Device, where: Site, says: str) -> None:
+    assert says in (obstacle(BY_NAME[row], device, where) or "")
 
 
-def test_two_gpus_of_one_host() -> None:
-    assert runs(site(place(gpus=2)), "cuda") == CUDA_ANYWHERE | ONE_HOST_GPU | TWO_GPUS | {"nccl-nvlink"}
-    with_adapter = site(place(gpus=2, hcas=(adapter(),)))
-    assert obstacle(BY_NAME["nccl-IB"], "cuda", with_adapter) is None
-    down = site(place(gpus=2, hcas=(adapter("DOWN"),)))
-    assert obstacle(BY_NAME["nccl-IB"], "cuda", down) == "no port of an RDMA adapter is active"
-    no_nccl = site(place(gpus=2, nccl=False))
-    assert obstacle(BY_NAME["bare-nccl"], "cuda", no_nccl) == "this torch build has no NCCL"
+@pytest.mark.parametrize(
+    ("row", "case", "device", "gpus", "says"),
+    [
+        ("auto", Case("quiet", size=1250), "cuda", 0, "Ray has no GPU"),
+        ("bare-nccl", Case("quiet", size=1250), "cuda", 1, "needs two GPUs, and there is one"),
+        ("bare-nccl", Case("quiet", size=1250), "cuda", 2, None),
+        ("bare-nccl", Case("quiet"), "cuda", 2, "only for CUDA"),
+        ("auto", Case("in-flight", unit="calls/s", size=10**7), "cpu", 0, "up to 1 MB"),
+        ("ray-graph", Case("all-to-all", members=4), "cpu", 0, "driver alone"),
+        ("bare-torchrpc", Case("in-flight", concurrency=4), "cpu", 0, "concurrency"),
+        ("auto", Case("all-to-all", members=8, size=640_000_000), "cpu", 0, "of memory"),
+        ("auto", Case("all-to-all", members=8, size=640_000_000), "cuda", 2, None),
+        *((row, Case("quiet", size=1250), "cpu", 0, None) for row in ("auto", "bare-torchrpc", "ray", "ray-graph")),
+        ("floor", Case("paced", size=1250, interval_s=0.002), "cpu", 0, None),
+        ("floor", Case("quiet", size=1250), "cpu", 0, "only in the paced pattern"),
+        ("floor", Case("paced", size=10**7, interval_s=0.002), "cpu", 0, "only in the paced pattern"),
+    ],
+)
+def test_a_row_that_cannot_run_a_case_says_why(row: str, case: Case, device: Device, gpus: int, says: Any) -> None:
+    found = case_obstacle(PATTERN_ROW[row], case, device, gpus, 16 * GB)
+    assert found is None if says is None else says in (found or "")
 
 
-def test_two_hosts() -> None:
-    bare = site(place(), place("two"))
-    assert runs(bare, "cpu") == ANYWHERE
-    assert obstacle(BY_NAME["shm"], "cpu", bare) == "needs both ends on one host"
-    assert obstacle(BY_NAME["torchrpc-IB"], "cpu", bare) == "no RDMA adapter (HCA)"
-    one_sided = site(place(gpus=1), place("two"))
-    assert obstacle(BY_NAME["auto"], "cuda", one_sided) == "Ray has no GPU on one of the nodes"
-    rdma = {"gpus": 1, "hcas": (adapter(),)}
-    both = site(place(**rdma), place("two", **rdma))
-    assert runs(both, "cpu") == ANYWHERE | {"torchrpc-IB"}
-    assert runs(both, "cuda") == CUDA_ANYWHERE | TWO_GPUS | {"torchrpc-IB", "nccl-IB", "nccl-GDR"}
-    assert "load nvidia-peermem" in (obstacle(BY_NAME["torchrpc-GDR"], "cuda", both) or "")
-    rdma["peer_memory"] = True
-    direct = site(place(**rdma), place("two", **rdma))
-    assert runs(direct, "cuda") >= {"torchrpc-GDR", "nccl-GDR"}
-
-
-def test_what_is_not_installed_is_named_with_the_remedy() -> None:
-    here = site(place(packages=frozenset()))
-    assert obstacle(BY_NAME["nng-TCP"], "cpu", here) == "pynng is not installed: pip install pynng"
-    missing = "nixl is not installed: pip install '.[nixl]' in a checkout"
-    assert obstacle(BY_NAME["ray-rdt-nixl"], "cpu", here) == missing
-
-
-def test_the_lanes_and_settings_of_every_row_exist() -> None:
-    for row in ROWS:
-        GroupConfig(**row.config)
+def test_ray_actors_can_be_called_while_they_call() -> None:
+    ray, auto = PATTERN_ROW["ray"], PATTERN_ROW["auto"]
+    assert shape(ray, Case("all-to-all", members=4)) == Shape(4, 16, 16)
+    assert shape(ray, Case("busy-callee", busy="Python")) == Shape(2, 1, 16)
+    assert shape(ray, Case("quiet")) == shape(auto, Case("quiet")) == Shape(2, 1, 1)
+    assert shape(auto, Case("all-to-all", members=4)) == Shape(4, 1, 1)
+    assert shape(auto, Case("in-flight", concurrency=0)) == Shape(2, 1, 0)
 
 
 def test_sizes_beyond_a_lane_or_the_memory_are_not_tried() -> None:
@@ -274,309 +299,190 @@ def test_free_memory_is_what_the_control_group_leaves(tmp_path: Path) -> None:
     assert free_memory(tmp_path) == 8000 * 1024
 
 
-def test_rows_are_sound() -> None:
+def test_rows_and_cases_are_sound() -> None:
     assert len(BY_NAME) == len(ROWS)
     keys = {(curve.scope, curve.transport) for curve in published()[1]}
     assert {row.published for row in ROWS} - {None} == keys  # every published transport has its row
     for row in ROWS:
+        GroupConfig(**row.config)
         shared = [other for other in ROWS if other.actors == row.actors]
         assert len(shared) == 1 or not any(other.env or other.transport == "group" for other in shared)
     with pytest.raises(ConfigurationError):
         choose(["auto", "Auto"])
+    for pattern in PATTERNS:
+        labels = [case.label for case in cases(pattern, (0, 1250), quick=False)]
+        assert len(set(labels)) == len(labels) > 0
 
 
 # --- the line ---------------------------------------------------------------------------------------------------
 
 
 def test_the_line_is_found_again() -> None:
-    points = [(size, 50e-6 + size / 8e9) for size in (1250, 20_000, 10**6, 10**8, 10**9)]
-    line = fit(points)
+    line = fit([(size, 50e-6 + size / 8e9) for size in (1250, 20_000, 10**6, 10**8, 10**9)])
     assert line is not None and line.bytes_per_s is not None
-    assert line.per_op_s == pytest.approx(50e-6, rel=1e-6)
-    assert line.bytes_per_s == pytest.approx(8e9, rel=1e-6)
+    assert (line.per_op_s, line.bytes_per_s) == pytest.approx((50e-6, 8e9), rel=1e-6)
     assert line.worst < 1e-6
 
 
 def test_small_times_weigh_as_much_as_large_ones() -> None:
-    points = [(size, 50e-6 + size / 8e9) for size in (1250, 20_000, 10**6, 10**8)] + [(10**9, 0.25)]
-    line = fit(points)
+    line = fit([*((size, 50e-6 + size / 8e9) for size in (1250, 20_000, 10**6, 10**8)), (10**9, 0.25)])
     assert line is not None
     assert line.per_op_s == pytest.approx(50e-6, rel=0.3)  # a fit of the seconds would put milliseconds here
 
 
 def test_a_line_has_no_negative_part() -> None:
-    falling = fit([(1000, 2e-3), (10**6, 1e-3)])
+    falling, steep = fit([(1000, 2e-3), (10**6, 1e-3)]), fit([(10**6, 1e-3), (10**7, 2e-2)])
     assert falling is not None and falling.bytes_per_s is None and falling.per_op_s > 0
-    steep = fit([(10**6, 1e-3), (10**7, 2e-2)])
     assert steep is not None and steep.per_op_s == 0 and steep.bytes_per_s is not None
-    assert fit([(1000, 1e-3)]) is None
-    assert fit([]) is None
-
-
-# --- which samples when -------------------------------------------------------------------------------------------
-
-
-class Scripted(Series):
-    """A row that takes as long as it is told, without a clock that waits."""
-
-    def __init__(self, row: Row, clock: list[float], log: list[str], per_op: float, per_byte: float = 0.0) -> None:
-        super().__init__(row, "cpu", Pair(row.name, False, None, None, opened={row.name: None}))
-        self.clock, self.log, self.per_op, self.per_byte = clock, log, per_op, per_byte
-        self.carrier: str | None = None
-        self.breaks_at: tuple[int, Failed] | None = None
-
-    def send(self, size: int, count: int, timeout_s: float, *, check: bool = False) -> list[float]:
-        if self.breaks_at and size >= self.breaks_at[0]:
-            raise self.breaks_at[1]
-        took = self.per_op + size * self.per_byte
-        self.clock[0] += took * count
-        self.took[size] = took
-        self.log += [f"{self.row.name} {size}"] * count
-        return [took] * count
-
-    def check(self, size: int, timeout_s: float) -> str | None:
-        self.send(size, 1, timeout_s, check=True)
-        return self.carrier
-
-    def drop(self, timeout_s: float) -> None:
-        self.log.append(f"{self.row.name} drops")
-
-
-def measured(monkeypatch: Any, make: Any, *, sizes: tuple[int, ...], budget: float, memory: int = 10**12) -> Any:
-    """A run over scripted rows; returns (cells by row and size, the log, the rows)."""
-    clock, log = [1000.0], []
-    monkeypatch.setattr("raytorchrpc.bench.schedule.time.monotonic", lambda: clock[0])
-    tracks = make(clock, log)
-    options = Options(tuple(t.row for t in tracks), ("cpu",), sizes, budget)
-    here = site(place())
-    sampler = Sampler(
-        options, tracks, here, MemoryLimits(memory, memory, memory), 1000 + budget, lambda text, part: None
-    )
-    sampler.run()
-    return {(cell.row, cell.bytes): cell for cell in sampler.cells}, log, tracks
-
-
-def a_row(name: str, **more: Any) -> Row:
-    return replace(BY_NAME["memcpy"], name=name, pair="", **more)
-
-
-def test_rows_take_turns_in_blocks(monkeypatch: Any) -> None:
-    cells, log, _ = measured(
-        monkeypatch,
-        lambda clock, log: [Scripted(a_row("x"), clock, log, 1e-3), Scripted(a_row("y"), clock, log, 2e-3)],
-        sizes=(1000, 10**6),
-        budget=100,
-    )
-    assert cells["x", 1000].median_s == pytest.approx(1e-3)
-    assert cells["y", 10**6].median_s == pytest.approx(2e-3)
-    assert cells["x", 1000].samples == 100
-    turns = [name for i, name in enumerate(log) if i == 0 or name != log[i - 1]]
-    # Warming up, then ten turns each: nobody is measured in one go.
-    assert turns.count("x 1000") == turns.count("y 1000") == 11
-
-
-def test_a_slow_row_is_left_out_with_its_reason_and_the_others_are_not(monkeypatch: Any) -> None:
-    cells, log, _ = measured(
-        monkeypatch,
-        lambda clock, log: [
-            Scripted(a_row("slow"), clock, log, 0.0, per_byte=1e-7),  # 1 ms, 10 s
-            Scripted(a_row("fast"), clock, log, 1e-3, per_byte=1e-10),
-        ],
-        sizes=(10_000, 10**6, 10**8, 10**9),
-        budget=60,
-    )
-    assert cells["slow", 10_000].median_s == pytest.approx(1e-3)
-    for size in (10**8, 10**9):
-        assert cells["slow", size].median_s is None
-        assert "time budget" in (cells["slow", size].reason or "")
-        assert cells["fast", size].samples >= FEWEST
-    assert "slow 100000000" not in log  # foreseen, not found out
-
-
-def test_a_row_with_a_large_constant_cost_is_not_taken_for_a_slow_one(monkeypatch: Any) -> None:
-    cells, _, _ = measured(
-        monkeypatch,
-        lambda clock, log: [Scripted(a_row("constant"), clock, log, 0.02)],
-        sizes=(1000, 10**6, 10**8),
-        budget=60,
-    )
-    assert all(cells["constant", size].samples >= FEWEST for size in (1000, 10**6, 10**8))
-
-
-def test_a_large_first_size_tells_how_long_a_larger_one_takes(monkeypatch: Any) -> None:
-    cells, _, _ = measured(
-        monkeypatch,
-        lambda clock, log: [Scripted(a_row("steady"), clock, log, 0.0, per_byte=1e-9)],
-        sizes=(40_000_000, 640_000_000),
-        budget=60,
-    )
-    assert cells["steady", 640_000_000].samples >= FEWEST
-
-
-def test_the_last_row_may_use_the_time_that_is_left(monkeypatch: Any) -> None:
-    def rows(clock: list[float], log: list[str]) -> list[Series]:
-        return [Scripted(a_row("fast"), clock, log, 0.1), Scripted(a_row("slow"), clock, log, 3.0)]
-
-    cells, _, _ = measured(monkeypatch, rows, sizes=(10**9,), budget=30, memory=6 * 10**9)
-    assert cells["fast", 10**9].samples >= FEWEST
-    assert cells["slow", 10**9].samples >= FEWEST
-
-
-def test_a_size_that_turns_out_slow_ends_with_one_sample(monkeypatch: Any) -> None:
-    def rows(clock: list[float], log: list[str]) -> list[Series]:
-        return [Scripted(a_row("cliff"), clock, log, 0.0, per_byte=1e-7)]
-
-    cells, log, _ = measured(monkeypatch, rows, sizes=(1000, 10**8), budget=60)
-    assert cells["cliff", 10**8].median_s is None
-    assert log.count("cliff 100000000") == 1
-
-
-def test_the_budget_is_kept(monkeypatch: Any) -> None:
-    clock_seen: list[list[float]] = []
-
-    def rows(clock: list[float], log: list[str]) -> list[Series]:
-        clock_seen.append(clock)
-        return [Scripted(a_row(f"r{n}"), clock, log, 0.05 * (n + 1), per_byte=1e-9) for n in range(8)]
-
-    sizes = (1000, 10**6, 10**7, 10**8, 10**9)
-    cells, _, _ = measured(monkeypatch, rows, sizes=sizes, budget=30)
-    assert clock_seen[0][0] - 1000 < 31.5  # at most one sample longer
-    assert len(cells) == 40  # a figure or a reason for each
-    assert all((cell.median_s is None) != (cell.reason is None) for cell in cells.values())
-    assert sum(cell.median_s is not None for cell in cells.values()) > 8
-
-
-def test_what_went_by_another_lane_is_no_figure(monkeypatch: Any) -> None:
-    def rows(clock: list[float], log: list[str]) -> list[Series]:
-        track = Scripted(a_row("nccl", carries=("nccl",)), clock, log, 1e-3)
-        track.carrier = "torchrpc"
-        return [track]
-
-    cells, _, _ = measured(monkeypatch, rows, sizes=(1000,), budget=60)
-    cell = cells["nccl", 1000]
-    assert (cell.median_s, cell.via, cell.reason) == (None, "torchrpc", "uses torchrpc at this size")
-
-
-@pytest.mark.parametrize("failure", [Failed("ValueError: no"), Stuck("no answer within 15 s")])
-def test_a_row_that_fails_keeps_its_figures_and_says_why_from_there(monkeypatch: Any, failure: Failed) -> None:
-    def rows(clock: list[float], log: list[str]) -> list[Series]:
-        bad = Scripted(a_row("bad"), clock, log, 1e-3)
-        bad.breaks_at = 10**6, failure
-        return [bad, Scripted(a_row("good"), clock, log, 1e-3)]
-
-    cells, _, tracks = measured(monkeypatch, rows, sizes=(1000, 10**6, 10**7), budget=60)
-    assert cells["bad", 1000].median_s is not None
-    assert cells["bad", 10**6].reason == cells["bad", 10**7].reason == str(failure)
-    assert all(cells["good", size].median_s is not None for size in (1000, 10**6, 10**7))
-    assert tracks[0].pair.failed is not None
-
-
-def test_sizes_that_do_not_fit_together_are_measured_row_by_row(monkeypatch: Any) -> None:
-    cells, log, tracks = measured(
-        monkeypatch,
-        lambda clock, log: [Scripted(a_row(name), clock, log, 1e-3, 1e-9) for name in ("x", "y")],
-        sizes=(1000, 10**6, 10**9),
-        budget=200,
-        memory=9 * GB,  # 5 for one row, and at most half of it for all
-    )
-    large = [entry for entry in log if entry.endswith("000000000")]
-    assert large == sorted(large)  # all of x, then all of y
-    assert cells["x", 10**9].median_s == cells["y", 10**9].median_s == pytest.approx(1.001)
-    assert tracks[0].pair.failed == "its turn has ended"  # its memory is free before y begins
+    assert fit([(1000, 1e-3)]) is None and fit([]) is None
 
 
 # --- what came out ------------------------------------------------------------------------------------------------
 
 
-def result(device: Device = "cpu") -> Run:
-    rows = (
-        RowResult(row="auto", device=device, kind="raytorchrpc", what="chosen"),
-        RowResult(row="shm", device=device, kind="raytorchrpc", what="memory", published=("intranode", "shm")),
-        RowResult(row="ray", device=device, kind="for comparison", what="Ray"),
-        RowResult(row="same-gpu", device=device, kind="for comparison", what="less to do", comparable=False),
-        RowResult(row="memcpy", device=device, kind="limit", what="copy"),
-        RowResult(row="nixl", device=device, kind="raytorchrpc", what="NIXL", reason="nixl is not installed"),
-    )
-    times = {"auto": 1e-3, "shm": 8e-4, "ray": 5e-3, "same-gpu": 1e-4, "memcpy": 1e-4}
-    cells = [
-        Cell(row=name, device=device, bytes=size, median_s=t, low_s=t * 0.9, high_s=t * 1.1, samples=9, via="shm")
-        for name, t in times.items()
-        for size in (1250, 40_000_000)
-        if (name, size) != ("ray", 40_000_000)
-    ]
-    cells.append(Cell(row="ray", device=device, bytes=40_000_000, reason="one takes about 9 s"))
-    return Run(
-        version="1",
-        started="2026-01-01T00:00:00+00:00",
-        command="raytorchrpc bench --quick",
-        scope="one host",
-        machine=("2 cores, somewhere", "RDMA adapters: none"),
-        seconds=12.5,
-        sizes=(1250, 40_000_000),
-        rows=rows,
-        cells=tuple(cells),
-    )
+def result(*devices: Device) -> Run:
+    """A run of sizes."""
+    kinds = {"auto": "raytorchrpc", "shm": "raytorchrpc", "ray": "for comparison", "same-gpu": "for comparison"}
+    kinds |= {"memcpy": "limit", "nixl": "raytorchrpc"}
+    times = {"auto": 1.0, "shm": 0.8, "ray": 5.0, "same-gpu": 0.1, "memcpy": 0.1}
+    gaps = {("nixl", 1250): "nixl is not installed", ("nixl", 4 * 10**7): "nixl is not installed"}
+    gaps["ray", 4 * 10**7] = "one takes about 9 s"
+    rows, cells = [], []
+    for device in devices or ("cpu",):
+        for name, kind in kinds.items():
+            curve = ("intranode", "shm") if name == "shm" else None
+            comparable = name != "same-gpu"
+            rows.append(RowResult(row=name, device=device, kind=kind, what="x", published=curve, comparable=comparable))
+            for size in (1250, 40_000_000):
+                cell = Cell(row=name, device=device, bytes=size, reason=gaps.get((name, size)))
+                if cell.reason is None:
+                    t = times[name]
+                    figures = {"median": t, "low": t * 0.9, "high": t * 1.1, "samples": 9, "via": "shm"}
+                    cell = cell.model_copy(update=figures)
+                cells.append(cell)
+    return Run(version="1", started="2026-01-01T00:00:00+00:00", command="raytorchrpc bench --quick",
+               machine=("2 cores, somewhere", "RDMA adapters: none"), seconds=12.5, rows=tuple(rows),
+               cells=tuple(cells))  # fmt: skip
 
 
-def test_a_result_is_written_and_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    write_file(path, result().model_dump_json())
-    assert read_run(path) == result()
+def pattern_result() -> Run:
+    """A run of a pattern."""
+    cost = {"caller_switches": 1.25, "caller_cpu_ms": 0.08, "callee_switches": 2.0, "callee_cpu_ms": 0.07}
+    values = {"auto": (0.25, 0.1), "bare-torchrpc": (0.5, 0.2), "ray": (1.0, None), "ray-graph": (None, None)}
+    values["floor"] = (0.05, 0.05)
+    cells = []
+    for at, size in enumerate((1250, 0)):
+        for row, both in values.items():
+            cell = Cell(row=row, device="cpu", pattern="quiet", bytes=size, reason="it broke" if at else "too long")
+            if (value := both[at]) is not None:
+                figures = {"median": value, "low": value * 0.9, "high": value * 1.1, "repeats": 5, "reason": None}
+                cell = cell.model_copy(update={**figures, **(cost if row == "auto" else {})})
+            cells.append(cell)
+    return result().model_copy(update={"cells": tuple(cells), "rows": ()})
+
+
+def shown(run: Run, tmp_path: Path, *options: str) -> str:
+    """What the command prints of it."""
+    write_file(tmp_path / "run.json", run.model_dump_json(exclude_none=True))
+    ran = CliRunner().invoke(app, ["bench", "--from", str(tmp_path / "run.json"), *options])
+    assert ran.exit_code == 0, ran.output
+    return ran.stdout
+
+
+def table(run: Run, at: int = 0, **more: Any) -> Table:
+    return tables(run, **more)[at]
+
+
+@pytest.mark.parametrize("run", [result(), result("cpu", "cuda"), pattern_result()])
+def test_a_result_is_written_and_read_again(run: Run, tmp_path: Path) -> None:
+    write_file(tmp_path / "r.json", run.model_dump_json(exclude_none=True))
+    assert read_run(tmp_path / "r.json") == run
     assert os.listdir(tmp_path) == ["r.json"]
 
 
+def test_results_of_earlier_versions_are_read() -> None:
+    sizes = read_run(RESULTS / "h200.json")
+    assert table(sizes).rows[0][:2] == ("auto", "0.258 ±0%")
+    patterns = read_run(RESULTS / "h200-patterns-cpu.json")
+    assert [pattern for _, pattern in patterns.tables()][:2] == ["quiet", "paced"]
+    assert table(patterns).rows[0][1].startswith("0.144 (")
+
+
 def test_tables_show_figures_and_only_figures() -> None:
-    table = figures(result(), "cpu", against_published=True)
-    by_row = {row[0]: row[1:] for row in table.rows}
+    found = table(result(), against_published=True)
+    by_row = {row[0]: row[1:] for row in found.rows}
     assert by_row["auto"][:2] == ("1 ±10%", "1 ±10%")
     assert by_row["ray"][:2] == ("5 ±10%", "-")
     assert "nixl" not in by_row
     shm = published_curve(("intranode", "shm"))
     assert shm is not None
     assert by_row["  published, intranode"][:2] == (f"{shm[1250]:.3g}", f"{shm[40_000_000]:.3g}")
-    assert len({len(row) for row in (table.heads, *table.rows)}) == 1
-    rule = plain(table).splitlines()[2]
-    assert set(rule) == {"-", " "} and len(rule.split()) == len(table.heads)
+    rule = plain(found).splitlines()[2]
+    assert set(rule) == {"-", " "} and len(rule.split()) == len(found.heads)
+
+
+def test_auto_is_compared_to_forced_rows_and_peers_but_to_no_limit() -> None:
+    assert table(result(), 1).rows == (
+        ("1.25 KB", "shm", "shm", "1.25", "ray", "0.20"),
+        ("40 MB", "shm", "shm", "1.25", "-", "-"),
+    )
+
+
+def test_the_table_of_a_pattern_shows_medians_spread_and_ratios() -> None:
+    found, cost = tables(pattern_result())
+    ratios = ("auto / bare-torchrpc", "auto / ray", "x floor")
+    assert found.heads == ("case", "auto", "bare-torchrpc", "ray", "floor", *ratios)
+    assert found.rows[0][:4] == ("1.25 KB", "0.25 (0.225-0.275)", "0.5 (0.45-0.55)", "1 (0.9-1.1)")
+    assert found.rows[0][-3:] == ("0.50", "0.25", "5.00")
+    assert found.rows[1][-3:] == ("0.50", "-", "2.00")
+    assert cost.rows[0][:3] == ("1.25 KB", "1.2 + 2.0", "80 + 70")
+    assert "context switches" in plain(cost)
+
+
+@pytest.mark.parametrize(
+    ("rays", "says"),
+    [(7.2, "a seventh of Ray's"), (1.9, "half of Ray's"), (14.4, "1/14 of Ray's"), (1.1, "about as long as Ray's"),
+     (0.4, "2.5 times as long as Ray's")],
+)  # fmt: skip
+def test_a_run_ends_with_one_sentence(rays: float, says: str) -> None:
+    cells = [cell.model_copy(update={"median": rays}) if cell.row == "ray" else cell for cell in result().cells]
+    sentence = conclusion(result().model_copy(update={"cells": tuple(cells)}))
+    assert sentence == f"Here a call with a tensor of 1.25 KB takes {says}."
+    assert conclusion(pattern_result()) == "Here a call with a tensor of 1.25 KB takes a quarter of Ray's."
+    without = [cell for cell in cells if cell.row != "ray"]
+    assert conclusion(result().model_copy(update={"cells": tuple(without)})) is None
 
 
 @pytest.mark.parametrize("width", [60, 80])
 def test_tables_fit_a_terminal_and_lose_no_column(width: int) -> None:
-    sizes = published_sizes()
-    cells = [cell.model_copy(update={"bytes": size}) for cell in result().cells[:1] for size in sizes]
-    table = figures(result().model_copy(update={"sizes": sizes, "cells": tuple(cells)}), "cpu")
-    lines = plain(table, width).splitlines()
-    assert max(map(len, lines)) <= width < max(map(len, plain(table).splitlines()))
+    cells = [cell.model_copy(update={"bytes": size}) for cell in result().cells[:1] for size in published_sizes()]
+    found = table(result().model_copy(update={"cells": tuple(cells)}))
+    lines = plain(found, width).splitlines()
+    assert max(map(len, lines)) <= width < max(map(len, plain(found).splitlines()))
     columns = [re.split(r" {2,}", line) for line in lines if line.startswith("row ")]
-    assert len(columns) > 1 and [head for heads in columns for head in heads[1:]] == list(table.heads[1:])
+    assert len(columns) > 1 and [head for heads in columns for head in heads[1:]] == list(found.heads[1:])
 
 
 def test_columns_whose_names_do_not_explain_themselves_are_explained_once(tmp_path: Path) -> None:
-    both = result().model_copy(
-        update={"rows": result().rows + result("cuda").rows, "cells": result().cells + result("cuda").cells}
-    )
-    write_file(tmp_path / "both.json", both.model_dump_json())
-    ran = CliRunner().invoke(app, ["bench", "--from", str(tmp_path / "both.json")])
-    assert ran.stdout.count("what auto chose") == 2
+    text = shown(result("cpu", "cuda"), tmp_path)
+    assert text.count("what auto chose") == 2
     for name in ("line within", "auto / it"):
-        assert name in ran.stdout and ran.stdout.count(f"\n{name}: ") == 1
-
-
-def test_auto_is_compared_to_forced_rows_and_peers_but_to_no_limit() -> None:
-    table = choice(result(), "cpu")
-    assert table is not None
-    assert table.rows[0] == ("1.25 KB", "shm", "shm", "1.25", "ray", "0.20")
-    assert table.rows[1] == ("40 MB", "shm", "shm", "1.25", "-", "-")
+        assert name in text and text.count(f"\n{name}: ") == 1
 
 
 def test_every_hole_has_its_reason() -> None:
     assert not_measured(result()) == [
-        "CPU tensors: nixl: nixl is not installed",
         "CPU tensors: ray at 40 MB: one takes about 9 s",
+        "CPU tensors: nixl: nixl is not installed",
     ]
-    lines = list(csv.DictReader(io.StringIO(to_csv([result()]))))
-    assert len(lines) == 10
+    assert not_measured(pattern_result()) == [
+        "CPU tensors: ray-graph: quiet (1.25 KB): too long",
+        "CPU tensors: ray, ray-graph: quiet (nothing): it broke",
+    ]
+    lines = list(csv.DictReader(io.StringIO(to_csv([result(), pattern_result()]))))
+    assert len(lines) == 12 + 10
     hole = next(line for line in lines if (line["row"], line["bytes"]) == ("ray", "40000000"))
-    assert (hole["median_s"], hole["reason"]) == ("", "one takes about 9 s")
+    assert (hole["median"], hole["reason"]) == ("", "one takes about 9 s")
 
 
 def test_the_document_says_how_to_get_it_again_and_what_is_missing() -> None:
@@ -585,49 +491,55 @@ def test_the_document_says_how_to_get_it_again_and_what_is_missing() -> None:
         assert part in text
     assert text.count("<summary>Not measured, and why</summary>") == 2
     assert "CUDA tensors: nixl: nixl is not installed" in text
-    ours = f"| shm | 2 cores, one host, cpu | {0.8:.3g} |"
-    assert ours in text[text.index("## Published figures") :]
-
-
-def test_a_plot_is_a_picture() -> None:
-    pytest.importorskip("matplotlib")
-    from raytorchrpc.bench.plots import draw
-
-    picture = draw(result(), against_published=True)
-    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
-
-
-def test_a_plot_names_the_library_and_the_machine() -> None:
-    pytest.importorskip("matplotlib")
-    from raytorchrpc.bench.plots import figure_of
-
-    title = figure_of(result(), against_published=False).get_suptitle()
-    assert title == "raytorchrpc 1, 2026-01-01; 2 cores, somewhere\nRDMA adapters: none"
+    assert "| shm | 2 cores, one host, cpu | 0.8 |" in text[text.index("## Published figures") :]
+    of_pattern = document([pattern_result()], ["p.png"])
+    for part in ("| 1.25 KB | 0.25 (0.225-0.275) |", "](p.png)", "too long"):
+        assert part in of_pattern
 
 
 def test_results_can_be_shown_again(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        write_file(tmp_path / f"{name}.json", result().model_dump_json())
-    out = tmp_path / "out.md"
-    sources = [word for name in ("a", "b") for word in ("--from", str(tmp_path / f"{name}.json"))]
-    ran = CliRunner().invoke(app, ["bench", *sources, "--markdown", str(out), "--csv", str(tmp_path / "out.csv")])
-    assert ran.exit_code == 0, ran.output
-    assert ran.stdout.count("what auto chose") == 2
-    assert out.read_text().count("## 2 cores, one host") == 2
-    assert len((tmp_path / "out.csv").read_text().splitlines()) == 21
+    text = shown(result(), tmp_path, "--from", str(tmp_path / "run.json"), "--markdown", str(tmp_path / "out.md"),
+                 "--csv", str(tmp_path / "out.csv"))  # fmt: skip
+    assert text.count("what auto chose") == 2
+    assert (tmp_path / "out.md").read_text().count("## 2 cores, one host") == 2
+    assert len((tmp_path / "out.csv").read_text().splitlines()) == 25
+    assert "0.25 (0.225-0.275)" in shown(pattern_result(), tmp_path)
 
 
 def test_no_figure_at_all_is_a_failure(tmp_path: Path) -> None:
-    empty = result().model_copy(update={"cells": ()})
-    write_file(tmp_path / "empty.json", empty.model_dump_json())
+    write_file(tmp_path / "empty.json", result().model_copy(update={"cells": ()}).model_dump_json())
     ran = CliRunner().invoke(app, ["bench", "--from", str(tmp_path / "empty.json")])
     assert ran.exit_code == 1
     assert ran.stderr == "raytorchrpc bench: no row produced a figure; the reasons are above\n"
 
 
-COLD_STARTS = [(1e-5, 10), (5e-4, 10), (2e-3, 2), (1e-2, 1), (0.02, 0), (3.0, 0)]
+# --- pictures -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("one_takes_s", "skipped"), COLD_STARTS)
-def test_quick_samples_start_warm_and_slow_ones_are_not_wasted(one_takes_s: float, skipped: int) -> None:
-    assert lead_in(one_takes_s) == skipped
+def drawn(run: Run) -> Any:
+    pytest.importorskip("matplotlib")
+    from raytorchrpc.bench.plots import draw, figure_of
+
+    assert draw(run, against_published=True).startswith(b"\x89PNG")
+    figure = figure_of(run)
+    figure.canvas.draw()
+    return figure
+
+
+def test_a_plot_names_the_library_the_machine_and_sizes() -> None:
+    figure = drawn(result())
+    assert figure.get_suptitle() == "raytorchrpc 1, 2026-01-01; 2 cores, somewhere\nRDMA adapters: none"
+    axes = figure.axes[0]
+    assert {"1 KB", "10 MB"} <= {label.get_text() for label in axes.get_xticklabels()}
+
+
+def test_the_plot_of_one_pattern_fills_the_picture_and_joins_no_cases() -> None:
+    figure = drawn(pattern_result())
+    (axes,) = figure.axes
+    assert axes.get_position().width > 0.7
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1.25 KB", "nothing"]
+    assert all(line.get_linestyle() == "None" for line in axes.lines if len(line.get_xdata()) > 1)
+    low, high = axes.get_ylim()
+    ticks = [label.get_text() for at, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+             if low <= at <= high]  # fmt: skip
+    assert {"0.1", "0.5", "1"} <= set(ticks) and not any("times" in tick for tick in ticks)

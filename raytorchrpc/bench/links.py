@@ -1,0 +1,471 @@
+"""Links: the ways to reach a peer, inside the actors of a row or, for what only a driver can request, in the driver.
+
+``open`` is called on rank 0 first; its result is passed to ``open`` on the others. A call has a tensor argument, or
+none, and returns when all of it is at the other end and the acknowledgement has arrived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import struct
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+import ray
+import torch
+import torch.distributed as dist
+import torch.distributed.rpc as rpc
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+import raytorchrpc as rtr
+from raytorchrpc.topology import probe
+
+#: Longest wait for the peer, in seconds.
+TIMEOUT_S = 120.0
+#: Calls that a compiled graph may have in flight.
+_GRAPH_CALLS = 64
+
+
+class Failed(Exception):
+    """A row cannot continue; the message is the reason, in one line."""
+
+
+class Stuck(Failed):
+    """A row cannot continue and its actors are unusable: one may still be busy, or has died."""
+
+
+def get(refs: Any, timeout_s: float) -> Any:
+    """``ray.get`` with every failure reported as one line. Raises Failed."""
+    try:
+        return ray.get(refs, timeout=max(0.0, timeout_s))
+    except GetTimeoutError:
+        raise Stuck(f"no answer within {timeout_s:.0f} s") from None
+    except RayTaskError as error:
+        raise Failed(one_line(error.cause if error.cause is not None else error)) from error
+    except RayActorError as error:
+        raise Stuck("an actor died: " + one_line(error)) from error
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's type and its first line, shortened."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    kind = type(error).__name__.removeprefix("RayTaskError(").removesuffix(")")
+    return f"{kind}: {text}"[:240].rstrip(": ")
+
+
+class Digest(NamedTuple):
+    """Enough of a payload to detect another size, other bytes, or nothing."""
+
+    nbytes: int
+    first: int
+    last: int
+
+
+def digest(payload: Any) -> Digest:
+    """Copies two bytes from the device of the tensor, or tensors."""
+    tensors = payload if isinstance(payload, list) else [payload]
+    return Digest(sum(tensor.nbytes for tensor in tensors), int(tensors[0][0]), int(tensors[-1][-1]))
+
+
+def take(payload: Any = None) -> None:
+    """The callee: waits until the data of tensors is there; sleeps if the payload is a number of seconds."""
+    if isinstance(payload, float):
+        time.sleep(payload)
+    elif payload is not None and (payload[0] if isinstance(payload, list) else payload).is_cuda:
+        torch.cuda.current_stream().synchronize()
+
+
+class Calls(NamedTuple):
+    """Ways to make one call."""
+
+    call: Callable[[], Any]
+    send: Callable[[], Any]
+    """Start the call; returns a handle."""
+    finish: Callable[[Any], Any]
+    """Wait for a handle's result."""
+
+
+def _only(call: Callable[[], Any]) -> Calls:
+    """Of a link without calls in flight."""
+    return Calls(call, call, lambda handle: None)
+
+
+class Link(ABC):
+    """One member's way to call the others of its row, which are named by their rank."""
+
+    two_sided = False
+    """Rank 1 must ``serve`` while rank 0 sends."""
+    local = False
+    """Rank 0 works alone."""
+    in_driver = False
+    """The driver holds the only end."""
+
+    def __init__(self, rank: int, members: Sequence[Any], cuda: bool, options: dict[str, Any]) -> None:
+        self.rank, self.members, self.cuda, self.options = rank, members, cuda, options
+
+    @property
+    def address(self) -> str:
+        """Of this process's node."""
+        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+    def open(self, meeting: Any) -> Any:
+        """Prepare; ``meeting``: the result on rank 0, None there."""
+        return None
+
+    def resume(self) -> None:  # noqa: B027 - most links need nothing here
+        """Begin a turn; called on all members at once."""
+
+    def pause(self) -> None:  # noqa: B027
+        """End a turn; called on all members at once."""
+
+    @abstractmethod
+    def calls(self, peer: int, method: str, *args: Any) -> Calls:
+        """Ways to call a member's method; the method says little where the link has no calls."""
+
+    def serve(self, like: torch.Tensor, count: int) -> None:
+        """Take part in ``count`` samples of that size and device."""
+        raise NotImplementedError
+
+    def received(self) -> Digest | None:
+        """Digest of the last tensor here, if the link keeps it itself."""
+        return None
+
+    def drop(self) -> None:  # noqa: B027
+        """Free what the last size needed."""
+
+
+class GroupLink(Link):
+    """Direct calls."""
+
+    def calls(self, peer: int, method: str, *args: Any) -> Calls:
+        target, share = self.members[peer], bool(self.options.get("share"))
+        verbs = rtr.rpc_sync(target, share=share), rtr.rpc_async(target, share=share)
+        call, send = (partial(getattr(verb, method), *args) for verb in verbs)
+        return Calls(call, send, lambda future: future.wait())
+
+
+class RayLink(Link):
+    """Ray actor calls: a tensor goes through the object store, a small one in the message."""
+
+    def calls(self, peer: int, method: str, *args: Any) -> Calls:
+        send, wait = partial(getattr(self.members[peer], method).remote, *args), partial(ray.get, timeout=TIMEOUT_S)
+        return Calls(lambda: wait(send()), send, wait)
+
+
+_rpc_digest: Digest | None = None
+
+
+def _rpc_take_checked(payload: Any) -> None:
+    global _rpc_digest
+    _rpc_digest = digest(payload)
+
+
+class TorchRpcLink(Link):
+    """``torch.distributed.rpc`` with its own defaults. Agents live for one turn, because idle ones poll."""
+
+    def open(self, meeting: Any) -> Any:
+        interface = probe.interface_for(probe.probe(node_ip=self.address, wants_gpu=False), self.address)
+        if interface:  # else torch listens on the address of the host name, often 127.0.1.1
+            os.environ.setdefault("TP_SOCKET_IFNAME", interface)
+        if meeting is None:
+            # init_rpc reuses this server, which it finds in its own process, so no port has to be guessed.
+            self._store = TCPStore(self.address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+            meeting = f"tcp://{self.address}:{self._store.port}"
+        self._meeting = meeting
+        return meeting
+
+    def resume(self) -> None:
+        count = len(self.members)
+        maps: Any = {str(peer): {0: 0} for peer in range(count) if peer != self.rank} if self.cuda else None
+        options = rpc.TensorPipeRpcBackendOptions(init_method=self._meeting, rpc_timeout=TIMEOUT_S, device_maps=maps)
+        init: Any = rpc.init_rpc
+        init(str(self.rank), rank=self.rank, world_size=count, rpc_backend_options=options)
+
+    def pause(self) -> None:
+        rpc.shutdown()
+
+    def calls(self, peer: int, method: str, *args: Any) -> Calls:
+        callee = _rpc_take_checked if method == "take_checked" else take
+        call, send = (partial(verb, str(peer), callee, args=args) for verb in (rpc.rpc_sync, rpc.rpc_async))
+        return Calls(call, send, lambda future: future.wait())
+
+    def received(self) -> Digest | None:
+        return _rpc_digest
+
+
+class NcclLink(Link):
+    """NCCL's send and receive; the acknowledgement is a second message."""
+
+    two_sided = True
+    _digest: Digest | None = None
+
+    def open(self, meeting: Any) -> Any:
+        torch.cuda.set_device(0)
+        if meeting is None:
+            self._store = TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
+            return self.address, self._store.port
+        self._store = TCPStore(meeting[0], meeting[1], is_master=False)
+        return None
+
+    def resume(self) -> None:
+        if not dist.is_initialized():
+            limit = timedelta(seconds=TIMEOUT_S)
+            dist.init_process_group("nccl", store=self._store, rank=self.rank, world_size=2, timeout=limit)
+            self._ack = torch.ones(1, device="cuda")
+
+    def calls(self, peer: int, method: str, *args: Any) -> Calls:
+        return _only(partial(self._send, *args))
+
+    def _send(self, tensor: torch.Tensor) -> None:
+        dist.send(tensor, 1)
+        dist.recv(self._ack, 1)
+        torch.cuda.current_stream().synchronize()
+
+    def serve(self, like: torch.Tensor, count: int) -> None:
+        for _ in range(count):
+            dist.recv(like, 0)
+            dist.send(self._ack, 0)
+            torch.cuda.current_stream().synchronize()
+        self._digest = digest(like)
+
+    def received(self) -> Digest | None:
+        return self._digest
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    return memoryview((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr()))
+
+
+_LENGTH = struct.Struct("!Q")
+
+
+class SocketLink(Link):
+    """A TCP socket, or several that share each tensor; the receiver reuses its buffers."""
+
+    def open(self, meeting: Any) -> Any:
+        self._streams = int(self.options.get("streams", 1))
+        self._sockets: list[socket.socket] = []
+        self._parts = [memoryview(b"")] * self._streams
+        self._pool = ThreadPoolExecutor(self._streams, "bench-socket")
+        if meeting is None:
+            self._listener = socket.create_server((self.address, 0), backlog=self._streams)
+            self._listener.settimeout(TIMEOUT_S)
+            return self._listener.getsockname()[:2]
+        for number in range(self._streams):
+            self._add(socket.create_connection(meeting, timeout=TIMEOUT_S), None)
+            # Daemon threads, because Python waits for a pool's threads at exit.
+            threading.Thread(target=self._receive, args=(number,), name="bench-receive", daemon=True).start()
+        return None
+
+    def _add(self, stream: socket.socket, timeout_s: float | None) -> None:
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        stream.settimeout(timeout_s)
+        self._sockets.append(stream)
+
+    def resume(self) -> None:
+        while self.rank == 0 and len(self._sockets) < self._streams:
+            self._add(self._listener.accept()[0], TIMEOUT_S)
+
+    def calls(self, peer: int, method: str, *args: Any) -> Calls:
+        return _only(partial(self._send, *args))
+
+    def _send(self, tensor: torch.Tensor) -> None:
+        data = _view(tensor)
+        part = -(-len(data) // self._streams)
+        parts = [data[i * part : (i + 1) * part] for i in range(self._streams)]
+        if self._streams == 1:
+            self._send_part(0, parts[0])
+        else:
+            list(self._pool.map(self._send_part, range(self._streams), parts))
+
+    def _send_part(self, number: int, part: memoryview) -> None:
+        stream = self._sockets[number]
+        stream.sendall(_LENGTH.pack(len(part)))
+        stream.sendall(part)
+        if stream.recv(1) != b"+":
+            raise ConnectionError("the receiver closed its socket")
+
+    def _receive(self, number: int) -> None:
+        stream = self._sockets[number]
+        with contextlib.suppress(OSError):
+            while len(head := stream.recv(_LENGTH.size, socket.MSG_WAITALL)) == _LENGTH.size:
+                (length,) = _LENGTH.unpack(head)
+                if len(self._parts[number]) != length:
+                    self._parts[number] = memoryview(bytearray(length))
+                view = self._parts[number]
+                while view:
+                    got = stream.recv_into(view)
+                    if not got:
+                        return
+                    view = view[got:]
+                stream.sendall(b"+")
+
+    def received(self) -> Digest | None:
+        parts = [part for part in self._parts if part]
+        return Digest(sum(map(len, parts)), parts[0][0], parts[-1][-1]) if parts else None
+
+    def drop(self) -> None:
+        self._parts = [memoryview(b"")] * self._streams
+
+
+class EchoLink(Link):
+    """As many bytes to the peer and back over a Unix socket; each end blocks in a read. What a call costs at least."""
+
+    def open(self, meeting: Any) -> Any:
+        end = socket.socket(socket.AF_UNIX)
+        end.settimeout(TIMEOUT_S)
+        if meeting is None:
+            end.bind("")  # a free name in the abstract namespace
+            end.listen(1)
+            self._listener = end
+            return end.getsockname()
+        end.connect(meeting)
+        end.settimeout(None)
+        threading.Thread(target=self._echo, args=(end,), name="bench-echo", daemon=True).start()
+        return None
+
+    def resume(self) -> None:
+        if self.rank == 0:
+            self._stream, _ = self._listener.accept()
+            self._stream.settimeout(TIMEOUT_S)
+
+    @staticmethod
+    def _echo(stream: socket.socket) -> None:
+        buffer = memoryview(bytearray(1 << 18))
+        with contextlib.suppress(OSError):
+            while got := stream.recv_into(buffer):
+                stream.sendall(buffer[:got])
+
+    def calls(self, peer: int, method: str, *args: Any) -> Calls:
+        data = _view(args[0]) if args else memoryview(b"+")
+        return _only(partial(self._call, data, memoryview(bytearray(len(data)))))
+
+    def _call(self, data: memoryview, back: memoryview) -> None:
+        self._stream.sendall(data)
+        while back:
+            got = self._stream.recv_into(back)
+            if not got:
+                raise ConnectionError("the peer closed its socket")
+            back = back[got:]
+
+
+class NngLink(Link):
+    """pynng's pair sockets over TCP. Their payload is bytes, so the tensor is copied at both ends."""
+
+    _last = b""
+
+    def open(self, meeting: Any) -> Any:
+        import pynng
+
+        limit = int(TIMEOUT_S * 1000)
+        self._socket = pynng.Pair0(recv_max_size=0, send_timeout=limit)
+        if meeting is None:
+            self._socket.recv_timeout = limit
+            listener = self._socket.listen(f"tcp://{self.address}:0")
+            return f"tcp://{listener.local_address}"
+        self._socket.dial(meeting, block=True)
+        threading.Thread(target=self._receive, name="bench-receive", daemon=True).start()
+        return None
+
+    def calls(self, peer: int, method: str, *args: Any) -> Calls:
+        return _only(partial(self._send, *args))
+
+    def _send(self, tensor: torch.Tensor) -> None:
+        self._socket.send(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
+        self._socket.recv()
+
+    def _receive(self) -> None:
+        while True:
+            self._last = self._socket.recv()
+            self._socket.send(b"+")
+
+    def received(self) -> Digest | None:
+        return Digest(len(self._last), self._last[0], self._last[-1]) if self._last else None
+
+    def drop(self) -> None:
+        self._last = b""
+
+
+class CopyLink(Link):
+    """No peer: one process copies into memory that is already mapped; on GPUs from the first to the last of its own."""
+
+    local = True
+    _target: torch.Tensor | None = None
+
+    def calls(self, peer: int, method: str, *args: Any) -> Calls:
+        return _only(partial(self._copy, *args))
+
+    def _copy(self, tensor: torch.Tensor) -> None:
+        if self._target is None or self._target.shape != tensor.shape:
+            there = f"cuda:{torch.cuda.device_count() - 1}" if tensor.is_cuda else "cpu"
+            self._target = torch.zeros_like(tensor, device=there)
+        self._target.copy_(tensor)
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+
+    def received(self) -> Digest | None:
+        return None if self._target is None else digest(self._target)
+
+    def drop(self) -> None:
+        self._target = None
+
+
+class ObjectRefLink(Link):
+    """One actor's result is passed to the other, by Ray Direct Transport or, without one, through the object store."""
+
+    in_driver = True
+
+    def calls(self, peer: int, method: str, *args: Any) -> Calls:
+        """``args``: those of ``Member.produce``."""
+        produce, receive = self.members[0].produce, getattr(self.members[-1], method)
+        if transport := self.options["tensor_transport"]:
+            produce = produce.options(tensor_transport=transport)
+        return _only(lambda: get(receive.remote(produce.remote(*args)), TIMEOUT_S))
+
+
+class GraphLink(Link):
+    """A Compiled Graph. It exists for one turn, because it polls."""
+
+    in_driver = True
+    _graph: Any = None
+
+    def resume(self) -> None:
+        from ray.dag import InputNode  # only the driver needs its many modules
+
+        with InputNode() as payload:
+            node = self.members[-1].take.bind(payload)
+        self._graph = node.experimental_compile(_max_inflight_executions=_GRAPH_CALLS)
+
+    def pause(self) -> None:
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            graph.teardown()
+
+    def calls(self, peer: int, method: str, *args: Any) -> Calls:
+        send = partial(self._graph.execute, *(args or (None,)))
+        return Calls(lambda: send().get(TIMEOUT_S), send, lambda ref: ref.get(TIMEOUT_S))
+
+
+#: By the name in ``Row.transport``.
+LINKS: dict[str, type[Link]] = {
+    "group": GroupLink,
+    "ray": RayLink,
+    "torchrpc": TorchRpcLink,
+    "nccl": NcclLink,
+    "socket": SocketLink,
+    "echo": EchoLink,
+    "nng": NngLink,
+    "copy": CopyLink,
+    "rdt": ObjectRefLink,
+    "graph": GraphLink,
+}

@@ -1,0 +1,51 @@
+"""Every benchmark of ``python -m benchmarks`` works, in its tiniest size; they share one Ray and most actors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from benchmarks import _harness
+from benchmarks.__main__ import ALL, NAMED
+
+HOSTS = ("detection",)
+"""They need several hosts with networks of their own."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shared_actors(cluster: None) -> Iterator[None]:
+    _harness.environment, usual = {}, _harness.environment  # actors without start as forks, which takes a tenth
+    yield
+    _harness.end_idle()
+    _harness.environment = usual
+
+
+@pytest.mark.parametrize("name", [*ALL, *(name for name in NAMED if name not in HOSTS)])
+def test_every_benchmark_prints_its_table(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        import_module(f"benchmarks.{name}").main(lambda full, quick, tiny: tiny)
+    except _harness.Skipped as reason:
+        pytest.skip(str(reason))
+    printed = capsys.readouterr().out
+    assert any(title in printed for title in ("medians", "| members (s) |", "Held after the first calls"))
+    assert "not measured" not in printed
+
+
+@pytest.mark.slow
+@pytest.mark.multihost
+@pytest.mark.parametrize("name", HOSTS)
+def test_benchmarks_of_several_hosts_print_their_table(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import_module(f"benchmarks.{name}").main(lambda full, quick, tiny: tiny)
+    assert "median (slowest)" in capsys.readouterr().out
+
+
+def test_the_figure_of_the_readme_is_drawn_from_stored_results(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import figure
+    from raytorchrpc.bench.results import read_run
+
+    figure.draw(read_run(Path(figure.__file__).parent / "results" / "h200.json"), tmp_path / "f.svg")
+    assert (tmp_path / "f.svg").read_text().lstrip().startswith("<?xml")
