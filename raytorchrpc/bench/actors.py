@@ -274,6 +274,7 @@ class GroupMember(Member):
 
     take, take_checked = rtr.method(Member.take), rtr.method(Member.take_checked)
     take_beside = rtr.method(concurrent=True)(Member.take_beside)
+    work = rtr.method(concurrent=True)(Member.work)  # else calls to this sync actor would wait for its end
 
 
 class AsyncMember(Member):
