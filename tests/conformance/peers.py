@@ -152,6 +152,7 @@ def node() -> Node:
 
 def become(uid: int) -> None:
     """Run as another user from now on."""
+    GroupConfig()  # imports what checks settings, from a folder that the other user may not be able to read
     os.setgid(uid)
     os.setuid(uid)
 

@@ -20,11 +20,12 @@ def no_group_is_left() -> None:
 
 
 def pretend(nodes: dict[str, str]) -> None:
-    """Let this member take the others for members on these nodes."""
+    """Let this member take itself and the others for members on these nodes."""
     local = current.process_member()
     for route in local.peers.routes:
         node = nodes.get(route.member.name, route.member.node_id)
         local.peers.add_peer(dataclasses.replace(route, member=dataclasses.replace(route.member, node_id=node)))
+    local.me = local.peers.route(local.me.rank).member
 
 
 def came_from() -> dict[str, int]:
