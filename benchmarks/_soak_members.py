@@ -331,7 +331,7 @@ class Soaker:
 
     def drive(self, calls: int, seed: int, threads: int) -> None:
         """Make that many calls from ``threads`` threads."""
-        with ThreadPoolExecutor(threads) as pool:
+        with ThreadPoolExecutor(threads) as pool, rtr.allow_calls():  # the others call this actor meanwhile
             list(pool.map(lambda caller: caller.drive(calls // threads), self._callers(seed, threads)))
 
     def _callers(self, seed: int, count: int) -> list[Caller]:

@@ -307,7 +307,7 @@ def plan_alone(members: int, hosts: int) -> dict[str, float]:
         address = f"10.0.{host}.1"
         far = endpoint.Interface(name="eth0", up=True, addresses=(address,))
         copied = {"name": name, "pid": rank, "boot_id": f"host-{host}", "node_ip": address, "interfaces": (far,)}
-        there = me.model_copy(update=copied)
+        there = me.changed(copied)
         probes[name] = Probe(there, f"{host:056x}", rank, None, None, None, None, None)
     roster = Roster("planned", rtr.GroupConfig(), current_owner(), me)
     began = time.monotonic()
