@@ -394,8 +394,10 @@ class Gate:
         return False
 
     def due(self, job: Job) -> float:
-        """When a job that is queued now has to be reviewed (``time.monotonic``)."""
-        now = time.monotonic()
+        """When a job that is queued now has to be reviewed (``time.monotonic``), if that is before ``review_at``."""
+        now, deadline = time.monotonic(), job.deadline
+        if self.review_at <= now + SLOW_S and (deadline is None or self.review_at <= deadline - _MOST_EARLY_S):
+            return math.inf
         return min(_Queued(job, now).refused_at, now + SLOW_S)
 
     def review(self) -> float:
