@@ -39,7 +39,9 @@ def test_reaches_the_accuracy_and_shows_what_the_calls_cost(demo: Command) -> No
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["make", "--no-print-directory", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        ["make", "--no-print-directory", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
 
 
 def test_make_demo_ends_with_commands_to_go_on_with() -> None:
