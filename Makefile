@@ -42,6 +42,8 @@ demo: $(STAMP) ## train a classifier over direct calls between Ray actors, under
 	  "$(BIN)/raytorchrpc doctor" "what this machine supports, and what it lacks" \
 	  "$(BIN)/raytorchrpc bench --quick" "your figures, next to plain Ray"
 
+# Hundreds of processes import the package: each would compile it anew.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP) ## run the tests (GPU tests are skipped where there is no GPU)
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(TESTS)" $(ARGS)
 

@@ -243,7 +243,9 @@ class Formation:
         )
         if not failures:
             return found
-        reasons = "; ".join(f"{member!r}: {self._reason(error)}" for member, error in failures.items())
+        silent = [member for member, error in failures.items() if isinstance(error, TimeoutError)][: ray_calls.NAMED]
+        why = ray_calls.why_silent({name: handle for name in silent if (handle := self.participants[name]) is not None})
+        reasons = "; ".join(f"{member!r}: {self._reason(error, why.get(member))}" for member, error in failures.items())
         cause = next(iter(failures.values()))
         if isinstance(cause, ConfigurationError):
             raise cause
@@ -259,12 +261,10 @@ class Formation:
         coming_in = any(name not in self.participants for name in self.roster.records)
         return "did not admit them" if coming_in else "was not formed"
 
-    def _reason(self, error: Exception) -> str:
+    def _reason(self, error: Exception, why_silent: str | None) -> str:
         if isinstance(error, TimeoutError):
-            return (
-                f"no answer within {self.timeout_s:g} s (a sync actor answers between its methods; is it still "
-                f"starting, waiting for resources, or busy?)"
-            )
+            why = why_silent or "is it still starting, waiting for resources, or busy?"
+            return f"no answer within {self.timeout_s:g} s: {why} (a sync actor answers between its methods)"
         text = re.sub(r"\x1b\[\d*m", "", str(error))  # Ray's colours
         return " ".join(text.split()) or repr(error)
 

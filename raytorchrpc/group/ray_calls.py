@@ -40,7 +40,7 @@ _RESTART_POLL_S = 0.05
 _ASK_AGAIN_S = 2.0
 
 #: When a group that forms first says whom it waits for, how often then, and how many members it names (seconds).
-_FIRST_NOTICE_S, _NOTICE_S, _NAMED = 3.0, 10.0, 8
+_FIRST_NOTICE_S, _NOTICE_S, NAMED = 3.0, 10.0, 8
 
 #: Generations of groups that this process has ended. Their members may not have left yet.
 ended_here: deque[str] = deque(maxlen=1024)
@@ -138,13 +138,8 @@ class WaitingNotice:
     def give(self, handles: Mapping[str, Any]) -> None:
         """Name these members. ``handles``: by name."""
         self._due = time.monotonic() + _NOTICE_S
-        shown = dict(list(handles.items())[:_NAMED])
-        try:
-            running = ray_internals.running_methods()
-        except Exception as error:  # Ray may not keep task events
-            logger.debug("Ray does not say what its actors run: %s", error)
-            running = {}
-        reasons = "; ".join(f"{name}: {_why_silent(handle, running)}" for name, handle in shown.items())
+        shown = dict(list(handles.items())[:NAMED])
+        reasons = "; ".join(f"{name}: {why}" for name, why in why_silent(shown).items())
         more = f"; and {len(handles) - len(shown)} more" if len(handles) > len(shown) else ""
         text = f"group {self._group!r}, after {time.monotonic() - self._since:.0f} s, waits for {reasons}{more}"
         if sys.stderr.isatty():
@@ -161,12 +156,23 @@ class WaitingNotice:
             self._has_line = False
 
 
+def why_silent(handles: Mapping[str, Any]) -> dict[str, str]:
+    """Why these actors do not answer, by name."""
+    try:
+        running = ray_internals.running_methods()
+    except Exception as error:  # Ray may not keep task events
+        logger.debug("Ray does not say what its actors run: %s", error)
+        running = {}
+    return {name: _why_silent(handle, running) for name, handle in handles.items()}
+
+
 def _why_silent(handle: Any, running: Mapping[str, str]) -> str:
-    """Why an actor does not answer. ``running``: see ``ray_internals.running_methods``."""
+    """``running``: see ``ray_internals.running_methods``."""
     actor_id = ray_internals.actor_id_of(handle)
     state, method = ray_internals.actor_state(actor_id).state, running.get(actor_id)
     if method is not None:  # ours: its process imports this package first
-        return "loading raytorchrpc" if method == "__ray_call__" else f"busy in {method}"
+        said = {"__ray_call__": "loading raytorchrpc", "__init__": "still in its __init__"}
+        return said.get(method, f"busy in {method}")
     if state == "ALIVE":
         return "starting or busy"
     if state == "RESTARTING":

@@ -33,7 +33,9 @@ ANSWER_S = 0.5
 _ANSWER_NOW_S = 1.0
 
 #: What to use on an event loop.
-_REMEDY = "a coroutine (`aget`, `aput`, `apublish`, `apull`, `async for`), or `await asyncio.to_thread(...)`"
+_REMEDY = (
+    "a coroutine (`aget`, `aput`, `apublish`, `apull`, `await_version`, `async for`), or `await asyncio.to_thread(...)`"
+)
 
 #: An operation as a generator: it yields what it has to wait for, and is sent the result.
 Steps = Generator["Future[Any] | DeferredReply", Any, T]
