@@ -129,8 +129,10 @@ class Admission:
 
     def lend(self) -> None:
         """Let others run in the monitor until ``regain``. On the thread that owns it."""
-        with self.gate.lock:
-            monitor = self.gate.monitor_of(self)
+        monitor = self.monitor
+        if monitor is None:
+            with self.gate.lock:
+                monitor = self.gate.monitor_of(self)
         self.held = False
         monitor.leave(self, lends=True)
 
@@ -284,8 +286,8 @@ class Gate:
         with self.lock:
             self._queue.append(_Queued(waiter, time.monotonic()))
             following = self._next()
-        if following is not None:
-            following[0].admit(following[1])
+        if following is not None and (work := following[0].admit(following[1])) is not None:
+            following[0].spawn(work)
 
     # --- leaving -----------------------------------------------------------------------------------------------------
 
