@@ -45,6 +45,14 @@ def checked_timeout(timeout: Any) -> float:
     raise ConfigurationError(f"timeout is a number of seconds up to {MAX_TIMEOUT_S}, not {timeout!r}")
 
 
+def check_timeout(timeout: Any, name: str = "timeout") -> None:
+    """Raise ConfigurationError unless this is a number of seconds above 0, as a group needs to form or change."""
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= MAX_TIMEOUT_S:
+        raise ConfigurationError(
+            f"{name} must be above 0, and at most {MAX_TIMEOUT_S} (a day), in seconds; not {timeout!r}"
+        )
+
+
 def takes_timeout(function: Callable[P, R]) -> Callable[P, R]:
     """Have a function that takes ``timeout=`` name it when another spelling is passed."""
 

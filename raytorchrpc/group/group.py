@@ -16,18 +16,17 @@ from ray.actor import ActorHandle
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.current import current_local, process_member
-from raytorchrpc.calls.options import takes_timeout
+from raytorchrpc.calls.options import check_timeout, takes_timeout
 from raytorchrpc.calls.peers import Member, described, find, keys_of
 from raytorchrpc.calls.stats import GroupStats
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
-from raytorchrpc.group.arguments import check_events, check_timeout
 from raytorchrpc.group.changes import Change
 from raytorchrpc.group.detached import DetachedHost, find_detached, form_detached
 from raytorchrpc.group.formation import current_session, participants_of, with_named_maps
 from raytorchrpc.group.guest import own_groups
 from raytorchrpc.group.supervisor import Supervisor, form
-from raytorchrpc.group.tracing import Trace
+from raytorchrpc.group.tracing import Trace, check_events
 from raytorchrpc.membership import join
 from raytorchrpc.membership.messages import GroupInfo
 from raytorchrpc.membership.process_group import ProcessGroupInfo

@@ -259,3 +259,9 @@ class _Tracks:
         tid = self._pid if is_main else next(self._numbers)
         self.names[tid] = name
         return tid
+
+
+def check_events(events: Any) -> None:
+    """Raise ConfigurationError unless this is a number of events to keep."""
+    if isinstance(events, bool) or not isinstance(events, int) or events < 1:
+        raise ConfigurationError(f"events is the number of events each member keeps, 1 or more; not {events!r}")
